@@ -1,0 +1,34 @@
+"""Requests in, tokens out: continuous batching over a paged KV cache, with decode steps replayed from graphs.
+
+`from engine import Engine, EngineConfig, SamplingParams` is all that embedding needs. Knows requests, pages, models
+and tokens; knows no HTTP. Names are imported on first use, so that a server process need not load torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine.config import EngineConfig
+    from engine.engine import Engine
+    from engine.errors import EngineError
+    from engine.outputs import CompletionOutput, RequestOutput
+    from engine.request import SamplingParams
+
+_MODULE_OF = {
+    "Engine": "engine.engine",
+    "EngineConfig": "engine.config",
+    "EngineError": "engine.errors",
+    "CompletionOutput": "engine.outputs",
+    "RequestOutput": "engine.outputs",
+    "SamplingParams": "engine.request",
+}
+
+__all__ = ["CompletionOutput", "Engine", "EngineConfig", "EngineError", "RequestOutput", "SamplingParams"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'engine' has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)

@@ -1,0 +1,272 @@
+"""Paged decode attention on CUDA, written in Triton: one query token per sequence.
+
+Owns the launches: the split over the keys, tiles, scratch and checks; the device code is in triton_decode_kernels.py.
+Lengths and page tables are read from device memory and the grid depends on shapes alone, so a captured graph serves
+any positions. Knows no model and no scheduler. Import it only where the device is CUDA (or under TRITON_INTERPRET=1):
+it imports triton at the top.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+
+from engine.attention.triton_decode_kernels import append_kernel, decode_kernel
+
+if TYPE_CHECKING:
+    from engine.attention.base import KVCache
+
+MAX_SPLITS = 32
+"""Most parts one sequence's keys are cut into; the combining program holds that many partial rows in registers."""
+
+PROGRAMS_PER_MULTIPROCESSOR = 4
+"""How many programs per multiprocessor keep HBM busy: each has two or three tiles of keys and values in flight."""
+
+BALANCE_KEYS = 4096
+"""Where the batch alone fills the device, one cut per so many keys bounds the longest program."""
+
+BALANCE_SPLITS = 4
+"""Most parts in that case: programs that find no work cost time too."""
+
+_INTERPRETED_MULTIPROCESSORS = 132
+_LOG2_E = 1.4426950408889634
+
+
+class Tiling(NamedTuple):
+    """Static shape of a launch: keys per loop step, warps, pipeline stages; see `choose_tiling`."""
+
+    block_keys: int
+    num_warps: int
+    num_stages: int
+
+
+class Splits(NamedTuple):
+    """How a sequence's keys are cut: into at most `count` parts, none shorter than `min_keys` (but the last)."""
+
+    count: int
+    min_keys: int
+
+
+class DecodeWorkspace(NamedTuple):
+    """Scratch of `paged_decode` for one batch shape; launches on one stream may share it.
+
+    `acc` [b, H, splits, D] and `lse` [b, H, splits] are float32 and need no initial value; `arrivals` [b, KV] int32
+    must be zero before the first launch, and every launch leaves it zero.
+    """
+
+    acc: torch.Tensor
+    lse: torch.Tensor
+    arrivals: torch.Tensor
+
+
+def choose_splits(batch: int, kv_heads: int, max_keys: int, multiprocessors: int, block_keys: int) -> Splits:
+    """Return how to cut sequences of up to `max_keys` keys; a function of shapes alone, hence fixed in a capture."""
+    wanted = PROGRAMS_PER_MULTIPROCESSOR * multiprocessors
+    whole = batch * kv_heads
+    if whole >= wanted:
+        return Splits(max(1, min(BALANCE_SPLITS, max_keys // BALANCE_KEYS)), BALANCE_KEYS // 2)
+    blocks = max(1, triton.cdiv(max_keys, block_keys))
+    return Splits(min(MAX_SPLITS, triton.cdiv(wanted, whole), blocks), block_keys)
+
+
+def choose_tiling(head_dim: int, dtype: torch.dtype) -> Tiling:
+    """Return the tile that keeps about 64 KiB of keys and values in flight per program without spilling."""
+    row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
+    block_keys = max(16, min(128, 16384 // row_bytes))
+    return Tiling(block_keys, 4, 3)
+
+
+def append_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    positions: torch.Tensor,
+) -> None:
+    """Write row i's key and value, `k[i]` and `v[i]` of [b, KV, D], at `positions[i]` of its pages, in the caches.
+
+    Caches are [num_pages, page_size, KV, D], changed in place; `page_table` is [b, P] int32 or int64 and `positions`
+    [b] int64. Rows may be strided views (of a fused projection); the last dimension must be dense. One launch, no
+    host read. Positions beyond the page table are not detected. Raises ValueError for shapes that do not fit.
+    """
+    batch, kv_heads, dim = k.shape
+    _check_cache(k_cache, v_cache, kv_heads, dim, page_table, positions, batch)
+    _check_rows("k", k, (batch, kv_heads, dim))
+    _check_rows("v", v, (batch, kv_heads, dim))
+    append_kernel[(batch,)](
+        k, v, k_cache, v_cache, page_table, positions,
+        k.stride(0), k.stride(1), v.stride(0), v.stride(1), *k_cache.stride()[:3], page_table.stride(0),
+        KV_HEADS=kv_heads, HEADS_PAD=triton.next_power_of_2(kv_heads), DIM=dim, DIM_PAD=triton.next_power_of_2(dim),
+        PAGE=k_cache.shape[1], num_warps=4,
+    )  # fmt: skip
+
+
+def paged_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float,
+    *,
+    new_kv: tuple[torch.Tensor, torch.Tensor] | None = None,
+    num_splits: int | None = None,
+    tiling: Tiling | None = None,
+    out: torch.Tensor | None = None,
+    workspace: DecodeWorkspace | None = None,
+) -> torch.Tensor:
+    """Return softmax(scale * q K^T) V for one query token per row, over keys 0..positions[i] of its pages: [b, H, D].
+
+    `q` is [b, H, D] with H a multiple of KV (query head h reads KV head h // (H/KV)); caches, `page_table` and
+    `positions` are as in `append_kv`. `new_kv` = (k, v), each [b, KV, D], is first written at `positions`, as
+    `append_kv` would, in the same launch. `out` [b, H, D] must be contiguous; one is allocated in q's dtype where it
+    is None. `workspace` comes from `decode_workspace` for the same shapes and `num_splits`; None allocates one.
+    One launch on the current stream, its grid fixed by shapes; safe to capture. Raises ValueError for shapes that do
+    not fit.
+    """
+    batch, heads, dim = q.shape
+    _, page_size, kv_heads, _ = k_cache.shape
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads can't share {kv_heads} KV heads evenly; give a multiple of {kv_heads}")
+    _check_cache(k_cache, v_cache, kv_heads, dim, page_table, positions, batch)
+    _check_rows("q", q, (batch, heads, dim))
+    k_new, v_new = new_kv if new_kv is not None else (q, q)
+    if new_kv is not None:
+        _check_rows("new_kv[0]", k_new, (batch, kv_heads, dim))
+        _check_rows("new_kv[1]", v_new, (batch, kv_heads, dim))
+    if out is None:
+        out = torch.empty((batch, heads, dim), dtype=q.dtype, device=q.device)
+    elif out.shape != q.shape or not out.is_contiguous():
+        raise ValueError(f"out must be contiguous {tuple(q.shape)}, found {tuple(out.shape)} strides {out.stride()}")
+    tiling = tiling or choose_tiling(dim, k_cache.dtype)
+    splits = _splits(q, page_table.shape[1] * page_size, kv_heads, tiling, num_splits)
+    if workspace is None:
+        workspace = _allocate(q, kv_heads, splits)
+    elif workspace.lse.shape != (batch, heads, splits.count):
+        raise ValueError(
+            f"workspace is for {tuple(workspace.lse.shape)} (rows, heads, splits), this call needs "
+            f"{(batch, heads, splits.count)}; take it from decode_workspace with the same arguments"
+        )
+    group = heads // kv_heads
+    decode_kernel[(kv_heads, batch, splits.count)](
+        q, k_new, v_new, k_cache, v_cache, page_table, positions, out, *workspace,
+        scale * _LOG2_E, splits.count, triton.cdiv(splits.min_keys, tiling.block_keys),
+        q.stride(0), q.stride(1), k_new.stride(0), k_new.stride(1), v_new.stride(0), v_new.stride(1),
+        *k_cache.stride()[:3], page_table.stride(0),
+        KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)),
+        DIM=dim, DIM_PAD=max(16, triton.next_power_of_2(dim)), PAGE=page_size, BLOCK=tiling.block_keys,
+        PARTS_PAD=MAX_SPLITS, APPEND=new_kv is not None,
+        PRECISION="tf32x3" if k_cache.dtype == torch.float32 else "ieee",  # three passes: float32's accuracy
+        num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+    )  # fmt: skip
+    return out
+
+
+def decode_workspace(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    *,
+    num_splits: int | None = None,
+    tiling: Tiling | None = None,
+) -> DecodeWorkspace:
+    """Return scratch for `paged_decode` calls of these shapes; of the tensors only shape, dtype and device are read."""
+    _, page_size, kv_heads, dim = k_cache.shape
+    tiling = tiling or choose_tiling(dim, k_cache.dtype)
+    return _allocate(q, kv_heads, _splits(q, page_table.shape[1] * page_size, kv_heads, tiling, num_splits))
+
+
+class TritonDecodeAttention:
+    """Decode attention of one step: appends each layer's keys and values, then attends; one launch per layer.
+
+    Takes what the SDPA decode attention takes. `page_table` [b, P] and `positions` [b] stay on the device and are read
+    by every launch, so a graph captured around the calls follows their contents. The scratch is made at the first
+    call and shared by all layers: calls must stay on one stream. `fuse_append=False` appends in a launch of its own.
+    """
+
+    def __init__(
+        self,
+        kv: KVCache,
+        page_table: torch.Tensor,
+        positions: torch.Tensor,
+        scale: float | None = None,
+        *,
+        fuse_append: bool = True,
+    ) -> None:
+        self._kv = kv
+        self._page_table = page_table
+        self._positions = positions
+        self._scale = scale
+        self._fuse_append = fuse_append
+        self._workspace: DecodeWorkspace | None = None
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Return attention of q [b, H, D] over the layer's pages, after writing k and v [b, KV, D]: [b, H * D]."""
+        k_cache, v_cache = self._kv.k[layer], self._kv.v[layer]
+        if self._workspace is None:
+            self._workspace = decode_workspace(q, k_cache, self._page_table)
+        new_kv = (k, v)
+        if not self._fuse_append:
+            append_kv(k, v, k_cache, v_cache, self._page_table, self._positions)
+            new_kv = None
+        scale = q.shape[-1] ** -0.5 if self._scale is None else self._scale
+        out = paged_decode(
+            q, k_cache, v_cache, self._page_table, self._positions, scale, new_kv=new_kv, workspace=self._workspace
+        )
+        return out.flatten(1)
+
+
+def _splits(q: torch.Tensor, max_keys: int, kv_heads: int, tiling: Tiling, num_splits: int | None) -> Splits:
+    if num_splits is not None:
+        if not 1 <= num_splits <= MAX_SPLITS:
+            raise ValueError(f"num_splits is {num_splits}; give 1 to {MAX_SPLITS}")
+        return Splits(num_splits, tiling.block_keys)
+    return choose_splits(q.shape[0], kv_heads, max_keys, _multiprocessors(q.device), tiling.block_keys)
+
+
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":  # Triton's interpreter
+        return _INTERPRETED_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _allocate(q: torch.Tensor, kv_heads: int, splits: Splits) -> DecodeWorkspace:
+    batch, heads, dim = q.shape
+    lse = torch.empty((batch, heads, splits.count), dtype=torch.float32, device=q.device)
+    if splits.count == 1:  # every program writes its rows of the output: nothing is combined, no launch to zero
+        return DecodeWorkspace(lse, lse, torch.empty((batch, kv_heads), dtype=torch.int32, device=q.device))
+    acc = torch.empty((batch, heads, splits.count, dim), dtype=torch.float32, device=q.device)
+    return DecodeWorkspace(acc, lse, torch.zeros((batch, kv_heads), dtype=torch.int32, device=q.device))
+
+
+def _check_rows(name: str, rows: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(rows.shape) != shape or rows.stride(-1) != 1:
+        raise ValueError(
+            f"{name} must be {shape} with a dense last dimension, found {tuple(rows.shape)} strides {rows.stride()}"
+        )
+
+
+def _check_cache(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    kv_heads: int,
+    dim: int,
+    page_table: torch.Tensor,
+    positions: torch.Tensor,
+    batch: int,
+) -> None:
+    if k_cache.shape[2:] != (kv_heads, dim) or k_cache.stride(-1) != 1:
+        raise ValueError(f"k_cache must be [pages, page_size, {kv_heads}, {dim}], found {tuple(k_cache.shape)}")
+    if v_cache.shape != k_cache.shape or v_cache.stride() != k_cache.stride() or v_cache.dtype != k_cache.dtype:
+        raise ValueError(
+            f"v_cache must match k_cache in shape, strides and dtype: {tuple(v_cache.shape)} {v_cache.dtype} "
+            f"against {tuple(k_cache.shape)} {k_cache.dtype}"
+        )
+    if page_table.shape[0] != batch or page_table.stride(-1) != 1 or positions.shape != (batch,):
+        raise ValueError(
+            f"page_table must be [{batch}, pages] and positions [{batch}], found {tuple(page_table.shape)} and "
+            f"{tuple(positions.shape)}"
+        )

@@ -1,0 +1,169 @@
+"""Device code of the paged decode attention: one program per KV head, row and part of the row's keys.
+
+Owns what runs on the device; triton_decode.py owns shapes, grids and checks. Everything that changes between replays
+(positions, page numbers) is read from device memory. Scores and sums are float32, products run on the tensor cores
+with the group of query heads padded to 16 rows. Imports triton at the top: for CUDA (or Triton's interpreter) only.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def append_kernel(
+    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, table_ptr, positions_ptr,
+    k_row, k_head, v_row, v_head, cache_page, cache_slot, cache_head, table_row,
+    KV_HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions_ptr + row)
+    page = tl.load(table_ptr + row * table_row + position // PAGE).to(tl.int64)
+    heads = tl.arange(0, HEADS_PAD)[:, None]
+    dims = tl.arange(0, DIM_PAD)[None, :]
+    mask = (heads < KV_HEADS) & (dims < DIM)
+    target = page * cache_page + (position % PAGE) * cache_slot + heads * cache_head + dims
+    k = tl.load(k_ptr + row * k_row + heads * k_head + dims, mask=mask)
+    v = tl.load(v_ptr + row * v_row + heads * v_head + dims, mask=mask)
+    tl.store(k_cache_ptr + target, k.to(k_cache_ptr.dtype.element_ty), mask=mask)
+    tl.store(v_cache_ptr + target, v.to(v_cache_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _combine(
+    acc_ptr, lse_ptr, out_ptr, active, max_parts,
+    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PARTS_PAD: tl.constexpr,
+):  # fmt: skip
+    """Merge `active` partial results of each head in the group; pointers stand at the group's first head."""
+    parts = tl.arange(0, PARTS_PAD)
+    dims = tl.arange(0, DIM_PAD)
+    present = parts < active
+    for head in range(GROUP):
+        # .cg: other multiprocessors wrote these; an L1 line from an earlier launch would be stale
+        lse = tl.load(lse_ptr + head * max_parts + parts, mask=present, other=float("-inf"), cache_modifier=".cg")
+        rows = acc_ptr + (head * max_parts + parts)[:, None] * DIM + dims[None, :]
+        mask = present[:, None] & (dims < DIM)[None, :]
+        partial = tl.load(rows, mask=mask, other=0.0, cache_modifier=".cg")
+        weights = tl.exp2(lse - tl.max(lse, 0))
+        merged = tl.sum(partial * weights[:, None], 0) / tl.sum(weights, 0)
+        tl.store(out_ptr + head * DIM + dims, merged.to(out_ptr.dtype.element_ty), mask=dims < DIM)
+
+
+@triton.jit
+def _write_newest(
+    k_ptr, v_ptr, k_base, v_base, table, position, cache_page, cache_slot,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """Write one head's new key and value at `position`; the bases stand at that head of the caches."""
+    dims = tl.arange(0, DIM_PAD)
+    page = tl.load(table + position // PAGE).to(tl.int64)
+    target = page * cache_page + (position % PAGE) * cache_slot + dims
+    k = tl.load(k_ptr + dims, mask=dims < DIM)
+    v = tl.load(v_ptr + dims, mask=dims < DIM)
+    tl.store(k_base + target, k.to(k_base.dtype.element_ty), mask=dims < DIM)
+    tl.store(v_base + target, v.to(v_base.dtype.element_ty), mask=dims < DIM)
+
+
+@triton.jit
+def _finish(
+    acc, lse, out_ptr, acc_ptr, lse_ptr, arrivals_ptr, row_head, part, active, max_parts,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PARTS_PAD: tl.constexpr,
+):  # fmt: skip
+    """Store a program's result: as output where it is the only part, else as a part; the last to arrive merges."""
+    group = tl.arange(0, GROUP_PAD)
+    dims = tl.arange(0, DIM_PAD)
+    mask = (group < GROUP)[:, None] & (dims < DIM)[None, :]
+    out = out_ptr + row_head * GROUP * DIM
+    if active == 1:
+        tl.store(out + group[:, None] * DIM + dims[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        first_part = row_head * GROUP * max_parts
+        mine = first_part + group * max_parts + part
+        tl.store(acc_ptr + mine[:, None] * DIM + dims[None, :], acc, mask=mask)
+        tl.store(lse_ptr + mine, lse, mask=group < GROUP)
+        # every warp's stores come before the arrival; the arrival releases them and acquires the other parts'
+        tl.debug_barrier()
+        arrival = arrivals_ptr + row_head
+        if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == active - 1:
+            _combine(
+                acc_ptr + first_part * DIM, lse_ptr + first_part, out, active, max_parts, GROUP, DIM, DIM_PAD, PARTS_PAD
+            )
+            tl.store(arrival, 0)
+
+
+# the cuts differ from bucket to bucket: unspecialised, all buckets of a model share one compiled kernel
+@triton.jit(do_not_specialize=["max_parts", "min_blocks"])
+def decode_kernel(
+    q_ptr, k_new_ptr, v_new_ptr, k_cache_ptr, v_cache_ptr, table_ptr, positions_ptr, out_ptr,
+    acc_ptr, lse_ptr, arrivals_ptr, scale_log2, max_parts, min_blocks,
+    q_row, q_head, k_row, k_head, v_row, v_head, cache_page, cache_slot, cache_head, table_row,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, PARTS_PAD: tl.constexpr, APPEND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # KV head fastest: neighbours read neighbouring 256-byte rows. Part slowest: programs without work come last.
+    kv_head = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    part = tl.program_id(2)
+
+    length = tl.load(positions_ptr + row).to(tl.int32) + 1
+    blocks = tl.cdiv(length, BLOCK)
+    blocks_each = tl.maximum(tl.cdiv(blocks, max_parts), min_blocks)
+    active = tl.cdiv(blocks, blocks_each)
+    if part >= active:
+        return
+    start = part * blocks_each * BLOCK
+    end = tl.minimum(start + blocks_each * BLOCK, length)
+
+    group = tl.arange(0, GROUP_PAD)
+    dims = tl.arange(0, DIM_PAD)
+    keys = tl.arange(0, BLOCK)
+    dim_ok = dims < DIM
+    group_mask = (group < GROUP)[:, None] & dim_ok[None, :]
+    head = kv_head * GROUP + group
+    q = tl.load(q_ptr + row * q_row + head[:, None] * q_head + dims[None, :], mask=group_mask, other=0.0)
+    q = q.to(k_cache_ptr.dtype.element_ty)
+
+    table = table_ptr + row * table_row
+    k_base = k_cache_ptr + kv_head * cache_head
+    v_base = v_cache_ptr + kv_head * cache_head
+
+    # keys past the end are taken from the scratch page: a valid address, and the score is masked below. Page numbers
+    # are read one step ahead, so that the loads of keys and values never wait for them in the loop.
+    page = tl.load(table + (start + keys) // PAGE, mask=start + keys < end, other=0)
+
+    if APPEND:
+        if end == length:  # exactly one program of this row and head owns the newest key
+            _write_newest(
+                k_new_ptr + row * k_row + kv_head * k_head, v_new_ptr + row * v_row + kv_head * v_head,
+                k_base, v_base, table, length - 1, cache_page, cache_slot, DIM, DIM_PAD, PAGE,
+            )  # fmt: skip
+        tl.debug_barrier()  # the loop below reads that row through other threads of this program
+
+    top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP_PAD], tl.float32)
+    acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+    for first in range(start, end, BLOCK):
+        offs = first + keys
+        inside = offs < end
+        slots = (page.to(tl.int64) * cache_page + (offs % PAGE) * cache_slot)[:, None] + dims[None, :]
+        page = tl.load(table + (offs + BLOCK) // PAGE, mask=offs + BLOCK < end, other=0)
+        if DIM == DIM_PAD:
+            k = tl.load(k_base + slots)
+        else:
+            k = tl.load(k_base + slots, mask=dim_ok[None, :], other=0.0)
+        # a stale slot may hold NaN, and 0 * NaN would reach the sum: values past the end are read as zero
+        v = tl.load(v_base + slots, mask=inside[:, None] & dim_ok[None, :], other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
+        scores = tl.where(inside[None, :], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        shrink = tl.exp2(top - new_top)
+        weights = tl.exp2(scores - new_top[:, None])
+        total = total * shrink + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+        top = new_top
+
+    _finish(
+        acc / total[:, None], top + tl.log2(total), out_ptr, acc_ptr, lse_ptr, arrivals_ptr, row * KV_HEADS + kv_head,
+        part, active, max_parts, GROUP, GROUP_PAD, DIM, DIM_PAD, PARTS_PAD,
+    )  # fmt: skip

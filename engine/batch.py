@@ -1,0 +1,58 @@
+"""What one step runs, as the scheduler chose it and the runner reads it.
+
+Owns no state of its own and knows no tensors: requests, ranges of tokens, and what changed hands for this step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """Compute token_ids[start : start + length] of a request; pages for all of it are allocated.
+
+    `is_last`: the chunk reaches the end of token_ids, so its last logits give the next token.
+    """
+
+    request: Request
+    start: int
+    length: int
+    is_last: bool
+
+
+@dataclass(slots=True)
+class Batch:
+    """One step's work, disjoint: a request is in `decodes`, in one chunk of `prefills`, or in neither.
+
+    Each of `decodes` computes exactly its last token, whose page is allocated. That includes a prompt of which one
+    token was left to compute (the rest was cached or came in earlier chunks): its first output comes from a decode.
+    `admitted`: requests that took a slot for this step; the slot's former contents are another request's.
+    `preempted`: requests that lost slot and pages; they are recomputed later, outputs included.
+    """
+
+    decodes: list[Request] = field(default_factory=list)
+    prefills: list[PrefillChunk] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+    completed: bool = False  # set by Scheduler.complete, which refuses to count a step twice
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to compute."""
+        return bool(self.decodes or self.prefills)
+
+    @property
+    def is_decode_only(self) -> bool:
+        """Whether the step may be one replay of a decode graph."""
+        return bool(self.decodes) and not self.prefills
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return sum(chunk.length for chunk in self.prefills)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in this step, padding not counted."""
+        return len(self.decodes) + self.num_prefill_tokens

@@ -1,0 +1,106 @@
+"""What an engine is built from: one frozen object, validated when it is made.
+
+Owns names, defaults and refusals of the engine's settings. Knows no HTTP. `resolve()` fills what depends on the
+machine and the model and returns a new object; nothing else in the engine guesses a default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import ConfigError
+from graph_cache.config import GraphConfig
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+CPU_WEIGHT_FORMATS = ("auto", "bf16", "fp32", "int4")
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+WARMUPS = ("full", "background", "lazy")
+LOGPROBS_MODES = ("processed", "raw")
+LOAD_FORMATS = ("auto", "dummy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine. Sizes are in tokens, sequences or pages, as named; None means "choose for me".
+
+    `model` is the default model's name, a local folder in Hugging Face layout, a `.gguf` file, or a hub name.
+    `seed` seeds requests that bring none. Raises ConfigError for a value that can't be meant.
+    """
+
+    model: str = DEFAULT_MODEL
+    dtype: str = "auto"
+    device: str = "auto"
+    load_format: str = "auto"
+    cpu_weight_format: str = "auto"
+    num_threads: int | None = None
+
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    page_size: int = 16
+    num_pages: int | None = None
+    gpu_memory_utilization: float = 0.85
+    enable_prefix_caching: bool = True
+
+    cuda_graph_impl: str = "local"
+    inference_cuda_graph_scope: str | None = "block"
+    cuda_graph_modules: tuple[str, ...] = ()
+    cuda_graph_warmup_steps: int = 3
+    graph_buckets: tuple[int, ...] | None = None
+    warmup: str = "lazy"
+    graph_manifest: str | None = None
+
+    logprobs_mode: str = "processed"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        choices = {
+            "dtype": DTYPES, "load_format": LOAD_FORMATS, "cpu_weight_format": CPU_WEIGHT_FORMATS,
+            "warmup": WARMUPS, "logprobs_mode": LOGPROBS_MODES,
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}")
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages", "num_threads"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ConfigError(f"{name}={value!r}: a whole number of at least 1 is needed")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization}: a share above 0 and up to 1 is needed")
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError(f"model={self.model!r}: the name of a model, a folder or a .gguf file is needed")
+        if self.graph_buckets is not None:
+            object.__setattr__(self, "graph_buckets", tuple(self.graph_buckets))
+        self.graph_config()
+
+    def graph_config(self) -> GraphConfig:
+        """The capture core's view of these settings; its refusals are raised here, at construction."""
+        return GraphConfig(
+            cuda_graph_impl=self.cuda_graph_impl,
+            inference_cuda_graph_scope=self.inference_cuda_graph_scope,
+            cuda_graph_modules=self.cuda_graph_modules,
+            cuda_graph_warmup_steps=self.cuda_graph_warmup_steps,
+            training=False,
+        )
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> EngineConfig:
+        """Build from plain values; an unknown key raises and names the nearest known one."""
+        import difflib
+
+        known = {field.name for field in dataclasses.fields(cls)}
+        for key in values:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ConfigError(f"unknown engine setting {key!r}{hint}")
+        return cls(**values)
+
+
+def cache_folder() -> str:
+    """Where downloaded and converted models are kept: $ENCORE_CACHE, else the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.environ.get("ENCORE_CACHE") or os.path.join(base, "encore")

@@ -1,0 +1,179 @@
+"""Engine: the embeddable front. Synchronous, in the caller's thread: no server, no event loop, no signal handlers.
+
+Owns a loop, a tokenizer and the way from prompts to outputs. An RL rollout uses nothing else.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from engine.config import EngineConfig
+from engine.errors import EngineDead, RequestError
+from engine.loading import build_loop
+from engine.messages import EngineStats, ModelInfo
+from engine.model_source import resolve_model
+from engine.outputs import OutputProcessor, RequestOutput
+from engine.request import EngineRequest, SamplingParams, mix64, split_n
+from engine.tokenizer import Tokenizer
+
+
+class Engine:
+    """A model, its KV cache and its graphs, used from one thread.
+
+    `Engine(config)` loads the model; use it in a `with` block, or call `close()`. Raises ConfigError or ModelError.
+    """
+
+    def __init__(self, config: EngineConfig | None = None):
+        self.config = config or EngineConfig()
+        source = resolve_model(self.config.model)
+        self.tokenizer = Tokenizer.try_load(source)
+        self._loop = build_loop(self.config, source, self.tokenizer.eos_token_ids if self.tokenizer else ())
+        self._numbers = itertools.count()
+        self._seeds = itertools.count(1)
+        self._closed = False
+        if self.config.warmup == "full":
+            self._loop.warm()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @property
+    def info(self) -> ModelInfo:
+        """The model as it was loaded, and the sizes that were chosen."""
+        return self._loop.info
+
+    @property
+    def weight_version(self) -> str:
+        """The name of the weights that answer now."""
+        return self._loop.weight_version
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        prompt_token_ids: Sequence[Sequence[int]] | Sequence[int] | None = None,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Continue prompts given as texts or as token ids, and return one output per prompt, in order.
+
+        `sampling_params` is one for all or one each. An output has `text`, `token_ids`, `logprobs`, `finish_reason`
+        and `weight_version` of its first sequence, and all of them in `outputs`. Raises RequestError before anything
+        runs if any prompt is refused; a request that fails later has finish_reason "error".
+        """
+        self._require_open()
+        texts, ids = self._prompts(prompts, prompt_token_ids)
+        params = self._params(sampling_params, len(ids))
+        processor = OutputProcessor(self.tokenizer)
+        outputs: dict[str, RequestOutput] = {}
+        requests: list[EngineRequest] = []
+        for text, prompt, wanted in zip(texts, ids, params, strict=True):
+            name = f"generate-{next(self._numbers)}"
+            outputs[name] = RequestOutput.empty(name, text, prompt, wanted.n)
+            for child in split_n(name, wanted, self._seed(wanted)):
+                processor.add(child.request_id, child.params, prompt, request_id=name, index=child.index)
+                requests.append(EngineRequest(request_id=child.request_id, prompt_token_ids=prompt, params=child.params,
+                                              seed=child.seed))
+        try:
+            for request in requests:
+                self._loop.add(request)
+            self._run(processor, outputs, len(requests), use_tqdm)
+        finally:
+            self._loop.abort([request.request_id for request in requests])  # after an interruption or a refusal
+            self._loop.drop_events()
+        return list(outputs.values())
+
+    def _run(self, processor: OutputProcessor, outputs: dict[str, RequestOutput], total: int, use_tqdm: bool) -> None:
+        with tqdm(total=total, disable=not use_tqdm, unit="seq") as bar:
+            while self._loop.has_work:
+                for event in self._loop.step():
+                    delta = processor.process(event)
+                    if delta is None:
+                        continue
+                    outputs[delta.request_id].add(delta)
+                    if delta.abort:
+                        self._loop.abort([delta.child_id])
+                    if delta.finish_reason is not None:
+                        bar.update()
+                self._loop.capture_between_steps()
+
+    def _seed(self, params: SamplingParams) -> int:
+        """A request's own seed, or the next of the engine's sequence: an offline run repeats itself."""
+        return params.seed if params.seed is not None else mix64(self.config.seed + next(self._seeds))
+
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: str) -> int:
+        """Write (Hugging Face name, tensor) pairs in place, all or nothing; returns how many were written.
+
+        Every graph stays valid. Prefix KV of older versions is dropped. Raises WeightUpdateError, listing every
+        problem, with the old weights untouched.
+        """
+        self._require_open()
+        return self._loop.update_weights(weights, version)
+
+    def warm(self, use_tqdm: bool = False) -> None:
+        """Capture every graph that is wanted ahead, now."""
+        self._require_open()
+        with tqdm(disable=not use_tqdm, unit="graph") as bar:
+            def progress(done: int, total: int, key: Any) -> None:
+                bar.total = total
+                bar.set_postfix_str(str(key), refresh=False)
+                bar.update()
+
+            self._loop.warm(progress)
+
+    def graphs(self) -> list[dict[str, Any]]:
+        """The graph cache as rows of plain values: site, bucket, state, replays, padding, bytes, seconds."""
+        return self._loop.graphs()
+
+    def stats(self) -> EngineStats:
+        """A snapshot of the engine's counters and gauges."""
+        return self._loop.stats()
+
+    def idle_check(self) -> None:
+        """Raise, listing every leak, unless all pages, slots and maps are back."""
+        self._loop.idle_check()
+
+    def close(self) -> None:
+        """Drop the graphs and let the model go. Closing twice does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._loop.save_manifest()
+            self._loop.runner.cache.clear()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise EngineDead("this engine was closed; make a new one")
+
+    def _prompts(self, prompts: Any, prompt_token_ids: Any) -> tuple[list[str | None], list[list[int]]]:
+        if (prompts is None) == (prompt_token_ids is None):
+            raise RequestError("give either prompts (texts) or prompt_token_ids (lists of token ids)", param="prompts")
+        if prompt_token_ids is not None:
+            if not isinstance(prompt_token_ids, Sequence) or isinstance(prompt_token_ids, str):
+                raise RequestError("prompt_token_ids: a list of lists of token ids is needed", param="prompt_token_ids")
+            flat = bool(prompt_token_ids) and isinstance(prompt_token_ids[0], int)
+            ids = [list(prompt_token_ids)] if flat else [list(one) for one in prompt_token_ids]
+            return [None] * len(ids), ids
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        if self.tokenizer is None:
+            raise RequestError(f"{self.info.name} has no tokenizer: give prompt_token_ids", param="prompts")
+        for text in texts:
+            if not isinstance(text, str) or not text:
+                raise RequestError(f"a prompt is {text!r}: a text that is not empty is needed", param="prompts")
+        return list(texts), [self.tokenizer.encode(text) for text in texts]
+
+    def _params(self, given: Any, count: int) -> list[SamplingParams]:
+        if given is None or isinstance(given, SamplingParams):
+            return [given or SamplingParams()] * count
+        params = list(given)
+        if len(params) != count or not all(isinstance(one, SamplingParams) for one in params):
+            raise RequestError(f"{len(params)} sampling_params came for {count} prompts: give one SamplingParams for all, "
+                               "or one each", param="sampling_params")
+        return params

@@ -1,0 +1,222 @@
+"""Reads a GGUF file: its metadata and its tensors, as stored or dequantised.
+
+Owns the container format and its bounds checks: everything a damaged file can contain ends as a ModelError that names
+the file and what was found. What the tensors mean is gguf_model.py's; nothing here knows a model or a device.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.errors import ModelError
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_MAX_DIMS = 4
+Q4_1, Q8_0 = 3, 8
+_GROUP = 32
+_Q4_1_BLOCK_BYTES, _Q8_0_BLOCK_BYTES = 20, 34
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where one tensor lies. `shape` is rows first, as torch has it; `offset` and `nbytes` are bytes in the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    type_id: int
+    type_name: str
+    offset: int
+    nbytes: int
+
+
+class _Cursor:
+    """Reads the header front to back; a read past the end of the file is a ModelError, never an IndexError."""
+
+    def __init__(self, path: str, data: mmap.mmap):
+        self.path, self.data, self.at = path, data, 0
+
+    def fail(self, problem: str) -> ModelError:
+        return ModelError(f"{self.path}: not a usable GGUF file: {problem}")
+
+    def need(self, nbytes: int, what: str) -> None:
+        left = len(self.data) - self.at
+        if nbytes > left:
+            raise self.fail(f"{what} at byte {self.at} needs {nbytes} bytes and the file has {left} left; it is cut "
+                            "short or damaged, fetch it again")
+
+    def scalar(self, code: str, what: str) -> Any:
+        size = struct.calcsize("<" + code)
+        self.need(size, what)
+        value = struct.unpack_from("<" + code, self.data, self.at)[0]
+        self.at += size
+        return value
+
+    def string(self, what: str) -> str:
+        length = self.scalar("Q", what)
+        self.need(length, what)
+        raw = self.data[self.at:self.at + length]
+        self.at += length
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise self.fail(f"{what} at byte {self.at - length} is not UTF-8") from error
+
+    def value(self, kind: int, what: str) -> Any:
+        if kind == _STRING:
+            return self.string(what)
+        if kind == _ARRAY:
+            return self.array(what)
+        if kind not in _SCALARS:
+            raise self.fail(f"{what} has the unknown value type {kind}")
+        return self.scalar(_SCALARS[kind], what)
+
+    def array(self, what: str) -> list[Any]:
+        kind, count = self.scalar("I", what), self.scalar("Q", what)
+        if kind == _STRING:
+            self.need(8 * count, what)  # each string has at least its length: bounds the loop before it starts
+            return [self.string(what) for _ in range(count)]
+        if kind not in _SCALARS:
+            raise self.fail(f"{what} is an array of the unsupported value type {kind}")
+        code = _SCALARS[kind]
+        nbytes = struct.calcsize("<" + code) * count
+        self.need(nbytes, what)
+        values = list(struct.unpack_from(f"<{count}{code}", self.data, self.at))
+        self.at += nbytes
+        return values
+
+
+class GGUFFile:
+    """One GGUF file, mapped read-only. `metadata` is plain Python values, `tensors` maps names to TensorInfo.
+
+    The header is read and every tensor's place is checked in the constructor, so that later reads can't run past the
+    file. Tensors handed out by `raw` alias the mapping; those of `dense` are copies. Raises ModelError.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = os.fspath(path)
+        try:
+            with open(self.path, "rb") as file:
+                if os.fstat(file.fileno()).st_size < 24:
+                    raise ModelError(f"{self.path}: not a usable GGUF file: only "
+                                     f"{os.fstat(file.fileno()).st_size} bytes long")
+                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise ModelError(f"{self.path}: can't be read as a GGUF file: {error.strerror or error}") from error
+        cursor = _Cursor(self.path, self._data)
+        tensor_count, metadata_count = self._read_preamble(cursor)
+        self.metadata = self._read_metadata(cursor, metadata_count)
+        self.tensors = self._read_tensor_infos(cursor, tensor_count)
+
+    def _read_preamble(self, cursor: _Cursor) -> tuple[int, int]:
+        magic = self._data[:4]
+        if magic != b"GGUF":
+            raise cursor.fail(f"it starts with {magic!r} instead of b'GGUF'")
+        cursor.at = 4
+        version = cursor.scalar("I", "the version")
+        if version not in (2, 3):
+            raise cursor.fail(f"version {version} is not supported (2 and 3 are; big-endian files are not)")
+        tensor_count, metadata_count = cursor.scalar("Q", "the tensor count"), cursor.scalar("Q", "the metadata count")
+        # The least an entry can take: 12 + 1 bytes of metadata, 24 of a tensor. A wild count fails here, not in a loop.
+        if 13 * metadata_count + 24 * tensor_count > len(self._data):
+            raise cursor.fail(f"{metadata_count} metadata entries and {tensor_count} tensors don't fit in "
+                              f"{len(self._data)} bytes")
+        return tensor_count, metadata_count
+
+    def _read_metadata(self, cursor: _Cursor, count: int) -> dict[str, Any]:
+        metadata: dict[str, Any] = {}
+        for index in range(count):
+            key = cursor.string(f"metadata key {index}")
+            if key in metadata:
+                raise cursor.fail(f"metadata key {key!r} appears twice")
+            kind = cursor.scalar("I", f"the type of {key!r}")
+            metadata[key] = cursor.value(kind, f"metadata {key!r}")
+        return metadata
+
+    def _read_tensor_infos(self, cursor: _Cursor, count: int) -> dict[str, TensorInfo]:
+        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        entries = []
+        for index in range(count):
+            name = cursor.string(f"the name of tensor {index}")
+            num_dims = cursor.scalar("I", f"the rank of tensor {name!r}")
+            if not 1 <= num_dims <= _MAX_DIMS:
+                raise cursor.fail(f"tensor {name!r} has {num_dims} dimensions")
+            shape = tuple(cursor.scalar("Q", f"the shape of tensor {name!r}") for _ in range(num_dims))[::-1]
+            entries.append((name, shape, cursor.scalar("I", f"the type of {name!r}"), cursor.scalar("Q", f"{name!r}")))
+        alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+            raise cursor.fail(f"general.alignment is {alignment!r}, not a power of two")
+        start = -(-cursor.at // alignment) * alignment
+        tensors: dict[str, TensorInfo] = {}
+        for name, shape, type_id, offset in entries:
+            try:
+                kind = GGMLQuantizationType(type_id)
+            except ValueError as error:
+                raise cursor.fail(f"tensor {name!r} has the unknown type {type_id}") from error
+            block, block_bytes = GGML_QUANT_SIZES[kind]
+            if name in tensors or 0 in shape or shape[-1] % block:
+                raise cursor.fail(f"tensor {name!r} appears twice" if name in tensors else
+                                  f"tensor {name!r} has shape {shape}, which {kind.name} blocks of {block} can't fill")
+            nbytes = math.prod(shape) // block * block_bytes
+            if start + offset + nbytes > len(self._data):
+                raise cursor.fail(f"tensor {name!r} ends at byte {start + offset + nbytes} and the file at "
+                                  f"{len(self._data)}; it is cut short, fetch it again")
+            tensors[name] = TensorInfo(name, shape, type_id, kind.name, start + offset, nbytes)
+        return tensors
+
+    def info(self, name: str) -> TensorInfo:
+        """Where tensor `name` lies; ModelError if the file has none of that name."""
+        if name not in self.tensors:
+            raise ModelError(f"{self.path}: has no tensor {name!r}")
+        return self.tensors[name]
+
+    def raw(self, name: str) -> np.ndarray:
+        """The tensor's bytes as stored, uint8 [rows, bytes per row], read-only, aliasing the mapped file."""
+        info = self.info(name)
+        flat = np.frombuffer(self._data, dtype=np.uint8, count=info.nbytes, offset=info.offset)
+        return flat.reshape(math.prod(info.shape[:-1]), -1)
+
+    def dense(self, name: str) -> torch.Tensor:
+        """The tensor dequantised exactly, as a fresh float32 tensor of the tensor's shape. Raises ModelError."""
+        from gguf import quants
+        from gguf.constants import GGMLQuantizationType
+
+        info = self.info(name)
+        try:
+            values = quants.dequantize(self.raw(name), GGMLQuantizationType(info.type_id))
+        except NotImplementedError as error:
+            raise ModelError(f"{self.path}: tensor {name!r} is quantised as {info.type_name}, which can't be read; "
+                             "use a file in Q4_1, Q8_0, F16 or F32") from error
+        return torch.from_numpy(np.array(values, dtype=np.float32).reshape(info.shape))
+
+    def q4_1(self, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A Q4_1 matrix as (codes uint8 [N, K] in 0..15, d, m float32 [N, K/32]); w = d * code + m."""
+        blocks = self._blocks(name, Q4_1, _Q4_1_BLOCK_BYTES)
+        limits = blocks[:, :, :4].contiguous().view(torch.float16).float()
+        nibbles = blocks[:, :, 4:]
+        # A block's first 16 values are the low halves of its 16 bytes, the last 16 the high halves.
+        codes = torch.cat((nibbles & 15, nibbles >> 4), dim=2).view(blocks.shape[0], -1)
+        return codes, limits[:, :, 0].contiguous(), limits[:, :, 1].contiguous()
+
+    def q8_0(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """A Q8_0 matrix as (q int8 [N, K], d float32 [N, K/32]); w = d * q."""
+        blocks = self._blocks(name, Q8_0, _Q8_0_BLOCK_BYTES)
+        scale = blocks[:, :, :2].contiguous().view(torch.float16).float().squeeze(2)
+        return blocks[:, :, 2:].contiguous().view(torch.int8).view(blocks.shape[0], -1), scale
+
+    def _blocks(self, name: str, type_id: int, block_bytes: int) -> torch.Tensor:
+        """A copy of a quantised matrix as uint8 [N, K/32, bytes per block]."""
+        info = self.info(name)
+        if info.type_id != type_id or len(info.shape) != 2:
+            raise ModelError(f"{self.path}: tensor {name!r} is {info.type_name}{list(info.shape)}, not a matrix of the "
+                             "quantisation that was asked for")
+        return torch.from_numpy(np.array(self.raw(name))).view(info.shape[0], info.shape[1] // _GROUP, block_bytes)

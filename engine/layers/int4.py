@@ -1,0 +1,258 @@
+"""Linear layers with 4-bit weights in groups of 32 inputs, for CPUs: weight = scale * (code - 8) + zero.
+
+Owns the packed form, its exact filling from GGUF codes, the lossy quantisation of dense weights, and which kernel a
+call takes. Knows no file. Activations are bfloat16; scales and zeros are kept in bfloat16 too, as the kernel wants
+them, so the weights differ from the exact ones by at most 2^-9 of the scale's and the zero's size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.errors import ModelError
+from engine.layers.linear import Embedding
+from engine.layers.slot import WeightSlot
+
+GROUP = 32
+ROW_MULTIPLE = 16
+
+# The 4-bit kernel reads a quarter of the bytes but multiplies slowly: at few rows it wins by up to 4 times, from a
+# dozen rows on dense bfloat16 does, by 10 times at 512 rows. A layer that keeps a dense copy takes it for more rows
+# than these. The choice depends on the shape alone, so a captured graph stays right; the weights of both forms are
+# rounded differently (2^-9), so a sequence's tokens can depend on which side of the bound its batch is.
+DENSE_ABOVE = 16
+HEAD_DENSE_ABOVE = 4
+
+
+def int4_available() -> bool:
+    """Whether this torch and CPU have the 4-bit kernel in a fast form, checked by running it once."""
+    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        return False
+    codes = torch.arange(ROW_MULTIPLE * GROUP).view(ROW_MULTIPLE, GROUP).remainder(16).to(torch.uint8)
+    scale = torch.full((ROW_MULTIPLE, 1), 0.5)
+    try:
+        out = _int4_product(torch.ones(1, GROUP, dtype=torch.bfloat16), pack_codes(codes), pack_scales(scale, scale))
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return False
+    expected = (scale * (codes.float() - 8) + scale).sum(dim=1)
+    return bool(torch.equal(out[0].float(), expected))
+
+
+def fits_int4(rows: int, inputs: int) -> bool:
+    """Whether the kernel takes a weight [rows, inputs]."""
+    return rows % ROW_MULTIPLE == 0 and inputs % GROUP == 0
+
+
+def pack_codes(codes: Tensor) -> Tensor:
+    """Codes 0..15, uint8 [N, K], in the kernel's own order: uint8 [N, K / 2]."""
+    return torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32), 1)
+
+
+def pack_scales(scale: Tensor, zero: Tensor) -> Tensor:
+    """Scale and zero [N, K / 32] as the kernel reads them: bfloat16 [K / 32, N, 2]."""
+    return torch.stack((scale, zero), dim=-1).transpose(0, 1).to(torch.bfloat16).contiguous()
+
+
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Nearest codes of a dense weight [N, K], lossy: (codes uint8 [N, K], scale, zero float32 [N, K / 32]).
+
+    Each group's range is cut into 15 steps. Scale and zero are rounded to bfloat16 before the codes are chosen, so that
+    the codes are the nearest for the numbers that are used.
+    """
+    rows, inputs = weight.shape
+    groups = weight.float().view(rows, inputs // GROUP, GROUP)
+    low, high = groups.amin(dim=2), groups.amax(dim=2)
+    scale = ((high - low) / 15).bfloat16().float()
+    zero = (low + 8 * scale).bfloat16().float()
+    step = scale.where(scale > 0, torch.ones_like(scale))  # a group of equal values: code 8, the zero says it all
+    codes = ((groups - zero.unsqueeze(2)) / step.unsqueeze(2)).round_().add_(8).clamp_(0, 15)
+    return codes.to(torch.uint8).view(rows, inputs), scale, zero
+
+
+def dequantize(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """Float32 [N, K] from codes [N, K] and scale, zero [N, K / 32]."""
+    groups = codes.view(*scale.shape, GROUP).float() - 8
+    return (groups * scale.float().unsqueeze(2) + zero.float().unsqueeze(2)).view(codes.shape)
+
+
+def _int4_product(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
+    return torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, GROUP, scales)
+
+
+class Int4Linear(nn.Module):
+    """y = x Wᵀ + b with W [sum of rows, inputs] in 4 bits; x and y bfloat16, `parts` as in layers.Linear.
+
+    All storage is allocated here, uninitialised, and filled in place ever after: addresses are fixed for life. With
+    `keep_dense` a bfloat16 copy of W serves calls of more than `dense_above` rows; without, 4 bits serve all.
+    Raises ModelError for a shape that `fits_int4` refuses.
+    """
+
+    packed: Tensor
+    scales: Tensor
+
+    def __init__(self, parts: dict[str, int], inputs: int, *, bias: bool, keep_dense: bool,
+                 dense_above: int = DENSE_ABOVE):
+        super().__init__()
+        self.parts, self.inputs, self.outputs = dict(parts), inputs, sum(parts.values())
+        if not fits_int4(self.outputs, inputs):
+            raise ModelError(f"a weight of {self.outputs} x {inputs} can't be kept in 4 bits (rows in multiples of "
+                             f"{ROW_MULTIPLE}, inputs of {GROUP}); use --cpu-weight-format bf16")
+        self.dense_above = dense_above
+        self.register_buffer("packed", torch.empty(self.outputs, inputs // 2, dtype=torch.uint8))
+        self.register_buffer("scales", torch.empty(inputs // GROUP, self.outputs, 2, dtype=torch.bfloat16))
+        self.weight = self.bias = None
+        if keep_dense:
+            self.weight = nn.Parameter(torch.empty(self.outputs, inputs, dtype=torch.bfloat16), requires_grad=False)
+        if bias:
+            self.bias = nn.Parameter(torch.empty(self.outputs, dtype=torch.bfloat16), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight is not None and x.shape[0] > self.dense_above:
+            return F.linear(x, self.weight, self.bias)
+        out = _int4_product(x, self.packed, self.scales)
+        return out if self.bias is None else out.add_(self.bias)
+
+    def load_codes(self, codes: Tensor, scale: Tensor, zero: Tensor) -> None:
+        """Fill the whole weight: codes uint8 [N, K] in 0..15, scale and zero [N, K / 32] of any floating dtype."""
+        with torch.no_grad():
+            self.packed.copy_(pack_codes(codes))
+            self.scales.copy_(pack_scales(scale, zero))
+            if self.weight is not None:
+                self.weight.copy_(dequantize(codes, scale, zero))
+
+    def load_dense(self, weight: Tensor, row: int = 0) -> None:
+        """Quantise `weight` [rows, K] (lossy) into rows row.. in place; the other rows keep their bits.
+
+        The packed order mixes rows, so codes of a fused layer are first read back, by a product with the identity.
+        """
+        end = row + weight.shape[0]
+        with torch.no_grad():
+            codes, scale, zero = quantize(weight)
+            if weight.shape[0] != self.outputs:
+                all_codes = self.codes()
+                all_codes[row:end] = codes
+                codes = all_codes
+            self.packed.copy_(pack_codes(codes))
+            self.scales[:, row:end].copy_(pack_scales(scale, zero))
+            if self.weight is not None:
+                # what the 4-bit form computes, so that short and long calls agree about an updated weight
+                self.weight[row:end].copy_(dequantize(codes[row:end], scale, zero))
+
+    def codes(self) -> Tensor:
+        """The codes as uint8 [N, K], read back exactly (whole numbers up to 8 are exact in bfloat16)."""
+        ones, zeros = torch.ones_like(self.scales[..., 0]).T, torch.zeros_like(self.scales[..., 0]).T
+        identity = torch.eye(self.inputs, dtype=torch.bfloat16)
+        return _int4_product(identity, self.packed, pack_scales(ones, zeros)).T.add(8).to(torch.uint8).contiguous()
+
+    def effective_weight(self) -> Tensor:
+        """Float32 [N, K], a fresh tensor: the weight the 4-bit kernel computes with."""
+        return dequantize(self.codes(), self.scales[..., 0].T, self.scales[..., 1].T)
+
+    def slots(self, prefix: str) -> dict[str, WeightSlot | Int4Slot]:
+        """Hugging Face's names to row ranges of the fused storage."""
+        found: dict[str, WeightSlot | Int4Slot] = {}
+        start = 0
+        for name, rows in self.parts.items():
+            found[f"{prefix}.{name}.weight"] = Int4Slot(self, start, rows)
+            if self.bias is not None:
+                found[f"{prefix}.{name}.bias"] = WeightSlot(self.bias, start, rows)
+            start += rows
+        return found
+
+    def extra_repr(self) -> str:
+        bound = f"up to {self.dense_above} rows" if self.weight is not None else "always"
+        return f"{self.inputs} -> {self.outputs}, 4-bit {bound}"
+
+
+class Int4Slot:
+    """The home of one checkpoint tensor in an Int4Linear; as WeightSlot, but writing quantises (lossy)."""
+
+    dtype = torch.bfloat16
+
+    def __init__(self, layer: Int4Linear, start: int, rows: int):
+        self.layer, self.start, self.rows = layer, start, rows
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The checkpoint tensor's shape."""
+        return (self.rows, self.layer.inputs)
+
+    def write(self, tensor: Tensor) -> None:
+        """Quantise `tensor` in place, every group to its own range; the storage's address stays."""
+        self.layer.load_dense(tensor.to(device="cpu"), self.start)
+
+    def read(self) -> Tensor:
+        """The weight that is computed with, dequantised: a copy."""
+        return self.layer.effective_weight()[self.start:self.start + self.rows].bfloat16()
+
+
+class Int8Head(nn.Module):
+    """The output head over a tied embedding, its 8-bit form for few rows: hidden [N, h] -> logits [N, vocab], bfloat16.
+
+    Weight = scale * q with q in -128..127 and a scale per 32 inputs. q = 16 * high + low, and both halves are codes of
+    the 4-bit kernel: one product of [x, x] with [high, low], exact in q, at half the bytes of bfloat16. More rows than
+    `dense_above` take the embedding's own bfloat16 table. `embedding` is shared, not copied.
+    """
+
+    packed: Tensor
+    scales: Tensor
+
+    def __init__(self, embedding: Embedding, dense_above: int = HEAD_DENSE_ABOVE):
+        super().__init__()
+        vocab, hidden = embedding.weight.shape
+        if not fits_int4(vocab, hidden):
+            raise ModelError(f"a head of {vocab} x {hidden} can't be kept in 8 bits")
+        self.weight, self.dense_above = embedding.weight, dense_above
+        self.register_buffer("packed", torch.empty(vocab, hidden, dtype=torch.uint8))
+        self.register_buffer("scales", torch.empty(2 * hidden // GROUP, vocab, 2, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] > self.dense_above:
+            return F.linear(x, self.weight)
+        return _int4_product(torch.cat((x, x), dim=1), self.packed, self.scales)
+
+    def load_codes(self, q: Tensor, scale: Tensor) -> None:
+        """Fill from q int8 [N, K] and scale [N, K / 32]: high = code - 8 at 16 * scale, low = code at scale."""
+        unsigned = (q.to(torch.int16) + 128).to(torch.uint8)
+        with torch.no_grad():
+            self.packed.copy_(pack_codes(torch.cat((unsigned >> 4, unsigned & 15), dim=1)))
+            # rounded once, here: twice the kernel's rounding would part 16 * scale from scale
+            rounded = scale.bfloat16().float()
+            zero = torch.cat((torch.zeros_like(rounded), 8 * rounded), dim=1)
+            self.scales.copy_(pack_scales(torch.cat((16 * rounded, rounded), dim=1), zero))
+
+    def load_dense(self, weight: Tensor) -> None:
+        """Quantise a dense [N, K] to 8 bits per weight (lossy, 1/254 of each group's largest) in place."""
+        groups = weight.float().view(weight.shape[0], -1, GROUP)
+        scale = (groups.abs().amax(dim=2) / 127).bfloat16().float()
+        step = scale.where(scale > 0, torch.ones_like(scale))
+        self.load_codes((groups / step.unsqueeze(2)).round_().clamp_(-127, 127).to(torch.int8).view_as(weight), scale)
+
+    def slots(self, prefix: str) -> dict[str, WeightSlot]:
+        """None of its own: the tied embedding's slot writes both."""
+        return {}
+
+
+class TiedEmbedding(Embedding):
+    """An embedding table whose writes also renew the Int8Head that is tied to it."""
+
+    def __init__(self, embedding: Embedding, head: Int8Head):
+        nn.Module.__init__(self)
+        self.weight = embedding.weight
+        self._renew = head.load_dense
+
+    def slots(self, prefix: str) -> dict[str, WeightSlot]:
+        """Hugging Face's name of the table to where it, and the head's form of it, are stored."""
+        return {f"{prefix}.weight": _TiedSlot(self.weight, self._renew)}
+
+
+class _TiedSlot(WeightSlot):
+    def __init__(self, storage: Tensor, renew):
+        super().__init__(storage)
+        self._renew = renew
+
+    def write(self, tensor: Tensor) -> None:
+        super().write(tensor)
+        self._renew(self.target)

@@ -1,0 +1,60 @@
+"""Linear and embedding layers whose storage may fuse several checkpoint tensors.
+
+A fused layer is one matrix product instead of two or three. Owns the weights' layout; knows no attention and no file.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.layers.slot import WeightSlot
+
+
+class Linear(nn.Module):
+    """y = x Wᵀ + b with W [sum of rows, inputs]; `parts` maps each checkpoint name to its count of rows, in order.
+
+    `Linear({"q_proj": 576, "k_proj": 192, "v_proj": 192}, 576, ...)` fuses three products; a plain layer has one part.
+    """
+
+    def __init__(self, parts: dict[str, int], inputs: int, *, bias: bool, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        self.parts = dict(parts)
+        self.inputs, self.outputs = inputs, sum(parts.values())
+        self.weight = nn.Parameter(torch.empty(self.outputs, inputs, dtype=dtype, device=device), requires_grad=False)
+        self.bias = None
+        if bias:
+            self.bias = nn.Parameter(torch.empty(self.outputs, dtype=dtype, device=device), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def slots(self, prefix: str) -> dict[str, WeightSlot]:
+        """Hugging Face's names (`prefix.q_proj.weight`, `….bias`) to row ranges of the fused storage."""
+        found: dict[str, WeightSlot] = {}
+        start = 0
+        for name, rows in self.parts.items():
+            found[f"{prefix}.{name}.weight"] = WeightSlot(self.weight, start, rows)
+            if self.bias is not None:
+                found[f"{prefix}.{name}.bias"] = WeightSlot(self.bias, start, rows)
+            start += rows
+        return found
+
+    def extra_repr(self) -> str:
+        return f"{self.inputs} -> {'+'.join(f'{name}:{rows}' for name, rows in self.parts.items())}"
+
+
+class Embedding(nn.Module):
+    """A table [vocab, hidden]; forward maps token ids [T] int64 to rows [T, hidden]."""
+
+    def __init__(self, vocab: int, hidden: int, *, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab, hidden, dtype=dtype, device=device), requires_grad=False)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        return F.embedding(token_ids, self.weight)
+
+    def slots(self, prefix: str) -> dict[str, WeightSlot]:
+        """Hugging Face's name of the table to where it is stored."""
+        return {f"{prefix}.weight": WeightSlot(self.weight)}

@@ -1,0 +1,118 @@
+"""From a configuration to a loop that can step: the composition of the engine, in the order in which things depend.
+
+Owns device and dtype choice and which loader reads which source. Knows no requests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+
+import torch
+
+from engine.config import EngineConfig, cache_folder
+from engine.cpu_weights import choose_cpu_format, format_dtype, gguf_config, load_gguf, quantize_model
+from engine.errors import ConfigError, ModelError
+from engine.loop import EngineLoop
+from engine.messages import ModelInfo
+from engine.model_runner import ModelRunner
+from engine.model_source import ModelSource, resolve_model
+from engine.models.config import ModelConfig
+from engine.models.dense import DenseModel
+from engine.models.registry import build_model, config_from_folder
+from engine.sizing import resolve
+from engine.weights import load_dummy, load_hf_folder
+from graph_cache.manifest import Manifest
+
+FIRST_WEIGHT_VERSION = "initial"
+
+
+def build_loop(config: EngineConfig, source: ModelSource | None = None, eos_token_ids: tuple[int, ...] = ()) -> EngineLoop:
+    """Load the model and put the engine together; nothing is captured yet.
+
+    `eos_token_ids` (of the tokenizer) end a text beside the model's own. Raises ConfigError or ModelError, saying what
+    to do.
+    """
+    source = source or resolve_model(config.model)
+    device = choose_device(config.device)
+    if device.type == "cpu" and config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    model_config = _read_config(source)
+    weight_format, dtype = _choose_format(config, source, model_config, device)
+    sized = resolve(config, model_config, device, dtype)
+    model = _load_model(sized, source, model_config, device, dtype, weight_format)
+    ends = tuple(dict.fromkeys((*model_config.eos_token_ids, *eos_token_ids)))
+    manifest = _manifest(sized, source, weight_format)
+    runner = ModelRunner(sized, model, ends, manifest)
+    info = ModelInfo(
+        name=source.name, architecture=model_config.architecture, max_model_len=sized.max_model_len,
+        max_num_seqs=sized.max_num_seqs, vocab_size=model_config.vocab_size, eos_token_ids=ends, device=str(device),
+        dtype=sized.dtype, weight_format=weight_format, weight_version=FIRST_WEIGHT_VERSION,
+        logprobs_mode=sized.logprobs_mode, graph_buckets=runner.site.buckets.sizes,
+    )
+    return EngineLoop(sized, runner, info, manifest)
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of a name; `auto` is the first GPU, else the CPU. Raises ConfigError for one that isn't there."""
+    if name == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device={name!r} is no device; give auto, cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={name!r} is not supported; give auto, cpu, cuda or cuda:N")
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise ConfigError(f"device={name!r} was asked for, and torch sees {count} GPUs; give cpu, or a torch with CUDA")
+        return torch.device("cuda", device.index or 0)
+    return device
+
+
+def _read_config(source: ModelSource) -> ModelConfig:
+    return gguf_config(source.path) if source.kind == "gguf" else config_from_folder(source.path)
+
+
+def _choose_format(config: EngineConfig, source: ModelSource, model: ModelConfig,
+                   device: torch.device) -> tuple[str, torch.dtype]:
+    """The weights' format (for reports) and the activations' dtype."""
+    if device.type == "cpu":
+        chosen = choose_cpu_format(config.cpu_weight_format, config.dtype if config.dtype != "auto" else "auto",
+                                   is_4bit=source.kind == "gguf" and config.load_format != "dummy")
+        return chosen, format_dtype(chosen)
+    if config.cpu_weight_format != "auto":
+        raise ConfigError(f"cpu_weight_format={config.cpu_weight_format!r} was given for device {device}; leave it out")
+    name = config.dtype if config.dtype != "auto" else (model.dtype or "bfloat16")
+    if name == "float32" and config.dtype == "auto":
+        name = "bfloat16"
+    return name, getattr(torch, name)
+
+
+def _load_model(config: EngineConfig, source: ModelSource, model_config: ModelConfig, device: torch.device,
+                dtype: torch.dtype, weight_format: str) -> DenseModel:
+    if config.load_format == "dummy":
+        model = build_model(model_config, dtype, device, config.max_model_len)
+        load_dummy(model, config.seed)
+    elif source.kind == "gguf":
+        return load_gguf(source.path, dtype=config.dtype, device=device, cpu_weight_format=weight_format
+                         if device.type == "cpu" else "auto", max_len=config.max_model_len)[1]
+    else:
+        _, model = load_hf_folder(source.path, dtype, device, config.max_model_len)
+    if weight_format == "int4":
+        quantize_model(model)
+    return model
+
+
+def _manifest(config: EngineConfig, source: ModelSource, weight_format: str) -> Manifest | None:
+    """What earlier runs of the same model and sizes used; `graph_manifest` "none" keeps none."""
+    if config.graph_manifest == "none":
+        return None
+    identity = f"{os.path.realpath(source.path)} {weight_format} {config.device} {config.dtype} {config.max_model_len}"
+    fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    path = config.graph_manifest or os.path.join(cache_folder(), "manifests", f"{fingerprint}.json")
+    if os.path.isdir(path):
+        raise ModelError(f"graph_manifest={path!r} is a folder; give a file, or 'none'")
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    return Manifest.load(path, fingerprint)

@@ -1,0 +1,125 @@
+"""What passes between the front and the loop, in one process or across two: plain values that pickle.
+
+Owns the commands, the reports and the snapshots. Knows no transport, no tensors and no HTTP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.request import EngineRequest, TokenEvent
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelInfo:
+    """What a front must know of the model that is served."""
+
+    name: str
+    architecture: str
+    max_model_len: int
+    max_num_seqs: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    device: str
+    dtype: str
+    weight_format: str
+    weight_version: str
+    logprobs_mode: str
+    graph_buckets: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """A snapshot of the loop's counters and gauges. `graphs` is the graph cache's own snapshot as plain data."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    num_preemptions: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    steps: int = 0
+    ended: dict[str, int] = field(default_factory=dict)
+    graphs: dict[str, Any] = field(default_factory=dict)
+    warm: dict[str, Any] = field(default_factory=dict)
+    weight_version: str = ""
+    last_error: str = ""
+
+
+# ---- commands, to the loop -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Submit:
+    """Take these sequences on; each is answered by TokenEvents until one carries finish_reason."""
+
+    requests: list[EngineRequest]
+
+
+@dataclass(frozen=True)
+class Abort:
+    """End these sequences; each live one is answered by a last event with finish_reason "abort"."""
+
+    request_ids: list[str]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Call a named method of the loop between steps; answered by one Reply with the same number."""
+
+    number: int
+    method: str
+    args: tuple = ()
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End the loop: running sequences are aborted."""
+
+
+# ---- reports, from the loop ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The model is loaded and requests are answered."""
+
+    info: ModelInfo
+
+
+@dataclass(frozen=True)
+class Events:
+    """What one step gave."""
+
+    events: list[TokenEvent]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The loop is alive; sent several times a second while it steps or waits."""
+
+    stats: EngineStats
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The answer to an Ask: a value, or the error that it ended with."""
+
+    number: int
+    value: Any = None
+    error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class Dead:
+    """The loop has ended. `reason` is empty after a Stop; `refused`: the start failed of the configuration or model."""
+
+    reason: str
+    refused: Exception | None = None
+
+
+Command = Submit | Abort | Ask | Stop
+Report = Ready | Events | Snapshot | Reply | Dead

@@ -1,0 +1,268 @@
+"""What a model is, read from a Hugging Face config.json: shapes, rope, ties and token ids.
+
+Owns the reading of that file in both of its dialects (rope_theta + rope_scaling, and transformers 5's rope_parameters)
+and every refusal of what the models here can't compute exactly. Makes no tensors; registry.py knows the architectures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import ModelError
+from engine.layers.rotary import ROPE_KINDS, RopeScaling, yarn_attention_factor
+
+MAX_LAYERS = 1024
+MAX_SIZE = 2**24
+MAX_CONTEXT = 2**22
+MAX_NUMBER = 1e30
+DTYPE_NAMES = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What sets an architecture apart, beyond what its config.json says.
+
+    qkv_bias / output_bias: biases of the attention's projections (None: as `attention_bias` says). mlp_bias_key: the
+    config may ask for biases in the MLP. window: "always" (a sliding_window in the config holds for all layers),
+    "flagged" (only with use_sliding_window) or "never". default_window and default_head_dim stand in for absent keys.
+    """
+
+    architecture: str
+    model_type: str
+    qkv_bias: bool | None = None
+    output_bias: bool | None = None
+    mlp_bias_key: bool = False
+    qk_norm: bool = False
+    window: str = "never"
+    default_window: int | None = None
+    default_head_dim: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A dense decoder's shapes and constants; sizes in elements, lengths in tokens.
+
+    attention_bias: q, k and v have biases; output_bias: the attention's output projection has one. sliding_window: the
+    window where one is in force, else None; contexts up to it are computed exactly, so `context_length` ends there.
+    eos_token_ids: every id that ends a text. dtype: the checkpoint's own, one of DTYPE_NAMES.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    rope_scaling: RopeScaling | None = None
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    dtype: str = "bfloat16"
+
+    @property
+    def context_length(self) -> int:
+        """The longest context the model computes as its authors meant: positions it has, within its sliding window."""
+        length = self.max_position_embeddings
+        scaling = self.rope_scaling
+        if scaling is not None and scaling.kind == "yarn":
+            length = max(length, int(scaling.original_max_position_embeddings * scaling.factor))
+        elif scaling is not None and scaling.kind == "linear":
+            length = int(length * scaling.factor)
+        length = min(length, MAX_CONTEXT)
+        return length if self.sliding_window is None else min(length, self.sliding_window)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The first end-of-text id, where there is one."""
+        return self.eos_token_ids[0] if self.eos_token_ids else None
+
+
+class Fields:
+    """Typed reading of a JSON object; every complaint names the file, the key, what was found and what is needed."""
+
+    def __init__(self, values: Mapping[str, Any], where: str):
+        self.values, self.where = values, where
+
+    def fail(self, key: str, needed: str) -> ModelError:
+        """The error for `key`, to raise."""
+        found = f"{self.values[key]!r}" if key in self.values else "nothing"
+        return ModelError(f"{self.where}: {key!r} should be {needed}, found {found}; correct it or take another model")
+
+    def whole(self, key: str, default: int | None = None, low: int = 1, high: int = MAX_SIZE) -> int:
+        """A whole number in [low, high]; null counts as absent."""
+        value = self.values.get(key)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self.fail(key, f"a whole number from {low} to {high}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A number above 0 and up to MAX_NUMBER; null counts as absent."""
+        value = self.values.get(key)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_NUMBER:
+            raise self.fail(key, "a number above 0")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """true or false; null counts as absent."""
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.fail(key, "true or false")
+        return value
+
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        """One token id, a list of them, or none."""
+        value = self.values.get(key)
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        if any(isinstance(item, bool) or not isinstance(item, int) or item < 0 for item in ids):
+            raise self.fail(key, "a token id or a list of token ids")
+        return tuple(ids)
+
+
+def read_model_config(values: Mapping[str, Any], family: Family, where: str) -> ModelConfig:
+    """Build a ModelConfig from config.json's content; `where` names the file in errors.
+
+    Raises ModelError for a missing or impossible value and for what can't be computed exactly here.
+    """
+    fields = Fields(values, where)
+    _refuse_unsupported(fields)
+    heads = fields.whole("num_attention_heads")
+    kv_heads = fields.whole("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise fields.fail("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
+    hidden = fields.whole("hidden_size")
+    head_dim = fields.whole("head_dim", family.default_head_dim or max(hidden // heads, 1), high=1024)
+    if head_dim % 2:
+        raise ModelError(f"{where}: head_dim {head_dim} is odd; rotary positions need pairs")
+    max_positions = fields.whole("max_position_embeddings", high=MAX_CONTEXT)
+    theta, scaling = read_rope(values, max_positions, where)
+    bias = fields.flag("attention_bias")
+    bos = fields.token_ids("bos_token_id")
+    return ModelConfig(
+        architecture=family.architecture,
+        vocab_size=fields.whole("vocab_size"),
+        hidden_size=hidden,
+        num_layers=fields.whole("num_hidden_layers", high=MAX_LAYERS),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=fields.whole("intermediate_size"),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=fields.flag("tie_word_embeddings"),
+        attention_bias=bias if family.qkv_bias is None else family.qkv_bias,
+        output_bias=bias if family.output_bias is None else family.output_bias,
+        mlp_bias=family.mlp_bias_key and fields.flag("mlp_bias"),
+        qk_norm=family.qk_norm,
+        sliding_window=_sliding_window(fields, family),
+        bos_token_id=bos[0] if bos else None,
+        eos_token_ids=fields.token_ids("eos_token_id"),
+        dtype=_dtype(fields),
+    )
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    values = fields.values
+    if values.get("quantization_config") is not None:
+        raise ModelError(f"{fields.where}: quantised checkpoints (quantization_config) are not supported; "
+                         "take the model's unquantised weights")
+    activation = values.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise fields.fail("hidden_act", "'silu'")
+    if values.get("partial_rotary_factor") not in (None, 1, 1.0):
+        raise fields.fail("partial_rotary_factor", "1.0 (rotation of whole heads)")
+
+
+def _sliding_window(fields: Fields, family: Family) -> int | None:
+    """The window in force on any layer, or None."""
+    if family.window == "never" or (family.window == "flagged" and not fields.flag("use_sliding_window")):
+        return None
+    if "sliding_window" in fields.values and fields.values["sliding_window"] is None:
+        return None
+    window = fields.whole("sliding_window", family.default_window)
+    layer_types = fields.values.get("layer_types")
+    if isinstance(layer_types, list) and "sliding_attention" not in layer_types:
+        return None
+    if family.window == "flagged" and layer_types is None:
+        # layers before max_window_layers attend to everything
+        if fields.whole("max_window_layers", 28, low=0) >= fields.whole("num_hidden_layers"):
+            return None
+    return window
+
+
+def _dtype(fields: Fields) -> str:
+    key = "dtype" if fields.values.get("dtype") is not None else "torch_dtype"
+    value = fields.values.get(key)
+    if value is None:
+        return "float32"
+    name = value.removeprefix("torch.") if isinstance(value, str) else value
+    if name not in DTYPE_NAMES:
+        raise fields.fail(key, f"one of {', '.join(DTYPE_NAMES)}")
+    return name
+
+
+def read_rope(values: Mapping[str, Any], max_positions: int, where: str) -> tuple[float, RopeScaling | None]:
+    """rope theta and scaling (None: plain), from `rope_parameters` or from `rope_theta` and `rope_scaling`."""
+    key = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
+    settings = values.get(key) or {}
+    if not isinstance(settings, Mapping):
+        raise Fields(values, where).fail(key, "an object")
+    if any(isinstance(value, Mapping) for value in settings.values()):
+        raise ModelError(f"{where}: {key!r} differs by layer type ({', '.join(settings)}), which is not supported")
+    fields = Fields(settings, f"{where}, {key}")
+    if settings.get("partial_rotary_factor") not in (None, 1, 1.0):
+        raise fields.fail("partial_rotary_factor", "1.0 (rotation of whole heads)")
+    theta = fields.number("rope_theta", Fields(values, where).number("rope_theta", 10000.0))
+    if theta <= 1.0:
+        raise ModelError(f"{where}: rope_theta {theta} should be above 1, or no two dimensions would turn apart")
+    kind = settings.get("rope_type", settings.get("type", "default"))
+    if kind not in ROPE_KINDS:
+        raise ModelError(f"{where}: rope scaling {kind!r} is not supported; supported are {', '.join(ROPE_KINDS)}")
+    if kind == "default":
+        return theta, None
+    trained = Fields(values, where).whole(
+        "original_max_position_embeddings", fields.whole("original_max_position_embeddings", max_positions)
+    )
+    return theta, _scaling(kind, fields, trained, max_positions)
+
+
+def _scaling(kind: str, fields: Fields, trained: int, max_positions: int) -> RopeScaling:
+    """The scaling of one kind; `trained` is the context before stretching."""
+    if kind == "linear":
+        return RopeScaling(kind=kind, factor=fields.number("factor"))
+    if kind == "llama3":
+        low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
+        if high <= low:
+            raise fields.fail("high_freq_factor", f"above low_freq_factor ({low})")
+        return RopeScaling(
+            kind=kind, factor=fields.number("factor"), original_max_position_embeddings=trained,
+            low_freq_factor=low, high_freq_factor=high,
+        )
+    factor = fields.number("factor", max_positions / trained)
+    mscale = fields.number("mscale") if fields.values.get("mscale") else None
+    mscale_all = fields.number("mscale_all_dim") if fields.values.get("mscale_all_dim") else None
+    return RopeScaling(
+        kind=kind, factor=factor, original_max_position_embeddings=trained,
+        beta_fast=fields.number("beta_fast", 32.0), beta_slow=fields.number("beta_slow", 1.0),
+        truncate=fields.flag("truncate", True),
+        attention_factor=fields.number("attention_factor", yarn_attention_factor(factor, mscale, mscale_all)),
+    )

@@ -1,0 +1,193 @@
+"""The dense decoder: Llama, Mistral, Qwen2 and Qwen3 in one class, told apart by their ModelConfig.
+
+Owns the forward pass and its parameters. Attention is an argument: the model knows no page, no batch and no request.
+The forward makes no host tensor and reads none back, so that a step can be captured whole, by layer or by module.
+
+Shapes: T tokens, H query heads, KV key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.attention.base import Attention
+from engine.errors import ModelError
+from engine.layers.linear import Embedding, Linear
+from engine.layers.norm import HeadNorm, RMSNorm
+from engine.layers.rotary import RotaryTable, rotate
+from engine.layers.slot import WeightSlot
+from engine.models.config import ModelConfig
+
+
+class SelfAttention(nn.Module):
+    """Projections, head norms and rotation around an `attention` callable: normed hidden [T, h] -> [T, h]."""
+
+    def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        self.index = index
+        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        q_rows, kv_rows = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        self.qkv = Linear(
+            {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}, config.hidden_size,
+            bias=config.attention_bias, dtype=dtype, device=device,
+        )
+        self.o = Linear({"o_proj": config.hidden_size}, q_rows, bias=config.output_bias, dtype=dtype, device=device)
+        self.qk_norm = None
+        if config.qk_norm:
+            self.qk_norm = HeadNorm(self.heads, self.kv_heads, self.head_dim, config.rms_norm_eps, dtype, device)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
+        heads, kv_heads = self.heads, self.kv_heads
+        qkv = self.qkv(x).view(-1, heads + 2 * kv_heads, self.head_dim)
+        qk = qkv[:, : heads + kv_heads]
+        if self.qk_norm is not None:
+            qk = self.qk_norm(qk)
+        qk = rotate(qk, cos, sin)
+        out = attention(self.index, qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :])
+        return self.o(out)
+
+    def slots(self, prefix: str) -> dict[str, WeightSlot]:
+        found = {**self.qkv.slots(prefix), **self.o.slots(prefix)}
+        if self.qk_norm is not None:
+            found |= self.qk_norm.slots(prefix)
+        return found
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)), gate and up in one product: normed hidden [T, h] -> [T, h]."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        width, hidden, bias = config.intermediate_size, config.hidden_size, config.mlp_bias
+        self.gate_up = Linear({"gate_proj": width, "up_proj": width}, hidden, bias=bias, dtype=dtype, device=device)
+        self.down = Linear({"down_proj": hidden}, width, bias=bias, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+    def slots(self, prefix: str) -> dict[str, WeightSlot]:
+        return {**self.gate_up.slots(prefix), **self.down.slots(prefix)}
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each after a norm and around a residual: hidden [T, h] -> hidden [T, h]."""
+
+    def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.attn = SelfAttention(config, index, dtype, device)
+        self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.mlp = GatedMLP(config, dtype, device)
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
+        hidden = hidden + self.attn(self.input_norm(hidden), cos, sin, attention)
+        return hidden + self.mlp(self.post_norm(hidden))
+
+    def slots(self, prefix: str) -> dict[str, WeightSlot]:
+        return {
+            **self.input_norm.slots(f"{prefix}.input_layernorm"),
+            **self.attn.slots(f"{prefix}.self_attn"),
+            **self.post_norm.slots(f"{prefix}.post_attention_layernorm"),
+            **self.mlp.slots(f"{prefix}.mlp"),
+        }
+
+
+class DenseModel(nn.Module):
+    """A dense decoder with uninitialised parameters on `device`; weights.py fills them through `weight_slots`.
+
+    max_len bounds positions (the rope table's length; default: the config's context_length). Raises ModelError where
+    max_len is beyond a sliding window, which this model doesn't compute. Parameters don't require gradients.
+    """
+
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str, max_len: int | None = None
+    ):
+        super().__init__()
+        device = torch.device(device)
+        max_len = config.context_length if max_len is None else max_len
+        if config.sliding_window is not None and max_len > config.sliding_window:
+            raise ModelError(f"this model attends within a sliding window of {config.sliding_window} tokens, which is "
+                             f"not supported; set max_model_len to at most {config.sliding_window} (found {max_len})")
+        self.config, self.dtype, self.device, self.max_len = config, dtype, device, max_len
+        self.embed = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.layers = nn.ModuleList(DecoderLayer(config, i, dtype, device) for i in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.head = self._make_head()
+        self.rotary = RotaryTable(config.head_dim, config.rope_theta, config.rope_scaling, max_len, dtype, device)
+
+    def _make_head(self) -> Linear:
+        config = self.config
+        # a tied head borrows the embedding's parameter: make it without storage of its own
+        device = torch.device("meta") if config.tie_word_embeddings else self.device
+        head = Linear({"lm_head": config.vocab_size}, config.hidden_size, bias=False, dtype=self.dtype, device=device)
+        if config.tie_word_embeddings:
+            head.weight = self.embed.weight
+        return head
+
+    def embed_tokens(self, token_ids: Tensor) -> Tensor:
+        """Token ids int64 [T] -> hidden [T, h]."""
+        return self.embed(token_ids)
+
+    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions int64 [T] -> (cos, sin), each [T, 1, D], for `layer`; once a step, shared by all layers."""
+        return self.rotary(positions)
+
+    def layer(self, index: int, hidden: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
+        """Decoder layer `index`: hidden [T, h] -> a new hidden [T, h]."""
+        return self.layers[index](hidden, cos, sin, attention)
+
+    def forward(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        """Token ids and positions int64 [T] -> normed hidden [T, h]; `attention` writes this step's keys and values."""
+        hidden = self.embed_tokens(token_ids)
+        cos, sin = self.rope(positions)
+        for layer in self.layers:
+            hidden = layer(hidden, cos, sin, attention)
+        return self.norm(hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Normed hidden [N, h] -> logits [N, vocab] in the model's dtype."""
+        return self.head(hidden)
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        """Hugging Face's tensor names to their places, in layer order; a tied head has no name of its own.
+
+        The one table that loading, updating and exporting go by. Made anew at each call, from the modules as they are.
+        """
+        found = {**self.embed.slots("model.embed_tokens")}
+        for index, layer in enumerate(self.layers):
+            found |= layer.slots(f"model.layers.{index}")
+        found |= self.norm.slots("model.norm")
+        if not self.config.tie_word_embeddings:
+            found |= {name.removeprefix("."): slot for name, slot in self.head.slots("").items()}
+        return found
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, tensor) of every weight; tensors alias the model's storage."""
+        for name, slot in self.weight_slots().items():
+            yield name, slot.read()
+
+    def load_weight(self, name: str, tensor: Tensor) -> None:
+        """Write one checkpoint tensor in place. Raises ModelError for an unknown name or another shape."""
+        slot = self.weight_slots().get(name)
+        if slot is None:
+            raise ModelError(f"the model has no weight {name!r}")
+        if tuple(tensor.shape) != slot.shape:
+            raise ModelError(f"weight {name!r} has shape {tuple(tensor.shape)}, the model needs {slot.shape}")
+        slot.write(tensor)
+
+    def linears(self, include_head: bool = False) -> Iterator[tuple[str, nn.Module, str]]:
+        """(name, parent module, attribute) of each projection, for replacing it by a layer of another weight format.
+
+        A replacement is called as `parent.attribute(x)` and offers `slots(prefix)`. The head, last and on request:
+        where it is tied, its parameter is the embedding's.
+        """
+        for index, layer in enumerate(self.layers):
+            for owner, attribute in (("attn", "qkv"), ("attn", "o"), ("mlp", "gate_up"), ("mlp", "down")):
+                yield f"layers.{index}.{owner}.{attribute}", getattr(layer, owner), attribute
+        if include_head:
+            yield "head", self, "head"

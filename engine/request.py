@@ -1,0 +1,237 @@
+"""What a caller asks and what the engine answers, as plain values that cross processes.
+
+Owns EngineRequest (in), TokenEvent (out, one per request and step), the request's state machine and the split of a
+request for n sequences; SamplingParams is offered from here. Knows no tensors, no scheduler, no HTTP.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from engine.errors import EngineError, RequestError
+from engine.sampling_params import MAX_TOKENS, LogitBias, SamplingParams, checked_token_ids
+
+__all__ = [
+    "Child",
+    "EngineRequest",
+    "FinishReason",
+    "LogitBias",
+    "Request",
+    "RequestState",
+    "SamplingParams",
+    "TokenEvent",
+    "TokenLogprob",
+    "check_prompt_ids",
+    "mix64",
+    "resolve_seed",
+    "split_n",
+]
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+# The public constants of splitmix64: an odd step that visits every 64-bit value, and two odd multipliers.
+GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_MASK64 = 2**64 - 1
+
+
+@dataclass(kw_only=True)
+class EngineRequest:
+    """One sequence for the engine to continue. n is 1 here: the front splits a request for several (`split_n`)."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    priority: int = 0  # lower first
+    arrival_time: float = field(default_factory=time.monotonic)  # seconds, time.monotonic
+    seed: int | None = None  # always an int64 after construction: params.seed, else drawn
+
+    def __post_init__(self) -> None:
+        if self.params.n != 1:
+            raise RequestError(
+                f"the engine takes one sequence per request, asked for n={self.params.n}: use split_n", param="n"
+            )
+        if self.seed is None:
+            self.seed = resolve_seed(self.params)
+
+
+@dataclass(slots=True)
+class TokenLogprob:
+    """One token's log-probability: `rank` 1 is the most likely token; `top` maps the k best ids to theirs."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class TokenEvent:
+    """What one step gave one request; the last one carries finish_reason."""
+
+    request_id: str
+    token_ids: list[int] = field(default_factory=list)  # new this step
+    logprobs: list[TokenLogprob] | None = None  # parallel to token_ids
+    prompt_logprobs: list[TokenLogprob | None] | None = None  # once, with the first event; entry 0 is None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the token id that stopped it
+    error: str | None = None
+    weight_version: str = ""
+    cached_tokens: int = 0  # prompt tokens that came from the prefix cache
+    queue_time: float | None = None  # seconds, with the first event
+
+
+class RequestState(enum.Enum):
+    """Where a request is; the last three are final."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+    @property
+    def is_final(self) -> bool:
+        return not _NEXT_STATES[self]
+
+
+_NEXT_STATES: Mapping[RequestState, frozenset[RequestState]] = {
+    RequestState.WAITING: frozenset({RequestState.RUNNING, RequestState.ABORTED, RequestState.FAILED}),
+    RequestState.RUNNING: frozenset(
+        {RequestState.PREEMPTED, RequestState.FINISHED, RequestState.ABORTED, RequestState.FAILED}
+    ),
+    RequestState.PREEMPTED: frozenset({RequestState.RUNNING, RequestState.ABORTED, RequestState.FAILED}),
+    RequestState.FINISHED: frozenset(),
+    RequestState.ABORTED: frozenset(),
+    RequestState.FAILED: frozenset(),
+}
+
+
+class Request:
+    """The scheduler's record of one request, owned by the loop's thread. Compared and hashed by identity.
+
+    Assigning `state` checks the transition. `token_ids` is prompt and output together; the first `num_computed` of
+    them have their keys and values in `pages`; `slot` is an index in [0, max_num_seqs) while running.
+    """
+
+    def __init__(self, request: EngineRequest, weight_version: str = ""):
+        self.request = request
+        self.prompt_len = len(request.prompt_token_ids)
+        self.token_ids = list(request.prompt_token_ids)
+        self.num_computed = 0
+        self.pages: list[int] = []
+        self.slot: int | None = None
+        self.cached_tokens = 0
+        self.first_scheduled_time: float | None = None
+        self.weight_version = weight_version
+        self._state = RequestState.WAITING
+
+    @property
+    def state(self) -> RequestState:
+        return self._state
+
+    @state.setter
+    def state(self, new: RequestState) -> None:
+        if new not in _NEXT_STATES[self._state]:
+            allowed = ", ".join(sorted(s.value for s in _NEXT_STATES[self._state])) or "nothing: it is final"
+            raise EngineError(
+                f"request {self.request_id!r} can't go from {self._state.value} to {new.value}; allowed: {allowed}"
+            )
+        self._state = new
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.params
+
+    @property
+    def priority(self) -> int:
+        return self.request.priority
+
+    @property
+    def arrival_time(self) -> float:
+        return self.request.arrival_time
+
+    @property
+    def seed(self) -> int:
+        return self.request.seed
+
+    @property
+    def output_len(self) -> int:
+        return len(self.token_ids) - self.prompt_len
+
+    @property
+    def output_ids(self) -> list[int]:
+        """The sampled tokens so far, as a copy."""
+        return self.token_ids[self.prompt_len :]
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id!r}, {self._state.value}, prompt={self.prompt_len}, output={self.output_len}, "
+            f"computed={self.num_computed}, slot={self.slot}, pages={len(self.pages)})"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Child:
+    """One of the n sequences of a request: its own id, its place among the n, its own seed, and params with n=1."""
+
+    request_id: str
+    index: int
+    params: SamplingParams
+    seed: int
+
+
+def resolve_seed(params: SamplingParams) -> int:
+    """The request's own seed, or a fresh one from the system's randomness; an int64."""
+    return params.seed if params.seed is not None else secrets.randbits(63)
+
+
+def split_n(request_id: str, params: SamplingParams, base_seed: int) -> list[Child]:
+    """The n sequences of a request; with n=1 the one child keeps the id, else child k is called "id#k".
+
+    Child 0 keeps base_seed, so that asking for more choices leaves the first as it was; the others' seeds are
+    mixed from base_seed and their index.
+    """
+    if params.n == 1:
+        return [Child(request_id=request_id, index=0, params=params, seed=base_seed)]
+    single = dataclasses.replace(params, n=1)
+    return [
+        Child(request_id=f"{request_id}#{k}", index=k, params=single, seed=_child_seed(base_seed, k))
+        for k in range(params.n)
+    ]
+
+
+def _child_seed(base_seed: int, index: int) -> int:
+    return base_seed if index == 0 else mix64(base_seed + index * GOLDEN)
+
+
+def check_prompt_ids(prompt_token_ids: Sequence[int], vocab_size: int) -> list[int]:
+    """The prompt as a list of ints, or RequestError: not a list, empty, not integers, or not in the vocabulary."""
+    name = "prompt_token_ids"
+    ids = list(checked_token_ids(name, prompt_token_ids, MAX_TOKENS))
+    if not ids:
+        raise RequestError("the prompt is empty: give at least one token", param=name)
+    if max(ids) >= vocab_size:
+        raise RequestError(
+            f"{name} has token id {max(ids)}, but the model's vocabulary ends at {vocab_size - 1}", param=name
+        )
+    return ids
+
+
+def mix64(value: int) -> int:
+    """Scatter an integer over all 64 bits, as an int64: splitmix64's finalizer, a bijection of the value mod 2**64."""
+    x = value & _MASK64
+    x = ((x ^ (x >> 30)) * MIX_1) & _MASK64
+    x = ((x ^ (x >> 27)) * MIX_2) & _MASK64
+    x ^= x >> 31
+    return x - 2**64 if x >> 63 else x

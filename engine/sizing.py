@@ -1,0 +1,77 @@
+"""The sizes that depend on the model and the machine: context, batch, pages, context buckets.
+
+`resolve` turns a configuration with gaps into one without. The only place where the engine guesses a number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.models.config import ModelConfig
+
+CPU_MAX_NUM_SEQS, CUDA_MAX_NUM_SEQS = 16, 256
+CPU_BATCHED_TOKENS, CUDA_BATCHED_TOKENS = 512, 8192
+CPU_KV_BYTES = 2 << 30
+CPU_KV_SHARE = 0.25  # of the machine's memory, when that is less
+GRAPH_RESERVE_BYTES = 1 << 30  # for graphs and activations beside the KV cache on a GPU
+FIRST_CONTEXT_BUCKET = 256
+WARM_CONTEXT = 1024
+
+
+def resolve(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> EngineConfig:
+    """A new configuration with every size filled in. Raises ConfigError for sizes that contradict the model."""
+    on_gpu = device.type == "cuda"
+    context = config.max_model_len or model.context_length
+    if context > model.context_length:
+        raise ConfigError(f"max_model_len={context} exceeds the model's context of {model.context_length} tokens")
+    seqs = config.max_num_seqs or (CUDA_MAX_NUM_SEQS if on_gpu else CPU_MAX_NUM_SEQS)
+    batched = config.max_num_batched_tokens or max(seqs, CUDA_BATCHED_TOKENS if on_gpu else CPU_BATCHED_TOKENS)
+    if batched < seqs:
+        raise ConfigError(f"max_num_batched_tokens={batched} is below max_num_seqs={seqs}: every running sequence "
+                          "needs a token of each step's budget")
+    pages = config.num_pages or _affordable_pages(config, model, device, dtype, seqs, context)
+    if pages < 2:
+        raise ConfigError(f"num_pages={pages}: page 0 is the scratch page, so at least 2 are needed")
+    return dataclasses.replace(
+        config, device=str(device), dtype=str(dtype).removeprefix("torch."), max_model_len=context, max_num_seqs=seqs,
+        max_num_batched_tokens=batched, num_pages=pages,
+    )
+
+
+def page_bytes(model: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one page over all layers, keys and values."""
+    return 2 * model.num_layers * page_size * model.num_kv_heads * model.head_dim * dtype.itemsize
+
+
+def _affordable_pages(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype,
+                      seqs: int, context: int) -> int:
+    size = page_bytes(model, config.page_size, dtype)
+    per_sequence = -(-context // config.page_size)
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        budget = int(total * config.gpu_memory_utilization) - (total - free) - GRAPH_RESERVE_BYTES
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        budget = min(CPU_KV_BYTES, int(memory * CPU_KV_SHARE))
+    pages = min(1 + seqs * per_sequence, budget // size)
+    if pages <= per_sequence:
+        raise ConfigError(
+            f"the KV cache has room for {max(0, pages - 1) * config.page_size} tokens ({budget >> 20} MiB), and one "
+            f"sequence may have {context}: lower max_model_len, or give num_pages"
+        )
+    return pages
+
+
+def context_buckets(max_model_len: int, page_size: int) -> tuple[int, ...]:
+    """Widths in tokens at which attention without a paged kernel reads the KV cache: doubling up to the context."""
+    widths, width = [], FIRST_CONTEXT_BUCKET
+    top = -(-max_model_len // page_size) * page_size
+    while width < top:
+        widths.append(-(-width // page_size) * page_size)
+        width *= 2
+    return (*widths, top)

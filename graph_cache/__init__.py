@@ -1,0 +1,64 @@
+"""The capture core: give it a callable with a batch dimension, and it captures, plans and replays graphs of it.
+
+A library of its own: it knows tensors and callables, no model, no token, no HTTP. Read in the order buckets, keys,
+pool, runner, site, cache. Names are imported on first use, so that settings can be read without loading torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from graph_cache.addresses import AddressBook, Moved
+    from graph_cache.buckets import Buckets, default_ladder
+    from graph_cache.buffers import BATCH, BufferSpec, StaticBuffers
+    from graph_cache.cache import Borrowed, GraphCache
+    from graph_cache.config import GraphConfig
+    from graph_cache.errors import (
+        CaptureError,
+        CaptureRefused,
+        GraphClosed,
+        GraphConfigError,
+        GraphError,
+        ManifestError,
+        SignatureMismatch,
+    )
+    from graph_cache.keys import GraphKey, Plan
+    from graph_cache.manifest import Manifest
+    from graph_cache.pool import GraphPool
+    from graph_cache.ring import HostRing, Ticket
+    from graph_cache.runner import GraphRunner, RunnerState
+    from graph_cache.site import Site
+    from graph_cache.tuner import tune
+
+_HOME = {
+    "addresses": ("AddressBook", "Moved"),
+    "buckets": ("Buckets", "default_ladder"),
+    "buffers": ("BATCH", "BufferSpec", "StaticBuffers"),
+    "cache": ("Borrowed", "GraphCache"),
+    "config": ("GraphConfig",),
+    "errors": ("CaptureError", "CaptureRefused", "GraphClosed", "GraphConfigError", "GraphError", "ManifestError",
+               "SignatureMismatch"),
+    "keys": ("GraphKey", "Plan"),
+    "manifest": ("Manifest",),
+    "pool": ("GraphPool",),
+    "ring": ("HostRing", "Ticket"),
+    "runner": ("GraphRunner", "RunnerState"),
+    "site": ("Site",),
+    "tuner": ("tune",),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+__all__ = [
+    "BATCH", "AddressBook", "Borrowed", "Buckets", "BufferSpec", "CaptureError", "CaptureRefused", "GraphCache",
+    "GraphClosed", "GraphConfig", "GraphConfigError", "GraphError", "GraphKey", "GraphPool", "GraphRunner", "HostRing",
+    "Manifest", "ManifestError", "Moved", "Plan", "RunnerState", "SignatureMismatch", "Site", "StaticBuffers", "Ticket",
+    "default_ladder", "tune",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'graph_cache' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"graph_cache.{_MODULE_OF[name]}"), name)

@@ -1,0 +1,131 @@
+"""One arena for the intermediates of all CPU graphs, and the layout of a tape's buffers in it.
+
+The arena is reserved as address space and committed on touch, so it never moves and its order of use doesn't matter:
+it holds what the largest live graph needs. Knows bytes and lifetimes, not operations.
+"""
+
+from __future__ import annotations
+
+import mmap
+import sys
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from graph_cache.backends.cpu_tape import Buffer
+from graph_cache.errors import CaptureError
+
+ALIGNMENT = 64  # a cache line, and the widest vector
+RESERVED_BYTES = 1 << 36
+
+
+def plan_layout(buffers: Sequence[Buffer]) -> tuple[list[int], int]:
+    """Offsets in bytes for buffers whose lifetimes are known, and the bytes needed: first fit in order of birth.
+
+    Two buffers share memory only if no operation touches both: an operation's inputs are still alive while its outputs
+    are placed.
+    """
+    offsets = [0] * len(buffers)
+    free: list[tuple[int, int]] = []  # (offset, size), ordered, never adjacent
+    top = 0
+    expiring: dict[int, list[int]] = {}
+    order = sorted(range(len(buffers)), key=lambda index: buffers[index].first)
+    now = 0
+    for index in order:
+        buffer = buffers[index]
+        while now < buffer.first:
+            for dead in expiring.pop(now, ()):
+                top = _release(free, offsets[dead], _aligned(buffers[dead].nbytes), top)
+            now += 1
+        size = _aligned(buffer.nbytes)
+        for position, (offset, room) in enumerate(free):
+            if room >= size:
+                offsets[index] = offset
+                free[position : position + 1] = [(offset + size, room - size)] if room > size else []
+                break
+        else:
+            offsets[index] = top
+            top += size
+        expiring.setdefault(buffer.last, []).append(index)
+    need = max((offsets[i] + _aligned(buffers[i].nbytes) for i in range(len(buffers))), default=0)
+    return offsets, need
+
+
+def _aligned(nbytes: int) -> int:
+    return max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)
+
+
+def _release(free: list[tuple[int, int]], offset: int, size: int, top: int) -> int:
+    """Put a range back, joined with its neighbours; returns the new top when the last range reaches it."""
+    free.append((offset, size))
+    free.sort()
+    joined: list[tuple[int, int]] = []
+    for start, length in free:
+        if joined and joined[-1][0] + joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], joined[-1][1] + length)
+        else:
+            joined.append((start, length))
+    if joined and joined[-1][0] + joined[-1][1] == top:
+        top = joined.pop()[0]
+    free[:] = joined
+    return top
+
+
+class Claim:
+    """One graph's use of the arena, from its start to `nbytes`. Dropped when the graph closes."""
+
+    def __init__(self, arena: Arena, nbytes: int):
+        self.nbytes = nbytes
+        self._arena = arena
+
+    def tensor(self, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...], byte_offset: int) -> torch.Tensor:
+        """A view of the arena. `byte_offset` is aligned to the dtype."""
+        storage = self._arena.storage
+        return torch.empty(0, dtype=dtype).set_(storage, byte_offset // dtype.itemsize, size, stride)
+
+
+class Arena:
+    """Memory shared by all CPU graphs of one pool; as a pool's `Memory`, its bytes are those of its largest claim."""
+
+    def __init__(self) -> None:
+        self._map = _reserve(RESERVED_BYTES)
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.storage = self._bytes.untyped_storage()
+        self._claims: weakref.WeakSet[Claim] = weakref.WeakSet()
+        self._touched = 0
+
+    def claim(self, nbytes: int) -> Claim:
+        """Use the first `nbytes` bytes. Raises CaptureError beyond the reserved address space."""
+        if nbytes > len(self._map):
+            raise CaptureError(f"a graph needs {nbytes} bytes of intermediates; the arena reserves {len(self._map)}")
+        claim = Claim(self, nbytes)
+        self._claims.add(claim)
+        self._touched = max(self._touched, nbytes)
+        return claim
+
+    def nbytes(self) -> int:
+        """Bytes of the largest live claim."""
+        return max((claim.nbytes for claim in self._claims), default=0)
+
+    def trim(self) -> None:
+        """Give pages above the largest live claim back to the system."""
+        keep = -(-self.nbytes() // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = -(-self._touched // mmap.PAGESIZE) * mmap.PAGESIZE
+        if end > keep and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, keep, end - keep)
+        self._touched = min(self._touched, keep)
+
+
+def _reserve(nbytes: int) -> mmap.mmap:
+    """Private address space without a promise of memory behind it; less of it where the system is strict."""
+    while True:
+        try:
+            if sys.platform.startswith("linux"):
+                no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named in Python from 3.13 on
+                return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
+            return mmap.mmap(-1, nbytes)
+        except OSError:
+            if nbytes <= 1 << 28:
+                raise
+            nbytes >>= 2

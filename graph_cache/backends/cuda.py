@@ -1,0 +1,139 @@
+"""CUDA graphs: the only file that captures on a GPU.
+
+Every capture is thread-local, so another thread's allocation or synchronisation can't break it, and runs on one capture
+stream into one memory pool, so that graphs share memory as large as the largest of them.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from graph_cache.errors import CaptureError, CaptureRefused, GraphClosed
+from graph_cache.reference import Reference
+
+logger = logging.getLogger(__name__)
+
+# What the driver says when an operation can't be part of a graph (a synchronisation, a pageable copy, a host read).
+REFUSALS = ("operation not permitted when stream is capturing", "capture", "cudaErrorStreamCapture")
+
+
+class CudaMemory:
+    """A private pool of the caching allocator, alive as long as this object, whatever graphs come and go."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        with torch.cuda.device(device):
+            self._pool = torch.cuda.MemPool()
+
+    @property
+    def id(self) -> tuple[int, int]:
+        """The handle that captures are given."""
+        return self._pool.id
+
+    def nbytes(self) -> int:
+        """Bytes of the segments that the allocator holds for this pool."""
+        return sum(segment["total_size"] for segment in torch.cuda.memory_snapshot(self.id))
+
+    def trim(self) -> None:
+        """Give segments that no live graph uses back to the driver."""
+        gc.collect()
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+
+
+class CudaBackendGraph:
+    """One `torch.cuda.CUDAGraph`."""
+
+    engine = "cuda_graph"
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, nbytes: int):
+        self._graph: torch.cuda.CUDAGraph | None = graph
+        self.nbytes = nbytes
+
+    def replay(self) -> None:
+        """Enqueue the graph on the current stream."""
+        if self._graph is None:
+            raise GraphClosed("this CUDA graph was closed; capture it again")
+        self._graph.replay()
+
+    def close(self) -> None:
+        """Destroy the graph; its memory returns to the pool."""
+        if self._graph is not None:
+            self._graph.reset()
+            self._graph = None
+
+
+class CudaBackend:
+    """The GPU's way to capture and replay; see `backends.base.Backend` for the contract."""
+
+    name = "cuda"
+    warmup_runs = 2  # the first run loads modules lazily and picks algorithms: neither may happen inside a capture
+
+    def __init__(self, device: torch.device):
+        self.device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+        self.stream = torch.cuda.Stream(self.device)
+
+    def new_memory(self) -> CudaMemory:
+        return CudaMemory(self.device)
+
+    @contextmanager
+    def on_capture_stream(self) -> Iterator[None]:
+        """Order the block after the caller's stream, and the caller's stream after the block."""
+        current = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            yield
+        current.wait_stream(self.stream)
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def host_tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+
+    def copy_to_host(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
+        target.copy_(source, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record(torch.cuda.current_stream(self.device))
+        return arrived.synchronize
+
+    def capture(self, fn: Callable[[], None], memory: CudaMemory, reference: Reference) -> CudaBackendGraph:
+        """Capture `fn` on the capture stream into `memory`."""
+        graph = torch.cuda.CUDAGraph()
+        for generator in reference.generators:
+            graph.register_generator_state(generator)
+        torch.cuda.synchronize(self.device)
+        used_before = memory.nbytes()
+        with self.on_capture_stream():
+            graph.capture_begin(pool=memory.id, capture_error_mode="thread_local")
+            try:
+                with torch.inference_mode():
+                    fn()
+            except BaseException as error:
+                self._abandon(graph)
+                if isinstance(error, RuntimeError) and any(word in str(error) for word in REFUSALS):
+                    raise CaptureRefused(f"this operation can't be part of a CUDA graph: {error}") from error
+                raise
+            try:
+                graph.capture_end()
+            except RuntimeError as error:
+                self._abandon(graph)
+                raise CaptureError(f"the driver rejected the capture at its end: {error}") from error
+        torch.cuda.synchronize(self.device)
+        return CudaBackendGraph(graph, max(0, memory.nbytes() - used_before))
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a broken capture and clear the error that it leaves on the device, so that the next call starts clean."""
+        for step in (graph.capture_end, graph.reset, lambda: torch.cuda.synchronize(self.device)):
+            try:
+                step()
+            except RuntimeError as consequence:  # the capture's own failure, told again: the caller raises the first one
+                logger.debug("while abandoning a capture: %s", consequence)

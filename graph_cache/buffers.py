@@ -1,0 +1,123 @@
+"""Static inputs and outputs: allocated once for the largest bucket, addressed by every graph of a site.
+
+Bucket b is the first b rows of each buffer, so all buckets share one storage and one address. Owns allocation, copying
+in, and the padding of unused rows. Knows no graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from graph_cache.errors import GraphConfigError
+from graph_cache.signature import Signature, TensorSignature
+
+BATCH = "batch"
+
+
+@dataclass(frozen=True)
+class BufferSpec:
+    """Shape, dtype and padding of one static buffer.
+
+    `shape` may begin with the string "batch": that dimension takes the bucket's size. `pad` fills the rows that no
+    request uses; None leaves them as they are (outputs, or buffers that the captured callable itself overwrites).
+    """
+
+    shape: tuple[int | str, ...]
+    dtype: torch.dtype
+    pad: int | float | bool | None = 0
+
+    def __post_init__(self) -> None:
+        shape = tuple(self.shape)
+        object.__setattr__(self, "shape", shape)
+        if any(not (size == BATCH if isinstance(size, str) else size >= 0) for size in shape) or BATCH in shape[1:]:
+            raise GraphConfigError(f"buffer shape {shape}: sizes must be whole numbers, and only the first may be 'batch'")
+
+    @property
+    def batched(self) -> bool:
+        """True when the first dimension follows the bucket."""
+        return bool(self.shape) and self.shape[0] == BATCH
+
+    def resolve(self, rows: int) -> tuple[int, ...]:
+        """The concrete shape for `rows` rows."""
+        return (rows, *self.shape[1:]) if self.batched else self.shape
+
+
+class StaticBuffers(Mapping[str, torch.Tensor]):
+    """Named buffers sized for `max_rows`; as a mapping, the whole tensors by name.
+
+    Two sites may share one object. Every view handed out aliases the same storage and keeps its address for life.
+    """
+
+    def __init__(self, specs: Mapping[str, BufferSpec], max_rows: int, device: torch.device | str):
+        self.specs = dict(specs)
+        self.max_rows = max_rows
+        self.device = torch.device(device)
+        self._whole = {
+            name: torch.full(spec.resolve(max_rows), 0 if spec.pad is None else spec.pad, dtype=spec.dtype, device=device)
+            for name, spec in self.specs.items()
+        }
+        self._views: dict[int, dict[str, torch.Tensor]] = {}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._whole[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._whole)
+
+    def __len__(self) -> int:
+        return len(self._whole)
+
+    def view(self, bucket: int) -> dict[str, torch.Tensor]:
+        """The first `bucket` rows of every buffer: aliases, the same objects at every call."""
+        views = self._views.get(bucket)
+        if views is None:
+            views = self._views[bucket] = {
+                name: whole[:bucket] if self.specs[name].batched else whole for name, whole in self._whole.items()
+            }
+        return views
+
+    def signature(self, rows: int, names: tuple[str, ...] | None = None) -> Signature:
+        """What inputs of `rows` rows must look like to be copied in."""
+        chosen = self.specs if names is None else names
+        return Signature({
+            name: TensorSignature(self.specs[name].resolve(rows), self._whole[name].dtype, self._whole[name].device)
+            for name in chosen
+        })
+
+    def load(self, tensors: Mapping[str, torch.Tensor], rows: int, bucket: int) -> None:
+        """Copy `rows` rows of each tensor in and fill the rows up to `bucket` with padding.
+
+        Every input must be there; buffers without padding are outputs and may be left out. Raises SignatureMismatch,
+        listing every difference at once, before anything is written.
+        """
+        wanted = [name for name, spec in self.specs.items() if spec.pad is not None or name in tensors]
+        self.signature(rows, tuple(wanted)).check(tensors, what=f"inputs of {rows} rows")
+        for name, tensor in tensors.items():
+            (self._whole[name][:rows] if self.specs[name].batched else self._whole[name]).copy_(tensor, non_blocking=True)
+        self.fill_padding(rows, bucket)
+
+    def fill_padding(self, rows: int, bucket: int) -> None:
+        """Give the rows from `rows` up to `bucket` their padding value."""
+        if rows == bucket:
+            return
+        for name, spec in self.specs.items():
+            if spec.batched and spec.pad is not None:
+                self._whole[name][rows:bucket].fill_(spec.pad)
+
+    def fill_dummy(self) -> None:
+        """Make every row padding, as capture wants it: no row of a live request may be touched by a dummy run."""
+        for name, spec in self.specs.items():
+            if spec.pad is not None:
+                self._whole[name].fill_(spec.pad)
+
+    def snapshot(self, bucket: int) -> dict[str, torch.Tensor]:
+        """Copies of the first `bucket` rows, for `restore`."""
+        return {name: view.clone() for name, view in self.view(bucket).items()}
+
+    def restore(self, saved: Mapping[str, torch.Tensor]) -> None:
+        """Write a snapshot back."""
+        for name, tensor in saved.items():
+            (self._whole[name][: tensor.shape[0]] if self.specs[name].batched else self._whole[name]).copy_(tensor)

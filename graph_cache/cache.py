@@ -1,0 +1,373 @@
+"""The graph cache: which batch runs from which graph, capturing them, and never replaying a stale one.
+
+Owns the one predicate (`plan`), the order of captures, eviction and invalidation, and the counters. One thread uses a
+cache; reports may be read from any. Knows callables and tensors, no models and no requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch.utils._pytree import tree_map
+
+from graph_cache import keys
+from graph_cache.addresses import AddressBook, Moved
+from graph_cache.backends import backend_for
+from graph_cache.buckets import Buckets
+from graph_cache.buffers import BufferSpec, StaticBuffers
+from graph_cache.config import GraphConfig
+from graph_cache.errors import CaptureError, GraphConfigError
+from graph_cache.keys import GraphKey, Plan, freeze_statics
+from graph_cache.manifest import Manifest
+from graph_cache.pool import GraphPool
+from graph_cache.runner import GraphRunner
+from graph_cache.site import Site
+from graph_cache.stats import CacheStats
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+MISSES = (keys.NOT_CAPTURED, keys.STALE, keys.EVICTED)
+
+
+@dataclass(frozen=True, slots=True)
+class Borrowed(Generic[T]):
+    """Results that alias static memory: the next run overwrites them. `copy()` before keeping them."""
+
+    value: T
+
+    def copy(self) -> T:
+        """The same results in memory of their own."""
+        return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, self.value)
+
+
+@dataclass
+class Entry:
+    """A key's graphs, one per part, or why it has none."""
+
+    key: GraphKey
+    runners: list[GraphRunner] = field(default_factory=list)
+    failure: str | None = None
+    replays: int = 0
+    real_rows: int = 0
+    nbytes: int = 0
+
+    @property
+    def captured(self) -> bool:
+        return self.failure is None
+
+
+class GraphCache:
+    """Captured graphs by key, planned and replayed.
+
+    `capture_on_miss`: a plan without a graph captures it when it is run (warm-up mode `lazy`); else it runs eager until
+    `warm()` or `warm_next()` has captured it. `pool` may be shared by several caches on one device.
+    """
+
+    def __init__(self, config: GraphConfig | None = None, device: torch.device | str = "cpu", *,
+                 pool: GraphPool | None = None, capture_on_miss: bool = True, manifest: Manifest | None = None):
+        self.config = config or GraphConfig(cuda_graph_impl="local", inference_cuda_graph_scope="block", training=False)
+        self.pool = pool or GraphPool(backend_for(device))
+        self.capture_on_miss = capture_on_miss
+        self.manifest = manifest
+        self.stats = CacheStats()
+        self.enabled = self.config.captures_inference
+        self._sites: dict[str, Site] = {}
+        self._entries: dict[GraphKey, Entry] = {}
+        self._lost: dict[GraphKey, str] = {}  # keys that had a graph, and why they have it no more
+        self._plans: dict[tuple, Plan] = {}
+        self._pending: list[GraphKey] | None = None
+        self.pool_bytes = 0
+
+    # ---- sites -----------------------------------------------------------------------------------------------------
+
+    def add_site(self, site: Site) -> Site:
+        """Register a site. Names are unique."""
+        if site.name in self._sites:
+            raise GraphConfigError(f"a site named {site.name!r} is registered already: names are unique")
+        self._sites[site.name] = site
+        self._pending = None
+        return site
+
+    def graphed(self, name: str, fn: Callable[..., Any], inputs: Mapping[str, BufferSpec], *,
+                buckets: Iterable[int], watch: torch.nn.Module | Mapping[str, torch.Tensor] | None = None,
+                generators: Sequence[torch.Generator] = (), **site_options: Any) -> Callable[..., Any]:
+        """Make `fn(**inputs)` run from graphs: returns a function of the same inputs, [rows, …] each.
+
+        Its results are copies. `watch` names what `fn` reads besides its inputs, so that a moved tensor is noticed.
+        Raises SignatureMismatch at the call for inputs that differ from `inputs` in more than their rows.
+        """
+        sizes = Buckets(tuple(buckets))
+        book = AddressBook()
+        if watch is not None:
+            book.watch(watch)
+        device = self.pool.backend.device
+        site = self.add_site(Site(name, [fn], StaticBuffers(inputs, sizes.max, device), sizes, addresses=book,
+                                  generators=generators, **site_options))
+        batched = next((label for label, spec in site.buffers.specs.items() if spec.batched), None)
+
+        def call(**tensors: torch.Tensor) -> Any:
+            rows = tensors[batched].shape[0] if batched in tensors else sizes.max
+            self.check_addresses()
+            plan = self.plan(name, rows)
+            if plan.bucket is None:
+                return self.run_unpadded(plan, tensors)
+            site.buffers.load(tensors, rows, plan.bucket)
+            return self.run(plan).copy()
+
+        return call
+
+    # ---- planning and running --------------------------------------------------------------------------------------
+
+    def plan(self, site: str, rows: int, **statics: Any) -> Plan:
+        """Which graph serves `rows` rows with these keyword values, or eager and why. The only such decision."""
+        memo = (site, rows, *statics.items())
+        plan = self._plans.get(memo)
+        if plan is None:
+            plan = self._plans[memo] = self._decide(self._sites[site], rows, freeze_statics(statics))
+        return plan
+
+    def _decide(self, site: Site, rows: int, statics: keys.Statics) -> Plan:
+        bucket = site.buckets.round_up(rows)
+        if bucket is None:
+            return Plan(site.name, rows, None, None, keys.ABOVE_MAX)
+        key = site.key(bucket, statics)
+        if not self.enabled:
+            reason = keys.GRAPHS_OFF
+        elif statics not in site.variants:
+            reason = keys.UNKNOWN_STATICS
+        elif key in self._entries:
+            reason = None if self._entries[key].captured else keys.CAPTURE_FAILED
+        else:
+            reason = self._lost.get(key, keys.NOT_CAPTURED)
+        return Plan(site.name, rows, bucket, key, reason)
+
+    def run(self, plan: Plan) -> Borrowed[Any]:
+        """Run a plan on its site's static buffers, which the caller has loaded, and count it.
+
+        A plan may be kept and run again; it is decided anew when graphs came or went since. Returns results that the
+        next run overwrites, cut to the plan's rows. A failed capture is logged and counted, and the call runs eager.
+        """
+        site = self._sites[plan.site]
+        if plan.bucket is None or plan.key is None:
+            raise GraphConfigError(f"{plan.rows} rows exceed every bucket of {plan.site!r}: use run_unpadded")
+        entry = self._entries.get(plan.key)
+        if entry is None and self.capture_on_miss and self.enabled and plan.key.statics in site.variants:
+            entry = self._capture_for(plan.key)
+        if entry is not None and entry.captured:
+            for runner in entry.runners:
+                runner.replay()
+            entry.replays += 1
+            entry.real_rows += plan.rows
+            self.stats.replays[site.name, site.scope, site.phase, plan.bucket] += len(entry.runners)
+            if self.manifest is not None:
+                self.manifest.replayed(plan.key)
+        else:
+            site.run_eager(plan.key)
+            reason = self.plan(site.name, plan.rows, **dict(plan.key.statics)).reason
+            self.stats.fallbacks[site.name, site.phase, reason or keys.NOT_CAPTURED] += 1
+        self._observe(site, plan.rows, plan.bucket - plan.rows, plan.key.statics)
+        return Borrowed(site.outputs(plan.bucket, plan.rows))
+
+    def run_unpadded(self, plan: Plan, tensors: Mapping[str, torch.Tensor]) -> Any:
+        """Run a plan that fits no bucket, eager on the tensors as they are, and count it. Results are the caller's."""
+        site = self._sites[plan.site]
+        self.stats.fallbacks[site.name, site.phase, plan.reason or keys.ABOVE_MAX] += 1
+        self._observe(site, plan.rows, 0, ())
+        with torch.inference_mode():
+            result = None
+            for part in site.parts:
+                result = part(**tensors)
+        return result
+
+    def count_eager(self, site: str, phase: str, tokens: int, reason: str) -> None:
+        """Count a step that runs eager by design and has no site here, such as a prefill, in the same counters."""
+        self.stats.fallbacks[site, phase, reason] += 1
+        self.stats.real_tokens[phase] += tokens
+
+    def _observe(self, site: Site, rows: int, padding: int, statics: keys.Statics) -> None:
+        self.stats.observe_batch(site.name, site.phase, rows, padding)
+        if self.manifest is not None:
+            self.manifest.observe(site.name, site.phase, rows, statics)
+
+    # ---- capturing -------------------------------------------------------------------------------------------------
+
+    def pending(self) -> list[GraphKey]:
+        """Keys to capture ahead that have no graph yet: each site's largest first, then by use, then by size."""
+        if self._pending is None:
+            self._pending = self._order_captures() if self.enabled else []
+        return self._pending
+
+    def _order_captures(self) -> list[GraphKey]:
+        order: list[GraphKey] = []
+        for site in self._sites.values():
+            first, *rest = site.warm_keys()
+            used = [key for key in self._used_keys(site) if key != first and key not in rest]
+            order += [first, *(self.manifest.order(rest + used) if self.manifest else rest)]
+        return [key for key in order if key not in self._entries]
+
+    def _used_keys(self, site: Site) -> list[GraphKey]:
+        """Keys beyond the warm ones that an earlier run's traffic used and that this site can still serve."""
+        if self.manifest is None:
+            return []
+        return [site.key(bucket, statics) for bucket in reversed(site.buckets.sizes) for statics in site.variants
+                if self.manifest.replays(site.key(bucket, statics))]
+
+    def warm(self, progress: Callable[[int, int, GraphKey], None] | None = None) -> None:
+        """Capture everything pending. `progress(done, total, key)` is called after each."""
+        todo = list(self.pending())
+        with self.pool.session():
+            for done, key in enumerate(todo, 1):
+                if key not in self._entries:
+                    self._capture(key, "warmup")
+                if progress is not None:
+                    progress(done, len(todo), key)
+
+    def warm_next(self) -> bool:
+        """Capture the next pending key, for a caller that serves between captures. False when nothing was pending."""
+        todo = self.pending()
+        if todo:
+            self._capture(todo[0], "background")
+        return bool(todo)
+
+    def warm_ratio(self) -> float:
+        """Share of the keys to capture ahead that are settled (captured, or given up after a failure); 1.0 if none."""
+        wanted = sum(len(site.warm_keys()) for site in self._sites.values()) if self.enabled else 0
+        missing = sum(key not in self._entries for site in self._sites.values() for key in site.warm_keys())
+        return 1.0 - missing / wanted if wanted else 1.0
+
+    def _capture_for(self, key: GraphKey) -> Entry:
+        """Capture on a miss; the largest of its kind first, since a pool grown from small to large holds both."""
+        site = self._sites[key.site]
+        largest = site.key(site.buckets.max, key.statics)
+        if largest not in self._entries:
+            self._capture(largest, "miss")
+        return self._entries[key] if key in self._entries else self._capture(key, "miss")
+
+    def _capture(self, key: GraphKey, reason: str) -> Entry:
+        """Capture a key's parts on dummy rows. The buffers' contents are as before afterwards; failures are kept."""
+        site, started = self._sites[key.site], time.perf_counter()
+        entry = Entry(key)
+        with self.pool.session(), torch.inference_mode():
+            saved = site.buffers.snapshot(site.buffers.max_rows)
+            site.buffers.fill_dummy()
+            try:
+                for body in site.bodies(key):
+                    runner = GraphRunner(body, self.pool, statics=lambda: site.static_tensors(key.bucket),
+                                         generators=site.generators)
+                    entry.runners.append(runner)
+                    runner.capture()
+            except CaptureError as error:
+                logger.error("capture of %s failed, it will run eager: %s", key, error)
+                self._drop(entry)
+                entry.failure = str(error)
+                self.stats.failed_captures[site.name, site.scope] += 1
+            finally:
+                site.buffers.restore(saved)
+        if entry.captured:
+            entry.nbytes = max((runner.nbytes for runner in entry.runners), default=0)
+            self.stats.captures[site.name, site.scope, self._lost.pop(key, reason)] += 1
+            self.stats.observe_capture(time.perf_counter() - started)
+            if self.manifest is not None:
+                self.manifest.captured(site.name, site.phase, key.bucket)
+        self._entries[key] = entry
+        self._changed()
+        return entry
+
+    def _changed(self) -> None:
+        """Graphs came or went: decide plans anew, and measure the pool (too slow for every step)."""
+        self._plans.clear()
+        self._pending = None
+        self.pool_bytes = self.pool.nbytes()
+
+    @property
+    def capturing(self) -> bool:
+        """Whether a capture is in progress."""
+        return self.pool.capturing
+
+    @property
+    def warming(self) -> bool:
+        """Whether warm-up runs are in progress."""
+        return self.pool.warming
+
+    # ---- dropping --------------------------------------------------------------------------------------------------
+
+    def check_addresses(self) -> list[Moved]:
+        """Compare every watched address with the one at capture; graphs of a site with any difference are dropped.
+
+        For step boundaries (about 50 ns a tensor) and after every event that can move storage. Returns what moved.
+        """
+        moved: list[Moved] = []
+        for site in self._sites.values():
+            if not site.addresses.unchanged():
+                moved += site.addresses.moved()
+                site.addresses.accept()
+                self.invalidate(keys.STALE, site.name)
+        if moved:
+            logger.error("%d tensors moved under their graphs, which were dropped: %s",
+                         len(moved), "; ".join(map(str, moved)))
+        return moved
+
+    def invalidate(self, reason: str, site: str | None = None) -> int:
+        """Drop all graphs (of one site): what they read may have moved. Returns how many; counted under `reason`."""
+        return self._drop_where(lambda key: site is None or key.site == site, keys.STALE, reason)
+
+    def evict(self, key: GraphKey) -> bool:
+        """Drop one graph and give its memory back. False if there was none."""
+        dropped = self._drop_where(lambda other: other == key, keys.EVICTED, None)
+        self._trim()
+        return bool(dropped)
+
+    def clear(self) -> None:
+        """Drop every graph and give the memory back; the pool stays and the same keys can be captured again."""
+        self._drop_where(lambda key: True, keys.EVICTED, None)
+        self._trim()
+
+    def _trim(self) -> None:
+        self.pool.trim()
+        self.pool_bytes = self.pool.nbytes()
+
+    def _drop_where(self, chosen: Callable[[GraphKey], bool], why: str, counted: str | None) -> int:
+        found = [entry for key, entry in self._entries.items() if chosen(key)]
+        for entry in found:
+            if entry.captured:
+                self._lost[entry.key] = why
+            self._drop(entry)
+            del self._entries[entry.key]
+        if counted is not None:
+            self.stats.invalidations[counted] += 1
+        self._changed()
+        return len(found)
+
+    def _drop(self, entry: Entry) -> None:
+        for runner in entry.runners:
+            runner.close()
+        entry.runners = []
+
+    # ---- reports ---------------------------------------------------------------------------------------------------
+
+    def table(self) -> list[dict[str, Any]]:
+        """The cache as rows of plain values: one per key that is wanted, captured or failed."""
+        wanted = dict.fromkeys(self.pending())
+        rows = []
+        for key in [*self._entries, *(key for key in wanted if key not in self._entries)]:
+            entry = self._entries.get(key)
+            captured = entry is not None and entry.captured
+            runners = entry.runners if entry else []
+            rows.append({
+                "site": key.site, "scope": key.scope, "phase": key.phase, "bucket": key.bucket,
+                "statics": dict(key.statics),
+                "state": "captured" if captured else "failed" if entry else self._lost.get(key, keys.NOT_CAPTURED),
+                "replays": entry.replays if entry else 0,
+                "padded_rows": entry.replays * key.bucket - entry.real_rows if entry else 0,
+                "bytes": entry.nbytes if entry else 0,
+                "capture_seconds": round(sum(runner.capture_seconds for runner in runners), 6),
+                "engine": runners[0].engine if runners else "",
+                "graphs": len(runners),
+                "failure": entry.failure if entry else None,
+            })
+        return sorted(rows, key=lambda row: (row["site"], row["phase"], row["bucket"], str(row["statics"])))

@@ -1,0 +1,321 @@
+"""What is captured, by whom and at which granularity: the settings of the capture core, validated at construction.
+
+The names and values are Megatron-Core's, the deprecated ones included, so that a configuration moves over as it is.
+This room holds the vocabulary and the normalisation; `refusals.py` holds the combinations that can't work.
+It knows no tensor and no model: facts about a model that matter to a capture are given to it as plain values.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import InitVar, dataclass, fields
+from typing import Any
+
+from graph_cache.errors import GraphConfigError
+from graph_cache.refusals import refuse_contradictions
+
+IMPLS = ("none", "local", "transformer_engine", "full_iteration")
+INFERENCE_SCOPES = ("none", "layer", "block")
+MODULES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
+RECOMPUTE_GRANULARITIES = ("selective", "full")
+
+# Values of the deprecated cuda_graph_scope that became an impl or an inference scope instead of a module.
+_SCOPES_THAT_MOVED = {
+    "full_iteration": "cuda_graph_impl='full_iteration'",
+    "full_iteration_inference": "cuda_graph_impl='local' with inference_cuda_graph_scope='block'",
+}
+_DEPRECATED = ("enable_cuda_graph", "external_cuda_graph", "cuda_graph_scope")
+_MEGATRON_ALIASES = {"te_rng_tracker": "use_te_rng_tracker", "check_for_nan_in_grad": "check_for_nan_in_loss_and_grad"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphConfig:
+    """Which graphs are captured. Frozen; every field holds its resolved value after construction.
+
+    The choice (strings, or enum members of the same name):
+      cuda_graph_impl             who captures: `none`, `local` (this core), `transformer_engine`, `full_iteration`
+      inference_cuda_graph_scope  `none`, `layer` (a graph per layer) or `block` (one per decode step);
+                                  unset: `layer` under `local`, else `none`. `local` with `none` captures training only.
+      cuda_graph_modules          parts of a layer that a training capture covers, as a list or a comma string;
+                                  empty, or `full` alone: the whole layer
+      cuda_graph_warmup_steps     eager runs before a capture, at least 0
+
+    Facts about the model and its training loop, by Megatron's names, which decide what must be refused:
+      training                    False: only inference is captured, so dropout, recompute and NaN checks are inert
+      num_moe_experts, moe_layer_freq, moe_pad_expert_input_to_capacity (drop-and-pad)
+      recompute_granularity       None, `selective` or `full`
+      cpu_offloading, check_for_nan_in_loss_and_grad
+      hidden_dropout, attention_dropout   probabilities, with use_te_rng_tracker or use_cudagraphable_rng saying
+                                  that every generator they draw from can be registered with a graph
+      expandable_segments, nccl_graph_register   of the process; unset: read from PYTORCH_CUDA_ALLOC_CONF (or
+                                  PYTORCH_ALLOC_CONF) and NCCL_GRAPH_REGISTER when the config is made
+
+    Deprecated, each with one DeprecationWarning that names its replacement: enable_cuda_graph, external_cuda_graph,
+    cuda_graph_scope. Raises GraphConfigError for a value that can't be meant, a combination that can't work, and a
+    deprecated input that contradicts a new one.
+    """
+
+    cuda_graph_impl: str = None  # type: ignore[assignment]  # None until resolved, to tell unset from "none"
+    inference_cuda_graph_scope: str = None  # type: ignore[assignment]
+    cuda_graph_modules: tuple[str, ...] = None  # type: ignore[assignment]
+    cuda_graph_warmup_steps: int = 3
+    training: bool = True
+    num_moe_experts: int | None = None
+    moe_layer_freq: int | tuple[int, ...] = 1
+    moe_pad_expert_input_to_capacity: bool = False
+    recompute_granularity: str | None = None
+    cpu_offloading: bool = False
+    check_for_nan_in_loss_and_grad: bool = False
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    use_te_rng_tracker: bool = False
+    use_cudagraphable_rng: bool = False
+    expandable_segments: bool = None  # type: ignore[assignment]
+    nccl_graph_register: bool = None  # type: ignore[assignment]
+    enable_cuda_graph: InitVar[bool | None] = None
+    external_cuda_graph: InitVar[bool | None] = None
+    cuda_graph_scope: InitVar[Any] = None
+
+    def __post_init__(self, enable_cuda_graph, external_cuda_graph, cuda_graph_scope) -> None:
+        choice = _Choice(self.cuda_graph_impl, self.inference_cuda_graph_scope, self.cuda_graph_modules)
+        choice.take_deprecated(enable_cuda_graph, external_cuda_graph, cuda_graph_scope)
+        impl = choice.impl or "none"
+        self._set(
+            cuda_graph_impl=impl,
+            inference_cuda_graph_scope=choice.scope or ("layer" if impl == "local" else "none"),
+            cuda_graph_modules=choice.modules or (),
+        )
+        self._check_facts()
+        refuse_contradictions(self)
+
+    @classmethod
+    def from_inputs(cls, **values: Any) -> GraphConfig:
+        """A config from inputs by name, such as a parsed file or command line; None means unset.
+
+        Differs from the constructor in its error: an unknown name raises GraphConfigError with the nearest known one.
+        """
+        for name in values:
+            if name not in _input_names():
+                raise GraphConfigError(f"unknown setting {name!r}{_nearest(name, _input_names())}")
+        return cls(**{name: value for name, value in values.items() if value is not None})
+
+    @classmethod
+    def from_megatron(cls, source: Mapping[str, Any] | object, **overrides: Any) -> GraphConfig:
+        """A config from a Megatron configuration: a TransformerConfig, an arguments namespace, or a mapping of either.
+
+        Takes what it knows and leaves the hundreds of other settings alone; `overrides` win. Megatron's defaults are
+        not inputs: a False `enable_cuda_graph` or an empty `cuda_graph_scope` neither warns nor contradicts.
+        """
+        given = source if isinstance(source, Mapping) else _attributes(source)
+        values = {name: given[name] for name in _input_names() if given.get(name) is not None}
+        for alias, name in _MEGATRON_ALIASES.items():
+            if given.get(alias):
+                values.setdefault(name, given[alias])
+                values[name] = values[name] or given[alias]
+        for name in ("cuda_graph_impl", "cuda_graph_modules", *_DEPRECATED):
+            if name in values and _is_megatron_default(name, values[name]):
+                del values[name]
+        return cls.from_inputs(**(values | overrides))
+
+    @property
+    def captures_inference(self) -> bool:
+        """Whether inference runs from graphs at all."""
+        return self.inference_cuda_graph_scope != "none"
+
+    def _set(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def _check_facts(self) -> None:
+        _whole_number("cuda_graph_warmup_steps", self.cuda_graph_warmup_steps)
+        if self.num_moe_experts is not None:
+            _whole_number("num_moe_experts", self.num_moe_experts)
+        freq = self.moe_layer_freq
+        if isinstance(freq, (list, tuple)) and freq and all(layer in (0, 1) for layer in freq):
+            self._set(moe_layer_freq=tuple(int(layer) for layer in freq))
+        elif isinstance(freq, bool) or not isinstance(freq, int) or freq < 1:
+            raise GraphConfigError(
+                f"moe_layer_freq is {freq!r}: give N for one MoE layer in every N, or a list of 0 and 1 per layer"
+            )
+        granularity = self.recompute_granularity
+        if granularity is not None:
+            self._set(recompute_granularity=_word("recompute_granularity", granularity, RECOMPUTE_GRANULARITIES))
+        for name in ("hidden_dropout", "attention_dropout"):
+            rate = getattr(self, name)
+            if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate <= 1:
+                raise GraphConfigError(f"{name} is {rate!r}: give a probability from 0 to 1")
+        self._read_process_settings()
+        for name in _BOOLEANS:
+            if not isinstance(getattr(self, name), bool):
+                raise GraphConfigError(f"{name} is {getattr(self, name)!r}: give True or False")
+
+    def _read_process_settings(self) -> None:
+        if self.expandable_segments is None:
+            text = ",".join(os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+            self._set(expandable_segments="expandable_segments:true" in text.lower().replace(" ", ""))
+        register = self.nccl_graph_register
+        if register is None:
+            # NCCL registers buffers of captured collectives unless told not to.
+            register = os.environ.get("NCCL_GRAPH_REGISTER", "1").strip() != "0"
+        elif str(register) in ("0", "1"):
+            register = str(register) == "1"
+        self._set(nccl_graph_register=register)
+
+
+_BOOLEANS = (
+    "training",
+    "moe_pad_expert_input_to_capacity",
+    "cpu_offloading",
+    "check_for_nan_in_loss_and_grad",
+    "use_te_rng_tracker",
+    "use_cudagraphable_rng",
+    "expandable_segments",
+    "nccl_graph_register",
+)
+
+
+class _Choice:
+    """The three settings of the vocabulary while deprecated inputs are folded into them; None is unset."""
+
+    def __init__(self, impl: Any, scope: Any, modules: Any):
+        self.impl = None if impl is None else _word("cuda_graph_impl", impl, IMPLS)
+        self.scope = None if scope is None else _word("inference_cuda_graph_scope", scope, INFERENCE_SCOPES)
+        self.modules = None if modules is None else _modules("cuda_graph_modules", modules)
+
+    def take_deprecated(self, enable: Any, external: Any, scope: Any) -> None:
+        for name, flag, impl in (
+            ("enable_cuda_graph", enable, "local"),
+            ("external_cuda_graph", external, "transformer_engine"),
+        ):
+            if flag is None:
+                continue
+            if not isinstance(flag, bool):
+                raise GraphConfigError(f"{name} is {flag!r}: give True or False, or better cuda_graph_impl={impl!r}")
+            _warn(f"{name} is deprecated: use cuda_graph_impl={impl!r}" + ("" if flag else ", or leave it out"))
+            if flag:
+                self._become("impl", impl, name)
+            elif self.impl == impl:
+                raise GraphConfigError(f"{name}=False contradicts cuda_graph_impl={impl!r}: leave out {name}")
+        if scope is not None:
+            self._take_scope(_words("cuda_graph_scope", scope))
+
+    def _take_scope(self, words: tuple[str, ...]) -> None:
+        moved = [word for word in words if word in _SCOPES_THAT_MOVED]
+        modules = _modules("cuda_graph_scope", [word for word in words if word not in moved])
+        instead = [_SCOPES_THAT_MOVED[word] for word in moved]
+        if modules or not moved:
+            instead.append(f"cuda_graph_modules={list(modules)}")
+        said = f"cuda_graph_scope={','.join(words) or '[]'}"
+        _warn(f"{said} is deprecated: use {' and '.join(instead)}")
+        if len(moved) == 2:
+            raise GraphConfigError(f"{said} asks for two things at once: choose {instead[0]} or {instead[1]}")
+        if "full_iteration" in moved:
+            # Older versions spell this as the scope `full_iteration` under the impl `local`.
+            self.impl = None if self.impl == "local" else self.impl
+            self._become("impl", "full_iteration", said)
+        if "full_iteration_inference" in moved:
+            self._become("impl", "local", said)
+            self._become("scope", "block", said)
+        if modules or not moved:
+            self._become("modules", modules, said)
+
+    def _become(self, attribute: str, value: Any, said: str) -> None:
+        setting = {"impl": "cuda_graph_impl", "scope": "inference_cuda_graph_scope", "modules": "cuda_graph_modules"}
+        found = getattr(self, attribute)
+        if found is not None and found != value and not (attribute == "modules" and set(found) == set(value)):
+            raise GraphConfigError(
+                f"the deprecated {said} means {setting[attribute]}={value!r}, "
+                f"but {setting[attribute]} is {found!r}: leave out {said}"
+            )
+        setattr(self, attribute, value)
+
+
+def _modules(name: str, value: Any) -> tuple[str, ...]:
+    """Module names from a list, a tuple or a comma string: distinct, in the order given, `full` alone as ()."""
+    words = _words(name, value)
+    if "full" in words:
+        others = [word for word in words if word != "full"]
+        if others:
+            raise GraphConfigError(
+                f"{name} has 'full', the whole layer, beside {others}: give 'full' alone or only the parts"
+            )
+        return ()
+    for word in words:
+        if word in _SCOPES_THAT_MOVED:
+            raise GraphConfigError(f"{name} has {word!r}, which is no module: use {_SCOPES_THAT_MOVED[word]}")
+        if word not in MODULES:
+            raise GraphConfigError(f"{name} has an unknown module {word!r}{_nearest(word, MODULES)}")
+    return words
+
+
+def _words(name: str, value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        parts: Iterable[Any] = [part for part in value.strip("[]() ").split(",") if part.strip()]
+    elif isinstance(value, Iterable) and not isinstance(value, Mapping):
+        parts = value
+    else:
+        parts = [value]
+    known = (*MODULES, "full", *_SCOPES_THAT_MOVED)
+    return tuple(dict.fromkeys(_spelled(name, part, known) for part in parts))
+
+
+def _word(name: str, value: Any, known: tuple[str, ...]) -> str:
+    word = _spelled(name, value, known)
+    if word not in known:
+        raise GraphConfigError(f"{name} is {word!r}{_nearest(word, known)}")
+    return word
+
+
+def _spelled(name: str, value: Any, known: tuple[str, ...]) -> str:
+    """The string that `value` stands for: itself, or for an enum member whichever of its name and value is known."""
+    spellings = (value, getattr(value, "name", None), getattr(value, "value", None))
+    words = [text.strip().strip("'\"").lower() for text in spellings if isinstance(text, str)]
+    if not words:
+        raise GraphConfigError(f"{name} has {value!r}, of type {type(value).__name__}: give one of {', '.join(known)}")
+    return next((word for word in words if word in known), words[0])
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    known = sorted(known)
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f": known are {', '.join(known)}{hint}"
+
+
+def _whole_number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise GraphConfigError(f"{name} is {value!r}: give a whole number, 0 or more")
+
+
+def _input_names() -> tuple[str, ...]:
+    return (*(field.name for field in fields(GraphConfig)), *_DEPRECATED)
+
+
+def _attributes(source: object) -> dict[str, Any]:
+    names = (*_input_names(), *_MEGATRON_ALIASES)
+    return {name: getattr(source, name) for name in names if hasattr(source, name)}
+
+
+def _is_megatron_default(name: str, value: Any) -> bool:
+    if name == "cuda_graph_impl":
+        return _word(name, value, IMPLS) == "none"
+    if name in ("cuda_graph_modules", "cuda_graph_scope"):
+        return _words(name, value) in ((), ("full",))
+    return value is False
+
+
+def _warn(message: str) -> None:
+    # The level is that of whoever calls the constructor, so that Python's default filters show it to them.
+    warnings.warn(message, DeprecationWarning, stacklevel=_depth_outside())
+
+
+def _depth_outside() -> int:
+    """The stack level, seen from `_warn`, of the first caller outside this file and its generated constructor."""
+    frame, depth = sys._getframe(1), 1
+    while frame is not None and frame.f_globals.get("__name__") == __name__:
+        frame, depth = frame.f_back, depth + 1
+    return depth

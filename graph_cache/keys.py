@@ -1,0 +1,60 @@
+"""The identity of a graph: everything that would be baked into it.
+
+Owns GraphKey and Plan, two frozen values. Knows no tensors: a plan is made from a batch size alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Statics = tuple[tuple[str, int | float | bool | str | None], ...]
+
+# Why a batch runs eager. A fixed vocabulary: these are the values of the `reason` label in the metrics.
+GRAPHS_OFF = "graphs_off"
+ABOVE_MAX = "above_largest_bucket"
+NOT_CAPTURED = "not_captured"
+UNKNOWN_STATICS = "unknown_variant"
+CAPTURE_FAILED = "capture_failed"
+STALE = "stale_address"
+EVICTED = "evicted"
+REASONS = (GRAPHS_OFF, ABOVE_MAX, NOT_CAPTURED, UNKNOWN_STATICS, CAPTURE_FAILED, STALE, EVICTED)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphKey:
+    """One graph: its site, scope and phase, the padded batch size, and every Python value that capture would bake in."""
+
+    site: str
+    scope: str
+    phase: str
+    bucket: int
+    statics: Statics = ()
+
+    def __str__(self) -> str:
+        values = "".join(f",{name}={value}" for name, value in self.statics)
+        return f"{self.site}[{self.scope},{self.phase},{self.bucket}{values}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What `GraphCache.plan` answers: a graph to replay, or eager and why.
+
+    `bucket` is the padded batch size, also for an eager run that pads (so that warming up changes no rounding);
+    None means that no bucket holds the batch and the callable runs on the tensors as they are.
+    """
+
+    site: str
+    rows: int
+    bucket: int | None
+    key: GraphKey | None
+    reason: str | None
+
+    @property
+    def is_graph(self) -> bool:
+        """True when this plan replays a graph."""
+        return self.reason is None
+
+
+def freeze_statics(statics: dict) -> Statics:
+    """Sort keyword values into the hashable form that keys use."""
+    return tuple(sorted(statics.items()))

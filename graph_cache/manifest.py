@@ -1,0 +1,251 @@
+"""What traffic used, on disk, so that a restart warms that first and the tuner knows the batch sizes.
+
+Owns one JSON file and its counts: real rows per step, replays per graph, captured sizes. Knows no tensor. A manifest
+only ever speeds things up, so one that is missing, damaged or another model's counts as empty and never stops a
+start. One thread at a time may use a Manifest.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from graph_cache.errors import ManifestError
+from graph_cache.keys import GraphKey, Statics
+
+VERSION = 1
+ROWS_METRIC = "encore_graph_batch_rows_total"  # labels: site, phase, rows; counts steps by their real rows
+
+_logger = logging.getLogger(__name__)
+
+_Variant = tuple[str, str, Statics]  # site, phase, statics
+_DAMAGE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)  # what reading a damaged file raises
+
+
+class Manifest:
+    """Counts of what ran, for one model (its `fingerprint`: any string that changes when graphs would)."""
+
+    def __init__(self, path: str | os.PathLike[str], fingerprint: str):
+        self.path = Path(path)
+        self.fingerprint = fingerprint
+        self._rows: dict[_Variant, Counter[int]] = {}
+        self._replays: Counter[GraphKey] = Counter()
+        self._captured: dict[tuple[str, str], set[int]] = {}
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], fingerprint: str) -> Manifest:
+        """The manifest at `path`, or an empty one if there is none for this fingerprint. Never raises.
+
+        A damaged file is moved to `path` + `.bad`, with a warning in the log; one of another fingerprint or version
+        stays where it is until `save` replaces it.
+        """
+        manifest = cls(path, fingerprint)
+        try:
+            found = json.loads(manifest.path.read_text(encoding="utf-8"))
+            version, other = found["version"], found["fingerprint"]
+            if version == VERSION and other == fingerprint:
+                manifest._take(found)
+            else:
+                _logger.warning(
+                    "manifest %s is of version %s for %s, not of version %s for %s: starting an empty one",
+                    path, version, other, VERSION, fingerprint,
+                )  # fmt: skip
+        except FileNotFoundError:
+            _logger.debug("no manifest at %s yet", path)
+        except OSError as error:
+            _logger.warning("manifest %s can't be read (%s): starting an empty one", path, error)
+        except _DAMAGE as error:
+            manifest = cls(path, fingerprint)
+            manifest._set_aside(error)
+        return manifest
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Manifest:
+        """The manifest at `path`, whatever its fingerprint: for looking at, as the tuner does. Touches no file.
+
+        Raises ManifestError for a file that is missing, damaged, or of another version.
+        """
+        try:
+            found = json.loads(Path(path).read_text(encoding="utf-8"))
+            if found["version"] != VERSION:
+                raise ManifestError(f"manifest {path} is of version {found['version']}, not {VERSION}: make a new one")
+            manifest = cls(path, _text(found["fingerprint"]))
+            manifest._take(found)
+        except OSError as error:
+            raise ManifestError(f"manifest {path} can't be read ({error}): give the path of a saved one") from error
+        except _DAMAGE as error:
+            raise ManifestError(f"manifest {path} is damaged ({error!r}): give the path of a saved one") from error
+        return manifest
+
+    def observe(self, site: str, phase: str, rows: int, statics: Statics = (), count: int = 1) -> None:
+        """Count `count` steps that had `rows` real rows, whether a graph or eager ran them."""
+        counts = self._rows.get((site, phase, statics))
+        if counts is None:
+            counts = self._rows[site, phase, statics] = Counter()
+        counts[rows] += count
+
+    def replayed(self, key: GraphKey, count: int = 1) -> None:
+        """Count `count` replays of the graph `key`."""
+        self._replays[key] += count
+
+    def captured(self, site: str, phase: str, bucket: int) -> None:
+        """Note that a graph of `bucket` rows was captured."""
+        self._captured.setdefault((site, phase), set()).add(bucket)
+
+    def histogram(self, site: str | None = None, phase: str | None = None) -> dict[int, int]:
+        """Steps by their real rows, ascending: what `tune` takes. None sums over every site or phase."""
+        total: Counter[int] = Counter()
+        for (of_site, of_phase, _), counts in self._rows.items():
+            if site in (None, of_site) and phase in (None, of_phase):
+                total.update(counts)
+        return dict(sorted(total.items()))
+
+    def replays(self, key: GraphKey) -> int:
+        """How many replays of `key` were counted, in this run and the remembered ones."""
+        return self._replays[key]
+
+    def captured_sizes(self, site: str, phase: str) -> tuple[int, ...]:
+        """The bucket sizes that were captured, ascending."""
+        return tuple(sorted(self._captured.get((site, phase), ())))
+
+    def order(self, keys: Iterable[GraphKey]) -> list[GraphKey]:
+        """`keys` by use, the most used first and among equals the largest; unused ones come last.
+
+        Use is the steps whose rows would round up to that key among the given ones, so it stays right when a restart
+        changes the buckets.
+        """
+        given = list(dict.fromkeys(keys))
+        # By scope too: keys of two scopes serve the same rows, each set on its own.
+        ladders: dict[tuple[str, str, str, Statics], list[GraphKey]] = {}
+        for key in given:
+            ladders.setdefault((key.site, key.scope, key.phase, key.statics), []).append(key)
+        use: dict[GraphKey, int] = {}
+        for (site, _, phase, statics), ladder in ladders.items():
+            counts = self._rows.get((site, phase, statics), Counter())
+            below = 0
+            for key in sorted(ladder, key=lambda key: key.bucket):
+                use[key] = sum(count for rows, count in counts.items() if below < rows <= key.bucket)
+                below = key.bucket
+        return sorted(given, key=lambda key: (-use[key], -key.bucket))
+
+    def merge(self, other: Manifest) -> None:
+        """Add the counts of `other`, such as another engine's of the same model."""
+        for variant, counts in other._rows.items():
+            self._rows.setdefault(variant, Counter()).update(counts)
+        self._replays.update(other._replays)
+        for place, sizes in other._captured.items():
+            self._captured.setdefault(place, set()).update(sizes)
+
+    def save(self) -> None:
+        """Write the file, whole or not at all: a crash leaves the last one. Raises ManifestError if it can't."""
+        text = json.dumps(self._plain(), indent=1)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            handle, temporary = tempfile.mkstemp(prefix=self.path.name + ".", suffix=".tmp", dir=self.path.parent)
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8") as file:
+                    file.write(text)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(temporary, self.path)
+            except BaseException:
+                os.unlink(temporary)
+                raise
+        except OSError as error:
+            raise ManifestError(
+                f"the manifest can't be written to {self.path} ({error}): make the folder writable, or name another"
+            ) from error
+
+    def _plain(self) -> dict[str, Any]:
+        return {
+            "version": VERSION,
+            "fingerprint": self.fingerprint,
+            "rows": [
+                {"site": site, "phase": phase, "statics": statics, "steps": sorted(counts.items())}
+                for (site, phase, statics), counts in self._rows.items()
+            ],
+            "replays": [
+                {"site": key.site, "scope": key.scope, "phase": key.phase, "bucket": key.bucket,
+                 "statics": key.statics, "count": count}
+                for key, count in self._replays.items()
+            ],
+            "captured": [
+                {"site": site, "phase": phase, "buckets": sorted(sizes)}
+                for (site, phase), sizes in self._captured.items()
+            ],
+        }  # fmt: skip
+
+    def _take(self, found: dict[str, Any]) -> None:
+        for entry in found["rows"]:
+            for rows, count in entry["steps"]:
+                self.observe(
+                    _text(entry["site"]), _text(entry["phase"]), _size(rows), _statics(entry["statics"]), _size(count)
+                )
+        for entry in found["replays"]:
+            names = (_text(entry[name]) for name in ("site", "scope", "phase"))
+            self.replayed(GraphKey(*names, _size(entry["bucket"]), _statics(entry["statics"])), _size(entry["count"]))
+        for entry in found["captured"]:
+            for bucket in entry["buckets"]:
+                self.captured(_text(entry["site"]), _text(entry["phase"]), _size(bucket))
+
+    def _set_aside(self, error: Exception) -> None:
+        aside = self.path.with_name(self.path.name + ".bad")
+        try:
+            os.replace(self.path, aside)
+            kept = f"kept as {aside}"
+        except OSError as failure:
+            kept = f"left where it is ({failure})"
+        _logger.warning("manifest %s is damaged (%r): %s, starting an empty one", self.path, error, kept)
+
+
+def histogram_from_metrics(text: str, site: str | None = None, phase: str | None = None) -> dict[int, int]:
+    """Steps by their real rows, ascending, out of a Prometheus text snapshot such as the body of `/metrics`.
+
+    Reads `encore_graph_batch_rows_total{site,phase,rows}`; None sums over every site or phase, and engines are always
+    summed. Raises ManifestError for text that is no snapshot, or has no such samples.
+    """
+    # Here, not above: only the tuner's command needs the parser.
+    from prometheus_client.parser import text_string_to_metric_families
+
+    total: Counter[int] = Counter()
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                labels = sample.labels
+                chosen = site in (None, labels.get("site")) and phase in (None, labels.get("phase"))
+                if sample.name == ROWS_METRIC and chosen:
+                    total[_size(int(labels["rows"]))] += _size(int(sample.value))
+    except (ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
+        raise ManifestError(f"the metrics snapshot can't be read ({error!r}): give the body of /metrics") from error
+    if not total:
+        where = "".join(f", {name}={value!r}" for name, value in (("site", site), ("phase", phase)) if value)
+        raise ManifestError(
+            f"the metrics snapshot has no samples of {ROWS_METRIC}{where}: take it from a server that has answered "
+            "requests"
+        )
+    return dict(sorted(total.items()))
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{value!r} is no count")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is no name")
+    return value
+
+
+def _statics(value: Any) -> Statics:
+    pairs = tuple((_text(name), item) for name, item in value)
+    if not all(item is None or isinstance(item, (bool, int, float, str)) for _, item in pairs):
+        raise ValueError(f"{value!r} are no static values")
+    return pairs

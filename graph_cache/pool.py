@@ -1,0 +1,84 @@
+"""The one pool: memory, capture stream and capture lock that every graph shares, for inference and for training.
+
+Owns who may capture when, and the queries whether a capture or a warm-up is in progress. A process normally has one.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from graph_cache.backends.base import Backend
+
+
+class GraphPool:
+    """Shared memory and the lock around captures. Captures of all threads go one at a time."""
+
+    def __init__(self, backend: Backend):
+        self.backend = backend
+        self.memory = backend.new_memory()
+        self.lock = threading.RLock()
+        self._captures = 0
+        self._warmups = 0
+        self._sessions = 0
+
+    @property
+    def capturing(self) -> bool:
+        """Whether a capture is in progress, in any thread."""
+        return self._captures > 0
+
+    @property
+    def warming(self) -> bool:
+        """Whether eager runs that prepare a capture are in progress, in any thread."""
+        return self._warmups > 0
+
+    def nbytes(self) -> int:
+        """Bytes that the graphs of this pool hold for their intermediates."""
+        return self.memory.nbytes()
+
+    def trim(self) -> None:
+        """Return memory that no live graph needs."""
+        with self.lock:
+            self.memory.trim()
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Hold the lock for one or many captures, with the garbage collector frozen until the last is done.
+
+        A finaliser that frees a tensor in the middle can invalidate a capture, and a collection makes it slow. Nests.
+        """
+        with self.lock:
+            self._sessions += 1
+            collector_was_on = gc.isenabled()
+            if self._sessions == 1:
+                gc.disable()
+                gc.freeze()
+            try:
+                yield
+            finally:
+                self._sessions -= 1
+                if self._sessions == 0:
+                    gc.unfreeze()
+                    if collector_was_on:
+                        gc.enable()
+                    gc.collect()
+
+    @contextmanager
+    def capture_flag(self) -> Iterator[None]:
+        """Mark a capture as in progress; undone however the block ends."""
+        self._captures += 1
+        try:
+            yield
+        finally:
+            self._captures -= 1
+
+    @contextmanager
+    def warmup_flag(self) -> Iterator[None]:
+        """Mark warm-up runs as in progress; undone however the block ends."""
+        self._warmups += 1
+        try:
+            yield
+        finally:
+            self._warmups -= 1

@@ -1,0 +1,44 @@
+"""The eager run that a capture is compared with: the state before it, and what it left behind.
+
+Owns taking back: warm-up runs and the capture itself leave static tensors and generators as they found them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+
+class Reference:
+    """State of the static tensors and generators before a run, and their values after it.
+
+    `statics` lists the tensors that the run reads and writes; it may grow during the first run (outputs are allocated
+    then), in which case the newcomers come last and have no earlier state.
+    """
+
+    def __init__(self, statics: Callable[[], list[torch.Tensor]], generators: Sequence[torch.Generator]):
+        self.generators = tuple(generators)
+        self._statics = statics
+        self._before = [tensor.clone() for tensor in statics()]
+        self._draws = [generator.get_state() for generator in self.generators]
+        self._after: list[torch.Tensor] = []
+
+    def rewind(self) -> None:
+        """Put static tensors and generators back to where they were."""
+        for tensor, value in zip(self._statics(), self._before, strict=False):
+            tensor.copy_(value)
+        for generator, state in zip(self.generators, self._draws, strict=True):
+            generator.set_state(state)
+
+    def remember(self) -> None:
+        """Take the static tensors' present values as the ones that a faithful replay leaves behind."""
+        self._after = [tensor.clone() for tensor in self._statics()]
+
+    def differences(self) -> int:
+        """How many static tensors differ from the remembered ones in any bit (NaN payloads included)."""
+        return sum(not _same_bits(tensor, value) for tensor, value in zip(self._statics(), self._after, strict=True))
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))

@@ -1,0 +1,145 @@
+"""Combinations of graph settings that can't work, each refused with what to change.
+
+One table: a rule looks at a resolved config and returns the message of its refusal, or None. The rules are
+Megatron-Core's, less one: `local` without inference graphs is training only, and fine here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from graph_cache.errors import GraphConfigError
+
+if TYPE_CHECKING:
+    from graph_cache.config import GraphConfig
+
+
+def refuse_contradictions(config: GraphConfig) -> None:
+    """Raise one GraphConfigError with every rule that `config` breaks, or return."""
+    broken = [message for rule in _RULES if (message := rule(config)) is not None]
+    if broken:
+        raise GraphConfigError("\n".join(broken))
+
+
+def _inference_scope_needs_local(config: GraphConfig) -> str | None:
+    impl, scope = config.cuda_graph_impl, config.inference_cuda_graph_scope
+    if impl == "local" or scope == "none":
+        return None
+    return (
+        f"cuda_graph_impl={impl!r} has no inference graphs, but inference_cuda_graph_scope is {scope!r}: "
+        "set cuda_graph_impl='local', or inference_cuda_graph_scope='none'"
+    )
+
+
+def _full_iteration_has_no_parts(config: GraphConfig) -> str | None:
+    if config.cuda_graph_impl != "full_iteration" or not config.cuda_graph_modules:
+        return None
+    return (
+        f"cuda_graph_impl='full_iteration' captures everything, but cuda_graph_modules is "
+        f"{list(config.cuda_graph_modules)}: leave the modules empty, or set cuda_graph_impl='local'"
+    )
+
+
+def _moe_modules_need_experts(config: GraphConfig) -> str | None:
+    moe = [module for module in config.cuda_graph_modules if module.startswith("moe")]
+    if not moe or _has_experts(config):
+        return None
+    return f"cuda_graph_modules has {moe}, but num_moe_experts is {config.num_moe_experts}: use 'mlp' for a dense model"
+
+
+def _moe_whole_or_router(config: GraphConfig) -> str | None:
+    if not {"moe", "moe_router"} <= set(config.cuda_graph_modules):
+        return None
+    return "cuda_graph_modules has both 'moe', the whole MoE layer, and 'moe_router', a part of it: choose one"
+
+
+def _moe_needs_fixed_shapes(config: GraphConfig) -> str | None:
+    if "moe" not in config.cuda_graph_modules or config.moe_pad_expert_input_to_capacity or not _has_experts(config):
+        return None
+    return (
+        "cuda_graph_modules has 'moe', whose shapes depend on the routing: set moe_pad_expert_input_to_capacity=True "
+        "(drop-and-pad), or capture 'moe_router' instead"
+    )
+
+
+def _preprocess_needs_router(config: GraphConfig) -> str | None:
+    if "moe_preprocess" not in config.cuda_graph_modules or "moe_router" in config.cuda_graph_modules:
+        return None
+    return "cuda_graph_modules has 'moe_preprocess' without 'moe_router', which comes before it: add 'moe_router'"
+
+
+def _mlp_needs_dense_layers(config: GraphConfig) -> str | None:
+    freq = config.moe_layer_freq
+    all_moe = _has_experts(config) and (freq == 1 if isinstance(freq, int) else all(freq))
+    if "mlp" not in config.cuda_graph_modules or not all_moe:
+        return None
+    return "cuda_graph_modules has 'mlp', but every layer is an MoE layer: use 'moe' or 'moe_router'"
+
+
+def _full_recompute_needs_full_iteration(config: GraphConfig) -> str | None:
+    outside = config.cuda_graph_impl in ("none", "full_iteration")
+    if outside or not config.training or config.recompute_granularity != "full":
+        return None
+    return (
+        f"recompute_granularity='full' runs layers again outside the graphs of cuda_graph_impl="
+        f"{config.cuda_graph_impl!r}: set recompute_granularity='selective', or cuda_graph_impl='full_iteration'"
+    )
+
+
+def _offloading_needs_eager(config: GraphConfig) -> str | None:
+    if config.cuda_graph_impl == "none" or not config.cpu_offloading:
+        return None
+    return "cpu_offloading moves storage that a graph reads: set cpu_offloading=False, or cuda_graph_impl='none'"
+
+
+def _dropout_needs_a_registered_generator(config: GraphConfig) -> str | None:
+    rates = [name for name in ("hidden_dropout", "attention_dropout") if getattr(config, name) > 0]
+    safe = config.use_te_rng_tracker or config.use_cudagraphable_rng
+    if config.cuda_graph_impl == "none" or not config.training or not rates or safe:
+        return None
+    return (
+        f"{' and '.join(rates)} above 0 in a graph would replay the same mask for ever: set use_te_rng_tracker=True "
+        "or use_cudagraphable_rng=True if the generators can be registered with a graph, set the dropout to 0, "
+        "or training=False if nothing is trained"
+    )
+
+
+def _nan_checks_read_the_host(config: GraphConfig) -> str | None:
+    checked = config.check_for_nan_in_loss_and_grad and config.training
+    if config.cuda_graph_impl != "full_iteration" or not checked:
+        return None
+    return (
+        "check_for_nan_in_loss_and_grad waits for the device, which a graph of a whole iteration can't: "
+        "set check_for_nan_in_loss_and_grad=False, or cuda_graph_impl='local'"
+    )
+
+
+def _expandable_segments_and_nccl(config: GraphConfig) -> str | None:
+    if config.cuda_graph_impl != "transformer_engine" or not config.expandable_segments:
+        return None
+    if not config.nccl_graph_register:
+        return None
+    return (
+        "cuda_graph_impl='transformer_engine' with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True makes NCCL "
+        "register memory that moves: set NCCL_GRAPH_REGISTER=0 in the environment, or turn expandable segments off"
+    )
+
+
+def _has_experts(config: GraphConfig) -> bool:
+    return (config.num_moe_experts or 0) > 1
+
+
+_RULES = (
+    _inference_scope_needs_local,
+    _full_iteration_has_no_parts,
+    _moe_modules_need_experts,
+    _moe_whole_or_router,
+    _moe_needs_fixed_shapes,
+    _preprocess_needs_router,
+    _mlp_needs_dense_layers,
+    _full_recompute_needs_full_iteration,
+    _offloading_needs_eager,
+    _dropout_needs_a_registered_generator,
+    _nan_checks_read_the_host,
+    _expandable_segments_and_nccl,
+)

@@ -1,0 +1,127 @@
+"""A site: a callable that is captured, with its static inputs, its buckets and what it reads by address.
+
+Owns how the callable is run on static buffers and where its results go. Knows no policy and no counters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from graph_cache.addresses import AddressBook
+from graph_cache.buckets import Buckets
+from graph_cache.buffers import StaticBuffers
+from graph_cache.errors import GraphConfigError
+from graph_cache.keys import GraphKey, Statics, freeze_statics
+
+
+class Site:
+    """One captured callable, or the consecutive parts of one.
+
+    `parts` are called in order as `part(**buffers, **statics)` on views of `buffers`; under scope `block` there is one,
+    under `layer` one per layer, each with a graph of its own. A part may write into the buffers it is given; tensors
+    that the last part returns are copied into output buffers that all buckets share. `variants` lists the keyword
+    values that are part of the key; empty means none. `warm_variants` are those captured ahead (default: all).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parts: Sequence[Callable[..., Any]],
+        buffers: StaticBuffers,
+        buckets: Buckets,
+        *,
+        scope: str = "block",
+        phase: str = "decode",
+        variants: Sequence[Mapping[str, Any]] = ({},),
+        warm_variants: Sequence[Mapping[str, Any]] | None = None,
+        addresses: AddressBook | None = None,
+        generators: Sequence[torch.Generator] = (),
+    ):
+        if buckets.max > buffers.max_rows:
+            raise GraphConfigError(f"site {name!r}: bucket {buckets.max} exceeds its buffers of {buffers.max_rows} rows")
+        self.name = name
+        self.parts = tuple(parts)
+        self.buffers = buffers
+        self.buckets = buckets
+        self.scope = scope
+        self.phase = phase
+        self.variants: tuple[Statics, ...] = tuple(freeze_statics(dict(variant)) for variant in variants)
+        warm = variants if warm_variants is None else warm_variants
+        self.warm_variants: tuple[Statics, ...] = tuple(freeze_statics(dict(variant)) for variant in warm)
+        self.addresses = addresses if addresses is not None else AddressBook()
+        self.addresses.watch(buffers._whole, prefix=f"{name}.buffers.")
+        self.generators = tuple(generators)
+        self._outputs: dict[tuple[int, ...], torch.Tensor] = {}  # leaf -> whole buffer, or one per shape where unbatched
+        self._structure: Any = None
+
+    def key(self, bucket: int, statics: Statics) -> GraphKey:
+        """The identity of this site's graph for a bucket and keyword values."""
+        return GraphKey(self.name, self.scope, self.phase, bucket, statics)
+
+    def warm_keys(self) -> list[GraphKey]:
+        """Every key captured ahead, largest bucket first."""
+        return [self.key(bucket, statics) for bucket in reversed(self.buckets.sizes) for statics in self.warm_variants]
+
+    def bodies(self, key: GraphKey) -> list[Callable[[], None]]:
+        """The parts bound to one key's views, as calls without arguments: what a capture records."""
+        views, statics = self.buffers.view(key.bucket), dict(key.statics)
+        calls: list[Callable[[], None]] = []
+        for index, part in enumerate(self.parts):
+            last = index == len(self.parts) - 1
+
+            def body(part: Callable[..., Any] = part, last: bool = last) -> None:
+                result = part(**views, **statics)
+                if last:
+                    self._keep(result, key.bucket)
+
+            calls.append(body)
+        return calls
+
+    def run_eager(self, key: GraphKey) -> None:
+        """Run all parts on the static buffers at the key's bucket, exactly what a graph of that key would do."""
+        with torch.inference_mode():
+            for body in self.bodies(key):
+                body()
+
+    def static_tensors(self, bucket: int) -> list[torch.Tensor]:
+        """The buffers and outputs that a run at this bucket reads and writes, for checks against eager."""
+        outputs = [buffer[:bucket] if buffer.shape[0] == self.buffers.max_rows else buffer
+                   for buffer in self._outputs.values() if buffer.dim()]
+        return list(self.buffers.view(bucket).values()) + outputs
+
+    def outputs(self, bucket: int, rows: int) -> Any:
+        """The last run's results cut to `rows`, in the shape in which the callable returned them: aliases."""
+        if self._structure is None:
+            return None
+        leaves = []
+        for index in range(self._structure.num_leaves):
+            leaves.append(self._leaf(index, bucket, rows))
+        return tree_unflatten(leaves, self._structure)
+
+    def _leaf(self, index: int, bucket: int, rows: int) -> torch.Tensor:
+        batched = self._outputs.get((index,))
+        return self._outputs[index, bucket] if batched is None else batched[:rows]
+
+    def _keep(self, result: Any, bucket: int) -> None:
+        """Copy returned tensors into the output buffers; the copies are part of what is captured."""
+        if result is None:
+            return
+        leaves, self._structure = tree_flatten(result)
+        for index, leaf in enumerate(leaves):
+            if not isinstance(leaf, torch.Tensor):
+                raise GraphConfigError(f"site {self.name!r} returned a {type(leaf).__name__} among its outputs: only "
+                                       "tensors come out of a graph; make other values keywords of the key")
+            batched = leaf.dim() > 0 and leaf.shape[0] == bucket
+            label = (index,) if batched else (index, bucket)
+            if label not in self._outputs:
+                # Allocated outside whatever records this run: outputs outlive it.
+                with _disable_current_modes():
+                    shape = (self.buffers.max_rows, *leaf.shape[1:]) if batched else leaf.shape
+                    self._outputs[label] = torch.zeros(shape, dtype=leaf.dtype, device=leaf.device)
+            target = self._outputs[label]
+            (target[:bucket] if batched else target).copy_(leaf)

@@ -1,0 +1,356 @@
+"""The list of buckets with the least expected padding for an observed histogram of batch sizes. Exact.
+
+A list of buckets is a path: from 0 over the chosen sizes to the maximum, where the step from one size to the next
+costs the padding of the batches in between. Moving a bucket down to the largest batch that it holds never adds
+padding, so only observed sizes (and the maximum) need to be tried. Integers throughout: no rounding decides.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+
+from graph_cache.buckets import Buckets, default_ladder
+from graph_cache.errors import GraphConfigError
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """A list of buckets and what it is expected to cost.
+
+    sizes                  ascending, the maximum last
+    expected_padding_rows  rows of padding per step, averaged over the histogram
+    padding_fraction       share of the rows computed that are padding, in [0, 1)
+    graphs                 how many buckets
+    bytes                  sum of `bytes_of` over the sizes; None without it
+    """
+
+    sizes: tuple[int, ...]
+    expected_padding_rows: float
+    padding_fraction: float
+    graphs: int
+    bytes: int | None
+
+
+def tune(
+    histogram: Mapping[int, int],
+    *,
+    max_size: int,
+    max_graphs: int | None = None,
+    max_bytes: int | None = None,
+    bytes_of: Callable[[int], int] | None = None,
+) -> Tuning:
+    """The buckets with the least expected padding within a budget. `max_size` is always one of them.
+
+    `histogram` maps a batch size in rows to the number of steps that had it; sizes beyond `max_size` are refused.
+    Empty, it counts every size of the default ladder as equally likely. The budget is a number of graphs, or bytes
+    as the sum of `bytes_of(size)` (whole bytes that a further graph of that size costs: in a pool that buckets share
+    this is a graph's own overhead, not its activations), or both; without either, as many graphs as the default
+    ladder has. Exact as long as `bytes_of` does not fall with size; where it does, exact among the observed sizes.
+
+    A count takes milliseconds; a byte budget over 500 observed sizes mostly under a second, at worst half a minute.
+    Ties go to the list found first, which has no bucket that saves nothing. Raises GraphConfigError for a budget
+    that does not even hold `max_size`.
+    """
+    ladder = default_ladder(max_size)
+    _check_budget(max_size, max_graphs, max_bytes, bytes_of)
+    if max_graphs is None and max_bytes is None:
+        max_graphs = len(ladder)
+    observed = _checked(histogram, max_size)
+    steps = _Steps(observed or dict.fromkeys(ladder, 1), max_size)
+    graphs = min(max_graphs or steps.count, steps.count)
+    if max_bytes is None:
+        path = _Suffixes(steps, graphs).best_path()
+    else:
+        prices = [_price(bytes_of, size) for size in steps.sizes]
+        if prices[-1] > max_bytes:
+            raise GraphConfigError(
+                f"the budget of {max_bytes} bytes does not hold the graph of max_size={max_size}, which costs "
+                f"{prices[-1]}: raise max_bytes to at least that, or lower max_size"
+            )
+        path = _BytesBudget(steps, prices, max_bytes, graphs).best_path()
+    sizes = tuple(steps.sizes[index] for index in path)
+    padding, fraction = _padding(sizes, observed)
+    total = None if bytes_of is None else sum(_price(bytes_of, size) for size in sizes)
+    return Tuning(sizes, padding, fraction, len(sizes), total)
+
+
+def expected_padding(sizes: Iterable[int], histogram: Mapping[int, int]) -> float:
+    """Rows of padding per step, averaged over `histogram`, if `sizes` are the buckets; 0.0 for an empty histogram.
+
+    Raises GraphConfigError if the histogram has a batch that no bucket holds.
+    """
+    buckets = Buckets(tuple(sizes))
+    return _padding(buckets, _checked(histogram, buckets.max))[0]
+
+
+class _Steps:
+    """The observed sizes in ascending order, the maximum last, and the padding of a step between two of them.
+
+    Indices: `sizes[i]` for i in 0..count-1; a step from index i to j > i means buckets at both and none in between,
+    where i = -1 is the start.
+    """
+
+    def __init__(self, histogram: Mapping[int, int], max_size: int):
+        self.sizes = sorted({*histogram, max_size})
+        self.count = len(self.sizes)
+        counts = [histogram.get(size, 0) for size in self.sizes]
+        # Sums over the sizes before an index, so that [j + 1] - [i + 1] sums over i+1..j.
+        self._steps = [0, *accumulate(counts)]
+        self._rows = [0, *accumulate(size * count for size, count in zip(self.sizes, counts, strict=True))]
+
+    def padding(self, i: int, j: int) -> int:
+        """Rows of padding, over the whole histogram, of the batches above sizes[i] and up to sizes[j]."""
+        return self.sizes[j] * (self._steps[j + 1] - self._steps[i + 1]) - (self._rows[j + 1] - self._rows[i + 1])
+
+
+class _Suffixes:
+    """The least padding from every index to the end with at most k further buckets, for every k up to `graphs`.
+
+    `rows[k][i + 1]` is that padding after a bucket at i (i = -1: from the start), None where k buckets can't do it.
+    The padding of a step satisfies the quadrangle inequality, so the best next bucket moves only up with i, and
+    halving the range at each level finds a whole row in n log n.
+    """
+
+    def __init__(self, steps: _Steps, graphs: int):
+        self.steps = steps
+        last = steps.count - 1
+        self.rows: list[list[int | None]] = [[None] * steps.count + [0]]
+        self._next: list[list[int]] = [[last] * (steps.count + 1)]
+        for _ in range(graphs):
+            self._add_row()
+
+    def best_path(self) -> list[int]:
+        """Indices of the best buckets from the start, with at most `graphs` of them."""
+        path: list[int] = []
+        index, left = -1, len(self.rows) - 1
+        while index != self.steps.count - 1:
+            index = self._next[left][index + 1]
+            left -= 1
+            path.append(index)
+        return path
+
+    def _add_row(self) -> None:
+        padding, before, last = self.steps.padding, self.rows[-1], self.steps.count - 1
+        row: list[int | None] = [None] * (last + 1) + [0]
+        following = [last] * (last + 2)
+        # Each entry: find the best next bucket for i in lo..hi, known to lie in first..final.
+        pending = [(-1, last - 1, 0, last)]
+        while pending:
+            lo, hi, first, final = pending.pop()
+            if lo > hi:
+                continue
+            middle = (lo + hi) // 2
+            best, best_at = None, last
+            for j in range(max(first, middle + 1), final + 1):
+                rest = before[j + 1]
+                if rest is not None and (best is None or padding(middle, j) + rest < best):
+                    best, best_at = padding(middle, j) + rest, j
+            row[middle + 1], following[middle + 1] = best, best_at
+            pending.append((lo, middle - 1, first, best_at))
+            pending.append((middle + 1, hi, best_at, final))
+        self.rows.append(row)
+        self._next.append(following)
+
+
+@dataclass(frozen=True, slots=True)
+class _Label:
+    """A way to some index: its padding, its bytes, how many buckets, and the label it came from."""
+
+    padding: int
+    bytes: int
+    graphs: int
+    index: int
+    before: _Label | None
+
+    def path(self) -> list[int]:
+        path, label = [], self
+        while label.before is not None:
+            path.append(label.index)
+            label = label.before
+        return path[::-1]
+
+
+class _Completion:
+    """From every index a way to the end: the one with the least padding * scale + bytes * price."""
+
+    def __init__(self, steps: _Steps, prices: list[int], price: int, scale: int):
+        last = steps.count - 1
+        self.steps, self.prices = steps, prices
+        self.cost = [0] * (last + 2)  # that least cost, after a bucket at i in entry i + 1; the next three likewise
+        self.padding = [0] * (last + 2)
+        self.bytes = [0] * (last + 2)
+        self.graphs = [0] * (last + 2)
+        self._next = [last] * (last + 2)
+        fees = [price * bytes_ for bytes_ in prices]
+        for i in range(last - 1, -2, -1):
+            costs = [scale * steps.padding(i, j) + fees[j] + self.cost[j + 1] for j in range(i + 1, last + 1)]
+            self.cost[i + 1] = min(costs)
+            j = self._next[i + 1] = i + 1 + costs.index(self.cost[i + 1])
+            self.padding[i + 1] = steps.padding(i, j) + self.padding[j + 1]
+            self.bytes[i + 1] = prices[j] + self.bytes[j + 1]
+            self.graphs[i + 1] = 1 + self.graphs[j + 1]
+
+    def complete(self, label: _Label) -> _Label:
+        """`label` with the way from its index to the end."""
+        while label.index != self.steps.count - 1:
+            j = self._next[label.index + 1]
+            padding = label.padding + self.steps.padding(label.index, j)
+            label = _Label(padding, label.bytes + self.prices[j], label.graphs + 1, j, label)
+        return label
+
+
+class _BytesBudget:
+    """A shortest path under a byte budget (and a count), by labels: exact, with bounds that discard nearly all.
+
+    A label is dropped if another reaches the same index with no more padding, bytes and buckets; if even the
+    cheapest way on breaks the budget; or if a lower bound on its total is no better than a path already in hand.
+    Two bounds: the least padding with the buckets left, and the Lagrangian one, the least of padding plus
+    bytes at the best price per byte, which is nearly tight. Good paths come to hand early because every label
+    is completed as the best path at each price tried would go on.
+    """
+
+    def __init__(self, steps: _Steps, prices: list[int], max_bytes: int, graphs: int):
+        self.steps, self.prices, self.max_bytes = steps, prices, max_bytes
+        self.last = steps.count - 1
+        # Bytes bound the count too; where they bound it tighter, a label's own count no longer matters.
+        self.cheapest = min(prices[: self.last], default=0)
+        affordable = 1 + bisect_right(list(accumulate(sorted(prices[: self.last]))), max_bytes - prices[self.last])
+        self.counted = graphs < affordable
+        self.graphs = min(graphs, affordable)
+        self.suffixes = _Suffixes(steps, self.graphs)
+        self.completions: list[_Completion] = []
+
+    def best_path(self) -> list[int]:
+        unpriced = self.suffixes.best_path()
+        if sum(self.prices[index] for index in unpriced) <= self.max_bytes:
+            return unpriced
+        self._find_price_per_byte()
+        best = _Label(self.steps.padding(-1, self.last), self.prices[self.last], 1, self.last, _START)
+        labels: list[list[_Label]] = [[] for _ in range(self.steps.count + 1)]
+        labels[0].append(_START)
+        for index in range(-1, self.last):
+            for label in _undominated(labels[index + 1], self.counted):
+                best = self._extend(label, labels, self._completed(label, best))
+        return best.path()
+
+    def _extend(self, label: _Label, labels: list[list[_Label]], best: _Label) -> _Label:
+        """Add `label`'s followers to `labels`; the best path in hand afterwards."""
+        steps, prices, last = self.steps, self.prices, self.last
+        left = self.graphs - label.graphs - 1
+        # The best path may have improved since this label was made.
+        if self._hopeless(label, best):
+            return best
+        for j in range(label.index + 1, last + 1):
+            spent = label.bytes + prices[j]
+            spare = self.max_bytes - spent - (prices[last] if j != last else 0)
+            if spare < 0:
+                continue
+            further = min(left, spare // self.cheapest + 1) if self.cheapest else left
+            rest = self.suffixes.rows[further][j + 1]
+            if rest is None:
+                continue
+            padding = label.padding + steps.padding(label.index, j)
+            if padding + rest >= best.padding:
+                continue
+            reached = _Label(padding, spent, label.graphs + 1, j, label)
+            if j == last:
+                best = reached
+            elif not self._hopeless(reached, best):
+                labels[j + 1].append(reached)
+        return best
+
+    def _completed(self, label: _Label, best: _Label) -> _Label:
+        at = label.index + 1
+        for way in self.completions:
+            within = label.bytes + way.bytes[at] <= self.max_bytes and label.graphs + way.graphs[at] <= self.graphs
+            if within and label.padding + way.padding[at] < best.padding:
+                best = way.complete(label)
+        return best
+
+    def _hopeless(self, label: _Label, best: _Label) -> bool:
+        rest = self.completions[-1].cost[label.index + 1]
+        bound = label.padding * self.scale + self.price * (label.bytes - self.max_bytes) + rest
+        return bound >= best.padding * self.scale
+
+    def _find_price_per_byte(self) -> None:
+        """Raise the price of a byte, a fraction price/scale, until the bound on the whole is as high as it gets."""
+        self.price, self.scale = 0, 1
+        free = _Completion(self.steps, self.prices, self.price, self.scale)
+        self.completions.append(free)
+        dear = free.complete(_START)
+        cheap = _Label(self.steps.padding(-1, self.last), self.prices[self.last], 1, self.last, _START)
+        # Two paths span a line of padding against bytes; its slope is the next price, until nothing lies below it.
+        # Where the dear one keeps the budget, only the count of graphs binds, and bytes stay free.
+        while dear.bytes > self.max_bytes:
+            self.price, self.scale = cheap.padding - dear.padding, dear.bytes - cheap.bytes
+            self.completions.append(_Completion(self.steps, self.prices, self.price, self.scale))
+            found = self.completions[-1].complete(_START)
+            on_line = cheap.padding * self.scale + cheap.bytes * self.price
+            if found.padding * self.scale + found.bytes * self.price >= on_line:
+                return
+            if found.bytes > self.max_bytes:
+                dear = found
+            else:
+                cheap = found
+
+
+_START = _Label(0, 0, 0, -1, None)
+
+
+def _undominated(labels: list[_Label], counted: bool) -> list[_Label]:
+    """The labels of one index that no other beats; `counted` says whether a smaller count is an advantage too."""
+    kept: list[_Label] = []
+    # fewest_bytes[g]: the least bytes of a kept label, hence one with no more padding, that has g buckets.
+    most = max((label.graphs for label in labels), default=0) if counted else 0
+    fewest_bytes: list[float] = [float("inf")] * (most + 1)
+    for label in sorted(labels, key=lambda label: (label.padding, label.bytes, label.graphs)):
+        graphs = label.graphs if counted else 0
+        if min(fewest_bytes[: graphs + 1]) > label.bytes:
+            fewest_bytes[graphs] = label.bytes
+            kept.append(label)
+    return kept
+
+
+def _padding(sizes: Iterable[int], histogram: Mapping[int, int]) -> tuple[float, float]:
+    """Padding rows per step, and as a share of all rows computed."""
+    ascending = tuple(sizes)
+    steps = sum(histogram.values())
+    real = sum(size * count for size, count in histogram.items())
+    computed = sum(ascending[bisect_left(ascending, size)] * count for size, count in histogram.items())
+    return ((computed - real) / steps, (computed - real) / computed) if steps else (0.0, 0.0)
+
+
+def _checked(histogram: Mapping[int, int], max_size: int) -> dict[int, int]:
+    for size, count in histogram.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise GraphConfigError(f"the histogram has a batch of {size!r} rows: sizes are whole numbers from 1 up")
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise GraphConfigError(f"the histogram counts {count!r} batches of {size} rows: counts are 0 or more")
+    beyond = sorted(size for size, count in histogram.items() if size > max_size and count)
+    if beyond:
+        raise GraphConfigError(
+            f"the histogram has batches of {beyond} rows, beyond the largest bucket, {max_size}: "
+            "raise the maximum, or leave them out"
+        )
+    return {size: count for size, count in histogram.items() if count}
+
+
+def _check_budget(
+    max_size: int, max_graphs: int | None, max_bytes: int | None, bytes_of: Callable[[int], int] | None
+) -> None:
+    if max_graphs is not None and (isinstance(max_graphs, bool) or not isinstance(max_graphs, int) or max_graphs < 1):
+        raise GraphConfigError(f"max_graphs is {max_graphs!r}: give at least 1, for max_size={max_size} itself")
+    if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 0):
+        raise GraphConfigError(f"max_bytes is {max_bytes!r}: give a whole number of bytes")
+    if max_bytes is not None and bytes_of is None:
+        raise GraphConfigError("max_bytes is given without bytes_of: say what a graph of each size costs")
+
+
+def _price(bytes_of: Callable[[int], int], size: int) -> int:
+    price = bytes_of(size)
+    if isinstance(price, bool) or not isinstance(price, int) or price < 0:
+        raise GraphConfigError(f"bytes_of({size}) is {price!r}: give a whole number of bytes, 0 or more")
+    return price

@@ -1,0 +1,1 @@
+"""Encore's HTTP side: parse, submit, respond. Knows the engine's client interface; never names torch."""

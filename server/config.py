@@ -1,0 +1,79 @@
+"""What a server is built from: one frozen object that contains the engine's settings.
+
+Owns the HTTP side's names, defaults and refusals; the engine's own are EngineConfig's. `from_dict` takes both kinds
+in one flat mapping, as the command line has them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+
+LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Settings of one server. Raises ConfigError for a value that can't be meant.
+
+    `served_model_name`: the names that clients may give as "model", the first one is shown; none means the model's
+    own. `max_waiting`: sequences that may wait beyond those running, past which requests are refused with 429.
+    `max_body_bytes`: a larger body is refused with 413 before it is parsed. `drain_seconds`: how long running
+    requests may go on after SIGTERM. `in_process`: run the engine in this process instead of its own.
+    """
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: tuple[str, ...] = ()
+    max_waiting: int = 1024
+    max_body_bytes: int = 8 * 1024 * 1024
+    drain_seconds: float = 30.0
+    in_process: bool = False
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.served_model_name, str):
+            object.__setattr__(self, "served_model_name", (self.served_model_name,))
+        object.__setattr__(self, "served_model_name", tuple(self.served_model_name))
+        if not all(isinstance(name, str) and name for name in self.served_model_name):
+            raise ConfigError(f"served_model_name={self.served_model_name!r}: names that are not empty are needed")
+        if not isinstance(self.host, str) or not self.host:
+            raise ConfigError(f"host={self.host!r}: an address to listen on is needed, such as 127.0.0.1 or 0.0.0.0")
+        _whole("port", self.port, 0, 65535)
+        _whole("max_waiting", self.max_waiting, 0, 1_000_000)
+        _whole("max_body_bytes", self.max_body_bytes, 1024, 2**31)
+        if isinstance(self.drain_seconds, bool) or not isinstance(self.drain_seconds, (int, float)):
+            raise ConfigError(f"drain_seconds={self.drain_seconds!r}: a number of seconds is needed")
+        if not 0 <= self.drain_seconds <= 86400:
+            raise ConfigError(f"drain_seconds={self.drain_seconds}: from 0 to 86400 seconds are possible")
+        if self.log_level not in LOG_LEVELS:
+            raise ConfigError(f"log_level={self.log_level!r} is not one of {', '.join(LOG_LEVELS)}")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ServerConfig:
+        """Build from one flat mapping of server and engine settings; an unknown key names the nearest known one."""
+        own_names = {f.name for f in dataclasses.fields(cls)} - {"engine"}
+        engine_names = {f.name for f in dataclasses.fields(EngineConfig)}
+        own, engine = {}, {}
+        for name, value in values.items():
+            if name in own_names:
+                own[name] = value
+            elif name in engine_names:
+                engine[name] = value
+            else:
+                near = difflib.get_close_matches(name, own_names | engine_names, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ConfigError(f"unknown setting {name!r}{hint}")
+        return cls(engine=EngineConfig.from_dict(engine), **own)
+
+
+def _whole(name: str, value: Any, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(f"{name}={value!r}: a whole number from {low} to {high} is needed")

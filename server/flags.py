@@ -1,0 +1,134 @@
+"""Command line flags from the configuration classes: one flag per field, its default read from the field.
+
+A new setting appears as a flag by itself; a test holds that each has its help text here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from engine import config as engine_config
+from engine.config import EngineConfig
+from server.config import LOG_LEVELS, ServerConfig
+
+SERVER_HELP = {
+    "host": "address to listen on",
+    "port": "port to listen on; 0 takes a free one",
+    "served_model_name": "names that clients may give as model, comma-separated; none: the model's own",
+    "max_waiting": "sequences that may wait beyond those running; more are refused with 429",
+    "max_body_bytes": "largest body; more is refused with 413",
+    "drain_seconds": "how long running requests may go on after SIGTERM",
+    "in_process": "run the engine in the server's own process",
+    "log_level": "how much is logged",
+}
+ENGINE_HELP = {
+    "model": "the default model's name, a folder in Hugging Face layout, a .gguf file, or a hub name",
+    "dtype": "number format of activations and cache",
+    "device": "cpu, cuda, cuda:N, or auto",
+    "load_format": "auto reads the weights; dummy makes random ones",
+    "cpu_weight_format": "how weights are kept on a CPU",
+    "num_threads": "threads of a CPU engine",
+    "max_model_len": "context in tokens",
+    "max_num_seqs": "sequences in the running batch",
+    "max_num_batched_tokens": "tokens computed in one step",
+    "page_size": "tokens in a page of the KV cache",
+    "num_pages": "pages of the KV cache",
+    "gpu_memory_utilization": "share of the GPU's memory to use",
+    "enable_prefix_caching": "reuse the KV of prompts that begin alike",
+    "cuda_graph_impl": "who captures graphs: none or local for inference",
+    "inference_cuda_graph_scope": "one graph per layer or per step: none, layer, block",
+    "cuda_graph_modules": "modules that a training capture covers, comma-separated",
+    "cuda_graph_warmup_steps": "runs before a capture",
+    "graph_buckets": "batch sizes to capture, comma-separated; none: a ladder up to max_num_seqs",
+    "warmup": "full captures all before it is ready, background while serving, lazy when needed",
+    "graph_manifest": "file that remembers which graphs traffic used",
+    "logprobs_mode": "of the distribution sampled from, or of the model's own",
+    "seed": "seed of requests that bring none",
+}
+CHOICES = {
+    "dtype": engine_config.DTYPES,
+    "load_format": engine_config.LOAD_FORMATS,
+    "cpu_weight_format": engine_config.CPU_WEIGHT_FORMATS,
+    "warmup": engine_config.WARMUPS,
+    "logprobs_mode": engine_config.LOGPROBS_MODES,
+    "log_level": LOG_LEVELS,
+}
+# A server can answer while it captures, and then each bucket's graph is there before it is needed.
+SERVING_DEFAULTS = {"warmup": "background"}
+
+
+def add_flags(parser: argparse.ArgumentParser, kind: type, *, title: str, defaults: Mapping[str, Any]) -> None:
+    """Add a group of flags, one per field of the dataclass `kind`; `defaults` are shown in place of the fields'."""
+    texts = ENGINE_HELP if kind is EngineConfig else SERVER_HELP
+    group = parser.add_argument_group(title)
+    for setting in dataclasses.fields(kind):
+        if setting.name == "engine":
+            continue
+        default = defaults.get(setting.name, setting.default)
+        flag = "--" + setting.name.replace("_", "-")
+        text = f"{texts.get(setting.name, '')} (default: {_shown(default)})"
+        if setting.type == "bool":
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
+        else:
+            group.add_argument(
+                flag,
+                type=_PARSERS[setting.type],
+                choices=CHOICES.get(setting.name),
+                default=argparse.SUPPRESS,
+                metavar=None if setting.name in CHOICES else _METAVARS[setting.type],
+                help=text,
+            )
+
+
+def given(args: argparse.Namespace, kind: type) -> dict[str, Any]:
+    """The fields of `kind` that were given as flags."""
+    names = {setting.name for setting in dataclasses.fields(kind)}
+    values = {name: value for name, value in vars(args).items() if name in names}
+    if values.get("cuda_graph_impl", "local") != "local":
+        # The scope's default belongs to local: asking for another way of capturing must not be refused over it.
+        values.setdefault("inference_cuda_graph_scope", None)
+    return values
+
+
+def server_config(args: argparse.Namespace) -> ServerConfig:
+    """A ServerConfig from flags, with a server's defaults. Raises ConfigError as the classes do."""
+    return ServerConfig.from_dict(SERVING_DEFAULTS | given(args, EngineConfig) | given(args, ServerConfig))
+
+
+def _split(item: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    def parse(text: str) -> tuple[Any, ...]:
+        return tuple(item(part.strip()) for part in text.split(",") if part.strip())
+
+    parse.__name__ = f"comma-separated {item.__name__}"  # argparse names it in its message
+    return parse
+
+
+_PARSERS: Mapping[Any, Callable[[str], Any]] = {
+    "int": int,
+    "int | None": int,
+    "float": float,
+    "str": str,
+    "str | None": str,
+    "tuple[int, ...] | None": _split(int),
+    "tuple[str, ...]": _split(str),
+}
+_METAVARS: Mapping[Any, str] = {
+    "int": "N",
+    "int | None": "N",
+    "float": "X",
+    "str": "TEXT",
+    "str | None": "TEXT",
+    "tuple[int, ...] | None": "N,N",
+    "tuple[str, ...]": "TEXT,TEXT",
+}
+
+
+def _shown(default: Any) -> str:
+    if default is None:
+        return "chosen for the machine and model"
+    if isinstance(default, tuple):
+        return ",".join(map(str, default)) or "none"
+    return str(default).lower() if isinstance(default, bool) else str(default).replace("%", "%%")

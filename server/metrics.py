@@ -1,0 +1,172 @@
+"""What /metrics shows: the engine's own counts, read when scraped, and the times that only the HTTP side sees.
+
+Names are those of vLLM's dashboards with `encore_` before them, and the graph cache's own. The registry is the
+caller's: two servers in one process don't share counters.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+if TYPE_CHECKING:
+    from engine.client import Client
+    from engine.outputs import OutputDelta
+
+FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5)
+REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+class _Job(Protocol):
+    started: float
+    params: Any
+
+
+class RequestMetrics:
+    """Times of requests as clients see them, and how they ended."""
+
+    def __init__(self, registry: CollectorRegistry):
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(f"encore_{name}", text, buckets=buckets, registry=registry)
+
+        self.first_token = histogram(
+            "time_to_first_token_seconds", "From a request's arrival to its first token.", FIRST_TOKEN_BUCKETS
+        )
+        self.inter_token = histogram(
+            "inter_token_latency_seconds", "Between two outputs of one sequence, per token.", TOKEN_BUCKETS
+        )
+        self.per_output_token = histogram(
+            "request_time_per_output_token_seconds", "A finished sequence's mean time per token.", TOKEN_BUCKETS
+        )
+        self.whole = histogram(
+            "e2e_request_latency_seconds", "From a request's arrival to a sequence's end.", REQUEST_BUCKETS
+        )
+        self.queued = histogram(
+            "request_queue_time_seconds", "From a request's arrival at the engine to its first step.", REQUEST_BUCKETS
+        )
+        self.ended = Counter(
+            "encore_request_success", "Sequences that ended, by reason.", ["finished_reason"], registry=registry
+        )
+        for reason in ("stop", "length", "abort", "error"):  # so that rates exist before the first of a kind
+            self.ended.labels(reason)
+
+    def watch(self, job: _Job) -> RequestWatch:
+        """A watch over one job's deltas."""
+        return RequestWatch(self, job.started, job.params.n)
+
+
+class RequestWatch:
+    """Times one job's sequences. `saw` each delta, then `ended` once, however it ended."""
+
+    def __init__(self, metrics: RequestMetrics, started: float, sequences: int):
+        self._metrics, self._started = metrics, started
+        self._first: dict[int, float] = {}
+        self._last: dict[int, float] = {}
+        self._tokens: dict[int, int] = {}
+        self._open = set(range(sequences))
+
+    def saw(self, delta: OutputDelta) -> None:
+        """Observe one delta, now."""
+        index, count, now = delta.index, len(delta.token_ids), time.perf_counter()
+        metrics = self._metrics
+        if delta.queue_time is not None:
+            metrics.queued.observe(delta.queue_time)
+        if count:
+            if index in self._last:
+                metrics.inter_token.observe((now - self._last[index]) / count)
+            else:
+                self._first[index] = now
+                metrics.first_token.observe(now - self._started)
+            self._last[index] = now
+            self._tokens[index] = self._tokens.get(index, 0) + count
+        if delta.finish_reason is not None and index in self._open:
+            self._open.discard(index)
+            metrics.ended.labels(delta.finish_reason).inc()
+            metrics.whole.observe(now - self._started)
+            tokens = self._tokens.get(index, 0)
+            if tokens > 1:
+                metrics.per_output_token.observe((now - self._first[index]) / (tokens - 1))
+
+    def ended(self, failed: bool = False) -> None:
+        """Count what ended without a finish: aborted by the client's leaving, or failed."""
+        for _ in self._open:
+            self._metrics.ended.labels("error" if failed else "abort").inc()
+        self._open.clear()
+
+
+class EngineCollector:
+    """Reads the client's latest snapshot at each scrape. Nothing is counted here.
+
+    `started` says whether the engine has loaded its model; until then there is nothing to show.
+    """
+
+    def __init__(self, client: Client, started: Callable[[], bool]):
+        self._client, self._started = client, started
+
+    def collect(self) -> Iterator[Metric]:
+        """Every family of the engine and its graph cache, as the last snapshot has them."""
+        if not self._started():
+            return
+        stats = self._client.stats()
+        yield _gauge("num_requests_running", "Sequences in the running batch.", stats.num_running)
+        yield _gauge("num_requests_waiting", "Sequences that wait for the batch.", stats.num_waiting)
+        yield _gauge("kv_cache_usage_perc", "Share of the KV pages in use, from 0 to 1.", stats.kv_cache_usage)
+        totals = {
+            "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queries),
+            "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),
+            "num_preemptions": ("Sequences that were put back to wait.", stats.num_preemptions),
+            "prompt_tokens": ("Prompt tokens of requests that began.", stats.prompt_tokens),
+            "generation_tokens": ("Tokens generated.", stats.generation_tokens),
+        }
+        for name, (text, value) in totals.items():
+            yield CounterMetricFamily(f"encore_{name}", text, value=value)
+        yield from graph_families(stats.graphs)
+
+
+# name, help, label names, and the key of graph_cache's snapshot: counters as lists of (labels, count).
+_GRAPH_COUNTERS = (
+    ("graph_replays", "Replays that happened, dummy runs excluded.", ("site", "scope", "phase", "bucket"), "replays"),
+    ("graph_fallbacks", "Steps that ran eager, by reason.", ("site", "phase", "reason"), "fallbacks"),
+    ("graph_captures", "Graphs captured.", ("site", "scope", "reason"), "captures"),
+    ("graph_failed_captures", "Captures that failed.", ("site", "scope"), "failed_captures"),
+    ("graph_invalidations", "Graphs given up because what they read has moved.", ("reason",), "invalidations"),
+    ("graph_real_tokens", "Rows that carried a token.", ("phase",), "real_tokens"),
+    ("graph_padded_tokens", "Rows that were padding.", ("phase",), "padded_tokens"),
+    ("graph_batch_rows", "Steps by their real rows.", ("site", "phase", "rows"), "batch_rows"),
+)  # fmt: skip
+
+
+def graph_families(snapshot: Mapping[str, Any]) -> Iterator[Metric]:
+    """The metric families of a graph cache's snapshot; an empty one gives the families without samples."""
+    for name, text, labels, key in _GRAPH_COUNTERS:
+        family = CounterMetricFamily(f"encore_{name}", text, labels=labels)
+        for values, count in snapshot.get(key, ()):
+            family.add_metric([str(value) for value in values], count)
+        yield family
+    entries = GaugeMetricFamily("encore_graph_cache_entries", "Graphs held.", labels=("site", "scope"))
+    for values, count in snapshot.get("entries", ()):
+        entries.add_metric([str(value) for value in values], count)
+    yield entries
+    yield _gauge("graph_pool_bytes", "Bytes of the memory pool that all graphs share.", snapshot.get("pool_bytes", 0))
+    yield _gauge("graph_warm_ratio", "Share of the wanted graphs that are captured.", snapshot.get("warm_ratio", 0.0))
+    yield _capture_seconds(snapshot.get("capture_seconds"))
+
+
+def _capture_seconds(found: Mapping[str, Any] | None) -> Metric:
+    family = HistogramMetricFamily("encore_graph_capture_seconds", "Time that a capture took.")
+    if found is not None:
+        total, buckets = 0, []
+        for bound, count in zip([*found["bounds"], "+Inf"], found["counts"], strict=True):
+            total += count
+            buckets.append((str(bound), total))
+        family.add_metric([], buckets, found["sum"])
+    return family
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"encore_{name}", text, value=value)

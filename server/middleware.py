@@ -1,0 +1,112 @@
+"""What every request passes before its route: an id, and a body of bounded size. Plain ASGI, no model of requests.
+
+The body is read whole here, so that a chunked upload is cut off like a declared one and no route can forget it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.errors import WireError, error_response
+
+BODY_SECONDS = 60.0  # a body that takes longer to arrive is given up: a stalled upload must not hold its memory
+DISCARD_BYTES = 64 * 1024 * 1024  # of an oversized body read and thrown away, so that the client hears the refusal
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
+
+
+def new_request_id() -> str:
+    """A fresh id: 24 hexadecimal digits."""
+    return secrets.token_hex(12)
+
+
+class RequestIds:
+    """Gives each request an id, the client's X-Request-Id where it is harmless, and echoes it in the answer."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else new_request_id()
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        await self.app(scope, receive, send_with_id)
+
+
+class BodyLimit:
+    """Reads bodies up to `max_bytes` and refuses larger ones with 413, bodies that aren't JSON with 415."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int):
+        self.app, self.max_bytes = app, max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
+            await self.app(scope, receive, send)
+            return
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                body = await self._read(receive)
+            if body is None:  # the client went away while sending
+                return
+            if body:
+                _check_content_type(Headers(scope=scope))
+        except TimeoutError:
+            slow = WireError(408, f"the body did not arrive within {BODY_SECONDS:.0f} seconds", code="body_timeout")
+            await error_response(slow)(scope, receive, send)
+            return
+        except WireError as refusal:
+            await error_response(refusal)(scope, receive, send)
+            return
+        pending = [body]
+
+        async def replay() -> Message:
+            if pending:
+                return {"type": "http.request", "body": pending.pop(), "more_body": False}
+            return await receive()
+
+        await self.app(scope, replay, send)
+
+    async def _read(self, receive: Receive) -> bytes | None:
+        """The whole body, or None if the client left; of a body beyond the limit nothing is kept."""
+        chunks: list[bytes] = []
+        size = 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            chunk = message.get("body", b"")
+            size += len(chunk)
+            if size <= self.max_bytes:
+                chunks.append(chunk)
+            else:
+                chunks.clear()
+            more = message.get("more_body", False)
+            if size > self.max_bytes and (not more or size > DISCARD_BYTES):
+                raise WireError(
+                    413, f"the body is larger than the limit of {self.max_bytes} bytes", code="body_too_large"
+                )
+            if not more:
+                return b"".join(chunks)
+
+
+def _check_content_type(headers: Headers) -> None:
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
+        return
+    found = kind[:80] or "none"
+    raise WireError(
+        415, f"the body's content type is {found}; send Content-Type: application/json", code="unsupported_media_type"
+    )

@@ -1,0 +1,67 @@
+"""Fixtures that several test folders share: a tiny random Llama with its tokenizer, in Hugging Face layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+TINY_WORDS = (
+    "the a one red blue green small old new quick brown fox dog cat bird tree house river stone light night day sun "
+    "moon star sea wind rain snow fire earth sky road hill field song word time hand eye heart mind man woman child "
+    "king queen runs jumps sleeps sings eats sees likes over under near far and or but not is was will be to of in on "
+    "at by with from"
+).split()
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('unknown role') }}{% endif %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a random 2-layer Llama (float32, context 4,096) and a byte-level BPE tokenizer of about 300 ids.
+
+    Greedy text of it is arbitrary but fixed; `<|endoftext|>` is id 0, and the tokenizer has a chat template.
+    """
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    write_tiny_model(folder)
+    return folder
+
+
+def write_tiny_model(folder: Path) -> None:
+    """Write the model of `tiny_model` into a folder."""
+    import tokenizers
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator([" ".join(TINY_WORDS)] * 4, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<|endoftext|>", eos_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
+    )
+    tokenizer.save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        bos_token_id=0,
+        eos_token_id=0,
+        tie_word_embeddings=True,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)

@@ -1,0 +1,154 @@
+"""Paged attention against plain attention in float64, and what it may touch in the cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.attention import DecodeAttention, KVCache, MixedAttention, PrefillAttention
+from engine.errors import ConfigError
+
+PAGE, DIM = 4, 16
+HEADS = {"mha": (4, 4), "gqa": (6, 2), "mqa": (4, 1)}
+
+
+def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal attention of q [L, H, D] (the last L positions) over k, v [S, KV, D], in float64: [L, H * D]."""
+    length, heads, dim = q.shape
+    k, v = (x.double().repeat_interleave(heads // k.shape[1], dim=1) for x in (k, v))
+    scores = torch.einsum("lhd,shd->hls", q.double(), k) / dim**0.5
+    later = torch.ones(length, k.shape[0], dtype=torch.bool).triu(k.shape[0] - length + 1)
+    weights = scores.masked_fill(later, float("-inf")).softmax(-1)
+    return torch.einsum("hls,shd->lhd", weights, v).reshape(length, -1)
+
+
+def make_cache(kv_heads: int, dtype: torch.dtype = torch.float32, layers: int = 2, pages: int = 16) -> KVCache:
+    """A cache full of large stale values: whatever is read by mistake shows."""
+    cache = KVCache(layers, pages, PAGE, kv_heads, DIM, dtype, "cpu")
+    for tensor in (*cache.k, *cache.v):
+        tensor.normal_(0.0, 30.0)
+    return cache
+
+
+def rows(count: int, heads: int, kv_heads: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+    """q, k, v of `count` tokens as the models make them: slices of one projection."""
+    qkv = torch.randn(count, heads + 2 * kv_heads, DIM).to(dtype)
+    return qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+
+
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+def test_decode_equals_plain_attention_over_each_rows_own_tokens(
+    kind: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    torch.manual_seed(0)
+    heads, kv_heads = HEADS[kind]
+    pages = [[7, 2, 11, 5], [3, 9, 1, 4], [8, 6, 10, 12]]
+    lengths = (1, 10, 16)  # a first token, one inside a page, one that fills the last
+    cache = make_cache(kv_heads, dtype)
+    history = [rows(length, heads, kv_heads, dtype) for length in lengths]
+    for text, own in zip(history, pages, strict=True):
+        if len(text[0]) > 1:
+            past = tuple(x[:-1] for x in text)
+            PrefillAttention(cache, [(0, len(past[0]))], [own])(1, *past)
+    q, k, v = (torch.cat([text[i][-1:] for text in history]) for i in range(3))
+    positions = torch.tensor([length - 1 for length in lengths])
+    out = DecodeAttention(cache, torch.tensor(pages), positions)(1, q, k, v)
+    expected = torch.cat([plain_attention(text[0][-1:], text[1], text[2]) for text in history])
+    torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_a_wider_page_table_changes_nothing_but_the_work() -> None:
+    q, k, v = rows(2, 6, 2)
+    positions, table = torch.tensor([3, 6]), torch.tensor([[1, 2, 0, 0, 0], [3, 4, 0, 0, 0]])
+    cache = make_cache(2)
+    narrow = DecodeAttention(cache, table[:, :2], positions)(0, q, k, v)
+    wide = DecodeAttention(cache, table, positions)(0, q, k, v)
+    torch.testing.assert_close(narrow, wide, atol=1e-4, rtol=0)  # of values of about 30
+
+
+def test_decode_writes_one_slot_per_row_of_one_layer() -> None:
+    cache = make_cache(2)
+    before = [tensor.clone() for tensor in (*cache.k, *cache.v)]
+    q, k, v = rows(2, 6, 2)
+    DecodeAttention(cache, torch.tensor([[5, 2], [3, 8]]), torch.tensor([6, 1]))(1, q, k, v)
+    assert torch.equal(cache.k[1][2, 2], k[0]) and torch.equal(cache.v[1][2, 2], v[0])
+    assert torch.equal(cache.k[1][3, 1], k[1]) and torch.equal(cache.v[1][3, 1], v[1])
+    for index, (old, new) in enumerate(zip(before, (*cache.k, *cache.v), strict=True)):
+        changed = (old != new).flatten(2).any(-1).nonzero().tolist()
+        assert changed == ([[2, 2], [3, 1]] if index in (1, 3) else [])
+
+
+def test_prefill_chunks_equal_plain_attention_and_leave_other_pages_alone() -> None:
+    torch.manual_seed(1)
+    heads, kv_heads = HEADS["gqa"]
+    cache = make_cache(kv_heads)
+    first, second = rows(13, heads, kv_heads), rows(9, heads, kv_heads)
+    pages = ([9, 2, 5, 1], [4, 12, 6])
+    untouched = [page for page in range(16) if page not in pages[0] + pages[1]]
+    before = cache.k[0][untouched].clone()
+    got: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    # the first text in steps of 5, 7 and 1 tokens, the second beside it in 1, 2 and 6
+    for a, b in (((0, 5), (0, 1)), ((5, 7), (1, 2)), ((12, 1), (3, 6))):
+        parts = [torch.cat((x[a[0] : sum(a)], y[b[0] : sum(b)])) for x, y in zip(first, second, strict=True)]
+        out = PrefillAttention(cache, [a, b], pages)(0, *parts)
+        got[0].append(out[: a[1]])
+        got[1].append(out[a[1] :])
+    for text, outs in ((first, got[0]), (second, got[1])):
+        torch.testing.assert_close(torch.cat(outs).double(), plain_attention(*text), atol=1e-5, rtol=1e-5)
+    assert torch.equal(cache.k[0][untouched], before)
+
+
+def test_decode_equals_prefill_of_one_token() -> None:
+    heads, kv_heads = HEADS["gqa"]
+    q, k, v = rows(1, heads, kv_heads)
+    one, other = make_cache(kv_heads), make_cache(kv_heads)
+    for mine, theirs in zip((*one.k, *one.v), (*other.k, *other.v), strict=True):
+        theirs.copy_(mine)
+    decoded = DecodeAttention(one, torch.tensor([[3, 7, 1]]), torch.tensor([9]))(0, q, k, v)
+    prefilled = PrefillAttention(other, [(9, 1)], [[3, 7, 1]])(0, q, k, v)
+    torch.testing.assert_close(decoded, prefilled, atol=1e-4, rtol=0)
+    assert torch.equal(one.k[0], other.k[0]) and torch.equal(one.v[0], other.v[0])
+
+
+def test_a_mixed_step_equals_its_two_halves() -> None:
+    heads, kv_heads = HEADS["gqa"]
+    q, k, v = rows(7, heads, kv_heads)
+    halves, mixed = make_cache(kv_heads), make_cache(kv_heads)
+    for mine, theirs in zip((*halves.k, *halves.v), (*mixed.k, *mixed.v), strict=True):
+        theirs.copy_(mine)
+    table, positions = torch.tensor([[1, 2], [3, 4]]), torch.tensor([5, 3])
+
+    def build(cache: KVCache) -> tuple[DecodeAttention, PrefillAttention]:
+        return DecodeAttention(cache, table, positions), PrefillAttention(cache, [(0, 5)], [[6, 8]])
+
+    decode, prefill = build(halves)
+    expected = torch.cat((decode(0, q[:2], k[:2], v[:2]), prefill(0, q[2:], k[2:], v[2:])))
+    decode, prefill = build(mixed)
+    assert torch.equal(MixedAttention(decode, 2, prefill)(0, q, k, v), expected)
+    assert torch.equal(halves.k[0], mixed.k[0])
+
+
+def test_each_layers_keys_and_values_have_storage_of_their_own() -> None:
+    cache = make_cache(2, layers=3)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in (*cache.k, *cache.v)}) == 6
+    assert cache.nbytes == 2 * 3 * 16 * PAGE * 2 * DIM * 4
+
+
+def test_clear_zeroes_pages_where_they_are() -> None:
+    cache = make_cache(2)
+    cache.k[0].fill_(float("nan"))
+    addresses = [tensor.data_ptr() for tensor in (*cache.k, *cache.v)]
+    cache.clear()
+    assert all(not tensor.any() for tensor in (*cache.k, *cache.v))
+    assert addresses == [tensor.data_ptr() for tensor in (*cache.k, *cache.v)]
+
+
+def test_impossible_steps_are_refused_with_what_is_needed() -> None:
+    cache = make_cache(2)
+    with pytest.raises(ConfigError, match="'flash'.*sdpa, triton"):
+        DecodeAttention(cache, torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), impl="flash")
+    with pytest.raises(ConfigError, match="5 tokens from 4 needs 3 pages, 2 came"):
+        PrefillAttention(cache, [(4, 5)], [[1, 2]])
+    with pytest.raises(ConfigError, match="2 chunks came with 1 page tables"):
+        PrefillAttention(cache, [(0, 1), (0, 1)], [[1]])

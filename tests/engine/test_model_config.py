@@ -1,0 +1,245 @@
+"""Reading config.json: two dialects, every refusal with a reason, never another kind of error."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from engine.errors import ModelError
+from engine.layers.rotary import RopeScaling, inverse_frequencies
+from engine.models import ModelConfig, config_from_dict, config_from_folder, supported_architectures
+from engine.models.config import MAX_CONTEXT
+
+BASE = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 100, "hidden_size": 48,
+    "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2,
+    "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16",
+}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def read(**changes: Any) -> ModelConfig:
+    return config_from_dict({**BASE, **changes})
+
+
+def test_the_plain_fields() -> None:
+    config = read(bos_token_id=1, eos_token_id=[2, 5])
+    assert dataclasses.asdict(config) == {
+        "architecture": "LlamaForCausalLM", "vocab_size": 100, "hidden_size": 48, "num_layers": 3, "num_heads": 6,
+        "num_kv_heads": 2, "head_dim": 8, "intermediate_size": 80, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        "max_position_embeddings": 128, "rope_scaling": None, "tie_word_embeddings": False, "attention_bias": False,
+        "output_bias": False, "mlp_bias": False, "qk_norm": False, "sliding_window": None, "bos_token_id": 1,
+        "eos_token_ids": (2, 5), "dtype": "bfloat16",
+    }
+    assert config.eos_token_id == 2 and config.context_length == 128
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.hidden_size = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "llama3", **LLAMA3},
+        {"type": "linear", "factor": 2.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        {"rope_type": "yarn", "factor": 4.0},
+        None,
+    ],
+)
+def test_both_dialects_of_rope_read_the_same(scaling: dict[str, Any] | None) -> None:
+    old = read(rope_theta=5e5, rope_scaling=scaling)
+    new = read(rope_parameters={"rope_theta": 5e5, **(scaling or {"rope_type": "default"})})
+    assert old == new and old.rope_theta == 5e5
+    assert (old.rope_scaling is None) == (scaling is None)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "llama3", **LLAMA3},
+        {"rope_type": "linear", "factor": 2.5},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        {"rope_type": "yarn", "factor": 1.0, "original_max_position_embeddings": 128},
+        {"rope_type": "yarn", "factor": 6.0, "original_max_position_embeddings": 64, "beta_fast": 8, "beta_slow": 2,
+         "mscale": 0.7, "mscale_all_dim": 0.3},
+        {"rope_type": "yarn", "factor": 6.0, "original_max_position_embeddings": 64, "truncate": False,
+         "attention_factor": 1.1},
+    ],
+)
+@pytest.mark.parametrize("head_dim", [8, 64, 128])
+def test_frequencies_equal_transformers(scaling: dict[str, Any], head_dim: int) -> None:
+    settings_ = {"rope_theta": 1e5, **scaling}
+    values = {**BASE, "rope_parameters": dict(settings_), "head_dim": head_dim}
+    config = config_from_dict(values)
+    theirs = transformers.LlamaConfig(**{**values, "rope_parameters": dict(settings_)})
+    frequencies, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](theirs, None)
+    ours = inverse_frequencies(head_dim, config.rope_theta, config.rope_scaling)
+    torch.testing.assert_close(ours, frequencies, atol=0, rtol=2e-6)
+    assert config.rope_scaling is not None
+    assert config.rope_scaling.attention_factor == pytest.approx(factor, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, {"attention_bias": False, "output_bias": False, "qk_norm": False, "head_dim": 8}),
+        ({"attention_bias": True, "mlp_bias": True}, {"attention_bias": True, "output_bias": True, "mlp_bias": True}),
+        ({"architectures": ["Qwen2ForCausalLM"]}, {"attention_bias": True, "output_bias": False}),
+        ({"architectures": ["Qwen3ForCausalLM"]}, {"attention_bias": False, "qk_norm": True, "head_dim": 128}),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, {"sliding_window": None, "head_dim": 8}),
+        ({"architectures": None, "model_type": "qwen3"}, {"architecture": "Qwen3ForCausalLM"}),
+        ({"num_key_value_heads": None}, {"num_kv_heads": 6}),
+        ({"torch_dtype": None}, {"dtype": "float32"}),
+        ({"dtype": "torch.float16"}, {"dtype": "float16"}),
+    ],
+)
+def test_families_differ_as_they_should(changes: dict[str, Any], expected: dict[str, Any]) -> None:
+    config = read(**changes)
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+MISTRAL, QWEN2 = {"architectures": ["MistralForCausalLM"]}, {"architectures": ["Qwen2ForCausalLM"]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "window"),
+    [
+        ({"sliding_window": 64}, None),  # Llama has none
+        (MISTRAL, 4096),
+        ({**MISTRAL, "sliding_window": 64}, 64),
+        ({**MISTRAL, "sliding_window": None}, None),
+        ({**QWEN2, "sliding_window": 64}, None),
+        ({**QWEN2, "sliding_window": 64, "use_sliding_window": True}, None),  # max_window_layers defaults to 28
+        ({**QWEN2, "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 3}, None),
+        ({**QWEN2, "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2}, 64),
+        ({**QWEN2, "sliding_window": 64, "use_sliding_window": True, "layer_types": ["full_attention"] * 3}, None),
+        ({**QWEN2, "sliding_window": 64, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 3}, 64),
+    ],
+)
+def test_a_sliding_window_counts_only_where_it_is_in_force(changes: dict[str, Any], window: int | None) -> None:
+    config = read(**changes)
+    assert config.sliding_window == window
+    assert config.context_length == min(128, window or 128)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "length"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0}, 512),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),
+        ({"rope_type": "linear", "factor": 2.0}, 256),
+        ({"rope_type": "llama3", **LLAMA3}, 128),
+        ({"rope_type": "linear", "factor": 1e12}, MAX_CONTEXT),
+    ],
+)
+def test_stretched_rope_stretches_the_context(scaling: dict[str, Any], length: int) -> None:
+    assert read(rope_scaling=scaling).context_length == length
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM is not supported; supported are LlamaForCausalLM"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification is not supported"),
+        ({"architectures": [], "model_type": None}, "of no name is not supported"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic'.*default, linear, llama3, yarn"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope' is not supported"),
+        ({"rope_scaling": {"rope_type": ["yarn"]}}, "is not supported"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: 'factor' should be a number above 0, found nothing"),
+        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}}, "above low_freq_factor"),
+        ({"rope_scaling": "yarn"}, "'rope_scaling' should be an object"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "differs by layer type"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised checkpoints"),
+        ({"hidden_act": "gelu"}, "'hidden_act' should be 'silu', found 'gelu'"),
+        ({"num_key_value_heads": 4}, "a divisor of num_attention_heads"),
+        ({"head_dim": 7}, "head_dim 7 is odd"),
+        ({"hidden_size": "48"}, "'hidden_size' should be a whole number from 1 to"),
+        ({"hidden_size": None}, "'hidden_size' should be"),
+        ({"hidden_size": True}, "'hidden_size' should be"),
+        ({"vocab_size": -1}, "'vocab_size'.*found -1"),
+        ({"num_hidden_layers": 10**9}, "'num_hidden_layers'"),
+        ({"max_position_embeddings": 10**9}, "'max_position_embeddings'"),
+        ({"rms_norm_eps": float("nan")}, "'rms_norm_eps' should be a number above 0"),
+        ({"rope_theta": 0}, "'rope_theta' should be a number above 0"),
+        ({"rope_theta": 10**400}, "'rope_theta' should be a number above 0"),
+        ({"rope_theta": 1}, "rope_theta 1.0 should be above 1"),
+        ({"tie_word_embeddings": "yes"}, "'tie_word_embeddings' should be true or false"),
+        ({"eos_token_id": ["</s>"]}, "'eos_token_id' should be a token id"),
+        ({"torch_dtype": "int8"}, "'torch_dtype' should be one of bfloat16"),
+        ({**MISTRAL, "sliding_window": 0}, "'sliding_window' should be"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message) as caught:
+        config_from_dict({**BASE, **changes}, "somewhere/config.json")
+    assert "somewhere/config.json" in str(caught.value)
+
+
+def test_supported_architectures_are_named() -> None:
+    assert supported_architectures() == (
+        "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
+    )
+
+
+def test_an_unknown_scaling_never_passes_as_none() -> None:
+    with pytest.raises(ValueError, match="'su' is none of"):
+        inverse_frequencies(8, 1e4, RopeScaling(kind="su"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "config.json is missing"),
+        (b"{", "can't be read as JSON"),
+        (b"\xff\xfe\x00", "can't be read as JSON"),
+        (b"[" * 100_000, "can't be read as JSON"),
+        (b"[1, 2]", "holds a JSON list"),
+        (b"{}", "of no name is not supported"),
+    ],
+)
+def test_a_malformed_config_file_is_a_model_error(content: bytes | None, message: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ModelError, match=message):
+        config_from_folder(tmp_path)
+    with pytest.raises(ModelError, match="is not a folder"):
+        config_from_folder(tmp_path / "nowhere")
+
+
+def test_end_of_text_ids_of_the_generation_config_are_added(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**BASE, "eos_token_id": 2}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2]}))
+    assert config_from_folder(tmp_path).eos_token_ids == (2, 7)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=5), inner, max_size=2),
+    max_leaves=4,
+)
+KEYS = (
+    *BASE, "head_dim", "rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "layer_types", "eos_token_id",
+    "tie_word_embeddings", "use_sliding_window", "max_window_layers", "hidden_act", "original_max_position_embeddings",
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.dictionaries(st.sampled_from(KEYS), JSON, min_size=1, max_size=3), st.sampled_from(supported_architectures()))
+def test_any_value_reads_or_is_a_model_error(changes: dict[str, Any], architecture: str) -> None:
+    try:
+        config = config_from_dict({**BASE, "architectures": [architecture], **changes})
+    except ModelError:
+        return
+    assert 1 <= config.context_length <= MAX_CONTEXT
+    assert config.num_heads % config.num_kv_heads == 0 and config.head_dim % 2 == 0

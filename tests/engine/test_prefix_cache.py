@@ -1,0 +1,135 @@
+"""The prefix cache: what it finds was computed for exactly this prefix under exactly these weights."""
+
+import pytest
+
+from engine.kv_cache import PagePool
+from engine.prefix_cache import PrefixCache
+
+SIZE = 4
+
+
+def stored(cache: PrefixCache, token_ids: list[int], salt: str = "v1") -> list[int]:
+    """Compute `token_ids` in fresh pages, offer the full ones, and release all; returns the pages."""
+    pages = cache.pool.allocate(cache.pool.pages_for(len(token_ids)))
+    cache.insert(cache.chain(salt), token_ids, pages, 0, len(token_ids) // SIZE)
+    cache.pool.free(pages)
+    return pages
+
+
+@pytest.fixture
+def cache() -> PrefixCache:
+    return PrefixCache(PagePool(num_pages=17, page_size=SIZE))
+
+
+def test_match_returns_the_pages_of_the_shared_prefix_referenced(cache):
+    pages = stored(cache, list(range(12)))
+    found = cache.match([*range(8), 99, 98, 97, 96, 95], "v1")
+    assert found == pages[:2]
+    assert [cache.pool.count(page) for page in pages] == [1, 1, 0]
+
+
+@pytest.mark.parametrize(("length", "pages"), [(3, 0), (4, 0), (5, 1), (8, 1), (9, 2), (12, 2), (13, 3)])
+def test_match_leaves_at_least_one_token_to_compute(cache, length, pages):
+    stored(cache, list(range(12)))
+    assert len(cache.match(list(range(length)), "v1")) == pages
+
+
+def test_same_page_after_another_prefix_does_not_match(cache):
+    stored(cache, [1, 2, 3, 4, 5, 6, 7, 8])
+    assert cache.match([9, 9, 9, 9, 5, 6, 7, 8, 0], "v1") == []
+    assert cache.match([5, 6, 7, 8, 0], "v1") == []
+
+
+def test_other_weights_never_match(cache):
+    stored(cache, list(range(8)), salt="v1")
+    assert cache.match(list(range(9)), "v2") == []
+    assert len(cache.match(list(range(9)), "v1")) == 2
+
+
+def test_reset_empties_the_cache_and_refuses_pages_begun_before(cache):
+    tokens = list(range(8))
+    chain = cache.chain("v1")
+    pages = cache.pool.allocate(2)
+    cache.insert(chain, tokens, pages, 0, 1)
+    cache.reset()
+    assert len(cache) == 0 and cache.match(tokens, "v1") == []
+    cache.insert(chain, tokens, pages, 1, 2)
+    assert len(cache) == 0
+    assert cache.lookup(chain, tokens) == []
+    cache.pool.free(pages)
+    assert cache.pool.num_free == 16 and cache.problems() == []
+
+
+def test_reset_keeps_a_second_life_under_the_same_version_apart(cache):
+    # A version name that returns (a roll-back) must not revive what an older run of it began.
+    old = cache.chain("v1")
+    cache.reset()
+    cache.reset()
+    page = cache.pool.allocate(1)
+    cache.insert(old, list(range(4)), page, 0, 1)
+    assert cache.match(list(range(5)), "v1") == []
+
+
+def test_duplicate_prefix_keeps_the_first_page_and_leaves_the_second_private(cache):
+    first = stored(cache, list(range(8)))
+    second = cache.pool.allocate(2)
+    cache.insert(cache.chain("v1"), list(range(8)), second, 0, 2)
+    assert cache.match(list(range(9)), "v1") == first
+    cache.pool.free(second)
+    assert cache.pool.allocate(1)[0] in second and cache.evictions == 0
+
+
+def test_eviction_takes_the_least_recently_used_prefix_from_its_end(cache):
+    old = stored(cache, list(range(16)))
+    young = stored(cache, list(range(100, 116)))
+    cache.pool.free(cache.match(list(range(17)), "v1"))  # used again: now the younger of the two
+    cache.pool.allocate(8 + 1)
+    assert cache.evictions == 1
+    assert len(cache.lookup(cache.chain("v1"), list(range(17)))) == len(old)
+    assert cache.lookup(cache.chain("v1"), list(range(100, 117))) == young[:3]
+
+
+def test_pages_in_use_are_never_evicted(cache):
+    stored(cache, list(range(8)))
+    held = cache.match(list(range(9)), "v1")
+    cache.pool.allocate(14)
+    assert cache.pool.num_free == 0 and cache.evictions == 0
+    assert cache.lookup(cache.chain("v1"), list(range(9))) == held
+
+
+def test_evicted_parent_computed_again_finds_its_children(cache):
+    first, second = stored(cache, list(range(8)))
+    cache.forget([first])
+    assert cache.lookup(cache.chain("v1"), list(range(9))) == []
+    again = stored(cache, list(range(4)))
+    assert cache.lookup(cache.chain("v1"), list(range(9))) == [*again, second]
+
+
+def test_forgotten_pages_are_not_found_whoever_holds_them(cache):
+    pages = stored(cache, list(range(8)))
+    held = cache.match(list(range(9)), "v1")
+    cache.forget(held)
+    assert cache.match(list(range(9)), "v1") == [] and len(cache) == 0
+    cache.pool.free(held)
+    assert sorted(held) == sorted(pages) and cache.pool.num_free == 16
+    cache.pool.check()
+
+
+def test_queries_and_hits_count_tokens(cache):
+    stored(cache, list(range(8)))
+    cache.match(list(range(10)), "v1")
+    cache.match([7, 7, 7], "v1")
+    cache.lookup(cache.chain("v1"), list(range(10)))  # a look that nobody acted on
+    assert (cache.queries, cache.hits) == (13, 8)
+
+
+def test_any_version_name_makes_a_salt(cache):
+    # Names come over HTTP: JSON can carry a lone surrogate, which plain UTF-8 refuses.
+    stored(cache, list(range(4)), salt="\ud800")
+    assert len(cache.match(list(range(5)), "\ud800")) == 1
+
+
+def test_problems_names_a_page_that_the_pool_keeps_and_the_cache_does_not(cache):
+    page = cache.pool.allocate(1)[0]
+    cache.pool.keep(page)
+    assert cache.problems() == [f"pages kept but not cached, or the reverse: [{page}]"]

@@ -1,0 +1,451 @@
+"""Sampling against a plain per-row reference, and against itself in other batches."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+from engine import draw
+from engine.errors import RequestError
+from engine.request import GOLDEN, SamplingParams, mix64
+from engine.sampler import SamplingState, prompt_logprobs
+
+EOS = 2
+INF = math.inf
+
+
+def reference_logits(logits, params, prompt, outputs):
+    """Logits after penalties, bias and the min_tokens mask, token by token."""
+    counts = Counter(outputs)
+    adjusted = []
+    for token, x in enumerate(logits):
+        if token in counts or token in prompt:
+            x = x / params.repetition_penalty if x > 0 else x * params.repetition_penalty
+        x -= params.frequency_penalty * counts[token]
+        x -= params.presence_penalty if counts[token] else 0.0
+        x += (params.logit_bias or {}).get(token, 0.0)
+        if len(outputs) < params.min_tokens and (token in params.stop_token_ids or token == EOS):
+            x = -INF
+        adjusted.append(x)
+    return adjusted
+
+
+def reference_distribution(logits, params, prompt, outputs):
+    """{token: log-probability} of what may be drawn; None where rounding could decide what top-p or min-p keeps."""
+    x = reference_logits(logits, params, prompt, outputs)
+    temperature = params.temperature or 1.0
+    order = sorted(range(len(x)), key=lambda token: (-x[token], token))
+    weight = {token: math.exp((x[token] - x[order[0]]) / temperature) for token in order}
+    if not params.is_greedy:
+        order = order[: params.top_k or len(order)]
+        total, before, kept = math.fsum(weight[token] for token in order), 0.0, []
+        for token in order:
+            if params.top_p < 1 and abs(before / total - params.top_p) < 1e-6:
+                return None
+            if before / total >= params.top_p and params.top_p < 1:
+                break
+            before += weight[token]
+            kept.append(token)
+        if params.min_p and any(abs(weight[token] - params.min_p) < 1e-6 for token in kept if token != order[0]):
+            return None
+        order = [token for token in kept if weight[token] >= params.min_p]
+    total = math.fsum(weight[token] for token in order)
+    return {token: math.log(weight[token] / total) for token in order if weight[token] > 0}
+
+
+def state_of(params, prompt, outputs, vocab_size, seed=0, slot=1, **options):
+    state = SamplingState(4, vocab_size, eos_token_ids=(EOS,), **options)
+    state.set_slot(slot, params, seed, prompt, outputs)
+    return state
+
+
+def one(state, logits, position, slot=1):
+    """(token, TokenLogprob) of a batch of one row."""
+    result = state.sample(torch.as_tensor(logits, dtype=torch.float32)[None], [slot], [position])
+    return result.token_ids.item(), result.logprobs and result.logprobs[0]
+
+
+# A coarse grid of logits: exact in float32, and with the ties that bfloat16 gives a real model.
+some_logits = st.lists(st.integers(-64, 64).map(lambda i: i / 8), min_size=8, max_size=40)
+some_params = st.fixed_dictionaries(
+    {},
+    optional={
+        "temperature": st.sampled_from([0.0, 0.5, 1.0, 1.5, 3.0]),
+        "top_k": st.integers(0, 50),
+        "top_p": st.floats(0.05, 1.0),
+        "min_p": st.floats(0.0, 0.6),
+        "repetition_penalty": st.sampled_from([0.5, 1.0, 1.25, 2.0]),
+        "frequency_penalty": st.sampled_from([-2.0, 0.0, 0.25, 1.5]),
+        "presence_penalty": st.sampled_from([-1.0, 0.0, 0.5, 2.0]),
+        "logit_bias": st.dictionaries(st.integers(0, 7), st.sampled_from([-100.0, -1.5, 0.5, 4.0, 100.0])),
+        "stop_token_ids": st.lists(st.integers(0, 6), max_size=3),
+        "min_tokens": st.integers(0, 4),
+    },
+)
+some_ids = st.lists(st.integers(0, 7), max_size=6)
+
+
+@settings(max_examples=400, deadline=None)
+@given(some_logits, some_params, some_ids, some_ids, st.integers(-(2**63), 2**63 - 1))
+def test_distribution_is_the_reference(logits, fields, prompt, outputs, seed):
+    params = SamplingParams(**fields, logprobs=100)
+    expected = reference_distribution(logits, params, prompt, outputs)
+    assume(expected is not None)
+    state = state_of(params, prompt, outputs, len(logits), seed)
+    token, chosen = one(state, logits, len(prompt) + len(outputs))
+    assert list(chosen.top) == list(expected)
+    assert chosen.top == pytest.approx(expected, abs=2e-4)
+    assert chosen.token_id == token and chosen.logprob == chosen.top[token]
+    if params.is_greedy:
+        assert token == next(iter(expected))
+    x = reference_logits(logits, params, prompt, outputs)
+    assert chosen.rank == 1 + sum(y > x[token] for y in x)
+
+
+@settings(max_examples=60, deadline=None)
+@given(some_logits, some_params, some_ids, st.lists(st.integers(0, 7), min_size=1, max_size=6), st.integers(0, 5))
+def test_preempted_request_goes_on_as_if_it_had_not_been(logits, fields, prompt, outputs, recounted):
+    params = SamplingParams(**fields, logprobs=100)
+    whole = state_of(params, prompt, outputs, len(logits), seed=5)
+    resumed = state_of(params, prompt, outputs[:recounted], len(logits), seed=5, slot=3)
+    for token in outputs[recounted:]:
+        resumed.append(3, token)
+    position = len(prompt) + len(outputs)
+    assert one(whole, logits, position) == one(resumed, logits, position, slot=3)
+
+
+def test_slot_forgets_its_last_request():
+    logits = torch.zeros(1, 8)
+    params = SamplingParams(temperature=0.0, presence_penalty=1.0, logprobs=8)
+    state = state_of(params, [0], [1, 2], 8)
+    state.append(1, 3)
+    state.clear_slot(1)
+    assert not state.needs_sampler([1])
+    state.set_slot(1, params, 0, [0], [])
+    assert len(set(state.sample(logits, [1], [1]).logprobs[0].top.values())) == 1
+    state.append(1, 5)
+    top = state.sample(logits, [1], [2]).logprobs[0].top
+    assert [token for token in top if top[token] < max(top.values())] == [5]
+
+
+def python_uniform(key, position):
+    return (mix64(key + (position + 1) * GOLDEN) % 2**64 >> 11) * 2.0**-53
+
+
+@given(st.lists(st.tuples(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**40)), min_size=1, max_size=9))
+@example([(2**63 - 1, 0), (-(2**63), 1), (0, 0), (-1, 2**40)])
+def test_uniform_is_the_hash_of_key_and_position_alone(pairs):
+    keys, positions = (torch.tensor(column) for column in zip(*pairs, strict=True))
+    u = draw.uniform(keys, positions)
+    assert u.dtype == torch.float64
+    assert u.tolist() == [python_uniform(key, position) for key, position in pairs]
+    assert 0.0 <= u.min() and u.max() < 1.0
+
+
+def chi_square(counts, expected):
+    return sum((n - e) ** 2 / e for n, e in zip(counts, expected, strict=True))
+
+
+@pytest.mark.parametrize("along", ["positions", "seeds", "children"])
+def test_uniform_is_uniform_and_uncorrelated(along):
+    n = 65536
+    index = torch.arange(n)
+    if along == "positions":
+        u = draw.uniform(torch.full((n,), mix64(42)), index)
+    elif along == "seeds":
+        u = draw.uniform(torch.tensor([mix64(seed) for seed in range(n)]), torch.full((n,), 17))
+    else:
+        u = draw.uniform(torch.tensor([mix64(mix64(7 + k * GOLDEN)) for k in range(n)]), torch.full((n,), 17))
+    # 255 degrees of freedom: the mean is 255 and the deviation 22.6; 5 deviations is one in millions.
+    assert chi_square(torch.histc(u, 256, 0.0, 1.0).tolist(), [n / 256] * 256) < 368
+    pairs = torch.floor(u[:-1] * 16) * 16 + torch.floor(u[1:] * 16)
+    assert chi_square(torch.bincount(pairs.long(), minlength=256).tolist(), [(n - 1) / 256] * 256) < 368
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 9, "top_p": 0.9, "min_p": 0.02}], ids=str
+)
+def test_draws_follow_the_distribution(fields):
+    logits = [math.sin(3 * i) * 2 for i in range(30)]
+    params = SamplingParams(**fields, temperature=0.8)
+    expected = reference_distribution(logits, params, [], [])
+    state = SamplingState(1000, 30)
+    for slot in range(1000):
+        state.set_slot(slot, params, slot, [])
+    counts = Counter()
+    for position in range(20):
+        counts.update(state.sample(torch.tensor([logits] * 1000), range(1000), [position] * 1000).token_ids.tolist())
+    assert set(counts) <= set(expected)
+    degrees = len(expected) - 1
+    found = chi_square([counts[t] for t in expected], [math.exp(p) * 20000 for p in expected.values()])
+    assert found < degrees + 5 * math.sqrt(2 * degrees) + 5
+
+
+VARIED = [
+    SamplingParams(seed=1, logprobs=3),
+    SamplingParams(seed=2, top_p=0.9),
+    SamplingParams(seed=3, top_k=40, logprobs=0),
+    SamplingParams(seed=4, min_p=0.02),
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.0, logprobs=2),
+    SamplingParams(seed=5, top_k=1500, top_p=0.99, temperature=2.0),
+    SamplingParams(seed=6, presence_penalty=1.0, repetition_penalty=1.3, logit_bias={5: 3.0}),
+    SamplingParams(seed=7, top_p=0.999, temperature=4.0, logprobs=5),  # a nucleus wider than the candidates
+    SamplingParams(seed=8, min_tokens=500, max_tokens=None),
+]
+
+
+@pytest.mark.parametrize("part", [2**12, 2**26], ids=["many parts", "one part"])
+def test_row_is_drawn_the_same_in_every_batch(monkeypatch, part):
+    monkeypatch.setattr("engine.sampler._PART_NUMBERS", (part, part))
+    vocab_size, rows = 3000, len(VARIED)
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(rows, vocab_size, generator=generator) * 2).to(torch.bfloat16)
+    state = SamplingState(rows, vocab_size, eos_token_ids=(EOS,))
+    for slot, params in enumerate(VARIED):
+        state.set_slot(slot, params, params.seed or 0, [1, 2, 3], [4, 5])
+    positions = [5 + 7 * slot for slot in range(rows)]
+
+    def sampled(slots, padding=0):
+        batch = torch.cat([logits[slots], torch.full((padding, vocab_size), 3.0, dtype=torch.bfloat16)])
+        result = state.sample(batch, slots, [positions[slot] for slot in slots])
+        entries = zip(result.token_ids.tolist(), result.logprobs or [None] * len(slots), strict=True)
+        return dict(zip(slots, entries, strict=True))
+
+    alone = {slot: sampled([slot])[slot] for slot in range(rows)}
+    assert len({token for token, _ in alone.values()}) > 5
+    for seed in range(12):
+        order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed)).tolist()
+        some = order[: 1 + seed % rows]
+        assert sampled(some, padding=seed) == {slot: alone[slot] for slot in some}
+    assert sampled(list(range(rows))) == alone
+
+
+@pytest.mark.parametrize("vocab_size", [500, 3000])
+@pytest.mark.parametrize("top_p", [0.5, 0.97, 1.0])
+def test_large_vocabulary_is_truncated_as_the_reference(vocab_size, top_p):
+    logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(1)).tolist()
+    for top_k in (0, 100, 2000):
+        params = SamplingParams(top_p=top_p, top_k=top_k, temperature=3.0)
+        expected = reference_distribution(logits, params, [], [])
+        state = SamplingState(64, vocab_size)
+        for slot in range(64):
+            state.set_slot(slot, params, slot, [])
+        drawn = state.sample(torch.tensor([logits] * 64), range(64), range(64)).token_ids.tolist()
+        assert set(drawn) <= set(expected)
+        kept = draw.draw_truncated(*inputs(torch.tensor([logits]), params, 0.5), 0).kept
+        assert kept.item() == len(expected)
+
+
+def inputs(logits, params, u):
+    """What draw_truncated takes, for rows that share their parameters."""
+    z = (logits - logits.amax(1, keepdim=True)) / params.temperature
+    columns = [
+        torch.full((len(logits),), x, dtype=torch.float64) for x in (params.top_k, params.top_p, params.min_p, u)
+    ]
+    return z, draw.weights_of(z), *columns
+
+
+@pytest.mark.parametrize("u", [0.0, 2.0**-53, 0.5, 1 - 2.0**-53])
+@pytest.mark.parametrize("seed", range(5))
+def test_impossible_token_is_never_drawn(u, seed):
+    logits = torch.randn(64, 50, generator=torch.Generator().manual_seed(seed)) * 4
+    logits[torch.rand(64, 50, generator=torch.Generator().manual_seed(seed)) < 0.7] = -INF
+    logits[:, :10] = -INF
+    logits[:, -10:] = -INF
+    logits[:, 20] = 0.0
+    rows = torch.full((64,), u, dtype=torch.float64)
+    z, weights, *columns = inputs(logits, SamplingParams(top_p=0.999999), u)
+    for token_ids in (
+        draw.draw_whole(weights, None, rows).token_ids,
+        draw.draw_whole(weights, torch.zeros_like(rows), rows).token_ids,
+        draw.draw_truncated(z, weights, *columns, 0).token_ids,
+    ):
+        assert logits.gather(1, token_ids[:, None]).min() > -INF
+
+
+def test_the_ends_of_the_range_draw_the_first_and_the_last_token():
+    weights = torch.tensor([[0, 5, 7, 0, 1, 0]]).expand(3, 6)
+    u = torch.tensor([0.0, 5 / 13, 1 - 2.0**-53], dtype=torch.float64)
+    assert draw.draw_whole(weights, None, u).token_ids.tolist() == [1, 2, 4]
+    huge = torch.full((1, 1000), 2**40)  # u * total rounds: it may not reach past the end
+    assert draw.draw_whole(huge, None, u[2:]).token_ids.item() == 999
+
+
+def test_equal_logits_rank_by_id():
+    z = torch.tensor([[-1.0, 0.0, -1.0, 0.0, -INF, -0.0, -1e-40]])
+    for count in range(1, 8):
+        assert draw.ranked(z, count)[0].tolist() == [1, 3, 5, 6, 0, 2, 4][:count]
+
+
+@pytest.mark.parametrize("fields", [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 1e-5}], ids=str)
+def test_narrowest_truncation_is_greedy(fields):
+    logits = torch.randn(200, 97, generator=torch.Generator().manual_seed(3))
+    state = SamplingState(200, 97)
+    for slot in range(200):
+        state.set_slot(slot, SamplingParams(**fields), slot, [])
+    assert state.sample(logits, range(200), [9] * 200).token_ids.equal(logits.argmax(1))
+
+
+def test_seed_and_position_decide_and_negative_seeds_work():
+    logits = torch.zeros(1, 1000)
+    state = SamplingState(1, 1000)
+
+    def drawn(seed, position):
+        state.set_slot(0, SamplingParams(), seed, [])
+        return state.sample(logits, [0], [position]).token_ids.item()
+
+    seeds = [0, 1, -1, 2**63 - 1, -(2**63)]
+    assert len({drawn(seed, 3) for seed in seeds}) == 5
+    assert len({drawn(7, position) for position in range(6)}) >= 5
+    assert drawn(-1, 3) == drawn(-1, 3)
+
+
+@pytest.mark.parametrize("bad", [[math.nan, 0.0, 1.0], [INF, 0.0, 1.0], [-INF, -INF, -INF]], ids=str)
+@pytest.mark.parametrize("fields", [{"temperature": 0.0}, {}, {"top_p": 0.5}, {"top_k": 2}, {"min_p": 0.5}], ids=str)
+@pytest.mark.parametrize("mode", ["processed", "raw"])
+def test_row_without_a_distribution_is_marked_and_harms_no_other(bad, fields, mode):
+    state = SamplingState(3, 3, logprobs_mode=mode)
+    for slot in range(3):
+        state.set_slot(slot, SamplingParams(**fields, logprobs=2), 9, [])
+    good = [0.0, 1.0, 0.5]
+    result = state.sample(torch.tensor([good, bad, good]), [0, 1, 2], [4, 4, 4])
+    expected = state.sample(torch.tensor([good]), [0], [4])
+    tokens = result.token_ids.tolist()
+    assert tokens[1] == -1 and result.logprobs[1] is None
+    assert tokens[0] == tokens[2] == expected.token_ids.item()
+    assert result.logprobs[0] == result.logprobs[2] == expected.logprobs[0]
+
+
+def test_inactive_and_padded_rows_are_ignored_and_logits_are_not_written():
+    params = SamplingParams(repetition_penalty=2.0, logit_bias={1: 5.0}, min_tokens=3, stop_token_ids=[0], logprobs=0)
+    state = state_of(params, [0, 1], [], 6)
+    logits = torch.randn(4, 6)
+    logits[2:] = math.nan
+    before = logits.clone()
+    result = state.sample(logits, torch.tensor([1, 2, -1]), torch.tensor([2, 0, 0]))
+    assert logits.equal(before) or torch.equal(logits.nan_to_num(), before.nan_to_num())
+    assert result.token_ids.tolist()[1:] == [logits[1].argmax().item(), 0]
+    assert [entry is None for entry in result.logprobs] == [False, True, True]
+
+
+def test_min_tokens_bans_what_would_stop_until_there_are_enough():
+    logits = torch.tensor([[0.0, 1.0, 9.0, 8.0, 7.0]])  # 2 is end-of-text, 3 a stop token
+    params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=[3])
+    state = state_of(params, [0, 0, 0], [], 5)
+    assert state.needs_sampler([1])
+    assert [state.sample(logits, [1], [position]).token_ids.item() for position in (3, 4, 5)] == [4, 4, 2]
+    assert not state.needs_sampler([1])
+    state.set_slot(1, SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=[3], ignore_eos=True), 0, [0])
+    assert state.sample(logits, [1], [1]).token_ids.item() == 2
+    state.set_slot(1, params, 0, [0, 0, 0], [4, 4])
+    assert state.sample(logits, [1], [5]).token_ids.item() == 2
+
+
+@pytest.mark.parametrize(
+    "fields, needs",
+    [({"temperature": 0.0}, False), ({"temperature": 0.0, "top_p": 0.5, "top_k": 3, "min_p": 0.2}, False), ({}, True),
+     ({"temperature": 0.0, "logprobs": 0}, True), ({"temperature": 0.0, "logit_bias": {1: 1.0}}, True),
+     ({"temperature": 0.0, "frequency_penalty": 0.1}, True), ({"temperature": 0.0, "min_tokens": 1}, True),
+     ({"temperature": 0.0, "min_tokens": 1, "ignore_eos": True}, False)],
+    ids=str,
+)  # fmt: skip
+def test_needs_sampler_only_where_argmax_is_not_the_answer(fields, needs):
+    state = state_of(SamplingParams(**fields), [0], [], 5)
+    assert state.needs_sampler([0, 1]) is needs
+    assert state.needs_sampler(torch.tensor([1, -1])) is needs
+    assert not state.needs_sampler([0, 2, -1])
+
+
+def test_logprobs_are_given_to_the_rows_that_asked():
+    state = SamplingState(3, 6)
+    for slot, k in enumerate([None, 0, 2]):
+        state.set_slot(slot, SamplingParams(temperature=0.0, logprobs=k), 0, [])
+    logits = torch.tensor([[1.0, 2.0, 3.0, 3.0, 0.0, -INF]] * 3)
+    none, zero, two = state.sample(logits, [0, 1, 2], [0, 0, 0]).logprobs
+    expected = torch.log_softmax(logits[0], 0)
+    assert none is None
+    assert (zero.token_id, zero.rank, zero.top) == (2, 1, {})
+    assert zero.logprob == pytest.approx(expected[2].item(), abs=1e-6)
+    assert list(two.top) == [2, 3]
+    assert state.sample(logits[:1], [0], [0]).logprobs is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_raw_logprobs_are_of_the_untouched_logits(dtype):
+    params = SamplingParams(seed=3, temperature=0.5, top_k=4, logit_bias={7: 50.0}, presence_penalty=1.0, logprobs=5)
+    state = state_of(params, [1], [2, 3], 40, seed=3, logprobs_mode="raw")
+    logits = (torch.randn(1, 40, generator=torch.Generator().manual_seed(5)) * 3).to(dtype)
+    result = state.sample(logits, [1], [3])
+    expected = torch.log_softmax(logits.float(), 1)[0]
+    chosen = result.logprobs[0]
+    assert result.token_ids.item() == chosen.token_id == 7
+    assert chosen.logprob == pytest.approx(expected[7].item(), abs=1e-5)
+    assert chosen.rank == 1 + (expected > expected[7]).sum().item() > 1
+    assert list(chosen.top.values()) == pytest.approx(expected.topk(5).values.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [2**24, 100])
+def test_prompt_logprobs_are_the_log_softmax_of_the_targets(monkeypatch, chunk):
+    monkeypatch.setattr("engine.logprobs._CHUNK_NUMBERS", chunk)
+    logits = torch.randn(17, 60, generator=torch.Generator().manual_seed(2)) * 5
+    targets = torch.arange(17) * 3
+    entries = prompt_logprobs(logits, targets, 4)
+    expected = torch.log_softmax(logits, 1)
+    assert [entry.token_id for entry in entries] == targets.tolist()
+    for row, entry in enumerate(entries):
+        assert entry.logprob == pytest.approx(expected[row, targets[row]].item(), abs=1e-5)
+        assert entry.rank == 1 + (logits[row] > logits[row, targets[row]]).sum().item()
+        values, ids = expected[row].topk(4)
+        assert list(entry.top) == ids.tolist()
+        assert list(entry.top.values()) == pytest.approx(values.tolist(), abs=1e-5)
+    assert prompt_logprobs(logits, targets, 0)[0].top == {}
+    assert prompt_logprobs(logits[:0], targets[:0], 3) == []
+
+
+def test_peaked_distribution_still_names_the_runners_up():
+    logits = torch.tensor([[-50.0, 0.0, 60.0, -20.0, -10.0]])
+    (entry,) = prompt_logprobs(logits, torch.tensor([0]), 4)
+    assert list(entry.top) == [2, 1, 4, 3]
+    assert entry.logprob == pytest.approx(-110.0) and entry.rank == 5
+
+
+def test_counts_are_allocated_only_when_a_penalty_needs_them():
+    state = SamplingState(4, 8)
+    state.set_slot(0, SamplingParams(top_k=3, logprobs=1, logit_bias={1: 1.0}), 0, [1], [2])
+    state.append(0, 3)
+    state.sample(torch.zeros(1, 8), [0], [2])
+    assert state._counts._counts is None
+
+
+def test_impossible_slots_and_shapes_are_refused():
+    state = SamplingState(2, 8)
+    logits = torch.zeros(2, 8)
+    calls = [
+        lambda: state.set_slot(2, SamplingParams(), 0, []),
+        lambda: state.set_slot(-1, SamplingParams(), 0, []),
+        lambda: state.sample(logits, [0, 2], [0, 0]),
+        lambda: state.sample(logits, [-2, 0], [0, 0]),
+        lambda: state.sample(logits, [0, 1], [0]),
+        lambda: state.sample(logits[:1], [0, 1], [0, 0]),
+        lambda: state.sample(logits[:, :7], [0], [0]),
+        lambda: SamplingState(1, 8, logprobs_mode="x"),
+    ]
+    for bad in calls:
+        with pytest.raises(ValueError):
+            bad()
+
+
+def test_params_that_do_not_fit_the_vocabulary_are_refused_and_change_nothing():
+    state = SamplingState(1, 8, eos_token_ids=(7,))
+    for params, field in ((SamplingParams(stop_token_ids=[8]), "stop_token_ids"),
+                          (SamplingParams(logit_bias={8: 1.0}), "logit_bias"),
+                          (SamplingParams(stop_token_ids=list(range(7)), min_tokens=1),
+                           "stop_token_ids")):  # fmt: skip
+        with pytest.raises(RequestError) as error:
+            state.set_slot(0, params, 0, [])
+        assert error.value.param == field
+        assert not state.needs_sampler([0])

@@ -1,0 +1,365 @@
+"""What the scheduler chooses: order, token budget, pages and priorities."""
+
+import pytest
+
+from engine.errors import ConfigError, PromptTooLong
+from engine.kv_cache import PagePool
+from engine.prefix_cache import PrefixCache
+from engine.request import EngineRequest, Request, RequestState, SamplingParams
+from engine.scheduler import Scheduler, SchedulerConfig, SchedulerInvariantError
+
+PAGE = 4
+
+
+def make(pages=64, seqs=8, budget=64, context=256, max_waiting=None, cached=True, **kwargs) -> Scheduler:
+    """A scheduler over a pool of `pages` usable pages of 4 tokens."""
+    pool = PagePool(pages + 1, PAGE)
+    config = SchedulerConfig(
+        max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=context, max_waiting=max_waiting
+    )
+    return Scheduler(config, pool, PrefixCache(pool) if cached else None, **kwargs)
+
+
+def add(scheduler: Scheduler, name: str, prompt: int | list[int], max_tokens=8, priority=0, arrival=0.0, **params):
+    """Add a request; a prompt given as a length has tokens of its own, which no other prompt has."""
+    ids = [hash(name) % 10**6 + k for k in range(prompt)] if isinstance(prompt, int) else prompt
+    asked = EngineRequest(
+        request_id=name,
+        prompt_token_ids=ids,
+        params=SamplingParams(max_tokens=max_tokens, **params),
+        priority=priority,
+        arrival_time=arrival,
+        seed=0,
+    )
+    request = Request(asked)
+    scheduler.add(request)
+    return request
+
+
+def step(scheduler: Scheduler, finish: bool = True):
+    """One step as the loop does it; every request that samples gets token 7."""
+    batch = scheduler.schedule()
+    done = batch.decodes + [chunk.request for chunk in batch.prefills if chunk.is_last]
+    scheduler.complete(batch, {request.request_id: 7 for request in done})
+    for request in done:
+        if finish and len(request.token_ids) >= scheduler.token_limit(request):
+            scheduler.finish(request, RequestState.FINISHED, "length")
+    scheduler.check()
+    return batch
+
+
+def chunks(batch) -> list[tuple[str, int, int, bool]]:
+    return [(chunk.request.request_id, chunk.start, chunk.length, chunk.is_last) for chunk in batch.prefills]
+
+
+def names(requests) -> list[str]:
+    return [request.request_id for request in requests]
+
+
+# --- steps and the token budget ---
+
+
+def test_prompt_is_prefilled_then_decoded_to_its_end():
+    scheduler = make()
+    request = add(scheduler, "a", 10, max_tokens=3)
+    assert request.state is RequestState.WAITING and scheduler.num_waiting == 1
+    batch = step(scheduler)
+    assert chunks(batch) == [("a", 0, 10, True)] and names(batch.admitted) == ["a"] and not batch.is_decode_only
+    assert request.state is RequestState.RUNNING and request.num_computed == 10 and request.output_len == 1
+    assert step(scheduler).is_decode_only
+    assert step(scheduler).num_tokens == 1
+    assert request.state is RequestState.FINISHED and request.token_ids[10:] == [7, 7, 7]
+    assert not scheduler.has_work and scheduler.ended == {"length": 1}
+    assert not scheduler.schedule()
+    scheduler.idle_check()
+
+
+def test_long_prompt_is_chunked_under_the_budget_and_goes_on_before_new_ones():
+    scheduler = make(budget=8)
+    add(scheduler, "long", 20)
+    add(scheduler, "next", 6)
+    assert chunks(step(scheduler)) == [("long", 0, 8, False)]
+    assert chunks(step(scheduler)) == [("long", 8, 8, False)]
+    assert chunks(step(scheduler)) == [("long", 16, 4, True), ("next", 0, 4, False)]
+    batch = step(scheduler)
+    assert names(batch.decodes) == ["long"] and chunks(batch) == [("next", 4, 2, True)]
+
+
+def test_decodes_come_first_and_cost_one_token_each():
+    scheduler = make(budget=8, seqs=4)
+    for name in "abc":
+        add(scheduler, name, 2)
+    step(scheduler)
+    add(scheduler, "long", 40)
+    batch = step(scheduler)
+    assert names(batch.decodes) == ["a", "b", "c"] and chunks(batch) == [("long", 0, 5, False)]
+    assert batch.num_tokens == 8 and batch.num_prefill_tokens == 5
+
+
+def test_prefill_keeps_a_token_even_when_the_budget_is_one_per_slot():
+    scheduler = make(budget=2, seqs=2)
+    add(scheduler, "a", 2)
+    step(scheduler)
+    add(scheduler, "b", 3)
+    batch = step(scheduler)
+    assert names(batch.decodes) == ["a"] and chunks(batch) == [("b", 0, 1, False)]
+
+
+def test_last_token_of_a_prompt_is_a_decode():
+    scheduler = make(budget=8)
+    one = add(scheduler, "one", 1)
+    batch = step(scheduler)
+    assert names(batch.decodes) == ["one"] and names(batch.admitted) == ["one"] and one.output_len == 1
+    scheduler.abort("one")
+    add(scheduler, "nine", 9)
+    assert chunks(step(scheduler)) == [("nine", 0, 8, False)]
+    batch = step(scheduler)
+    assert names(batch.decodes) == ["nine"] and batch.is_decode_only
+
+
+def test_first_schedule_is_stamped_once():
+    times = iter([5.0, 6.0])
+    scheduler = make(clock=lambda: next(times), weight_version="w1")
+    request = add(scheduler, "a", 4)
+    step(scheduler)
+    scheduler.preempt_all()
+    step(scheduler)
+    assert request.first_scheduled_time == 5.0 and request.weight_version == "w1"
+
+
+def test_prompt_only_request_ends_without_a_token():
+    scheduler = make()
+    request = add(scheduler, "a", 8, max_tokens=0)
+    batch = scheduler.schedule()
+    assert chunks(batch) == [("a", 0, 8, True)] and len(request.pages) == 2
+    scheduler.complete(batch, {"a": None})
+    assert request.output_len == 0 and scheduler.token_limit(request) == 8
+    scheduler.finish(request, RequestState.FINISHED, "length")
+    scheduler.idle_check()
+
+
+# --- order ---
+
+
+def test_waiting_requests_go_by_priority_then_arrival_then_order_of_add():
+    scheduler = make(seqs=1, budget=64)
+    for name, priority, arrival in (("d", 1, 0.0), ("b", 0, 2.0), ("c", 0, 2.0), ("a", 0, 1.0)):
+        add(scheduler, name, 4, max_tokens=1, priority=priority, arrival=arrival)
+    assert [names(step(scheduler).admitted) for _ in range(4)] == [["a"], ["b"], ["c"], ["d"]]
+
+
+def test_smaller_request_does_not_overtake_a_head_that_lacks_pages():
+    scheduler = make(pages=8)
+    add(scheduler, "running", 16, max_tokens=8)
+    step(scheduler)
+    add(scheduler, "big", 20, max_tokens=1, arrival=1.0)
+    small = add(scheduler, "small", 2, max_tokens=1, arrival=2.0)
+    for _ in range(6):
+        assert names(step(scheduler).decodes) == ["running"]
+    assert small.state is RequestState.WAITING
+    assert names(step(scheduler).decodes) == ["running"]  # its last
+    assert names(step(scheduler).admitted) == ["big", "small"]
+
+
+def test_blocked_head_enters_as_soon_as_pages_return():
+    scheduler = make(pages=8, seqs=4)
+    for name in "ab":
+        add(scheduler, name, 14, max_tokens=3)
+    head = add(scheduler, "head", 14, max_tokens=3, arrival=1.0)
+    step(scheduler)
+    step(scheduler)
+    assert head.slot is None
+    scheduler.abort("a")
+    assert names(step(scheduler).admitted) == ["head"]
+
+
+def test_aborting_a_blocked_head_lets_the_next_in():
+    scheduler = make(pages=8)
+    add(scheduler, "running", 16)
+    step(scheduler)
+    add(scheduler, "big", 20, max_tokens=1, arrival=1.0)
+    add(scheduler, "small", 2, max_tokens=1, arrival=2.0)
+    step(scheduler)
+    scheduler.abort("big")
+    assert names(step(scheduler).admitted) == ["small"]
+
+
+# --- pages ---
+
+
+def test_requests_that_fit_together_to_their_end_run_together():
+    scheduler = make(pages=4)
+    add(scheduler, "a", 4, max_tokens=5)
+    add(scheduler, "b", 4, max_tokens=5)
+    assert names(step(scheduler).admitted) == ["a", "b"]
+    while scheduler.has_work:
+        assert len(step(scheduler).decodes) == 2
+    assert scheduler.num_preemptions == 0
+
+
+def test_pool_is_filled_to_its_last_page_and_no_further():
+    scheduler = make(pages=3)
+    request = add(scheduler, "a", 4, max_tokens=9)  # the KV of 12 tokens: the last one's is never stored
+    for _ in range(9):
+        step(scheduler)
+    assert request.state is RequestState.FINISHED and request.output_len == 9
+    with pytest.raises(PromptTooLong, match="4 prompt tokens and max_tokens=10 need 4 pages of 4 tokens, .* has 3"):
+        add(scheduler, "b", 4, max_tokens=10)
+
+
+def test_decode_without_a_page_preempts_the_last_in_order_which_keeps_its_place():
+    scheduler = make(pages=8, cached=False)
+    first = add(scheduler, "first", 8, max_tokens=20)
+    last = add(scheduler, "last", 8, max_tokens=12, arrival=1.0)
+    later = add(scheduler, "later", 4, max_tokens=4, arrival=2.0)
+    batch = step(scheduler)
+    assert names(batch.admitted) == ["first", "last"]
+    while not batch.preempted:
+        batch = step(scheduler)
+    assert names(batch.preempted) == ["last"] and names(batch.decodes) == ["first"]
+    assert last.state is RequestState.PREEMPTED and last.pages == [] and last.slot is None and last.num_computed == 0
+    outputs = last.output_len
+    assert outputs > 0 and scheduler.num_waiting == 2
+    while first.state is RequestState.RUNNING:
+        assert later.slot is None
+        step(scheduler)
+    batch = step(scheduler)
+    assert names(batch.admitted)[0] == "last" and batch.prefills[0].length == 8 + outputs
+    while scheduler.has_work:
+        step(scheduler)
+    assert last.output_len == 12 and last.state is RequestState.FINISHED
+    scheduler.idle_check()
+
+
+def test_preempted_request_waits_until_it_will_not_be_thrown_out_at_once():
+    scheduler = make(pages=16, cached=False, context=64)
+    for number in range(4):
+        add(scheduler, f"r{number}", 8, max_tokens=40, arrival=float(number))
+    while scheduler.has_work:
+        step(scheduler)
+    assert 0 < scheduler.num_preemptions <= 6
+    scheduler.idle_check()
+
+
+def test_unbounded_request_may_grow_to_the_whole_pool_and_is_not_refused():
+    scheduler = make(pages=3, context=256)
+    request = add(scheduler, "a", 12, max_tokens=None)
+    assert scheduler.token_limit(request) == 13
+    step(scheduler)
+    assert request.state is RequestState.FINISHED
+    with pytest.raises(PromptTooLong):
+        add(scheduler, "b", 13, max_tokens=None)
+
+
+def test_unbounded_request_is_limited_by_the_context():
+    scheduler = make(context=20)
+    assert scheduler.token_limit(add(scheduler, "a", 19, max_tokens=None)) == 20
+    with pytest.raises(PromptTooLong, match="context of 20"):
+        add(scheduler, "b", 20, max_tokens=None)
+
+
+@pytest.mark.parametrize(("prompt", "max_tokens", "param"), [(10, 11, "max_tokens"), (21, 0, "prompt_token_ids")])
+def test_request_beyond_the_context_is_refused_at_once_and_names_the_field(prompt, max_tokens, param):
+    scheduler = make(context=20)
+    with pytest.raises(PromptTooLong) as caught:
+        add(scheduler, "a", prompt, max_tokens=max_tokens)
+    assert caught.value.param == param and not scheduler.has_work
+    add(scheduler, "a", prompt - 1, max_tokens=max_tokens)
+
+
+def test_request_at_its_limit_that_nobody_finishes_is_an_error_not_a_hang():
+    scheduler = make(pages=2)
+    add(scheduler, "a", 4, max_tokens=None)
+    with pytest.raises(SchedulerInvariantError, match="outgrew its limit of 9 tokens"):
+        for _ in range(9):
+            step(scheduler, finish=False)
+
+
+# --- priorities ---
+
+
+def test_higher_priority_takes_a_slot_from_the_last_lower_one():
+    scheduler = make(seqs=2)
+    add(scheduler, "low", 4, priority=1)
+    lower = add(scheduler, "lower", 4, priority=2)
+    step(scheduler)
+    add(scheduler, "high", 4, priority=0)
+    batch = step(scheduler)
+    assert names(batch.preempted) == ["lower"] and names(batch.admitted) == ["high"]
+    assert names(batch.decodes) == ["low"] and lower.state is RequestState.PREEMPTED
+
+
+def test_same_priority_never_preempts_on_arrival():
+    scheduler = make(seqs=1)
+    add(scheduler, "first", 4, arrival=5.0)
+    step(scheduler)
+    add(scheduler, "earlier", 4, arrival=1.0)
+    batch = step(scheduler)
+    assert names(batch.decodes) == ["first"] and not batch.preempted
+
+
+def test_higher_priority_preempts_nobody_when_it_fits_beside_them():
+    scheduler = make()
+    add(scheduler, "low", 4, priority=1)
+    step(scheduler)
+    add(scheduler, "high", 4, priority=0)
+    batch = step(scheduler)
+    assert not batch.preempted and names(batch.decodes) == ["low"] and chunks(batch) == [("high", 0, 4, True)]
+
+
+def test_nobody_is_preempted_if_that_would_not_make_enough_room():
+    scheduler = make(pages=10)
+    add(scheduler, "equal", 20, max_tokens=4, priority=0)
+    add(scheduler, "low", 8, max_tokens=1 + PAGE, priority=1)
+    step(scheduler)
+    add(scheduler, "high", 28, max_tokens=4, priority=0, arrival=1.0)
+    batch = step(scheduler)
+    assert not batch.preempted and names(batch.decodes) == ["equal", "low"]
+
+
+def test_urgent_request_does_not_count_pages_that_outlive_their_victim():
+    scheduler = make(pages=8, seqs=4)
+    shared = list(range(12))
+    add(scheduler, "keeper", [*shared, 50], max_tokens=3, priority=0)
+    step(scheduler)
+    add(scheduler, "sharer", [*shared, 60], max_tokens=3, priority=1)
+    step(scheduler)
+    assert scheduler.pool.num_in_use == 5
+    add(scheduler, "high", 17, max_tokens=3, priority=0, arrival=1.0)  # 5 pages; only 3 free + 1 of the sharer's own
+    assert not step(scheduler).preempted
+    scheduler.check()
+
+
+def test_urgent_request_enters_on_the_pages_its_victim_shared_with_it():
+    scheduler = make(pages=6, seqs=1)
+    shared = list(range(12))
+    add(scheduler, "low", [*shared, 50], max_tokens=10, priority=1)
+    step(scheduler)
+    high = add(scheduler, "high", [*shared, 60], max_tokens=10, priority=0)
+    batch = step(scheduler)
+    assert names(batch.preempted) == ["low"] and names(batch.decodes) == ["high"] and high.cached_tokens == 12
+
+
+def test_several_urgent_requests_do_not_preempt_beyond_the_token_budget():
+    scheduler = make(seqs=4, budget=8)
+    for name in "abcd":
+        add(scheduler, name, 2, max_tokens=50, priority=1)
+    step(scheduler)
+    for name in "wxyz":
+        add(scheduler, name, 30, priority=0)
+    batch = step(scheduler)
+    assert names(batch.admitted) == ["w"] and names(batch.preempted) == ["d"]
+    assert names(step(scheduler).preempted) == []
+
+
+# --- config ---
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"max_num_seqs": 0}, {"max_waiting": 0}, {"max_num_batched_tokens": 7, "max_num_seqs": 8}, {"max_model_len": -1}],
+)
+def test_config_refuses_what_cannot_be_meant(wrong):
+    right = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 64}
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        SchedulerConfig(**{**right, **wrong})

@@ -1,0 +1,273 @@
+"""What a request leaves behind: cached prefixes, freed slots and pages, and exactly one end."""
+
+import pytest
+
+from engine.errors import EngineError, QueueFull, RequestError
+from engine.kv_cache import PagePool
+from engine.prefix_cache import PrefixCache
+from engine.request import EngineRequest, Request, RequestState, SamplingParams
+from engine.scheduler import Scheduler, SchedulerConfig, SchedulerInvariantError
+
+PAGE = 4
+
+
+def make(pages=64, seqs=8, budget=64, context=256, max_waiting=None, cached=True, **kwargs) -> Scheduler:
+    """A scheduler over a pool of `pages` usable pages of 4 tokens."""
+    pool = PagePool(pages + 1, PAGE)
+    config = SchedulerConfig(
+        max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=context, max_waiting=max_waiting
+    )
+    return Scheduler(config, pool, PrefixCache(pool) if cached else None, **kwargs)
+
+
+def add(scheduler: Scheduler, name: str, prompt: int | list[int], max_tokens=8, priority=0, arrival=0.0, **params):
+    """Add a request; a prompt given as a length has tokens of its own, which no other prompt has."""
+    ids = [hash(name) % 10**6 + k for k in range(prompt)] if isinstance(prompt, int) else prompt
+    asked = EngineRequest(
+        request_id=name,
+        prompt_token_ids=ids,
+        params=SamplingParams(max_tokens=max_tokens, **params),
+        priority=priority,
+        arrival_time=arrival,
+        seed=0,
+    )
+    request = Request(asked)
+    scheduler.add(request)
+    return request
+
+
+def step(scheduler: Scheduler, finish: bool = True):
+    """One step as the loop does it; every request that samples gets token 7."""
+    batch = scheduler.schedule()
+    done = batch.decodes + [chunk.request for chunk in batch.prefills if chunk.is_last]
+    scheduler.complete(batch, {request.request_id: 7 for request in done})
+    for request in done:
+        if finish and len(request.token_ids) >= scheduler.token_limit(request):
+            scheduler.finish(request, RequestState.FINISHED, "length")
+    scheduler.check()
+    return batch
+
+
+def chunks(batch) -> list[tuple[str, int, int, bool]]:
+    return [(chunk.request.request_id, chunk.start, chunk.length, chunk.is_last) for chunk in batch.prefills]
+
+
+def names(requests) -> list[str]:
+    return [request.request_id for request in requests]
+
+
+# --- prefix cache ---
+
+
+def test_second_prompt_skips_the_cached_pages():
+    scheduler = make()
+    first = add(scheduler, "a", list(range(12)), max_tokens=1)
+    step(scheduler)
+    second = add(scheduler, "b", [*range(8), 90, 91, 92], max_tokens=1)
+    assert chunks(step(scheduler)) == [("b", 8, 3, True)]
+    assert (first.cached_tokens, second.cached_tokens) == (0, 8)
+    assert (scheduler.prefix_cache.queries, scheduler.prefix_cache.hits) == (23, 8)
+
+
+def test_outputs_are_cached_for_the_next_turn_but_never_an_uncomputed_token():
+    scheduler = make()
+    first = add(scheduler, "a", list(range(6)), max_tokens=3)
+    for _ in range(3):
+        step(scheduler)
+    assert first.output_len == 3
+    second = add(scheduler, "b", [*range(6), 7, 7, 7, 1], max_tokens=1)
+    step(scheduler)
+    assert second.cached_tokens == 8  # tokens 0..5, 7, 7; the third 7 was sampled, its KV never computed
+    assert len(scheduler.prefix_cache) == 2
+
+
+def test_pages_of_a_prompt_under_way_hold_only_computed_tokens():
+    scheduler = make(budget=8)
+    add(scheduler, "a", list(range(30)))
+    scheduler.schedule()
+    assert len(scheduler.prefix_cache) == 0
+    step(scheduler)
+    assert len(scheduler.prefix_cache) == 2
+
+
+def test_prompt_logprobs_compute_every_prompt_token():
+    scheduler = make()
+    add(scheduler, "a", list(range(12)), max_tokens=1)
+    step(scheduler)
+    asking = add(scheduler, "b", list(range(12)), max_tokens=1, prompt_logprobs=0)
+    assert chunks(step(scheduler)) == [("b", 0, 12, True)] and asking.cached_tokens == 0
+
+
+def test_preempted_request_finds_its_own_pages_again_without_counting_as_a_hit():
+    scheduler = make()
+    request = add(scheduler, "a", 12, max_tokens=20)
+    step(scheduler)
+    assert scheduler.preempt_all() == [request]
+    batch = step(scheduler)
+    assert names(batch.decodes) == ["a"] and not batch.prefills
+    assert request.cached_tokens == 0 and scheduler.prefix_cache.hits == 0
+
+
+def test_no_kv_crosses_a_change_of_weights():
+    scheduler = make(weight_version="v1")
+    add(scheduler, "done", list(range(12)), max_tokens=1)
+    running = add(scheduler, "running", list(range(50, 58)), max_tokens=20)
+    step(scheduler)
+    scheduler.set_weight_version("v2")
+    for _ in range(6):
+        step(scheduler)
+    assert len(scheduler.prefix_cache) == 0  # what `running` computes now rests on old KV
+    assert running.weight_version == "v1"
+    fresh = add(scheduler, "fresh", list(range(12)), max_tokens=1)
+    again = add(scheduler, "again", running.token_ids[:12], max_tokens=1)
+    step(scheduler)
+    assert fresh.cached_tokens == again.cached_tokens == 0 and fresh.weight_version == "v2"
+    scheduler.set_weight_version("v1")  # a roll-back to the name that `running` was admitted under
+    for _ in range(6):
+        step(scheduler)
+    assert len(scheduler.prefix_cache) == 0
+
+
+def test_recomputed_requests_belong_to_the_new_weights():
+    scheduler = make(weight_version="v1")
+    request = add(scheduler, "a", 12, max_tokens=20)
+    step(scheduler)
+    scheduler.preempt_all()
+    scheduler.set_weight_version("v2")
+    assert chunks(step(scheduler)) == [("a", 0, 13, True)]
+    assert request.weight_version == "v2" and len(scheduler.prefix_cache) == 3
+
+
+def test_failed_request_takes_its_pages_out_of_the_cache():
+    scheduler = make()
+    request = add(scheduler, "a", list(range(12)))
+    step(scheduler)
+    scheduler.finish(request, RequestState.FAILED, "error")
+    assert len(scheduler.prefix_cache) == 0
+    scheduler.idle_check()
+
+
+# --- ends ---
+
+
+def test_abort_works_waiting_running_and_preempted_and_says_so_once():
+    scheduler = make(seqs=1)
+    running = add(scheduler, "running", 4)
+    waiting = add(scheduler, "waiting", 4, arrival=1.0)
+    step(scheduler)
+    assert scheduler.abort("waiting") and scheduler.abort("running")
+    preempted = add(scheduler, "preempted", 4)
+    step(scheduler)
+    scheduler.preempt_all()
+    assert preempted.state is RequestState.PREEMPTED and scheduler.abort("preempted")
+    assert {request.state for request in (running, waiting, preempted)} == {RequestState.ABORTED}
+    assert not scheduler.abort("running") and not scheduler.abort("never heard of")
+    assert scheduler.ended == {"abort": 3}
+    scheduler.idle_check()
+
+
+def test_abort_between_schedule_and_complete_is_skipped_even_if_the_id_is_used_again():
+    scheduler = make()
+    decoding = add(scheduler, "decoding", 4)
+    step(scheduler)
+    filling = add(scheduler, "filling", 12)
+    batch = scheduler.schedule()
+    scheduler.abort("decoding")
+    scheduler.abort("filling")
+    again = add(scheduler, "decoding", 4)
+    scheduler.complete(batch, {"decoding": 7, "filling": 7})
+    assert decoding.output_len == 1 and filling.output_len == 0 and again.output_len == 0
+    assert scheduler.get("decoding") is again
+    scheduler.check()
+
+
+def test_slots_are_distinct_and_come_back():
+    scheduler = make(seqs=3)
+    requests = [add(scheduler, name, 2) for name in "abcd"]
+    step(scheduler)
+    assert [request.slot for request in requests] == [0, 1, 2, None]
+    scheduler.abort("b")
+    step(scheduler)
+    assert requests[3].slot == 1
+
+
+def test_queue_refuses_beyond_its_bound_and_keeps_what_it_has():
+    scheduler = make(seqs=1, max_waiting=2)
+    add(scheduler, "a", 2)
+    add(scheduler, "b", 2)
+    with pytest.raises(QueueFull, match="2 requests wait already, the bound is 2"):
+        add(scheduler, "c", 2)
+    step(scheduler)
+    add(scheduler, "c", 2)
+    assert names(scheduler.requests()) == ["a", "b", "c"] and scheduler.num_waiting == 2
+
+
+def test_add_refuses_an_id_in_use_an_empty_prompt_and_a_used_record():
+    scheduler = make()
+    request = add(scheduler, "a", 2)
+    for prompt, param in ((2, "request_id"), ([], "prompt_token_ids")):
+        with pytest.raises(RequestError) as caught:
+            add(scheduler, "a" if param == "request_id" else "b", prompt)
+        assert caught.value.param == param
+    scheduler.abort("a")
+    with pytest.raises(SchedulerInvariantError, match="give add\\(\\) a new record"):
+        scheduler.add(request)
+
+
+def test_finish_refuses_what_is_not_live_or_not_final_and_changes_nothing():
+    scheduler = make()
+    request = add(scheduler, "a", 2)
+    with pytest.raises(EngineError, match="can't go from waiting to finished"):
+        scheduler.finish(request, RequestState.FINISHED)
+    with pytest.raises(SchedulerInvariantError, match="needs a final state"):
+        scheduler.finish(request, RequestState.PREEMPTED)
+    step(scheduler)
+    scheduler.finish(request, RequestState.FINISHED)
+    with pytest.raises(SchedulerInvariantError, match="not live"):
+        scheduler.finish(request, RequestState.FINISHED)
+    assert scheduler.ended == {"finished": 1}
+
+
+def test_batch_is_completed_once():
+    scheduler = make()
+    add(scheduler, "a", 2)
+    batch = step(scheduler)
+    with pytest.raises(SchedulerInvariantError, match="completed before"):
+        scheduler.complete(batch, {"a": 7})
+
+
+def test_batch_of_an_earlier_schedule_is_refused_once_its_requests_moved_on():
+    scheduler = make(budget=8)
+    add(scheduler, "a", 20)
+    stale = scheduler.schedule()
+    step(scheduler)
+    with pytest.raises(SchedulerInvariantError, match="not at 0"):
+        scheduler.complete(stale, {})
+
+
+def test_request_left_without_a_token_is_an_error_not_a_hang():
+    scheduler = make()
+    add(scheduler, "a", 2)
+    scheduler.complete(scheduler.schedule(), {})
+    with pytest.raises(SchedulerInvariantError, match="has nothing to compute"):
+        scheduler.schedule()
+
+
+def test_idle_check_lists_every_leak_at_once():
+    scheduler = make(seqs=2)
+    add(scheduler, "live", 4)
+    step(scheduler)
+    lost = scheduler.pool.allocate(1)[0]
+    scheduler._free_slots.clear()
+    with pytest.raises(SchedulerInvariantError) as caught:
+        scheduler.idle_check()
+    for leak in ("'live'", "3 of 64 pages", "2 slots", "slots free and held", f"page {lost} counts 1 references"):
+        assert leak in str(caught.value)
+
+
+def test_leaked_page_that_blocks_an_idle_engine_is_an_error_not_a_hang():
+    scheduler = make(pages=4)
+    scheduler.pool.allocate(1)
+    add(scheduler, "a", 14, max_tokens=2)
+    with pytest.raises(SchedulerInvariantError, match="can't enter an idle engine"):
+        scheduler.schedule()

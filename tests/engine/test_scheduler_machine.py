@@ -1,0 +1,291 @@
+"""Random workloads on a real scheduler, pool and prefix cache, with page contents simulated beside them.
+
+The simulation writes into every page what a model would: a value that depends on the token, the weights and all
+values before it. So a page that is shared wrongly, lent twice, left unwritten, or reused across weight versions shows
+up as a wrong value, and a request that was preempted must still end with the tokens it would have given alone.
+"""
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.errors import PromptTooLong, QueueFull
+from engine.kv_cache import PagePool
+from engine.prefix_cache import PrefixCache
+from engine.request import EngineRequest, Request, RequestState, SamplingParams
+from engine.scheduler import Scheduler, SchedulerConfig
+
+VOCAB = 3  # few tokens, so that prompts often begin alike
+MAX_WAITING = 8
+
+
+def value_after(value: int, token: int, weights: int) -> int:
+    """The simulated KV of a token, given the KV before it."""
+    return hash((value, token, weights))
+
+
+def sampled(value: int) -> int:
+    return value % VOCAB
+
+
+class Simulation:
+    """A scheduler driven as the loop drives it, over simulated page contents."""
+
+    def __init__(self, num_pages: int, page_size: int, config: SchedulerConfig, cached: bool = True):
+        self.pool = PagePool(num_pages, page_size)
+        self.cache = PrefixCache(self.pool) if cached else None
+        self.scheduler = Scheduler(config, self.pool, self.cache, weight_version="0")
+        self.weights = 0
+        self.cells: dict[tuple[int, int], int] = {}
+        self.values: dict[Request, list[int]] = {}  # what each running request must find in its pages
+        self.first_weights: dict[Request, int] = {}
+        self.accepted: list[Request] = []
+        self.order: dict[Request, tuple[int, float, int]] = {}
+
+    def add(self, prompt: list[int], priority: int, params: SamplingParams, arrival: float) -> Request:
+        number = len(self.accepted)
+        asked = EngineRequest(
+            request_id=f"r{number}",
+            prompt_token_ids=prompt,
+            params=params,
+            priority=priority,
+            arrival_time=arrival,
+            seed=0,
+        )
+        request = Request(asked)
+        self.scheduler.add(request)
+        self.accepted.append(request)
+        self.order[request] = (priority, arrival, number)
+        return request
+
+    def step(self, abort_amid: Request | None = None, fails: bool = False) -> None:
+        """schedule, run, complete, finish; or a run that fails and takes its requests along."""
+        batch = self.scheduler.schedule()
+        self.check_batch(batch)
+        work = [(request, request.num_computed, 1, True) for request in batch.decodes]
+        work += [(chunk.request, chunk.start, chunk.length, chunk.is_last) for chunk in batch.prefills]
+        self.write(batch.admitted, work)
+        new_tokens = {
+            request.request_id: sampled(self.values[request][-1]) for request, _, _, is_last in work if is_last
+        }
+        if fails:
+            for request, *_ in work:
+                self.scheduler.finish(request, RequestState.FAILED, "error")
+            return
+        if abort_amid is not None:
+            self.scheduler.abort(abort_amid.request_id)
+        self.scheduler.complete(batch, new_tokens)
+        for request, *_ in work:
+            if request.slot is not None and len(request.token_ids) >= self.scheduler.token_limit(request):
+                self.scheduler.finish(request, RequestState.FINISHED, "length")
+
+    def write(self, admitted: list[Request], work: list[tuple[Request, int, int, bool]]) -> None:
+        size = self.pool.page_size
+        for request in admitted:
+            assert request.weight_version == str(self.weights)
+            values = [0]
+            for token in request.token_ids[: request.num_computed]:
+                values.append(value_after(values[-1], token, self.weights))
+            self.values[request] = values
+            self.first_weights.setdefault(request, self.weights)
+        for request, start, length, _ in work:
+            values = self.values[request]
+            assert len(values) == start + 1
+            for position in range(start, start + length):
+                values.append(value_after(values[-1], request.token_ids[position], self.weights))
+                self.cells[request.pages[position // size], position % size] = values[-1]
+        for request, start, length, _ in work:  # after all writes, as a layer appends for all before it attends
+            for position in range(start + length):
+                cell = self.cells.get((request.pages[position // size], position % size))
+                assert cell == self.values[request][position + 1], f"{request!r} reads wrong KV at {position}"
+
+    def check_batch(self, batch) -> None:
+        scheduler, config = self.scheduler, self.scheduler.config
+        scheduler.check()
+        assert bool(batch) == scheduler.has_work, "a step with live requests computes something"
+        assert batch.num_tokens <= config.max_num_batched_tokens
+        listed = batch.decodes + [chunk.request for chunk in batch.prefills]
+        assert len(set(listed)) == len(listed)
+        assert all(request.state is RequestState.RUNNING for request in [*listed, *batch.admitted])
+        assert all(request.state is RequestState.PREEMPTED for request in batch.preempted)
+        assert all(request.num_computed == len(request.token_ids) - 1 for request in batch.decodes)
+        assert all(request.num_computed < len(request.pages) * self.pool.page_size for request in batch.decodes)
+        for chunk in batch.prefills:
+            left = len(chunk.request.token_ids) - chunk.start
+            assert chunk.start == chunk.request.num_computed and 1 <= chunk.length <= left
+            assert chunk.is_last == (chunk.length == left)
+        running = [request for request in scheduler.requests() if request.slot is not None]
+        decoding = [r for r in running if r.num_computed == len(r.token_ids) - 1 and r not in batch.admitted]
+        assert set(decoding) <= set(batch.decodes), "a running decode never misses a step"
+        self.check_order(batch, running)
+
+    def check_order(self, batch, running: list[Request]) -> None:
+        waiting = sorted((r for r in self.scheduler.requests() if r.slot is None), key=self.order.__getitem__)
+        if not waiting:
+            return
+        assert all(self.order[request] < self.order[waiting[0]] for request in batch.admitted), "nobody overtakes"
+        first = min(running, key=self.order.__getitem__)
+        assert first not in batch.preempted
+        idle_budget = batch.num_tokens < self.scheduler.config.max_num_batched_tokens
+        if idle_budget and not batch.preempted and len(running) < self.scheduler.config.max_num_seqs:
+            # Preempted at most num_preemptions times: more free pages than this must have let the head in.
+            share = 1 << min(self.scheduler.num_preemptions, 16)
+            need = self.pool.pages_for(len(waiting[0].token_ids) + 1) + (len(running) + 1) * share
+            assert need > self.pool.num_free, f"{waiting[0]!r} waits though it would fit"
+
+    def drain(self) -> None:
+        """Run until all has ended, within a bound that depends only on what is live."""
+        live = self.scheduler.requests()
+        longest = max((self.scheduler.token_limit(request) for request in live), default=0)
+        for _ in range(len(live) * (2 * longest + 4)):
+            if not self.scheduler.has_work:
+                break
+            self.step()
+        self.scheduler.idle_check()
+        assert all(request.state.is_final for request in self.accepted)
+        assert sum(self.scheduler.ended.values()) == len(self.accepted)
+
+    def check_outputs(self) -> None:
+        """Whoever saw one set of weights only has a prefix of what it would have generated alone."""
+        for request in self.accepted:
+            if self.first_weights.get(request) != self.weights:
+                continue
+            value = 0
+            for position, token in enumerate(request.token_ids):
+                if position >= request.prompt_len:
+                    assert token == sampled(value), f"{request!r} went astray at {position}"
+                value = value_after(value, token, self.weights)
+
+
+SHARED = [0, 1, 2, 2, 1, 0, 0, 1, 2, 2, 1, 0]
+ASKS = st.fixed_dictionaries(
+    {
+        "tail": st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6),
+        "shared": st.sampled_from([0, 4, 8, 12]),
+        "priority": st.integers(0, 2),
+        "max_tokens": st.sampled_from([12, 5, 20, 2, 1, 0, None]),
+        "prompt_logprobs": st.sampled_from([None, None, None, 1]),
+        "arrival": st.integers(0, 3),
+    }
+)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Adds, steps, failures, aborts, ends and new weights in any order; everything is checked after each."""
+
+    @initialize(
+        num_pages=st.integers(4, 24),
+        page_size=st.sampled_from([1, 2, 4]),
+        max_num_seqs=st.integers(1, 5),
+        spare_tokens=st.integers(0, 12),
+        max_model_len=st.integers(12, 40),
+        cached=st.booleans(),
+    )
+    def start(self, num_pages, page_size, max_num_seqs, spare_tokens, max_model_len, cached):
+        config = SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_seqs + spare_tokens,
+            max_model_len=max_model_len,
+            max_waiting=MAX_WAITING,
+        )
+        self.sim = Simulation(num_pages, page_size, config, cached)
+
+    @rule(asks=st.lists(ASKS, min_size=1, max_size=5))
+    def add(self, asks):
+        for ask in asks:
+            self.add_one(**ask)
+
+    def add_one(self, tail, shared, priority, max_tokens, prompt_logprobs, arrival):
+        sim, prompt = self.sim, SHARED[:shared] + tail
+        params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs)
+        total = len(prompt) + (1 if max_tokens is None else max_tokens)
+        stored = max(len(prompt), total - 1)
+        fits = total <= sim.scheduler.config.max_model_len and stored <= sim.pool.capacity * sim.pool.page_size
+        if not fits:
+            with pytest.raises(PromptTooLong):
+                sim.add(prompt, priority, params, float(arrival))
+        elif sim.scheduler.num_waiting >= MAX_WAITING:
+            with pytest.raises(QueueFull):
+                sim.add(prompt, priority, params, float(arrival))
+        else:
+            sim.add(prompt, priority, params, float(arrival))
+
+    @rule(times=st.integers(1, 8))
+    def steps(self, times):
+        for _ in range(times):
+            self.sim.step()
+
+    @precondition(lambda self: self.sim.scheduler.num_running)
+    @rule()
+    def step_fails(self):
+        self.sim.step(fails=True)
+
+    @precondition(lambda self: len(self.sim.scheduler.requests()) > 2)
+    @rule(data=st.data(), amid=st.booleans())
+    def abort(self, data, amid):
+        request = data.draw(st.sampled_from(self.sim.scheduler.requests()))
+        if amid:
+            self.sim.step(abort_amid=request)
+        else:
+            assert self.sim.scheduler.abort(request.request_id)
+        assert request.state.is_final and not request.pages and request.slot is None
+        assert not self.sim.scheduler.abort(request.request_id)
+
+    @precondition(lambda self: self.sim.scheduler.num_running)
+    @rule(data=st.data())
+    def stop(self, data):
+        running = [request for request in self.sim.scheduler.requests() if request.slot is not None]
+        self.sim.scheduler.finish(data.draw(st.sampled_from(running)), RequestState.FINISHED, "stop")
+
+    @rule(recompute=st.booleans())
+    def new_weights(self, recompute):
+        if recompute:
+            self.sim.scheduler.preempt_all()
+            assert self.sim.scheduler.num_running == 0 and self.sim.pool.num_in_use == 0
+        self.sim.weights += 1
+        self.sim.scheduler.set_weight_version(str(self.sim.weights))
+
+    @precondition(lambda self: self.sim.cache)
+    @rule()
+    def drop_cache(self):
+        self.sim.cache.reset()
+        assert len(self.sim.cache) == 0
+
+    @invariant()
+    def books_are_whole(self):
+        if hasattr(self, "sim"):
+            self.sim.scheduler.check()
+            live = self.sim.scheduler.requests()
+            assert len(live) == self.sim.scheduler.num_running + self.sim.scheduler.num_waiting
+            assert {r for r in self.sim.accepted if not r.state.is_final} == set(live)
+
+    def teardown(self):
+        if hasattr(self, "sim"):
+            self.sim.drain()
+            self.sim.check_outputs()
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(
+    max_examples=200, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+
+
+def overload(num_requests: int, num_pages: int, cached: bool) -> Simulation:
+    """Requests that fit alone but not together, all at once."""
+    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32, max_model_len=64)
+    sim = Simulation(num_pages, 4, config, cached)
+    for number in range(num_requests):
+        prompt = [(number * 7 + k * k) % VOCAB for k in range(4 + number % 9)]
+        sim.add(prompt, number % 2, SamplingParams(max_tokens=40), arrival=float(number))
+    return sim
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_overload_ends_with_the_same_tokens_and_little_recomputation(cached):
+    sim = overload(num_requests=24, num_pages=31, cached=cached)
+    sim.drain()
+    sim.check_outputs()
+    assert all(request.output_len == 40 for request in sim.accepted)
+    assert 0 < sim.scheduler.num_preemptions <= 2 * len(sim.accepted), "requests are thrown out again and again"

@@ -1,0 +1,138 @@
+"""A real server on a free port with a real engine on the tiny model, and what its tests read of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from engine.client import make_client
+from engine.config import EngineConfig
+from server.app import create_app
+from server.config import ServerConfig
+from server.inference import Service
+from server.main import listen
+
+
+@dataclass
+class RunningServer:
+    """A server in a thread of its own: its address, its service, and a client to ask it with."""
+
+    url: str
+    service: Service
+    http: httpx.Client
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        return self.http.post(path, json=body, **options)
+
+    def answer(self, path: str, body: Any) -> Any:
+        """The JSON of an answer that must be 200."""
+        response = self.post(path, body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def events(self, path: str, body: Any) -> list[Any]:
+        """The JSON of each event of a stream that must end with [DONE]."""
+        with self.http.stream("POST", path, json=body) as response:
+            assert response.status_code == 200, response.read()
+            assert response.headers["content-type"].startswith("text/event-stream")
+            lines = [line for line in response.iter_lines() if line]
+        assert all(line.startswith("data: ") for line in lines)
+        assert lines[-1] == "data: [DONE]"
+        return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples that carry these labels."""
+        from prometheus_client.parser import text_string_to_metric_families
+
+        samples = [
+            sample
+            for family in text_string_to_metric_families(self.http.get("/metrics").text)
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        ]
+        assert samples, f"/metrics has no {name} with {labels}"
+        return sum(sample.value for sample in samples)
+
+    def wait(self, condition: Callable[[], bool], what: str, seconds: float = 10.0) -> None:
+        """Return once `condition` holds."""
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, f"{what} did not come within {seconds} s"
+            time.sleep(0.01)
+
+    def wait_idle(self) -> None:
+        """Return once no sequence lives, on the HTTP side or in the engine."""
+
+        def idle() -> bool:
+            stats = self.service.client.stats()
+            return self.service.in_flight == 0 and stats.num_running == 0 and stats.num_waiting == 0
+
+        self.wait(idle, "idleness")
+
+
+@contextmanager
+def running(config: ServerConfig, wait_ready: bool = True) -> Iterator[RunningServer]:
+    app = create_app(make_client(config.engine, in_process=True), config)
+    listener = listen(config.host, 0)
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on", timeout_graceful_shutdown=2))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+    thread.start()
+    url = "http://{}:{}".format(*listener.getsockname())
+    try:
+        with httpx.Client(base_url=url, timeout=30) as http:
+            handle = RunningServer(url, app.state.service, http)
+            handle.wait(lambda: server.started, "the server's start")
+            if wait_ready:
+                handle.wait(lambda: http.get("/ready").status_code == 200, "readiness", 30)
+            yield handle
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()
+
+
+def tiny_config(folder: Path, **settings: Any) -> ServerConfig:
+    own = {"served_model_name": ("tiny",), "max_waiting": 64}
+    engine = {
+        "model": str(folder), "dtype": "float32", "num_threads": 1, "max_num_seqs": 8, "max_model_len": 256,
+        "warmup": "lazy", "graph_manifest": "none",
+    }  # fmt: skip
+    for name, value in settings.items():
+        (own if name in ServerConfig.__dataclass_fields__ else engine)[name] = value
+    return ServerConfig(engine=EngineConfig(**engine), **own)
+
+
+@pytest.fixture(scope="session")
+def server(tiny_model: Path) -> Iterator[RunningServer]:
+    """One server that most tests share."""
+    with running(tiny_config(tiny_model)) as handle:
+        yield handle
+
+
+@pytest.fixture(scope="session")
+def long_server(tiny_model: Path) -> Iterator[RunningServer]:
+    """A server whose context is long enough that a request can be left while it runs."""
+    with running(tiny_config(tiny_model, max_model_len=4096)) as handle:
+        yield handle
+
+
+@pytest.fixture
+def start_server(tiny_model: Path) -> Iterator[Callable[..., RunningServer]]:
+    """Start a server of one's own: flat settings as keywords, `wait_ready=False` not to wait for the model."""
+    with ExitStack() as stack:
+
+        def start(wait_ready: bool = True, **settings: Any) -> RunningServer:
+            return stack.enter_context(running(tiny_config(tiny_model, **settings), wait_ready))
+
+        yield start

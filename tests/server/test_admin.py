@@ -1,0 +1,77 @@
+"""Health, readiness, version, metrics and the graph table."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+NAMES = """
+num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries_total prefix_cache_hits_total
+num_preemptions_total prompt_tokens_total generation_tokens_total request_success_total
+time_to_first_token_seconds_bucket inter_token_latency_seconds_bucket request_time_per_output_token_seconds_bucket
+e2e_request_latency_seconds_bucket request_queue_time_seconds_bucket graph_replays_total graph_captures_total
+graph_capture_seconds_bucket graph_real_tokens_total graph_padded_tokens_total graph_cache_entries graph_pool_bytes
+graph_warm_ratio graph_batch_rows_total
+""".split()
+BODY = {"prompt": "red bird", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+
+
+def test_health_and_version(server):
+    assert server.http.get("/health").json() == {"status": "ok"}
+    assert server.http.get("/version").json() == {"version": version("encore-serve")}
+
+
+def test_ready_tells_how_warm_the_cache_is(server):
+    body = server.http.get("/ready").json()
+    assert body["ready"] is True and body["reasons"] == []
+    assert {"mode", "captured", "pending", "ratio"} <= set(body["warm"])
+
+
+def test_metrics_have_every_name_after_some_requests(server):
+    server.answer("/v1/completions", BODY)
+    server.answer("/v1/completions", BODY)
+    server.wait_idle()
+    text = server.http.get("/metrics").text
+    missing = [name for name in NAMES if f"\nencore_{name}" not in text]
+    assert not missing
+
+
+def test_replays_and_tokens_are_counted(server):
+    def counts():
+        names = ("graph_replays_total", "generation_tokens_total", "prompt_tokens_total", "graph_real_tokens_total")
+        return [server.metric(f"encore_{name}") for name in names]
+
+    server.answer("/v1/completions", BODY)  # captures, if nothing has yet
+    server.wait_idle()
+    before = counts()
+    requests = server.metric("encore_e2e_request_latency_seconds_count")
+    answer = server.answer("/v1/completions", BODY)
+    server.wait(lambda: counts()[1] - before[1] == 20, "20 tokens")
+    server.wait_idle()
+    replays, _, prompts, rows = (now - then for now, then in zip(counts(), before, strict=True))
+    assert replays == 19  # the first token comes from the prefill
+    assert prompts == answer["usage"]["prompt_tokens"] and rows >= 19
+    assert server.metric("encore_e2e_request_latency_seconds_count") == requests + 1
+    assert server.metric("encore_time_to_first_token_seconds_count") >= 1
+    assert server.metric("encore_inter_token_latency_seconds_count") >= 19
+
+
+def test_the_graph_table_shows_the_bucket_that_replayed(server):
+    server.answer("/v1/completions", BODY)
+    server.wait_idle()
+    body = server.http.get("/graphs").json()
+    assert body["model"] == "tiny" and "warm" in body
+    [row] = [row for row in body["graphs"] if row["bucket"] == 1 and row["phase"] == "decode"]
+    assert row["state"] == "captured" and row["replays"] >= 19 and row["bytes"] > 0 and row["capture_seconds"] > 0
+    assert {"site", "scope", "padded_rows"} <= set(row)
+
+
+def test_a_browser_gets_the_graph_table_as_a_page(server):
+    response = server.http.get("/graphs", headers={"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"})
+    assert response.headers["content-type"].startswith("text/html") and response.headers["vary"] == "Accept"
+    assert "<table>" in response.text and "tiny" in response.text and "decode" in response.text
+
+
+def test_openapi_describes_the_routes_and_no_page_loads_from_elsewhere(server):
+    paths = server.http.get("/openapi.json").json()["paths"]
+    assert {"/generate", "/v1/completions", "/v1/chat/completions", "/v1/models", "/graphs"} <= set(paths)
+    assert server.http.get("/docs").status_code == 404

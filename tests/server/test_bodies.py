@@ -1,0 +1,131 @@
+"""What may be sent at all: sizes, encodings, JSON, content types, methods, routes. Never a 500."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import pytest
+
+from server.config import ServerConfig
+
+JSON = {"Content-Type": "application/json"}
+POSTS = ("/generate", "/v1/completions", "/v1/chat/completions")
+
+
+def error_of(response, status):
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["message"]
+    return body["error"]
+
+
+@pytest.mark.parametrize("path", POSTS)
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b'"text"',
+        b'{"text": "a", }',
+        b'{"text": "\xff\xfe"}',
+        b"\xff\xfe\x00",
+        b'{"prompt": ' + b"[" * 100_000,
+        b'{"max_tokens": ' + b"9" * 10_000 + b"}",
+        b'{"prompt": "a", "text": "a", "temperature": NaN, "sampling_params": {"temperature": NaN}, "messages": []}',
+    ],
+)
+def test_what_is_no_proper_json_object_is_a_400(server, path, content):
+    error_of(server.http.post(path, content=content, headers=JSON), 400)
+
+
+@pytest.mark.parametrize("path", POSTS)
+def test_a_body_of_10_mb_is_a_413(server, path):
+    body = json.dumps({"prompt": "a" * 10_000_000, "text": "a" * 10_000_000})
+    assert error_of(server.http.post(path, content=body, headers=JSON), 413)["code"] == "body_too_large"
+
+
+def test_a_chunked_body_of_10_mb_is_a_413_and_nothing_of_it_is_kept(server):
+    def chunks():
+        yield b'{"text": "'
+        for _ in range(100):
+            yield b"a" * 100_000
+        yield b'"}'
+
+    assert error_of(server.http.post("/generate", content=chunks(), headers=JSON), 413)["code"] == "body_too_large"
+
+
+def test_a_body_at_the_limit_is_read_and_one_byte_more_is_not(start_server):
+    server = start_server(max_body_bytes=2048)
+    text = "a" * (2048 - len('{"text": ""}'))
+    # 2,036 characters are more than the context's 256 tokens: read, and refused for that.
+    assert error_of(server.http.post("/generate", content=json.dumps({"text": text}), headers=JSON), 400)
+    assert error_of(server.http.post("/generate", content=json.dumps({"text": text + "a"}), headers=JSON), 413)
+
+
+def test_a_text_just_under_the_limit_is_refused_for_its_length_without_stopping_the_server(server):
+    body = json.dumps({"text": "fox " * (ServerConfig().max_body_bytes // 4 - 8)})
+    error = error_of(server.http.post("/generate", content=body, headers=JSON), 400)
+    assert error["code"] == "context_length_exceeded" and error["param"] == "text"
+
+
+def test_a_million_ids_with_one_wrong_are_refused_with_a_short_message(server):
+    body = json.dumps({"prompt": [1] * 1_000_000 + ["x"]})
+    error = error_of(server.http.post("/v1/completions", content=body, headers=JSON), 400)
+    assert error["param"] == "prompt" and len(error["message"]) < 300
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
+def test_a_body_that_is_not_declared_as_json_is_a_415(server, kind):
+    response = server.http.post("/generate", content=b'{"text": "a"}', headers={"Content-Type": kind})
+    assert "application/json" in error_of(response, 415)["message"]
+
+
+def test_an_unknown_route_is_a_404_with_the_error_body(server):
+    assert error_of(server.http.get("/v1/nothing"), 404)["code"] == "route_not_found"
+    assert error_of(server.http.post("/nothing", json={}), 404)
+    assert error_of(server.http.get("/%ff%fe"), 404)
+
+
+def test_a_wrong_method_is_a_405_that_names_the_right_one(server):
+    response = server.http.get("/generate")
+    assert error_of(response, 405)["code"] == "method_not_allowed"
+    assert response.headers["allow"] == "POST"
+    assert error_of(server.http.post("/health"), 405)
+
+
+def test_request_id_is_echoed_where_it_is_harmless_and_replaced_where_not(server):
+    for path in ("/health", "/nothing"):
+        assert server.http.get(path, headers={"X-Request-Id": "abc-1.2:3"}).headers["x-request-id"] == "abc-1.2:3"
+    for bad in ("", "a b", "<script>", "x" * 129, b"caf\xe9"):
+        echoed = server.http.get("/health", headers={"X-Request-Id": bad}).headers["x-request-id"]
+        assert len(echoed) == 24 and int(echoed, 16) >= 0
+    refused = server.http.post("/generate", content=b"{", headers=JSON | {"X-Request-Id": "mine"})
+    assert refused.status_code == 400 and refused.headers["x-request-id"] == "mine"
+
+
+def test_request_id_names_the_answer(server):
+    body = {"prompt": "red", "max_tokens": 1}
+    answer = server.post("/v1/completions", body, headers={"X-Request-Id": "mine"}).json()
+    assert answer["id"] == "cmpl-mine"
+
+
+def test_two_requests_may_carry_the_same_id_at_once(server):
+    prompts = {"text": ["red", "blue"], "rid": ["same", "same"], "sampling_params": {"max_new_tokens": 4}}
+    assert [answer["meta_info"]["id"] for answer in server.answer("/generate", prompts)] == ["same", "same"]
+
+
+def test_an_upload_that_stops_in_its_midst_leaves_nothing_behind(server):
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+    server.wait_idle()
+    assert server.http.get("/health").status_code == 200
+
+
+def test_after_all_that_the_server_answers(server):
+    answer = server.answer("/generate", {"text": "red", "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}})
+    assert len(answer["output_ids"]) == 3

@@ -1,0 +1,101 @@
+"""Clients that leave, queues that are full, engines that end: every request ends, and nothing stays behind."""
+
+from __future__ import annotations
+
+import threading
+
+import httpx
+import pytest
+
+LONG = {"max_new_tokens": 4000, "ignore_eos": True}
+BODIES = {
+    "/generate": {"text": "red", "sampling_params": LONG | {"n": 3}},
+    "/v1/completions": {"prompt": ["red", "blue"], "max_tokens": 4000, "ignore_eos": True, "n": 2},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "red"}], "ignore_eos": True},
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_leaving_a_stream_aborts_all_its_sequences(long_server, path):
+    server = long_server
+    aborted = server.metric("encore_request_success_total", finished_reason="abort")
+    with httpx.Client(base_url=server.url) as http:
+        with http.stream("POST", path, json=BODIES[path] | {"stream": True}) as response:
+            next(response.iter_lines())
+            assert server.service.in_flight > 0
+    server.wait_idle()
+    assert server.metric("encore_request_success_total", finished_reason="abort") > aborted
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_leaving_before_an_answer_aborts_it(long_server, path):
+    server = long_server
+    generated = server.metric("encore_generation_tokens_total")
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(server.url + path, json=BODIES[path], timeout=0.05)
+    server.wait_idle()
+    assert server.metric("encore_generation_tokens_total") - generated < 4000
+
+
+def test_a_full_queue_is_a_429_with_retry_after_and_the_next_one_is_served(start_server):
+    server = start_server(max_num_seqs=1, max_waiting=1, max_model_len=4096)
+    body = {"text": "red", "sampling_params": LONG}
+    with httpx.Client(base_url=server.url) as http, http.stream("POST", "/generate", json=body | {"stream": True}) as one:
+        next(one.iter_lines())
+        waiting = threading.Thread(target=server.post, args=("/generate", body | {"sampling_params": {"max_new_tokens": 2}}))
+        waiting.start()
+        server.wait(lambda: server.service.in_flight == 2, "the second request")
+        for stream in (False, True):
+            refused = httpx.post(server.url + "/generate", json=body | {"stream": stream})
+            assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+            assert refused.json()["error"]["code"] == "queue_full"
+        # Refused before it is tokenised: a prompt that would be a 400 is a 429 now.
+        assert httpx.post(server.url + "/generate", json={"text": ""}).status_code == 429
+    waiting.join()
+    server.wait_idle()
+    assert server.post("/generate", {"text": "red"}).status_code == 200
+
+
+def test_more_sequences_than_can_ever_wait_are_a_400(start_server):
+    server = start_server(max_num_seqs=1, max_waiting=2)
+    refused = server.post("/generate", {"text": "red", "sampling_params": {"n": 4}})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "n"
+
+
+def test_a_model_that_cant_be_loaded_fails_readiness_with_the_reason(start_server, tmp_path):
+    server = start_server(wait_ready=False, model=str(tmp_path / "missing"))
+    server.wait(lambda: server.service.settled.is_set(), "the failure")
+    ready = server.http.get("/ready")
+    assert ready.status_code == 503 and "missing" in ready.json()["reasons"][0]
+    assert server.http.get("/health").status_code == 503
+    for path in BODIES:
+        refused = server.post(path, BODIES[path])
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "engine_dead"
+    assert server.http.get("/metrics").status_code == 200
+
+
+def test_requests_before_the_model_is_loaded_are_told_to_come_again(start_server):
+    server = start_server(wait_ready=False)
+    answers = []
+    while not server.service.started:
+        answers.append(server.post("/generate", {"text": "red"}))
+        answers.append(server.http.get("/ready"))
+        assert server.http.get("/health").status_code == 200
+    early = [answer for answer in answers if answer.status_code == 503]
+    assert early and all("retry-after" in answer.headers for answer in early)
+    server.wait(lambda: server.http.get("/ready").status_code == 200, "readiness", 30)
+
+
+def test_requests_under_way_when_the_engine_ends_get_an_error(start_server):
+    server = start_server(max_model_len=4096)
+    body = {"text": "red", "sampling_params": LONG, "stream": True}
+    with httpx.Client(base_url=server.url) as http, http.stream("POST", "/generate", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        server.service.client._transport.stop(5.0)
+        rest = [line for line in lines if line]
+    assert '"engine_dead"' in rest[-2] and rest[-1] == "data: [DONE]"
+    server.wait(lambda: server.http.get("/ready").status_code == 503, "readiness to fail", 2)
+    refused = server.post("/generate", {"text": "red"})
+    assert refused.status_code == 503 and refused.json()["error"]["code"] == "engine_dead"
+    assert server.http.get("/health").status_code == 503

@@ -1,0 +1,192 @@
+"""The one law, held by walking the syntax trees: server -> engine -> graph_cache, never back.
+
+Also: who may import torch, web frameworks, Transformer Engine and Megatron, and that CUDA graphs are captured in one
+file. A rule is a function from a file's place and imports to what is wrong, so each is also shown to find a breach.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("server", "engine", "graph_cache")
+CAPTURE_FILE = "graph_cache/backends/cuda.py"
+PURE_FILES = tuple(
+    f"graph_cache/{name}.py" for name in ("config", "refusals", "errors", "buckets", "tuner", "manifest", "keys")
+)
+
+WEB = {"fastapi", "starlette", "uvicorn", "aiohttp", "httpx", "requests", "flask"}
+# Package -> the place (a file, or a folder with a slash) that may import it.
+ADAPTERS = {
+    "transformer_engine": "graph_cache/adapters/transformer_engine",
+    "transformer_engine_torch": "graph_cache/adapters/transformer_engine",
+    "megatron": "graph_cache/adapters/megatron",
+}
+# Names that only begin, end or hold a capture; is_current_stream_capturing is a question and free to all.
+CAPTURE_NAMES = {"CUDAGraph", "graph_pool_handle", "capture_begin", "capture_end"}
+CAPTURE_UNDER_CUDA = {"graph", "graphs", "make_graphed_callables"}
+
+
+def imported_modules(tree: ast.AST, place: str) -> Iterator[tuple[int, str]]:
+    """(line, dotted module) for every import in the file, at any depth, relative and dynamic ones resolved."""
+    package = PurePosixPath(place).parent.parts
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join((*base, *([node.module] if node.module else [])))
+            yield node.lineno, module
+            for alias in node.names:
+                yield node.lineno, f"{module}.{alias.name}"
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = dotted(node.func).rpartition(".")[2]
+            if called in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                yield node.lineno, node.args[0].value
+
+
+def dotted(node: ast.AST) -> str:
+    """`a.b.c` as text; parts that are no plain name are left out."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def forbidden_imports(place: str) -> Callable[[str], str | None]:
+    """A function from an imported top-level package to why the file at `place` may not have it."""
+    room = place.split("/")[0]
+
+    def why(top: str) -> str | None:
+        if room in PACKAGES and top in PACKAGES[: PACKAGES.index(room)]:
+            return f"{room} never imports {top}: the law is {' -> '.join(PACKAGES)}"
+        if top == "torch" and room == "server":
+            return "server files never import torch"
+        if top == "torch" and place in PURE_FILES:
+            return "this file is pure Python"
+        if top in WEB and room != "server":
+            return f"{room} knows no HTTP"
+        if top == "transformers" and room == "graph_cache":
+            return "graph_cache knows no model"
+        if top in ADAPTERS and place != f"{ADAPTERS[top]}.py" and not place.startswith(f"{ADAPTERS[top]}/"):
+            return f"{top} is imported in {ADAPTERS[top]} only"
+        return None
+
+    return why
+
+
+def capture_calls(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, name) of everything that captures a CUDA graph, however it is spelled."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            under_cuda = dotted(node.value).rpartition(".")[2] == "cuda"
+            if node.attr in CAPTURE_NAMES or (under_cuda and node.attr in CAPTURE_UNDER_CUDA):
+                yield node.lineno, dotted(node)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.cuda"):
+            for alias in node.names:
+                if alias.name in CAPTURE_NAMES | CAPTURE_UNDER_CUDA or node.module == "torch.cuda.graphs":
+                    yield node.lineno, f"{node.module}.{alias.name}"
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.startswith("torch.cuda.graphs"):
+                    yield node.lineno, alias.name
+        elif isinstance(node, ast.Call) and dotted(node.func) == "getattr" and len(node.args) > 1:
+            name = node.args[1]
+            if isinstance(name, ast.Constant) and name.value in CAPTURE_NAMES:
+                yield node.lineno, str(name.value)
+
+
+def breaches(place: str, source: str) -> list[str]:
+    """Every breach of the laws in one file, as `place:line: what`."""
+    tree = ast.parse(source, filename=place)
+    why = forbidden_imports(place)
+    reasons = {(line, why(module.split(".")[0])) for line, module in imported_modules(tree, place)}
+    found = [(line, reason) for line, reason in reasons if reason]
+    if place != CAPTURE_FILE:
+        found += [(line, f"{name}: captures happen in {CAPTURE_FILE} only") for line, name in capture_calls(tree)]
+    return [f"{place}:{line}: {what}" for line, what in sorted(found)]
+
+
+def sources(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_file_breaks_a_law(package):
+    files = sources(package)
+    assert files, f"{package} has no files: this test looks in the wrong place"
+    found = [
+        breach for path in files for breach in breaches(path.relative_to(ROOT).as_posix(), path.read_text("utf-8"))
+    ]
+    assert found == [], "\n".join(found)
+
+
+def test_the_files_that_the_laws_name_exist():
+    missing = [place for place in (CAPTURE_FILE, *PURE_FILES) if not (ROOT / place).is_file()]
+    assert missing == []
+
+
+def test_the_capture_file_is_seen_to_capture():
+    source = (ROOT / CAPTURE_FILE).read_text("utf-8")
+    assert list(capture_calls(ast.parse(source))), "the search for capture calls finds none where they are"
+
+
+@pytest.mark.parametrize(
+    ("place", "source"),
+    [
+        ("graph_cache/cache.py", "import engine"),
+        ("graph_cache/cache.py", "from engine.loop import step"),
+        ("graph_cache/backends/cpu.py", "from ...server import app"),
+        ("graph_cache/cache.py", "def late():\n    import server.app"),
+        ("graph_cache/cache.py", "import importlib\nimportlib.import_module('engine.loop')"),
+        ("graph_cache/cache.py", "__import__('transformers')"),
+        ("graph_cache/cache.py", "from transformers import AutoModel"),
+        ("graph_cache/cache.py", "import fastapi"),
+        ("graph_cache/config.py", "import torch"),
+        ("graph_cache/tuner.py", "from torch import Tensor"),
+        ("engine/loop.py", "from server.config import ServerConfig"),
+        ("engine/client.py", "import fastapi.responses"),
+        ("engine/models/dense.py", "if TYPE_CHECKING:\n    from ...server import app"),
+        ("server/app.py", "import torch"),
+        ("server/app.py", "import torch.cuda as cuda"),
+        ("server/cli.py", "def bench():\n    from torch import nn"),
+        ("engine/models/megatron.py", "import megatron.core"),
+        ("graph_cache/cache.py", "import transformer_engine.pytorch as te"),
+        ("graph_cache/adapters/megatron.py", "import transformer_engine"),
+        ("graph_cache/runner.py", "graph = torch.cuda.CUDAGraph()"),
+        ("graph_cache/runner.py", "with torch.cuda.graph(graph):\n    pass"),
+        ("graph_cache/runner.py", "with cuda.graph(g):\n    pass"),
+        ("graph_cache/pool.py", "pool = torch.cuda.graph_pool_handle()"),
+        ("graph_cache/pool.py", "self.graph.capture_begin()"),
+        ("graph_cache/pool.py", "from torch.cuda import graph as record"),
+        ("graph_cache/pool.py", "from torch.cuda.graphs import anything"),
+        ("graph_cache/pool.py", "import torch.cuda.graphs as g"),
+        ("graph_cache/pool.py", "getattr(torch.cuda, 'CUDAGraph')"),
+        ("graph_cache/training/autograd.py", "torch.cuda.make_graphed_callables(f, args)"),
+        ("engine/model_runner.py", "torch.cuda.graphs.graph(g)"),
+    ],
+)
+def test_a_breach_is_found(place, source):
+    assert breaches(place, source) != []
+
+
+@pytest.mark.parametrize(
+    ("place", "source"),
+    [
+        ("server/app.py", "import fastapi\nfrom engine.client import Client\nfrom graph_cache import tuner"),
+        ("server/app.py", "from .config import ServerConfig"),
+        ("engine/loop.py", "import torch\nimport transformers\nfrom graph_cache import GraphCache"),
+        ("graph_cache/cache.py", "import torch\nfrom graph_cache.config import GraphConfig\nself.engine = engine"),
+        ("graph_cache/cache.py", "torch.cuda.is_current_stream_capturing()\nself.graph(rows)\nplan.graph"),
+        ("graph_cache/adapters/megatron.py", "from megatron.core import parallel_state"),
+        ("graph_cache/adapters/transformer_engine.py", "import transformer_engine.pytorch as te"),
+        ("graph_cache/adapters/megatron/layers.py", "import megatron"),
+        (CAPTURE_FILE, "import torch\ngraph = torch.cuda.CUDAGraph()\ngraph.capture_begin()"),
+    ],
+)
+def test_what_is_lawful_is_left_alone(place, source):
+    assert breaches(place, source) == []
