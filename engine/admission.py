@@ -6,6 +6,7 @@ page and moves no request. Must not know batches, tensors or HTTP.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -127,6 +128,7 @@ class Admission:
         ahead = list(takewhile(lambda other: other.key < entry.key, running))
         lacking = self.shortfall(entry, matched, ahead)
         chosen: list[Entry] = []
+        dropped: Counter[int] = Counter()  # references that go with those chosen; a shared page needs all of them
         kept = set(matched)
         for other in reversed(running):
             if lacking <= 0 and (slot_free or chosen):
@@ -134,8 +136,10 @@ class Admission:
             if other.key[0] <= entry.key[0]:
                 return None
             chosen.append(other)
-            # A page that others share as well does not come free with this one.
-            lacking -= sum(1 for page in other.request.pages if self.pool.count(page) == 1 and page not in kept)
+            dropped.update(other.request.pages)
+            lacking -= sum(
+                1 for page in other.request.pages if dropped[page] == self.pool.count(page) and page not in kept
+            )
         return chosen if lacking <= 0 and (slot_free or chosen) else None
 
     def _check_fits(self, request: Request) -> None:

@@ -25,12 +25,12 @@ class PrefillChunk:
 
 @dataclass(slots=True)
 class Batch:
-    """One step's work, disjoint: a request is in `decodes`, in one chunk of `prefills`, or in neither.
+    """One step's work: a request is in `decodes`, in one chunk of `prefills`, or in neither.
 
     Each of `decodes` computes exactly its last token, whose page is allocated. That includes a prompt of which one
     token was left to compute (the rest was cached or came in earlier chunks): its first output comes from a decode.
     `admitted`: requests that took a slot for this step; the slot's former contents are another request's.
-    `preempted`: requests that lost slot and pages; they are recomputed later, outputs included.
+    `preempted`: requests that lost slot and pages; they are recomputed later, outputs included. None is in both.
     """
 
     decodes: list[Request] = field(default_factory=list)

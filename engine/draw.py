@@ -140,7 +140,7 @@ def _least_weight(min_p: Tensor) -> Tensor:
 
 def _pick(cumulative: Tensor, total: Tensor, u: Tensor) -> Tensor:
     """The first column whose cumulative weight exceeds floor(u * total): its own weight is then above 0."""
+    # u is at most 1 - 2**-53, which takes at least half a unit in the last place off: the product stays below total.
     target = (u * total).to(torch.int64)
-    target = torch.minimum(target, total - 1)  # u * total may round up to total
     column = torch.searchsorted(cumulative, target.unsqueeze(1), right=True).squeeze(1)
     return column.clamp_(max=cumulative.shape[1] - 1)  # only a row of NaN gets here; the sampler reports it

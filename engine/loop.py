@@ -58,6 +58,8 @@ class EngineLoop:
         self._prompt_tokens = self._generated = self._steps = self._failures = 0
         self._ended: Counter[str] = Counter()
         self._last_error = ""
+        # Whoever brings requests or commands may have moved storage before; between the steps of one batch nobody can.
+        self._unchecked = True
         self._next_capture = 0.0
         self._next_save = time.monotonic() + MANIFEST_SECONDS
 
@@ -65,6 +67,7 @@ class EngineLoop:
 
     def add(self, request: EngineRequest) -> None:
         """Accept a request. Raises RequestError (PromptTooLong) for one that can't be meant or can never fit."""
+        self._unchecked = True
         check_prompt_ids(request.prompt_token_ids, self.info.vocab_size)
         request.params.check_vocab(self.info.vocab_size)
         self.scheduler.add(Request(request, self.weight_version))
@@ -97,7 +100,9 @@ class EngineLoop:
 
     def step(self) -> list[TokenEvent]:
         """Run one batch and return what it gave, with every answer that came up since the last step."""
-        self.runner.cache.check_addresses()
+        if self._unchecked:
+            self.runner.cache.check_addresses()
+            self._unchecked = False
         batch = self.scheduler.schedule()
         try:
             for request in batch.admitted:
@@ -330,6 +335,7 @@ class EngineLoop:
         elif isinstance(command, Abort):
             self.abort(command.request_ids)
         elif isinstance(command, Ask):
+            self._unchecked = True
             try:
                 send(Reply(command.number, getattr(self, command.method)(*command.args)))
             except Exception as error:

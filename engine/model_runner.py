@@ -118,7 +118,9 @@ class ModelRunner:
         if self.sampling.needs_sampler(slots):
             sampled = self.sampling.sample(logits, slots, [len(request.token_ids) for request in requests])
             greedy, logprobs = sampled.token_ids, sampled.logprobs
-        tokens = self.ring.push(greedy).read().tolist()
+        ticket = self.ring.push(greedy)
+        self.cache.check_addresses()  # for the next step, while the device is busy with this one
+        tokens = ticket.read().tolist()
         for row, (request, token) in enumerate(zip(requests, tokens, strict=True)):
             result.tokens[request.request_id] = token
             if token >= 0:

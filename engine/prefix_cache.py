@@ -111,17 +111,12 @@ class PrefixCache:
                 self._page_of[digest] = pages[index]
                 self._digest_of[pages[index]] = digest
 
-    def forget(self, pages: Sequence[int]) -> None:
-        """Drop those of `pages` that are cached, because their contents are in doubt."""
-        for page in pages:
-            digest = self._digest_of.pop(page, None)
-            if digest is not None:
-                del self._page_of[digest]
-                self.pool.discard(page)
-
     def reset(self) -> None:
         """Drop everything and start a new generation: pages in use stay with their users, but are never shared."""
-        self.forget(list(self._digest_of))
+        for page in self._digest_of:
+            self.pool.discard(page)
+        self._page_of.clear()
+        self._digest_of.clear()
         self.generation += 1
 
     def problems(self) -> list[str]:

@@ -15,13 +15,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from engine.errors import EngineError, RequestError
-from engine.sampling_params import MAX_TOKENS, LogitBias, SamplingParams, checked_token_ids
+from engine.sampling_params import MAX_TOKENS, SamplingParams, checked_token_ids
 
 __all__ = [
     "Child",
     "EngineRequest",
     "FinishReason",
-    "LogitBias",
     "Request",
     "RequestState",
     "SamplingParams",

@@ -211,8 +211,8 @@ def checked_token_ids(name: str, value: Any, longest: int) -> tuple[int, ...]:
 
 
 def _logit_bias(value: Any) -> LogitBias | None:
-    if value is None or isinstance(value, LogitBias):
-        return value
+    if value is None:
+        return None
     if not isinstance(value, Mapping) or len(value) > MAX_BIASED_TOKENS:
         raise _refusal("logit_bias", value, f"an object of at most {MAX_BIASED_TOKENS} token ids and numbers")
     return LogitBias(

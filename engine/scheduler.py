@@ -126,9 +126,9 @@ class Scheduler:
     def finish(self, request: Request, state: RequestState, reason: str | None = None) -> None:
         """End a live request in a final state; slot and pages come back, the record keeps its tokens.
 
-        `reason` (default: the state's name) is counted in `ended`. FAILED also takes its pages out of the prefix
-        cache, for what they hold may be the reason. Raises SchedulerInvariantError for a request not live here, and
-        EngineError, changing nothing, for a transition that its state forbids.
+        `reason` (default: the state's name) is counted in `ended`. A running request that FAILED also empties the
+        prefix cache: what it computed, and whatever others built on that, is in doubt. Raises SchedulerInvariantError
+        for a request not live here, and EngineError, changing nothing, for a transition that its state forbids.
         """
         entry = self._entries.get(request.request_id)
         if entry is None or entry.request is not request:
@@ -137,8 +137,8 @@ class Scheduler:
             raise SchedulerInvariantError(f"finish({request.request_id!r}) needs a final state, not {state.value}")
         running = request.state is RequestState.RUNNING
         request.state = state
-        if state is RequestState.FAILED and self.prefix_cache is not None:
-            self.prefix_cache.forget(request.pages)
+        if running and state is RequestState.FAILED and self.prefix_cache is not None:
+            self.prefix_cache.reset()
         _take_out(self._running if running else self._waiting, entry)
         if running:
             self._release(entry)
@@ -160,12 +160,10 @@ class Scheduler:
 
         Does not count against them in the admission reserve. Returns those requests.
         """
-        sent_back = [entry.request for entry in self._running]
-        while self._running:
-            entry = self._running[-1]
-            self._preempt(entry)
-            entry.preemptions -= 1
-        return sent_back
+        sent_back = list(self._running)
+        for entry in sent_back:
+            self._send_back(entry)
+        return [entry.request for entry in sent_back]
 
     def schedule(self) -> Batch:
         """Choose the next step's work; falsy if there is none. Pages and slots of what it lists are theirs already.
@@ -183,10 +181,7 @@ class Scheduler:
             if budget == 0:
                 break
             budget -= _add_chunk(batch, entry.request, budget)
-        if not batch.preempted:
-            self._admit_in_order(batch, budget)
-        elif batch.admitted:  # an urgent one may have been sent back by a decode ahead of it
-            batch.admitted = [request for request in batch.admitted if request.slot is not None]
+        self._admit_in_order(batch, budget)
         return batch
 
     def complete(self, batch: Batch, new_tokens: Mapping[str, int | None]) -> None:
@@ -281,8 +276,7 @@ class Scheduler:
             )
         while not self.pool.num_free:
             victim = self._running[-1]
-            self._preempt(victim)
-            batch.preempted.append(victim.request)
+            self._preempt(victim, batch)
             if victim is entry:
                 return False
         entry.request.pages += self.pool.allocate(1)
@@ -300,8 +294,7 @@ class Scheduler:
                 self._blocked = head
                 return
             for victim in victims:
-                self._preempt(victim)
-                batch.preempted.append(victim.request)
+                self._preempt(victim, batch)
             self._admit(head, matched, batch)
 
     def _budget_left_to(self, head: Entry) -> int:
@@ -316,6 +309,8 @@ class Scheduler:
         """Admit from the head of the queue while budget, slots and pages last; nobody overtakes a head that waits."""
         while budget > 0 and self._waiting and self._free_slots and self._waiting[0] is not self._blocked:
             head = self._waiting[0]
+            if head.request in batch.preempted:  # making room for others and taking it back would be for nothing
+                return
             matched = self._admission.matched_pages(head, self.weight_version)
             if self._admission.shortfall(head, matched, self._running) > 0:
                 if not self._running:  # it fits an empty pool, so waiting on would be for ever
@@ -350,12 +345,17 @@ class Scheduler:
                 self.prefix_cache.count(len(request.token_ids), request.num_computed)
         batch.admitted.append(request)
 
-    def _preempt(self, entry: Entry) -> None:
-        """Send a running request back to its place in the queue: no slot, no pages, everything to recompute."""
+    def _preempt(self, entry: Entry, batch: Batch) -> None:
+        """Send a running request back because others need its room, and remember that for its next admission."""
+        self._send_back(entry)
+        entry.preemptions += 1
+        batch.preempted.append(entry.request)
+
+    def _send_back(self, entry: Entry) -> None:
+        """Move a running request to its place in the queue: no slot, no pages, everything to recompute."""
         entry.request.state = RequestState.PREEMPTED
         _take_out(self._running, entry)
         self._release(entry)
-        entry.preemptions += 1
         self.num_preemptions += 1
         insort(self._waiting, entry, key=_KEY)
 

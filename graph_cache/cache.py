@@ -299,7 +299,8 @@ class GraphCache:
     def check_addresses(self) -> list[Moved]:
         """Compare every watched address with the one at capture; graphs of a site with any difference are dropped.
 
-        For step boundaries (about 50 ns a tensor) and after every event that can move storage. Returns what moved.
+        For step boundaries, best while the device is busy with a step (about 100 ns a tensor), and after every event
+        that can move storage. Returns what moved.
         """
         moved: list[Moved] = []
         for site in self._sites.values():
@@ -333,6 +334,7 @@ class GraphCache:
 
     def _drop_where(self, chosen: Callable[[GraphKey], bool], why: str, counted: str | None) -> int:
         found = [entry for key, entry in self._entries.items() if chosen(key)]
+        self.pool.backend.synchronize()  # a graph may still be running
         for entry in found:
             if entry.captured:
                 self._lost[entry.key] = why

@@ -106,8 +106,7 @@ async def _stream(
     body: OpenAISampling,
     pieces: Pieces,
 ) -> AsyncIterator[bytes]:
-    with_usage = body.include_usage()
-    shared = {**head, "usage": None} if with_usage else head
+    shared = {**head, "usage": None} if body.include_usage else head
     with service.admission(wanted):
         jobs: list[Job] = await submit()
         async with aclosing(merge([service.run(job) for job in jobs])) as deltas:
@@ -115,7 +114,7 @@ async def _stream(
                 job = jobs[number]
                 for choice in pieces(job, number * job.params.n + delta.index, delta):
                     yield event({**shared, "choices": [choice]})
-        if with_usage:
+        if body.include_usage:
             yield event({**head, "choices": [], "usage": answers.usage(jobs)})
 
 

@@ -124,13 +124,16 @@ class OpenAISampling(Wire):
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         return SamplingParams.from_dict(given | chosen)
 
+    @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with a chunk of usage; refuses stream options without a stream."""
-        if self.stream_options is None:
-            return False
-        if not self.stream:
+        """Whether a stream ends with a chunk of usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def refuse_unsupported(self) -> None:
+        """As for every body; also refuses stream options without a stream."""
+        super().refuse_unsupported()
+        if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options are only possible with stream=true", param="stream_options")
-        return self.stream_options.include_usage
 
 
 SHARED_SAMPLING_FIELDS = (

@@ -14,7 +14,7 @@ from typing import Any
 from engine.errors import PromptTooLong, RequestError
 from engine.tokenizer import Tokenizer
 
-INLINE_CHARS = 4096  # encodes in about a millisecond: less than that isn't worth a thread
+INLINE_CHARS = 4096  # encodes in a few milliseconds at most: less than that isn't worth a thread
 
 
 class Tokenization:
@@ -28,6 +28,8 @@ class Tokenization:
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._pieces: dict[int, str] = {}
+        longest = max(map(len, tokenizer.backend.get_vocab())) if tokenizer is not None else 1
+        self._max_chars = max_model_len * max(longest, 16)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
         if tokenizer is not None and tokenizer.has_chat_template:
             self._thread.submit(tokenizer.prepare_chat)
@@ -37,8 +39,9 @@ class Tokenization:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     async def encode(self, text: str, param: str) -> list[int]:
-        """Token ids of a prompt. Raises RequestError(param) where the model has no tokenizer."""
+        """Token ids of a prompt. Raises RequestError(param) where the model has no tokenizer, PromptTooLong."""
         tokenizer = self._needed(param)
+        self._refuse_hopeless(len(text), param)
         if len(text) <= INLINE_CHARS:
             return tokenizer.encode(text)
         return await asyncio.get_running_loop().run_in_executor(self._thread, tokenizer.encode, text)
@@ -46,6 +49,7 @@ class Tokenization:
     async def chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> list[int]:
         """Token ids of a conversation through the model's chat template; raises RequestError where it refuses."""
         apply = self._needed("messages").apply_chat_template
+        self._refuse_hopeless(sum(len(message.get("content") or "") for message in messages), "messages")
         return await asyncio.get_running_loop().run_in_executor(self._thread, apply, messages, add_generation_prompt)
 
     def check(self, ids: Sequence[int], param: str) -> None:
@@ -79,6 +83,15 @@ class Tokenization:
         if found is None:
             found = self._pieces[token_id] = self.decode((token_id,))
         return found
+
+    def _refuse_hopeless(self, chars: int, param: str) -> None:
+        """Refuse text that can't fit even if all its tokens were the longest there are: encoding it takes seconds."""
+        if chars > self._max_chars:
+            raise PromptTooLong(
+                f"{param} has {chars} characters, and a context of {self._max_model_len} tokens can't hold them: "
+                "shorten it",
+                param=param,
+            )
 
     def _needed(self, param: str) -> Tokenizer:
         if self._tokenizer is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 
 def gather_pages(pages: Tensor, table: Tensor) -> Tensor:
@@ -42,7 +43,12 @@ def decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, flat_table: Tensor, mask
 
 
 def prefill_mask(start: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Additive mask [length, start + length] of queries at start.. over keys at 0..: causal, aligned at the end."""
+    """Mask [length, start + length] of queries at start.. over keys at 0..: causal, aligned at the end.
+
+    Additive on a CPU; on CUDA torch's causal_lower_right, by which SDPA takes its flash kernel instead of a mask.
+    """
+    if device.type == "cuda":
+        return causal_lower_right(length, start + length)
     mask = torch.full((length, start + length), float("-inf"), dtype=dtype, device=device)
     return mask.triu_(start + 1)
 

@@ -157,7 +157,12 @@ def _value(graph: torch._C.Graph, constants: dict, value: Any, kind: Any) -> tor
         value = MEMORY_FORMATS.index(value)
     if kind is not None and "float" in str(kind) and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
-    key = ("tensor", id(value)) if isinstance(value, torch.Tensor) else (type(value).__name__, repr(value))
+    if isinstance(value, torch.Tensor):
+        key = ("tensor", id(value))
+    elif isinstance(value, torch.Generator):
+        key = ("generator", value._cdata)
+    else:
+        key = (type(value).__name__, repr(value))
     return _constant(graph, constants, key, value)
 
 

@@ -73,7 +73,8 @@ class TapeRecorder(TorchDispatchMode):
     def __init__(self, generators: Sequence[torch.Generator] = ()):
         super().__init__()
         self.tape = Tape()
-        self._generators = {id(generator) for generator in generators}
+        # By their C++ object: the dispatcher wraps a generator anew for every call.
+        self._generators = {generator._cdata for generator in generators}
         self._buffer_of: dict[int, int] = {}
         # A weak reference to each storage keeps its address from being used again, so an address names one buffer.
         self._pinned: list[StorageWeakRef] = []
@@ -160,4 +161,4 @@ class TapeRecorder(TorchDispatchMode):
             if rate == 0.0:
                 return True
         generator = kwargs.get("generator")
-        return id(torch.default_generator if generator is None else generator) in self._generators
+        return (torch.default_generator if generator is None else generator)._cdata in self._generators

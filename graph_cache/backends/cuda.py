@@ -23,17 +23,30 @@ REFUSALS = ("operation not permitted when stream is capturing", "capture", "cuda
 
 
 class CudaMemory:
-    """A private pool of the caching allocator, alive as long as this object, whatever graphs come and go."""
+    """One private pool of the caching allocator for all graphs of a GraphPool.
+
+    PyTorch retires a pool with its last graph and refuses its handle from then on, so a fresh handle is taken whenever
+    none lives: graphs that live at the same time always share one pool.
+    """
 
     def __init__(self, device: torch.device):
         self._device = device
-        with torch.cuda.device(device):
-            self._pool = torch.cuda.MemPool()
+        self._live = 0
+        self.id: tuple[int, int] = torch.cuda.graph_pool_handle()
 
-    @property
-    def id(self) -> tuple[int, int]:
-        """The handle that captures are given."""
-        return self._pool.id
+    def adopt(self) -> None:
+        """A graph lives in the pool."""
+        self._live += 1
+
+    def release(self) -> None:
+        """A graph is gone."""
+        self._live -= 1
+        if self._live == 0:
+            self.renew()
+
+    def renew(self) -> None:
+        """Capture into a fresh pool from now on."""
+        self.id = torch.cuda.graph_pool_handle()
 
     def nbytes(self) -> int:
         """Bytes of the segments that the allocator holds for this pool."""
@@ -51,9 +64,11 @@ class CudaBackendGraph:
 
     engine = "cuda_graph"
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, nbytes: int):
-        self._graph: torch.cuda.CUDAGraph | None = graph
+    def __init__(self, graph: torch.cuda.CUDAGraph, memory: CudaMemory, nbytes: int):
         self.nbytes = nbytes
+        self._graph: torch.cuda.CUDAGraph | None = graph
+        self._memory = memory
+        memory.adopt()
 
     def replay(self) -> None:
         """Enqueue the graph on the current stream."""
@@ -66,6 +81,7 @@ class CudaBackendGraph:
         if self._graph is not None:
             self._graph.reset()
             self._graph = None
+            self._memory.release()
 
 
 class CudaBackend:
@@ -113,7 +129,12 @@ class CudaBackend:
         torch.cuda.synchronize(self.device)
         used_before = memory.nbytes()
         with self.on_capture_stream():
-            graph.capture_begin(pool=memory.id, capture_error_mode="thread_local")
+            try:
+                graph.capture_begin(pool=memory.id, capture_error_mode="thread_local")
+            except RuntimeError as error:
+                self._abandon(graph)
+                memory.renew()  # the allocator may believe that it still records into the old one
+                raise CaptureError(f"the capture could not begin: {error}") from error
             try:
                 with torch.inference_mode():
                     fn()
@@ -128,7 +149,7 @@ class CudaBackend:
                 self._abandon(graph)
                 raise CaptureError(f"the driver rejected the capture at its end: {error}") from error
         torch.cuda.synchronize(self.device)
-        return CudaBackendGraph(graph, max(0, memory.nbytes() - used_before))
+        return CudaBackendGraph(graph, memory, max(0, memory.nbytes() - used_before))
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a broken capture and clear the error that it leaves on the device, so that the next call starts clean."""

@@ -19,9 +19,9 @@ from engine.cpu_weights import gguf_config, load_gguf
 from engine.errors import ModelError
 from engine.gguf_file import GGUFFile
 from engine.gguf_model import GGUFModel
+from engine.model_source import ModelSource
 from engine.models import config_from_dict
 from engine.tokenizer import Tokenizer
-from engine.model_source import ModelSource
 from tests.engine.gguf_samples import HF_MODEL_TYPES, SIZES, llama_cpp_order, random_weights, vocabulary, write_gguf
 
 

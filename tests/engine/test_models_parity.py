@@ -10,9 +10,11 @@ import pytest
 import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from engine.attention import DecodeAttention, KVCache, PrefillAttention
 from engine.errors import ModelError
+from engine.layers import HeadNorm, RMSNorm
 from engine.models import DenseModel, build_model, config_from_dict
 from engine.weights import load_dummy, load_hf_folder
 
@@ -148,6 +150,29 @@ def test_bfloat16_rounds_as_transformers_does(tmp_path: Path) -> None:
     hidden = model(text, torch.arange(30), PrefillAttention(cache, [(0, 30)], [[1, 2, 3, 4]]))
     error = (model.logits(hidden).float() - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt()
     assert float(error) < 0.02
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 50.0])  # 1e-3: eps decides
+@torch.no_grad()
+def test_norms_round_as_transformers_does(dtype: torch.dtype, scale: float) -> None:
+    size, eps = 64, 3e-6
+    reference = LlamaRMSNorm(size, eps).to(dtype)
+    ours = RMSNorm(size, eps, dtype, torch.device("cpu"))
+    heads = HeadNorm(2, 1, size, eps, dtype, torch.device("cpu"))
+    weight = torch.rand(size).to(dtype)
+    for parameter in (reference.weight, ours.weight, heads.q_weight):
+        parameter.copy_(weight)
+    heads.k_weight.copy_(weight * 2)
+    x = (torch.randn(500, 3, size) * scale).to(dtype)
+    expected, got, got_heads = reference(x), ours(x), heads(x)
+    if dtype == torch.float32:
+        torch.testing.assert_close(got, expected, atol=0, rtol=1e-6)
+    else:
+        assert float((got != expected).float().mean()) < 1e-3
+        torch.testing.assert_close(got, expected, atol=0, rtol=2**-7)
+    assert torch.equal(got_heads[:, :2], got[:, :2])
+    assert torch.equal(got_heads[:, 2], got[:, 2] * 2)
 
 
 @pytest.mark.parametrize("sizes", [(1, 7, 24), (8, 8, 16), (31, 1)])

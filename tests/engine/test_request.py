@@ -21,7 +21,7 @@ from engine.request import (
     mix64,
     resolve_seed,
     split_n,
-)
+)from engine.sampling_params import LogitBias
 
 HUGE = 10**5000  # more digits than Python prints
 INTEGERS = {
@@ -188,6 +188,13 @@ def test_logit_bias_is_a_copy():
     params = SamplingParams(logit_bias=bias)
     bias[3] = 50.0
     assert params.logit_bias[3] == 1.0
+    direct = LogitBias(bias)
+    bias[3] = 1000.0
+    assert direct == {3: 50.0}
+
+
+def test_logit_bias_is_checked_whatever_mapping_it_comes_in():
+    refused(logit_bias=LogitBias({3: 1000.0}))
 
 
 def test_from_dict_names_the_nearest_key():

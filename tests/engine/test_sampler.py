@@ -229,13 +229,13 @@ def test_row_is_drawn_the_same_in_every_batch(monkeypatch, part):
 def test_large_vocabulary_is_truncated_as_the_reference(vocab_size, top_p):
     logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(1)).tolist()
     for top_k in (0, 100, 2000):
-        params = SamplingParams(top_p=top_p, top_k=top_k, temperature=3.0)
+        params = SamplingParams(top_p=top_p, top_k=top_k, temperature=3.0, logprobs=0)
         expected = reference_distribution(logits, params, [], [])
         state = SamplingState(64, vocab_size)
         for slot in range(64):
             state.set_slot(slot, params, slot, [])
-        drawn = state.sample(torch.tensor([logits] * 64), range(64), range(64)).token_ids.tolist()
-        assert set(drawn) <= set(expected)
+        for entry in state.sample(torch.tensor([logits] * 64), range(64), range(64)).logprobs:
+            assert entry.logprob == pytest.approx(expected[entry.token_id], abs=1e-5)
         kept = draw.draw_truncated(*inputs(torch.tensor([logits]), params, 0.5), 0).kept
         assert kept.item() == len(expected)
 
@@ -271,8 +271,13 @@ def test_the_ends_of_the_range_draw_the_first_and_the_last_token():
     weights = torch.tensor([[0, 5, 7, 0, 1, 0]]).expand(3, 6)
     u = torch.tensor([0.0, 5 / 13, 1 - 2.0**-53], dtype=torch.float64)
     assert draw.draw_whole(weights, None, u).token_ids.tolist() == [1, 2, 4]
-    huge = torch.full((1, 1000), 2**40)  # u * total rounds: it may not reach past the end
-    assert draw.draw_whole(huge, None, u[2:]).token_ids.item() == 999
+
+
+@given(st.lists(st.integers(1, 2**40), min_size=1, max_size=8), st.integers(1, 2**19))
+def test_rounding_never_reaches_past_the_last_possible_token(some, times):
+    weights = torch.tensor([[weight * times for weight in some] + [0, 0]])  # totals up to what a vocabulary can have
+    u = torch.tensor([1 - 2.0**-53], dtype=torch.float64)
+    assert draw.draw_whole(weights, None, u).token_ids.item() == len(some) - 1
 
 
 def test_equal_logits_rank_by_id():
@@ -288,6 +293,17 @@ def test_narrowest_truncation_is_greedy(fields):
     for slot in range(200):
         state.set_slot(slot, SamplingParams(**fields), slot, [])
     assert state.sample(logits, range(200), [9] * 200).token_ids.equal(logits.argmax(1))
+
+
+def test_top_k_of_the_vocabulary_or_more_is_off():
+    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(3)).expand(40, 50)
+    drawn = []
+    for top_k in (0, 50, 51, 2**31 - 1):
+        state = SamplingState(40, 50)
+        for slot in range(40):
+            state.set_slot(slot, SamplingParams(top_k=top_k), slot, [])
+        drawn.append(state.sample(logits, range(40), [9] * 40).token_ids.tolist())
+    assert drawn == [drawn[0]] * 4
 
 
 def test_seed_and_position_decide_and_negative_seeds_work():

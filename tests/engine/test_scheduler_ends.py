@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.errors import EngineError, QueueFull, RequestError
+from engine.errors import ConfigError, EngineError, QueueFull, RequestError
 from engine.kv_cache import PagePool
 from engine.prefix_cache import PrefixCache
 from engine.request import EngineRequest, Request, RequestState, SamplingParams
@@ -62,9 +62,13 @@ def names(requests) -> list[str]:
 def test_second_prompt_skips_the_cached_pages():
     scheduler = make()
     first = add(scheduler, "a", list(range(12)), max_tokens=1)
+    scheduler.schedule()
+    cached = first.pages
     step(scheduler)
     second = add(scheduler, "b", [*range(8), 90, 91, 92], max_tokens=1)
-    assert chunks(step(scheduler)) == [("b", 8, 3, True)]
+    batch = scheduler.schedule()
+    assert chunks(batch) == [("b", 8, 3, True)]
+    assert second.pages[:2] == cached[:2] and second.pages[2] not in cached
     assert (first.cached_tokens, second.cached_tokens) == (0, 8)
     assert (scheduler.prefix_cache.queries, scheduler.prefix_cache.hits) == (23, 8)
 
@@ -138,16 +142,52 @@ def test_recomputed_requests_belong_to_the_new_weights():
     assert request.weight_version == "v2" and len(scheduler.prefix_cache) == 3
 
 
-def test_failed_request_takes_its_pages_out_of_the_cache():
+def test_failed_run_leaves_nothing_of_it_in_the_cache_not_even_by_those_who_built_on_it():
     scheduler = make()
-    request = add(scheduler, "a", list(range(12)))
+    request = add(scheduler, "a", list(range(12)), max_tokens=20)
     step(scheduler)
+    sharer = add(scheduler, "b", [*range(12), 90, 91, 92], max_tokens=20)
+    step(scheduler)
+    assert sharer.cached_tokens == 12
     scheduler.finish(request, RequestState.FAILED, "error")
+    for _ in range(6):
+        step(scheduler)
     assert len(scheduler.prefix_cache) == 0
+    scheduler.abort("b")
     scheduler.idle_check()
 
 
+def test_request_that_failed_in_the_queue_leaves_the_cache_alone():
+    scheduler = make(seqs=1)
+    add(scheduler, "a", list(range(12)))
+    waiting = add(scheduler, "b", 4)
+    step(scheduler)
+    scheduler.finish(waiting, RequestState.FAILED, "error")
+    assert len(scheduler.prefix_cache) == 3 and scheduler.ended == {"error": 1}
+
+
 # --- ends ---
+
+
+def test_prompt_only_request_ends_without_a_token():
+    scheduler = make()
+    request = add(scheduler, "a", 8, max_tokens=0)
+    batch = scheduler.schedule()
+    assert chunks(batch) == [("a", 0, 8, True)] and len(request.pages) == 2
+    scheduler.complete(batch, {"a": None})
+    assert request.output_len == 0 and scheduler.token_limit(request) == 8
+    scheduler.finish(request, RequestState.FINISHED, "length")
+    scheduler.idle_check()
+
+
+def test_first_schedule_is_stamped_once():
+    times = iter([5.0, 6.0])
+    scheduler = make(clock=lambda: next(times), weight_version="w1")
+    request = add(scheduler, "a", 4)
+    step(scheduler)
+    scheduler.preempt_all()
+    step(scheduler)
+    assert request.first_scheduled_time == 5.0 and request.weight_version == "w1"
 
 
 def test_abort_works_waiting_running_and_preempted_and_says_so_once():
@@ -271,3 +311,16 @@ def test_leaked_page_that_blocks_an_idle_engine_is_an_error_not_a_hang():
     add(scheduler, "a", 14, max_tokens=2)
     with pytest.raises(SchedulerInvariantError, match="can't enter an idle engine"):
         scheduler.schedule()
+
+
+# --- config ---
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"max_num_seqs": 0}, {"max_waiting": 0}, {"max_num_batched_tokens": 7, "max_num_seqs": 8}, {"max_model_len": -1}],
+)
+def test_config_refuses_what_cannot_be_meant(wrong):
+    right = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 64}
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        SchedulerConfig(**{**right, **wrong})

@@ -109,6 +109,7 @@ class Simulation:
         assert len(set(listed)) == len(listed)
         assert all(request.state is RequestState.RUNNING for request in [*listed, *batch.admitted])
         assert all(request.state is RequestState.PREEMPTED for request in batch.preempted)
+        assert len(set(batch.preempted)) == len(batch.preempted)
         assert all(request.num_computed == len(request.token_ids) - 1 for request in batch.decodes)
         assert all(request.num_computed < len(request.pages) * self.pool.page_size for request in batch.decodes)
         for chunk in batch.prefills:
@@ -128,7 +129,7 @@ class Simulation:
         first = min(running, key=self.order.__getitem__)
         assert first not in batch.preempted
         idle_budget = batch.num_tokens < self.scheduler.config.max_num_batched_tokens
-        if idle_budget and not batch.preempted and len(running) < self.scheduler.config.max_num_seqs:
+        if idle_budget and waiting[0] not in batch.preempted and len(running) < self.scheduler.config.max_num_seqs:
             # Preempted at most num_preemptions times: more free pages than this must have let the head in.
             share = 1 << min(self.scheduler.num_preemptions, 16)
             need = self.pool.pages_for(len(waiting[0].token_ids) + 1) + (len(running) + 1) * share

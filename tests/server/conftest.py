@@ -83,7 +83,7 @@ class RunningServer:
 
 @contextmanager
 def running(config: ServerConfig, wait_ready: bool = True) -> Iterator[RunningServer]:
-    app = create_app(make_client(config.engine, in_process=True), config)
+    app = create_app(make_client(config.engine, in_process=config.in_process), config)
     listener = listen(config.host, 0)
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on", timeout_graceful_shutdown=2))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
@@ -103,7 +103,7 @@ def running(config: ServerConfig, wait_ready: bool = True) -> Iterator[RunningSe
 
 
 def tiny_config(folder: Path, **settings: Any) -> ServerConfig:
-    own = {"served_model_name": ("tiny",), "max_waiting": 64}
+    own = {"served_model_name": ("tiny",), "max_waiting": 64, "in_process": True}
     engine = {
         "model": str(folder), "dtype": "float32", "num_threads": 1, "max_num_seqs": 8, "max_model_len": 256,
         "warmup": "lazy", "graph_manifest": "none",

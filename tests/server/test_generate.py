@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 PROMPT = "the quick brown fox"
@@ -157,13 +159,10 @@ def test_logprobs_of_output_and_prompt(server):
 )
 def test_bad_body_is_a_400_that_names_the_field(server, body, param):
     for stream in (False, True):
-        import json
-
         content = json.dumps({"stream": stream} | body)
         response = server.http.post("/generate", content=content, headers={"Content-Type": "application/json"})
         assert response.status_code == 400, response.text
         error = response.json()["error"]
         assert set(error) == {"message", "type", "param", "code"}
-        assert error["param"] == param and param.split(".")[-1] in error["message"] or error["message"]
-        assert error["param"] == param
+        assert error["param"] == param and error["message"]
     server.wait_idle()

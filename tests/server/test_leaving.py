@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 
 import httpx
@@ -21,7 +22,8 @@ def test_leaving_a_stream_aborts_all_its_sequences(long_server, path):
     aborted = server.metric("encore_request_success_total", finished_reason="abort")
     with httpx.Client(base_url=server.url) as http:
         with http.stream("POST", path, json=BODIES[path] | {"stream": True}) as response:
-            next(response.iter_lines())
+            lines = response.iter_lines()  # kept: httpx closes the connection with the iterator
+            next(lines)
             assert server.service.in_flight > 0
     server.wait_idle()
     assert server.metric("encore_request_success_total", finished_reason="abort") > aborted
@@ -40,9 +42,12 @@ def test_leaving_before_an_answer_aborts_it(long_server, path):
 def test_a_full_queue_is_a_429_with_retry_after_and_the_next_one_is_served(start_server):
     server = start_server(max_num_seqs=1, max_waiting=1, max_model_len=4096)
     body = {"text": "red", "sampling_params": LONG}
-    with httpx.Client(base_url=server.url) as http, http.stream("POST", "/generate", json=body | {"stream": True}) as one:
-        next(one.iter_lines())
-        waiting = threading.Thread(target=server.post, args=("/generate", body | {"sampling_params": {"max_new_tokens": 2}}))
+    short = body | {"sampling_params": {"max_new_tokens": 2}}
+    http = server.http
+    with http.stream("POST", "/generate", json=body | {"stream": True}) as one:
+        lines = one.iter_lines()  # kept: httpx closes the connection with the iterator
+        next(lines)
+        waiting = threading.Thread(target=server.post, args=("/generate", short))
         waiting.start()
         server.wait(lambda: server.service.in_flight == 2, "the second request")
         for stream in (False, True):
@@ -74,28 +79,31 @@ def test_a_model_that_cant_be_loaded_fails_readiness_with_the_reason(start_serve
     assert server.http.get("/metrics").status_code == 200
 
 
-def test_requests_before_the_model_is_loaded_are_told_to_come_again(start_server):
-    server = start_server(wait_ready=False)
-    answers = []
-    while not server.service.started:
-        answers.append(server.post("/generate", {"text": "red"}))
-        answers.append(server.http.get("/ready"))
-        assert server.http.get("/health").status_code == 200
-    early = [answer for answer in answers if answer.status_code == 503]
-    assert early and all("retry-after" in answer.headers for answer in early)
-    server.wait(lambda: server.http.get("/ready").status_code == 200, "readiness", 30)
+def test_a_server_tells_of_its_engine_from_loading_to_a_sudden_end(start_server):
+    server = start_server(wait_ready=False, in_process=False, max_model_len=4096)
+    for early in (server.post("/generate", {"text": "red"}), server.http.get("/ready")):
+        assert early.status_code == 503 and "retry-after" in early.headers
+    assert server.http.get("/health").status_code == 200
+    server.wait(lambda: server.http.get("/ready").status_code == 200, "readiness", 60)
 
-
-def test_requests_under_way_when_the_engine_ends_get_an_error(start_server):
-    server = start_server(max_model_len=4096)
-    body = {"text": "red", "sampling_params": LONG, "stream": True}
-    with httpx.Client(base_url=server.url) as http, http.stream("POST", "/generate", json=body) as response:
-        lines = response.iter_lines()
-        next(lines)
-        server.service.client._transport.stop(5.0)
-        rest = [line for line in lines if line]
+    body = {"text": "red", "sampling_params": LONG | {"n": 2}}
+    other = []
+    with httpx.Client(base_url=server.url) as http:
+        with http.stream("POST", "/generate", json=body | {"stream": True}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            thread = threading.Thread(target=lambda: other.append(server.post("/generate", body)))
+            thread.start()
+            server.wait(lambda: server.service.in_flight == 4, "the second request")
+            [engine] = multiprocessing.active_children()
+            engine.kill()
+            rest = [line for line in lines if line]
     assert '"engine_dead"' in rest[-2] and rest[-1] == "data: [DONE]"
+    thread.join()
+    assert other[0].status_code == 503 and other[0].json()["error"]["code"] == "engine_dead"
     server.wait(lambda: server.http.get("/ready").status_code == 503, "readiness to fail", 2)
     refused = server.post("/generate", {"text": "red"})
     assert refused.status_code == 503 and refused.json()["error"]["code"] == "engine_dead"
     assert server.http.get("/health").status_code == 503
+    assert server.service.in_flight == 0
+    assert server.metric("encore_request_success_total", finished_reason="error") == 4

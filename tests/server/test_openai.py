@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+
+JSON = {"Content-Type": "application/json"}
 
 PROMPT = "the old king sleeps"
 BASE = {"model": "tiny", "prompt": PROMPT, "max_tokens": 10, "temperature": 0}
@@ -165,15 +169,9 @@ def test_models_shows_the_served_name_and_the_context(server):
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_unknown_model_is_a_404(server, path):
-    body = (BASE if path == "/v1/completions" else CHAT) | {"model": "no\ud800such"}
-    import json
-
-    response = server.http.post(path, content=json.dumps(body | {"model": "other"}).encode(), headers=JSON)
+    response = server.post(path, (BASE if path == "/v1/completions" else CHAT) | {"model": "other"})
     assert response.status_code == 404
     assert response.json()["error"]["code"] == "model_not_found" and "tiny" in response.json()["error"]["message"]
-
-
-JSON = {"Content-Type": "application/json"}
 
 
 @pytest.mark.parametrize(
@@ -240,8 +238,6 @@ def test_bad_chat_is_a_400_that_names_the_field(server, options, param):
 
 
 def assert_refused(server, path, body, param):
-    import json
-
     response = server.http.post(path, content=json.dumps(body), headers=JSON)
     assert response.status_code == 400, response.text
     error = response.json()["error"]

@@ -1,0 +1,204 @@
+"""What graphs cost and give: replay against eager, capture time, memory, recapture. One table and one JSON file.
+
+`python benchmarks/graph_capture.py --shape qwen3-0.6b --out results.json` on a GPU; `--shape tiny` anywhere. Random
+weights. Each row says what was asked of it, where a bound exists.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.shapes import SHAPES, write_shape
+from engine.config import EngineConfig
+from engine.loading import build_loop
+from engine.loop import EngineLoop
+from engine.request import EngineRequest, SamplingParams
+
+
+def build(folder: str, scope: str, seqs: int, buckets: tuple[int, ...] | None = None) -> EngineLoop:
+    """A loop over random weights, the same for every call."""
+    return build_loop(EngineConfig(
+        model=folder, load_format="dummy", max_num_seqs=seqs, max_model_len=1024, inference_cuda_graph_scope=scope,
+        cuda_graph_impl="local", graph_buckets=buckets, graph_manifest="none", warmup="full", num_pages=1 + seqs * 8,
+        enable_prefix_caching=False, gpu_memory_utilization=0.5,
+    ))
+
+
+def wait() -> None:
+    """Until the device is done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def median_ms(run: Callable[[], Any], repeats: int) -> float:
+    """Median wall time of a call and its work, in ms."""
+    for _ in range(3):
+        run()
+    wait()
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        run()
+        wait()
+        times.append((time.perf_counter() - started) * 1e3)
+    return statistics.median(times)
+
+
+def tokens_of(loop: EngineLoop, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """Greedy continuations of all prompts in one batch."""
+    for index, prompt in enumerate(prompts):
+        loop.add(EngineRequest(request_id=str(index), prompt_token_ids=prompt,
+                               params=SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)))
+    found: dict[str, list[int]] = {}
+    while loop.has_work:
+        for event in loop.step():
+            if event.error:
+                raise SystemExit(event.error)
+            found.setdefault(event.request_id, []).extend(event.token_ids)
+    return [found[str(index)] for index in range(len(prompts))]
+
+
+def prompts_for(rows: int, vocab: int, length: int = 24) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(rows)
+    return [torch.randint(3, vocab, (length,), generator=generator).tolist() for _ in range(rows)]
+
+
+def replay_against_eager(loop: EngineLoop, batches: list[int], repeats: int) -> list[dict]:
+    """Decode steps as the cache runs them against the same callable run eagerly on the same static buffers."""
+    cache, site, rows = loop.runner.cache, loop.runner.site, []
+    statics = dict(site.variants[0])
+    for batch in batches:
+        plan = cache.plan(site.name, batch, **statics)
+        loop.runner.buffers.fill_dummy()
+        replay = median_ms(lambda plan=plan: cache.run(plan), repeats)
+        with torch.inference_mode():
+            eager = median_ms(lambda plan=plan: site.run_eager(plan.key), repeats)
+        rows.append({"batch": batch, "replay_ms": round(replay, 4), "eager_ms": round(eager, 4),
+                     "speedup": round(eager / replay, 2)})
+    return rows
+
+
+def recapture(loop: EngineLoop, times: int) -> dict[str, list[int]]:
+    """Delete all graphs and capture them again: bytes in use on the device with the graphs, and without them."""
+    found: dict[str, list[int]] = {"with_graphs": [], "without": []}
+    for _ in range(times):
+        loop.runner.cache.clear()
+        found["without"].append(device_bytes(loop))
+        loop.warm()
+        torch.cuda.empty_cache()
+        found["with_graphs"].append(device_bytes(loop))
+    return found
+
+
+def device_bytes(loop: EngineLoop) -> int:
+    """Bytes in use: of the whole device on a GPU, of the graphs' pool on a CPU."""
+    wait()
+    if not torch.cuda.is_available():
+        return loop.runner.cache.pool_bytes
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def with_allocating_thread(loop: EngineLoop) -> str:
+    """Capture everything while another thread allocates and synchronises on the device."""
+    loop.runner.cache.clear()
+    stop, trouble, device = threading.Event(), [], loop.runner.device
+
+    def allocate() -> None:
+        try:
+            while not stop.is_set():
+                torch.empty(1 << 22, device=device).fill_(1.0).sum().item()
+        except Exception as error:
+            trouble.append(f"{type(error).__name__}: {error}")
+
+    thread = threading.Thread(target=allocate)
+    thread.start()
+    loop.warm()
+    stop.set()
+    thread.join()
+    states = {row["state"] for row in loop.graphs()}
+    return "ok" if states == {"captured"} and not trouble else f"states {states}, thread {trouble}"
+
+
+def address_check(loop: EngineLoop, step_ms: float) -> dict[str, float]:
+    """What comparing all watched addresses costs the host, and what it adds to a step when done while the device works."""
+    cache, site = loop.runner.cache, loop.runner.site
+    plan = cache.plan(site.name, 1, **dict(site.variants[0]))
+    started = time.perf_counter()
+    for _ in range(200):
+        cache.check_addresses()
+    host_ms = (time.perf_counter() - started) / 200 * 1e3
+
+    def checked() -> None:
+        cache.run(plan)
+        cache.check_addresses()
+
+    plain, with_check = [], []
+    for _ in range(5):
+        plain.append(median_ms(lambda: cache.run(plan), 30))
+        with_check.append(median_ms(checked, 30))
+    added = statistics.median(with_check) - statistics.median(plain)
+    return {"tensors": len(site.addresses), "host_ms": round(host_ms, 4),
+            "added_share_of_step": round(added / step_ms, 4)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    folder = write_shape(args.shape, tempfile.mkdtemp())
+    vocab, seqs = SHAPES[args.shape]["vocab_size"], args.max_num_seqs
+    found: dict[str, Any] = {"shape": args.shape, "torch": torch.__version__, "device": "cpu"}
+    if torch.cuda.is_available():
+        found["device"] = torch.cuda.get_device_name()
+
+    loop = build(folder, "block", seqs)
+    started = time.perf_counter()
+    loop.warm()
+    wait()
+    found["graphs"] = len(loop.graphs())
+    found["capture_seconds"] = round(time.perf_counter() - started, 2)
+    found["failed"] = [row["failure"] for row in loop.graphs() if row["state"] != "captured"]
+    found["pool_bytes"] = loop.runner.cache.pool_bytes
+    found["replay"] = replay_against_eager(loop, [b for b in (1, 8, 32, 128, 256) if b <= seqs], args.repeats)
+    found["address_check"] = address_check(loop, found["replay"][0]["replay_ms"])
+
+    largest = build(folder, "block", seqs, (seqs,))
+    largest.warm()
+    found["largest_graph_bytes"] = largest.runner.cache.pool_bytes
+    found["pool_over_largest"] = round(found["pool_bytes"] / max(1, found["largest_graph_bytes"]), 3)
+    del largest
+
+    small = {scope: build(folder, scope, 8) for scope in ("block", "layer", "none")}
+    found["tokens_equal_eager"] = {
+        str(rows): {scope: tokens_of(small[scope], prompts_for(rows, vocab), 24)
+                    == tokens_of(small["none"], prompts_for(rows, vocab), 24) for scope in ("block", "layer")}
+        for rows in (1, 3, 7)
+    }
+    del small
+
+    found["recapture_bytes"] = recapture(loop, 5)
+    found["memory_drift"] = {name: round(max(abs(one - used[0]) for one in used) / max(1, used[0]), 5)
+                             for name, used in found["recapture_bytes"].items()}
+    found["allocating_thread"] = with_allocating_thread(loop)
+    if args.out:
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+    for name, value in found.items():
+        print(f"{name:28} {json.dumps(value)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""The devices that the contract is held on: the CPU always, the GPU where there is one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graph_cache.backends import backend_for
+from graph_cache.pool import GraphPool
+
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")]),
+]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request) -> torch.device:
+    torch.manual_seed(0)
+    return torch.device(request.param)
+
+
+@pytest.fixture
+def pool(device) -> GraphPool:
+    return GraphPool(backend_for(device))

@@ -1,0 +1,215 @@
+"""The command line: help that answers at once, bad input as one line and status 2, and the smaller commands."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from graph_cache.manifest import Manifest
+from server import cli
+from server.commands import graph_table, interpolated
+from server.config import ServerConfig
+from server.flags import ENGINE_HELP, SERVER_HELP, server_config
+
+
+def parse_serve(*words: str) -> ServerConfig:
+    return server_config(cli._parser("serve").parse_args(["serve", *words]))
+
+
+def status(capsys, *words: str) -> tuple[int, str, str]:
+    """Exit status, standard output and standard error of a command line."""
+    try:
+        code = cli.main(words)
+    except SystemExit as exit_:
+        code = exit_.code
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_help_imports_nothing_heavy():
+    check = (
+        "import sys, server.cli as cli\n"
+        "try: cli.main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'fastapi', 'uvicorn', 'numpy', 'pydantic'} & set(sys.modules)\n"
+        "sys.exit(str(heavy) if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert all(command in done.stdout for command in ("serve", "generate", "graphs", "tune", "bench"))
+
+
+def test_every_setting_is_a_flag_with_help_and_its_default(capsys):
+    for kind, texts in ((ServerConfig, SERVER_HELP), (EngineConfig, ENGINE_HELP)):
+        assert {field.name for field in dataclasses.fields(kind)} - {"engine"} == set(texts)
+    code, shown, _ = status(capsys, "serve", "--help")
+    assert code == 0
+    flat = " ".join(shown.split())
+    for field in [*dataclasses.fields(ServerConfig), *dataclasses.fields(EngineConfig)]:
+        assert field.name == "engine" or f"--{field.name.replace('_', '-')}" in flat
+    assert "(default: 8000)" in flat and "(default: background)" in flat
+
+
+def test_flags_reach_their_settings():
+    config = parse_serve(
+        "--port", "9", "--served-model-name", "a,b", "--max-num-seqs", "4", "--graph-buckets", "1,2,4",
+        "--no-enable-prefix-caching", "--in-process", "--drain-seconds", "1.5",
+    )  # fmt: skip
+    assert (config.port, config.served_model_name) == (9, ("a", "b"))
+    assert (config.in_process, config.drain_seconds) == (True, 1.5)
+    engine = config.engine
+    assert (engine.max_num_seqs, engine.graph_buckets, engine.enable_prefix_caching) == (4, (1, 2, 4), False)
+
+
+def test_serving_warms_in_the_background_unless_told_otherwise():
+    assert parse_serve().engine.warmup == "background"
+    assert parse_serve("--warmup", "full").engine.warmup == "full"
+    assert EngineConfig().warmup != "background"
+
+
+def test_running_without_graphs_needs_one_flag_only():
+    assert parse_serve("--cuda-graph-impl", "none").engine.cuda_graph_impl == "none"
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("serve", "--port", "many"), "--port"),
+        (("serve", "--port", "70000"), "port"),
+        (("serve", "--max-num-seqs", "0"), "max_num_seqs"),
+        (("serve", "--max-num-seqs", "-3"), "max_num_seqs"),
+        (("serve", "--graph-buckets", "1,x"), "--graph-buckets"),
+        (("serve", "--warmup", "warm"), "--warmup"),
+        (("serve", "--max-body-bytes", "1"), "max_body_bytes"),
+        (("serve", "--drain-seconds", "nan"), "drain_seconds"),
+        (("serve", "--gpu-memory-utilization", "7"), "gpu_memory_utilization"),
+        (("serve", "--prot", "1"), "--prot"),
+        (("serve", "--cuda-graph-impl", "none", "--inference-cuda-graph-scope", "block"), "inference_cuda_graph_scope"),
+        (("generate",), "prompt"),
+        (("generate", "red", "--temperature", "-1"), "temperature"),
+        (("generate", "red", "--max-tokens", "-1"), "max_tokens"),
+        (("graphs", "--url", "http://127.0.0.1:1"), "127.0.0.1:1"),
+        (("graphs", "--url", "nonsense"), "nonsense"),
+        (("tune",), "--manifest"),
+        (("tune", "--manifest", "/no/such/file"), "/no/such/file"),
+        (("tune", "--metrics", "/no/such/file"), "/no/such/file"),
+        (("frobnicate",), "frobnicate"),
+        ((), "COMMAND"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_it_and_status_2(capsys, words, named):
+    code, out, err = status(capsys, *words)
+    assert code == 2 and out == ""
+    assert len(err.splitlines()) == 1 and named in err
+
+
+def test_unknown_settings_name_the_nearest():
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        ServerConfig.from_dict({"max_num_seq": 3})
+    with pytest.raises(ConfigError, match="max_waiting"):
+        ServerConfig.from_dict({"max_waitin": 3})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"port": True}, {"port": "8000"}, {"host": ""}, {"served_model_name": ("",)}, {"drain_seconds": float("nan")}],
+)
+def test_server_settings_that_cant_be_meant_are_refused(settings):
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        ServerConfig(**settings)
+
+
+def test_generate_prints_the_continuation(capsys, tiny_model):
+    words = ("generate", "the quick brown fox", "--model", str(tiny_model), "--max-tokens", "6", "--dtype", "float32")
+    code, out, _ = status(capsys, *words, "--graph-manifest", "none", "--num-threads", "1")
+    assert code == 0
+    from engine.tokenizer import Tokenizer
+
+    assert len(Tokenizer.load(str(tiny_model)).encode(out.removesuffix("\n"))) >= 2
+
+
+def test_generate_refuses_an_empty_prompt(capsys, tiny_model):
+    code, _, err = status(capsys, "generate", "", "--model", str(tiny_model), "--graph-manifest", "none")
+    assert code == 2 and "prompt" in err.splitlines()[-1]
+
+
+def test_graphs_prints_a_running_servers_table(capsys, server):
+    server.answer("/generate", {"text": "red", "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}})
+    code, out, _ = status(capsys, "graphs", "--url", server.url)
+    head, *rows = out.splitlines()
+    assert code == 0 and head.split()[:5] == ["site", "scope", "phase", "bucket", "state"]
+    assert any("decode" in row and "captured" in row for row in rows)
+    code, out, _ = status(capsys, "graphs", "--url", server.url + "/", "--json")
+    assert code == 0 and json.loads(out)["model"] == "tiny"
+
+
+def test_graph_table_aligns_its_columns():
+    row = {"site": "decode", "scope": "block", "phase": "decode", "bucket": 8, "state": "captured", "replays": 10,
+           "padded_rows": 20, "bytes": 3 * 2**20, "capture_seconds": 0.25, "engine": "x"}  # fmt: skip
+    head, first, second = graph_table({"graphs": [row, row | {"bucket": 256, "replays": 0}]}).splitlines()
+    assert "25.0%" in first and "3.0 MiB" in first and "0.250 s" in first
+    assert first.index(" 8 ") + 1 == second.index("256") + 2 == head.index("bucket") + 5
+
+
+@pytest.fixture
+def manifest(tmp_path):
+    kept = Manifest(tmp_path / "manifest.json", "model")
+    for rows, steps in {1: 500, 3: 300, 5: 100, 6: 90, 33: 10}.items():
+        kept.observe("decode", "decode", rows, count=steps)
+    kept.observe("decode", "prefill", 77, count=5)
+    kept.save()
+    return kept.path
+
+
+def test_tune_from_a_manifest_beats_the_default_ladder(capsys, manifest):
+    code, out, _ = status(capsys, "tune", "--manifest", str(manifest), "--max-graphs", "3", "--json")
+    report = json.loads(out)
+    assert code == 0 and report["buckets"][-1] == 33 and report["graphs"] == 3 and report["observed_steps"] == 1000
+    assert report["buckets"] == [1, 6, 33]
+    # The 300 threes pad by 3 and the 100 fives by 1; [3, 6, 33] would pad the 500 ones by 2.
+    assert report["expected_padding_rows"] == pytest.approx((300 * 3 + 100) / 1000)
+    assert report["default_ladder"]["graphs"] > 3
+    code, out, _ = status(capsys, "tune", "--manifest", str(manifest))
+    assert code == 0 and "--graph-buckets 1,3,5,6,33" in out
+
+
+def test_tune_holds_a_larger_maximum_and_says_when_a_batch_is_beyond_it(capsys, manifest):
+    code, out, _ = status(capsys, "tune", "--manifest", str(manifest), "--max-size", "64", "--json")
+    assert code == 0 and json.loads(out)["buckets"][-1] == 64
+    code, _, err = status(capsys, "tune", "--manifest", str(manifest), "--max-size", "8")
+    assert code == 2 and "33" in err and len(err.splitlines()) == 1
+
+
+def test_tune_from_a_live_server_within_a_budget_of_bytes(capsys, server):
+    server.answer("/v1/completions", {"prompt": ["red"] * 3, "max_tokens": 8, "ignore_eos": True})
+    server.wait_idle()
+    code, out, _ = status(capsys, "tune", "--metrics", server.url + "/metrics", "--max-bytes", str(2**40), "--json")
+    report = json.loads(out)
+    assert code == 0 and report["max_size"] >= 3 and report["bytes"] > 0
+    code, _, err = status(capsys, "tune", "--metrics", server.url + "/metrics", "--max-bytes", "1")
+    assert code == 2 and "bytes" in err
+
+
+def test_tune_by_bytes_needs_to_know_them(capsys, manifest):
+    code, _, err = status(capsys, "tune", "--manifest", str(manifest), "--max-bytes", "1000")
+    assert code == 2 and "--graphs" in err
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"fingerprint": 3}'])
+def test_tune_refuses_what_is_no_manifest(capsys, tmp_path, content):
+    path = tmp_path / "other.json"
+    path.write_text(content)
+    code, _, err = status(capsys, "tune", "--manifest", str(path))
+    assert code == 2 and "other.json" in err
+    assert path.read_text() == content
+
+
+def test_bytes_between_known_sizes_are_read_off_a_line():
+    bytes_of = interpolated([(2, 100), (4, 300), (8, 250)])
+    assert [bytes_of(size) for size in (1, 2, 3, 4, 6, 8, 16)] == [100, 100, 200, 300, 300, 300, 600]

@@ -1,0 +1,106 @@
+"""`encore serve` as a process: its start, its signals, its exit status, what it says when it can't start."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+Serve = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Start `encore serve` with these arguments; it is killed at the end if it still runs."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "server.cli", "serve", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_sigterm_lets_a_stream_finish_and_exits_with_0(serve: Serve, tiny_model: Path) -> None:
+    process = serve("--model", str(tiny_model), "--port", "0", "--max-model-len", "4096", "--graph-manifest", "none")
+    lines = []
+    while not lines or " serving " not in lines[-1]:
+        lines.append(process.stderr.readline())
+        assert lines[-1], "".join(lines)
+    url = re.search(r"http://127\.0\.0\.1:\d+", lines[0]).group()
+    engine = children(process.pid)
+    body = {"text": "red", "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}, "stream": True}
+    with httpx.stream("POST", url + "/generate", json=body, timeout=60) as response:
+        events = response.iter_lines()
+        next(events)
+        process.send_signal(signal.SIGTERM)
+        rest = [line for line in events if line]
+    assert rest[-1] == "data: [DONE]" and '"type":"length"' in rest[-2]
+    _, log = process.communicate(timeout=30)
+    assert process.returncode == 0, log
+    assert "draining" in log and "Traceback" not in log
+    assert engine
+    assert_gone(engine)
+
+
+def test_sigint_while_loading_exits_with_0_and_leaves_no_process(serve: Serve, tiny_model: Path) -> None:
+    process = serve("--model", str(tiny_model), "--port", "0", "--graph-manifest", "none")
+    assert " loads " in process.stderr.readline()
+    time.sleep(0.5)
+    engine = children(process.pid)
+    process.send_signal(signal.SIGINT)
+    _, log = process.communicate(timeout=30)
+    assert process.returncode == 0, log
+    assert "Traceback" not in log
+    assert_gone(engine)
+
+
+def test_a_taken_port_is_one_line_and_exit_status_2(serve: Serve, tiny_model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        process = serve("--model", str(tiny_model), "--port", str(taken.getsockname()[1]))
+        _, log = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert len(log.splitlines()) == 1 and "can't listen" in log and str(taken) not in log
+
+
+def test_a_model_that_is_not_there_is_exit_status_2_and_names_it(serve: Serve, tmp_path: Path) -> None:
+    process = serve("--model", str(tmp_path / "missing"), "--port", "0")
+    _, log = process.communicate(timeout=60)
+    assert process.returncode == 2
+    started, error = log.splitlines()
+    assert " loads " in started and error.startswith("encore serve: error: ") and "missing" in error
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def assert_gone(pids: list[int]) -> None:
+    """Python's own resource tracker ends a moment after its parent."""
+    end = time.monotonic() + 5
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < end, [Path(f"/proc/{pid}/cmdline").read_text() for pid in pids if alive(pid)]
+        time.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
