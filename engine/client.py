@@ -95,13 +95,14 @@ class EngineClient:
         """
         self._loop = asyncio.get_running_loop()
         self._ready = self._loop.create_future()
-        source: ModelSource = await asyncio.to_thread(resolve_model, self.config.model)  # fetched once, before both
-        self._transport.start(self._from_transport)
         try:
+            source: ModelSource = await asyncio.to_thread(resolve_model, self.config.model)  # fetched once, before both
+            self._transport.start(self._from_transport)
             self.tokenizer = await asyncio.to_thread(Tokenizer.try_load, source)
             self._processor = OutputProcessor(self.tokenizer)
             await self._ready
         except BaseException:
+            self._ready.cancel()
             await self.close()
             raise
 
@@ -257,7 +258,7 @@ class EngineClient:
         if delta.abort:
             self._abort([delta.child_id])
         if delta.finish_reason == "error":
-            self._queues[parent].put_nowait(EngineError(event.error or "the engine failed this request"))
+            self._queues[parent].put_nowait(event.refusal or EngineError(event.error))
         else:
             self._queues[parent].put_nowait(delta)
 

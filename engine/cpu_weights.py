@@ -12,7 +12,7 @@ from torch import nn
 from engine.errors import ConfigError, ModelError
 from engine.gguf_file import GGUFFile
 from engine.gguf_model import GGUFModel
-from engine.layers.int4 import Int4Linear, Int8Head, TiedEmbedding, fits_int4, int4_available
+from engine.layers.int4 import Int4Linear, fits_int4, int4_available
 from engine.layers.linear import Linear
 from engine.models import DenseModel, ModelConfig, build_model, config_from_dict
 
@@ -57,9 +57,10 @@ def format_dtype(cpu_format: str) -> torch.dtype:
     return _DTYPE_OF_FORMAT[cpu_format]
 
 
-def gguf_config(path: str) -> ModelConfig:
-    """Only the config of a GGUF file, without its weights. Raises ModelError."""
-    return config_from_dict(GGUFModel(GGUFFile(path)).config, path)
+def gguf_config(path: str) -> tuple[ModelConfig, bool]:
+    """Only the config of a GGUF file, and whether its weights are mostly in 4 bits. Raises ModelError."""
+    model = GGUFModel(GGUFFile(path))
+    return config_from_dict(model.config, path), model.is_mostly_4bit()
 
 
 def load_gguf(path: str, *, dtype: str = "auto", device: str | torch.device = "cpu", cpu_weight_format: str = "auto",
@@ -110,7 +111,7 @@ def quantize_model(model: DenseModel, keep_dense: bool | None = None) -> None:
 
 
 def _fill_int4(model: DenseModel, source: GGUFModel) -> set[str]:
-    """Replace and fill every projection whose parts are all Q4_1, and a tied Q8_0 head; names that are done."""
+    """Replace and fill every projection whose parts are all Q4_1; returns the names that are done."""
     keep = _keeps_dense(model)
     prefixes = {id(slot_owner): prefix for prefix, slot_owner in _projection_prefixes(model)}
     done: set[str] = set()
@@ -123,14 +124,6 @@ def _fill_int4(model: DenseModel, source: GGUFModel) -> set[str]:
             new.load_codes(codes, scale, low + 8 * scale)
             setattr(parent, attribute, new)
             done |= set(names)
-    embedding = "model.embed_tokens.weight"
-    if model.config.tie_word_embeddings and source.is_q8_0(embedding) and fits_int4(*model.embed.weight.shape):
-        q, scale = source.q8_0(embedding)
-        model.embed.weight.data.copy_((q.view(*scale.shape, -1) * scale.unsqueeze(2)).view(q.shape))
-        head = Int8Head(model.embed)
-        head.load_codes(q, scale)
-        model.head, model.embed = head, TiedEmbedding(model.embed, head)
-        done.add(embedding)
     return done
 
 

@@ -18,7 +18,7 @@ from engine.loading import build_loop
 from engine.messages import EngineStats, ModelInfo
 from engine.model_source import resolve_model
 from engine.outputs import OutputProcessor, RequestOutput
-from engine.request import EngineRequest, SamplingParams, mix64, split_n
+from engine.request import EngineRequest, SamplingParams, check_prompt_ids, mix64, split_n
 from engine.tokenizer import Tokenizer
 
 
@@ -71,6 +71,7 @@ class Engine:
         """
         self._require_open()
         texts, ids = self._prompts(prompts, prompt_token_ids)
+        ids = [check_prompt_ids(one, self.info.vocab_size) for one in ids]
         params = self._params(sampling_params, len(ids))
         processor = OutputProcessor(self.tokenizer)
         outputs: dict[str, RequestOutput] = {}
@@ -159,8 +160,14 @@ class Engine:
             if not isinstance(prompt_token_ids, Sequence) or isinstance(prompt_token_ids, str):
                 raise RequestError("prompt_token_ids: a list of lists of token ids is needed", param="prompt_token_ids")
             flat = bool(prompt_token_ids) and isinstance(prompt_token_ids[0], int)
-            ids = [list(prompt_token_ids)] if flat else [list(one) for one in prompt_token_ids]
-            return [None] * len(ids), ids
+            each = [prompt_token_ids] if flat else prompt_token_ids
+            for one in each:
+                if not isinstance(one, Iterable) or isinstance(one, str):
+                    raise RequestError(f"prompt_token_ids holds {one!r}: a list of lists of token ids is needed",
+                                       param="prompt_token_ids")
+            return [None] * len(each), [list(one) for one in each]
+        if not isinstance(prompts, Sequence):
+            raise RequestError(f"prompts={prompts!r}: a text or a list of texts is needed", param="prompts")
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         if self.tokenizer is None:
             raise RequestError(f"{self.info.name} has no tokenizer: give prompt_token_ids", param="prompts")
@@ -172,7 +179,7 @@ class Engine:
     def _params(self, given: Any, count: int) -> list[SamplingParams]:
         if given is None or isinstance(given, SamplingParams):
             return [given or SamplingParams()] * count
-        params = list(given)
+        params = list(given) if isinstance(given, Sequence) else [given]
         if len(params) != count or not all(isinstance(one, SamplingParams) for one in params):
             raise RequestError(f"{len(params)} sampling_params came for {count} prompts: give one SamplingParams for all, "
                                "or one each", param="sampling_params")

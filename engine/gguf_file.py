@@ -207,12 +207,6 @@ class GGUFFile:
         codes = torch.cat((nibbles & 15, nibbles >> 4), dim=2).view(blocks.shape[0], -1)
         return codes, limits[:, :, 0].contiguous(), limits[:, :, 1].contiguous()
 
-    def q8_0(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """A Q8_0 matrix as (q int8 [N, K], d float32 [N, K/32]); w = d * q."""
-        blocks = self._blocks(name, Q8_0, _Q8_0_BLOCK_BYTES)
-        scale = blocks[:, :, :2].contiguous().view(torch.float16).float().squeeze(2)
-        return blocks[:, :, 2:].contiguous().view(torch.int8).view(blocks.shape[0], -1), scale
-
     def _blocks(self, name: str, type_id: int, block_bytes: int) -> torch.Tensor:
         """A copy of a quantised matrix as uint8 [N, K/32, bytes per block]."""
         info = self.info(name)

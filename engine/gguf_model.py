@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from engine.errors import ModelError
-from engine.gguf_file import Q4_1, Q8_0, GGUFFile
+from engine.gguf_file import Q4_1, GGUFFile
 
 SUPPORTED_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
@@ -71,6 +71,10 @@ class GGUFModel:
         if width != hidden:
             raise ModelError(f"{self.file.path}: token_embd.weight is {vocab_size} x {width}, but embedding_length is "
                              f"{hidden}")
+        tokens = metadata.get("tokenizer.ggml.tokens")
+        if isinstance(tokens, list) and len(tokens) > vocab_size:
+            raise ModelError(f"{self.file.path}: the tokenizer has {len(tokens)} tokens, but token_embd.weight only "
+                             f"{vocab_size} rows")
         eos = [metadata[key] for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
                if isinstance(metadata.get(key), int)]
         config = {
@@ -174,10 +178,6 @@ class GGUFModel:
         """Whether weight `name` is stored as Q4_1 (so that `q4_1` can hand out its codes)."""
         return name in self._sources and self.file.info(self._sources[name]).type_id == Q4_1
 
-    def is_q8_0(self, name: str) -> bool:
-        """Whether weight `name` is stored as Q8_0."""
-        return name in self._sources and self.file.info(self._sources[name]).type_id == Q8_0
-
     def is_mostly_4bit(self) -> bool:
         """Whether the file's tensors are mostly Q4_1, which the int4 kernel represents code by code."""
         return sum(map(self.is_q4_1, self.names())) * 2 > len(self.file.tensors)
@@ -190,11 +190,6 @@ class GGUFModel:
     def q4_1(self, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """One Q4_1 weight by its Hugging Face name, as GGUFFile.q4_1 gives it, rows in rotate-half order."""
         parts, order = self.file.q4_1(self._sources[name]), self._row_order(name)
-        return parts if order is None else tuple(part[order] for part in parts)
-
-    def q8_0(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """One Q8_0 weight by its Hugging Face name, as GGUFFile.q8_0 gives it, rows in rotate-half order."""
-        parts, order = self.file.q8_0(self._sources[name]), self._row_order(name)
         return parts if order is None else tuple(part[order] for part in parts)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:

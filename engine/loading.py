@@ -27,7 +27,8 @@ from graph_cache.manifest import Manifest
 FIRST_WEIGHT_VERSION = "initial"
 
 
-def build_loop(config: EngineConfig, source: ModelSource | None = None, eos_token_ids: tuple[int, ...] = ()) -> EngineLoop:
+def build_loop(config: EngineConfig, source: ModelSource | None = None,
+               eos_token_ids: tuple[int, ...] = ()) -> EngineLoop:
     """Load the model and put the engine together; nothing is captured yet.
 
     `eos_token_ids` (of the tokenizer) end a text beside the model's own. Raises ConfigError or ModelError, saying what
@@ -37,8 +38,8 @@ def build_loop(config: EngineConfig, source: ModelSource | None = None, eos_toke
     device = choose_device(config.device)
     if device.type == "cpu" and config.num_threads:
         torch.set_num_threads(config.num_threads)
-    model_config = _read_config(source)
-    weight_format, dtype = _choose_format(config, source, model_config, device)
+    model_config, is_4bit = _read_config(source)
+    weight_format, dtype = _choose_format(config, model_config, device, is_4bit and config.load_format != "dummy")
     sized = resolve(config, model_config, device, dtype)
     model = _load_model(sized, source, model_config, device, dtype, weight_format)
     ends = tuple(dict.fromkeys((*model_config.eos_token_ids, *eos_token_ids)))
@@ -71,16 +72,16 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def _read_config(source: ModelSource) -> ModelConfig:
-    return gguf_config(source.path) if source.kind == "gguf" else config_from_folder(source.path)
+def _read_config(source: ModelSource) -> tuple[ModelConfig, bool]:
+    """The model's config, and whether its weights come in 4 bits."""
+    return gguf_config(source.path) if source.kind == "gguf" else (config_from_folder(source.path), False)
 
 
-def _choose_format(config: EngineConfig, source: ModelSource, model: ModelConfig,
-                   device: torch.device) -> tuple[str, torch.dtype]:
+def _choose_format(config: EngineConfig, model: ModelConfig, device: torch.device,
+                   is_4bit: bool) -> tuple[str, torch.dtype]:
     """The weights' format (for reports) and the activations' dtype."""
     if device.type == "cpu":
-        chosen = choose_cpu_format(config.cpu_weight_format, config.dtype if config.dtype != "auto" else "auto",
-                                   is_4bit=source.kind == "gguf" and config.load_format != "dummy")
+        chosen = choose_cpu_format(config.cpu_weight_format, config.dtype, is_4bit)
         return chosen, format_dtype(chosen)
     if config.cpu_weight_format != "auto":
         raise ConfigError(f"cpu_weight_format={config.cpu_weight_format!r} was given for device {device}; leave it out")

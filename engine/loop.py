@@ -80,7 +80,7 @@ class EngineLoop:
             except EngineError as error:
                 self._ended["error"] += 1
                 self._events.append(TokenEvent(request_id=request.request_id, finish_reason="error", error=str(error),
-                                               weight_version=self.weight_version))
+                                               refusal=error, weight_version=self.weight_version))
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests that live; unknown ids (ended a moment ago) are left alone."""
@@ -149,10 +149,12 @@ class EngineLoop:
                 continue
             token = result.tokens[request.request_id]
             if token < 0:
+                pages = list(request.pages)
                 self._end(request, RequestState.FAILED, TokenEvent(
                     request_id=request.request_id, finish_reason="error",
                     error="the model's logits are not finite (NaN or infinity) for this request: check the weights",
                 ))
+                self.runner.scrub([page for page in pages if not self.scheduler.pool.count(page)])
                 continue
             self._generated += 1
             self._judge(request, token, result.logprobs.get(request.request_id))
@@ -208,7 +210,9 @@ class EngineLoop:
         if not batch or self._failures >= FAILURES_IN_A_ROW:
             raise error
         self.runner.inputs.forget()
-        for request in (*batch.decodes, *(chunk.request for chunk in batch.prefills)):
+        # Those admitted without a chunk in this step too: their slot may hold another's sampling state.
+        involved = dict.fromkeys((*batch.decodes, *(chunk.request for chunk in batch.prefills), *batch.admitted))
+        for request in involved:
             if not request.state.is_final:
                 self._end(request, RequestState.FAILED, TokenEvent(
                     request_id=request.request_id, finish_reason="error", error=f"the step failed: {self._last_error}",

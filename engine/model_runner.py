@@ -71,11 +71,15 @@ class ModelRunner:
     def run(self, batch: Batch) -> StepResult:
         """Compute one batch: the decodes as one padded replay, the prefill chunks together as one eager run."""
         result = StepResult()
-        with torch.inference_mode():
-            if batch.decodes:
-                self._decode(batch.decodes, result)
-            if batch.prefills:
-                self._prefill(batch.prefills, result)
+        try:
+            with torch.inference_mode():
+                if batch.decodes:
+                    self._decode(batch.decodes, result)
+                if batch.prefills:
+                    self._prefill(batch.prefills, result)
+        except BaseException:  # an interruption too: a result that nobody read would hold its place in the ring
+            self.ring.clear()
+            raise
         return result
 
     def _decode(self, requests: list[Request], result: StepResult) -> None:
@@ -114,19 +118,28 @@ class ModelRunner:
     def _choose(self, requests: list[Request], logits: torch.Tensor, greedy: torch.Tensor, result: StepResult) -> None:
         """One token per request, sampled where its parameters ask for more than the greedy choice."""
         slots = [request.slot for request in requests]
-        logprobs = None
+        sampled = None
         if self.sampling.needs_sampler(slots):
             sampled = self.sampling.sample(logits, slots, [len(request.token_ids) for request in requests])
-            greedy, logprobs = sampled.token_ids, sampled.logprobs
+            greedy = sampled.token_ids
         ticket = self.ring.push(greedy)
         self.cache.check_addresses()  # for the next step, while the device is busy with this one
         tokens = ticket.read().tolist()
+        logprobs = None if sampled is None else sampled.logprobs  # read after the tokens: reading waits for the device
         for row, (request, token) in enumerate(zip(requests, tokens, strict=True)):
             result.tokens[request.request_id] = token
             if token >= 0:
                 self.sampling.append(request.slot, token)
             if logprobs is not None and logprobs[row] is not None:
                 result.logprobs[request.request_id] = logprobs[row]
+
+    def scrub(self, pages: Sequence[int]) -> None:
+        """Zero free pages, and the scratch page, that may hold NaN: attention multiplies masked slots by 0, and 0 * NaN
+        is NaN for whoever gets them next.
+        """
+        index = torch.tensor([0, *pages], device=self.device)
+        for cache in (*self.kv.k, *self.kv.v):
+            cache.index_fill_(0, index, 0)
 
     def _score_prompt(self, chunk: PrefillChunk, hidden: torch.Tensor, result: StepResult) -> None:
         """Log-probabilities of the prompt's tokens that follow this chunk's, in slices so that logits stay small."""

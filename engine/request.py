@@ -80,6 +80,7 @@ class TokenEvent:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the token id that stopped it
     error: str | None = None
+    refusal: EngineError | None = None  # it was never accepted, and this says why
     weight_version: str = ""
     cached_tokens: int = 0  # prompt tokens that came from the prefix cache
     queue_time: float | None = None  # seconds, with the first event

@@ -51,7 +51,8 @@ class StepInputs:
 
     def forget(self) -> None:
         """Take nothing for granted at the next load: something else wrote to the buffers."""
-        self._rows = [(None, 0)] * self._buffers.max_rows
+        # Not None: that says "all scratch", and a padded row with pages left in it would write into another's KV.
+        self._rows = [([], 0)] * self._buffers.max_rows
 
     def load(self, requests: Sequence[Request], bucket: int) -> None:
         """Row i gets request i's last token, its position and its pages; rows up to `bucket` become padding."""

@@ -18,6 +18,7 @@ from typing import Protocol
 from engine.config import EngineConfig
 from engine.errors import EngineDead, EngineError
 from engine.messages import Command, Dead, Ready, Report, Stop
+from engine.openmp import calm_openmp
 
 logger = logging.getLogger(__name__)
 OnReport = Callable[[Report], None]
@@ -102,6 +103,7 @@ class ProcessTransport:
         self._connection: Connection | None = None
         self._send_lock = threading.Lock()
         self._reader: threading.Thread | None = None
+        self._listens = False  # before the model is loaded the child reads no commands
 
     @property
     def pid(self) -> int | None:
@@ -122,6 +124,7 @@ class ProcessTransport:
         try:
             while True:
                 report = self._connection.recv()
+                self._listens = self._listens or isinstance(report, Ready)
                 on_report(report)
                 if isinstance(report, Dead):
                     return
@@ -139,20 +142,22 @@ class ProcessTransport:
     def stop(self, timeout: float) -> None:
         if self._process is None:
             return
-        if self._process.is_alive():
+        if self._process.is_alive() and self._listens:
             try:
                 self.send(Stop())
             except EngineDead as gone:
                 logger.debug("nothing to stop: %s", gone)
             self._process.join(timeout)
         if self._process.is_alive():
-            logger.error("the engine process did not end within %.0f s; it is killed", timeout)
+            if self._listens:
+                logger.error("the engine process did not end within %.0f s; it is killed", timeout)
             self._process.kill()
             self._process.join()
 
 
 def _child(config: EngineConfig, connection: Connection, log_level: int) -> None:
     """The engine process. A terminal's Ctrl-C reaches it too: the front decides when it ends, and its death ends it."""
+    calm_openmp()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

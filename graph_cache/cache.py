@@ -256,9 +256,11 @@ class GraphCache:
             saved = site.buffers.snapshot(site.buffers.max_rows)
             site.buffers.fill_dummy()
             try:
+                # Lazy loading is done by a site's first capture; a new shape picks its kernels in one run.
+                known = any(other.site == key.site for other in self._entries)
                 for body in site.bodies(key):
                     runner = GraphRunner(body, self.pool, statics=lambda: site.static_tensors(key.bucket),
-                                         generators=site.generators)
+                                         generators=site.generators, warmup_runs=1 if known else None)
                     entry.runners.append(runner)
                     runner.capture()
             except CaptureError as error:

@@ -54,3 +54,7 @@ class HostRing:
         ticket = self._tickets[slot] = Ticket(self, slot, rows, wait)
         self._next = (slot + 1) % len(self._slots)
         return ticket
+
+    def clear(self) -> None:
+        """Let go of every result under way, after a step that broke off before reading its own."""
+        self._tickets = [None] * len(self._slots)

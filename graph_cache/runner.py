@@ -34,7 +34,7 @@ class GraphRunner:
     """
 
     def __init__(self, fn: Callable[[], None], pool: GraphPool, *, statics: Callable[[], list[torch.Tensor]],
-                 generators: Sequence[torch.Generator] = ()):
+                 generators: Sequence[torch.Generator] = (), warmup_runs: int | None = None):
         self.state = RunnerState.NEW
         self.capture_seconds = 0.0
         self.replays = 0
@@ -42,6 +42,7 @@ class GraphRunner:
         self._pool = pool
         self._statics = statics
         self._generators = tuple(generators)
+        self._warmup_runs = pool.backend.warmup_runs if warmup_runs is None else warmup_runs
         self._graph: CapturedGraph | None = None
 
     @property
@@ -80,7 +81,7 @@ class GraphRunner:
     def _warm_and_capture(self, reference: Reference) -> CapturedGraph:
         backend = self._pool.backend
         with self._pool.warmup_flag(), backend.on_capture_stream():
-            for _ in range(backend.warmup_runs):
+            for _ in range(self._warmup_runs):
                 reference.rewind()
                 self._fn()
             reference.remember()

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
+from engine.openmp import calm_openmp
+
 PROG = "encore"
 
 
@@ -32,6 +34,7 @@ class Command(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
+    calm_openmp()
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["bench"]:
         return _guarded("bench", lambda: _bench(words[1:]))

@@ -80,7 +80,7 @@ def graphs(args: argparse.Namespace) -> int:
 
 def graph_table(body: Mapping[str, Any]) -> str:
     """The rows of GET /graphs as aligned text."""
-    from server.graphs_page import human_bytes
+    from server.graphs_page import human_bytes, site_name
 
     heads = ("site", "scope", "phase", "bucket", "state", "replays", "padding", "bytes", "capture", "engine")
     lines = [heads]
@@ -89,7 +89,7 @@ def graph_table(body: Mapping[str, Any]) -> str:
         padding = f"{100 * row['padded_rows'] / computed:.1f}%" if computed else "-"
         lines.append(
             (
-                str(row["site"]), str(row["scope"]), str(row["phase"]), str(row["bucket"]), str(row["state"]),
+                site_name(row), str(row["scope"]), str(row["phase"]), str(row["bucket"]), str(row["state"]),
                 str(row["replays"]), padding, human_bytes(row["bytes"]), f"{row['capture_seconds']:.3f} s",
                 str(row["engine"]),
             )

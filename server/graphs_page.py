@@ -35,13 +35,17 @@ th { background: var(--soft); font-weight: 600; font-size: .8rem; color: var(--d
 .bar i { display: block; height: 100%; background: var(--bar); }
 .captured { color: var(--ok); } .failed { color: var(--bad); }
 .note { color: var(--dim); font-size: .85rem; white-space: normal; }
+@media (max-width: 40rem) { body { padding: .6rem; font-size: 14px; } th, td { padding: .35rem .45rem; }
+  th:nth-child(n+7), td:nth-child(n+7) { display: none; } .bar { width: 2rem; } }
 """
 
 # The page swaps in its own newer <main>: no flicker, the scroll position stays. Without scripts the whole page reloads.
 _SCRIPT = """
 const note = document.getElementById("note");
+let asking = false;
 setInterval(async () => {
-  if (document.hidden) return;
+  if (document.hidden || asking) return;
+  asking = true;
   try {
     const answer = await fetch(location.href, { headers: { Accept: "text/html" }, cache: "no-store" });
     if (!answer.ok) throw new Error("the server answers " + answer.status);
@@ -51,10 +55,11 @@ setInterval(async () => {
     if (document.querySelector(".scroll")) document.querySelector(".scroll").scrollLeft = left;
     note.textContent = "";
   } catch (error) { note.textContent = "Not up to date: " + error.message; }
+  asking = false;
 }, SECONDS * 1000);
 """
 
-_COLUMNS = ("Site", "Scope", "Phase", "Bucket", "State", "Replays", "Padding", "Bytes", "Capture", "Engine")
+_COLUMNS = ("Site", "Bucket", "State", "Replays", "Padding", "Bytes", "Capture", "Scope", "Phase", "Engine")
 _NUMERIC = frozenset({"Bucket", "Replays", "Bytes", "Capture"})
 
 
@@ -84,7 +89,11 @@ def _summary(body: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> str:
         "Padding": _percent(padded, computed),
         "Memory": human_bytes(sum(row["bytes"] for row in rows)),
     }
-    facts |= {str(name).replace("_", " ").capitalize(): _plain(value) for name, value in body.get("warm", {}).items()}
+    warm = body.get("warm", {})
+    if "mode" in warm:
+        facts["Warm-up"] = str(warm["mode"])
+    if "ratio" in warm:
+        facts["Warm"] = _percent(warm["ratio"], 1)
     return "<dl>" + "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in facts.items()) + "</dl>"
 
 
@@ -100,12 +109,10 @@ def _row(row: Mapping[str, Any]) -> str:
     computed = row["replays"] * row["bucket"]
     share = row["padded_rows"] / computed if computed else 0.0
     bar = f'<span class="bar"><i style="width:{100 * share:.0f}%"></i></span>{_percent(row["padded_rows"], computed)}'
-    statics = ", ".join(f"{name}={value}" for name, value in (row.get("statics") or {}).items())
-    site = f"{row['site']} ({statics})" if statics else str(row["site"])
     state, why = str(row["state"]), row.get("failure")
     shown_state = escape(state.replace("_", " ")) + (f'<div class="note">{escape(str(why))}</div>' if why else "")
     cells = {
-        "Site": escape(site),
+        "Site": escape(site_name(row)),
         "Scope": escape(str(row["scope"])),
         "Phase": escape(str(row["phase"])),
         "Bucket": f"{row['bucket']:,}",
@@ -117,6 +124,12 @@ def _row(row: Mapping[str, Any]) -> str:
         "Engine": escape(str(row.get("engine", ""))),
     }
     return "<tr>" + "".join(f"<td{_class(name)}>{cells[name]}</td>" for name in _COLUMNS) + "</tr>"
+
+
+def site_name(row: Mapping[str, Any]) -> str:
+    """A row's site, with the values that its graph was captured for beside the bucket."""
+    statics = ", ".join(f"{name}={value}" for name, value in (row.get("statics") or {}).items())
+    return f"{row['site']} ({statics})" if statics else str(row["site"])
 
 
 def human_bytes(count: int) -> str:
@@ -136,6 +149,3 @@ def _class(column: str) -> str:
 def _percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f}%" if whole else "–"
 
-
-def _plain(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)

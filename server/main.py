@@ -26,6 +26,7 @@ from server.inference import Service
 from server.version import version
 
 log = logging.getLogger("encore.server")
+PROBES = ("/health", "/ready", "/metrics")
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -124,9 +125,20 @@ def log_settings(level: str) -> dict[str, object]:
         "disable_existing_loggers": False,
         "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(name)s: %(message)s"}},
         "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
+        "filters": {"no_probes": {"()": NoProbes}},
         "root": {"level": "WARNING", "handlers": ["stderr"]},
-        "loggers": {"encore": ours, "engine": ours, "graph_cache": ours, "uvicorn.access": ours},
+        "loggers": dict.fromkeys(("encore", "engine", "graph_cache"), ours)
+        | {"uvicorn.access": ours | {"filters": ["no_probes"]}},
     }
+
+
+class NoProbes(logging.Filter):
+    """Keeps out of the log what monitors ask several times a second, as long as nothing is wrong with it."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether an access record is worth a line; its arguments are client, method, path, version and status."""
+        path, status = record.args[2], record.args[4]
+        return path.partition("?")[0] not in PROBES or (status >= 400 and path != "/ready")
 
 
 def _url(listener: socket.socket) -> str:

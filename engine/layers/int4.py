@@ -12,18 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.errors import ModelError
-from engine.layers.linear import Embedding
 from engine.layers.slot import WeightSlot
 
 GROUP = 32
 ROW_MULTIPLE = 16
+_PACKED_ROWS = 64  # blocks of this many rows pack independently of each other (32 under AVX2)
 
 # The 4-bit kernel reads a quarter of the bytes but multiplies slowly: at few rows it wins by up to 4 times, from a
 # dozen rows on dense bfloat16 does, by 10 times at 512 rows. A layer that keeps a dense copy takes it for more rows
-# than these. The choice depends on the shape alone, so a captured graph stays right; the weights of both forms are
-# rounded differently (2^-9), so a sequence's tokens can depend on which side of the bound its batch is.
+# than these, which is above every decode bucket of the CPU's default: all of those use one form. The choice depends on
+# the shape alone, so a captured graph stays right; the two forms are rounded differently (2^-9), so with a larger
+# max_num_seqs a sequence's tokens can depend on which side of the bound its batch is.
 DENSE_ABOVE = 16
-HEAD_DENSE_ABOVE = 4
 
 
 def int4_available() -> bool:
@@ -125,23 +125,25 @@ class Int4Linear(nn.Module):
     def load_dense(self, weight: Tensor, row: int = 0) -> None:
         """Quantise `weight` [rows, K] (lossy) into rows row.. in place; the other rows keep their bits.
 
-        The packed order mixes rows, so codes of a fused layer are first read back, by a product with the identity.
+        The packed order mixes rows within blocks of 64. Where a part of a fused layer doesn't fill whole blocks, all
+        codes are read back first.
         """
         end = row + weight.shape[0]
         with torch.no_grad():
             codes, scale, zero = quantize(weight)
-            if weight.shape[0] != self.outputs:
+            if row % _PACKED_ROWS == 0 and (end % _PACKED_ROWS == 0 or end == self.outputs):
+                self.packed[row:end].copy_(pack_codes(codes))
+            else:
                 all_codes = self.codes()
                 all_codes[row:end] = codes
-                codes = all_codes
-            self.packed.copy_(pack_codes(codes))
+                self.packed.copy_(pack_codes(all_codes))
             self.scales[:, row:end].copy_(pack_scales(scale, zero))
             if self.weight is not None:
                 # what the 4-bit form computes, so that short and long calls agree about an updated weight
-                self.weight[row:end].copy_(dequantize(codes[row:end], scale, zero))
+                self.weight[row:end].copy_(dequantize(codes, scale, zero))
 
     def codes(self) -> Tensor:
-        """The codes as uint8 [N, K], read back exactly (whole numbers up to 8 are exact in bfloat16)."""
+        """The codes as uint8 [N, K], read back by a product with the identity (exact: they are small whole numbers)."""
         ones, zeros = torch.ones_like(self.scales[..., 0]).T, torch.zeros_like(self.scales[..., 0]).T
         identity = torch.eye(self.inputs, dtype=torch.bfloat16)
         return _int4_product(identity, self.packed, pack_scales(ones, zeros)).T.add(8).to(torch.uint8).contiguous()
@@ -186,73 +188,3 @@ class Int4Slot:
     def read(self) -> Tensor:
         """The weight that is computed with, dequantised: a copy."""
         return self.layer.effective_weight()[self.start:self.start + self.rows].bfloat16()
-
-
-class Int8Head(nn.Module):
-    """The output head over a tied embedding, its 8-bit form for few rows: hidden [N, h] -> logits [N, vocab], bfloat16.
-
-    Weight = scale * q with q in -128..127 and a scale per 32 inputs. q = 16 * high + low, and both halves are codes of
-    the 4-bit kernel: one product of [x, x] with [high, low], exact in q, at half the bytes of bfloat16. More rows than
-    `dense_above` take the embedding's own bfloat16 table. `embedding` is shared, not copied.
-    """
-
-    packed: Tensor
-    scales: Tensor
-
-    def __init__(self, embedding: Embedding, dense_above: int = HEAD_DENSE_ABOVE):
-        super().__init__()
-        vocab, hidden = embedding.weight.shape
-        if not fits_int4(vocab, hidden):
-            raise ModelError(f"a head of {vocab} x {hidden} can't be kept in 8 bits")
-        self.weight, self.dense_above = embedding.weight, dense_above
-        self.register_buffer("packed", torch.empty(vocab, hidden, dtype=torch.uint8))
-        self.register_buffer("scales", torch.empty(2 * hidden // GROUP, vocab, 2, dtype=torch.bfloat16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.shape[0] > self.dense_above:
-            return F.linear(x, self.weight)
-        return _int4_product(torch.cat((x, x), dim=1), self.packed, self.scales)
-
-    def load_codes(self, q: Tensor, scale: Tensor) -> None:
-        """Fill from q int8 [N, K] and scale [N, K / 32]: high = code - 8 at 16 * scale, low = code at scale."""
-        unsigned = (q.to(torch.int16) + 128).to(torch.uint8)
-        with torch.no_grad():
-            self.packed.copy_(pack_codes(torch.cat((unsigned >> 4, unsigned & 15), dim=1)))
-            # rounded once, here: twice the kernel's rounding would part 16 * scale from scale
-            rounded = scale.bfloat16().float()
-            zero = torch.cat((torch.zeros_like(rounded), 8 * rounded), dim=1)
-            self.scales.copy_(pack_scales(torch.cat((16 * rounded, rounded), dim=1), zero))
-
-    def load_dense(self, weight: Tensor) -> None:
-        """Quantise a dense [N, K] to 8 bits per weight (lossy, 1/254 of each group's largest) in place."""
-        groups = weight.float().view(weight.shape[0], -1, GROUP)
-        scale = (groups.abs().amax(dim=2) / 127).bfloat16().float()
-        step = scale.where(scale > 0, torch.ones_like(scale))
-        self.load_codes((groups / step.unsqueeze(2)).round_().clamp_(-127, 127).to(torch.int8).view_as(weight), scale)
-
-    def slots(self, prefix: str) -> dict[str, WeightSlot]:
-        """None of its own: the tied embedding's slot writes both."""
-        return {}
-
-
-class TiedEmbedding(Embedding):
-    """An embedding table whose writes also renew the Int8Head that is tied to it."""
-
-    def __init__(self, embedding: Embedding, head: Int8Head):
-        nn.Module.__init__(self)
-        self.weight = embedding.weight
-        self._renew = head.load_dense
-
-    def slots(self, prefix: str) -> dict[str, WeightSlot]:
-        """Hugging Face's name of the table to where it, and the head's form of it, are stored."""
-        return {f"{prefix}.weight": _TiedSlot(self.weight, self._renew)}
-
-
-class _TiedSlot(WeightSlot):
-    def __init__(self, storage: Tensor, renew):
-        super().__init__(storage)
-        self._renew = renew
-
-    def write(self, tensor: Tensor) -> None:
-        super().write(tensor)
-        self._renew(self.target)

@@ -32,6 +32,7 @@ class CudaMemory:
     def __init__(self, device: torch.device):
         self._device = device
         self._live = 0
+        self._measured = 0
         self.id: tuple[int, int] = torch.cuda.graph_pool_handle()
 
     def adopt(self) -> None:
@@ -47,10 +48,16 @@ class CudaMemory:
     def renew(self) -> None:
         """Capture into a fresh pool from now on."""
         self.id = torch.cuda.graph_pool_handle()
+        self._measured = 0
 
     def nbytes(self) -> int:
-        """Bytes of the segments that the allocator holds for this pool."""
-        return sum(segment["total_size"] for segment in torch.cuda.memory_snapshot(self.id))
+        """Bytes of the segments that the allocator held for this pool after its last capture."""
+        return self._measured
+
+    def growth(self) -> int:
+        """Measure the pool anew (a walk over its segments), and return by how much it grew."""
+        before, self._measured = self._measured, sum(part["total_size"] for part in torch.cuda.memory_snapshot(self.id))
+        return max(0, self._measured - before)
 
     def trim(self) -> None:
         """Give segments that no live graph uses back to the driver."""
@@ -64,8 +71,8 @@ class CudaBackendGraph:
 
     engine = "cuda_graph"
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, memory: CudaMemory, nbytes: int):
-        self.nbytes = nbytes
+    def __init__(self, graph: torch.cuda.CUDAGraph, memory: CudaMemory):
+        self.nbytes = memory.growth()
         self._graph: torch.cuda.CUDAGraph | None = graph
         self._memory = memory
         memory.adopt()
@@ -93,6 +100,7 @@ class CudaBackend:
     def __init__(self, device: torch.device):
         self.device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
         self.stream = torch.cuda.Stream(self.device)
+        self._nothing = torch.zeros(1, device=self.device)
 
     def new_memory(self) -> CudaMemory:
         return CudaMemory(self.device)
@@ -123,38 +131,59 @@ class CudaBackend:
 
     def capture(self, fn: Callable[[], None], memory: CudaMemory, reference: Reference) -> CudaBackendGraph:
         """Capture `fn` on the capture stream into `memory`."""
-        graph = torch.cuda.CUDAGraph()
-        for generator in reference.generators:
-            graph.register_generator_state(generator)
         torch.cuda.synchronize(self.device)
-        used_before = memory.nbytes()
         with self.on_capture_stream():
-            try:
-                graph.capture_begin(pool=memory.id, capture_error_mode="thread_local")
-            except RuntimeError as error:
-                self._abandon(graph)
-                memory.renew()  # the allocator may believe that it still records into the old one
-                raise CaptureError(f"the capture could not begin: {error}") from error
+            graph = self._begin(memory, reference.generators)
             try:
                 with torch.inference_mode():
                     fn()
-            except BaseException as error:
-                self._abandon(graph)
-                if isinstance(error, RuntimeError) and any(word in str(error) for word in REFUSALS):
-                    raise CaptureRefused(f"this operation can't be part of a CUDA graph: {error}") from error
-                raise
-            try:
                 graph.capture_end()
-            except RuntimeError as error:
-                self._abandon(graph)
-                raise CaptureError(f"the driver rejected the capture at its end: {error}") from error
+            except BaseException as error:
+                self._abandon(graph, memory, reference.generators)
+                if isinstance(error, RuntimeError):
+                    kind = CaptureRefused if any(word in str(error) for word in REFUSALS) else CaptureError
+                    raise kind(f"the driver refused the capture: {error}") from error
+                raise
         torch.cuda.synchronize(self.device)
-        return CudaBackendGraph(graph, memory, max(0, memory.nbytes() - used_before))
+        return CudaBackendGraph(graph, memory)
 
-    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a broken capture and clear the error that it leaves on the device, so that the next call starts clean."""
-        for step in (graph.capture_end, graph.reset, lambda: torch.cuda.synchronize(self.device)):
+    def _begin(self, memory: CudaMemory, generators: Sequence[torch.Generator]) -> torch.cuda.CUDAGraph:
+        """Begin a capture; in a fresh pool where the allocator refuses the present one, as after some failures."""
+        failure: RuntimeError | None = None
+        for _ in range(2):
+            graph = self._new_graph(generators)
+            try:
+                graph.capture_begin(pool=memory.id, capture_error_mode="thread_local")
+                return graph
+            except RuntimeError as error:
+                self._abandon(graph, memory, generators)
+                failure = error
+                logger.warning("the allocator refuses the graph pool; a fresh one is used from now on: %s", error)
+                memory.renew()
+        raise CaptureError(f"the capture could not begin: {failure}") from failure
+
+    def _new_graph(self, generators: Sequence[torch.Generator]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            graph.register_generator_state(generator)
+        return graph
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph, memory: CudaMemory, generators: Sequence[torch.Generator]) -> None:
+        """End a broken capture so that the device, its allocator and its generators are as if it had not begun.
+
+        A capture that ends in an error leaves generators in capture mode: every later draw would fail. An empty capture
+        that ends well takes them out of it.
+        """
+        def stop_recording() -> None:
+            torch._C._cuda_endAllocateToPool(self.device.index, memory.id)
+
+        for step in (graph.capture_end, stop_recording, graph.reset, lambda: torch.cuda.synchronize(self.device)):
             try:
                 step()
             except RuntimeError as consequence:  # the capture's own failure, told again: the caller raises the first one
                 logger.debug("while abandoning a capture: %s", consequence)
+        cleansing = self._new_graph(generators)
+        cleansing.capture_begin(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
+        self._nothing.zero_()
+        cleansing.capture_end()
+        cleansing.reset()

@@ -242,6 +242,22 @@ def test_a_failed_capture_leaves_the_process_healthy_and_eager(pool, device, bro
     assert cache.stats.replays == {("healthy", "block", "decode", 4): 1}
 
 
+def test_a_failed_capture_leaves_live_graphs_and_their_pool_alone(pool, device):
+    model, cache, run = graphed_net(pool, device)
+    cache.warm()
+    before = cache.pool_bytes
+    broken = cache.graphed("broken", lambda x: x * x.sum().item(), INPUT, buckets=(8,))
+    x = torch.randn(8, WIDTH, device=device)
+    broken(x=x)
+    assert cache.stats.failed_captures == {("broken", "block"): 1}
+    assert torch.equal(run(x=x), padded(model, x, 8))
+    more = cache.graphed("more", lambda x: model(x) * 2, INPUT, buckets=(8,), watch=model)
+    assert torch.equal(more(x=x), padded(model, x, 8) * 2)
+    assert torch.equal(run(x=x), padded(model, x, 8))
+    assert cache.stats.replays["more", "block", "decode", 8] == 1
+    assert cache.pool_bytes <= 1.3 * before
+
+
 def test_refusals_name_what_no_graph_can_hold(pool, device):
     statics = [torch.ones(4, device=device)]
     runner = GraphRunner(lambda: statics[0].mul_(statics[0].sum().item()), pool, statics=lambda: statics)

@@ -67,7 +67,8 @@ def random_weights(architecture: str, tied: bool, seed: int = 0) -> dict[str, to
 
 def llama_cpp_order(weight: torch.Tensor, heads: int) -> torch.Tensor:
     """What llama.cpp's converter does to Llama's Q and K: the two halves of each head's rows are interleaved."""
-    return weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+    halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
+    return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
 def gguf_name(name: str) -> str:
@@ -83,11 +84,12 @@ def gguf_name(name: str) -> str:
 
 def write_gguf(path: Path, *, architecture: str = "llama", matrices: Kind = Kind.F32, embedding: Kind = Kind.F32,
                tied: bool = True, metadata: dict[str, Any] | None = None, tokenizer: bool = True,
-               drop: tuple[str, ...] = (), extra: dict[str, np.ndarray] | None = None) -> dict[str, torch.Tensor]:
+               drop: tuple[str, ...] = (), embedding_rows: int | None = None,
+               extra: dict[str, np.ndarray] | None = None) -> dict[str, torch.Tensor]:
     """Write a model to `path`; returns its weights by Hugging Face name, as the file's quantisation leaves them.
 
     `metadata` adds or replaces keys below the architecture's prefix, `drop` leaves tensors out, `extra` adds some (both
-    by GGUF name).
+    by GGUF name), `embedding_rows` cuts the embedding.
     """
     writer = gguf.GGUFWriter(path, architecture)
     numbers = {
@@ -104,6 +106,7 @@ def write_gguf(path: Path, *, architecture: str = "llama", matrices: Kind = Kind
         add_tokenizer(writer)
     stored = {}
     for name, weight in random_weights(architecture, tied).items():
+        weight = weight[:embedding_rows] if "embed_tokens" in name else weight
         heads = {"q_proj": SIZES["heads"], "k_proj": SIZES["kv_heads"]}.get(name.split(".")[-2])
         permuted = architecture == "llama" and heads is not None
         kind = Kind.F32 if weight.ndim == 1 else embedding if "embed_tokens" in name else matrices

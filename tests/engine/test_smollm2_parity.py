@@ -29,7 +29,7 @@ NEW_TOKENS = 64
 PAGE, PAGES_EACH = 16, 8
 TEXT = (
     "The sun is a star at the centre of the solar system. It is a massive, nearly perfect sphere of hot plasma, heated "
-    "by nuclear fusion in its core. Light from the sun takes about eight minutes and twenty seconds to reach the earth. "
+    "by nuclear fusion in its core. Light from the sun takes about eight minutes and twenty seconds to reach us. "
     "Plants use this light to turn water and carbon dioxide into sugar and oxygen, and almost all life depends on it. "
     "In 1969 two astronauts walked on the moon for the first time, while a third stayed in orbit and waited for them."
 )
@@ -113,7 +113,8 @@ def loss_in_chunks(model: DenseModel, ids: list[int], chunk: int) -> float:
     for start in range(0, len(ids) - 1, chunk):
         part = ids[start:min(start + chunk, len(ids) - 1)]
         attention = PrefillAttention(kv, [(start, len(part))], [table])
-        logits.append(model.logits(model(torch.tensor(part), torch.arange(start, start + len(part)), attention)).float())
+        hidden = model(torch.tensor(part), torch.arange(start, start + len(part)), attention)
+        logits.append(model.logits(hidden).float())
     return float(F.cross_entropy(torch.cat(logits), torch.tensor(ids[1:])))
 
 

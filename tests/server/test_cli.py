@@ -151,7 +151,7 @@ def test_graphs_prints_a_running_servers_table(capsys, server):
 
 def test_graph_table_aligns_its_columns():
     row = {"site": "decode", "scope": "block", "phase": "decode", "bucket": 8, "state": "captured", "replays": 10,
-           "padded_rows": 20, "bytes": 3 * 2**20, "capture_seconds": 0.25, "engine": "x"}  # fmt: skip
+           "statics": {}, "padded_rows": 20, "bytes": 3 * 2**20, "capture_seconds": 0.25, "engine": "x"}  # fmt: skip
     head, first, second = graph_table({"graphs": [row, row | {"bucket": 256, "replays": 0}]}).splitlines()
     assert "25.0%" in first and "3.0 MiB" in first and "0.250 s" in first
     assert first.index(" 8 ") + 1 == second.index("256") + 2 == head.index("bucket") + 5

@@ -19,14 +19,14 @@ def page(*rows, **body):
 
 def test_numbers_of_a_row_and_of_the_whole():
     shown = page(ROW, ROW | {"bucket": 16, "state": "not_captured", "replays": 0, "padded_rows": 0, "bytes": 0})
-    for text in ("25.0%", "5.0 MiB", "0.125 s", "1 of 2", "not captured", "width:25%", "<dt>Ratio</dt><dd>0.5</dd>"):
+    for text in ("25.0%", "5.0 MiB", "0.125 s", "1 of 2", "not captured", "width:25%", "<dt>Warm</dt><dd>50.0%</dd>"):
         assert text in shown
 
 
 def test_every_value_is_escaped():
     evil = "<img src=x onerror=alert(1)>\"'&"
     row = {key: evil if isinstance(value, str) else value for key, value in ROW.items()}
-    shown = page(row | {"failure": evil, "statics": {evil: evil}}, model=evil, warm={evil: evil})
+    shown = page(row | {"failure": evil, "statics": {evil: evil}}, model=evil, warm={"mode": evil})
     assert "<img" not in shown
 
 

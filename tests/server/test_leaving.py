@@ -107,3 +107,12 @@ def test_a_server_tells_of_its_engine_from_loading_to_a_sudden_end(start_server)
     assert server.http.get("/health").status_code == 503
     assert server.service.in_flight == 0
     assert server.metric("encore_request_success_total", finished_reason="error") == 4
+
+
+def test_a_request_that_the_kv_cache_can_never_hold_is_a_400(start_server):
+    server = start_server(num_pages=6, page_size=16, max_num_seqs=2)
+    for stream in (False, True):
+        body = {"text": "red", "sampling_params": {"max_new_tokens": 200}, "stream": stream}
+        refused = server.post("/generate", body)
+        assert refused.status_code == 400, refused.text
+        assert refused.json()["error"]["code"] == "context_length_exceeded"

@@ -74,12 +74,12 @@ def test_streams_without_usage_have_none(server):
 
 
 def test_streamed_choices_keep_their_numbers(server):
-    chunks = server.events("/v1/completions", BASE | {"stream": True, "prompt": ["red bird", "blue house"]})
-    texts = {0: "", 1: ""}
+    options = {"prompt": ["red bird", "blue house"], "n": 2}
+    chunks = server.events("/v1/completions", BASE | options | {"stream": True})
+    texts = dict.fromkeys(range(4), "")
     for chunk in chunks:
         texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
-    whole = complete(server, prompt=["red bird", "blue house"])
-    assert list(texts.values()) == [choice["text"] for choice in whole["choices"]]
+    assert list(texts.values()) == [choice["text"] for choice in complete(server, **options)["choices"]]
 
 
 def test_completion_logprobs(server):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -15,15 +16,20 @@ from pathlib import Path
 import httpx
 import pytest
 
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from server.config import ServerConfig
+from server.main import serve
+
 Serve = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
-def serve() -> Iterator[Serve]:
+def start() -> Iterator[Serve]:
     """Start `encore serve` with these arguments; it is killed at the end if it still runs."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(*arguments: str) -> subprocess.Popen[str]:
+    def start_one(*arguments: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             [sys.executable, "-m", "server.cli", "serve", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -31,14 +37,14 @@ def serve() -> Iterator[Serve]:
         started.append(process)
         return process
 
-    yield start
+    yield start_one
     for process in started:
         process.kill()
         process.communicate()
 
 
-def test_sigterm_lets_a_stream_finish_and_exits_with_0(serve: Serve, tiny_model: Path) -> None:
-    process = serve("--model", str(tiny_model), "--port", "0", "--max-model-len", "4096", "--graph-manifest", "none")
+def test_sigterm_lets_a_stream_finish_and_exits_with_0(start: Serve, tiny_model: Path) -> None:
+    process = start("--model", str(tiny_model), "--port", "0", "--max-model-len", "4096", "--graph-manifest", "none")
     lines = []
     while not lines or " serving " not in lines[-1]:
         lines.append(process.stderr.readline())
@@ -59,8 +65,8 @@ def test_sigterm_lets_a_stream_finish_and_exits_with_0(serve: Serve, tiny_model:
     assert_gone(engine)
 
 
-def test_sigint_while_loading_exits_with_0_and_leaves_no_process(serve: Serve, tiny_model: Path) -> None:
-    process = serve("--model", str(tiny_model), "--port", "0", "--graph-manifest", "none")
+def test_sigint_while_loading_exits_with_0_and_leaves_no_process(start: Serve, tiny_model: Path) -> None:
+    process = start("--model", str(tiny_model), "--port", "0", "--graph-manifest", "none")
     assert " loads " in process.stderr.readline()
     time.sleep(0.5)
     engine = children(process.pid)
@@ -71,16 +77,15 @@ def test_sigint_while_loading_exits_with_0_and_leaves_no_process(serve: Serve, t
     assert_gone(engine)
 
 
-def test_a_taken_port_is_one_line_and_exit_status_2(serve: Serve, tiny_model: Path) -> None:
+async def test_a_taken_port_is_known_before_anything_is_loaded(tiny_model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        process = serve("--model", str(tiny_model), "--port", str(taken.getsockname()[1]))
-        _, log = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert len(log.splitlines()) == 1 and "can't listen" in log and str(taken) not in log
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"127\.0\.0\.1 port {port}"):
+            await asyncio.wait_for(serve(ServerConfig(engine=EngineConfig(model=str(tiny_model)), port=port)), 1)
 
 
-def test_a_model_that_is_not_there_is_exit_status_2_and_names_it(serve: Serve, tmp_path: Path) -> None:
-    process = serve("--model", str(tmp_path / "missing"), "--port", "0")
+def test_a_model_that_is_not_there_is_exit_status_2_and_names_it(start: Serve, tmp_path: Path) -> None:
+    process = start("--model", str(tmp_path / "missing"), "--port", "0")
     _, log = process.communicate(timeout=60)
     assert process.returncode == 2
     started, error = log.splitlines()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -158,9 +159,12 @@ def test_times_are_observed_per_token_and_every_sequence_is_counted_once():
     registry = CollectorRegistry()
     output = RequestOutput.empty("r", None, [1], 3)
     watch = RequestMetrics(registry).watch(Job(public_id="r", output=output, params=SamplingParams(n=3)))
+    began = time.perf_counter()
     for index, finish in ((0, None), (0, None), (0, "length"), (1, "stop")):
+        time.sleep(0.02)
         tokens = [] if index else [5, 6]
         watch.saw(OutputDelta(request_id="r", child_id="r", index=index, token_ids=tokens, finish_reason=finish))
+    took = time.perf_counter() - began
     watch.ended()
     watch.ended()
 
@@ -169,6 +173,8 @@ def test_times_are_observed_per_token_and_every_sequence_is_counted_once():
 
     assert value("time_to_first_token_seconds_count") == 1
     assert value("inter_token_latency_seconds_count") == 2
+    # Two gaps of 20 ms or more, two tokens each; the third gap is the other sequence's.
+    assert 0.02 <= value("inter_token_latency_seconds_sum") <= (took - 0.04) / 2
     assert value("request_time_per_output_token_seconds_count") == 1
     assert value("e2e_request_latency_seconds_count") == 2
     reasons = [value("request_success_total", finished_reason=one) for one in ("length", "stop", "abort", "error")]

@@ -1,0 +1,62 @@
+"""Engines on the lively tiny model. Each must be idle at the end of its test: all pages, slots and maps back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import Engine, EngineConfig
+from tests.engine.lively import SETTINGS, Reference, write_lively_model
+
+
+@pytest.fixture(scope="session")
+def lively_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lively")
+    write_lively_model(tiny_model, folder, seed=0)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def other_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shape of `lively_model` with other weights."""
+    folder = tmp_path_factory.mktemp("other")
+    write_lively_model(tiny_model, folder, seed=1)
+    return folder
+
+
+@pytest.fixture
+def config(lively_model: Path) -> Callable[..., EngineConfig]:
+    """The tests' configuration, with changes: float32, one thread, one bucket of 8, context 256, no manifest."""
+
+    def make(**settings: Any) -> EngineConfig:
+        return EngineConfig(**({"model": str(lively_model)} | SETTINGS | settings))
+
+    return make
+
+
+@pytest.fixture
+def make_engine(config: Callable[..., EngineConfig]) -> Iterator[Callable[..., Engine]]:
+    """Engines by settings; each is checked for leaks and closed afterwards."""
+    made: list[Engine] = []
+
+    def make(**settings: Any) -> Engine:
+        made.append(Engine(config(**settings)))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.idle_check()
+        engine.close()
+
+
+@pytest.fixture(scope="session")
+def reference(lively_model: Path) -> Reference:
+    return Reference(lively_model)
+
+
+@pytest.fixture(scope="session")
+def other_reference(other_model: Path) -> Reference:
+    return Reference(other_model)

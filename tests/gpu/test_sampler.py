@@ -1,0 +1,115 @@
+"""The sampler on a GPU: the CPU's draws, whatever the batch, without waiting for the device."""
+
+import time
+
+import pytest
+import torch
+
+from engine import draw
+from engine.request import SamplingParams, mix64
+from engine.sampler import SamplingState
+
+pytestmark = pytest.mark.gpu
+
+PARAMS = [
+    SamplingParams(logprobs=3),
+    SamplingParams(top_p=0.9),
+    SamplingParams(top_k=40, logprobs=0),
+    SamplingParams(min_p=0.02),
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.0, logprobs=2),
+    SamplingParams(top_k=1500, top_p=0.99, temperature=2.0),
+    SamplingParams(presence_penalty=1.0, repetition_penalty=1.3, logit_bias={5: 3.0}),
+    SamplingParams(top_p=0.999, temperature=4.0, logprobs=5),
+    SamplingParams(min_tokens=500, max_tokens=None, stop_token_ids=[7]),
+]
+
+
+def state_with(device, rows, vocab_size, params):
+    state = SamplingState(rows, vocab_size, device, eos_token_ids=(2,))
+    for slot in range(rows):
+        state.set_slot(slot, params[slot % len(params)], slot, [1, 2, 3], [4, 5])
+    return state
+
+
+def test_gpu_draws_uniform_numbers_bit_for_bit_as_the_cpu():
+    keys = torch.tensor([mix64(seed) for seed in range(-500, 500)])
+    positions = torch.arange(1000) * 7919
+    assert draw.uniform(keys.cuda(), positions.cuda()).cpu().equal(draw.uniform(keys, positions))
+
+
+@pytest.mark.parametrize("vocab_size", [777, 32000])
+def test_gpu_samples_as_the_cpu(vocab_size):
+    rows = 200
+    logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(0)) * 3
+    on_cpu = state_with("cpu", rows, vocab_size, PARAMS).sample(logits, range(rows), [5] * rows)
+    on_gpu = state_with("cuda", rows, vocab_size, PARAMS).sample(logits.cuda(), range(rows), [5] * rows)
+    # exp differs in its last bit between the two, which moves a draw once in millions.
+    same = [i for i in range(rows) if on_cpu.token_ids[i] == on_gpu.token_ids[i]]
+    assert len(same) >= rows - 1
+    for i in same:
+        a, b = on_cpu.logprobs[i], on_gpu.logprobs[i]
+        if a is not None:
+            assert (a.token_id, a.rank, list(a.top)) == (b.token_id, b.rank, list(b.top))
+            assert [a.logprob, *a.top.values()] == pytest.approx([b.logprob, *b.top.values()], abs=1e-4)
+
+
+@pytest.mark.parametrize("vocab_size", [777, 32000])
+def test_gpu_row_is_drawn_the_same_in_every_batch(vocab_size):
+    rows = 120
+    logits = torch.randn(rows, vocab_size, device="cuda") * 3
+    state = state_with("cuda", rows, vocab_size, PARAMS)
+    whole = state.sample(logits, range(rows), [5] * rows)
+    for seed in range(8):
+        some = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))[: 1 + 17 * seed].tolist()
+        part = state.sample(logits[some], some, [5] * len(some))
+        assert part.token_ids.equal(whole.token_ids[some])
+        assert (part.logprobs or [None] * len(some)) == [whole.logprobs[i] for i in some]
+
+
+def test_gpu_append_after_preemption_counts_the_same():
+    logits = torch.randn(1, 500, device="cuda")
+    params = SamplingParams(temperature=0.0, frequency_penalty=0.5, repetition_penalty=1.2, logprobs=100)
+    outputs = [3, 3, 4, 3, 9]
+    state = SamplingState(2, 500, "cuda")
+    state.set_slot(0, params, 0, [1, 2], outputs)
+    state.set_slot(1, params, 0, [1, 2], outputs[:2])
+    for token in outputs[2:]:
+        state.append(1, token)
+    assert state.sample(logits, [0], [7]).logprobs == state.sample(logits, [1], [7]).logprobs
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_gpu_step_is_enqueued_without_waiting_for_the_device():
+    rows, vocab_size = 64, 32000
+    kinds = [params for params in PARAMS if not (params.top_p < 1.0 and not params.top_k)]
+    state = state_with("cuda", rows, vocab_size, kinds)
+    logits = torch.randn(rows, vocab_size, device="cuda")
+    state.sample(logits, range(rows), [5] * rows)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")  # raises at any call that waits
+    try:
+        result = state.sample(logits, range(rows), [6] * rows)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(result.logprobs) == rows
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"top_k": 50}, {"top_p": 0.95}, {"min_p": 0.05}, {"presence_penalty": 1.0}], ids=str
+)
+def test_gpu_step_of_256_rows_takes_milliseconds(fields, capsys):
+    rows, vocab_size = 256, 151936
+    state = state_with("cuda", rows, vocab_size, [SamplingParams(**fields)])
+    logits = torch.randn(rows, vocab_size, device="cuda") * 3
+    logits[:, :100] += 15  # a confident model: its nucleus is small
+    taken = []
+    for position in range(6):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        state.sample(logits, range(rows), [position] * rows)
+        torch.cuda.synchronize()
+        taken.append(time.perf_counter() - start)
+    with capsys.disabled():
+        print(f"\n{fields}: {min(taken) * 1000:.2f} ms, peak {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
+    assert min(taken) < 0.1
