@@ -4,7 +4,8 @@
 
 Each engine lives in a process of its own, loads the same GGUF file once and runs when told to; in each round all take
 their turn, in changing order, so that a slow minute slows all of them. --llama-python names a Python that has
-llama-cpp-python; without it llama.cpp is listed as not installed.
+llama-cpp-python; without it llama.cpp is listed as not installed. "encore" has OpenMP's threads wait as the command
+`encore` has them, "encore, default spin" as the library does by itself, which is also how the peers run.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ def peers_of(args: argparse.Namespace, gguf: str, tiny: str) -> list[Peer]:
         Peer("llama.cpp", "llama.cpp", {"model": gguf, "threads": two}, args.llama_python),
         Peer("llama.cpp 1 thread", "llama.cpp", {"model": gguf, "threads": 1}, args.llama_python),
         Peer("encore 1 thread", "encore", {"model": DEFAULT_MODEL, "threads": 1}),
+        Peer("encore, default spin", "encore", {"model": DEFAULT_MODEL, "threads": two, "calm": False}),
         Peer(TINY, "encore", {"model": tiny, "threads": two, "load_format": "dummy"}),
         Peer("encore tiny 1 thread", "encore", {"model": tiny, "threads": 1, "load_format": "dummy"}),
     ]
@@ -145,7 +147,8 @@ def compare(peers: dict[str, Peer], batches: list[int]) -> list[dict[str, Any]]:
                                  "measured": None, "range": None})
                     continue
                 best = max(there, key=lambda peer: statistics.median(peer.rates(batch, what)))  # noqa: B023
-                ratios = [mine / its for mine, its in zip(ours.rates(batch, what), best.rates(batch, what), strict=True)]
+                pairs = zip(ours.rates(batch, what), best.rates(batch, what), strict=True)
+                ratios = [mine / its for mine, its in pairs]
                 rows.append(_row(f"batch {batch}, {what}: encore / {best.name}", asked, ratios))
     for name, peer in peers.items():
         if peer.kind == "encore" and peer.replays:
@@ -167,7 +170,8 @@ def agreement(peers: dict[str, Peer], batch: int) -> dict[str, str]:
         if reference and peer.tokens.get(batch):
             same = [next((i for i, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), len(y))
                     for x, y in zip(peer.tokens[batch], reference, strict=True)]
-            found[name] = f"{sum(n == len(reference[0]) for n in same)} of {batch} rows, {statistics.mean(same):.0f} tokens"
+            whole = sum(length == len(reference[0]) for length in same)
+            found[name] = f"{whole} of {batch} rows, {statistics.mean(same):.0f} tokens"
     return found
 
 
@@ -193,7 +197,7 @@ def summary(peers: list[Peer], batches: list[int]) -> dict[str, Any]:
 def print_tables(report: dict[str, Any], batches: list[int]) -> None:
     """Tokens per second by engine, then the ratios beside what was asked."""
     heads = [f"batch {batch} {what}" for batch in batches for what in ("overall", "decode")]
-    print(f"\n{'tokens/s, medians':24}" + "".join(f"{head:>18}" for head in heads) + f"{'replay ms':>12}{'eager ms':>12}")
+    print(f"\n{'tokens/s, medians':24}{''.join(f'{head:>18}' for head in heads)}{'replay ms':>12}{'eager ms':>12}")
     for name, entry in report["peers"].items():
         if entry["missing"]:
             print(f"{name:24}{entry['missing']}")

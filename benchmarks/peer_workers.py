@@ -19,9 +19,16 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Encore:
-    """This engine with its defaults, decode from graphs. Settings: model, threads, and load_format for random weights."""
+    """This engine with its defaults. Settings: model, threads, load_format for random weights, calm.
+
+    calm (True): OpenMP's threads wait as the command `encore` has them wait; else as the library's default is.
+    """
 
     def __init__(self, settings: Mapping[str, Any]):
+        if settings.get("calm", True):
+            from engine.openmp import calm_openmp
+
+            calm_openmp()
         from engine import Engine, EngineConfig
 
         self.engine = Engine(EngineConfig(
@@ -95,14 +102,18 @@ class LlamaCpp:
     """
 
     def __init__(self, settings: Mapping[str, Any]):
+        import ctypes
+
         import llama_cpp
 
         self.api, self.threads = llama_cpp, settings["threads"]
+        self.silence = llama_cpp.llama_log_callback(lambda level, text, data: None)  # must outlive the library's use
+        llama_cpp.llama_log_set(self.silence, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         params = llama_cpp.llama_model_default_params()
         extra = hasattr(params, "use_extra_bufts")
         if extra:
-            params.use_extra_bufts = False  # its repacked weights crash on processors with AMX under some hypervisors
+            params.use_extra_bufts = False  # with its repacked weights it crashes on some processors
         self.model = llama_cpp.llama_model_load_from_file(settings["model"].encode(), params)
         if not self.model:
             raise SystemExit(f"llama.cpp could not load {settings['model']}")

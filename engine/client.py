@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -16,25 +17,48 @@ from typing import Any, Protocol
 
 from engine.config import EngineConfig
 from engine.errors import EngineDead, EngineError, RequestError
-from engine.messages import Abort, Ask, Dead, EngineStats, Events, ModelInfo, Ready, Reply, Report, Snapshot, Submit
+from engine.messages import (
+    Abort,
+    Ask,
+    Dead,
+    EngineStats,
+    Events,
+    Lost,
+    ModelInfo,
+    Ready,
+    Reply,
+    Report,
+    Snapshot,
+    Submit,
+)
 from engine.model_source import ModelSource, resolve_model
 from engine.outputs import OutputDelta, OutputProcessor
 from engine.request import EngineRequest, SamplingParams, check_prompt_ids, resolve_seed, split_n
+from engine.supervisor import RestartPolicy, Supervisor
 from engine.tokenizer import Tokenizer
+from engine.totals import added, carried
 from engine.transport import ProcessTransport, ThreadTransport, Transport
 
-HANG_SECONDS = 30.0  # without a report while requests run; the slowest step or capture must stay below it
+logger = logging.getLogger(__name__)
+
+HANG_SECONDS = 30.0  # without a report, after which nothing new is sent to an engine; the supervisor kills it later
 STOP_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Health:
-    """alive: the loop exists. ready: it answers requests. `reason` says why not; `warm` is the warm-up's progress."""
+    """alive: the loop exists or will again. ready: it answers requests. `reason` says why not.
+
+    `warm` is the warm-up's progress, `restarts` how often the loop was replaced, `silent` the seconds since its last
+    report.
+    """
 
     alive: bool
     ready: bool
     reason: str = ""
     warm: dict[str, Any] = field(default_factory=dict)
+    restarts: int = 0
+    silent: float = 0.0
 
 
 class Client(Protocol):
@@ -51,6 +75,8 @@ class Client(Protocol):
 
     async def abort(self, request_id: str) -> None: ...
 
+    async def ask(self, method: str, *args: Any) -> Any: ...
+
     async def graphs(self) -> list[dict[str, Any]]: ...
 
     async def drain(self, timeout: float) -> bool: ...
@@ -62,27 +88,36 @@ class Client(Protocol):
     def info(self) -> ModelInfo: ...
 
 
-def make_client(config: EngineConfig, *, in_process: bool = False) -> EngineClient:
-    """A client whose engine runs in its own process, or with `in_process` in a thread of this one."""
-    return EngineClient(config, ThreadTransport(config) if in_process else ProcessTransport(config))
+def make_client(config: EngineConfig, *, in_process: bool = False,
+                restarts: RestartPolicy | None = None) -> EngineClient:
+    """A client whose engine runs in its own process, replaced by the policy `restarts` when it dies or hangs.
+
+    With `in_process` it runs in a thread of this one, which nothing replaces: what ends there stays ended.
+    """
+    if in_process:
+        return EngineClient(config, ThreadTransport(config))
+    return EngineClient(config, Supervisor(lambda: ProcessTransport(config), restarts))
 
 
 class EngineClient:
     """The one implementation of Client, over any transport."""
 
-    def __init__(self, config: EngineConfig, transport: Transport):
-        self.config = config
+    def __init__(self, config: EngineConfig, transport: Transport, hang_seconds: float = HANG_SECONDS):
+        self.config, self.hang_seconds = config, hang_seconds
         self.tokenizer: Tokenizer | None = None
         self._transport = transport
         self._info: ModelInfo | None = None
         self._stats = EngineStats()
+        self._before: EngineStats | None = None  # what the loops before this one counted
         self._queues: dict[str, asyncio.Queue[OutputDelta | EngineError]] = {}  # by parent request
         self._parents: dict[str, str] = {}  # child -> parent
         self._processor: OutputProcessor | None = None
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
         self._ready: asyncio.Future[None] | None = None
-        self._death: str | None = None
+        self._death: str | None = None  # why there is no loop now
+        self._is_final = False  # and there will be none
+        self._restarts = 0
         self._last_report = time.monotonic()
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -124,6 +159,7 @@ class EngineClient:
                        params: SamplingParams, priority: int = 0) -> AsyncIterator[OutputDelta]:
         """Stream what the n sequences of a request give; deltas carry `.index`. Ends when all have ended.
 
+        A delta holds what one step gave, or several where the reader is behind: then it gets more tokens in a piece.
         Closing the iterator early aborts all of them. Raises RequestError for a request that can't be accepted,
         EngineDead if the engine ends, EngineError if a sequence fails.
         """
@@ -131,7 +167,8 @@ class EngineClient:
         ids = self._prompt_ids(prompt, prompt_token_ids)
         if request_id in self._queues:
             raise RequestError(f"request id {request_id!r} is in use by a request under way", param="request_id")
-        children = split_n(request_id, params, resolve_seed(params))
+        # The engine's ids are used once: a caller's may come again while the last events of the first are under way.
+        children = split_n(f"{request_id}@{next(self._numbers)}", params, resolve_seed(params))
         queue = self._queues[request_id] = asyncio.Queue()
         open_children = {child.request_id for child in children}
         try:
@@ -143,12 +180,12 @@ class EngineClient:
                               seed=child.seed) for child in children
             ]))
             while open_children:
-                item = await queue.get()
-                if isinstance(item, EngineError):
-                    raise item
-                if item.finish_reason is not None:
-                    open_children.discard(item.child_id)
-                yield item
+                for item in _joined(await queue.get(), queue):
+                    if isinstance(item, EngineError):
+                        raise item
+                    if item.finish_reason is not None:
+                        open_children.discard(item.child_id)
+                    yield item
         finally:
             self._forget(request_id, [child.request_id for child in children], open_children)
 
@@ -169,8 +206,8 @@ class EngineClient:
     def _abort(self, children: list[str]) -> None:
         try:
             self._transport.send(Abort(children))
-        except EngineDead as gone:  # its death is reported by the transport, and ends everything anyway
-            self._die(str(gone))
+        except EngineDead as gone:  # the transport reports the end, which ends everything anyway
+            logger.debug("nothing to abort: %s", gone)
 
     def _prompt_ids(self, prompt: str | None, prompt_token_ids: list[int] | None) -> list[int]:
         if prompt_token_ids is None:
@@ -186,8 +223,11 @@ class EngineClient:
         self._require_alive()
         number = next(self._numbers)
         future = self._replies[number] = self._loop.create_future()
-        self._transport.send(Ask(number, method, args))
-        return await future
+        try:
+            self._transport.send(Ask(number, method, args))
+            return await future
+        finally:
+            self._replies.pop(number, None)
 
     async def graphs(self) -> list[dict[str, Any]]:
         """The graph cache as rows of plain values."""
@@ -205,15 +245,16 @@ class EngineClient:
 
     def health(self) -> Health:
         """Whether requests would be answered, from the reports that came; asks nothing of the engine."""
-        warm = dict(self._stats.warm)
-        if self._death is not None:
-            return Health(alive=False, ready=False, reason=self._death, warm=warm)
-        if self._info is None:
-            return Health(alive=True, ready=False, reason="the model is being loaded", warm=warm)
         silent = time.monotonic() - self._last_report
-        if silent > HANG_SECONDS:
-            return Health(alive=True, ready=False, reason=f"the engine has not reported for {silent:.0f} s", warm=warm)
-        return Health(alive=True, ready=True, warm=warm)
+        reason = ""
+        if self._death is not None:
+            reason = self._death
+        elif self._info is None:
+            reason = "the model is being loaded"
+        elif silent > self.hang_seconds:
+            reason = f"the engine has not reported for {silent:.0f} s"
+        return Health(alive=not self._is_final, ready=not reason, reason=reason, warm=dict(self._stats.warm),
+                      restarts=self._restarts, silent=silent)
 
     def _require_alive(self) -> None:
         if self._death is not None:
@@ -236,17 +277,27 @@ class EngineClient:
             for event in report.events:
                 self._deliver(event)
         elif isinstance(report, Snapshot):
-            self._stats = report.stats
+            self._stats = report.stats if self._before is None else added(self._before, report.stats)
         elif isinstance(report, Reply):
             future = self._replies.pop(report.number, None)
             if future is not None and not future.done():
                 future.set_exception(report.error) if report.error else future.set_result(report.value)
         elif isinstance(report, Ready):
-            self._info = report.info
-            if not self._ready.done():
-                self._ready.set_result(None)
+            self._begin(report.info)
+        elif isinstance(report, Lost):
+            self._restarts = report.restarts
+            self._lose(report.reason, "; it is being restarted")
         elif isinstance(report, Dead):
             self._die(report.reason or "the engine was stopped", report.refused)
+
+    def _begin(self, info: ModelInfo) -> None:
+        """A loop answers: the first one, or one that takes another's place."""
+        if self._before is not None and self._before.weight_version != info.weight_version:
+            logger.warning("the restarted engine serves the weights %r, as they were loaded; before it were %r",
+                           info.weight_version, self._before.weight_version)
+        self._info, self._death = info, None
+        if not self._ready.done():
+            self._ready.set_result(None)
 
     def _deliver(self, event: Any) -> None:
         parent = self._parents.get(event.request_id)
@@ -262,17 +313,38 @@ class EngineClient:
         else:
             self._queues[parent].put_nowait(delta)
 
-    def _die(self, reason: str, refused: Exception | None = None) -> None:
-        """The engine is gone: everyone who waits is told, once."""
-        if self._death is not None:
-            return
-        self._death = reason
-        error = EngineDead(f"the engine ended: {reason}")
-        for queue in self._queues.values():
-            queue.put_nowait(error)
+    def _lose(self, reason: str, what_next: str = "") -> None:
+        """The loop is gone: everyone who waits for it is told, and its counts are kept."""
+        self._death = reason + what_next
+        self._before = self._stats = carried(self._stats, reason)
+        message = f"the engine ended: {self._death}"
+        for queue in self._queues.values():  # an error each: one raised in many places collects all their tracebacks
+            queue.put_nowait(EngineDead(message))
         for future in self._replies.values():
             if not future.done():
-                future.set_exception(error)
+                future.set_exception(EngineDead(message))
         self._replies.clear()
+
+    def _die(self, reason: str, refused: Exception | None = None) -> None:
+        """The loop is gone for good; said once."""
+        if self._is_final:
+            return
+        self._is_final = True
+        self._lose(reason)
         if self._ready is not None and not self._ready.done():
-            self._ready.set_exception(refused or error)
+            self._ready.set_exception(refused or EngineDead(f"the engine ended: {reason}"))
+
+
+def _joined(first: OutputDelta | EngineError, queue: asyncio.Queue[OutputDelta | EngineError]) -> list[Any]:
+    """An item and all that waits behind it: the deltas of each sequence in their order, joined where they can be."""
+    items: list[Any] = [first]
+    last = {first.child_id: first} if isinstance(first, OutputDelta) else {}
+    while not queue.empty():
+        item = queue.get_nowait()
+        if isinstance(item, OutputDelta):
+            before = last.get(item.child_id)
+            if before is not None and before.join(item):
+                continue
+            last[item.child_id] = item
+        items.append(item)
+    return items

@@ -27,7 +27,8 @@ class EngineConfig:
     """Settings of one engine. Sizes are in tokens, sequences or pages, as named; None means "choose for me".
 
     `model` is the default model's name, a local folder in Hugging Face layout, a `.gguf` file, or a hub name.
-    `seed` seeds requests that bring none. Raises ConfigError for a value that can't be meant.
+    `seed` seeds requests that bring none. The graph settings have Megatron's names and values; a scope that is not
+    given is `block` under `local` (Megatron's own default is `layer`), else `none`. Raises ConfigError for a value that can't be meant.
     """
 
     model: str = DEFAULT_MODEL
@@ -46,7 +47,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
 
     cuda_graph_impl: str = "local"
-    inference_cuda_graph_scope: str | None = "block"
+    inference_cuda_graph_scope: str | None = None
     cuda_graph_modules: tuple[str, ...] = ()
     cuda_graph_warmup_steps: int = 3
     graph_buckets: tuple[int, ...] | None = None
@@ -78,9 +79,10 @@ class EngineConfig:
 
     def graph_config(self) -> GraphConfig:
         """The capture core's view of these settings; its refusals are raised here, at construction."""
+        scope = self.inference_cuda_graph_scope or ("block" if self.cuda_graph_impl == "local" else "none")
         return GraphConfig(
             cuda_graph_impl=self.cuda_graph_impl,
-            inference_cuda_graph_scope=self.inference_cuda_graph_scope,
+            inference_cuda_graph_scope=scope,
             cuda_graph_modules=self.cuda_graph_modules,
             cuda_graph_warmup_steps=self.cuda_graph_warmup_steps,
             training=False,

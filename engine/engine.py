@@ -18,6 +18,7 @@ from engine.loading import build_loop
 from engine.messages import EngineStats, ModelInfo
 from engine.model_source import resolve_model
 from engine.outputs import OutputProcessor, RequestOutput
+from engine.progress import WarmProgress
 from engine.request import EngineRequest, SamplingParams, check_prompt_ids, mix64, split_n
 from engine.tokenizer import Tokenizer
 
@@ -37,7 +38,7 @@ class Engine:
         self._seeds = itertools.count(1)
         self._closed = False
         if self.config.warmup == "full":
-            self._loop.warm()
+            self._loop.warm(WarmProgress())
 
     def __enter__(self) -> Engine:
         return self
@@ -119,16 +120,10 @@ class Engine:
         self._require_open()
         return self._loop.update_weights(weights, version)
 
-    def warm(self, use_tqdm: bool = False) -> None:
-        """Capture every graph that is wanted ahead, now."""
+    def warm(self) -> None:
+        """Capture every graph that is wanted ahead, now, with a progress bar on a terminal."""
         self._require_open()
-        with tqdm(disable=not use_tqdm, unit="graph") as bar:
-            def progress(done: int, total: int, key: Any) -> None:
-                bar.total = total
-                bar.set_postfix_str(str(key), refresh=False)
-                bar.update()
-
-            self._loop.warm(progress)
+        self._loop.warm(WarmProgress())
 
     def graphs(self) -> list[dict[str, Any]]:
         """The graph cache as rows of plain values: site, bucket, state, replays, padding, bytes, seconds."""

@@ -10,6 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,8 +19,22 @@ from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.errors import EngineError, RequestError
 from engine.kv_cache import PagePool
-from engine.messages import Abort, Ask, Command, Dead, EngineStats, Events, ModelInfo, Reply, Report, Snapshot, Stop, Submit
+from engine.messages import (
+    Abort,
+    Ask,
+    Command,
+    Dead,
+    EngineStats,
+    Events,
+    ModelInfo,
+    Reply,
+    Report,
+    Snapshot,
+    Stop,
+    Submit,
+)
 from engine.model_runner import ModelRunner, StepResult
+from engine.operations import Operations
 from engine.prefix_cache import PrefixCache
 from engine.request import EngineRequest, Request, RequestState, TokenEvent, TokenLogprob, check_prompt_ids
 from engine.scheduler import Scheduler, SchedulerConfig
@@ -31,6 +46,7 @@ logger = logging.getLogger(__name__)
 REPORT_SECONDS = 0.2
 IDLE_SECONDS = 0.05
 MANIFEST_SECONDS = 30.0
+IDLE_CHECK_SECONDS = 5.0
 FAILURES_IN_A_ROW = 3
 
 
@@ -58,8 +74,13 @@ class EngineLoop:
         self._prompt_tokens = self._generated = self._steps = self._failures = 0
         self._ended: Counter[str] = Counter()
         self._last_error = ""
+        self._bucket: int | None = None  # of the graph that gave the token that is being judged
+        self.warm_asked = False  # capture between steps also under warm-up `lazy`, until nothing is missing
+        self.operations = Operations(self)
         # Whoever brings requests or commands may have moved storage before; between the steps of one batch nobody can.
         self._unchecked = True
+        self._idle_check_failures = 0
+        self._next_idle_check = 0.0
         self._next_capture = 0.0
         self._next_save = time.monotonic() + MANIFEST_SECONDS
 
@@ -69,7 +90,7 @@ class EngineLoop:
         """Accept a request. Raises RequestError (PromptTooLong) for one that can't be meant or can never fit."""
         self._unchecked = True
         check_prompt_ids(request.prompt_token_ids, self.info.vocab_size)
-        request.params.check_vocab(self.info.vocab_size)
+        self.runner.sampling.check(request.params)
         self.scheduler.add(Request(request, self.weight_version))
 
     def submit(self, requests: Iterable[EngineRequest]) -> None:
@@ -131,22 +152,16 @@ class EngineLoop:
             if request_id not in self._reported:
                 self._scores.setdefault(request_id, []).extend(scores)
         tokens = {request_id: token for request_id, token in result.tokens.items() if token >= 0}
-        ended_unsampled = []
-        for chunk in batch.prefills:
-            if chunk.is_last and chunk.request.params.max_tokens == 0:
-                tokens.pop(chunk.request.request_id, None)
-                ended_unsampled.append(chunk.request)
-        for request in batch.decodes:
-            if request.params.max_tokens == 0:
-                tokens.pop(request.request_id, None)
-                ended_unsampled.append(request)
+        at_end = [*batch.decodes, *(chunk.request for chunk in batch.prefills if chunk.is_last)]
+        unwanted = [request for request in at_end
+                    if request.params.max_tokens == 0 and tokens.pop(request.request_id, None) is not None]
         self.scheduler.complete(batch, tokens)
-        for request in ended_unsampled:
+        for request in unwanted:
             self._finish(request, [], None, "length", None)
-        sampled = [chunk.request for chunk in batch.prefills if chunk.is_last]
-        for request in (*batch.decodes, *sampled):
+        for place, request in enumerate(at_end):
             if request.state.is_final:
                 continue
+            self._bucket = result.graph_bucket if place < len(batch.decodes) else None
             token = result.tokens[request.request_id]
             if token < 0:
                 pages = list(request.pages)
@@ -181,6 +196,7 @@ class EngineLoop:
     def _emit(self, request: Request, event: TokenEvent) -> None:
         """Complete an event with what belongs to every event, or to the first one only."""
         event.weight_version = request.weight_version
+        event.graph_bucket = self._bucket
         if request.request_id not in self._reported:
             self._reported.add(request.request_id)
             event.cached_tokens = request.cached_tokens
@@ -230,9 +246,11 @@ class EngineLoop:
         dropped as stale under `full`. While serving, at most half the time goes to it.
         """
         now = time.monotonic()
-        if self.config.warmup == "lazy" or (self.scheduler.has_work and now < self._next_capture):
+        is_lazy = self.config.warmup == "lazy" and not self.warm_asked
+        if is_lazy or (self.scheduler.has_work and now < self._next_capture):
             return False
         if not self.runner.cache.warm_next():
+            self.warm_asked = False
             return False
         took = time.monotonic() - now
         self._next_capture = now + 2 * took
@@ -275,6 +293,7 @@ class EngineLoop:
             warm={"mode": self.config.warmup, "captured": sum(entries.values()), "pending": pending,
                   "ratio": cache.warm_ratio()},
             weight_version=self.weight_version, last_error=self._last_error,
+            idle_check_failures=self._idle_check_failures,
         )
 
     def idle_check(self) -> None:
@@ -284,6 +303,18 @@ class EngineLoop:
         found = [f"{len(held)} {name} of ended requests" for name, held in leaks.items() if held]
         if found:
             raise EngineError("not idle: " + "; ".join(found))
+
+    def _check_idle(self) -> None:
+        """On becoming idle, look for leaks, at most every IDLE_CHECK_SECONDS; one is logged and counted, not fatal."""
+        if time.monotonic() < self._next_idle_check:
+            return
+        self._next_idle_check = time.monotonic() + IDLE_CHECK_SECONDS
+        try:
+            self.idle_check()
+        except EngineError as error:
+            logger.error("%s", error)
+            self._idle_check_failures += 1
+            self._last_error = str(error)
 
     def save_manifest(self) -> None:
         """Write what traffic used to disk, if a manifest is kept; a disk that refuses is logged."""
@@ -317,6 +348,8 @@ class EngineLoop:
                         send(Events(events))
                     next_report = min(next_report, time.monotonic() + REPORT_SECONDS)
                 captured = self.capture_between_steps()
+                if busy and not self.has_work:
+                    self._check_idle()
                 now = time.monotonic()
                 if now >= next_report or captured or (busy and not self.has_work):
                     send(Snapshot(self.stats()))
@@ -327,10 +360,14 @@ class EngineLoop:
             logger.exception("the engine loop ends")
             reason = f"{type(error).__name__}: {error}"
         finally:
-            self.abort([request.request_id for request in self.scheduler.requests()])
-            self.save_manifest()
-            if self._events:
-                send(Events(self._events))
+            try:
+                self.abort([request.request_id for request in self.scheduler.requests()])
+                self.save_manifest()
+                if self._events:
+                    send(Events(self._events))
+            except Exception as error:  # broken books; the Dead below still ends every request at the caller's side
+                logger.exception("the engine loop could not end its requests")
+                reason = reason or f"{type(error).__name__}: {error}"
             send(Dead(reason))
 
     def _obey(self, command: Command, send: Callable[[Report], None]) -> None:
@@ -341,6 +378,6 @@ class EngineLoop:
         elif isinstance(command, Ask):
             self._unchecked = True
             try:
-                send(Reply(command.number, getattr(self, command.method)(*command.args)))
+                send(Reply(command.number, attrgetter(command.method)(self)(*command.args)))
             except Exception as error:
                 send(Reply(command.number, error=error))

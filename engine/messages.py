@@ -47,6 +47,7 @@ class EngineStats:
     warm: dict[str, Any] = field(default_factory=dict)
     weight_version: str = ""
     last_error: str = ""
+    idle_check_failures: int = 0
 
 
 # ---- commands, to the loop -----------------------------------------------------------------------------------------
@@ -121,5 +122,15 @@ class Dead:
     refused: Exception | None = None
 
 
+@dataclass(frozen=True)
+class Lost:
+    """A loop that served has ended or was killed, and another one is about to be started: the next report is its Ready,
+    another Lost, or a Dead. `restarts` counts this one too. Sent by a supervisor, never by a loop.
+    """
+
+    reason: str
+    restarts: int
+
+
 Command = Submit | Abort | Ask | Stop
-Report = Ready | Events | Snapshot | Reply | Dead
+Report = Ready | Events | Snapshot | Reply | Lost | Dead

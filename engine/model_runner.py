@@ -37,6 +37,7 @@ class StepResult:
     tokens: dict[str, int] = field(default_factory=dict)
     logprobs: dict[str, TokenLogprob] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
+    graph_bucket: int | None = None  # of the graph that ran the decodes; None: they ran eager
 
 
 class ModelRunner:
@@ -83,10 +84,12 @@ class ModelRunner:
         return result
 
     def _decode(self, requests: list[Request], result: StepResult) -> None:
-        plan = self.cache.plan(SITE, len(requests), **self._statics(requests))
+        rows, statics = len(requests), self._statics(requests)
+        plan = self.cache.plan(SITE, rows, **statics)
         self.inputs.load(requests, plan.bucket)
         self.cache.run(plan)
-        rows = len(requests)
+        ran = self.cache.plan(SITE, rows, **statics)  # a miss may have captured
+        result.graph_bucket = ran.bucket if ran.is_graph else None
         self._choose(requests, self.buffers["logits"][:rows], self.buffers["next_tokens"][:rows], result)
 
     def _statics(self, requests: list[Request]) -> dict[str, int]:

@@ -21,7 +21,7 @@ class OutputDelta:
     """What one event adds to one of a request's sequences; the last one carries finish_reason."""
 
     request_id: str  # the caller's id
-    child_id: str  # the engine's id: differs where the request asked for n > 1
+    child_id: str  # the engine's id of this sequence: may differ from the caller's
     index: int = 0  # which of the n
     text_delta: str = ""
     token_ids: list[int] = field(default_factory=list)  # new ones
@@ -34,6 +34,22 @@ class OutputDelta:
     weight_version: str = ""
     cached_tokens: int = 0
     queue_time: float | None = None  # seconds, with the first delta only
+    graph_bucket: int | None = None  # of the graph that gave the tokens; None: they came from an eager run
+
+    def join(self, later: OutputDelta) -> bool:
+        """Take the delta that came next of the same sequence in, unless its tokens have another origin; whether it did.
+
+        What results is as if both had come in one event.
+        """
+        if later.graph_bucket != self.graph_bucket or later.weight_version != self.weight_version:
+            return False
+        self.text_delta += later.text_delta
+        self.token_ids += later.token_ids
+        if later.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + later.logprobs
+        self.finish_reason, self.stop_reason, self.error = later.finish_reason, later.stop_reason, later.error
+        self.abort = later.abort
+        return True
 
 
 @dataclass(kw_only=True)
@@ -195,6 +211,7 @@ class OutputProcessor:
             weight_version=event.weight_version,
             cached_tokens=event.cached_tokens,
             queue_time=event.queue_time,
+            graph_bucket=event.graph_bucket,
         )
 
 

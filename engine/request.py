@@ -84,6 +84,7 @@ class TokenEvent:
     weight_version: str = ""
     cached_tokens: int = 0  # prompt tokens that came from the prefix cache
     queue_time: float | None = None  # seconds, with the first event
+    graph_bucket: int | None = None  # of the graph that gave the tokens; None: they came from an eager run
 
 
 class RequestState(enum.Enum):

@@ -112,6 +112,11 @@ class SamplingState:
         self._numbers = torch.zeros(max_num_seqs + 1, 8, dtype=torch.float64)
         self._keys = torch.zeros(max_num_seqs + 1, dtype=torch.int64)
 
+    def check(self, params: SamplingParams) -> None:
+        """Raise RequestError for what `set_slot` would refuse, so that a request is refused before it has a slot."""
+        params.check_vocab(self.vocab_size)
+        self._banned(params)
+
     def set_slot(
         self,
         slot: int,

@@ -69,9 +69,9 @@ def _affordable_pages(config: EngineConfig, model: ModelConfig, device: torch.de
 
 def context_buckets(max_model_len: int, page_size: int) -> tuple[int, ...]:
     """Widths in tokens at which attention without a paged kernel reads the KV cache: doubling up to the context."""
-    widths, width = [], FIRST_CONTEXT_BUCKET
-    top = -(-max_model_len // page_size) * page_size
+    top, width = -(-max_model_len // page_size) * page_size, FIRST_CONTEXT_BUCKET
+    widths = {top}  # whole pages: large ones round several widths to the same
     while width < top:
-        widths.append(-(-width // page_size) * page_size)
+        widths.add(-(-width // page_size) * page_size)
         width *= 2
-    return (*widths, top)
+    return tuple(sorted(widths))

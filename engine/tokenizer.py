@@ -200,7 +200,8 @@ def _token_named(metadata: dict[str, Any], tokens: list[str], key: str) -> str |
 def _from_folder(source: ModelSource) -> Tokenizer:
     if not any(os.path.exists(os.path.join(source.path, name)) for name in _TOKENIZER_FILES):
         raise NoTokenizer(f"{source.path} has no tokenizer ({', '.join(_TOKENIZER_FILES)}); {_IDS_WORK}")
-    from transformers import AutoTokenizer
+    # By its full name: `from transformers import …` fails while another thread imports transformers for the first time.
+    from transformers.models.auto.tokenization_auto import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.path, local_files_only=True)

@@ -13,11 +13,12 @@ import signal
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from typing import Protocol
 
 from engine.config import EngineConfig
 from engine.errors import EngineDead, EngineError
-from engine.messages import Command, Dead, Ready, Report, Stop
+from engine.messages import Command, Dead, Ready, Report, Snapshot, Stop
 from engine.openmp import calm_openmp
 
 logger = logging.getLogger(__name__)
@@ -42,13 +43,20 @@ def _run_loop(config: EngineConfig, receive: Callable[[float], Command | None], 
     try:
         from engine.loading import build_loop  # torch is loaded here, and only where the loop runs
         from engine.model_source import resolve_model
+        from engine.progress import WarmProgress
         from engine.tokenizer import Tokenizer
 
         source = resolve_model(config.model)
         tokenizer = Tokenizer.try_load(source)
         loop = build_loop(config, source, tokenizer.eos_token_ids if tokenizer else ())
         if config.warmup == "full":
-            loop.warm(_log_progress)
+            shown = WarmProgress()
+
+            def progress(done: int, total: int, key: object) -> None:
+                shown(done, total, key)
+                send(Snapshot(loop.stats()))  # for who asks whether this server is ready
+
+            loop.warm(progress)
     except EngineError as error:
         return send(Dead(str(error), refused=error))
     except Exception as error:
@@ -56,10 +64,6 @@ def _run_loop(config: EngineConfig, receive: Callable[[float], Command | None], 
         return send(Dead(f"the engine did not start: {type(error).__name__}: {error}"))
     send(Ready(loop.info))
     loop.serve(receive, send)
-
-
-def _log_progress(done: int, total: int, key: object) -> None:
-    logger.info("captured %d of %d graphs: %s", done, total, key)
 
 
 class ThreadTransport:
@@ -101,8 +105,10 @@ class ProcessTransport:
         self._config = config
         self._process: multiprocessing.process.BaseProcess | None = None
         self._connection: Connection | None = None
-        self._send_lock = threading.Lock()
+        self._outbox: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
         self._reader: threading.Thread | None = None
+        self._writer: threading.Thread | None = None
+        self._gone = False
         self._listens = False  # before the model is loaded the child reads no commands
 
     @property
@@ -113,31 +119,50 @@ class ProcessTransport:
     def start(self, on_report: OnReport) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe(duplex=True)
-        self._process = context.Process(target=_child, args=(self._config, theirs, logging.getLogger().level),
+        self._process = context.Process(target=_child, args=(self._config, theirs, *_log_style()),
                                         name="encore-engine", daemon=True)
         self._process.start()
         theirs.close()  # else the end of the child would not end the pipe
         self._reader = threading.Thread(target=self._read, args=(on_report,), daemon=True, name="encore-reports")
         self._reader.start()
+        self._writer = threading.Thread(target=self._write, daemon=True, name="encore-commands")
+        self._writer.start()
 
     def _read(self, on_report: OnReport) -> None:
+        last = None
         try:
-            while True:
-                report = self._connection.recv()
-                self._listens = self._listens or isinstance(report, Ready)
-                on_report(report)
-                if isinstance(report, Dead):
-                    return
+            while not isinstance(last, Dead):
+                last = self._connection.recv()
+                self._listens = self._listens or isinstance(last, Ready)
+                self._gone = isinstance(last, Dead)
+                on_report(last)
         except (EOFError, OSError):
+            self._gone = True
             self._process.join(1.0)
             on_report(Dead(f"the engine process ended with exit code {self._process.exitcode}"))
+        except Exception as error:  # a report that can't be read leaves the ones after it unread: better no process
+            logger.exception("a report of the engine process can't be read")
+            self._gone = True
+            self._process.kill()
+            on_report(Dead(f"a report of the engine process can't be read: {type(error).__name__}: {error}"))
 
     def send(self, command: Command) -> None:
-        try:
-            with self._send_lock:
-                self._connection.send(command)
-        except (BrokenPipeError, OSError, AttributeError) as error:
-            raise EngineDead("the engine process is gone") from error
+        """Never waits for the child: one that is in a long step, or hangs, reads nothing, and its pipe may be full."""
+        if self._process is None or self._gone:
+            raise EngineDead("the engine process is gone")
+        self._outbox.put(ForkingPickler.dumps(command))
+
+    def _write(self) -> None:
+        while (message := self._outbox.get()) is not None:
+            try:
+                self._connection.send_bytes(message)
+            except OSError as gone:
+                logger.debug("nobody reads commands: %s", gone)  # the reader reports the end
+                return
+
+    def kill(self) -> None:
+        """End the child at once; it is reported as any other end."""
+        self._process.kill()
 
     def stop(self, timeout: float) -> None:
         if self._process is None:
@@ -153,14 +178,29 @@ class ProcessTransport:
                 logger.error("the engine process did not end within %.0f s; it is killed", timeout)
             self._process.kill()
             self._process.join()
+        self._outbox.put(None)
+        for thread in (self._reader, self._writer):
+            thread.join(1.0)
+        self._connection.close()
 
 
-def _child(config: EngineConfig, connection: Connection, log_level: int) -> None:
+def _log_style() -> tuple[logging.Formatter | None, int]:
+    """Format and level of this process' log, for a child that writes to the same stream."""
+    plain = (handler for handler in logging.getLogger().handlers if type(handler) is logging.StreamHandler)
+    formatter = next((handler.formatter for handler in plain), None)
+    return formatter, logging.getLogger("engine").getEffectiveLevel()
+
+
+def _child(config: EngineConfig, connection: Connection, formatter: logging.Formatter | None, log_level: int) -> None:
     """The engine process. A terminal's Ctrl-C reaches it too: the front decides when it ends, and its death ends it."""
     calm_openmp()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(formatter or logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(handlers=[handler])
+    for name in ("engine", "graph_cache"):
+        logging.getLogger(name).setLevel(log_level)
 
     def receive(timeout: float) -> Command | None:
         try:

@@ -33,7 +33,7 @@ class BufferSpec:
         shape = tuple(self.shape)
         object.__setattr__(self, "shape", shape)
         if any(not (size == BATCH if isinstance(size, str) else size >= 0) for size in shape) or BATCH in shape[1:]:
-            raise GraphConfigError(f"buffer shape {shape}: sizes must be whole numbers, and only the first may be 'batch'")
+            raise GraphConfigError(f"buffer shape {shape}: sizes are whole numbers, and only the first may be 'batch'")
 
     @property
     def batched(self) -> bool:
@@ -56,7 +56,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         self.max_rows = max_rows
         self.device = torch.device(device)
         self._whole = {
-            name: torch.full(spec.resolve(max_rows), 0 if spec.pad is None else spec.pad, dtype=spec.dtype, device=device)
+            name: torch.full(spec.resolve(max_rows), spec.pad or 0, dtype=spec.dtype, device=device)
             for name, spec in self.specs.items()
         }
         self._views: dict[int, dict[str, torch.Tensor]] = {}
@@ -93,11 +93,22 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         Every input must be there; buffers without padding are outputs and may be left out. Raises SignatureMismatch,
         listing every difference at once, before anything is written.
         """
+        self.check(tensors, rows)
+        with torch.inference_mode():  # else an input that needs a gradient would tie the buffers to its history
+            for name, tensor in tensors.items():
+                whole = self._whole[name]
+                (whole[:rows] if self.specs[name].batched else whole).copy_(tensor, non_blocking=True)
+        self.fill_padding(rows, bucket)
+
+    def check(self, tensors: Mapping[str, object], rows: int) -> None:
+        """Raise SignatureMismatch, listing every difference at once, unless these can be loaded as `rows` rows."""
         wanted = [name for name, spec in self.specs.items() if spec.pad is not None or name in tensors]
         self.signature(rows, tuple(wanted)).check(tensors, what=f"inputs of {rows} rows")
-        for name, tensor in tensors.items():
-            (self._whole[name][:rows] if self.specs[name].batched else self._whole[name]).copy_(tensor, non_blocking=True)
-        self.fill_padding(rows, bucket)
+
+    def unpadded(self, rows: int) -> dict[str, torch.Tensor]:
+        """Fresh tensors of `rows` rows in place of the buffers that the captured callable writes."""
+        return {name: torch.zeros(spec.resolve(rows), dtype=spec.dtype, device=self.device)
+                for name, spec in self.specs.items() if spec.pad is None}
 
     def fill_padding(self, rows: int, bucket: int) -> None:
         """Give the rows from `rows` up to `bucket` their padding value."""

@@ -111,10 +111,12 @@ class GraphCache:
         batched = next((label for label, spec in site.buffers.specs.items() if spec.batched), None)
 
         def call(**tensors: torch.Tensor) -> Any:
-            rows = tensors[batched].shape[0] if batched in tensors else sizes.max
+            first = tensors.get(batched)
+            rows = first.shape[0] if isinstance(first, torch.Tensor) and first.dim() else sizes.max
             self.check_addresses()
             plan = self.plan(name, rows)
             if plan.bucket is None:
+                site.buffers.check(tensors, rows)
                 return self.run_unpadded(plan, tensors)
             site.buffers.load(tensors, rows, plan.bucket)
             return self.run(plan).copy()
@@ -125,7 +127,7 @@ class GraphCache:
 
     def plan(self, site: str, rows: int, **statics: Any) -> Plan:
         """Which graph serves `rows` rows with these keyword values, or eager and why. The only such decision."""
-        memo = (site, rows, *statics.items())
+        memo = (site, rows, *statics.items(), *map(type, statics.values()))  # types, since 1 == 1.0 == True
         plan = self._plans.get(memo)
         if plan is None:
             plan = self._plans[memo] = self._decide(self._sites[site], rows, freeze_statics(statics))
@@ -134,17 +136,17 @@ class GraphCache:
     def _decide(self, site: Site, rows: int, statics: keys.Statics) -> Plan:
         bucket = site.buckets.round_up(rows)
         if bucket is None:
-            return Plan(site.name, rows, None, None, keys.ABOVE_MAX)
+            return Plan(site.name, rows, None, None, keys.ABOVE_MAX, statics)
         key = site.key(bucket, statics)
         if not self.enabled:
             reason = keys.GRAPHS_OFF
-        elif statics not in site.variants:
+        elif not site.serves(statics):
             reason = keys.UNKNOWN_STATICS
         elif key in self._entries:
             reason = None if self._entries[key].captured else keys.CAPTURE_FAILED
         else:
             reason = self._lost.get(key, keys.NOT_CAPTURED)
-        return Plan(site.name, rows, bucket, key, reason)
+        return Plan(site.name, rows, bucket, key, reason, statics)
 
     def run(self, plan: Plan) -> Borrowed[Any]:
         """Run a plan on its site's static buffers, which the caller has loaded, and count it.
@@ -156,7 +158,7 @@ class GraphCache:
         if plan.bucket is None or plan.key is None:
             raise GraphConfigError(f"{plan.rows} rows exceed every bucket of {plan.site!r}: use run_unpadded")
         entry = self._entries.get(plan.key)
-        if entry is None and self.capture_on_miss and self.enabled and plan.key.statics in site.variants:
+        if entry is None and self.capture_on_miss and self.enabled and site.serves(plan.key.statics):
             entry = self._capture_for(plan.key)
         if entry is not None and entry.captured:
             for runner in entry.runners:
@@ -171,17 +173,21 @@ class GraphCache:
             reason = self.plan(site.name, plan.rows, **dict(plan.key.statics)).reason
             self.stats.fallbacks[site.name, site.phase, reason or keys.NOT_CAPTURED] += 1
         self._observe(site, plan.rows, plan.bucket - plan.rows, plan.key.statics)
-        return Borrowed(site.outputs(plan.bucket, plan.rows))
+        return Borrowed(site.outputs(plan.key, plan.rows))
 
     def run_unpadded(self, plan: Plan, tensors: Mapping[str, torch.Tensor]) -> Any:
-        """Run a plan that fits no bucket, eager on the tensors as they are, and count it. Results are the caller's."""
+        """Run a plan that fits no bucket, eager on the tensors as they are, and count it. Results are the caller's.
+
+        Buffers that the callable writes are made for it where `tensors` lacks them.
+        """
         site = self._sites[plan.site]
         self.stats.fallbacks[site.name, site.phase, plan.reason or keys.ABOVE_MAX] += 1
-        self._observe(site, plan.rows, 0, ())
+        self._observe(site, plan.rows, 0, plan.statics)
         with torch.inference_mode():
+            given = site.buffers.unpadded(plan.rows) | dict(tensors)
             result = None
             for part in site.parts:
-                result = part(**tensors)
+                result = part(**given, **dict(plan.statics))
         return result
 
     def count_eager(self, site: str, phase: str, tokens: int, reason: str) -> None:
@@ -268,6 +274,9 @@ class GraphCache:
                 self._drop(entry)
                 entry.failure = str(error)
                 self.stats.failed_captures[site.name, site.scope] += 1
+            except BaseException:
+                self._drop(entry)
+                raise
             finally:
                 site.buffers.restore(saved)
         if entry.captured:

@@ -5,7 +5,7 @@ Owns GraphKey and Plan, two frozen values. Knows no tensors: a plan is made from
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 Statics = tuple[tuple[str, int | float | bool | str | None], ...]
 
@@ -22,13 +22,17 @@ REASONS = (GRAPHS_OFF, ABOVE_MAX, NOT_CAPTURED, UNKNOWN_STATICS, CAPTURE_FAILED,
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    """One graph: its site, scope and phase, the padded batch size, and every Python value that capture would bake in."""
+    """One graph: its site, scope and phase, the padded batch size, and every Python value that capture bakes in."""
 
     site: str
     scope: str
     phase: str
     bucket: int
     statics: Statics = ()
+    _spelled: str = field(init=False, repr=False)  # tells 1, 1.0 and True apart, which Python takes for equal
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_spelled", repr(self.statics))
 
     def __str__(self) -> str:
         values = "".join(f",{name}={value}" for name, value in self.statics)
@@ -40,7 +44,8 @@ class Plan:
     """What `GraphCache.plan` answers: a graph to replay, or eager and why.
 
     `bucket` is the padded batch size, also for an eager run that pads (so that warming up changes no rounding);
-    None means that no bucket holds the batch and the callable runs on the tensors as they are.
+    None means that no bucket holds the batch and the callable runs on the tensors as they are. `statics` are the
+    keyword values that were asked for.
     """
 
     site: str
@@ -48,6 +53,7 @@ class Plan:
     bucket: int | None
     key: GraphKey | None
     reason: str | None
+    statics: Statics = ()
 
     @property
     def is_graph(self) -> bool:

@@ -60,10 +60,10 @@ class GraphPool:
             finally:
                 self._sessions -= 1
                 if self._sessions == 0:
+                    gc.collect()  # while older objects are frozen: only what the session left, which takes no time
                     gc.unfreeze()
                     if collector_was_on:
                         gc.enable()
-                    gc.collect()
 
     @contextmanager
     def capture_flag(self) -> Iterator[None]:

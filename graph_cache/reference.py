@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes per element -> what to compare them as
+
 
 class Reference:
     """State of the static tensors and generators before a run, and their values after it.
@@ -31,14 +33,31 @@ class Reference:
         for generator, state in zip(self.generators, self._draws, strict=True):
             generator.set_state(state)
 
+    def with_noise(self) -> Reference:
+        """A reference that starts from other values: floating point statics get noise from 0 to 1, always the same."""
+        noise = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for tensor in self._statics():
+                if tensor.is_floating_point():
+                    tensor.copy_(torch.rand(tensor.shape, generator=noise))
+        return Reference(self._statics, self.generators)
+
     def remember(self) -> None:
         """Take the static tensors' present values as the ones that a faithful replay leaves behind."""
         self._after = [tensor.clone() for tensor in self._statics()]
 
     def differences(self) -> int:
         """How many static tensors differ from the remembered ones in any bit (NaN payloads included)."""
-        return sum(not _same_bits(tensor, value) for tensor, value in zip(self._statics(), self._after, strict=True))
+        return sum(not same_bits(tensor, value) for tensor, value in zip(self._statics(), self._after, strict=True))
 
 
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype hold the same bytes, NaN payloads and signs of zero included."""
+    return torch.equal(_raw(one), _raw(other))
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.reshape(-1)
+    # One element may keep any stride, which a view as another type doesn't take.
+    flat = flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(INTEGERS.get(flat.itemsize, torch.uint8))

@@ -65,16 +65,18 @@ class GraphRunner:
             raise CaptureError(f"a graph is captured once; this one is {self.state.value}")
         started = time.perf_counter()
         with self._pool.session(), torch.inference_mode():
-            reference = Reference(self._statics, self._generators)
+            reference = None
             try:
+                reference = Reference(self._statics, self._generators)
                 self._graph = self._warm_and_capture(reference)
-            except Exception as error:
+            except BaseException as error:
                 self.close()
-                if isinstance(error, CaptureError):
+                if isinstance(error, CaptureError) or not isinstance(error, Exception):
                     raise
                 raise CaptureError(f"capture failed: {type(error).__name__}: {error}") from error
             finally:
-                reference.rewind()
+                if reference is not None:
+                    reference.rewind()
         self.state = RunnerState.CAPTURED
         self.capture_seconds = time.perf_counter() - started
 

@@ -6,7 +6,7 @@ Owns how the callable is run on static buffers and where its results go. Knows n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -19,6 +19,15 @@ from graph_cache.errors import GraphConfigError
 from graph_cache.keys import GraphKey, Statics, freeze_statics
 
 
+class OutputLabel(NamedTuple):
+    """Names an output buffer: every run whose leaf has this form writes into it, so buckets share what they can."""
+
+    leaf: int
+    batched: bool
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class Site:
     """One captured callable, or the consecutive parts of one.
 
@@ -26,6 +35,9 @@ class Site:
     under `layer` one per layer, each with a graph of its own. A part may write into the buffers it is given; tensors
     that the last part returns are copied into output buffers that all buckets share. `variants` lists the keyword
     values that are part of the key; empty means none. `warm_variants` are those captured ahead (default: all).
+
+    A returned tensor counts as batched, and is cut to the rows of a run, if its first dimension was the bucket at every
+    bucket that ran so far.
     """
 
     def __init__(
@@ -43,7 +55,7 @@ class Site:
         generators: Sequence[torch.Generator] = (),
     ):
         if buckets.max > buffers.max_rows:
-            raise GraphConfigError(f"site {name!r}: bucket {buckets.max} exceeds its buffers of {buffers.max_rows} rows")
+            raise GraphConfigError(f"site {name!r}: bucket {buckets.max} exceeds {buffers.max_rows} rows of buffers")
         self.name = name
         self.parts = tuple(parts)
         self.buffers = buffers
@@ -56,8 +68,9 @@ class Site:
         self.addresses = addresses if addresses is not None else AddressBook()
         self.addresses.watch(buffers._whole, prefix=f"{name}.buffers.")
         self.generators = tuple(generators)
-        self._outputs: dict[tuple[int, ...], torch.Tensor] = {}  # leaf -> whole buffer, or one per shape where unbatched
-        self._structure: Any = None
+        self._outputs: dict[OutputLabel, torch.Tensor] = {}
+        self._results: dict[GraphKey, tuple[Any, list[OutputLabel]]] = {}  # how a key's run returns what it returns
+        self._unbatched: set[tuple[Statics, int]] = set()  # leaves that some bucket has shown not to follow it
 
     def key(self, bucket: int, statics: Statics) -> GraphKey:
         """The identity of this site's graph for a bucket and keyword values."""
@@ -77,10 +90,14 @@ class Site:
             def body(part: Callable[..., Any] = part, last: bool = last) -> None:
                 result = part(**views, **statics)
                 if last:
-                    self._keep(result, key.bucket)
+                    self._keep(result, key)
 
             calls.append(body)
         return calls
+
+    def serves(self, statics: Statics) -> bool:
+        """Whether these keyword values, types included, are among the variants."""
+        return repr(statics) in map(repr, self.variants)
 
     def run_eager(self, key: GraphKey) -> None:
         """Run all parts on the static buffers at the key's bucket, exactly what a graph of that key would do."""
@@ -90,38 +107,42 @@ class Site:
 
     def static_tensors(self, bucket: int) -> list[torch.Tensor]:
         """The buffers and outputs that a run at this bucket reads and writes, for checks against eager."""
-        outputs = [buffer[:bucket] if buffer.shape[0] == self.buffers.max_rows else buffer
-                   for buffer in self._outputs.values() if buffer.dim()]
+        outputs = [buffer[:bucket] if label.batched else buffer for label, buffer in self._outputs.items()]
         return list(self.buffers.view(bucket).values()) + outputs
 
-    def outputs(self, bucket: int, rows: int) -> Any:
-        """The last run's results cut to `rows`, in the shape in which the callable returned them: aliases."""
-        if self._structure is None:
+    def outputs(self, key: GraphKey, rows: int) -> Any:
+        """What the last run of a key returned, cut to `rows`, in the callable's own structure: aliases."""
+        if key not in self._results:
             return None
+        structure, labels = self._results[key]
         leaves = []
-        for index in range(self._structure.num_leaves):
-            leaves.append(self._leaf(index, bucket, rows))
-        return tree_unflatten(leaves, self._structure)
+        for label in labels:
+            whole = self._outputs[label]
+            if label.batched:
+                whole = whole[: key.bucket if (key.statics, label.leaf) in self._unbatched else rows]
+            leaves.append(whole)
+        return tree_unflatten(leaves, structure)
 
-    def _leaf(self, index: int, bucket: int, rows: int) -> torch.Tensor:
-        batched = self._outputs.get((index,))
-        return self._outputs[index, bucket] if batched is None else batched[:rows]
-
-    def _keep(self, result: Any, bucket: int) -> None:
+    def _keep(self, result: Any, key: GraphKey) -> None:
         """Copy returned tensors into the output buffers; the copies are part of what is captured."""
         if result is None:
             return
-        leaves, self._structure = tree_flatten(result)
+        leaves, structure = tree_flatten(result)
+        labels = []
         for index, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):
                 raise GraphConfigError(f"site {self.name!r} returned a {type(leaf).__name__} among its outputs: only "
                                        "tensors come out of a graph; make other values keywords of the key")
-            batched = leaf.dim() > 0 and leaf.shape[0] == bucket
-            label = (index,) if batched else (index, bucket)
+            batched = leaf.dim() > 0 and leaf.shape[0] == key.bucket
+            if not batched:
+                self._unbatched.add((key.statics, index))
+            shape = (self.buffers.max_rows, *leaf.shape[1:]) if batched else tuple(leaf.shape)
+            label = OutputLabel(index, batched, shape, leaf.dtype)
             if label not in self._outputs:
                 # Allocated outside whatever records this run: outputs outlive it.
                 with _disable_current_modes():
-                    shape = (self.buffers.max_rows, *leaf.shape[1:]) if batched else leaf.shape
                     self._outputs[label] = torch.zeros(shape, dtype=leaf.dtype, device=leaf.device)
             target = self._outputs[label]
-            (target[:bucket] if batched else target).copy_(leaf)
+            (target[: key.bucket] if batched else target).copy_(leaf)
+            labels.append(label)
+        self._results[key] = structure, labels

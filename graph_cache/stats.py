@@ -47,6 +47,8 @@ class CacheStats:
             items = list(getattr(self, name).items())
             counters[name] = [(labels if isinstance(labels, tuple) else (labels,), count) for labels, count in items]
         counters["capture_seconds"] = {
-            "bounds": CAPTURE_SECONDS_BOUNDS, "counts": list(self.capture_seconds_counts), "sum": self.capture_seconds_sum
+            "bounds": CAPTURE_SECONDS_BOUNDS,
+            "counts": list(self.capture_seconds_counts),
+            "sum": self.capture_seconds_sum,
         }
         return counters

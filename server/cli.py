@@ -94,6 +94,10 @@ def _serve_arguments(parser: argparse.ArgumentParser) -> None:
     from server.config import ServerConfig
     from server.flags import SERVING_DEFAULTS, add_flags
 
+    parser.add_argument(
+        "--config", metavar="FILE",
+        help="YAML file of settings in the flags' names; a variable ENCORE_... goes before it, a flag before both",
+    )  # fmt: skip
     add_flags(parser, ServerConfig, title="server", defaults={})
     add_flags(parser, EngineConfig, title="engine", defaults=SERVING_DEFAULTS)
 

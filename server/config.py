@@ -16,6 +16,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
+LOG_FORMATS = ("text", "json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +25,11 @@ class ServerConfig:
 
     `served_model_name`: the names that clients may give as "model", the first one is shown; none means the model's
     own. `max_waiting`: sequences that may wait beyond those running, past which requests are refused with 429.
-    `max_body_bytes`: a larger body is refused with 413 before it is parsed. `drain_seconds`: how long running
-    requests may go on after SIGTERM. `in_process`: run the engine in this process instead of its own.
+    `max_body_bytes`: a larger body is refused with 413 before it is parsed. `max_connections`: more are answered 503.
+    `header_seconds`: how long a request's headers may take. `keep_alive_seconds`: how long an idle connection is kept.
+    `drain_seconds`: how long running requests may go on after SIGTERM. `api_key_file`, `admin_key_file`: one accepted
+    key a line; none leaves inference open and the admin routes off. `profile_folder`: where /profile writes, off
+    without. `in_process`: run the engine in this process instead of its own.
     """
 
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -34,9 +38,16 @@ class ServerConfig:
     served_model_name: tuple[str, ...] = ()
     max_waiting: int = 1024
     max_body_bytes: int = 8 * 1024 * 1024
+    max_connections: int = 4096
+    header_seconds: float = 10.0
+    keep_alive_seconds: float = 15.0
     drain_seconds: float = 30.0
+    api_key_file: str | None = None
+    admin_key_file: str | None = None
+    profile_folder: str | None = None
     in_process: bool = False
     log_level: str = "info"
+    log_format: str = "text"
 
     def __post_init__(self) -> None:
         if isinstance(self.served_model_name, str):
@@ -49,12 +60,13 @@ class ServerConfig:
         _whole("port", self.port, 0, 65535)
         _whole("max_waiting", self.max_waiting, 0, 1_000_000)
         _whole("max_body_bytes", self.max_body_bytes, 1024, 2**31)
-        if isinstance(self.drain_seconds, bool) or not isinstance(self.drain_seconds, (int, float)):
-            raise ConfigError(f"drain_seconds={self.drain_seconds!r}: a number of seconds is needed")
-        if not 0 <= self.drain_seconds <= 86400:
-            raise ConfigError(f"drain_seconds={self.drain_seconds}: from 0 to 86400 seconds are possible")
-        if self.log_level not in LOG_LEVELS:
-            raise ConfigError(f"log_level={self.log_level!r} is not one of {', '.join(LOG_LEVELS)}")
+        _whole("max_connections", self.max_connections, 1, 1_000_000)
+        _seconds("header_seconds", self.header_seconds, 0.1)
+        _seconds("keep_alive_seconds", self.keep_alive_seconds, 0.1)
+        _seconds("drain_seconds", self.drain_seconds, 0)
+        for name, allowed in (("log_level", LOG_LEVELS), ("log_format", LOG_FORMATS)):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ServerConfig:
@@ -72,6 +84,13 @@ class ServerConfig:
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise ConfigError(f"unknown setting {name!r}{hint}")
         return cls(engine=EngineConfig.from_dict(engine), **own)
+
+
+def _seconds(name: str, value: Any, low: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigError(f"{name}={value!r}: a number of seconds is needed")
+    if not low <= value <= 86400:
+        raise ConfigError(f"{name}={value}: from {low:g} to 86400 seconds are possible")
 
 
 def _whole(name: str, value: Any, low: int, high: int) -> None:

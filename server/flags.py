@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Mapping
 from typing import Any
 
 from engine import config as engine_config
 from engine.config import EngineConfig
-from server.config import LOG_LEVELS, ServerConfig
+from server.config import LOG_FORMATS, LOG_LEVELS, ServerConfig
+from server.settings import METAVARS, PARSERS, read_environment, read_file
 
 SERVER_HELP = {
     "host": "address to listen on",
@@ -20,9 +22,16 @@ SERVER_HELP = {
     "served_model_name": "names that clients may give as model, comma-separated; none: the model's own",
     "max_waiting": "sequences that may wait beyond those running; more are refused with 429",
     "max_body_bytes": "largest body; more is refused with 413",
+    "max_connections": "connections at once; more are answered 503, probes excepted",
+    "header_seconds": "how long a request's headers may take to arrive",
+    "keep_alive_seconds": "how long an idle connection is kept open",
     "drain_seconds": "how long running requests may go on after SIGTERM",
+    "api_key_file": "file of keys for inference, one a line; ENCORE_API_KEYS adds more. None: no key is asked for",
+    "admin_key_file": "file of keys for the admin routes; ENCORE_ADMIN_KEYS adds more. None: those routes are off",
+    "profile_folder": "where POST /profile/stop writes its traces. None: no profiles",
     "in_process": "run the engine in the server's own process",
     "log_level": "how much is logged",
+    "log_format": "lines of text, or of JSON",
 }
 ENGINE_HELP = {
     "model": "the default model's name, a folder in Hugging Face layout, a .gguf file, or a hub name",
@@ -55,6 +64,7 @@ CHOICES = {
     "warmup": engine_config.WARMUPS,
     "logprobs_mode": engine_config.LOGPROBS_MODES,
     "log_level": LOG_LEVELS,
+    "log_format": LOG_FORMATS,
 }
 # A server can answer while it captures, and then each bucket's graph is there before it is needed.
 SERVING_DEFAULTS = {"warmup": "background"}
@@ -69,16 +79,16 @@ def add_flags(parser: argparse.ArgumentParser, kind: type, *, title: str, defaul
             continue
         default = defaults.get(setting.name, setting.default)
         flag = "--" + setting.name.replace("_", "-")
-        text = f"{texts.get(setting.name, '')} (default: {_shown(default)})"
+        text = f"{texts.get(setting.name, '')} (default: {_shown(default, kind)})"
         if setting.type == "bool":
             group.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
         else:
             group.add_argument(
                 flag,
-                type=_PARSERS[setting.type],
+                type=PARSERS[setting.type],
                 choices=CHOICES.get(setting.name),
                 default=argparse.SUPPRESS,
-                metavar=None if setting.name in CHOICES else _METAVARS[setting.type],
+                metavar=None if setting.name in CHOICES else METAVARS[setting.type],
                 help=text,
             )
 
@@ -86,49 +96,23 @@ def add_flags(parser: argparse.ArgumentParser, kind: type, *, title: str, defaul
 def given(args: argparse.Namespace, kind: type) -> dict[str, Any]:
     """The fields of `kind` that were given as flags."""
     names = {setting.name for setting in dataclasses.fields(kind)}
-    values = {name: value for name, value in vars(args).items() if name in names}
-    if values.get("cuda_graph_impl", "local") != "local":
-        # The scope's default belongs to local: asking for another way of capturing must not be refused over it.
-        values.setdefault("inference_cuda_graph_scope", None)
-    return values
+    return {name: value for name, value in vars(args).items() if name in names}
 
 
-def server_config(args: argparse.Namespace) -> ServerConfig:
-    """A ServerConfig from flags, with a server's defaults. Raises ConfigError as the classes do."""
-    return ServerConfig.from_dict(SERVING_DEFAULTS | given(args, EngineConfig) | given(args, ServerConfig))
+def server_config(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> ServerConfig:
+    """A ServerConfig: each setting from its flag, else its variable, else --config's file, else a server's default.
+
+    Raises ConfigError as the classes do, and for names that don't exist in file or environment.
+    """
+    path = getattr(args, "config", None) or environ.get("ENCORE_CONFIG")
+    from_file = read_file(path) if path else {}
+    flags = given(args, EngineConfig) | given(args, ServerConfig)
+    return ServerConfig.from_dict(SERVING_DEFAULTS | from_file | read_environment(environ) | flags)
 
 
-def _split(item: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
-    def parse(text: str) -> tuple[Any, ...]:
-        return tuple(item(part.strip()) for part in text.split(",") if part.strip())
-
-    parse.__name__ = f"comma-separated {item.__name__}"  # argparse names it in its message
-    return parse
-
-
-_PARSERS: Mapping[Any, Callable[[str], Any]] = {
-    "int": int,
-    "int | None": int,
-    "float": float,
-    "str": str,
-    "str | None": str,
-    "tuple[int, ...] | None": _split(int),
-    "tuple[str, ...]": _split(str),
-}
-_METAVARS: Mapping[Any, str] = {
-    "int": "N",
-    "int | None": "N",
-    "float": "X",
-    "str": "TEXT",
-    "str | None": "TEXT",
-    "tuple[int, ...] | None": "N,N",
-    "tuple[str, ...]": "TEXT,TEXT",
-}
-
-
-def _shown(default: Any) -> str:
+def _shown(default: Any, kind: type) -> str:
     if default is None:
-        return "chosen for the machine and model"
+        return "none" if kind is ServerConfig else "chosen for the machine and model"
     if isinstance(default, tuple):
         return ",".join(map(str, default)) or "none"
     return str(default).lower() if isinstance(default, bool) else str(default).replace("%", "%%")

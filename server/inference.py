@@ -18,7 +18,7 @@ from engine.outputs import CompletionOutput, OutputDelta, RequestOutput
 from engine.request import SamplingParams
 from server.config import ServerConfig
 from server.errors import WireError
-from server.metrics import RequestMetrics
+from server.metrics import RequestMetrics, RequestWatch
 from server.tokenization import Tokenization
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ class Job:
     params: SamplingParams
     priority: int = 0
     started: float = field(default_factory=time.perf_counter)
+    watch: RequestWatch | None = None  # once it runs
 
     @property
     def prompt_tokens(self) -> int:
@@ -78,6 +79,14 @@ class Service:
             self.startup_error = exc
         finally:
             self.settled.set()
+
+    async def drain(self, seconds: float) -> bool:
+        """Refuse new requests from now on and wait until none runs, at most `seconds`; whether all have ended."""
+        self.draining = True
+        until = time.monotonic() + seconds
+        while self.in_flight and time.monotonic() < until:
+            await asyncio.sleep(0.02)
+        return not self.in_flight
 
     async def close(self) -> None:
         """End the client, started or not, and with it every request. A second call does nothing."""
@@ -147,8 +156,8 @@ class Service:
                 503, "the server is shutting down", type="service_unavailable_error", code="draining", retry_after=5
             )
         health = self.client.health()
-        if not health.alive:
-            raise EngineDead(f"the engine has ended: {health.reason}")
+        if not health.ready:
+            raise EngineDead(f"the engine does not answer: {health.reason}")
         room = self.client.info().max_num_seqs + self.config.max_waiting
         if sequences > room:
             raise RequestError(f"the request asks for {sequences} sequences at once, and {room} are possible", "n")
@@ -162,10 +171,13 @@ class Service:
             self.in_flight -= sequences
 
     async def job(
-        self, public_id: str, prompt: str | list[int], param: str, params: SamplingParams, priority: int
-    ) -> Job:
+        self, public_id: str, prompt: str | list[int], param: str, params: SamplingParams, priority: int,
+        add_special_tokens: bool = True,
+    ) -> Job:  # fmt: skip
         """A prompt made ready to run; `param` is what its field is called. Raises RequestError, PromptTooLong."""
-        text, ids = (prompt, await self.tokens.encode(prompt, param)) if isinstance(prompt, str) else (None, prompt)
+        text, ids = None, prompt
+        if isinstance(prompt, str):
+            text, ids = prompt, await self.tokens.encode(prompt, param, add_special_tokens)
         return self.tokenized_job(public_id, text, ids, param, params, priority)
 
     def tokenized_job(
@@ -190,7 +202,7 @@ class Service:
 
         Raises EngineError for a sequence that the engine failed.
         """
-        watch = self.metrics.watch(job)
+        watch = job.watch = self.metrics.watch(job)
         # The client's id may be any request's, several at a time: the engine gets one of its own.
         engine_id = f"{job.public_id}:{next(self._numbers)}"
         deltas = self.client.generate(

@@ -6,16 +6,21 @@ caller's: two servers in one process don't share counters.
 
 from __future__ import annotations
 
+import collections
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.version import version
 
 if TYPE_CHECKING:
     from engine.client import Client
     from engine.outputs import OutputDelta
+    from server.inference import Service
 
 FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -69,6 +74,9 @@ class RequestWatch:
         self._last: dict[int, float] = {}
         self._tokens: dict[int, int] = {}
         self._open = set(range(sequences))
+        self.queue_seconds: float | None = None
+        self.first_token_seconds: float | None = None
+        self.buckets: collections.Counter[str] = collections.Counter()  # tokens by the graph's bucket that gave them
 
     def saw(self, delta: OutputDelta) -> None:
         """Observe one delta, now."""
@@ -76,7 +84,11 @@ class RequestWatch:
         metrics = self._metrics
         if delta.queue_time is not None:
             metrics.queued.observe(delta.queue_time)
+            self.queue_seconds = max(self.queue_seconds or 0.0, delta.queue_time)
         if count:
+            self.buckets["eager" if delta.graph_bucket is None else str(delta.graph_bucket)] += count
+            if self.first_token_seconds is None:
+                self.first_token_seconds = now - self._started
             if index in self._last:
                 metrics.inter_token.observe((now - self._last[index]) / count)
             else:
@@ -99,8 +111,75 @@ class RequestWatch:
         self._open.clear()
 
 
+class CountResponses:
+    """Counts answers by route and status as their headers go out; `route` is the template, or none where no route fits.
+
+    A route that raises counts as 500. A client that left before the headers is not counted.
+    """
+
+    def __init__(self, app: ASGIApp, registry: CollectorRegistry):
+        self.app = app
+        self._answers = Counter(
+            "encore_http_responses", "Answers, by route and status.", ["route", "status"], registry=registry
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started = False
+
+        def count(status: int) -> None:
+            nonlocal started
+            started = True
+            # Never the path itself: a scanner would make a series of each path it tries.
+            self._answers.labels(getattr(scope.get("route"), "path", "none"), str(status)).inc()
+
+        async def send_counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                count(message["status"])
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_counted)
+        except Exception:
+            if not started:
+                count(500)
+            raise
+
+
+class ServiceCollector:
+    """Reads at each scrape whether requests are answered, the limits, and what is served; also while it loads."""
+
+    def __init__(self, service: Service):
+        self._service = service
+
+    def collect(self) -> Iterator[Metric]:
+        """The server's own families; those of the model from when it is first loaded."""
+        service = self._service
+        yield _gauge("ready", "1 while requests are answered, else 0.", not service.reasons_not_ready())
+        yield _gauge("num_requests_in_flight", "Sequences that the HTTP side holds places for.", service.in_flight)
+        yield _gauge("queue_limit", "Sequences that may wait; more are refused.", service.config.max_waiting)
+        yield _info("build_info", "What runs, as labels.", {"version": version()})
+        if not service.started:
+            return
+        info = service.client.info()
+        yield _gauge("max_num_seqs", "Sequences that the running batch may hold.", info.max_num_seqs)
+        # Not the weights' version: in RL it changes by the minute, and each value would stay as a series.
+        yield _info(
+            "model_info",
+            "What is served, as labels.",
+            {"model": service.model_names()[0], "architecture": info.architecture, "device": info.device,
+             "dtype": info.dtype, "max_model_len": info.max_model_len,
+             "warmup": service.config.engine.warmup},
+        )  # fmt: skip
+
+
 class EngineCollector:
     """Reads the client's latest snapshot at each scrape. Nothing is counted here.
+
+    The counts go on where an engine process is replaced by another; what the old one counted after its last snapshot,
+    a fifth of a second at most, is lost.
 
     `started` says whether the engine has loaded its model; until then there is nothing to show.
     """
@@ -112,7 +191,12 @@ class EngineCollector:
         """Every family of the engine and its graph cache, as the last snapshot has them."""
         if not self._started():
             return
-        stats = self._client.stats()
+        stats, health = self._client.stats(), self._client.health()
+        yield _gauge("engine_up", "1 while the engine answers requests, else 0.", float(health.ready))
+        yield _gauge("engine_heartbeat_age_seconds", "Seconds since the engine's last report.", health.silent)
+        yield CounterMetricFamily(
+            "encore_engine_restarts", "Engine processes that died or hung and were replaced.", value=health.restarts
+        )
         yield _gauge("num_requests_running", "Sequences in the running batch.", stats.num_running)
         yield _gauge("num_requests_waiting", "Sequences that wait for the batch.", stats.num_waiting)
         yield _gauge("kv_cache_usage_perc", "Share of the KV pages in use, from 0 to 1.", stats.kv_cache_usage)
@@ -122,6 +206,8 @@ class EngineCollector:
             "num_preemptions": ("Sequences that were put back to wait.", stats.num_preemptions),
             "prompt_tokens": ("Prompt tokens of requests that began.", stats.prompt_tokens),
             "generation_tokens": ("Tokens generated.", stats.generation_tokens),
+            "engine_steps": ("Steps that the engine's loop ran.", stats.steps),
+            "idle_check_failures": ("Times that pages or slots were missing when idle.", stats.idle_check_failures),
         }
         for name, (text, value) in totals.items():
             yield CounterMetricFamily(f"encore_{name}", text, value=value)
@@ -170,3 +256,9 @@ def _capture_seconds(found: Mapping[str, Any] | None) -> Metric:
 
 def _gauge(name: str, text: str, value: float) -> Metric:
     return GaugeMetricFamily(f"encore_{name}", text, value=value)
+
+
+def _info(name: str, text: str, labels: Mapping[str, Any]) -> Metric:
+    family = GaugeMetricFamily(f"encore_{name}", text, labels=tuple(labels))
+    family.add_metric([str(value) for value in labels.values()], 1)
+    return family

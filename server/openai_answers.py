@@ -104,7 +104,13 @@ def chat_choice(number: int, choice: CompletionOutput, logprobs: dict[str, Any] 
 
 
 def chat_chunk_choice(
-    number: int, delta: dict[str, Any], logprobs: dict[str, Any] | None, finish_reason: str | None
+    number: int, delta: dict[str, Any], logprobs: dict[str, Any] | None, choice: CompletionOutput | None = None
 ) -> dict[str, Any]:
-    """One entry of a chat chunk's choices."""
-    return {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+    """One entry of a chat chunk's choices; `choice` where it has ended, None in the midst of a stream."""
+    return {
+        "index": number,
+        "delta": delta,
+        "logprobs": logprobs,
+        "finish_reason": choice.finish_reason if choice else None,
+        "stop_reason": choice.stop_reason if choice else None,
+    }

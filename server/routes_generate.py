@@ -15,14 +15,16 @@ from engine.outputs import CompletionOutput
 from engine.request import TokenLogprob
 from server.inference import Job, Service
 from server.openai_answers import finite
-from server.schemas import GenerateBody
+from server.openapi import REFUSALS, answered_by
+from server.schemas_generate import GenerateBody
 from server.streaming import EventStream, event, merge, until_disconnect
 from server.tokenization import Tokenization
+from server.wire_answers import Generated
 
-router = APIRouter(tags=["native"])
+router = APIRouter(tags=["native"], responses=REFUSALS)
 
 
-@router.post("/generate")
+@router.post("/generate", responses=answered_by(Generated | list[Generated], "text/event-stream"))
 async def generate(body: GenerateBody, request: Request) -> Response:
     """Continue one prompt or a list of them; a list, or n above 1, is answered with a list."""
     service: Service = request.app.state.service
@@ -38,10 +40,12 @@ async def generate(body: GenerateBody, request: Request) -> Response:
     as_list = as_list or wanted > 1
 
     async def submit() -> list[Job]:
-        return [
+        jobs = [
             await service.job(public_id, prompt, field, one, body.priority)
             for public_id, prompt, one in zip(ids, prompts, params, strict=True)
         ]
+        request.state.jobs += jobs  # for the log
+        return jobs
 
     if body.stream:
 

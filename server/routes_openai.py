@@ -13,27 +13,42 @@ from fastapi.responses import JSONResponse, Response
 from engine.errors import RequestError
 from engine.outputs import CompletionOutput, OutputDelta
 from server import openai_answers as answers
+from server import wire_answers as wire
 from server.inference import Job, Service
+from server.openapi import REFUSALS, answered_by
 from server.schemas import ChatBody, CompletionBody, OpenAISampling
 from server.streaming import EventStream, event, merge, until_disconnect
 from server.tokenization import Tokenization
 
-router = APIRouter(prefix="/v1", tags=["openai"])
+router = APIRouter(prefix="/v1", tags=["openai"], responses=REFUSALS)
 
 Head = dict[str, Any]  # the fields that a body and each of its chunks share: id, object, created, model
 
 
-@router.get("/models")
+@router.get("/models", responses=answered_by(wire.ModelList))
 async def models(request: Request) -> dict[str, Any]:
-    """The served model under each of its names."""
+    """The served model under each of its names, with its context length."""
+    service: Service = request.app.state.service
+    return {"object": "list", "data": _models(service)}
+
+
+@router.get("/models/{model:path}", responses=answered_by(wire.Model))
+async def model(model: str, request: Request) -> dict[str, Any]:
+    """The served model under one of its names, slashes included."""
     service: Service = request.app.state.service
     _ = service.tokens
+    service.check_model(model)
+    return next(one for one in _models(service) if one["id"] == model)
+
+
+def _models(service: Service) -> list[dict[str, Any]]:
+    _ = service.tokens  # 503 until the model is loaded
     info = service.client.info()
     fixed = {"object": "model", "created": service.created, "owned_by": "encore", "max_model_len": info.max_model_len}
-    return {"object": "list", "data": [{"id": name, **fixed} for name in service.model_names()]}
+    return [{"id": name, **fixed} for name in service.model_names()]
 
 
-@router.post("/completions")
+@router.post("/completions", responses=answered_by(wire.Completion, "text/event-stream"))
 async def completions(body: CompletionBody, request: Request) -> Response:
     """Continue one prompt or several; n choices each, numbered prompt by prompt."""
     service: Service = request.app.state.service
@@ -44,7 +59,12 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     head = _head(service, request, body, "cmpl", "text_completion")
 
     async def submit() -> list[Job]:
-        return [await service.job(head["id"], prompt, "prompt", params, body.priority) for prompt in prompts]
+        jobs = [
+            await service.job(head["id"], prompt, "prompt", params, body.priority, body.add_special_tokens)
+            for prompt in prompts
+        ]
+        request.state.jobs += jobs  # for the log
+        return jobs
 
     wanted = len(prompts) * params.n
     if body.stream:
@@ -63,7 +83,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     return JSONResponse(await until_disconnect(request, answer()))
 
 
-@router.post("/chat/completions")
+@router.post("/chat/completions", responses=answered_by(wire.ChatCompletion, "text/event-stream"))
 async def chat_completions(body: ChatBody, request: Request) -> Response:
     """Answer a conversation through the model's chat template."""
     service: Service = request.app.state.service
@@ -74,7 +94,9 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
 
     async def submit() -> list[Job]:
         ids = await service.tokens.chat(messages, body.add_generation_prompt)
-        return [service.tokenized_job(head["id"], None, ids, "messages", params, body.priority)]
+        jobs = [service.tokenized_job(head["id"], None, ids, "messages", params, body.priority)]
+        request.state.jobs += jobs  # for the log
+        return jobs
 
     if body.stream:
         return EventStream(_stream(service, params.n, submit, head, body, _chat_pieces(service.tokens, body)))
@@ -106,14 +128,18 @@ async def _stream(
     body: OpenAISampling,
     pieces: Pieces,
 ) -> AsyncIterator[bytes]:
-    shared = {**head, "usage": None} if body.include_usage else head
+    def shared() -> Head:
+        if not body.include_usage:
+            return head
+        return {**head, "usage": answers.usage(jobs) if body.continuous_usage else None}
+
     with service.admission(wanted):
         jobs: list[Job] = await submit()
         async with aclosing(merge([service.run(job) for job in jobs])) as deltas:
             async for number, delta in deltas:
                 job = jobs[number]
                 for choice in pieces(job, number * job.params.n + delta.index, delta):
-                    yield event({**shared, "choices": [choice]})
+                    yield event({**shared(), "choices": [choice]})
         if body.include_usage:
             yield event({**head, "choices": [], "usage": answers.usage(jobs)})
 
@@ -147,12 +173,12 @@ def _chat_pieces(tokens: Tokenization, body: ChatBody) -> Pieces:
         out = []
         if number not in begun:
             begun.add(number)
-            out.append(answers.chat_chunk_choice(number, {"role": "assistant", "content": ""}, None, None))
+            out.append(answers.chat_chunk_choice(number, {"role": "assistant", "content": ""}, None))
         logprobs = answers.chat_logprobs(tokens, delta.logprobs) if body.logprobs and delta.logprobs else None
         if delta.text_delta or logprobs:
-            out.append(answers.chat_chunk_choice(number, {"content": delta.text_delta}, logprobs, None))
+            out.append(answers.chat_chunk_choice(number, {"content": delta.text_delta}, logprobs))
         if delta.finish_reason is not None:
-            out.append(answers.chat_chunk_choice(number, {}, None, delta.finish_reason))
+            out.append(answers.chat_chunk_choice(number, {}, None, job.choices[delta.index]))
         return out
 
     return pieces

@@ -1,8 +1,8 @@
 """Wire types of the inference routes: what a body may hold, and how it maps to SamplingParams.
 
-Types are strict: a string is never a number. Ranges are SamplingParams' to check. An unknown field of the OpenAI
-routes is ignored, as their clients send many; one that would change the answer and isn't supported is refused. An
-unknown sampling parameter of /generate is refused.
+Types are strict: a string is never a number. Ranges are SamplingParams' to check; the schemas only tell of them. An
+unknown field of the OpenAI routes is ignored, as their clients send many; one that would change the answer and isn't
+supported is refused. An unknown sampling parameter of /generate is refused.
 """
 
 from __future__ import annotations
@@ -14,13 +14,25 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from engine.errors import RequestError
 from engine.request import SamplingParams
+from engine.sampling_params import (
+    INT64_MAX,
+    INT64_MIN,
+    MAX_BIASED_TOKENS,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOKENS,
+)
 
 _TEXT = {"type": "string"}
-_IDS = {"type": "array", "items": {"type": "integer"}}
-_TEXTS_OR_IDS = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT}, _IDS, {"type": "array", "items": _IDS}]}
-_IDS_OR_LISTS = {"anyOf": [_IDS, {"type": "array", "items": _IDS}]}
-_TEXTS = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT}]}
-_ID_OR_IDS = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT}, {"type": "null"}]}
+_NULL = {"type": "null"}
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_LISTS_OF_IDS = {"type": "array", "items": _IDS, "minItems": 1}
+_TEXTS_OR_IDS = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "minItems": 1}, _IDS, _LISTS_OF_IDS]}
+_IDS_OR_LISTS = {"anyOf": [_IDS, _LISTS_OF_IDS, _NULL]}
+_TEXTS = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT}, _NULL]}
 
 
 def _is_ids(value: Any) -> bool:
@@ -62,12 +74,45 @@ def _texts(value: Any) -> Any:
     raise ValueError("a string or a list of strings is needed")
 
 
+def _tokens(value: Any) -> Any:
+    if _is_ids(value):
+        return value
+    raise ValueError("a list of token ids is needed")
+
+
 Prompt = Annotated[Any, BeforeValidator(_prompt), WithJsonSchema(_TEXTS_OR_IDS)]
 InputIds = Annotated[Any, BeforeValidator(_input_ids), WithJsonSchema(_IDS_OR_LISTS)]
 Texts = Annotated[Any, BeforeValidator(_texts), WithJsonSchema(_TEXTS)]
-TextsOrNone = Annotated[Any, BeforeValidator(_texts), WithJsonSchema(_ID_OR_IDS)]
 Text = Annotated[str, AfterValidator(_sendable)]
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+
+
+# What SamplingParams checks, told to readers and tools; the check itself stays there.
+RANGES: Mapping[str, dict[str, Any]] = {
+    "temperature": {"minimum": 0, "maximum": 100},
+    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+    "top_k": {"minimum": -1, "maximum": MAX_TOKENS},
+    "min_p": {"minimum": 0, "maximum": 1},
+    "repetition_penalty": {"minimum": 0.01, "maximum": 100},
+    "frequency_penalty": {"minimum": -2, "maximum": 2},
+    "presence_penalty": {"minimum": -2, "maximum": 2},
+    "logit_bias": {
+        "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,18})$"}, "maxProperties": MAX_BIASED_TOKENS,
+        "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+    },
+    "stop": {"minLength": 1, "maxLength": MAX_STOP_CHARS, "maxItems": MAX_STOP_STRINGS},
+    "stop_token_ids": {"maxItems": MAX_STOP_TOKEN_IDS},
+    "max_tokens": {"minimum": 0, "maximum": MAX_TOKENS},
+    "min_tokens": {"minimum": 0, "maximum": MAX_TOKENS},
+    "n": {"minimum": 1, "maximum": MAX_N},
+    "seed": {"minimum": INT64_MIN, "maximum": INT64_MAX},
+    "logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
+}  # fmt: skip
+
+
+def _described(name: str) -> Any:
+    """A field that is None unless given, with its range in the schema."""
+    return Field(default=None, json_schema_extra=dict(RANGES[name]))
 
 
 class Wire(BaseModel):
@@ -89,32 +134,33 @@ class Wire(BaseModel):
 
 
 class StreamOptions(Wire):
-    """Options of a stream."""
+    """Options of a stream: usage at its end, and with `continuous_usage_stats` in every chunk."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class OpenAISampling(Wire):
     """Sampling fields that both OpenAI routes share, vLLM's further ones among them."""
 
     model: Text | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    stop: Text | list[Text] | None = None
-    stop_token_ids: list[int] | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
+    temperature: float | None = _described("temperature")
+    top_p: float | None = _described("top_p")
+    top_k: int | None = _described("top_k")
+    min_p: float | None = _described("min_p")
+    repetition_penalty: float | None = _described("repetition_penalty")
+    frequency_penalty: float | None = _described("frequency_penalty")
+    presence_penalty: float | None = _described("presence_penalty")
+    logit_bias: dict[str, float] | None = _described("logit_bias")
+    stop: Text | list[Text] | None = _described("stop")
+    stop_token_ids: list[int] | None = _described("stop_token_ids")
+    max_tokens: int | None = _described("max_tokens")
+    min_tokens: int | None = _described("min_tokens")
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    n: int | None = None
-    seed: int | None = None
+    n: int | None = _described("n")
+    seed: int | None = _described("seed")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Priority = 0
@@ -128,6 +174,11 @@ class OpenAISampling(Wire):
     def include_usage(self) -> bool:
         """Whether a stream ends with a chunk of usage."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether each chunk of a stream carries the usage so far."""
+        return self.include_usage and self.stream_options.continuous_usage_stats
 
     def refuse_unsupported(self) -> None:
         """As for every body; also refuses stream options without a stream."""
@@ -143,17 +194,27 @@ SHARED_SAMPLING_FIELDS = (
 )  # fmt: skip
 
 
+# Of vLLM's and OpenAI's parameters, those that would change an answer: refused, unless they ask for nothing.
+_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},), "use_beam_search": (False,), "length_penalty": (1, 1.0),
+    "early_stopping": (False,), "prompt_logprobs": (), "truncate_prompt_tokens": (), "allowed_token_ids": (),
+    "bad_words": ([],), "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (),
+    "structured_outputs": (), "logits_processors": ([],), "vllm_xargs": ({},), "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,), "kv_transfer_params": ({},), "prompt_embeds": (), "lora_path": (),
+    "spaces_between_special_tokens": (True,), "thinking_token_budget": (),
+}  # fmt: skip
+
+
 class CompletionBody(OpenAISampling):
     """Body of POST /v1/completions."""
 
-    unsupported = {
-        "suffix": ("",), "prompt_embeds": (), "use_beam_search": (False,), "response_format": ({"type": "text"},)
-    }  # fmt: skip
+    unsupported = {**_UNSUPPORTED, "suffix": ("",)}
 
     prompt: Prompt
     echo: bool | None = None
-    logprobs: int | None = None
-    best_of: int | None = None
+    logprobs: int | None = _described("logprobs")
+    best_of: int | None = Field(default=None, description="only as many as n")
+    add_special_tokens: bool = True
 
     def sampling(self) -> SamplingParams:
         """The parameters; max_tokens is 16 unless given, as OpenAI has it."""
@@ -193,19 +254,31 @@ class Message(Wire):
         return "\n".join(texts)
 
 
+Messages = Annotated[list[Message], Field(max_length=10_000, json_schema_extra={"minItems": 1})]
+
+
+def conversation(messages: list[Message]) -> list[dict[str, Any]]:
+    """Messages as chat templates take them. Raises RequestError for none, and for parts that are no text."""
+    if not messages:
+        raise RequestError("messages is empty: give at least one message", param="messages")
+    return [message.plain(index) for index, message in enumerate(messages)]
+
+
 class ChatBody(OpenAISampling):
     """Body of POST /v1/chat/completions."""
 
     unsupported = {
-        "tools": ([],), "functions": ([],), "function_call": ("none", "auto"), "tool_choice": ("none", "auto"),
-        "response_format": ({"type": "text"},), "audio": (), "modalities": (["text"],), "web_search_options": (),
+        **_UNSUPPORTED, "tools": ([],), "functions": ([],), "function_call": ("none", "auto"),
+        "tool_choice": ("none", "auto"), "audio": (), "modalities": (["text"],), "web_search_options": (),
         "chat_template": (), "chat_template_kwargs": ({},), "continue_final_message": (False,), "echo": (False,),
+        "add_special_tokens": (False,), "documents": ([],), "reasoning_effort": ("none",), "verbosity": ("medium",),
+        "prediction": (),
     }  # fmt: skip
 
-    messages: Annotated[list[Message], Field(max_length=10_000)]
-    max_completion_tokens: int | None = None
+    messages: Messages
+    max_completion_tokens: int | None = _described("max_tokens")
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: int | None = _described("logprobs")
     add_generation_prompt: bool = True
 
     def sampling(self) -> SamplingParams:
@@ -217,81 +290,33 @@ class ChatBody(OpenAISampling):
 
     def conversation(self) -> list[dict[str, Any]]:
         """The messages as chat templates take them."""
-        if not self.messages:
-            raise RequestError("messages is empty: give at least one message", param="messages")
-        return [message.plain(index) for index, message in enumerate(self.messages)]
+        return conversation(self.messages)
 
 
-class GenerateBody(Wire):
-    """Body of POST /generate, in SGLang's shape."""
+class TokenizeBody(Wire):
+    """Body of POST /tokenize: a prompt, or a conversation."""
 
-    unsupported = {
-        "image_data": ([],), "audio_data": ([],), "video_data": ([],), "input_embeds": (), "lora_path": (),
-        "session_params": (), "custom_logit_processor": (), "return_hidden_states": (False,),
-    }  # fmt: skip
+    model: Text | None = None
+    prompt: Text | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
 
-    text: TextsOrNone = None
-    input_ids: InputIds = None
-    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
-    rid: Texts = None
-    stream: bool = False
-    return_logprob: bool = False
-    logprob_start_len: int | None = None
-    top_logprobs_num: int = 0
-    return_text_in_logprobs: bool = False
-    priority: Priority = 0
-
-    def prompts(self) -> tuple[list[str | list[int]], bool]:
-        """The prompts, and whether they came as a list and are answered with one."""
-        if (self.text is None) == (self.input_ids is None):
-            raise RequestError("give either text or input_ids, and only one of them", param="text")
-        if self.text is not None:
-            return ([self.text], False) if isinstance(self.text, str) else (list(self.text), True)
-        single = not self.input_ids or type(self.input_ids[0]) is int
-        return ([self.input_ids], False) if single else (list(self.input_ids), True)
-
-    def sampling(self, count: int) -> list[SamplingParams]:
-        """One SamplingParams for each of `count` prompts."""
-        given = self.sampling_params or {}
-        if isinstance(given, dict):
-            return [self._one(given)] * count
-        if len(given) != count:
-            raise RequestError(
-                f"sampling_params has {len(given)} entries for {count} prompts; give one for all, or one for each",
-                param="sampling_params",
-            )
-        return [self._one(each) for each in given]
-
-    def ids(self, count: int, fallback: str) -> list[str]:
-        """The public id of each prompt: the caller's rid, else made from `fallback`."""
-        if isinstance(self.rid, list):
-            if len(self.rid) != count:
-                raise RequestError(f"rid has {len(self.rid)} entries for {count} prompts; give one each", param="rid")
-            return list(self.rid)
-        base = self.rid or fallback
-        return [base] if count == 1 else [f"{base}-{index}" for index in range(count)]
-
-    def _one(self, given: Mapping[str, Any]) -> SamplingParams:
-        values: dict[str, Any] = {"max_tokens": 128}
-        for name, value in given.items():
-            if name in _SGLANG_IGNORED or (name in _SGLANG_UNSUPPORTED and value is None):
-                continue
-            if name in _SGLANG_UNSUPPORTED:
-                raise RequestError(f"sampling_params.{name} is not supported here; leave it out", param=name)
-            if value is not None or name in ("max_new_tokens", "max_tokens"):
-                values[_SGLANG_NAMES.get(name, name)] = value
-        if self.return_logprob:
-            values["logprobs"] = self.top_logprobs_num
-            if self.logprob_start_len is not None and self.logprob_start_len >= 0:
-                values["prompt_logprobs"] = self.top_logprobs_num
-        return SamplingParams.from_dict(values)
+    def conversation(self) -> list[dict[str, Any]]:
+        """The messages as chat templates take them."""
+        return conversation(self.messages or [])
 
 
-_SGLANG_NAMES = {
-    "max_new_tokens": "max_tokens",
-    "min_new_tokens": "min_tokens",
-    "sampling_seed": "seed",
-    "no_stop_trim": "include_stop_str_in_output",
-}
-_SGLANG_IGNORED = frozenset({"spaces_between_special_tokens", "stream_interval"})
-_SGLANG_UNSUPPORTED = frozenset({"json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "custom_params"})
+class DetokenizeBody(Wire):
+    """Body of POST /detokenize."""
+
+    model: Text | None = None
+    tokens: Annotated[Any, BeforeValidator(_tokens), WithJsonSchema({**_IDS, "minItems": 0})]
+
+
+class WeightsBody(Wire):
+    """Body of POST /weights/update: a safetensors file or folder on the server's machine, and a name for it."""
+
+    path: Annotated[Text, Field(min_length=1, max_length=4096)]
+    version: Annotated[Text, Field(min_length=1, max_length=256)]

@@ -142,5 +142,5 @@ async def _first_of(task: asyncio.Task[Any], watcher: asyncio.Task[Any]) -> None
 
 
 def _log_if_internal(exc: Exception) -> None:
-    if body_of(exc)[0] >= 500:
+    if body_of(exc)[0] == 500:  # a 503 is no fault of the request, and every stream under way ends with it at once
         log.error("a request failed: %s: %s", type(exc).__name__, exc, exc_info=exc)

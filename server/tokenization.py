@@ -38,13 +38,14 @@ class Tokenization:
         """End the thread; what it is encoding is finished first."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    async def encode(self, text: str, param: str) -> list[int]:
+    async def encode(self, text: str, param: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt. Raises RequestError(param) where the model has no tokenizer, PromptTooLong."""
         tokenizer = self._needed(param)
         self._refuse_hopeless(len(text), param)
         if len(text) <= INLINE_CHARS:
-            return tokenizer.encode(text)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, tokenizer.encode, text)
+            return tokenizer.encode(text, add_special_tokens)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, tokenizer.encode, text, add_special_tokens)
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> list[int]:
         """Token ids of a conversation through the model's chat template; raises RequestError where it refuses."""

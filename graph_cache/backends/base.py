@@ -51,7 +51,7 @@ class Backend(Protocol):
         """Fresh shared memory, empty until a capture needs it."""
 
     def capture(self, fn: Callable[[], None], memory: Memory, reference: Reference) -> CapturedGraph:
-        """Run `fn` once and keep what it did, drawing from `reference.generators` only.
+        """Run `fn` and keep what it did, drawing from `reference.generators` only. The CPU runs it twice, as a check.
 
         The caller holds the capture lock, has warmed up and takes the state back afterwards. Raises CaptureRefused for
         an operation that a graph can't hold, CaptureError for anything else; either way the device and its flags are

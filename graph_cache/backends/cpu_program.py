@@ -6,8 +6,7 @@ calls with the same arguments at half the cost. The loop stays as the way that a
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,21 +14,23 @@ import torch
 from torch.utils._pytree import tree_map
 
 from graph_cache.backends.cpu_arena import Claim
-from graph_cache.backends.cpu_tape import Op, Ref, Tape
-
-FACTORY_ARGUMENTS = {"dtype", "layout", "device", "pin_memory"}
-UNDEFINED_CONTENTS = {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided",
-                      "aten::new_empty_strided"}
+from graph_cache.backends.cpu_out import out_call
+from graph_cache.backends.cpu_tape import UNDEFINED_CONTENTS, Ref, Tape
 
 
 @dataclass(slots=True)
 class Call:
-    """One replayed call. `targets` receive copies of its results where the function can't write in place."""
+    """One replayed call. `targets` receive copies of its results where the function can't write in place.
+
+    They are one for each of the schema's returns, or none at all: a tensor, a list of tensors, or None to drop it.
+    `instead` does the same by copying, for a program that can't take this call.
+    """
 
     func: torch._ops.OpOverload
     args: tuple
     kwargs: dict[str, Any]
-    targets: tuple[torch.Tensor, ...] = ()
+    targets: tuple[Any, ...] = ()
+    instead: Call | None = None
 
 
 def bind(tape: Tape, claim: Claim, offsets: list[int]) -> list[Call]:
@@ -41,7 +42,9 @@ def bind(tape: Tape, claim: Claim, offsets: list[int]) -> list[Call]:
             return leaf
         if leaf not in views:
             start = offsets[leaf.buffer] + leaf.offset * leaf.dtype.itemsize
-            views[leaf] = claim.tensor(leaf.dtype, leaf.size, leaf.stride, start)
+            view = claim.tensor(leaf.dtype, leaf.size, leaf.stride, start)
+            view = torch._conj(view) if leaf.conjugated else view
+            views[leaf] = torch._neg_view(view) if leaf.negated else view
         return views[leaf]
 
     calls = []
@@ -52,40 +55,10 @@ def bind(tape: Tape, claim: Claim, offsets: list[int]) -> list[Call]:
         if not op.fresh:
             calls.append(Call(op.func, args, kwargs))
             continue
-        calls.append(_write_in_place(op, args, kwargs, tuple(tensor_of(ref) for ref in op.outs if ref is not None)))
+        targets = tree_map(tensor_of, op.outs)
+        copying = Call(op.func, args, kwargs, targets)
+        calls.append(Call(*out_call(op.func, args, kwargs, targets), instead=copying) if op.in_place else copying)
     return calls
-
-
-def _write_in_place(op: Op, args: tuple, kwargs: dict[str, Any], targets: tuple[torch.Tensor, ...]) -> Call:
-    found = out_overload(op.func)
-    if found is None or len(found[1]) != len(targets):
-        return Call(op.func, args, kwargs, targets)
-    out_func, out_names = found
-    accepted = {argument.name for argument in out_func._schema.arguments}
-    positional = [argument.name for argument in op.func._schema.arguments if not argument.kwarg_only]
-    named = dict(zip(positional, args, strict=False)) | kwargs
-    order = [argument for argument in out_func._schema.arguments if not argument.kwarg_only]
-    out_args, out_kwargs = [], {name: value for name, value in named.items() if name in accepted}
-    for argument in order:
-        if argument.name not in out_kwargs:
-            break
-        out_args.append(out_kwargs.pop(argument.name))
-    return Call(out_func, tuple(out_args), out_kwargs | dict(zip(out_names, targets, strict=True)))
-
-
-@functools.cache
-def out_overload(func: torch._ops.OpOverload) -> tuple[torch._ops.OpOverload, tuple[str, ...]] | None:
-    """The overload of `func` that writes into given tensors, with the names of those; None if there is none."""
-    wanted = [(argument.name, str(argument.type)) for argument in func._schema.arguments]
-    for name in func.overloadpacket.overloads():
-        candidate = getattr(func.overloadpacket, name)
-        outs = tuple(argument.name for argument in candidate._schema.arguments if argument.is_out)
-        if len(outs) != len(func._schema.returns) or not outs:
-            continue
-        given = [(argument.name, str(argument.type)) for argument in candidate._schema.arguments if not argument.is_out]
-        if [pair for pair in wanted if pair in given or pair[0] not in FACTORY_ARGUMENTS] == given:
-            return candidate, outs
-    return None
 
 
 def loop_program(calls: list[Call]) -> Callable[[], None]:
@@ -96,11 +69,17 @@ def loop_program(calls: list[Call]) -> Callable[[], None]:
             for call in calls:
                 result = call.func(*call.args, **call.kwargs)
                 if call.targets:
-                    results = (result,) if isinstance(result, torch.Tensor) else result
-                    for target, value in zip(call.targets, results, strict=True):
-                        target.copy_(value)
+                    _copy_results(call.targets, result if len(call.func._schema.returns) > 1 else (result,))
 
     return replay
+
+
+def _copy_results(targets: Sequence[Any], results: Sequence[Any]) -> None:
+    for target, value in zip(targets, results, strict=True):
+        if isinstance(target, (list, tuple)):
+            _copy_results(target, value)
+        elif target is not None:
+            target.copy_(value)
 
 
 def torchscript_program(calls: list[Call]) -> Callable[[], None]:
@@ -131,17 +110,38 @@ def torchscript_program(calls: list[Call]) -> Callable[[], None]:
 
 def _append(graph: torch._C.Graph, constants: dict, call: Call) -> None:
     schema = call.func._schema
-    given = dict(zip([argument.name for argument in schema.arguments], call.args, strict=False)) | call.kwargs
-    inputs = [
-        _value(graph, constants, given[argument.name] if argument.name in given else argument.default_value, argument.type)
-        for argument in schema.arguments
-    ]
+    given = {argument.name: argument.default_value for argument in schema.arguments}
+    given |= dict(zip(given, call.args, strict=False)) | call.kwargs
+    inputs = [_value(graph, constants, given[argument.name], argument.type) for argument in schema.arguments]
     node = graph.create(schema.name, inputs, len(schema.returns))
     graph.insertNode(node)
+    if not _finds_overload(node, call, given):
+        if call.instead is None:
+            raise RuntimeError(f"{call.func} would be replayed as {node.schema()}")
+        node.destroy()
+        return _append(graph, constants, call.instead)
     for target, output in zip(call.targets, node.outputs(), strict=False):
-        copy = graph.create("aten::copy_", [_value(graph, constants, target, None), output,
-                                            _value(graph, constants, False, None)], 1)
-        graph.insertNode(copy)
+        if isinstance(target, (list, tuple)):
+            output.setType(torch._C.ListType.ofTensors())
+            unpacked = graph.insertNode(graph.create("prim::ListUnpack", [output], len(target)))
+            pairs = list(zip(target, unpacked.outputs(), strict=True))
+        else:
+            pairs = [(target, output)]
+        for into, value in pairs:
+            if into is not None:
+                graph.insertNode(graph.create("aten::copy_", [_value(graph, constants, into, None), value,
+                                                              _value(graph, constants, False, None)], 1))
+
+
+def _finds_overload(node: torch._C.Node, call: Call, given: dict[str, Any]) -> bool:
+    """A node has no overload's name: the interpreter finds one by the types of the inputs, and it must be ours.
+
+    Except where a number stands for a tensor: there it finds the overload for numbers, which means the same.
+    """
+    found, wanted = node.schema().split("(")[0], str(call.func._schema).split("(")[0]
+    numbers = any(isinstance(given.get(argument.name), (bool, int, float, complex)) and "Tensor" in str(argument.type)
+                  for argument in call.func._schema.arguments)
+    return found == wanted or (numbers and found.partition(".")[0] == wanted.partition(".")[0])
 
 
 MEMORY_FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
@@ -155,6 +155,8 @@ def _value(graph: torch._C.Graph, constants: dict, value: Any, kind: Any) -> tor
         return _list(graph, constants, value, kind)
     if isinstance(value, torch.memory_format):
         value = MEMORY_FORMATS.index(value)
+    if isinstance(value, bool) and "number" in str(kind):
+        value = int(value)  # the IR doesn't count a bool among the numbers
     if kind is not None and "float" in str(kind) and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if isinstance(value, torch.Tensor):

@@ -6,6 +6,7 @@ the CPU tape refuses the same ones, so that what is captured on a laptop can be 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,11 +16,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from graph_cache.backends.cpu_out import writes_the_same
 from graph_cache.errors import CaptureRefused
 
 aten = torch.ops.aten
 MOVES_STORAGE = {"aten::resize_", "aten::set_", "aten::resize_as_"}
+UNDEFINED_CONTENTS = {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided",
+                      "aten::new_empty_strided", "aten::empty_permuted"}
 BYTE_MASKS = (torch.bool, torch.uint8)
+INDEXING = {"aten::index", "aten::_unsafe_index", "aten::index_put_", "aten::index_put", "aten::_unsafe_index_put",
+            "aten::_index_put_impl_"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +37,24 @@ class Ref:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int  # in elements of dtype
+    conjugated: bool = False
+    negated: bool = False
 
 
 @dataclass(slots=True)
 class Op:
-    """One call: its function, its arguments with Refs in place of intermediates, and what it returned."""
+    """One call: its function, its arguments with Refs in place of intermediates, and the new memory it returned.
+
+    `outs` has an entry for each of the schema's returns: a Ref for a tensor in new memory, a list for a list of
+    tensors, None for anything else (numbers, tensors that alias an input).
+    """
 
     func: torch._ops.OpOverload
     args: tuple
     kwargs: dict[str, Any]
-    outs: list[Ref | None]  # None: the output aliases memory that the run did not allocate
-    fresh: bool  # True: the outputs are new memory, to be placed in the arena
+    outs: tuple[Any, ...]
+    fresh: bool  # True: some output is new memory, to be placed in the arena
+    in_place: bool  # True: an overload writes all its outputs into given memory, and was seen to write the same
 
 
 @dataclass(slots=True)
@@ -55,11 +68,10 @@ class Buffer:
 
 @dataclass
 class Tape:
-    """A recorded run. `external` keeps alive every tensor that it reads or writes but did not allocate."""
+    """A recorded run. Its operations keep alive every tensor that they use but that the run did not allocate."""
 
     ops: list[Op] = field(default_factory=list)
     buffers: list[Buffer] = field(default_factory=list)
-    external: list[torch.Tensor] = field(default_factory=list)
 
 
 class TapeRecorder(TorchDispatchMode):
@@ -78,69 +90,90 @@ class TapeRecorder(TorchDispatchMode):
         self._buffer_of: dict[int, int] = {}
         # A weak reference to each storage keeps its address from being used again, so an address names one buffer.
         self._pinned: list[StorageWeakRef] = []
-        self._external_seen: set[int] = set()
+        self._aliases: dict[tuple, torch.Tensor] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else the first operation would import the compiler, a second or two, to tell it to keep out
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func._can_decompose():
+        if _is_composite(func):
             # Composite operations arrive whole under inference mode: take them apart, so that what they allocate
-            # inside is placed in the arena too.
+            # inside is placed in the arena too. By the C++ kernel that eager runs: the Python decompositions that
+            # exist for compilers round otherwise.
             with self:
-                return func.decompose(*args, **kwargs)
+                return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
         self._refuse(func, args, kwargs)
+        if func is aten.lift_fresh.default:
+            # A tensor made from Python values: what the callable may write into is a copy, made anew by each replay.
+            func = aten.clone.default
         inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
         known = {tensor.untyped_storage()._cdata for tensor in inputs}
         result = func(*args, **kwargs)
+        if torch.Tag.inplace_view in func.tags:
+            return result  # changes how a tensor object sees its memory, which is in the Refs of whoever uses it
         results = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
-        fresh = [tensor.untyped_storage()._cdata not in known for tensor in results]
-        mutates = func._schema.is_mutable
-        if results and not any(fresh) and not mutates:
-            self._remember_external(inputs)
-            return result  # a view: its geometry is in the Refs of whoever uses it
-        self._record(func, args, kwargs, inputs, results, any(fresh) and not mutates)
-        return result
+        fresh = any(tensor.untyped_storage()._cdata not in known for tensor in results)
+        if fresh or func._schema.is_mutable or not results:
+            self._record(func, args, kwargs, inputs, result, known)
+        return result  # if not recorded, a view: its geometry is in the Refs of whoever uses it
 
-    def _record(self, func, args, kwargs, inputs, results, fresh: bool) -> None:
+    def _record(self, func, args, kwargs, inputs: list[torch.Tensor], result: Any, known: set[int]) -> None:
         index = len(self.tape.ops)
+        results = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
         for tensor in results:
             storage = tensor.untyped_storage()
-            if fresh and storage._cdata not in self._buffer_of:
+            if storage._cdata not in known and storage._cdata not in self._buffer_of:
                 self._buffer_of[storage._cdata] = len(self.tape.buffers)
                 self._pinned.append(StorageWeakRef(storage))
-                self.tape.buffers.append(Buffer(storage.nbytes(), index, index))
-        self._remember_external(inputs)
-        to_ref = lambda leaf: self._ref(leaf) if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
-        op = Op(func, tree_map(to_ref, args), tree_map(to_ref, kwargs),
-                [ref if isinstance(ref := self._ref(tensor), Ref) else None for tensor in results], fresh)
+                self.tape.buffers.append(Buffer(0, index, index))
+
+        def used(leaf: Any) -> Any:
+            return self._ref(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+        def made(leaf: Any) -> Ref | None:
+            new = isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in known
+            return self._ref(leaf) if new else None
+
+        outs = tree_map(made, result if len(func._schema.returns) > 1 else (result,))
+        fresh = any(isinstance(leaf, Ref) for leaf in tree_flatten(outs)[0])
+        in_place = (func._schema.name not in UNDEFINED_CONTENTS
+                    and all(isinstance(out, Ref) for out in outs) and writes_the_same(func, args, kwargs, result))
+        self.tape.ops.append(Op(func, tree_map(used, args), tree_map(used, kwargs), tuple(outs), fresh, in_place))
         for tensor in (*inputs, *results):
-            buffer = self._buffer_of.get(tensor.untyped_storage()._cdata)
+            storage = tensor.untyped_storage()
+            buffer = self._buffer_of.get(storage._cdata)
             if buffer is not None:
-                self.tape.buffers[buffer].last = index
-        self.tape.ops.append(op)
+                lived = self.tape.buffers[buffer]
+                lived.nbytes, lived.last = max(lived.nbytes, storage.nbytes()), index  # an `out=` may have grown it
 
     def _ref(self, tensor: torch.Tensor) -> Ref | torch.Tensor:
-        buffer = self._buffer_of.get(tensor.untyped_storage()._cdata)
-        if buffer is None:
-            return tensor
-        return Ref(buffer, tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()), tensor.storage_offset())
+        """How an operation sees a tensor: a Ref, or for memory from outside an alias.
 
-    def _remember_external(self, tensors: list[torch.Tensor]) -> None:
-        for tensor in tensors:
-            address = tensor.untyped_storage()._cdata
-            if address not in self._buffer_of and address not in self._external_seen:
-                self._external_seen.add(address)
-                self.tape.external.append(tensor)
+        An alias, because the callable may go on to change its own tensor object (`t_`, `.data = …`) and a graph stays
+        at the addresses that it was captured with; and because the interpreter takes no constants that need a gradient.
+        """
+        storage = tensor.untyped_storage()
+        seen = (tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()), tensor.storage_offset(), tensor.is_conj(),
+                tensor.is_neg())
+        buffer = self._buffer_of.get(storage._cdata)
+        if buffer is not None:
+            return Ref(buffer, *seen)
+        if (storage._cdata, seen) not in self._aliases:
+            self._aliases[storage._cdata, seen] = aten.alias.default(tensor)
+        return self._aliases[storage._cdata, seen]
 
     def _refuse(self, func, args, kwargs) -> None:
         name = func._schema.name
         if name == "aten::_local_scalar_dense" or torch.Tag.data_dependent_output in func.tags:
             raise CaptureRefused(f"{func}: the host reads a tensor's value here, and a replay would not "
                                  "read it again. Keep it in a tensor, or make it a keyword of the graph's key")
-        if torch.Tag.dynamic_output_shape in func.tags:
+        if torch.Tag.dynamic_output_shape in func.tags and name not in INDEXING:
             raise CaptureRefused(f"{func}: the shape of its output depends on data, and a graph's shapes are fixed")
         if name in MOVES_STORAGE:
             raise CaptureRefused(f"{func}: it moves storage, and a graph's addresses are fixed")
-        if name in ("aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_"):
+        if name in INDEXING:
             if any(index is not None and index.dtype in BYTE_MASKS for index in args[1]):
                 raise CaptureRefused(f"{func} with a boolean or uint8 mask: how many elements it selects depends on "
                                      "data. Use torch.where or integer indices")
@@ -153,12 +186,17 @@ class TapeRecorder(TorchDispatchMode):
 
     def _draw_is_registered(self, func, args, kwargs) -> bool:
         """Deterministic uses of random-capable calls (dropout off) pass; true draws need a registered generator."""
-        if func._schema.name == "aten::native_dropout" and len(args) > 2 and not args[2]:
+        arguments = func._schema.arguments
+        given = {argument.name: argument.default_value for argument in arguments}
+        given |= dict(zip(given, args, strict=False)) | kwargs
+        if given.get("train", True) is False or given.get("training", True) is False or given.get("dropout_p") == 0.0:
             return True
-        if "dropout_p" in {argument.name for argument in func._schema.arguments}:
-            position = [argument.name for argument in func._schema.arguments].index("dropout_p")
-            rate = kwargs.get("dropout_p", args[position] if len(args) > position else 0.0)
-            if rate == 0.0:
-                return True
-        generator = kwargs.get("generator")
+        generator = given.get("generator")
         return (torch.default_generator if generator is None else generator)._cdata in self._generators
+
+
+@functools.cache
+def _is_composite(func: torch._ops.OpOverload) -> bool:
+    """True for an operation that eager, too, runs as other operations."""
+    registered = torch._C._dispatch_has_kernel_for_dispatch_key
+    return registered(func.name(), "CompositeImplicitAutograd") and not registered(func.name(), "CPU")

@@ -64,6 +64,8 @@ class CudaMemory:
         gc.collect()
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
+        if self._live:
+            self.growth()  # what an evicted graph held alone is gone from the pool
 
 
 class CudaBackendGraph:
@@ -180,7 +182,7 @@ class CudaBackend:
         for step in (graph.capture_end, stop_recording, graph.reset, lambda: torch.cuda.synchronize(self.device)):
             try:
                 step()
-            except RuntimeError as consequence:  # the capture's own failure, told again: the caller raises the first one
+            except RuntimeError as consequence:  # the capture's own failure, told again: the caller raises the first
                 logger.debug("while abandoning a capture: %s", consequence)
         cleansing = self._new_graph(generators)
         cleansing.capture_begin(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")

@@ -5,19 +5,23 @@ Its greedy text does not repeat itself, so that a wrong page, position or weight
 
 from __future__ import annotations
 
+import itertools
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from engine import SamplingParams
+from engine.loop import EngineLoop
+from engine.request import EngineRequest, TokenEvent
 
 SETTINGS = {
     "dtype": "float32", "num_threads": 1, "max_num_seqs": 8, "max_model_len": 256, "graph_buckets": (8,),
     "graph_manifest": "none",
 }  # fmt: skip
+MANY = [[10 + i, 20 + i, 30 + i] for i in range(8)]  # a full batch: no padding
 PROMPTS = ([5, 9, 200, 31, 7], [17], list(range(3, 40)), [250, 8, 8, 8, 100, 44, 61, 2], [300, 1])
 
 
@@ -60,3 +64,27 @@ class Reference:
 def greedy(max_tokens: int = 16, **options: Any) -> SamplingParams:
     """Greedy, past any end-of-text."""
     return SamplingParams(**({"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True} | options))
+
+
+def request(name: str, prompt: Sequence[int], params: SamplingParams, priority: int = 0) -> EngineRequest:
+    return EngineRequest(request_id=name, prompt_token_ids=list(prompt), params=params, priority=priority, seed=42)
+
+
+def drain(loop: EngineLoop, aborts: Mapping[int, Sequence[str]] | None = None) -> dict[str, list[TokenEvent]]:
+    """Step until nothing lives; `aborts` names requests to abort before a step. Events by request, checked for form."""
+    events: dict[str, list[TokenEvent]] = {}
+    for step in itertools.count():
+        loop.abort((aborts or {}).get(step, ()))
+        if not loop.has_work:
+            break
+        for event in loop.step():
+            events.setdefault(event.request_id, []).append(event)
+        assert step < 5000, "the loop does not come to an end"
+    for own in events.values():
+        assert [event.finish_reason is not None for event in own] == [False] * (len(own) - 1) + [True]
+        assert all(event.queue_time is None and event.prompt_logprobs is None for event in own[1:])
+    return events
+
+
+def tokens(events: Sequence[TokenEvent]) -> list[int]:
+    return [token for event in events for token in event.token_ids]

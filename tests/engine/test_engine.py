@@ -135,7 +135,8 @@ def test_a_stop_string_ends_the_text_where_it_begins(make_engine, included):
 def test_a_stop_token_ends_the_request_and_is_named(make_engine, reference):
     tokens = reference.greedy(PROMPTS[0], 20)
     stop = tokens[6]
-    output = make_engine().generate(prompt_token_ids=PROMPTS[0], sampling_params=greedy(20, stop_token_ids=(stop, 319)))[0]
+    params = greedy(20, stop_token_ids=(stop, 319))
+    output = make_engine().generate(prompt_token_ids=PROMPTS[0], sampling_params=params)[0]
     assert output.token_ids == tokens[: tokens.index(stop) + 1]
     assert output.finish_reason == "stop" and output.stop_reason == stop
 

@@ -21,7 +21,8 @@ from engine.config import EngineConfig
 from server.app import create_app
 from server.config import ServerConfig
 from server.inference import Service
-from server.main import listen
+from server.keys import Keys
+from server.main import listen, uvicorn_config
 
 
 @dataclass
@@ -83,9 +84,10 @@ class RunningServer:
 
 @contextmanager
 def running(config: ServerConfig, wait_ready: bool = True) -> Iterator[RunningServer]:
-    app = create_app(make_client(config.engine, in_process=config.in_process), config)
+    client = make_client(config.engine, in_process=config.in_process)
+    app = create_app(client, config, keys=Keys.load(config, {}))
     listener = listen(config.host, 0)
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on", timeout_graceful_shutdown=2))
+    server = uvicorn.Server(uvicorn_config(app, config))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
     thread.start()
     url = "http://{}:{}".format(*listener.getsockname())

@@ -26,6 +26,15 @@ def test_ready_tells_how_warm_the_cache_is(server):
     assert {"mode", "captured", "pending", "ratio"} <= set(body["warm"])
 
 
+def test_a_full_warm_up_shows_its_progress_before_it_is_ready(start_server):
+    server = start_server(wait_ready=False, warmup="full", max_num_seqs=32, graph_buckets=tuple(range(1, 33)))
+    seen = []
+    while (ready := server.http.get("/ready")).status_code == 503:
+        seen += [warm["captured"]] if (warm := ready.json()["warm"]) else []
+    assert seen == sorted(seen) and len(set(seen)) > 2
+    assert ready.json()["warm"]["captured"] == 32 > seen[0]
+
+
 def test_metrics_have_every_name_after_some_requests(server):
     server.answer("/v1/completions", BODY)
     server.answer("/v1/completions", BODY)

@@ -152,7 +152,7 @@ def test_logprobs_of_output_and_prompt(server):
         ({"text": ["a", "b"], "rid": ["x"]}, "rid"),
         ({"text": "a", "rid": 7}, "rid"),
         ({"text": "a", "stream": "yes"}, "stream"),
-        ({"text": "a", "return_logprob": True, "top_logprobs_num": 10**6}, "logprobs"),
+        ({"text": "a", "return_logprob": True, "top_logprobs_num": 10**6}, "top_logprobs_num"),
         ({"text": "a", "image_data": "x"}, "image_data"),
         ({"text": "a", "priority": 2**40}, "priority"),
     ],

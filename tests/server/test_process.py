@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -22,6 +23,18 @@ from server.config import ServerConfig
 from server.main import serve
 
 Serve = Callable[..., subprocess.Popen[str]]
+COMMON = ("--port", "0", "--max-model-len", "4096", "--graph-manifest", "none")
+ENDLESS = {"text": "red", "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}, "stream": True}
+
+
+def started(start: Serve, model: Path, *arguments: str) -> tuple[subprocess.Popen[str], str]:
+    """A server that has loaded its model, and its address."""
+    process = start(*COMMON, "--model", str(model), "--num-threads", "1", *arguments)
+    lines = []
+    while not lines or "serving " not in lines[-1]:
+        lines.append(process.stderr.readline())
+        assert lines[-1], "".join(lines)
+    return process, re.search(r"http://127\.0\.0\.1:\d+", lines[0]).group()
 
 
 @pytest.fixture
@@ -44,12 +57,7 @@ def start() -> Iterator[Serve]:
 
 
 def test_sigterm_lets_a_stream_finish_and_exits_with_0(start: Serve, tiny_model: Path) -> None:
-    process = start("--model", str(tiny_model), "--port", "0", "--max-model-len", "4096", "--graph-manifest", "none")
-    lines = []
-    while not lines or " serving " not in lines[-1]:
-        lines.append(process.stderr.readline())
-        assert lines[-1], "".join(lines)
-    url = re.search(r"http://127\.0\.0\.1:\d+", lines[0]).group()
+    process, url = started(start, tiny_model)
     engine = children(process.pid)
     body = {"text": "red", "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}, "stream": True}
     with httpx.stream("POST", url + "/generate", json=body, timeout=60) as response:
@@ -63,6 +71,46 @@ def test_sigterm_lets_a_stream_finish_and_exits_with_0(start: Serve, tiny_model:
     assert "draining" in log and "Traceback" not in log
     assert engine
     assert_gone(engine)
+
+
+def test_while_it_drains_new_requests_are_a_503_and_a_second_signal_ends_it_at_once(
+    start: Serve, tiny_model: Path
+) -> None:
+    process, url = started(start, tiny_model, "--drain-seconds", "60", "--in-process")
+    with httpx.Client(base_url=url, timeout=60) as http, http.stream("POST", "/generate", json=ENDLESS) as response:
+        events = response.iter_lines()
+        next(events)
+        process.send_signal(signal.SIGTERM)
+        while httpx.get(url + "/ready").status_code == 200:
+            time.sleep(0.01)
+        assert httpx.get(url + "/ready").json()["reasons"] == ["shutting down"]
+        assert httpx.get(url + "/health").status_code == 200
+        refused = httpx.post(url + "/v1/completions", json={"prompt": "red"})
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "draining"
+        assert int(refused.headers["retry-after"]) >= 1
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=30)
+    assert time.monotonic() - began < 20  # not the drain limit; a loaded machine takes seconds to end Python
+    assert process.returncode == 0, log
+    assert "stopping at once" in log and "Traceback" not in log
+
+
+def test_who_runs_past_the_drain_limit_is_told_and_the_exit_is_clean(start: Serve, tiny_model: Path) -> None:
+    process, url = started(start, tiny_model, "--drain-seconds", "0.3", "--log-format", "json", "--in-process")
+    with httpx.stream("POST", url + "/generate", json=ENDLESS, timeout=60) as response:
+        events = response.iter_lines()
+        next(events)
+        process.send_signal(signal.SIGTERM)
+        rest = [line for line in events if line]
+    assert '"finish_reason":{"type":"abort"}' in rest[-2] and rest[-1] == "data: [DONE]"
+    _, log = process.communicate(timeout=30)
+    assert process.returncode == 0, log
+    lines = [json.loads(line) for line in log.splitlines()]
+    [request] = [line for line in lines if line.get("path") == "/generate"]
+    assert request["status"] == 200 and request["finish_reasons"] == {"abort": 1}
+    assert request["completion_tokens"] > 0 and request["prompt_tokens"] > 0
+    assert any("still run" in line["message"] and line["level"] == "warning" for line in lines)
 
 
 def test_sigint_while_loading_exits_with_0_and_leaves_no_process(start: Serve, tiny_model: Path) -> None:

@@ -1,0 +1,139 @@
+"""The engine inside a training job: graphs for a module's forward and backward, or for a whole iteration.
+
+Owns which submodules are captured and the report of what ran from graphs and what did not. The graphs themselves are
+`graph_cache.training`'s. Knows no optimizer, no data and no requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from graph_cache.backends import backend_for
+from graph_cache.pool import GraphPool
+from graph_cache.stats import CacheStats
+from graph_cache.training.iteration import CapturedIteration
+from graph_cache.training.modules import TrainingGraphs
+
+WHOLE_LAYER = "layer"
+
+
+class TrainingMode:
+    """What `Engine(EngineConfig(mode="training"))` does. One training loop uses it, in one thread."""
+
+    def __init__(self, config: EngineConfig):
+        self._config = config
+        self._graph_config = config.graph_config()
+        self.stats = CacheStats()
+        self._pool: GraphPool | None = None
+        self._modules: TrainingGraphs | None = None
+        self._iterations: list[CapturedIteration] = []
+
+    def attach(self, model: nn.Module, modules: Iterable[str] | None = None,
+               generators: Sequence[torch.Generator] = ()) -> list[str]:
+        """Capture parts of a model from here on; returns their names. Plain training code goes on as before.
+
+        `modules` names submodules by their path ("layers.3.attn"; "" is the model itself). Without it the model's own
+        `cuda_graph_modules()` is asked, a mapping from Megatron's names (attn, mlp, …, and "layer" for whole layers) to
+        paths, for those that `cuda_graph_modules` of the configuration lists (none: whole layers); a model without one
+        is captured whole. `generators` beside the device's own are registered with every graph.
+        """
+        if self._graph_config.cuda_graph_impl != "local":
+            raise ConfigError(f"attach() captures modules, for cuda_graph_impl='local'; found "
+                              f"{self._graph_config.cuda_graph_impl!r}. Use capture_iteration() for a whole iteration")
+        if self._modules is not None:
+            raise ConfigError("a model is attached already; detach() it first")
+        paths = self._paths(model) if modules is None else list(modules)
+        found = []
+        for path in paths:
+            try:
+                found.append((path or type(model).__name__, model.get_submodule(path)))
+            except AttributeError as error:
+                raise ConfigError(f"modules: the model has no submodule {path!r} ({error})") from error
+        pool = self._pool_for(next(model.parameters()).device)
+        graphs = TrainingGraphs(pool, self.stats, warmup_rounds=self._graph_config.cuda_graph_warmup_steps,
+                                generators=self._registered(pool, (*generators, *_generators_of(model))))
+        graphs.attach(found)
+        self._modules = graphs
+        return [name for name, _ in found]
+
+    def capture_iteration(self, step: Callable[..., Any], *, device: torch.device | str | None = None,
+                          name: str = "iteration", generators: Sequence[torch.Generator] = ()) -> CapturedIteration:
+        """`step(*args, **kwargs)` from one graph per kind of call: forward, backward and what else it does."""
+        if self._graph_config.cuda_graph_impl not in ("local", "full_iteration"):
+            raise ConfigError(f"capture_iteration() needs cuda_graph_impl='full_iteration' or 'local'; found "
+                              f"{self._graph_config.cuda_graph_impl!r}")
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        pool = self._pool_for(torch.device(device))
+        iteration = CapturedIteration(step, pool, self.stats, name=name, generators=self._registered(pool, generators),
+                                      warmup_steps=self._graph_config.cuda_graph_warmup_steps)
+        self._iterations.append(iteration)
+        return iteration
+
+    def graphs(self) -> list[dict[str, Any]]:
+        """For each module or iteration: graphs held, replays, captures, and eager calls by reason."""
+        rows = (self._modules.table() if self._modules else []) + [row for one in self._iterations for row in one.table()]
+        names = {labels[0] for counter in (self.stats.replays, self.stats.fallbacks, self.stats.failed_captures)
+                 for labels in counter} | {row["module"] for row in rows}
+        return [{
+            "module": name,
+            "graphs": sum(row["module"] == name for row in rows),
+            "bytes": sum(row["bytes"] for row in rows if row["module"] == name),
+            "engine": next((row["engine"] for row in rows if row["module"] == name), ""),
+            "replays": sum(count for labels, count in self.stats.replays.items() if labels[0] == name),
+            "failed": sum(count for labels, count in self.stats.failed_captures.items() if labels[0] == name),
+            "eager": {labels[2]: count for labels, count in self.stats.fallbacks.items() if labels[0] == name},
+        } for name in sorted(names)]
+
+    def clear(self) -> None:
+        """Drop all graphs and give their memory back; training goes on, and warms up and captures anew."""
+        if self._modules is not None:
+            self._modules.clear()
+        for iteration in self._iterations:
+            iteration.clear()
+
+    def detach(self) -> None:
+        """Leave the model as it was, and drop all graphs."""
+        self.clear()
+        if self._modules is not None:
+            self._modules.detach()
+            self._modules = None
+        self._iterations = []
+
+    def _paths(self, model: nn.Module) -> list[str]:
+        wanted = self._graph_config.cuda_graph_modules
+        mapping = model.cuda_graph_modules() if hasattr(model, "cuda_graph_modules") else None
+        if mapping is None:
+            if wanted:
+                raise ConfigError(f"cuda_graph_modules={','.join(wanted)}: {type(model).__name__} has no "
+                                  "cuda_graph_modules() that says which submodules these are; add one, or name "
+                                  "submodules in attach(model, modules=[…])")
+            return [""]
+        missing = [name for name in wanted or (WHOLE_LAYER,) if name not in mapping]
+        if missing:
+            raise ConfigError(f"cuda_graph_modules={','.join(missing)}: {type(model).__name__} has "
+                              f"{', '.join(sorted(mapping))}")
+        return [path for name in wanted or (WHOLE_LAYER,) for path in mapping[name]]
+
+    def _pool_for(self, device: torch.device) -> GraphPool:
+        if self._pool is None:
+            self._pool = GraphPool(backend_for(device))
+        elif self._pool.backend.device.type != device.type:
+            raise ConfigError(f"this engine captures on {self._pool.backend.device}, found a model on {device}")
+        return self._pool
+
+    def _registered(self, pool: GraphPool, generators: Sequence[torch.Generator]) -> list[torch.Generator]:
+        """All generators that captured draws may use; CUDA registers its own default one with every graph."""
+        own = [pool.backend.default_generator] if pool.backend.name == "cpu" else []
+        return list({id(generator): generator for generator in (*own, *generators)}.values())
+
+
+def _generators_of(model: nn.Module) -> list[torch.Generator]:
+    """Generators that modules keep as attributes."""
+    return [value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Generator)]

@@ -1,0 +1,74 @@
+"""Overloads of operations that write into given memory, so that a replay allocates nothing.
+
+Owns which overload belongs to an operation, and the proof that it does the same. Knows single calls, no tapes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from graph_cache.reference import same_bits
+
+FACTORY_ARGUMENTS = {"dtype", "layout", "device", "pin_memory"}
+
+
+@functools.cache
+def out_overload(func: torch._ops.OpOverload) -> tuple[torch._ops.OpOverload, tuple[str, ...]] | None:
+    """The overload of `func` that writes into given tensors, with the names of those; None if there is none."""
+    if func._schema.is_mutable or any(str(returned.type) != "Tensor" for returned in func._schema.returns):
+        return None
+    wanted = [(argument.name, str(argument.type)) for argument in func._schema.arguments]
+    for name in func.overloadpacket.overloads():
+        candidate = getattr(func.overloadpacket, name)
+        outs = tuple(argument.name for argument in candidate._schema.arguments if argument.is_out)
+        if len(outs) != len(func._schema.returns) or not outs:
+            continue
+        given = [(argument.name, str(argument.type)) for argument in candidate._schema.arguments if not argument.is_out]
+        if [pair for pair in wanted if pair in given or pair[0] not in FACTORY_ARGUMENTS] == given:
+            return candidate, outs
+    return None
+
+
+def out_call(func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any],
+             targets: Sequence[torch.Tensor]) -> tuple[torch._ops.OpOverload, tuple, dict[str, Any]]:
+    """`func(*args, **kwargs)` as a call that writes its results into `targets`. The overload must exist."""
+    out_func, out_names = out_overload(func)
+    arguments = out_func._schema.arguments
+    accepted = {argument.name for argument in arguments}
+    positional = [argument.name for argument in func._schema.arguments if not argument.kwarg_only]
+    named = dict(zip(positional, args, strict=False)) | kwargs
+    out_args, out_kwargs = [], {name: value for name, value in named.items() if name in accepted}
+    for argument in arguments:
+        if argument.kwarg_only or argument.name not in out_kwargs:
+            break
+        out_args.append(out_kwargs.pop(argument.name))
+    return out_func, tuple(out_args), out_kwargs | dict(zip(out_names, targets, strict=True))
+
+
+def writes_the_same(func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], results: Any) -> bool:
+    """Try the overload on memory of its own: does it leave `results`, and use no more memory than they take?
+
+    Some use theirs as scratch space on the way (`mse_loss` for all its terms, before it adds them up): in an arena that
+    would overwrite the neighbours.
+    """
+    results = results if isinstance(results, (list, tuple)) else (results,)
+    if out_overload(func) is None or torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    if not all(isinstance(result, torch.Tensor) for result in results):
+        return False
+    targets = [torch.empty(0, dtype=result.dtype) for result in results]
+    call, out_args, out_kwargs = out_call(func, args, kwargs, targets)
+    try:
+        call(*out_args, **out_kwargs)
+    except RuntimeError:  # it doesn't take such a target: then the results are copied
+        return False
+    return all(_same(target, result) for target, result in zip(targets, results, strict=True))
+
+
+def _same(target: torch.Tensor, result: torch.Tensor) -> bool:
+    spills = target.untyped_storage().nbytes() > target.numel() * target.itemsize
+    return not spills and target.shape == result.shape and same_bits(target, result)

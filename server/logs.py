@@ -1,0 +1,137 @@
+"""What the server writes to its log: one record per event, as a line of text or of JSON, and one per request.
+
+Owns the formats and the request record. Headers, queries, prompts and answers are never logged: a key or a user's text
+can't leak from here. Knows requests by what their jobs counted.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+if TYPE_CHECKING:
+    from server.inference import Job
+
+PROBES = ("/", "/graphs", "/health", "/ready", "/metrics")  # asked every second or so
+FIELDS = "encore"  # the attribute of a log record that holds its further fields
+access = logging.getLogger("encore.access")
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per record: time (UTC, ISO 8601), level, logger, message, and the record's own fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as one line."""
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line: dict[str, Any] = {
+            "time": f"{seconds}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, FIELDS, {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=True, default=str)
+
+
+class TextFormatter(logging.Formatter):
+    """One line per record for people: time, level, logger, message, and the record's own fields as name=value."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """The line without its exception; an empty field is left out."""
+        fields = {name: value for name, value in getattr(record, FIELDS, {}).items() if value not in (None, {}, [])}
+        return " ".join([super().formatMessage(record), *(f"{name}={_plain(value)}" for name, value in fields.items())])
+
+
+def log_settings(level: str, log_format: str = "text") -> dict[str, object]:
+    """Settings for logging.config: one line per record, on standard error."""
+    ours = {"level": level.upper()}
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"line": {"()": JsonFormatter if log_format == "json" else TextFormatter}},
+        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
+        "root": {"level": "WARNING", "handlers": ["stderr"]},
+        "loggers": dict.fromkeys(("encore", "engine", "graph_cache"), ours),
+    }
+
+
+class RequestLog:
+    """Logs each request when its answer is complete or its client has left.
+
+    Gives every request a list, `state["jobs"]`, into which a route puts what it runs. Probes that answer as they
+    should are not logged. Stands inside RequestIds.
+    """
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        jobs: list[Job] = scope["state"].setdefault("jobs", [])
+        began, status = time.perf_counter(), 0
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watched)
+        except Exception:
+            status = status or 500  # answered further out
+            raise
+        finally:
+            self._over(scope, status or 499, time.perf_counter() - began, jobs)
+
+    def _over(self, scope: Scope, status: int, seconds: float, jobs: Sequence[Job]) -> None:
+        path = scope.get("raw_path", b"").partition(b"?")[0].decode("ascii", "replace")[:200]
+        if path in PROBES and (status < 400 or path == "/ready"):
+            return
+        fields = {
+            "request_id": scope["state"]["request_id"],
+            "method": scope["method"],
+            "path": path,
+            "status": status,
+            "seconds": round(seconds, 6),
+            "client": (scope.get("client") or ("",))[0],
+        }
+        access.info("request", extra={FIELDS: fields | summary(jobs)})
+
+
+def summary(jobs: Sequence[Job]) -> dict[str, Any]:
+    """What a request's jobs came to: tokens, times in seconds, how its sequences ended, and which graphs ran them."""
+    if not jobs:
+        return {}
+    watches = [job.watch for job in jobs if job.watch is not None]
+    firsts = [watch.first_token_seconds for watch in watches if watch.first_token_seconds is not None]
+    queued = [watch.queue_seconds for watch in watches if watch.queue_seconds is not None]
+    buckets: Counter[str] = sum((watch.buckets for watch in watches), Counter())
+    return {
+        "prompt_tokens": sum(job.prompt_tokens for job in jobs),
+        "cached_tokens": sum(job.output.cached_tokens for job in jobs),
+        "completion_tokens": sum(len(choice.token_ids) for job in jobs for choice in job.choices),
+        "finish_reasons": dict(Counter(choice.finish_reason or "abort" for job in jobs for choice in job.choices)),
+        "queue_seconds": round(max(queued), 6) if queued else None,
+        "first_token_seconds": round(min(firsts), 6) if firsts else None,
+        "graph_buckets": dict(buckets),
+    }
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ",".join(f"{name}:{count}" for name, count in value.items())
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,70 @@
+"""The Dockerfile's steps parse and find what they copy, and say what the rest of the repository says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.deploy.files import ROOT
+
+DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def check(file: Path) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, str(ROOT / "scripts/check_dockerfile"), "--parse-only", "--file", str(file)]
+    return subprocess.run(words, capture_output=True, text=True)
+
+
+def test_every_step_parses_and_finds_what_it_copies() -> None:
+    done = check(ROOT / "Dockerfile")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("shipped", "broken", "complaint"),
+    [
+        ("COPY engine engine", "COPY engines engines", "COPY finds no engines in the build context"),
+        ("COPY engine engine", "COPY tests tests", "COPY finds no tests in the build context"),
+        ("COPY --from=wheel", "COPY --from=wheels", "there is no stage 'wheels' before this line"),
+        ("RUN python3 -m venv /opt/encore", "RUN (python3 -m venv /opt/encore", "RUN is no valid shell"),
+        ("EXPOSE 8000", "EXPOSED 8000", "'EXPOSED' is no instruction"),
+        ('ENTRYPOINT ["encore", "serve"]', 'ENTRYPOINT ["encore", serve]', "ENTRYPOINT is not a JSON list"),
+    ],
+)
+def test_a_step_that_can_not_be_meant_is_found(shipped, broken, complaint, tmp_path) -> None:
+    assert DOCKERFILE.count(shipped) == 1
+    file = tmp_path / "Dockerfile"
+    file.write_text(DOCKERFILE.replace(shipped, broken), encoding="utf-8")
+    done = check(file)
+    assert done.returncode == 1 and complaint in done.stderr
+
+
+def test_every_package_is_copied_after_the_dependencies_are_installed() -> None:
+    packages = [pattern.rstrip("*") for pattern in PYPROJECT["tool"]["setuptools"]["packages"]["find"]["include"]]
+    dependencies = DOCKERFILE.index("-r requirements.txt")
+    for package in packages:
+        assert DOCKERFILE.index(f"COPY {package} {package}") > dependencies
+
+
+def test_torch_is_the_version_that_is_tested() -> None:
+    tested = re.findall(r"torch==([\d.]+)", (ROOT / "scripts/setup").read_text(encoding="utf-8"))
+    assert set(tested) == set(re.findall(r"^ARG TORCH=(\S+)$", DOCKERFILE, re.MULTILINE))
+
+
+def test_the_image_runs_the_command_as_an_ordinary_user_with_a_health_check_of_readiness() -> None:
+    final = DOCKERFILE[DOCKERFILE.rindex("\nFROM ") :]
+    assert re.findall(r"^USER (.*)$", final, re.MULTILINE) == [
+        "10001:10001"
+    ]  # a number: Kubernetes can't look up a name
+    assert 'ENTRYPOINT ["encore", "serve"]' in final and "encore" in PYPROJECT["project"]["scripts"]
+    assert re.search(r"^HEALTHCHECK .*\n.*/ready", final, re.MULTILINE)
+
+
+def test_the_base_is_a_build_argument_before_the_first_stage() -> None:
+    assert re.search(r"^ARG BASE=\S+\n+FROM \$\{BASE\} AS base$", DOCKERFILE, re.MULTILINE)

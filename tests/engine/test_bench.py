@@ -1,0 +1,161 @@
+"""`encore bench` on the tiny model: its figures are those of what ran, and it refuses what can't be meant."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine import Engine, EngineConfig, SamplingParams
+from engine.bench import doubling, main, table
+from engine.errors import ConfigError, EngineError
+from engine.measure import (
+    decode_shares,
+    graph_summary,
+    measure_batch,
+    measure_mixed,
+    random_prompts,
+    replay_against_eager,
+    seconds_of,
+)
+from server import cli
+
+
+@pytest.fixture
+def engine(tiny_model: Path) -> Iterator[Engine]:
+    config = EngineConfig(model=str(tiny_model), max_num_seqs=4, max_model_len=128, graph_manifest="none",
+                          num_threads=1, enable_prefix_caching=False, device="cpu", graph_buckets=(1, 4))
+    with Engine(config) as made:
+        yield made
+
+
+def test_a_run_prints_a_table_and_writes_the_same_as_json(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "report.json"
+    assert main([
+        "--model", str(tiny_model), "--device", "cpu", "--num-threads", "1", "--batch-sizes", "3,1", "--prompt-tokens",
+        "12", "--output-tokens", "8", "--repeats", "1", "--requests", "5", "--json", str(out),
+    ]) == 0  # fmt: skip
+    report, shown = json.loads(out.read_text()), capsys.readouterr().out
+    assert [row["batch"] for row in report["batches"]] == [3, 1]
+    assert all(row["tokens_per_second"] > 0 and row["first_token_ms"] > 0 for row in report["batches"])
+    assert report["graphs"]["captured"] == 3 and report["graphs"]["pool_bytes"] > 0  # buckets 1, 2 and 3
+    assert report["decode"]["hit_rate"] == 1.0
+    assert report["mixed"]["requests"] == 5
+    assert {"date", "commit", "cpu", "torch", "threads", "command", "model"} <= report.keys()
+    assert report["command"].startswith("encore bench --model ") and report["threads"] == 1
+    for row in report["batches"]:
+        assert f"{row['replay_against_eager']['replay_ms']:.3f}" in shown
+    assert "3 captured" in shown and "mixed" in shown
+
+
+def test_without_graphs_everything_runs_eager_and_says_so(tiny_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "report.json"
+    main(["--model", str(tiny_model), "--device", "cpu", "--num-threads", "1", "--batch-sizes", "2", "--prompt-tokens",
+          "4", "--output-tokens", "4", "--repeats", "1", "--requests", "0", "--cuda-graph-impl", "none",
+          "--load-format", "dummy", "--json", str(out)])  # fmt: skip
+    report = json.loads(out.read_text())
+    assert report["decode"]["hit_rate"] == 0.0 and report["graphs"]["captured"] == 0
+    assert report["batches"][0]["replay_against_eager"]["speedup"] is None
+    assert "mixed" not in report
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--batch-sizes", "0"], "--batch-sizes"),
+        (["--batch-sizes", "1,x"], "--batch-sizes"),
+        (["--batch-sizes", "8", "--max-num-seqs", "4"], "--max-num-seqs 4"),
+        (["--prompt-tokens", "-5"], "--prompt-tokens"),
+        (["--prompt-tokens", "100", "--max-model-len", "64"], "--max-model-len 64"),
+        (["--prompt-tokens", "1000000"], "max_model_len"),
+        (["--output-tokens", "1"], "--output-tokens"),
+        (["--repeats", "1e9"], "--repeats"),
+        (["--requests", "999999999999"], "--requests"),
+        (["--json", "/nowhere/at/all.json"], "--json"),
+        (["--warmup", "hot"], "--warmup"),
+        (["--model", "/no/such/folder"], "/no/such/folder"),
+        (["--batchsizes", "1"], "--batchsizes"),
+    ],
+)
+def test_a_bad_value_is_one_clear_line_and_status_2(
+    words: list[str], named: str, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = cli.main(["bench", "--model", str(tiny_model), "--device", "cpu", *words])
+    except SystemExit as exit:
+        status = exit.code
+    said = capsys.readouterr().err
+    assert status == 2
+    assert named in said and len(said.strip().splitlines()) == 1
+
+
+def test_a_batch_runs_whole_in_each_of_its_steps(engine: Engine) -> None:
+    row = measure_batch(engine, 3, prompt_tokens=6, output_tokens=8, repeats=1, rng=random.Random(0))
+    steps = decode_shares(engine.stats().graphs, {"batch_rows": [], "fallbacks": [], "real_tokens": [],
+                                                  "padded_tokens": []})
+    # 7 + 0 + 1 + 7 decode steps of an untimed run, of one token, of a quarter and of all; 3 rows in the bucket of 4
+    assert steps == {"decode_steps": 15, "hit_rate": 1.0, "padding": 0.25}
+    assert row["preemptions"] == 0
+    engine.idle_check()
+
+
+def test_replay_and_eager_are_timed_on_the_graph_of_that_batch(engine: Engine) -> None:
+    assert replay_against_eager(engine, 3, 8, repeats=1)["reason"] == "not_captured"
+    engine.warm()
+    found = replay_against_eager(engine, 3, 8, repeats=2)
+    assert found["bucket"] == 4 and found["replay_ms"] > 0 and found["eager_ms"] > 0
+    assert found["speedup"] == pytest.approx(found["eager_ms"] / found["replay_ms"], rel=0.05)
+    assert graph_summary(engine)["captured"] == 2
+
+
+def test_answers_after_a_comparison_with_eager_are_as_before_it(tiny_model: Path) -> None:
+    # Few pages, used in turn: sooner or later a request holds the one that a padded row might still point to.
+    config = EngineConfig(model=str(tiny_model), max_num_seqs=4, max_model_len=128, graph_manifest="none",
+                          num_threads=1, enable_prefix_caching=False, device="cpu", graph_buckets=(4,), num_pages=9)
+    greedy = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True, logprobs=0)
+    with Engine(config) as engine:
+        def answers() -> list[list[float]]:
+            outputs = engine.generate(prompt_token_ids=[[5, 6, 7], [9, 8]], sampling_params=greedy)
+            return [[entry.logprob for entry in output.logprobs] for output in outputs]
+
+        before = answers()
+        replay_against_eager(engine, 4, 100, repeats=1)
+        assert [answers() for _ in range(4)] == [before] * 4
+        engine.idle_check()
+
+
+def test_the_mixed_run_depends_on_its_seed_alone(engine: Engine) -> None:
+    runs = [measure_mixed(engine, 6, 16, 8, seed) for seed in (1, 1, 2)]
+    shapes = [(run["prompt_tokens"], run["output_tokens"], run["steps"]) for run in runs]
+    assert shapes[0] == shapes[1] != shapes[2]
+    assert 6 * 2 <= runs[0]["prompt_tokens"] <= 6 * 16
+
+
+def test_a_sequence_that_fails_is_not_timed_as_if_it_had_run(engine: Engine) -> None:
+    with pytest.raises(EngineError, match="exceed"):
+        seconds_of(engine, [[5] * 120], [50])
+
+
+def test_prompts_share_no_beginning_and_stay_in_the_vocabulary() -> None:
+    prompts = random_prompts(random.Random(0), 1000, [5, 5, 2])
+    assert [len(prompt) for prompt in prompts] == [5, 5, 2]
+    assert prompts[0] != prompts[1] and all(3 <= token < 1000 for prompt in prompts for token in prompt)
+
+
+def test_batch_sizes_double_up_to_the_limit() -> None:
+    assert [doubling(limit) for limit in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+
+
+def test_a_figure_that_noise_swallowed_is_shown_as_a_dash() -> None:
+    lines = table([{"batch": 2, "first_token_ms": 1.5, "decode_ms_per_step": None, "replay_against_eager": None}])
+    assert lines.splitlines()[1].split() == ["2", "1.5", "-", "-", "-", "-", "-", "-", "-", "-"]
+
+
+def test_an_engine_without_room_for_the_batch_is_refused(tiny_model: Path) -> None:
+    with pytest.raises(ConfigError):
+        main(["--model", str(tiny_model), "--device", "cpu", "--batch-sizes", "4", "--num-pages", "1"])

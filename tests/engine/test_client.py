@@ -1,0 +1,386 @@
+"""The async door, over a thread and over a process: streams, aborts, and engines that refuse, hang or die."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from engine import SamplingParams
+from engine.client import EngineClient, make_client
+from engine.config import EngineConfig
+from engine.errors import ConfigError, EngineDead, EngineError, ModelError, PromptTooLong, RequestError
+from engine.supervisor import RestartPolicy
+from tests.engine.lively import PROMPTS, SETTINGS, greedy
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+LONG = SETTINGS | {"max_model_len": 4096}
+ENDLESS = greedy(4000)
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module", params=["thread", "process"])
+async def client(request, lively_model):
+    """One client that tests share, each way; every test must leave it idle."""
+    async with started(EngineConfig(model=str(lively_model), **LONG), in_process=request.param == "thread") as one:
+        yield one
+
+
+@pytest_asyncio.fixture(loop_scope="module", autouse=True)
+async def idle_afterwards(request):
+    yield
+    if "client" in request.fixturenames:
+        await idle(request.getfixturevalue("client"))
+
+
+@asynccontextmanager
+async def started(config: EngineConfig, **options):
+    one = make_client(config, **options)
+    await one.start()
+    try:
+        yield one
+    finally:
+        await one.close()
+
+
+async def until(condition, what: str, seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"{what} did not come within {seconds} s"
+        await asyncio.sleep(0.01)
+
+
+async def idle(client: EngineClient) -> None:
+    """Nothing runs, all pages are back, and the loop finds no leak."""
+    def is_idle() -> bool:
+        stats = client.stats()
+        return (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0)
+
+    await until(is_idle, "idleness")
+    assert await client.ask("idle_check") is None
+    assert len(client._processor) == 0 and not client._parents and not client._queues
+
+
+async def collect(client: EngineClient, name: str, prompt, params: SamplingParams) -> list:
+    return [delta async for delta in client.generate(name, prompt_token_ids=list(prompt), params=params)]
+
+
+def tokens(deltas, index: int = 0) -> list[int]:
+    return [token for delta in deltas if delta.index == index for token in delta.token_ids]
+
+
+# ---- streams -------------------------------------------------------------------------------------------------------
+
+
+async def test_a_stream_gives_tokens_in_order_and_ends_once(client, reference):
+    deltas = await collect(client, "a", PROMPTS[0], greedy(30, logprobs=0))
+    assert tokens(deltas) == reference.greedy(PROMPTS[0], 30)
+    assert [entry.token_id for delta in deltas for entry in delta.logprobs] == tokens(deltas)
+    assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + ["length"]
+    assert {delta.request_id for delta in deltas} == {"a"} and {delta.weight_version for delta in deltas} == {"initial"}
+    assert deltas[0].queue_time is not None and all(delta.queue_time is None for delta in deltas[1:])
+
+
+async def test_a_text_is_streamed_as_text(client, reference):
+    text = "the quick brown fox"
+    params = greedy(12, skip_special_tokens=False)
+    deltas = [delta async for delta in client.generate("a", prompt=text, params=params)]
+    ids = client.tokenizer.encode(text)
+    assert tokens(deltas) == reference.greedy(ids, 12)
+    whole = client.tokenizer.decode(ids + tokens(deltas), skip_special_tokens=False)
+    assert text + "".join(delta.text_delta for delta in deltas) == whole
+
+
+async def test_n_children_stream_side_by_side_and_all_end(client):
+    params = SamplingParams(max_tokens=15, seed=3, n=4, ignore_eos=True)
+    deltas = await collect(client, "a", PROMPTS[0], params)
+    assert sorted(delta.index for delta in deltas if delta.finish_reason) == [0, 1, 2, 3]
+    texts = [tokens(deltas, index) for index in range(4)]
+    assert [len(one) for one in texts] == [15] * 4 and len(set(map(tuple, texts))) == 4
+    alone = await collect(client, "b", PROMPTS[0], SamplingParams(max_tokens=15, seed=3, ignore_eos=True))
+    assert tokens(alone) == texts[0]
+
+
+async def test_fifty_requests_at_once_each_get_their_own_answer(client, reference):
+    prompts = [[5 + i, 6 + i, 7 + 2 * i] for i in range(10)]
+    found = await asyncio.gather(*(collect(client, f"r{i}", prompts[i % 10], greedy(10 + i % 3)) for i in range(50)))
+    for i, deltas in enumerate(found):
+        assert tokens(deltas) == reference.greedy(prompts[i % 10], 10 + i % 3)
+        assert {delta.request_id for delta in deltas} == {f"r{i}"}
+
+
+async def test_a_stop_string_ends_the_stream_and_the_engines_work(client):
+    whole = "".join([d.text_delta async for d in client.generate("a", prompt="the old king", params=greedy(60))])
+    params = greedy(4000, stop=(whole[9:12],))
+    deltas = [delta async for delta in client.generate("b", prompt="the old king", params=params)]
+    assert "".join(delta.text_delta for delta in deltas) == whole[: whole.index(whole[9:12])]
+    assert deltas[-1].finish_reason == "stop" and deltas[-1].stop_reason == whole[9:12]
+
+
+async def test_refusals_come_as_they_would_in_process_and_name_the_field(client):
+    cases = [
+        (PromptTooLong, {"prompt_token_ids": [5] * 4096, "params": greedy(1)}),
+        (PromptTooLong, {"prompt_token_ids": [5] * 4000, "params": greedy(500)}),
+        (RequestError, {"prompt_token_ids": [320], "params": greedy(1)}),
+        (RequestError, {"prompt_token_ids": [], "params": greedy(1)}),
+        (RequestError, {"prompt_token_ids": [5], "params": greedy(1, stop_token_ids=(320,))}),
+    ]
+    for error, arguments in cases:
+        with pytest.raises(error) as refused:
+            async for _ in client.generate("a", **arguments):
+                pass
+        assert refused.value.param, refused.value
+
+
+# ---- ends ----------------------------------------------------------------------------------------------------------
+
+
+async def test_closing_a_stream_early_aborts_all_its_children(client):
+    before = (await client.ask("stats")).ended.get("abort", 0)
+    async with aclosing(client.generate("a", prompt_token_ids=[5, 6], params=greedy(4000, n=3))) as stream:
+        await anext(stream)
+        await until(lambda: client.stats().kv_cache_usage > 0, "a report of it")
+    await idle(client)
+    assert (await client.ask("stats")).ended["abort"] == before + 3
+
+
+async def test_cancelling_who_reads_aborts_too(client):
+    task = asyncio.create_task(collect(client, "a", [5, 6], ENDLESS))
+    await until(lambda: client.stats().num_running == 1, "the request")
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await idle(client)
+
+
+async def test_abort_ends_a_stream_with_its_reason_and_leaves_others_alone(client, reference):
+    await client.abort("unknown")
+    one = asyncio.create_task(collect(client, "one", [5, 6], greedy(4000, n=2)))
+    other = asyncio.create_task(collect(client, "other", PROMPTS[0], greedy(30)))
+    await until(lambda: client.stats().num_running >= 2, "the requests")
+    await client.abort("one")
+    assert [delta.finish_reason for delta in await one if delta.finish_reason] == ["abort"] * 2
+    assert tokens(await other) == reference.greedy(PROMPTS[0], 30)
+
+
+async def test_an_id_is_refused_while_it_is_in_use_and_free_afterwards(client, reference):
+    async with aclosing(client.generate("a", prompt_token_ids=[5, 6], params=ENDLESS)) as stream:
+        await anext(stream)
+        with pytest.raises(RequestError, match="in use") as refused:
+            await collect(client, "a", PROMPTS[0], greedy(3))
+        assert refused.value.param == "request_id"
+        assert (await anext(stream)).finish_reason is None
+    # At once, while the old request's last events are still on their way.
+    assert tokens(await collect(client, "a", PROMPTS[0], greedy(20))) == reference.greedy(PROMPTS[0], 20)
+
+
+async def test_an_id_that_looks_like_a_child_of_another_disturbs_nobody(client, reference):
+    many = asyncio.create_task(collect(client, "a", PROMPTS[0], greedy(60, n=2)))
+    await asyncio.sleep(0.01)
+    assert tokens(await collect(client, "a#0", PROMPTS[1], greedy(9))) == reference.greedy(PROMPTS[1], 9)
+    deltas = await asyncio.wait_for(many, 20)
+    assert tokens(deltas, 0) == tokens(deltas, 1) == reference.greedy(PROMPTS[0], 60)
+
+
+async def test_drain_waits_for_what_is_under_way(client):
+    assert await client.drain(0)
+    task = asyncio.create_task(collect(client, "a", [5, 6], greedy(300)))
+    await until(lambda: client._queues, "the request")
+    assert not await client.drain(0)
+    assert await client.drain(20)
+    assert len(tokens(await task)) == 300
+    task = asyncio.create_task(collect(client, "b", [5, 6], ENDLESS))
+    await asyncio.sleep(0)
+    assert not await client.drain(0.05)
+    await client.abort("b")
+    await task
+
+
+async def test_stats_graphs_and_health_tell_of_the_engine(client):
+    before = client.stats().generation_tokens
+    await collect(client, "a", [5, 6], greedy(9))
+    await until(lambda: client.stats().generation_tokens == before + 9, "the count")
+    assert (client.health().alive, client.health().ready, client.health().reason) == (True, True, "")
+    assert client.health().warm["captured"] >= 1
+    rows = await client.graphs()
+    assert any(row["state"] == "captured" and row["replays"] for row in rows)
+    assert client.info().vocab_size == 320 and client.info().max_model_len == 4096
+    with pytest.raises(AttributeError):
+        await client.ask("no_such_method")
+
+
+# ---- starts and captures -------------------------------------------------------------------------------------------
+
+
+async def test_background_captures_come_to_an_end_while_requests_are_answered(lively_model, reference):
+    settings = SETTINGS | {"model": str(lively_model), "warmup": "background", "graph_buckets": (1, 2, 4, 8)}
+    async with started(EngineConfig(**settings), in_process=True) as client:
+        found = await asyncio.gather(*(collect(client, f"{i}", prompt, greedy(20)) for i, prompt in enumerate(PROMPTS)))
+        assert [tokens(deltas) for deltas in found] == [reference.greedy(prompt, 20) for prompt in PROMPTS]
+        await until(lambda: client.stats().warm.get("pending") == 0, "the last capture")
+        assert client.health().warm == {"mode": "background", "captured": 4, "pending": 0, "ratio": 1.0}
+
+
+@pytest.mark.parametrize("settings, error, words", [
+    ({"max_model_len": 5000}, ConfigError, "5000"),
+    ({"max_num_batched_tokens": 4}, ConfigError, "max_num_batched_tokens"),
+    ({"num_pages": 1}, ConfigError, "num_pages"),
+    ({"device": "tpu"}, ConfigError, "tpu"),
+    ({"model": "/nowhere/at/all"}, ModelError, "nowhere"),
+])
+async def test_a_start_that_is_refused_raises_what_the_engine_raised(lively_model, settings, error, words):
+    client = make_client(EngineConfig(**{"model": str(lively_model)} | LONG | settings), in_process=True)
+    with pytest.raises(error, match=words):
+        await client.start()
+    assert not client.health().alive and not client.health().ready
+    with pytest.raises(EngineDead):
+        await collect(client, "a", [5], greedy(1))
+    await client.close()
+
+
+async def test_a_refusal_crosses_the_process_with_its_type(lively_model):
+    client = make_client(EngineConfig(**{"model": str(lively_model)} | LONG | {"max_model_len": 5000}))
+    with pytest.raises(ConfigError, match="5000"):
+        await client.start()
+    assert not client.health().alive
+    assert not alive(client._transport.pid)
+
+
+# ---- death ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_killed_engine_ends_every_stream_and_closing_leaves_no_process(lively_model):
+    async with started(EngineConfig(model=str(lively_model), **LONG), restarts=RestartPolicy(max_restarts=0)) as client:
+        pid = client._transport.pid
+        tasks = [asyncio.create_task(collect(client, f"{i}", [5 + i], greedy(4000, n=1 + i % 2))) for i in range(4)]
+        await until(lambda: client.stats().num_running == 6, "the requests")
+        asking = asyncio.create_task(client.ask("graphs"))
+        os.kill(pid, signal.SIGKILL)
+        killed = time.monotonic()
+        results = await asyncio.wait_for(asyncio.gather(*tasks, asking, return_exceptions=True), 5)
+        await until(lambda: not client.health().alive, "the news of its death", 2 - (time.monotonic() - killed))
+        assert all(isinstance(result, EngineDead) for result in results[:4])
+        assert isinstance(results[4], (EngineDead, list))  # it may have answered in time
+        assert not client.health().ready and "-9" in client.health().reason
+        for call in (collect(client, "late", [5], greedy(1)), client.graphs()):
+            with pytest.raises(EngineDead):
+                await call
+        assert await client.drain(1)
+    assert not alive(pid)
+
+
+async def test_a_hung_engine_fails_readiness_and_when_it_is_killed_what_waits(lively_model):
+    restarts = RestartPolicy(max_restarts=0, kill_seconds=3.0)
+    async with started(EngineConfig(model=str(lively_model), **LONG), restarts=restarts) as client:
+        client.hang_seconds = 1.0
+        pid = client._transport.pid
+        waiting = asyncio.create_task(collect(client, "a", [5], ENDLESS))
+        await until(lambda: client.stats().num_running == 1, "the request")
+        assert client.health().ready
+        os.kill(pid, signal.SIGSTOP)
+        # More than any pipe holds: the front must not wait until the engine takes it.
+        flood = [asyncio.create_task(collect(client, f"flood-{i}", [5] * 30_000, greedy(1))) for i in range(20)]
+        lags, seen = [], set()
+        while client.health().alive and len(lags) < 100:
+            before = time.monotonic()
+            await asyncio.sleep(0.1)
+            lags.append(time.monotonic() - before)
+            health = client.health()
+            seen.add((health.alive, health.ready, "not reported" in health.reason))
+        assert max(lags) < 2.5
+        assert (True, False, True) in seen
+        for task in (waiting, *flood):
+            with pytest.raises(EngineDead, match="hung"):
+                await asyncio.wait_for(task, 5)
+        assert not alive(pid)
+
+
+async def test_a_thread_that_hangs_fails_readiness_until_it_reports_again(lively_model, monkeypatch, reference):
+    from engine.loop import EngineLoop
+
+    entered, release = threading.Event(), threading.Event()
+
+    def hold(self):
+        entered.set()
+        release.wait(20)
+
+    monkeypatch.setattr(EngineLoop, "hold", hold, raising=False)
+    async with started(EngineConfig(model=str(lively_model), **LONG), in_process=True) as client:
+        client.hang_seconds = 0.6
+        held = asyncio.create_task(client.ask("hold"))
+        waiting = asyncio.create_task(collect(client, "a", PROMPTS[0], greedy(9)))
+        await until(entered.is_set, "the hang")
+        assert client.health().ready
+        await until(lambda: not client.health().ready, "the news of the hang", 3)
+        assert client.health().alive and "not reported" in client.health().reason
+        release.set()
+        await until(lambda: client.health().ready, "readiness")
+        await held
+        assert tokens(await waiting) == reference.greedy(PROMPTS[0], 9)
+        await idle(client)
+
+
+async def test_a_failed_sequence_raises_and_takes_the_others_of_its_request_along(lively_model, monkeypatch, caplog):
+    from engine.model_runner import ModelRunner
+
+    run, calls = ModelRunner.run, []
+
+    def flaky(self, batch):
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("the device coughed")
+        return run(self, batch)
+
+    monkeypatch.setattr(ModelRunner, "run", flaky)
+    async with started(EngineConfig(model=str(lively_model), **LONG), in_process=True) as client:
+        with pytest.raises(EngineError, match="coughed"):
+            await collect(client, "a", [5, 6], greedy(100, n=2))
+        assert len(tokens(await collect(client, "b", [5, 6], greedy(5)))) == 5
+        await idle(client)
+        assert client.health().ready and "coughed" in client.stats().last_error
+
+
+FRONT = """
+import asyncio, sys
+from engine import SamplingParams
+from engine.client import make_client
+from engine.config import EngineConfig
+
+async def main():
+    client = make_client(EngineConfig(model=sys.argv[1], dtype="float32", num_threads=1, graph_manifest="none"))
+    await client.start()
+    async for _ in client.generate("a", prompt_token_ids=[5], params=SamplingParams(max_tokens=4000, ignore_eos=True)):
+        print(client._transport.pid, flush=True)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+async def test_the_engine_ends_when_its_front_is_killed(lively_model, tmp_path):
+    script = tmp_path / "front.py"
+    script.write_text(FRONT)
+    front = await asyncio.create_subprocess_exec(
+        sys.executable, script, lively_model, stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"})
+    pid = int(await asyncio.wait_for(front.stdout.readline(), 60))
+    assert alive(pid)
+    front.kill()
+    await front.wait()
+    await until(lambda: not alive(pid), "the engine's end", 5)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

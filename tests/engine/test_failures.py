@@ -1,0 +1,134 @@
+"""Steps that raise, and the loop as a service: every end is told, and what can go on does."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.errors import EngineError
+from engine.loop import FAILURES_IN_A_ROW, EngineLoop
+from engine.messages import Abort, Ask, Dead, Events, Reply, Snapshot, Stop, Submit
+from engine.request import TokenEvent
+from tests.engine.lively import MANY, PROMPTS, drain, greedy, request, tokens
+
+# ---- steps that fail -----------------------------------------------------------------------------------------------
+
+
+def fail_once(monkeypatch, runner, times: int = 1) -> None:
+    run, left = runner.run, iter(range(times))
+
+    def flaky(batch):
+        if next(left, None) is not None:
+            raise RuntimeError("the device coughed")
+        return run(batch)
+
+    monkeypatch.setattr(runner, "run", flaky)
+
+
+def test_a_step_that_raises_fails_its_batch_and_the_engine_goes_on(make_engine, reference, monkeypatch, caplog):
+    engine = make_engine(max_num_seqs=2, graph_buckets=(2,))
+    fail_once(monkeypatch, engine._loop.runner)
+    outputs = engine.generate(prompt_token_ids=PROMPTS, sampling_params=greedy(9))
+    assert [output.finish_reason for output in outputs] == ["error"] * 2 + ["length"] * 3
+    assert "the device coughed" in outputs[0].outputs[0].error
+    assert [output.token_ids for output in outputs[2:]] == [reference.greedy(prompt, 9) for prompt in PROMPTS[2:]]
+    assert "the device coughed" in engine.stats().last_error and "the device coughed" in caplog.text
+    assert engine.stats().ended == {"error": 2, "length": 3}
+    again = engine.generate(prompt_token_ids=PROMPTS, sampling_params=greedy(9))
+    assert [output.token_ids for output in again] == [reference.greedy(prompt, 9) for prompt in PROMPTS]
+
+
+def test_a_failed_step_leaves_no_pages_in_the_padding(make_engine, reference, monkeypatch):
+    """Rows that pad the next batch must not write into pages that their last requests had and others have now."""
+    engine = make_engine(enable_prefix_caching=False, num_pages=20)
+    loop = engine._loop
+    for i, prompt in enumerate(MANY):
+        loop.add(request(f"{i}", prompt, greedy(30)))
+    for _ in range(20):
+        loop.step()
+    fail_once(monkeypatch, loop.runner)
+    assert {own[-1].finish_reason for own in drain(loop).values()} == {"error"}
+    prompt = list(range(5, 105))
+    found = engine.generate(prompt_token_ids=prompt, sampling_params=greedy(60))[0].token_ids
+    assert found == reference.greedy(prompt, 60)
+
+
+def test_failures_in_a_row_end_the_loop_with_the_reason(make_engine, reference, monkeypatch):
+    engine = make_engine(max_num_seqs=1, graph_buckets=(1,))
+    fail_once(monkeypatch, engine._loop.runner, times=FAILURES_IN_A_ROW)
+    with pytest.raises(RuntimeError, match="coughed"):
+        engine.generate(prompt_token_ids=PROMPTS, sampling_params=greedy(3))
+    engine.idle_check()
+    assert engine.generate(prompt_token_ids=PROMPTS[0], sampling_params=greedy(3))[0].token_ids == \
+        reference.greedy(PROMPTS[0], 3)
+
+
+def test_failures_with_good_steps_between_them_end_nothing(make_engine, monkeypatch):
+    engine = make_engine(max_num_seqs=1, graph_buckets=(1,))
+    for _ in range(FAILURES_IN_A_ROW + 1):
+        with monkeypatch.context() as patch:
+            fail_once(patch, engine._loop.runner)
+            outputs = engine.generate(prompt_token_ids=PROMPTS[:2], sampling_params=greedy(3))
+        assert [output.finish_reason for output in outputs] == ["error", "length"]
+
+
+# ---- as a service --------------------------------------------------------------------------------------------------
+
+
+def serve(loop: EngineLoop, *commands, patience: int = 200) -> list:
+    """Run `serve` over scripted commands (None: nothing came) and return its reports; a Stop follows."""
+    reports, script = [], iter([*commands, *[None] * patience, Stop()])
+    loop.serve(lambda timeout: next(script), reports.append)
+    return reports
+
+
+def events_of(reports, name: str) -> list[TokenEvent]:
+    events = [event for report in reports if isinstance(report, Events) for event in report.events]
+    return [event for event in events if event.request_id == name]
+
+
+def test_serving_answers_and_ends_with_one_dead_without_a_reason(make_engine, reference):
+    submit = Submit([request("a", PROMPTS[0], greedy(9))])
+    reports = serve(make_engine()._loop, submit, Ask(7, "graphs"), Ask(8, "nothing"))
+    assert tokens(events_of(reports, "a")) == reference.greedy(PROMPTS[0], 9)
+    replies = {report.number: report for report in reports if isinstance(report, Reply)}
+    assert isinstance(replies[7].value, list) and isinstance(replies[8].error, AttributeError)
+    assert reports[-1] == Dead("") and sum(isinstance(report, Dead) for report in reports) == 1
+    last = [report for report in reports if isinstance(report, Snapshot)][-1].stats
+    assert (last.num_running, last.generation_tokens, last.kv_cache_usage) == (0, 9, 0)
+
+
+def test_a_stop_aborts_what_runs_and_says_so(make_engine):
+    reports = serve(make_engine()._loop, Submit([request("a", PROMPTS[0], greedy(200))]), patience=10)
+    assert events_of(reports, "a")[-1].finish_reason == "abort"
+    assert isinstance(reports[-1], Dead)
+
+
+def test_an_abort_while_serving_reaches_its_request_only(make_engine, reference):
+    submit = Submit([request("a", PROMPTS[0], greedy(200)), request("b", PROMPTS[1], greedy(9))])
+    reports = serve(make_engine()._loop, submit, None, None, Abort(["a"]))
+    assert events_of(reports, "a")[-1].finish_reason == "abort"
+    assert tokens(events_of(reports, "b")) == reference.greedy(PROMPTS[1], 9)
+
+
+def test_a_loop_that_fails_for_good_ends_its_requests_and_tells_why(make_engine, monkeypatch):
+    loop = make_engine(max_num_seqs=1, graph_buckets=(1,))._loop
+    fail_once(monkeypatch, loop.runner, times=1000)
+    reports = serve(loop, Submit([request(f"{i}", prompt, greedy(5)) for i, prompt in enumerate(MANY)]))
+    reasons = [events_of(reports, f"{i}")[-1].finish_reason for i in range(8)]
+    assert reasons == ["error"] * (FAILURES_IN_A_ROW - 1) + ["abort"] * (8 - FAILURES_IN_A_ROW + 1)
+    assert "coughed" in reports[-1].reason
+
+
+def test_broken_books_still_end_in_a_dead(make_engine, monkeypatch):
+    """Who waits for answers is told only by the Dead: it must come even if the requests can't be ended one by one."""
+    loop = make_engine()._loop
+
+    def broken(*_):
+        raise EngineError("the books are broken")
+
+    monkeypatch.setattr(loop.scheduler, "finish", broken)
+    reports = serve(loop, Submit([request("a", PROMPTS[0], greedy(3))]))
+    assert isinstance(reports[-1], Dead) and "broken" in reports[-1].reason
+    monkeypatch.undo()
+    loop.abort(["a"])
+    loop.drop_events()

@@ -1,0 +1,84 @@
+"""The sizes that the engine chooses, and the ones it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.models.registry import config_from_folder
+from engine.sizing import CPU_KV_BYTES, context_buckets, page_bytes, resolve
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return config_from_folder(tiny_model)
+
+
+def resolved(model, **settings) -> EngineConfig:
+    return resolve(EngineConfig(**settings), model, CPU, torch.float32)
+
+
+def test_every_gap_is_filled_and_what_was_given_stays(model):
+    config = resolved(model)
+    assert config.max_model_len == model.context_length == 4096
+    assert (config.device, config.dtype) == ("cpu", "float32")
+    for name in ("max_num_seqs", "max_num_batched_tokens", "num_pages"):
+        assert getattr(config, name) >= 2
+    given = {"max_model_len": 100, "max_num_seqs": 3, "max_num_batched_tokens": 5, "num_pages": 7, "page_size": 4}
+    config = resolved(model, **given)
+    assert {name: getattr(config, name) for name in given} == given
+    assert resolve(config, model, CPU, torch.float32) == config
+
+
+def test_pages_hold_every_sequence_at_full_length_where_memory_allows(model):
+    config = resolved(model, max_model_len=100, max_num_seqs=3, page_size=16)
+    assert config.num_pages == 1 + 3 * 7
+    many = resolved(model, max_num_seqs=4000, max_num_batched_tokens=4000)
+    assert 4096 // 16 < many.num_pages < 4000 * 4096 // 16
+    assert many.num_pages * page_bytes(model, 16, torch.float32) <= CPU_KV_BYTES
+
+
+def test_a_budget_of_tokens_grows_with_the_sequences(model):
+    assert resolved(model, max_num_seqs=1000).max_num_batched_tokens >= 1000
+
+
+@pytest.mark.parametrize("settings, words", [
+    ({"max_model_len": 4097}, "max_model_len=4097 exceeds the model's context of 4096"),
+    ({"max_num_seqs": 8, "max_num_batched_tokens": 7}, "max_num_batched_tokens=7 is below max_num_seqs=8"),
+    ({"num_pages": 1}, "num_pages=1"),
+])
+def test_sizes_that_contradict_the_model_or_each_other_are_refused(model, settings, words):
+    with pytest.raises(ConfigError, match=words):
+        resolved(model, **settings)
+
+
+def test_a_context_that_no_memory_holds_is_refused_with_what_to_do(model):
+    huge = dataclasses.replace(model, num_layers=200, num_kv_heads=64, head_dim=256)
+    with pytest.raises(ConfigError, match=r"lower max_model_len, or give num_pages") as refused:
+        resolved(huge, max_model_len=4096)
+    assert "4096" in str(refused.value)
+    assert resolved(huge, max_model_len=4096, num_pages=10).num_pages == 10
+
+
+@pytest.mark.parametrize("limit, page_size, expected", [
+    (2048, 16, (256, 512, 1024, 2048)), (2000, 16, (256, 512, 1024, 2000)), (100, 16, (112,)), (256, 16, (256,)),
+    (257, 16, (256, 272)), (5, 16, (16,)), (600, 300, (300, 600)), (270, 48, (288,)),
+])
+def test_context_buckets_double_up_to_the_context(limit, page_size, expected):
+    assert context_buckets(limit, page_size) == expected
+
+
+def test_context_buckets_are_ascending_whole_pages_that_reach_the_context():
+    limits, page_sizes = (1, 15, 255, 256, 257, 700, 1024, 4097), (1, 3, 16, 48, 100, 256, 300, 1024)
+    for limit, page_size in itertools.product(limits, page_sizes):
+        widths = context_buckets(limit, page_size)
+        assert list(widths) == sorted(set(widths)), (limit, page_size)
+        assert all(width % page_size == 0 for width in widths)
+        assert limit <= widths[-1] < limit + page_size

@@ -1,0 +1,310 @@
+"""Engine processes that die, hang, can't start again: what is restarted, what is not, and what everyone is told."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from engine.client import EngineClient, make_client
+from engine.errors import ConfigError, EngineDead, ModelError
+from engine.messages import Dead, EngineStats, Events, Lost, Ready, Snapshot
+from engine.request import SamplingParams
+from engine.supervisor import RestartPolicy, Supervisor
+from engine.totals import added, carried
+from engine.transport import ProcessTransport
+
+LONG = SamplingParams(max_tokens=3000, ignore_eos=True, temperature=0.0)
+SHORT = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
+FAST = RestartPolicy(first_delay=0.05, kill_seconds=1.0)
+
+
+@asynccontextmanager
+async def started(client: EngineClient):
+    await client.start()
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def until(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"{what} did not come within {seconds} s"
+        await asyncio.sleep(0.02)
+
+
+async def tokens_of(client: EngineClient, request_id: str, params: SamplingParams = SHORT) -> list[int]:
+    return [
+        token
+        async for delta in client.generate(request_id, prompt_token_ids=[5, 9, 200], params=params)
+        for token in delta.token_ids
+    ]
+
+
+def supervised(config, policy: RestartPolicy, hang_seconds: float = 30.0) -> tuple[EngineClient, Supervisor]:
+    supervisor = Supervisor(lambda: ProcessTransport(config), policy)
+    return EngineClient(config, supervisor, hang_seconds), supervisor
+
+
+async def test_a_killed_process_ends_its_requests_and_the_next_one_answers(config):
+    client, supervisor = supervised(config(max_model_len=4096), FAST)
+    async with started(client):
+        expected = await tokens_of(client, "a")
+        await until(lambda: client.stats().ended.get("length") == 1, "the count")
+        counted, pid = client.stats(), supervisor.pid
+        running = [asyncio.create_task(tokens_of(client, f"long-{n}", LONG)) for n in range(3)]
+        await until(lambda: client.stats().num_running == 3, "the load")
+        asked = asyncio.create_task(client.ask("graphs"))
+        os.kill(pid, signal.SIGKILL)
+        ended = await asyncio.wait_for(asyncio.gather(*running, asked, return_exceptions=True), 2)
+        assert all(isinstance(one, EngineDead) for one in ended[:3])
+        health = client.health()
+        assert health.alive and not health.ready and health.restarts == 1
+        assert "exit code -9" in health.reason and "being restarted" in health.reason
+        assert client.stats().num_running == 0 and client.stats().kv_cache_usage == 0
+        with pytest.raises(EngineDead, match="being restarted"):
+            await tokens_of(client, "meanwhile")
+        await until(lambda: client.health().ready, "the restart")
+        assert supervisor.pid != pid and client.health().reason == ""
+        assert await tokens_of(client, "a") == expected
+        await until(lambda: client.stats().ended.get("length", 0) >= 2, "the counts of both processes")
+        assert client.stats().generation_tokens >= counted.generation_tokens + 4
+        assert client.stats().prompt_tokens >= counted.prompt_tokens + 3
+        assert not client._queues and not client._parents and not client._replies and len(client._processor) == 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(supervisor.pid, 0)
+
+
+async def test_a_silent_process_is_not_ready_and_is_replaced_only_if_it_stays_silent(config):
+    policy = RestartPolicy(first_delay=0.05, kill_seconds=2.0)
+    client, supervisor = supervised(config(max_model_len=4096), policy, hang_seconds=0.5)
+    async with started(client):
+        pid = supervisor.pid
+        os.kill(pid, signal.SIGSTOP)
+        await until(lambda: not client.health().ready, "the hang to show", 1.5)
+        os.kill(pid, signal.SIGCONT)
+        await until(lambda: client.health().ready, "the recovery", 2.0)
+        assert supervisor.pid == pid and client.health().restarts == 0
+
+        running = asyncio.create_task(tokens_of(client, "long", LONG))
+        await until(lambda: client.stats().num_running == 1, "the load")
+        os.kill(pid, signal.SIGSTOP)
+        stopped = time.monotonic()
+        await until(lambda: not client.health().ready, "the hang to show", 1.5)
+        assert client.health().alive and "not reported" in client.health().reason
+        assert not running.done()  # it may still wake up
+        with pytest.raises(EngineDead, match="hung: no report for 2 s"):
+            await running
+        assert 1.8 < time.monotonic() - stopped < 5.0
+        await until(lambda: client.health().ready, "the restart")
+        assert supervisor.pid != pid and len(await tokens_of(client, "next")) == 4
+
+
+async def test_commands_never_wait_for_a_process_that_reads_none(config):
+    client, supervisor = supervised(config(max_model_len=4096), RestartPolicy(kill_seconds=30))
+    async with started(client):
+        os.kill(supervisor.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        waiting = []
+        for n in range(200):  # about 2 MB of commands: many times what a pipe holds
+            stream = client.generate(f"r{n}", prompt_token_ids=[300] * 4000, params=SHORT)
+            waiting.append((stream, asyncio.create_task(anext(stream))))
+            await asyncio.sleep(0)
+        assert time.monotonic() - began < 3.0
+        os.kill(supervisor.pid, signal.SIGCONT)
+        for stream, first in waiting:
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+            await stream.aclose()
+        assert len(await tokens_of(client, "after")) == 4
+
+
+async def test_a_model_that_is_refused_at_a_restart_is_not_tried_again(config, lively_model, tmp_path):
+    folder = tmp_path / "model"
+    folder.symlink_to(lively_model)
+    client, supervisor = supervised(config(model=str(folder)), FAST)
+    async with started(client):
+        folder.unlink()
+        os.kill(supervisor.pid, signal.SIGKILL)
+        await until(lambda: not client.health().alive, "the end")
+        assert str(folder) in client.health().reason and client.health().restarts == 1
+
+
+async def test_a_first_start_that_is_refused_is_told_to_who_started_it(config, tmp_path):
+    client = make_client(config(model=str(tmp_path / "missing")))
+    with pytest.raises(ModelError):
+        await client.start()
+    client = make_client(config(num_pages=1), restarts=FAST)
+    with pytest.raises(ConfigError):
+        await client.start()
+    assert not client.health().alive and client.health().restarts == 0
+
+
+# ---- the parts -----------------------------------------------------------------------------------------------------
+
+
+class Script:
+    """A transport whose process is a list of reports: what it reports when, without an engine."""
+
+    def __init__(self, reports: list[object]):
+        self.reports, self.stopped, self.killed, self.pid = reports, False, False, None
+
+    def start(self, on_report) -> None:
+        self.on_report = on_report
+        for report in self.reports:
+            on_report(report)
+
+    def send(self, command) -> None:
+        raise EngineDead("a script takes no commands")
+
+    def stop(self, timeout: float) -> None:
+        self.stopped = True
+
+    def kill(self) -> None:
+        self.killed = True
+        self.on_report(Dead("the engine process ended with exit code -9"))
+
+
+@pytest.fixture
+def scripted() -> Iterator[Callable[..., tuple[list[Script], queue.SimpleQueue]]]:
+    running: list[Supervisor] = []
+
+    def run(*scripts: list[object], **policy: float) -> tuple[list[Script], queue.SimpleQueue]:
+        made: list[Script] = []
+        rest = iter(scripts)
+
+        def make() -> Script:
+            if made:
+                assert made[-1].stopped  # its memory is free before the next one takes as much
+            made.append(Script(next(rest)))
+            return made[-1]
+
+        reports: queue.SimpleQueue = queue.SimpleQueue()
+        running.append(Supervisor(make, RestartPolicy(**({"first_delay": 0.01} | policy))))
+        running[-1].start(reports.put)
+        return made, reports
+
+    run.supervisors = running
+    yield run
+    for supervisor in running:
+        supervisor.stop(1.0)
+
+
+READY, GONE = Ready(info=None), Dead("it crashed")
+
+
+def test_an_end_before_the_first_readiness_is_passed_on(scripted):
+    _, reports = scripted([GONE])
+    assert reports.get(timeout=1) == GONE
+
+
+def test_an_end_while_restarting_counts_as_one_more(scripted):
+    made, reports = scripted([READY, GONE], [GONE], [READY], max_restarts=5)
+    found = [reports.get(timeout=5) for _ in range(4)]
+    assert found == [READY, Lost("it crashed", restarts=1), Lost("it crashed", restarts=2), READY]
+    assert [script.stopped for script in made] == [True, True, False]
+
+
+def test_too_many_ends_are_final_and_say_why(scripted):
+    made, reports = scripted([READY, GONE], [READY, GONE], max_restarts=1)
+    found = [reports.get(timeout=5) for _ in range(4)]
+    assert found[:3] == [READY, Lost("it crashed", restarts=1), READY]
+    assert isinstance(found[3], Dead) and len(made) == 2
+    assert "it crashed; restarted 1 times within 600 s" in found[3].reason and "not restarted again" in found[3].reason
+
+
+def test_a_stop_between_two_processes_starts_no_other(scripted):
+    made, reports = scripted([READY, GONE], [READY], first_delay=0.3)
+    assert [type(reports.get(timeout=2)) for _ in range(2)] == [Ready, Lost]
+    scripted.supervisors[0].stop(1.0)
+    time.sleep(0.6)
+    assert len(made) == 1
+
+
+def test_a_restart_outside_the_window_is_forgotten(scripted):
+    _, reports = scripted([READY, GONE], [READY, GONE], [READY], max_restarts=1, window_seconds=0.05, first_delay=0.1)
+    found = [reports.get(timeout=5) for _ in range(5)]
+    assert found[3] == Lost("it crashed", restarts=2) and found[4] == READY
+
+
+def test_a_loading_process_owes_no_reports_and_a_loaded_one_does(scripted):
+    made, reports = scripted([READY, GONE], [], [READY], kill_seconds=0.3)
+    assert [type(reports.get(timeout=2)) for _ in range(2)] == [Ready, Lost]
+    time.sleep(0.8)
+    assert len(made) == 2 and not made[1].killed
+    made[1].on_report(READY)
+    assert reports.get(timeout=1) == READY
+    lost = reports.get(timeout=2)
+    assert made[1].killed and "hung" in lost.reason and lost.restarts == 2
+    assert reports.get(timeout=2) == READY
+
+
+def test_any_report_is_a_sign_of_life(scripted):
+    made, reports = scripted([READY], kill_seconds=0.4)
+    for _ in range(10):
+        made[0].on_report(Events([]))
+        time.sleep(0.1)
+    assert not made[0].killed
+
+
+def test_pauses_double_up_to_their_limit_and_nonsense_is_refused():
+    policy = RestartPolicy(first_delay=1, max_delay=10)
+    assert [policy.delay(recent) for recent in (0, 1, 2, 3, 4, 2000)] == [1, 2, 4, 8, 10, 10]
+    for wrong in ({"kill_seconds": -1}, {"first_delay": float("nan")}):
+        with pytest.raises(ConfigError):
+            RestartPolicy(**wrong)
+
+
+def snapshot(scale: int) -> EngineStats:
+    graphs = {
+        "replays": [(("decode", "block", "decode", 8), 5 * scale)], "real_tokens": [(("decode",), 30 * scale)],
+        "capture_seconds": {"bounds": (0.1, 1.0), "counts": [scale, 0, 1], "sum": 0.5 * scale},
+        "entries": [(("decode", "block"), scale)], "pool_bytes": 100 * scale, "warm_ratio": 0.5,
+    }  # fmt: skip
+    return EngineStats(
+        num_running=scale, num_waiting=scale, kv_cache_usage=0.25, prefix_cache_queries=scale, prefix_cache_hits=scale,
+        num_preemptions=scale, prompt_tokens=10 * scale, generation_tokens=20 * scale, steps=scale,
+        ended={"length": scale, "stop": 1}, graphs=graphs, warm={"ratio": 0.5}, weight_version=f"v{scale}",
+        idle_check_failures=scale,
+    )  # fmt: skip
+
+
+def test_counts_go_on_over_processes_and_gauges_are_the_running_ones_own():
+    lost = carried(snapshot(1), "it crashed")
+    assert (lost.num_running, lost.num_waiting, lost.kv_cache_usage, lost.warm) == (0, 0, 0.0, {})
+    assert "entries" not in lost.graphs and "pool_bytes" not in lost.graphs
+    assert (lost.generation_tokens, lost.last_error, lost.weight_version) == (20, "it crashed", "v1")
+    both = added(lost, snapshot(2))
+    assert (both.num_running, both.kv_cache_usage, both.weight_version, both.warm) == (2, 0.25, "v2", {"ratio": 0.5})
+    assert (both.prompt_tokens, both.generation_tokens, both.steps, both.idle_check_failures) == (30, 60, 3, 3)
+    assert (both.prefix_cache_queries, both.prefix_cache_hits, both.num_preemptions) == (3, 3, 3)
+    assert both.ended == {"length": 3, "stop": 2}
+    assert both.graphs == {
+        "replays": [(("decode", "block", "decode", 8), 15)], "real_tokens": [(("decode",), 90)],
+        "capture_seconds": {"bounds": (0.1, 1.0), "counts": [3, 0, 2], "sum": 1.5},
+        "entries": [(("decode", "block"), 2)], "pool_bytes": 200, "warm_ratio": 0.5,
+    }  # fmt: skip
+    # A third process: what the first two counted is carried whole, and each count only grows on the way.
+    assert added(carried(both, ""), EngineStats()).generation_tokens == 60
+    assert carried(both, "").graphs["replays"] == both.graphs["replays"]
+
+
+def test_the_counts_of_a_snapshot_are_all_known_to_the_totals(make_engine):
+    """A counter that is new in the loop or the cache must be decided on here: does it go on, or is it a gauge?"""
+    from dataclasses import fields
+
+    from engine.totals import COUNTS, GRAPH_COUNTS
+
+    gauges = {"num_running", "num_waiting", "kv_cache_usage", "ended", "graphs", "warm", "weight_version", "last_error"}
+    assert {field.name for field in fields(EngineStats)} == gauges | set(COUNTS)
+    graphs = make_engine().stats().graphs
+    assert set(graphs) == set(GRAPH_COUNTS) | {"capture_seconds", "entries", "pool_bytes", "warm_ratio"}
+    assert isinstance(Snapshot(EngineStats()).stats, EngineStats)

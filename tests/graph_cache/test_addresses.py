@@ -1,0 +1,98 @@
+"""The address book: whatever moves a tensor is noticed and named; what changes values in place is not."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from graph_cache.addresses import AddressBook
+
+
+def model():
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3, bias=False))
+    return net.requires_grad_(False)
+
+
+def watched(source, **options):
+    book = AddressBook()
+    book.watch(source, **options)
+    return book
+
+
+def test_parameters_and_buffers_are_watched_by_their_names():
+    net = model()
+    book = watched(net, prefix="model.")
+    held = net[1].running_mean
+    net[1].running_mean = held.clone()
+    net[0].weight.data = net[0].weight.data.clone()
+    assert sorted(one.name for one in book.moved()) == ["model.0.weight", "model.1.running_mean"]
+    assert not book.unchanged()
+
+
+def keep_in_place(net):
+    net[0].weight.add_(1)
+    net.load_state_dict({name: tensor + 1 for name, tensor in net.state_dict().items()})
+
+
+def test_updates_in_place_are_no_move():
+    net = model()
+    book = watched(net)
+    keep_in_place(net)
+    assert book.unchanged() and book.moved() == []
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda net: setattr(net[0].weight, "data", net[0].weight.data.clone()),
+        lambda net: setattr(net[0], "weight", nn.Parameter(net[0].weight.clone(), requires_grad=False)),
+        lambda net: net.double(),
+        lambda net: net.load_state_dict({k: v.clone() for k, v in net.state_dict().items()}, assign=True),
+        lambda net: setattr(net[0], "weight", None),
+        lambda net: delattr(net[0], "weight"),
+    ],
+)
+def test_every_way_to_move_a_parameter_is_noticed(move):
+    net = model()
+    book, held = watched(net), [one.data for one in net.parameters()]  # holds the old memory, so no address comes back
+    move(net)
+    assert held
+    assert not book.unchanged()
+    assert "0.weight" in [one.name for one in book.moved()]
+
+
+def test_a_mapping_is_read_again_and_a_tensor_that_is_gone_says_so():
+    table = {"k": torch.zeros(2), "v": torch.zeros(2)}
+    book = watched(table, prefix="kv.")
+    old = table["k"]
+    table["k"] = torch.ones(2)
+    del table["v"]
+    moved = {one.name: one for one in book.moved()}
+    assert (moved["kv.k"].before, moved["kv.k"].now) == (old.data_ptr(), table["k"].data_ptr())
+    assert moved["kv.v"].now is None and str(moved["kv.v"]).endswith("gone")
+
+
+def test_accepting_takes_the_present_addresses_and_forgets_what_is_gone():
+    table = {"k": torch.zeros(2), "v": torch.zeros(2)}
+    book, old = watched(table), table["k"]
+    table["k"] = torch.ones(2)
+    del table["v"]
+    book.accept()
+    assert book.unchanged() and len(book) == 1
+    table["k"] = old
+    assert [one.name for one in book.moved()] == ["k"]
+
+
+def test_a_check_costs_less_than_a_microsecond_a_tensor():
+    book = watched({str(index): torch.zeros(1) for index in range(1000)})
+    best = min(_timed(book.unchanged) for _ in range(20))
+    assert best < 1000 * 1e-6
+
+
+def _timed(call):
+    started = time.perf_counter()
+    assert call()
+    return time.perf_counter() - started

@@ -1,0 +1,294 @@
+"""The cache where the contract suite leaves off: misses, kept plans, the self-check, the loop, and what is counted."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from graph_cache import (
+    BATCH,
+    Buckets,
+    BufferSpec,
+    GraphCache,
+    GraphConfig,
+    GraphConfigError,
+    Manifest,
+    SignatureMismatch,
+    Site,
+    StaticBuffers,
+)
+from graph_cache.backends import cpu as cpu_backend
+from graph_cache.backends.cpu import CpuBackend
+from graph_cache.pool import GraphPool
+
+WIDTH = 4
+INPUT = {"x": BufferSpec((BATCH, WIDTH), torch.float32)}
+
+
+def graphed(fn, buckets=(2, 4), inputs=INPUT, name="fn", **options):
+    cache = GraphCache(**{key: options.pop(key) for key in ("config", "capture_on_miss", "manifest") if key in options})
+    return cache, cache.graphed(name, fn, inputs, buckets=buckets, **options)
+
+
+def test_names_of_sites_are_unique():
+    cache, _ = graphed(lambda x: x)
+    with pytest.raises(GraphConfigError, match="registered already"):
+        cache.graphed("fn", lambda x: x, INPUT, buckets=(1,))
+
+
+def test_a_plan_kept_over_an_eviction_is_decided_anew():
+    cache, run = graphed(lambda x: x * 2, capture_on_miss=False)
+    cache.warm()
+    kept = cache.plan("fn", 2)
+    assert kept.is_graph
+    cache.run(kept)
+    cache.evict(kept.key)
+    cache.run(kept)
+    assert cache.stats.fallbacks == {("fn", "decode", "evicted"): 1}
+    cache.warm()
+    cache.run(kept)
+    assert cache.stats.replays == {("fn", "block", "decode", 2): 2}
+    assert cache.stats.captures["fn", "block", "evicted"] == 1
+
+
+def test_plans_are_remembered_until_graphs_come_or_go():
+    cache, _ = graphed(lambda x: x)
+    before = cache.plan("fn", 1)
+    assert cache.plan("fn", 1) is before and before.reason == "not_captured"
+    cache.warm()
+    assert cache.plan("fn", 1).is_graph
+    assert cache.invalidate("test") == 2
+    assert cache.plan("fn", 1).reason == "stale_address"
+    assert cache.stats.invalidations == {"test": 1}
+
+
+def test_invalidating_one_site_leaves_the_others():
+    cache, _ = graphed(lambda x: x + 1)
+    cache.graphed("other", lambda x: x * 2, INPUT, buckets=(2,))
+    cache.warm()
+    assert cache.invalidate("reload", "fn") == 2
+    assert cache.plan("other", 2).is_graph and not cache.plan("fn", 2).is_graph
+
+
+def test_above_the_largest_bucket_the_callable_gets_its_keywords_and_the_memory_it_writes():
+    def fn(x, hidden, factor):
+        hidden.copy_(x * factor)
+        return hidden + 1
+
+    specs = INPUT | {"hidden": BufferSpec((BATCH, WIDTH), torch.float32, pad=None)}
+    cache = GraphCache()
+    cache.add_site(Site("fn", [fn], StaticBuffers(specs, 2, "cpu"), Buckets((2,)), variants=[{"factor": 3}]))
+    plan = cache.plan("fn", 5, factor=3)
+    assert (plan.bucket, plan.reason) == (None, "above_largest_bucket")
+    x = torch.randn(5, WIDTH)
+    assert torch.equal(cache.run_unpadded(plan, {"x": x}), x * 3 + 1)
+    with pytest.raises(GraphConfigError, match="run_unpadded"):
+        cache.run(plan)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"x": torch.zeros(9, WIDTH, dtype=torch.float64)}, {"x": torch.zeros(9, WIDTH + 1)}, {"x": [1.0]}, {},
+     {"x": torch.tensor(1.0)}, {"x": torch.zeros(2, WIDTH), "y": torch.zeros(2)}],
+)
+def test_inputs_that_differ_are_refused_at_every_size(wrong):
+    cache, run = graphed(lambda x: x)
+    with pytest.raises(SignatureMismatch):
+        run(**wrong)
+    assert not cache.stats.fallbacks and not cache.stats.batch_rows
+
+
+def test_an_empty_batch_is_padding_all_over():
+    cache, run = graphed(lambda x: x + 1)
+    assert run(x=torch.zeros(0, WIDTH)).shape == (0, WIDTH)
+    assert cache.stats.padded_tokens == {"decode": 2}
+
+
+def test_results_are_the_callers_own():
+    _, run = graphed(lambda x: x * 2)
+    first = run(x=torch.ones(2, WIDTH))
+    run(x=torch.zeros(2, WIDTH))
+    assert first.eq(2).all()
+    first.requires_grad_(True).sum().backward()  # an ordinary tensor, outside of inference mode too
+
+
+def test_parameters_that_need_gradients_are_replayed_fast():
+    layer = nn.Linear(WIDTH, WIDTH)
+    cache, run = graphed(lambda x: layer(x), watch=layer)
+    x = torch.randn(2, WIDTH)
+    assert torch.equal(run(x=x), layer(x))
+    assert {row["engine"] for row in cache.table()} == {"torchscript"}
+
+
+def test_a_graph_stays_at_the_addresses_it_was_captured_with():
+    weight = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+    cache, run = graphed(lambda x: x * weight)  # nothing is watched, so nothing notices
+    cache.warm()
+    weight.data = torch.full((WIDTH,), 5.0)
+    assert run(x=torch.ones(2, WIDTH)).eq(1).all()  # as a CUDA graph would: it reads the old memory
+
+
+def test_where_the_interpreter_cannot_take_a_call_the_loop_takes_over_and_says_so(caplog):
+    cache, run = graphed(lambda x: ((x > 0) * True).float() + x)  # its IR knows no product with a bool
+    with caplog.at_level(logging.WARNING, logger="graph_cache"):
+        cache.warm()
+    x = torch.randn(2, WIDTH)
+    assert torch.equal(run(x=x), (x > 0).float() + x)
+    engines = {row["engine"] for row in cache.table()}
+    assert engines == {"loop"} and "replaying by a loop instead" in caplog.text
+
+
+@pytest.mark.parametrize("fault", [TypeError("no such binding"), RuntimeError("no such argument")])
+def test_any_failure_to_build_the_fast_replay_falls_to_the_loop(monkeypatch, caplog, fault):
+    def broken(calls):
+        raise fault
+
+    monkeypatch.setattr(cpu_backend, "torchscript_program", broken)
+    cache, run = graphed(lambda x: x * 2)
+    with caplog.at_level(logging.WARNING, logger="graph_cache"):
+        cache.warm()
+    assert torch.equal(run(x=torch.ones(2, WIDTH)), torch.full((2, WIDTH), 2.0))
+    assert {row["engine"] for row in cache.table()} == {"loop"}
+    assert str(fault) in caplog.text and "replaying by a loop instead" in caplog.text
+
+
+def test_a_fast_replay_that_is_wrong_for_other_values_only_is_found_at_capture(monkeypatch, caplog):
+    """Rows of padding are zeros: a program that always answers for zeros must not pass for a replay."""
+    right = cpu_backend.torchscript_program
+
+    def wrong(calls):
+        return right([call for call in calls if "mul" not in call.func._schema.name])
+
+    monkeypatch.setattr(cpu_backend, "torchscript_program", wrong)
+    cache, run = graphed(lambda x: (x * 2).relu())
+    with caplog.at_level(logging.WARNING, logger="graph_cache"):
+        cache.warm()
+    assert "differed from eager" in caplog.text
+    assert {row["engine"] for row in cache.table()} == {"loop"}
+    assert run(x=torch.ones(2, WIDTH)).eq(2).all()
+
+
+def test_replays_that_are_wrong_both_ways_leave_the_call_eager(monkeypatch):
+    monkeypatch.setattr(cpu_backend, "torchscript_program", lambda calls: lambda: None)
+    monkeypatch.setattr(cpu_backend, "loop_program", lambda calls: lambda: None)
+    cache, run = graphed(lambda x: x * 2)
+    assert run(x=torch.ones(2, WIDTH)).eq(2).all()
+    assert cache.stats.fallbacks == {("fn", "decode", "capture_failed"): 1}
+    assert "other than eager did" in cache.table()[0]["failure"]
+
+
+def test_a_callable_that_depends_on_earlier_runs_is_not_captured():
+    state = {"last": torch.zeros(WIDTH)}
+
+    def fn(x):
+        y = x + state["last"]
+        state["last"] = y[0] + 1
+        return y
+
+    cache, run = graphed(fn)
+    run(x=torch.ones(2, WIDTH))
+    assert "two eager runs from the same inputs differ" in cache.table()[0]["failure"]
+
+
+def test_a_callable_that_takes_no_noise_is_checked_on_padding_alone():
+    def fn(x):
+        return torch.linalg.cholesky(x.t() @ x * 0 + torch.eye(WIDTH) - x[0, 0] * 1e9 * torch.eye(WIDTH))
+
+    cache, run = graphed(fn, buckets=(2,))
+    cache.warm()
+    assert [row["state"] for row in cache.table()] == ["captured"]
+    assert torch.equal(run(x=torch.zeros(2, WIDTH)), torch.eye(WIDTH))
+
+
+def test_graphs_off_in_the_configuration_capture_nothing_even_on_a_miss():
+    config = GraphConfig(cuda_graph_impl="local", inference_cuda_graph_scope="none")
+    cache, run = graphed(lambda x: x * 2, config=config)
+    run(x=torch.ones(2, WIDTH))
+    assert not cache.warm_next() and cache.warm_ratio() == 1.0
+    assert cache.stats.fallbacks == {("fn", "decode", "graphs_off"): 1} and not cache.table()
+
+
+def test_warm_ratio_and_table_follow_the_captures():
+    cache, _ = graphed(lambda x: x * 2, buckets=(1, 2, 4, 8))
+    seen = [cache.warm_ratio()]
+    assert {row["state"] for row in cache.table()} == {"not_captured"}
+    while cache.warm_next():
+        seen.append(cache.warm_ratio())
+    assert seen == [0.0, 0.25, 0.5, 0.75, 1.0]
+    assert [row["bucket"] for row in cache.table()] == [1, 2, 4, 8]
+    assert all(row["capture_seconds"] > 0 for row in cache.table())
+    assert sum(cache.stats.capture_seconds_counts) == 4
+
+
+def test_progress_is_told_after_every_capture_largest_first():
+    cache, _ = graphed(lambda x: x * 2, buckets=(1, 2, 4))
+    told = []
+    cache.warm(lambda done, total, key: told.append((done, total, key.bucket)))
+    assert told == [(1, 3, 4), (2, 3, 2), (3, 3, 1)]
+
+
+def test_a_failure_is_tried_once_and_again_only_after_an_invalidation():
+    calls = []
+
+    def fn(x):
+        calls.append(1)
+        return x * x.sum().item()
+
+    cache, run = graphed(fn, buckets=(2,))
+    run(x=torch.ones(2, WIDTH))
+    first = len(calls)
+    run(x=torch.ones(2, WIDTH))
+    assert len(calls) == first + 1  # the eager run and nothing else
+    assert cache.stats.failed_captures == {("fn", "block"): 1}
+    cache.invalidate("reload")
+    assert cache.plan("fn", 2).reason == "not_captured"
+
+
+def test_padding_and_replays_are_counted_per_graph():
+    cache, run = graphed(lambda x: x * 2)
+    for rows in (3, 1, 4):
+        run(x=torch.ones(rows, WIDTH))
+    rows = {row["bucket"]: (row["replays"], row["padded_rows"]) for row in cache.table()}
+    assert rows == {2: (1, 1), 4: (2, 1)}
+    assert cache.stats.real_tokens == {"decode": 8} and cache.stats.padded_tokens == {"decode": 2}
+
+
+def test_used_keys_beyond_the_warm_ones_are_captured_ahead_by_a_restart(tmp_path):
+    def build(manifest):
+        cache = GraphCache(manifest=manifest)
+        cache.add_site(Site("fn", [lambda x, n: x * n], StaticBuffers(INPUT, 2, "cpu"), Buckets((1, 2)),
+                            variants=[{"n": 1}, {"n": 2}], warm_variants=[{"n": 1}]))
+        return cache
+
+    manifest = Manifest(tmp_path / "used.json", "model")
+    first = build(manifest)
+    assert [(key.bucket, dict(key.statics)["n"]) for key in first.pending()] == [(2, 1), (1, 1)]
+    first.run(first.plan("fn", 1, n=2))
+    again = build(manifest)
+    assert (1, 2) in [(key.bucket, dict(key.statics)["n"]) for key in again.pending()]
+
+
+def test_two_caches_share_one_pool_and_its_memory():
+    pool = GraphPool(CpuBackend())
+
+    def wide(x):
+        return (x[:, :, None] * torch.ones(512)).cumsum(2).sum(2)
+
+    caches = [GraphCache(pool=pool), GraphCache(pool=pool)]
+    runs = [cache.graphed("fn", wide, INPUT, buckets=(4,)) for cache in caches]
+    x = torch.randn(4, WIDTH)
+    assert torch.equal(runs[0](x=x), runs[1](x=x))
+    assert caches[0].pool_bytes == caches[1].pool_bytes == pool.nbytes() > 0
+    caches[0].clear()
+    assert pool.nbytes() == caches[1].pool_bytes
+    assert torch.equal(runs[1](x=x), runs[0](x=x))
+
+
+def test_eager_steps_without_a_site_are_counted_in_the_same_place():
+    cache = GraphCache()
+    cache.count_eager("prefill", "prefill", 17, "eager_by_design")
+    assert cache.stats.fallbacks == {("prefill", "prefill", "eager_by_design"): 1}
+    assert cache.stats.real_tokens == {"prefill": 17}

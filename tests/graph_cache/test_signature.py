@@ -1,0 +1,47 @@
+"""Signatures: every difference is told, and only differences."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graph_cache.errors import SignatureMismatch
+from graph_cache.signature import Signature
+
+TENSORS = {"x": torch.zeros(2, 3), "ids": torch.zeros(2, dtype=torch.int64)}
+
+
+def test_what_was_captured_fits():
+    signature = Signature.of(TENSORS)
+    assert signature.differences({"x": torch.ones(2, 3), "ids": torch.ones(2, dtype=torch.int64)}) == []
+    signature.check(TENSORS, "inputs")
+
+
+def test_strides_and_gradients_are_no_difference_since_inputs_are_copied():
+    x = torch.ones(3, 2, requires_grad=True).t()
+    assert Signature.of(TENSORS).differences(TENSORS | {"x": x}) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"x": torch.zeros(2, 4)}, "x: shape (2, 4) where (2, 3) was captured"),
+        ({"x": torch.zeros(2, 3, dtype=torch.float16)}, "x: dtype torch.float16 where torch.float32 was captured"),
+        ({"x": torch.zeros(2, 3, device="meta")}, "x: device meta where cpu was captured"),
+        ({"x": [1.0]}, "x: a tensor is needed, found list"),
+        ({"x": None}, "x: a tensor is needed, found NoneType"),
+        ({"y": torch.zeros(1)}, "y: not an input of this graph"),
+    ],
+)
+def test_a_difference_says_what_was_found_and_what_was_captured(change, said):
+    assert Signature.of(TENSORS).differences(TENSORS | change) == [said]
+
+
+def test_all_differences_are_in_one_error():
+    with pytest.raises(SignatureMismatch, match="inputs do not fit the graph: .*;.*;.*") as caught:
+        Signature.of(TENSORS).check({"x": torch.zeros(1, dtype=torch.int8), "z": 1}, "inputs")
+    assert caught.value.differences == [
+        "ids: missing", "z: not an input of this graph", "x: shape (1,) where (2, 3) was captured",
+        "x: dtype torch.int8 where torch.float32 was captured",
+    ]
+    assert isinstance(caught.value, ValueError)

@@ -1,0 +1,38 @@
+"""Counters: what is counted under which labels, and that a snapshot is a copy."""
+
+from __future__ import annotations
+
+from graph_cache.stats import CAPTURE_SECONDS_BOUNDS, CacheStats
+
+
+def test_a_batch_counts_its_rows_and_its_padding_apart():
+    stats = CacheStats()
+    stats.observe_batch("decode", "decode", 3, 1)
+    stats.observe_batch("decode", "decode", 3, 5)
+    assert stats.real_tokens == {"decode": 6} and stats.padded_tokens == {"decode": 6}
+    assert stats.batch_rows == {("decode", "decode", 3): 2}
+
+
+def test_capture_times_fall_into_the_first_bound_that_holds_them():
+    stats = CacheStats()
+    for seconds in (0.0, CAPTURE_SECONDS_BOUNDS[0], 0.011, 1000.0):
+        stats.observe_capture(seconds)
+    assert stats.capture_seconds_counts[:2] == [2, 1]
+    assert stats.capture_seconds_counts[-1] == 1
+    assert sum(stats.capture_seconds_counts) == 4
+    assert stats.capture_seconds_sum == sum((0.0, CAPTURE_SECONDS_BOUNDS[0], 0.011, 1000.0))
+
+
+def test_a_snapshot_is_plain_and_does_not_follow():
+    stats = CacheStats()
+    stats.replays["net", "block", "decode", 4] += 2
+    stats.invalidations["reload"] += 1
+    stats.observe_capture(0.02)
+    taken = stats.snapshot()
+    stats.replays["net", "block", "decode", 4] += 1
+    stats.observe_capture(0.02)
+    assert taken["replays"] == [(("net", "block", "decode", 4), 2)]
+    assert taken["invalidations"] == [(("reload",), 1)]
+    assert taken["capture_seconds"]["sum"] == 0.02 and sum(taken["capture_seconds"]["counts"]) == 1
+    assert set(taken) == {"replays", "fallbacks", "captures", "failed_captures", "invalidations", "real_tokens",
+                          "padded_tokens", "batch_rows", "capture_seconds"}

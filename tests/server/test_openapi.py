@@ -1,0 +1,83 @@
+"""/openapi.json tells the truth: every answer of every route has the shape that is promised there."""
+
+from __future__ import annotations
+
+import pytest
+
+from server import wire_answers as answers
+from server.openapi import ADMIN_REFUSALS, REFUSALS
+from server.schemas import RANGES
+
+PROMPT = "the old king sleeps"
+
+
+@pytest.fixture(scope="module")
+def schema(server):
+    return server.http.get("/openapi.json").json()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("options", [{}, {"logprobs": 2, "echo": True, "n": 2, "max_tokens": 0}, {"stop": "e"}])
+def test_completions(server, options, stream):
+    body = {"prompt": [PROMPT, "red"], "max_tokens": 6, "logprobs": 0, **options, "stream": stream}
+    found = server.events("/v1/completions", body) if stream else [server.answer("/v1/completions", body)]
+    for one in found:
+        answers.Completion.model_validate(one, strict=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"logprobs": True, "top_logprobs": 2, "n": 2}, {"stop": ["zzzz"]}])
+def test_chats(server, options):
+    body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 6, "ignore_eos": True, **options}
+    answers.ChatCompletion.model_validate(server.answer("/v1/chat/completions", body), strict=True)
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = server.events("/v1/chat/completions", body | {"stream": True, "stream_options": usage})
+    for one in chunks:
+        answers.ChatChunk.model_validate(one, strict=True)
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks][-1] == 6 * body.get("n", 1)
+
+
+def test_generate_and_the_small_routes(server):
+    body = {
+        "text": [PROMPT, "red"], "sampling_params": {"max_new_tokens": 4}, "return_logprob": True,
+        "top_logprobs_num": 2, "logprob_start_len": 0, "return_text_in_logprobs": True,
+    }  # fmt: skip
+    for one in [*server.answer("/generate", body), *server.events("/generate", body | {"stream": True})]:
+        answers.Generated.model_validate(one, strict=True)
+    for path, model in {
+        "/health": answers.Health, "/ready": answers.Ready, "/version": answers.Version, "/graphs": answers.Graphs,
+        "/v1/models": answers.ModelList, "/v1/models/tiny": answers.Model, "/nothing": answers.ErrorAnswer,
+    }.items():  # fmt: skip
+        model.model_validate(server.http.get(path).json(), strict=True)
+
+
+def test_each_route_promises_its_refusals_and_no_422(schema):
+    for path, operations in schema["paths"].items():
+        for operation in operations.values():
+            promised = set(operation["responses"])
+            assert "200" in promised and "422" not in promised
+            if operation.get("security") == [{"admin_key": []}]:
+                assert {str(status) for status in ADMIN_REFUSALS} <= promised, path
+            elif operation.get("security"):
+                assert {str(status) for status in REFUSALS} <= promised, path
+    assert "HTTPValidationError" not in schema["components"]["schemas"]
+
+
+def test_ranges_of_the_schema_are_those_that_are_checked(schema):
+    """One step beyond each bound that the schema names is refused, and the bound itself is taken."""
+    from engine.errors import RequestError
+    from engine.request import SamplingParams
+
+    fields = schema["components"]["schemas"]["CompletionBody"]["properties"]
+    assert fields["temperature"]["maximum"] == RANGES["temperature"]["maximum"]
+    for name in ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
+                 "top_k", "n", "seed", "logprobs", "max_tokens", "min_tokens"):  # fmt: skip
+        bounds = RANGES[name]
+        assert set(bounds) <= set(fields[name])
+        for key, beyond in (("minimum", -1), ("maximum", 1), ("exclusiveMinimum", 0)):
+            if key not in bounds:
+                continue
+            if key != "exclusiveMinimum":
+                SamplingParams(**{"max_tokens": None, name: bounds[key]})
+            with pytest.raises(RequestError) as caught:
+                SamplingParams(**{"max_tokens": None, name: bounds[key] + beyond})
+            assert caught.value.param == name

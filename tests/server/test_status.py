@@ -1,0 +1,160 @@
+"""The status page: what it shows, that it needs nothing from elsewhere, and that no value becomes markup."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import multiprocessing
+import os
+import re
+import signal
+import time
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry, Histogram
+
+from engine.messages import EngineStats
+from server.status import KEPT_STEPS, SERIES, History, graph_summary, quantile
+from server.status_page import CONTENT_SECURITY_POLICY, PAGE
+
+AS_JSON = {"Accept": "application/json"}
+HOSTILE = '<img src=x onerror="alert(1)"></script>'
+
+
+def shown(server) -> dict:
+    response = server.http.get("/", headers=AS_JSON)
+    assert response.status_code == 200 and response.headers["content-type"] == "application/json"
+    return response.json()
+
+
+def test_a_browser_gets_the_page_and_a_policy_that_allows_only_its_own_script(server):
+    response = server.http.get("/", headers={"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"})
+    assert response.status_code == 200 and response.headers["content-type"].startswith("text/html")
+    assert response.headers["vary"] == "Accept" and response.headers["x-content-type-options"] == "nosniff"
+    policy = dict(part.split(" ", 1) for part in response.headers["content-security-policy"].split("; "))
+    assert policy["default-src"] == "'none'" and policy["connect-src"] == "'self'"
+    assert policy["frame-ancestors"] == policy["base-uri"] == policy["form-action"] == "'none'"
+    for tag, directive in (("style", "style-src"), ("script", "script-src")):
+        [text] = re.findall(rf"<{tag}>(.*?)</{tag}>", response.text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert policy[directive] == f"'sha256-{digest}'"
+
+
+def test_the_page_loads_nothing_from_elsewhere_and_makes_no_markup_of_values():
+    assert "unsafe" not in CONTENT_SECURITY_POLICY and "http:" not in CONTENT_SECURITY_POLICY
+    assert not re.findall(r'(?:src|href)="(?:https?:)?//', PAGE)
+    assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", PAGE)
+    assert not re.findall(r'\son\w+="|\sstyle="', PAGE), "the policy would refuse inline handlers and styles"
+    assert len(PAGE) < 40_000
+
+
+def test_what_the_script_reads_is_in_the_page():
+    ids = set(re.findall(r'\sid="([\w-]+)"', PAGE))
+    assert set(re.findall(r'\$\("([\w-]+)"\)', PAGE)) <= ids
+
+
+def test_its_values_are_those_of_the_server_after_traffic(start_server):
+    server = start_server(served_model_name=(HOSTILE,), graph_buckets=(1, 4, 8), warmup="full", max_model_len=256)
+    prompts = [[5, 6, 7], [8, 9], [10]]
+    server.answer("/v1/completions", {"prompt": prompts, "max_tokens": 12, "ignore_eos": True, "temperature": 0})
+    server.wait_idle()
+    server.wait(lambda: shown(server)["history"]["output"], "a second of history")
+    server.answer("/v1/completions", {"prompt": prompts, "max_tokens": 12, "ignore_eos": True, "temperature": 0})
+    server.wait(lambda: shown(server)["history"]["first_p50"][-1] is not None, "latencies in the history")
+    found = shown(server)
+    assert found["state"] == "ready" and found["reasons"] == []
+    assert found["model"]["name"] == HOSTILE and HOSTILE not in PAGE
+    assert found["queue"] == {"in_flight": 0, "limit": 64, "running": 0, "waiting": 0, "seats": 8}
+    assert found["engine"]["output_tokens"] == 72 and found["engine"]["prompt_tokens"] == 12
+    assert found["engine"]["ended"] == {"stop": 0, "length": 6, "abort": 0, "error": 0}
+    graphs = found["graphs"]
+    assert [one["bucket"] for one in graphs["buckets"]] == [1, 4, 8]
+    assert sum(one["steps"] for one in graphs["buckets"]) == sum(one["hits"] for one in graphs["buckets"]) >= 22
+    assert graphs["hit_rate"] == 1.0 and 0 < graphs["padding"] < 1 and graphs["pool_bytes"] > 0
+    assert all(one["captured"] == one["wanted"] for one in graphs["buckets"])
+    assert set(found["history"]) == {"step", *SERIES} and max(found["history"]["output"]) > 0
+    json.dumps(found, allow_nan=False)
+
+
+def test_before_the_model_is_loaded_it_says_so(start_server, tmp_path):
+    server = start_server(wait_ready=False, model=str(tmp_path / "missing"))
+    server.wait(lambda: server.service.settled.is_set(), "the failure")
+    found = shown(server)
+    assert found["state"] == "dead" and "missing" in found["reasons"][0] and found["model"] is None
+
+
+def test_a_loop_in_a_long_step_does_not_hold_the_page_up(start_server):
+    server = start_server(in_process=False)
+    assert shown(server)["graphs"]["buckets"]
+
+    [engine] = multiprocessing.active_children()
+    os.kill(engine.pid, signal.SIGSTOP)
+    try:
+        time.sleep(1.1)  # the table is asked for again
+        began = time.monotonic()
+        assert shown(server)["graphs"]["buckets"] and shown(server)["engine"]["silent"] > 0.5
+        assert time.monotonic() - began < 2.5
+    finally:
+        os.kill(engine.pid, signal.SIGCONT)
+
+
+def test_it_is_open_where_inference_needs_a_key(server):
+    assert httpx.get(server.url + "/").status_code == 200
+
+
+# ---- counting ------------------------------------------------------------------------------------------------------
+
+
+def test_history_turns_counts_into_rates_and_forgets_the_oldest():
+    history, registry = History(), CollectorRegistry()
+    first = Histogram("first", "", buckets=(0.1, 0.2, 0.4), registry=registry)
+    following = Histogram("following", "", buckets=(0.01, 0.02), registry=registry)
+    for second in range(KEPT_STEPS + 10):
+        if second > KEPT_STEPS:
+            first.observe(0.15)
+        stats = EngineStats(generation_tokens=50 * second, prompt_tokens=10 * second, num_waiting=2)
+        history.record(float(second), stats, first, following)
+    columns = history.columns()
+    assert {len(series) for series in columns.values()} == {KEPT_STEPS}
+    assert set(columns["output"]) == {50.0} and set(columns["prompt"]) == {10.0} and set(columns["waiting"]) == {2}
+    assert columns["next_p50"][-1] is None and columns["first_p50"][0] is None
+    assert 0.1 < columns["first_p50"][-1] < columns["first_p95"][-1] <= 0.2
+
+
+@pytest.mark.parametrize(
+    ("counts", "wanted", "expected"),
+    [
+        ([0, 0, 0], 0.5, None), ([4, 0, 0], 0.5, 0.5), ([4, 0, 0], 1.0, 1.0), ([2, 2, 0], 0.5, 1.0),
+        ([2, 2, 0], 0.75, 1.5), ([0, 4, 0], 0.25, 1.25), ([0, 0, 3], 0.5, 2.0), ([1, 0, 1], 0.95, 2.0),
+    ],
+)  # fmt: skip
+def test_quantiles_lie_on_a_line_through_their_bucket(counts, wanted, expected):
+    assert quantile([1.0, 2.0, float("inf")], counts, wanted) == expected
+
+
+def test_steps_fall_into_the_bucket_that_holds_them_and_layers_count_once():
+    graphs = {
+        "batch_rows": [(("decode", "decode", 3), 10), (("decode", "decode", 4), 2), (("decode", "decode", 1), 5),
+                       (("decode", "decode", 9), 3), (("prefill", "prefill", 4), 100)],
+        "replays": [(("decode", "layer", "decode", 4), 36)],
+        "real_tokens": [(("prefill",), 400), (("decode",), 60)], "padded_tokens": [(("decode",), 20)],
+        "fallbacks": [(("decode", "decode", "not_captured"), 8), (("prefill", "prefill", "phase_not_captured"), 1)],
+        "pool_bytes": 7,
+    }  # fmt: skip
+    row = {"failure": None, "state": "captured", "bytes": 5, "graphs": 4}
+    failed = row | {"bucket": 1, "state": "failed", "failure": "no"}
+    rows = [row | {"bucket": 4}, row | {"bucket": 4, "bytes": 6}, failed]
+    found = graph_summary(graphs, (1, 4), rows)
+    one, four = found["buckets"]
+    assert (four["steps"], four["hits"], four["captured"], four["bytes"]) == (12, 9, 2, 6)
+    assert four["padding"] == pytest.approx(10 / 48) and four["failed"] is None
+    assert (one["steps"], one["hits"], one["padding"], one["failed"]) == (5, 0, None, "no")
+    assert found["hit_rate"] == pytest.approx(9 / 20), "steps beyond the largest bucket count too"
+    assert found["padding"] == pytest.approx(20 / 80) and found["eager"] == {"not_captured": 8}
+
+
+def test_nothing_yet_is_nothing_and_no_error():
+    assert graph_summary({}, (1, 2), [])["hit_rate"] is None
+    assert graph_summary({}, (), [])["buckets"] == []

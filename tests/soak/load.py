@@ -1,0 +1,162 @@
+"""A load of streaming completions from a process of its own, over plain sockets: cheap enough not to be the bottleneck.
+
+Knows HTTP/1.1 as far as it is sent here. `python -m tests.soak.load --help`; the result is one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import re
+import sys
+import time
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+USAGE = re.compile(rb'"completion_tokens": ?(\d+)')
+
+
+@dataclass
+class Tally:
+    """What the requests of one load came to; times in seconds."""
+
+    finished: int = 0
+    aborted: int = 0
+    refused: dict[str, int] = field(default_factory=dict)  # by status or by what broke
+    tokens: int = 0
+    chunks: int = 0
+    first: list[float] = field(default_factory=list)
+    whole: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    together: int = 0  # most streams that had begun to answer at one time
+
+    def report(self) -> dict[str, object]:
+        """The tally with its times as quantiles, in milliseconds."""
+        return {
+            "finished": self.finished, "aborted": self.aborted, "refused": self.refused, "tokens": self.tokens,
+            "chunks": self.chunks, "seconds": round(self.seconds, 3), "client_cpu_seconds": round(self.cpu_seconds, 3),
+            "streams_together": self.together, "tokens_per_second": round(self.tokens / max(self.seconds, 1e-9), 1),
+            "first_token_ms": quantiles(self.first), "request_ms": quantiles(self.whole),
+        }  # fmt: skip
+
+
+def quantiles(times: list[float]) -> dict[str, float]:
+    """p50, p95 and p99 in milliseconds."""
+    if not times:
+        return {}
+    ordered = sorted(times)
+    return {f"p{p}": round(1000 * ordered[min(len(ordered) - 1, len(ordered) * p // 100)], 2) for p in (50, 95, 99)}
+
+
+@dataclass
+class Load:
+    """`requests` streams, at most `streams` at a time, of which `aborts` are left at a random moment.
+
+    Each asks for `tokens` tokens of a prompt of `prompt_tokens` ids below `vocab`. An aborted one is left up to
+    `abort_seconds` after it was sent, which may be before its answer begins.
+    """
+
+    url: str
+    requests: int
+    streams: int
+    tokens: int
+    prompt_tokens: int = 16
+    vocab: int = 300
+    aborts: int = 0
+    abort_seconds: float = 1.0
+    seed: int = 0
+
+    async def run(self) -> Tally:
+        """Send it all and wait for the ends."""
+        rng = random.Random(self.seed)
+        leave = [True] * self.aborts + [False] * (self.requests - self.aborts)
+        rng.shuffle(leave)
+        plans = [
+            (self._body(rng), rng.uniform(0, self.abort_seconds) if leaves else None) for leaves in leave
+        ]
+        tally, rest, self._open = Tally(), iter(plans), 0
+        began, cpu = time.perf_counter(), time.process_time()
+
+        async def worker() -> None:
+            for body, after in rest:
+                await self._request(body, after, tally)
+
+        await asyncio.gather(*(worker() for _ in range(self.streams)))
+        tally.seconds, tally.cpu_seconds = time.perf_counter() - began, time.process_time() - cpu
+        return tally
+
+    def _body(self, rng: random.Random) -> bytes:
+        ids = [rng.randrange(3, self.vocab) for _ in range(self.prompt_tokens)]
+        return json.dumps({
+            "prompt": ids, "max_tokens": self.tokens, "ignore_eos": True, "temperature": 0, "stream": True,
+            "stream_options": {"include_usage": True},
+        }).encode()  # fmt: skip
+
+    async def _request(self, body: bytes, leave_after: float | None, tally: Tally) -> None:
+        began = time.perf_counter()
+        try:
+            if leave_after is None:
+                await self._stream(body, tally, began)
+            else:
+                await asyncio.wait_for(self._stream(body, tally, began), leave_after)
+        except TimeoutError:
+            tally.aborted += 1
+        except (OSError, EOFError) as broken:
+            tally.refused[type(broken).__name__] = tally.refused.get(type(broken).__name__, 0) + 1
+
+    async def _stream(self, body: bytes, tally: Tally, began: float) -> None:
+        where = urlsplit(self.url)
+        reader, writer = await asyncio.open_connection(where.hostname, where.port, limit=1 << 20)
+        counted = False
+        try:
+            head = (
+                f"POST /v1/completions HTTP/1.1\r\nHost: {where.netloc}\r\nContent-Type: application/json\r\n"
+                f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+            )
+            writer.write(head.encode() + body)
+            status = (await reader.readline()).split()
+            if len(status) < 2:
+                raise EOFError("no answer")
+            if status[1] != b"200":
+                name = status[1].decode()
+                tally.refused[name] = tally.refused.get(name, 0) + 1
+                return
+            tail, chunks = b"", 0
+            while piece := await reader.read(1 << 16):
+                arrived = piece.count(b"data: ")
+                if arrived and not counted:
+                    counted = True
+                    tally.first.append(time.perf_counter() - began)
+                    self._open += 1
+                    tally.together = max(tally.together, self._open)
+                chunks += arrived
+                tail = (tail + piece)[-2000:]
+            if b"data: [DONE]" not in tail or not (usage := USAGE.findall(tail)):
+                raise EOFError("the stream broke off")
+            tally.tokens += int(usage[-1])
+            tally.chunks += chunks
+            tally.finished += 1
+            tally.whole.append(time.perf_counter() - began)
+        finally:
+            self._open -= counted
+            writer.transport.abort()  # a client that leaves does not say goodbye
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("url", help="of the server, such as http://127.0.0.1:8000")
+    for name, value in (("requests", 64), ("streams", 64), ("tokens", 64), ("prompt-tokens", 16), ("vocab", 300),
+                        ("aborts", 0), ("seed", 0)):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--abort-seconds", type=float, default=1.0)
+    found = parser.parse_args(arguments)
+    tally = asyncio.run(Load(**vars(found)).run())
+    print(json.dumps(tally.report()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

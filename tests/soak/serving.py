@@ -1,0 +1,110 @@
+"""What the long runs share: a tiny model, a server as a process, loads from other processes, and what /proc says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+IDLE_GAUGES = ("num_requests_running", "num_requests_waiting", "num_requests_in_flight")
+
+
+@dataclass
+class Serving:
+    """A server in a process of its own, seen from outside."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+
+    def get(self, path: str) -> str:
+        """The body of a GET."""
+        with urllib.request.urlopen(self.url + path, timeout=30) as response:
+            return response.read().decode()
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric's samples."""
+        found = re.findall(rf"^encore_{name}(?:{{[^}}]*}})? ([-+.\de]+)$", self.get("/metrics"), re.MULTILINE)
+        if not found:
+            raise LookupError(f"/metrics has no encore_{name}")
+        return sum(map(float, found))
+
+    @property
+    def engine_pid(self) -> int:
+        """The id of the engine's process: the largest of the server's children."""
+        pid = self.process.pid
+        children = [
+            int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+        ]
+        return max(children, key=resident)
+
+    def memory(self) -> dict[str, int]:
+        """Resident bytes of both processes."""
+        return {"server": resident(self.process.pid), "engine": resident(self.engine_pid)}
+
+
+def resident(pid: int) -> int:
+    """Resident bytes of a process."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextmanager
+def serving(model: Path, log: Path, *flags: str) -> Iterator[Serving]:
+    """`encore serve` on a free port of 127.0.0.1, ready; ended by SIGTERM. Its log goes to a file."""
+    command = [sys.executable, "-m", "server.cli", "serve", "--model", str(model), "--port", "0",
+               "--graph-manifest", "none", *flags]  # fmt: skip
+    with log.open("wb") as lines:
+        process = subprocess.Popen(command, stderr=lines, env=ENVIRONMENT)
+    try:
+        yield asyncio.run(_ready(process, log))
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+
+
+async def _ready(process: subprocess.Popen[bytes], log: Path, seconds: float = 180) -> Serving:
+    async with asyncio.timeout(seconds):
+        while process.poll() is None:
+            found = re.search(r"http://127\.0\.0\.1:\d+", log.read_text())
+            if found:
+                handle = Serving(process, found.group())
+                try:
+                    handle.get("/ready")
+                    return handle
+                except OSError:  # not listening yet, or 503
+                    pass
+            await asyncio.sleep(0.1)
+    raise RuntimeError(f"the server ended with {process.returncode}: {log.read_text()[-2000:]}")
+
+
+def start_load(url: str, **options: Any) -> subprocess.Popen[str]:
+    """tests/soak/load.py in a process of its own."""
+    flags = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.soak.load", url, *flags], stdout=subprocess.PIPE, text=True, env=ENVIRONMENT
+    )
+
+
+def results(loads: Sequence[subprocess.Popen[str]]) -> list[dict[str, Any]]:
+    """Wait for loads and read their tallies."""
+    found = []
+    for load in loads:
+        out, _ = load.communicate()
+        if load.returncode:
+            raise RuntimeError(f"the load ended with {load.returncode}")
+        found.append(json.loads(out))
+    return found

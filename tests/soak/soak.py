@@ -1,0 +1,124 @@
+"""Two long runs against a server with a tiny model: many streams at once, and clients that leave at random moments.
+
+    OMP_NUM_THREADS=1 .venv/bin/python -m tests.soak.soak --json benchmarks/results/http-soak.json
+
+Each ends with everything back: gauges at zero, pages free, no leak found by the engine's own check, memory flat over
+the second half. Exits with 1 and says what is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.conftest import write_tiny_model
+from tests.soak.serving import IDLE_GAUGES, Serving, results, serving, start_load
+
+IDLE_SECONDS = 30.0
+CHECK_SECONDS = 5.5  # the engine looks for leaks when it becomes idle, at most every five seconds
+FLAT_BYTES = 12 * 2**20  # growth over the second half that is noise: arenas, fragmentation
+LOADS = 2  # processes that make the load
+
+
+def wait_idle(server: Serving) -> dict[str, float]:
+    """The gauges once all are zero, or as they are after IDLE_SECONDS."""
+    end = time.monotonic() + IDLE_SECONDS
+    while True:
+        found = {name: server.metric(name) for name in IDLE_GAUGES}
+        if not any(found.values()) or time.monotonic() > end:
+            return found
+        time.sleep(0.1)
+
+
+def run_load(server: Serving, requests: int, streams: int, aborts: int, tokens: int, seed: int) -> list[dict[str, Any]]:
+    """One load, split over processes."""
+    return results([
+        start_load(server.url, requests=requests // LOADS, streams=streams // LOADS, aborts=aborts // LOADS,
+                   tokens=tokens, seed=seed * LOADS + number, abort_seconds=2.0)
+        for number in range(LOADS)
+    ])  # fmt: skip
+
+
+def soak(server: Serving, name: str, requests: int, streams: int, aborts: int, tokens: int, rounds: int) -> dict[str, Any]:
+    """The load in `rounds` equal parts, memory and leaks looked at after each; what went wrong is in `faults`."""
+    memory, tallies, leaks = [], [], server.metric("idle_check_failures_total")
+    for number in range(rounds):
+        tallies += run_load(server, requests // rounds, streams, aborts // rounds, tokens, number)
+        gauges = wait_idle(server)
+        memory.append(server.memory())
+        if any(gauges.values()):
+            break
+    time.sleep(CHECK_SECONDS)
+    run_load(server, LOADS, LOADS, 0, 2, rounds)  # becoming idle once more makes the engine check itself
+    gauges = wait_idle(server)
+    total = {key: sum(tally[key] for tally in tallies) for key in ("finished", "aborted", "tokens", "chunks")}
+    refused = {key: count for tally in tallies for key, count in tally["refused"].items()}
+    half = len(memory) // 2
+    growth = {
+        process: memory[-1][process] - memory[half][process] if len(memory) > 2 else 0 for process in memory[0]
+    }
+    faults = [f"{gauge} is {value}" for gauge, value in gauges.items() if value]
+    if server.metric("kv_cache_usage_perc") > 0:
+        faults.append("KV pages are in use")
+    if server.metric("idle_check_failures_total") != leaks:
+        faults.append("the engine found a leak: its log says which")
+    if refused or total["finished"] + total["aborted"] != requests // rounds * rounds:
+        faults.append(f"of {requests} requests {total['finished']} finished, {total['aborted']} left, refused: {refused}")
+    faults += [f"{process} grew by {size >> 20} MiB" for process, size in growth.items() if size > FLAT_BYTES]
+    return {
+        "name": name, "requests": requests, "streams": streams, "asked_to_leave": aborts, **total,
+        "streams_together": max(sum(t["streams_together"] for t in tallies[i : i + LOADS])
+                                for i in range(0, len(tallies), LOADS)),
+        "seconds": round(sum(max(t["seconds"] for t in tallies[i : i + LOADS]) for i in range(0, len(tallies), LOADS)), 1),
+        "first_token_ms": tallies[-1]["first_token_ms"], "memory_bytes": memory, "second_half_growth_bytes": growth,
+        "restarts": server.metric("engine_restarts_total"), "faults": faults,
+    }  # fmt: skip
+
+
+def run(model: Path, log: Path, scale: float = 1.0) -> list[dict[str, Any]]:
+    """Both runs against one server; `scale` shortens them."""
+    streams, requests = max(LOADS, int(500 * scale)), max(8 * LOADS, int(2000 * scale))
+    flags = ["--dtype", "float32", "--num-threads", "1", "--max-num-seqs", str(min(512, streams + 12)),
+             "--max-model-len", "256", "--max-waiting", "2048", "--log-level", "warning", "--warmup", "lazy"]  # fmt: skip
+    with serving(model, log, *flags) as server:
+        run_load(server, 4 * LOADS, 2 * LOADS, 0, 8, 99)
+        return [
+            soak(server, "streams at once", streams * 4, streams, 0, 64, 4),
+            soak(server, "clients that leave", requests, max(LOADS, streams // 4), requests // 2, 128, 8),
+        ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--scale", type=float, default=1.0, help="1: 500 streams, 2,000 requests")
+    parser.add_argument("--json", type=Path, help="write the results there")
+    found = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        write_tiny_model(Path(folder) / "model")
+        log = Path(folder) / "server.log"
+        runs = run(Path(folder) / "model", log, found.scale)
+        tail = log.read_text()[-3000:]
+    for one in runs:
+        print(json.dumps(one))
+    faults = [fault for one in runs for fault in one["faults"]]
+    if found.json is not None:
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+        found.json.write_text(json.dumps({
+            "command": f"python -m tests.soak.soak --scale {found.scale:g}", "commit": commit,
+            "date": time.strftime("%Y-%m-%d"), "python": platform.python_version(), "cpus": os.cpu_count(), "runs": runs,
+        }, indent=1) + "\n")  # fmt: skip
+    if faults:
+        print("\n".join(faults), tail, sep="\n", file=sys.stderr)
+    return bool(faults)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
