@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from graph_cache.backends.base import CapturedGraph
+from graph_cache.backends.base import CapturedGraph, Memory
 from graph_cache.errors import CaptureError, GraphClosed
 from graph_cache.pool import GraphPool
 from graph_cache.reference import Reference
@@ -34,7 +34,8 @@ class GraphRunner:
     """
 
     def __init__(self, fn: Callable[[], None], pool: GraphPool, *, statics: Callable[[], list[torch.Tensor]],
-                 generators: Sequence[torch.Generator] = (), warmup_runs: int | None = None):
+                 generators: Sequence[torch.Generator] = (), warmup_runs: int | None = None,
+                 memory: Memory | None = None, grad: bool = False, checked: bool = True):
         self.state = RunnerState.NEW
         self.capture_seconds = 0.0
         self.replays = 0
@@ -43,6 +44,9 @@ class GraphRunner:
         self._statics = statics
         self._generators = tuple(generators)
         self._warmup_runs = pool.backend.warmup_runs if warmup_runs is None else warmup_runs
+        self._memory = pool.memory if memory is None else memory
+        self._grad = grad
+        self._checked = checked
         self._graph: CapturedGraph | None = None
 
     @property
@@ -64,11 +68,15 @@ class GraphRunner:
         if self.state is not RunnerState.NEW:
             raise CaptureError(f"a graph is captured once; this one is {self.state.value}")
         started = time.perf_counter()
-        with self._pool.session(), torch.inference_mode():
+        mode = torch.enable_grad() if self._grad else torch.inference_mode()
+        with self._pool.session(), mode:
             reference = None
             try:
-                reference = Reference(self._statics, self._generators)
-                self._graph = self._warm_and_capture(reference)
+                if self._checked:
+                    reference = Reference(self._statics, self._all_generators())
+                    self._warm_up(reference)
+                with self._pool.capture_flag():
+                    self._graph = self._pool.backend.capture(self._fn, self._memory, self._generators, reference)
             except BaseException as error:
                 self.close()
                 if isinstance(error, CaptureError) or not isinstance(error, Exception):
@@ -80,17 +88,19 @@ class GraphRunner:
         self.state = RunnerState.CAPTURED
         self.capture_seconds = time.perf_counter() - started
 
-    def _warm_and_capture(self, reference: Reference) -> CapturedGraph:
-        backend = self._pool.backend
-        with self._pool.warmup_flag(), backend.on_capture_stream():
+    def _all_generators(self) -> list[torch.Generator]:
+        """Every generator that a warm-up may draw from: the device's own too, whether or not it is registered."""
+        found = {id(generator): generator for generator in (self._pool.backend.default_generator, *self._generators)}
+        return list(found.values())
+
+    def _warm_up(self, reference: Reference) -> None:
+        with self._pool.warmup_flag(), self._pool.backend.on_capture_stream():
             for _ in range(self._warmup_runs):
                 reference.rewind()
                 self._fn()
             reference.remember()
             reference.rewind()
         self.state = RunnerState.WARM
-        with self._pool.capture_flag():
-            return backend.capture(self._fn, self._pool.memory, reference)
 
     def replay(self) -> None:
         """Run the graph on the static tensors. Raises GraphClosed unless it is captured."""

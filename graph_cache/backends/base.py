@@ -41,21 +41,27 @@ class Memory(Protocol):
 
 
 class Backend(Protocol):
-    """A device's way to capture and replay. `warmup_runs`: eager runs wanted before a capture."""
+    """A device's way to capture and replay.
+
+    `warmup_runs`: eager runs wanted before a capture. `capture_runs`: whether a capture has the effects of a run.
+    """
 
     name: str
     warmup_runs: int
+    capture_runs: bool
     device: torch.device
+    default_generator: torch.Generator
 
     def new_memory(self) -> Memory:
         """Fresh shared memory, empty until a capture needs it."""
 
-    def capture(self, fn: Callable[[], None], memory: Memory, reference: Reference) -> CapturedGraph:
-        """Run `fn` and keep what it did, drawing from `reference.generators` only. The CPU runs it twice, as a check.
+    def capture(self, fn: Callable[[], None], memory: Memory, generators: Sequence[torch.Generator],
+                reference: Reference | None) -> CapturedGraph:
+        """Run `fn` once and keep what it did, drawing from these generators only.
 
-        The caller holds the capture lock, has warmed up and takes the state back afterwards. Raises CaptureRefused for
-        an operation that a graph can't hold, CaptureError for anything else; either way the device and its flags are
-        as before.
+        The caller holds the capture lock, has set the gradient mode, and takes the state back afterwards. With a
+        reference, a backend that can compares a replay with it. Raises CaptureRefused for an operation that a graph
+        can't hold, CaptureError for anything else; either way the device and its flags are as before.
         """
 
     def on_capture_stream(self) -> AbstractContextManager:
@@ -66,6 +72,9 @@ class Backend(Protocol):
 
     def synchronize(self) -> None:
         """Wait for everything enqueued."""
+
+    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same memory without a claim on it: the pool may give it to later captures."""
 
     def host_tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Memory on the host that copies from the device may target without a wait."""

@@ -50,9 +50,11 @@ class CpuBackend:
 
     name = "cpu"
     warmup_runs = 1
+    capture_runs = True
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
+        self.default_generator = torch.default_generator
         self._replay_lock = threading.Lock()
         self._capturing_thread: int | None = None
 
@@ -68,6 +70,9 @@ class CpuBackend:
     def synchronize(self) -> None:
         """Everything on a CPU is done when its call returns."""
 
+    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor  # a tape keeps what outlives it in memory of its own, out of the arena
+
     def host_tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype)
 
@@ -75,20 +80,27 @@ class CpuBackend:
         target.copy_(source)
         return lambda: None
 
-    def capture(self, fn: Callable[[], None], memory: Arena, reference: Reference) -> CpuGraph:
-        """Record `fn`, lay its intermediates out in the arena, and check a replay against the eager run."""
-        recorder = TapeRecorder(reference.generators)
+    def capture(self, fn: Callable[[], None], memory: Arena, generators: Sequence[torch.Generator],
+                reference: Reference | None) -> CpuGraph:
+        """Record `fn`, lay its intermediates out in the arena, and check a replay against the eager run.
+
+        What the run leaves alive (what a forward saves for its backward, gradients) stays where the run put it.
+        """
+        recorder = TapeRecorder(generators)
         self._capturing_thread = threading.get_ident()
         try:
-            with torch.inference_mode(), recorder:
+            with recorder:
                 fn()
         finally:
             self._capturing_thread = None
-        if faults := reference.differences():
+        recorder.keep_what_lives()
+        if reference is not None and (faults := reference.differences()):
             raise CaptureError(f"two eager runs from the same inputs differ in {faults} outputs: something in the "
                                "callable depends on the host, on earlier runs or on an unregistered generator")
-        checks = [reference, *self._noisy(fn, reference)]
-        offsets, need = plan_layout(recorder.tape.buffers)
+        checks = [] if reference is None else [reference]
+        if reference is not None and torch.is_inference_mode_enabled():
+            checks += self._noisy(fn, reference)  # a second run would part a forward from what it saved
+        offsets, need = plan_layout(recorder.tape.buffers, recorder.tape.kept)
         claim = memory.claim(need)
         program, engine = self._fastest_that_agrees(bind(recorder.tape, claim, offsets), checks)
         return CpuGraph(program, engine, claim, self._replay_lock)
@@ -101,8 +113,7 @@ class CpuBackend:
         reference.rewind()
         noisy = reference.with_noise()
         try:
-            with torch.inference_mode():
-                fn()
+            fn()
         except Exception as error:
             logger.debug("no second check, as the callable takes no noise: %s", error)
             return []

@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import torch
 
@@ -20,17 +20,18 @@ ALIGNMENT = 64  # a cache line, and the widest vector
 RESERVED_BYTES = 1 << 36
 
 
-def plan_layout(buffers: Sequence[Buffer]) -> tuple[list[int], int]:
+def plan_layout(buffers: Sequence[Buffer], kept: Container[int] = ()) -> tuple[list[int], int]:
     """Offsets in bytes for buffers whose lifetimes are known, and the bytes needed: first fit in order of birth.
 
-    Two buffers share memory only if no operation touches both: an operation's inputs are still alive while its outputs
+    Those in `kept` get no place. Two buffers share memory only if no operation touches both: an operation's inputs are still alive while its outputs
     are placed.
     """
     offsets = [0] * len(buffers)
     free: list[tuple[int, int]] = []  # (offset, size), ordered, never adjacent
     top = 0
     expiring: dict[int, list[int]] = {}
-    order = sorted(range(len(buffers)), key=lambda index: buffers[index].first)
+    placed = [index for index in range(len(buffers)) if index not in kept]
+    order = sorted(placed, key=lambda index: buffers[index].first)
     now = 0
     for index in order:
         buffer = buffers[index]
@@ -48,7 +49,7 @@ def plan_layout(buffers: Sequence[Buffer]) -> tuple[list[int], int]:
             offsets[index] = top
             top += size
         expiring.setdefault(buffer.last, []).append(index)
-    need = max((offsets[i] + _aligned(buffers[i].nbytes) for i in range(len(buffers))), default=0)
+    need = max((offsets[i] + _aligned(buffers[i].nbytes) for i in placed), default=0)
     return offsets, need
 
 

@@ -15,11 +15,15 @@ from graph_cache.reference import same_bits
 
 FACTORY_ARGUMENTS = {"dtype", "layout", "device", "pin_memory"}
 
+# Operations that also write into an argument without saying so in their schema: trying them twice would write twice.
+WRITE_UNANNOUNCED = {"aten::native_batch_norm", "aten::batch_norm_with_update", "aten::_batch_norm_impl_index",
+                     "aten::native_instance_norm", "aten::rrelu_with_noise_functional"}
+
 
 @functools.cache
 def out_overload(func: torch._ops.OpOverload) -> tuple[torch._ops.OpOverload, tuple[str, ...]] | None:
     """The overload of `func` that writes into given tensors, with the names of those; None if there is none."""
-    if func._schema.is_mutable or any(str(returned.type) != "Tensor" for returned in func._schema.returns):
+    if func._schema.is_mutable or func._schema.name in WRITE_UNANNOUNCED or any(str(returned.type) != "Tensor" for returned in func._schema.returns):
         return None
     wanted = [(argument.name, str(argument.type)) for argument in func._schema.arguments]
     for name in func.overloadpacket.overloads():

@@ -6,7 +6,9 @@ calls with the same arguments at half the cost. The loop stays as the way that a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +32,7 @@ class Call:
     args: tuple
     kwargs: dict[str, Any]
     targets: tuple[Any, ...] = ()
+    grad: bool = False  # the gradient mode to run it under
     instead: Call | None = None
 
 
@@ -41,8 +44,11 @@ def bind(tape: Tape, claim: Claim, offsets: list[int]) -> list[Call]:
         if not isinstance(leaf, Ref):
             return leaf
         if leaf not in views:
-            start = offsets[leaf.buffer] + leaf.offset * leaf.dtype.itemsize
-            view = claim.tensor(leaf.dtype, leaf.size, leaf.stride, start)
+            if leaf.buffer in tape.kept:
+                view = torch.empty(0, dtype=leaf.dtype).set_(tape.kept[leaf.buffer], leaf.offset, leaf.size, leaf.stride)
+            else:
+                start = offsets[leaf.buffer] + leaf.offset * leaf.dtype.itemsize
+                view = claim.tensor(leaf.dtype, leaf.size, leaf.stride, start)
             view = torch._conj(view) if leaf.conjugated else view
             views[leaf] = torch._neg_view(view) if leaf.negated else view
         return views[leaf]
@@ -53,11 +59,12 @@ def bind(tape: Tape, claim: Claim, offsets: list[int]) -> list[Call]:
             continue
         args, kwargs = tree_map(tensor_of, op.args), tree_map(tensor_of, op.kwargs)
         if not op.fresh:
-            calls.append(Call(op.func, args, kwargs))
+            calls.append(Call(op.func, args, kwargs, grad=op.grad))
             continue
         targets = tree_map(tensor_of, op.outs)
-        copying = Call(op.func, args, kwargs, targets)
-        calls.append(Call(*out_call(op.func, args, kwargs, targets), instead=copying) if op.in_place else copying)
+        copying = Call(op.func, args, kwargs, targets, op.grad)
+        calls.append(Call(*out_call(op.func, args, kwargs, targets), grad=op.grad, instead=copying)
+                     if op.in_place else copying)
     return calls
 
 
@@ -65,13 +72,24 @@ def loop_program(calls: list[Call]) -> Callable[[], None]:
     """Replay by a plain Python loop: no faster than eager, always available."""
 
     def replay() -> None:
-        with torch.inference_mode():
-            for call in calls:
-                result = call.func(*call.args, **call.kwargs)
-                if call.targets:
-                    _copy_results(call.targets, result if len(call.func._schema.returns) > 1 else (result,))
+        for grad, stretch in _by_grad_mode(calls):
+            with _mode(grad):
+                for call in stretch:
+                    result = call.func(*call.args, **call.kwargs)
+                    if call.targets:
+                        _copy_results(call.targets, result if len(call.func._schema.returns) > 1 else (result,))
 
     return replay
+
+
+def _by_grad_mode(calls: list[Call]) -> list[tuple[bool, list[Call]]]:
+    """The calls in stretches of one gradient mode."""
+    return [(grad, list(stretch)) for grad, stretch in itertools.groupby(calls, key=lambda call: call.grad)]
+
+
+def _mode(grad: bool) -> AbstractContextManager:
+    """As the calls were recorded. Nothing they use asks for a gradient, so none is tracked either way."""
+    return torch.enable_grad() if grad else torch.inference_mode()
 
 
 def _copy_results(targets: Sequence[Any], results: Sequence[Any]) -> None:
@@ -88,24 +106,29 @@ def torchscript_program(calls: list[Call]) -> Callable[[], None]:
     Raises RuntimeError where an argument has no form in its IR. The graph executor's optimisations stay off for every
     call: they assume that constants are not written to, and ours are.
     """
-    graph = torch._C.Graph()
-    constants: dict[tuple, torch._C.Value] = {}
-    for call in calls:
-        _append(graph, constants, call)
-    graph.registerOutput(graph.insertConstant(None))
-    run = torch._C._create_function_from_graph("encore_replay", graph)
+    stretches = [(grad, _script(stretch)) for grad, stretch in _by_grad_mode(calls)]
     optimised, set_optimised = torch._C._get_graph_executor_optimize, torch._C._set_graph_executor_optimize
 
     def replay() -> None:
         before = optimised()
         set_optimised(False)
         try:
-            with torch.inference_mode():
-                run()
+            for grad, run in stretches:
+                with _mode(grad):
+                    run()
         finally:
             set_optimised(before)
 
     return replay
+
+
+def _script(calls: list[Call]) -> Callable[[], None]:
+    graph = torch._C.Graph()
+    constants: dict[tuple, torch._C.Value] = {}
+    for call in calls:
+        _append(graph, constants, call)
+    graph.registerOutput(graph.insertConstant(None))
+    return torch._C._create_function_from_graph("encore_replay", graph)
 
 
 def _append(graph: torch._C.Graph, constants: dict, call: Call) -> None:

@@ -55,6 +55,7 @@ class Op:
     outs: tuple[Any, ...]
     fresh: bool  # True: some output is new memory, to be placed in the arena
     in_place: bool  # True: an overload writes all its outputs into given memory, and was seen to write the same
+    grad: bool  # the gradient mode it ran under, which some kernels ask for
 
 
 @dataclass(slots=True)
@@ -72,6 +73,7 @@ class Tape:
 
     ops: list[Op] = field(default_factory=list)
     buffers: list[Buffer] = field(default_factory=list)
+    kept: dict[int, torch.UntypedStorage] = field(default_factory=dict)  # buffers that outlive the run, where they are
 
 
 class TapeRecorder(TorchDispatchMode):
@@ -119,6 +121,12 @@ class TapeRecorder(TorchDispatchMode):
             self._record(func, args, kwargs, inputs, result, known)
         return result  # if not recorded, a view: its geometry is in the Refs of whoever uses it
 
+    def keep_what_lives(self) -> None:
+        """Call after the run: memory that something still holds stays where it is, out of every other graph's reach."""
+        for buffer, reference in enumerate(self._pinned):
+            if not reference.expired():
+                self.tape.kept[buffer] = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+
     def _record(self, func, args, kwargs, inputs: list[torch.Tensor], result: Any, known: set[int]) -> None:
         index = len(self.tape.ops)
         results = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
@@ -140,7 +148,8 @@ class TapeRecorder(TorchDispatchMode):
         fresh = any(isinstance(leaf, Ref) for leaf in tree_flatten(outs)[0])
         in_place = (func._schema.name not in UNDEFINED_CONTENTS
                     and all(isinstance(out, Ref) for out in outs) and writes_the_same(func, args, kwargs, result))
-        self.tape.ops.append(Op(func, tree_map(used, args), tree_map(used, kwargs), tuple(outs), fresh, in_place))
+        self.tape.ops.append(Op(func, tree_map(used, args), tree_map(used, kwargs), tuple(outs), fresh, in_place,
+                                torch.is_grad_enabled()))
         for tensor in (*inputs, *results):
             storage = tensor.untyped_storage()
             buffer = self._buffer_of.get(storage._cdata)

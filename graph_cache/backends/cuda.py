@@ -97,10 +97,12 @@ class CudaBackend:
     """The GPU's way to capture and replay; see `backends.base.Backend` for the contract."""
 
     name = "cuda"
+    capture_runs = False
     warmup_runs = 2  # the first run loads modules lazily and picks algorithms: neither may happen inside a capture
 
     def __init__(self, device: torch.device):
         self.device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+        self.default_generator = torch.cuda.default_generators[self.device.index]
         self.stream = torch.cuda.Stream(self.device)
         self._nothing = torch.zeros(1, device=self.device)
 
@@ -122,6 +124,12 @@ class CudaBackend:
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
+    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = torch._C._construct_storage_from_data_pointer(
+            tensor.untyped_storage().data_ptr(), tensor.device, tensor.untyped_storage().nbytes())
+        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return alias.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+
     def host_tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
@@ -131,17 +139,17 @@ class CudaBackend:
         arrived.record(torch.cuda.current_stream(self.device))
         return arrived.synchronize
 
-    def capture(self, fn: Callable[[], None], memory: CudaMemory, reference: Reference) -> CudaBackendGraph:
+    def capture(self, fn: Callable[[], None], memory: CudaMemory, generators: Sequence[torch.Generator],
+                reference: Reference | None) -> CudaBackendGraph:
         """Capture `fn` on the capture stream into `memory`."""
         torch.cuda.synchronize(self.device)
         with self.on_capture_stream():
-            graph = self._begin(memory, reference.generators)
+            graph = self._begin(memory, generators)
             try:
-                with torch.inference_mode():
-                    fn()
+                fn()
                 graph.capture_end()
             except BaseException as error:
-                self._abandon(graph, memory, reference.generators)
+                self._abandon(graph, memory, generators)
                 if isinstance(error, RuntimeError):
                     kind = CaptureRefused if any(word in str(error) for word in REFUSALS) else CaptureError
                     raise kind(f"the driver refused the capture: {error}") from error

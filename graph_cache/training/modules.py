@@ -162,11 +162,11 @@ class TrainingGraphs:
         if self._busy:
             return attached.eager(*args, **kwargs)
         key, tensors = take_apart(args, kwargs, attached.module.training)
-        if self.outstanding == 0:
-            self._begin_round()
         frozen = attached.frozen()
         if not key.grad or (all(frozen) and not any(tensor.requires_grad for tensor in tensors)):
             return self._eager(attached, args, kwargs, NO_GRAD)
+        if self.outstanding == 0:
+            self._begin_round()
         kind = (attached, key, frozen)
         if kind in attached.refused:
             return self._eager(attached, args, kwargs, FAILED)

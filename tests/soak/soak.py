@@ -87,7 +87,7 @@ def run(model: Path, log: Path, scale: float = 1.0) -> list[dict[str, Any]]:
     """Both runs against one server; `scale` shortens them."""
     streams, requests = max(LOADS, int(500 * scale)), max(8 * LOADS, int(2000 * scale))
     flags = ["--dtype", "float32", "--num-threads", "1", "--max-num-seqs", str(min(512, streams + 12)),
-             "--max-model-len", "256", "--max-waiting", "2048", "--log-level", "warning", "--warmup", "lazy"]  # fmt: skip
+             "--max-model-len", "256", "--max-waiting", "2048", "--warmup", "lazy"]  # fmt: skip
     with serving(model, log, *flags) as server:
         run_load(server, 4 * LOADS, 2 * LOADS, 0, 8, 99)
         return [
