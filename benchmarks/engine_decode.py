@@ -56,7 +56,8 @@ def main() -> None:
             prompts = lambda: [[rng.randrange(100, vocab) for _ in range(args.prompt_tokens)]  # noqa: E731
                                for _ in range(batch)]  # noqa: B023
             run(engine, prompts(), 4)
-            steps = [(run(engine, prompts(), 160) - run(engine, prompts(), 32)) / 128 * 1e3 for _ in range(args.repeats)]
+            steps = [(run(engine, prompts(), 160) - run(engine, prompts(), 32)) / 128 * 1e3
+                     for _ in range(args.repeats)]
             found["decode_ms_per_step"][str(batch)] = round(statistics.median(steps), 4)
         engine.idle_check()
         found["fallbacks"] = [(list(labels), count) for labels, count in engine.stats().graphs["fallbacks"]]

@@ -131,7 +131,7 @@ def with_allocating_thread(loop: EngineLoop) -> str:
 
 
 def address_check(loop: EngineLoop, step_ms: float) -> dict[str, float]:
-    """What comparing all watched addresses costs the host, and what it adds to a step when done while the device works."""
+    """What comparing all addresses costs the host, and what it adds to a step when done while the device works."""
     cache, site = loop.runner.cache, loop.runner.site
     plan = cache.plan(site.name, 1, **dict(site.variants[0]))
     started = time.perf_counter()

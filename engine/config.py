@@ -20,17 +20,22 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 WARMUPS = ("full", "background", "lazy")
 LOGPROBS_MODES = ("processed", "raw")
 LOAD_FORMATS = ("auto", "dummy")
+MODES = ("inference", "training")
+_COUNTS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages", "num_threads")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Settings of one engine. Sizes are in tokens, sequences or pages, as named; None means "choose for me".
 
+    `mode` "training" makes an engine for a training job (docs/training.md), which uses the graph settings only.
     `model` is the default model's name, a local folder in Hugging Face layout, a `.gguf` file, or a hub name.
     `seed` seeds requests that bring none. The graph settings have Megatron's names and values; a scope that is not
-    given is `block` under `local` (Megatron's own default is `layer`), else `none`. Raises ConfigError for a value that can't be meant.
+    given is `block` under `local` (Megatron's own default is `layer`), else `none`. Raises ConfigError for a value that
+    can't be meant.
     """
 
+    mode: str = "inference"
     model: str = DEFAULT_MODEL
     dtype: str = "auto"
     device: str = "auto"
@@ -60,17 +65,17 @@ class EngineConfig:
     def __post_init__(self) -> None:
         choices = {
             "dtype": DTYPES, "load_format": LOAD_FORMATS, "cpu_weight_format": CPU_WEIGHT_FORMATS,
-            "warmup": WARMUPS, "logprobs_mode": LOGPROBS_MODES,
+            "warmup": WARMUPS, "logprobs_mode": LOGPROBS_MODES, "mode": MODES,
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}")
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages", "num_threads"):
+        for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name}={value!r}: a whole number of at least 1 is needed")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization}: a share above 0 and up to 1 is needed")
+            raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization}: a share from 0 to 1 is needed")
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model={self.model!r}: the name of a model, a folder or a .gguf file is needed")
         if self.graph_buckets is not None:
@@ -79,13 +84,15 @@ class EngineConfig:
 
     def graph_config(self) -> GraphConfig:
         """The capture core's view of these settings; its refusals are raised here, at construction."""
-        scope = self.inference_cuda_graph_scope or ("block" if self.cuda_graph_impl == "local" else "none")
+        training = self.mode == "training"
+        own = "block" if self.cuda_graph_impl == "local" and not training else "none"
+        scope = self.inference_cuda_graph_scope or own
         return GraphConfig(
             cuda_graph_impl=self.cuda_graph_impl,
             inference_cuda_graph_scope=scope,
             cuda_graph_modules=self.cuda_graph_modules,
             cuda_graph_warmup_steps=self.cuda_graph_warmup_steps,
-            training=False,
+            training=training,
         )
 
     @classmethod

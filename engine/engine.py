@@ -13,23 +13,35 @@ import torch
 from tqdm import tqdm
 
 from engine.config import EngineConfig
-from engine.errors import EngineDead, RequestError
+from engine.errors import ConfigError, EngineDead, RequestError
 from engine.loading import build_loop
 from engine.messages import EngineStats, ModelInfo
 from engine.model_source import resolve_model
 from engine.outputs import OutputProcessor, RequestOutput
 from engine.progress import WarmProgress
 from engine.request import EngineRequest, SamplingParams, check_prompt_ids, mix64, split_n
+from engine.sharing import share_weights
 from engine.tokenizer import Tokenizer
+from engine.training import TrainingEngine
+from graph_cache.pool import GraphPool
 
 
 class Engine:
     """A model, its KV cache and its graphs, used from one thread.
 
     `Engine(config)` loads the model; use it in a `with` block, or call `close()`. Raises ConfigError or ModelError.
+    With `mode="training"` it makes a TrainingEngine instead (`engine/training.py`), which may share an inference
+    engine's `pool`.
     """
 
-    def __init__(self, config: EngineConfig | None = None):
+    def __new__(cls, config: EngineConfig | None = None, *, pool: GraphPool | None = None) -> Any:
+        if config is not None and config.mode == "training":
+            return TrainingEngine(config, pool)
+        return super().__new__(cls)
+
+    def __init__(self, config: EngineConfig | None = None, *, pool: GraphPool | None = None):
+        if pool is not None:
+            raise ConfigError("pool is for mode='training'; an inference engine has its own, as engine.pool")
         self.config = config or EngineConfig()
         source = resolve_model(self.config.model)
         self.tokenizer = Tokenizer.try_load(source)
@@ -120,6 +132,27 @@ class Engine:
         self._require_open()
         return self._loop.update_weights(weights, version)
 
+    def share_weights(self, trainer: torch.nn.Module, *, version: str) -> int:
+        """Make a trainer's parameters (by Hugging Face names) views of this engine's storage; returns how many.
+
+        The trainer's values are taken over. From here on what its optimizer writes is what this engine serves, without
+        a copy or a recapture; call `weights_changed` after a step. All or nothing; raises WeightUpdateError.
+        """
+        self._require_open()
+        shared = share_weights(trainer, self._loop.runner.model)
+        self._loop.weights_changed(version)
+        return shared
+
+    def weights_changed(self, version: str) -> None:
+        """The weights were written in place by somebody else: KV of the old ones is dropped, graphs stay."""
+        self._require_open()
+        self._loop.weights_changed(version)
+
+    @property
+    def pool(self) -> GraphPool:
+        """The pool of this engine's graphs, for a training engine to share."""
+        return self._loop.runner.cache.pool
+
     def warm(self) -> None:
         """Capture every graph that is wanted ahead, now, with a progress bar on a terminal."""
         self._require_open()
@@ -176,6 +209,6 @@ class Engine:
             return [given or SamplingParams()] * count
         params = list(given) if isinstance(given, Sequence) else [given]
         if len(params) != count or not all(isinstance(one, SamplingParams) for one in params):
-            raise RequestError(f"{len(params)} sampling_params came for {count} prompts: give one SamplingParams for all, "
-                               "or one each", param="sampling_params")
+            raise RequestError(f"{len(params)} sampling_params came for {count} prompts: give one SamplingParams for "
+                               "all, or one each", param="sampling_params")
         return params

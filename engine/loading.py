@@ -67,7 +67,8 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
-            raise ConfigError(f"device={name!r} was asked for, and torch sees {count} GPUs; give cpu, or a torch with CUDA")
+            raise ConfigError(f"device={name!r} was asked for, and torch sees {count} GPUs; give cpu, or install a "
+                              "torch with CUDA")
         return torch.device("cuda", device.index or 0)
     return device
 

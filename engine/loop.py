@@ -259,17 +259,20 @@ class EngineLoop:
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: str) -> int:
         """Write new weights in place, all or nothing; graphs stay valid. Returns how many tensors were written.
 
-        Raises WeightUpdateError, with the old weights untouched, if any name, shape or value is refused. Running
-        requests are recomputed under the new weights; prefix KV of the old ones is dropped.
+        Raises WeightUpdateError, with the old weights untouched, if any name, shape or value is refused.
         """
-        if not isinstance(version, str) or not version:
-            raise RequestError(f"version={version!r}: a name for the new weights is needed", param="version")
+        _check_version(version)
         written = stage_update(self.runner.model, weights)
+        self.weights_changed(version)
+        return written
+
+    def weights_changed(self, version: str) -> None:
+        """The weights in place are new ones: running requests are recomputed, prefix KV of the old ones is dropped."""
+        _check_version(version)
         self.scheduler.preempt_all()
         self.scheduler.set_weight_version(version)
         self.weight_version = version
         self.runner.cache.check_addresses()
-        return written
 
     def graphs(self) -> list[dict[str, Any]]:
         """The graph cache as rows of plain values."""
@@ -381,3 +384,8 @@ class EngineLoop:
                 send(Reply(command.number, attrgetter(command.method)(self)(*command.args)))
             except Exception as error:
                 send(Reply(command.number, error=error))
+
+
+def _check_version(version: object) -> None:
+    if not isinstance(version, str) or not version:
+        raise RequestError(f"version={version!r}: a name for the new weights is needed", param="version")

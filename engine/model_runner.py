@@ -58,7 +58,8 @@ class ModelRunner:
         self.inputs = StepInputs(self.buffers)
         self.cache = GraphCache(config.graph_config(), device, capture_on_miss=config.warmup == "lazy",
                                 manifest=manifest)
-        self.contexts = () if self.attention_impl == "triton" else context_buckets(config.max_model_len, config.page_size)
+        reads_lengths = self.attention_impl == "triton"  # from device memory: any context from one graph
+        self.contexts = () if reads_lengths else context_buckets(config.max_model_len, config.page_size)
         buckets = Buckets.for_limit(config.max_num_seqs, config.graph_buckets)
         self.site = self.cache.add_site(decode_site(
             model, self.kv, self.buffers, buckets, scope=self.cache.config.inference_cuda_graph_scope,
@@ -100,11 +101,13 @@ class ModelRunner:
         return {"context": next(width for width in self.contexts if width >= longest)}
 
     def _prefill(self, chunks: list[PrefillChunk], result: StepResult) -> None:
-        tokens = [token for chunk in chunks for token in chunk.request.token_ids[chunk.start : chunk.start + chunk.length]]
-        positions = [place for chunk in chunks for place in range(chunk.start, chunk.start + chunk.length)]
+        spans = [(chunk.request, range(chunk.start, chunk.start + chunk.length)) for chunk in chunks]
+        tokens = [token for request, span in spans for token in request.token_ids[span.start : span.stop]]
+        positions = [place for _, span in spans for place in span]
         attention = PrefillAttention(self.kv, [(chunk.start, chunk.length) for chunk in chunks],
                                      [chunk.request.pages for chunk in chunks])
-        hidden = self.model(torch.tensor(tokens, device=self.device), torch.tensor(positions, device=self.device), attention)
+        hidden = self.model(torch.tensor(tokens, device=self.device), torch.tensor(positions, device=self.device),
+                            attention)
         self.cache.count_eager(PREFILL_SITE, "prefill", len(tokens), PREFILL_EAGER)
         ends, first = [], 0
         for chunk in chunks:

@@ -12,6 +12,6 @@ SPINS = "1000"  # a few microseconds, then sleep
 
 
 def calm_openmp() -> None:
-    """Have idle OpenMP threads sleep soon, unless the environment already says how they wait. Call before torch loads."""
+    """Have idle OpenMP threads sleep soon, unless the environment says how they wait. Call before torch loads."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)

@@ -21,18 +21,34 @@ from graph_cache.training.iteration import CapturedIteration
 from graph_cache.training.modules import TrainingGraphs
 
 WHOLE_LAYER = "layer"
+INFERENCE_ONLY = ("generate", "update_weights", "share_weights", "weights_changed", "warm")
 
 
-class TrainingMode:
-    """What `Engine(EngineConfig(mode="training"))` does. One training loop uses it, in one thread."""
+class TrainingEngine:
+    """What `Engine(EngineConfig(mode="training"))` makes. One training loop uses it, in one thread.
 
-    def __init__(self, config: EngineConfig):
-        self._config = config
+    `pool`: that of an inference engine in the same process, so that both share one; default: one of its own.
+    """
+
+    def __init__(self, config: EngineConfig, pool: GraphPool | None = None):
+        self.config = config
         self._graph_config = config.graph_config()
         self.stats = CacheStats()
-        self._pool: GraphPool | None = None
+        self._pool = pool
         self._modules: TrainingGraphs | None = None
         self._iterations: list[CapturedIteration] = []
+
+    def __enter__(self) -> TrainingEngine:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.detach()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in INFERENCE_ONLY:
+            raise ConfigError(f"this engine is in mode 'training', where there is no {name}(); make one with "
+                              "EngineConfig(model=…) for inference")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def attach(self, model: nn.Module, modules: Iterable[str] | None = None,
                generators: Sequence[torch.Generator] = ()) -> list[str]:
@@ -78,7 +94,8 @@ class TrainingMode:
 
     def graphs(self) -> list[dict[str, Any]]:
         """For each module or iteration: graphs held, replays, captures, and eager calls by reason."""
-        rows = (self._modules.table() if self._modules else []) + [row for one in self._iterations for row in one.table()]
+        holders = [*([self._modules] if self._modules else []), *self._iterations]
+        rows = [row for holder in holders for row in holder.table()]
         names = {labels[0] for counter in (self.stats.replays, self.stats.fallbacks, self.stats.failed_captures)
                  for labels in counter} | {row["module"] for row in rows}
         return [{
@@ -136,4 +153,5 @@ class TrainingMode:
 
 def _generators_of(model: nn.Module) -> list[torch.Generator]:
     """Generators that modules keep as attributes."""
-    return [value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Generator)]
+    found = [value for module in model.modules() for value in vars(module).values()]
+    return [value for value in found if isinstance(value, torch.Generator)]

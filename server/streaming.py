@@ -142,5 +142,6 @@ async def _first_of(task: asyncio.Task[Any], watcher: asyncio.Task[Any]) -> None
 
 
 def _log_if_internal(exc: Exception) -> None:
-    if body_of(exc)[0] == 500:  # a 503 is no fault of the request, and every stream under way ends with it at once
-        log.error("a request failed: %s: %s", type(exc).__name__, exc, exc_info=exc)
+    status = body_of(exc)[0]
+    if status >= 500:  # a 503 ends every stream under way at once: one line each, and where it was raised says nothing
+        log.error("a request failed: %s: %s", type(exc).__name__, exc, exc_info=exc if status == 500 else None)

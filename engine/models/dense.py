@@ -180,6 +180,11 @@ class DenseModel(nn.Module):
             raise ModelError(f"weight {name!r} has shape {tuple(tensor.shape)}, the model needs {slot.shape}")
         slot.write(tensor)
 
+    def cuda_graph_modules(self) -> dict[str, list[str]]:
+        """Megatron's names of the parts of a layer to the paths of those submodules; "layer" for whole layers."""
+        layers = [f"layers.{index}" for index in range(len(self.layers))]
+        return {"layer": layers, "attn": [f"{path}.attn" for path in layers], "mlp": [f"{path}.mlp" for path in layers]}
+
     def linears(self, include_head: bool = False) -> Iterator[tuple[str, nn.Module, str]]:
         """(name, parent module, attribute) of each projection, for replacing it by a layer of another weight format.
 

@@ -23,8 +23,8 @@ RESERVED_BYTES = 1 << 36
 def plan_layout(buffers: Sequence[Buffer], kept: Container[int] = ()) -> tuple[list[int], int]:
     """Offsets in bytes for buffers whose lifetimes are known, and the bytes needed: first fit in order of birth.
 
-    Those in `kept` get no place. Two buffers share memory only if no operation touches both: an operation's inputs are still alive while its outputs
-    are placed.
+    Those in `kept` get no place. Two buffers share memory only if no operation touches both: an operation's inputs are
+    still alive while its outputs are placed.
     """
     offsets = [0] * len(buffers)
     free: list[tuple[int, int]] = []  # (offset, size), ordered, never adjacent

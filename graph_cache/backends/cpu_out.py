@@ -23,7 +23,9 @@ WRITE_UNANNOUNCED = {"aten::native_batch_norm", "aten::batch_norm_with_update", 
 @functools.cache
 def out_overload(func: torch._ops.OpOverload) -> tuple[torch._ops.OpOverload, tuple[str, ...]] | None:
     """The overload of `func` that writes into given tensors, with the names of those; None if there is none."""
-    if func._schema.is_mutable or func._schema.name in WRITE_UNANNOUNCED or any(str(returned.type) != "Tensor" for returned in func._schema.returns):
+    if func._schema.is_mutable or func._schema.name in WRITE_UNANNOUNCED:
+        return None
+    if any(str(returned.type) != "Tensor" for returned in func._schema.returns):
         return None
     wanted = [(argument.name, str(argument.type)) for argument in func._schema.arguments]
     for name in func.overloadpacket.overloads():

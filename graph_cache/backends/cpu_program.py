@@ -45,7 +45,8 @@ def bind(tape: Tape, claim: Claim, offsets: list[int]) -> list[Call]:
             return leaf
         if leaf not in views:
             if leaf.buffer in tape.kept:
-                view = torch.empty(0, dtype=leaf.dtype).set_(tape.kept[leaf.buffer], leaf.offset, leaf.size, leaf.stride)
+                storage = tape.kept[leaf.buffer]
+                view = torch.empty(0, dtype=leaf.dtype).set_(storage, leaf.offset, leaf.size, leaf.stride)
             else:
                 start = offsets[leaf.buffer] + leaf.offset * leaf.dtype.itemsize
                 view = claim.tensor(leaf.dtype, leaf.size, leaf.stride, start)

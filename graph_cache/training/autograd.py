@@ -18,7 +18,7 @@ from graph_cache.training.graphed_call import GraphedCall
 
 
 class Lease:
-    """A pair's use by one forward: given back by its backward, or when autograd lets go of a graph that never ran it."""
+    """A pair's use by one forward: ended by its backward, or when autograd lets go of a history that never ran it."""
 
     def __init__(self, release: Callable[[], None]):
         self._release: Callable[[], None] | None = release

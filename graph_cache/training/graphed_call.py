@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from graph_cache.backends.base import Memory
 from graph_cache.pool import GraphPool
 from graph_cache.runner import GraphRunner
-from graph_cache.training.stand_ins import StandIns, trainable
 from graph_cache.training.call import CallKey, Result, load, put_together
+from graph_cache.training.stand_ins import StandIns, trainable
 
 
 class GraphedCall:
     """Forward and backward graphs of `forward(*args, **kwargs)` for one key.
 
-    `inputs` are the static inputs: fresh tensors, or another call's static outputs, which then need no copy. The module's
-    parameters take part by stand-ins on the same storage; its buffers (running statistics) a capture leaves as it found
-    them.
+    `inputs` are the static inputs: fresh tensors, or another call's static outputs, which then need no copy. The
+    module's parameters take part by stand-ins on the same storage; its buffers (running statistics) a capture leaves
+    as it found them.
     """
 
     def __init__(self, name: str, module: nn.Module, forward: Callable[..., Any], key: CallKey,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 
@@ -18,12 +17,13 @@ def trainable(module: nn.Module) -> list[nn.Parameter]:
 
 
 class StandIns:
-    """Context in which a module's parameters are replaced; `trainable` lists the stand-ins in `trainable(module)`'s order."""
+    """Context in which a module's parameters are replaced; `trainable` lists stand-ins as `trainable(module)` does."""
 
     def __init__(self, module: nn.Module):
         self._module = module
         self._of: dict[int, Tensor] = {
-            id(parameter): parameter.detach().requires_grad_(parameter.requires_grad) for parameter in module.parameters()
+            id(parameter): parameter.detach().requires_grad_(parameter.requires_grad)
+            for parameter in module.parameters()
         }
         self._kept: list[tuple[dict[str, Any], str, nn.Parameter]] = []
 

@@ -8,9 +8,10 @@ import torch
 from graph_cache.backends import backend_for
 from graph_cache.pool import GraphPool
 
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 DEVICES = [
     "cpu",
-    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")]),
+    pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU]),
 ]
 
 

@@ -42,7 +42,8 @@ def test_what_waits_becomes_one_delta_with_the_first_ones_facts_and_the_last_one
 
 
 def test_sequences_are_joined_each_on_its_own():
-    found = joined(delta("a", 1), delta("b", 2, child="b"), delta("c", 3), delta("d", 4, child="b", finish_reason="length"))
+    last = delta("d", 4, child="b", finish_reason="length")
+    found = joined(delta("a", 1), delta("b", 2, child="b"), delta("c", 3), last)
     assert [(one.child_id, one.text_delta, one.token_ids, one.finish_reason) for one in found] == [
         ("a", "ac", [1, 3], None), ("b", "bd", [2, 4], "length"),
     ]  # fmt: skip

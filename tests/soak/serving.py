@@ -43,9 +43,8 @@ class Serving:
     def engine_pid(self) -> int:
         """The id of the engine's process: the largest of the server's children."""
         pid = self.process.pid
-        children = [
-            int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
-        ]
+        tasks = Path(f"/proc/{pid}/task").iterdir()
+        children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
         return max(children, key=resident)
 
     def memory(self) -> dict[str, int]:

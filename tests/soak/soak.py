@@ -38,32 +38,38 @@ def wait_idle(server: Serving) -> dict[str, float]:
         time.sleep(0.1)
 
 
-def run_load(server: Serving, requests: int, streams: int, aborts: int, tokens: int, seed: int) -> list[dict[str, Any]]:
+def run_load(
+    server: Serving, requests: int, streams: int, tokens: int, seed: int, aborts: int = 0, abort_seconds: float = 0.0
+) -> list[dict[str, Any]]:
     """One load, split over processes."""
     return results([
         start_load(server.url, requests=requests // LOADS, streams=streams // LOADS, aborts=aborts // LOADS,
-                   tokens=tokens, seed=seed * LOADS + number, abort_seconds=2.0)
+                   tokens=tokens, seed=seed * LOADS + number, abort_seconds=abort_seconds)
         for number in range(LOADS)
     ])  # fmt: skip
 
 
-def soak(server: Serving, name: str, requests: int, streams: int, aborts: int, tokens: int, rounds: int) -> dict[str, Any]:
+def soak(
+    server: Serving, name: str, requests: int, streams: int, aborts: int, tokens: int, rounds: int
+) -> dict[str, Any]:
     """The load in `rounds` equal parts, memory and leaks looked at after each; what went wrong is in `faults`."""
+    # Left at any moment of the time that a request takes here: that of a load of the same size, which is not counted.
+    typical = run_load(server, streams, streams, tokens, rounds + 1)[0]["request_ms"]["p50"] / 1000
     memory, tallies, leaks = [], [], server.metric("idle_check_failures_total")
     for number in range(rounds):
-        tallies += run_load(server, requests // rounds, streams, aborts // rounds, tokens, number)
+        tallies += run_load(server, requests // rounds, streams, tokens, number, aborts // rounds, typical)
         gauges = wait_idle(server)
         memory.append(server.memory())
         if any(gauges.values()):
             break
     time.sleep(CHECK_SECONDS)
-    run_load(server, LOADS, LOADS, 0, 2, rounds)  # becoming idle once more makes the engine check itself
+    run_load(server, LOADS, LOADS, 2, rounds)  # becoming idle once more makes the engine check itself
     gauges = wait_idle(server)
     total = {key: sum(tally[key] for tally in tallies) for key in ("finished", "aborted", "tokens", "chunks")}
     refused = {key: count for tally in tallies for key, count in tally["refused"].items()}
-    half = len(memory) // 2
+    half = len(memory) // 2 - 1
     growth = {
-        process: memory[-1][process] - memory[half][process] if len(memory) > 2 else 0 for process in memory[0]
+        process: memory[-1][process] - memory[half][process] if half > 0 else 0 for process in memory[0]
     }
     faults = [f"{gauge} is {value}" for gauge, value in gauges.items() if value]
     if server.metric("kv_cache_usage_perc") > 0:
@@ -71,13 +77,15 @@ def soak(server: Serving, name: str, requests: int, streams: int, aborts: int, t
     if server.metric("idle_check_failures_total") != leaks:
         faults.append("the engine found a leak: its log says which")
     if refused or total["finished"] + total["aborted"] != requests // rounds * rounds:
-        faults.append(f"of {requests} requests {total['finished']} finished, {total['aborted']} left, refused: {refused}")
+        faults.append(f"{requests} requests: {total['finished']} finished, {total['aborted']} left, refused: {refused}")
+    if total["aborted"] < aborts // 2:
+        faults.append(f"only {total['aborted']} of {aborts} clients left before their end: the run shows too little")
     faults += [f"{process} grew by {size >> 20} MiB" for process, size in growth.items() if size > FLAT_BYTES]
+    rounds_of = [tallies[i : i + LOADS] for i in range(0, len(tallies), LOADS)]
     return {
         "name": name, "requests": requests, "streams": streams, "asked_to_leave": aborts, **total,
-        "streams_together": max(sum(t["streams_together"] for t in tallies[i : i + LOADS])
-                                for i in range(0, len(tallies), LOADS)),
-        "seconds": round(sum(max(t["seconds"] for t in tallies[i : i + LOADS]) for i in range(0, len(tallies), LOADS)), 1),
+        "streams_together": max(sum(tally["streams_together"] for tally in one) for one in rounds_of),
+        "seconds": round(sum(max(tally["seconds"] for tally in one) for one in rounds_of), 1),
         "first_token_ms": tallies[-1]["first_token_ms"], "memory_bytes": memory, "second_half_growth_bytes": growth,
         "restarts": server.metric("engine_restarts_total"), "faults": faults,
     }  # fmt: skip
@@ -85,14 +93,15 @@ def soak(server: Serving, name: str, requests: int, streams: int, aborts: int, t
 
 def run(model: Path, log: Path, scale: float = 1.0) -> list[dict[str, Any]]:
     """Both runs against one server; `scale` shortens them."""
-    streams, requests = max(LOADS, int(500 * scale)), max(8 * LOADS, int(2000 * scale))
+    streams = max(1, int(250 * scale)) * LOADS
+    requests = max(1, int(50 * scale)) * 20 * LOADS  # so that ten rounds and both processes get equal parts
     flags = ["--dtype", "float32", "--num-threads", "1", "--max-num-seqs", str(min(512, streams + 12)),
              "--max-model-len", "256", "--max-waiting", "2048", "--warmup", "lazy"]  # fmt: skip
     with serving(model, log, *flags) as server:
-        run_load(server, 4 * LOADS, 2 * LOADS, 0, 8, 99)
+        run_load(server, 4 * LOADS, 2 * LOADS, 8, 99)
         return [
             soak(server, "streams at once", streams * 4, streams, 0, 64, 4),
-            soak(server, "clients that leave", requests, max(LOADS, streams // 4), requests // 2, 128, 8),
+            soak(server, "clients that leave", requests, max(LOADS, streams // 4), requests // 2, 128, 10),
         ]
 
 
@@ -113,7 +122,8 @@ def main() -> int:
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
         found.json.write_text(json.dumps({
             "command": f"python -m tests.soak.soak --scale {found.scale:g}", "commit": commit,
-            "date": time.strftime("%Y-%m-%d"), "python": platform.python_version(), "cpus": os.cpu_count(), "runs": runs,
+            "date": time.strftime("%Y-%m-%d"), "python": platform.python_version(), "cpus": os.cpu_count(),
+            "runs": runs,
         }, indent=1) + "\n")  # fmt: skip
     if faults:
         print("\n".join(faults), tail, sep="\n", file=sys.stderr)

@@ -1,0 +1,223 @@
+"""The engine in training mode, and the switch: one process trains and generates from the same storage."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from engine import Engine, EngineConfig, SamplingParams
+from engine.errors import ConfigError, WeightUpdateError
+from engine.models import build_model, config_from_dict
+
+WIDTH = 32
+
+
+def training(**settings):
+    return Engine(EngineConfig(mode="training", cuda_graph_impl="local", cuda_graph_warmup_steps=2, **settings))
+
+
+class Layered(nn.Module):
+    """A small model that says what Megatron's names mean for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"attn": nn.Linear(WIDTH, WIDTH), "mlp": nn.Linear(WIDTH, WIDTH)}) for _ in range(2)
+        )
+
+    def cuda_graph_modules(self):
+        return {"layer": ["layers.0", "layers.1"], "attn": [f"layers.{i}.attn" for i in range(2)],
+                "mlp": [f"layers.{i}.mlp" for i in range(2)]}
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + torch.tanh(layer["attn"](x))
+            x = x + F.gelu(layer["mlp"](x))
+        return x
+
+
+def steps(model, count):
+    torch.manual_seed(3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(count):
+        loss = model(torch.randn(4, WIDTH)).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_attn_alone_means_attention_alone():
+    torch.manual_seed(0)
+    eager = Layered()
+    graphed = copy.deepcopy(eager)
+    engine = training(cuda_graph_modules=("attn",))
+    assert engine.attach(graphed) == ["layers.0.attn", "layers.1.attn"]
+    assert steps(graphed, 6) == steps(eager, 6)
+    rows = {row["module"]: row for row in engine.graphs()}
+    assert set(rows) == {"layers.0.attn", "layers.1.attn"}
+    assert all(row["replays"] == 4 and row["eager"] == {"warming_up": 2} for row in rows.values())
+    assert "forward" not in vars(graphed.layers[0]["mlp"])
+    engine.detach()
+    assert "forward" not in vars(graphed.layers[0]["attn"])
+    assert steps(graphed, 2) == steps(eager, 2)
+
+
+def test_a_model_without_a_mapping_is_captured_whole_and_refuses_names():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
+    engine = training()
+    assert engine.attach(model) == ["Sequential"]
+    engine.detach()
+    with pytest.raises(ConfigError, match="cuda_graph_modules"):
+        training(cuda_graph_modules=("attn",)).attach(model)
+    with pytest.raises(ConfigError, match="no submodule 'nope'"):
+        training().attach(model, modules=["nope"])
+
+
+def test_our_own_models_bring_the_mapping():
+    config = config_from_dict({
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64, "vocab_size": 64,
+        "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+    })
+    model = build_model(config, torch.float32, "cpu")
+    for paths in model.cuda_graph_modules().values():
+        assert all(isinstance(model.get_submodule(path), nn.Module) for path in paths)
+
+
+def test_training_mode_refuses_what_it_has_not():
+    engine = training()
+    with pytest.raises(ConfigError, match="mode 'training'"):
+        engine.generate(prompts=["a"])
+    with pytest.raises(ConfigError, match="NaN|nan"):
+        from graph_cache import GraphConfig
+        from graph_cache.errors import GraphConfigError
+
+        try:
+            GraphConfig(cuda_graph_impl="full_iteration", check_for_nan_in_loss_and_grad=True)
+        except GraphConfigError as error:
+            raise ConfigError(str(error)) from error
+    with pytest.raises(ConfigError, match="full_iteration"):
+        Engine(EngineConfig(mode="training", cuda_graph_impl="full_iteration")).attach(nn.Linear(2, 2))
+
+
+def test_a_whole_iteration_through_the_engine():
+    torch.manual_seed(0)
+    eager = Layered()
+    graphed = copy.deepcopy(eager)
+
+    def make(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x):
+            optimizer.zero_grad()
+            loss = model(x).pow(2).mean()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            return loss.detach()
+
+        return step
+
+    engine = Engine(EngineConfig(mode="training", cuda_graph_impl="full_iteration", cuda_graph_warmup_steps=2))
+    step, plain = engine.capture_iteration(make(graphed), device="cpu"), make(eager)
+    generator = torch.Generator().manual_seed(4)
+    for _ in range(8):
+        x = torch.randn(4, WIDTH, generator=generator)
+        assert torch.equal(step(x), plain(x))
+    assert engine.graphs()[0]["replays"] >= 3
+    engine.detach()
+
+
+@pytest.fixture
+def llama(tmp_path):
+    """A tiny transformers Llama in float32, and its folder."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=96, hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=False, attn_implementation="eager",
+        bos_token_id=1, eos_token_id=2,
+    ))
+    model.save_pretrained(tmp_path / "model")
+    return model, str(tmp_path / "model")
+
+
+def inference(folder, **settings):
+    return Engine(EngineConfig(model=folder, cpu_weight_format="fp32", max_num_seqs=2, warmup="full", num_threads=1,
+                               graph_manifest="none", **settings))
+
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+PROMPTS = [[5, 9, 44, 7], [3, 80, 12]]
+
+
+def test_one_storage_trains_and_generates_without_recapture(llama):
+    trainer, folder = llama
+    with inference(folder) as engine:
+        assert engine.share_weights(trainer, version="step-0") == len(list(trainer.parameters()))
+        addresses = {name: parameter.data_ptr() for name, parameter in trainer.named_parameters()}
+        trainer_graphs = Engine(EngineConfig(mode="training", cuda_graph_warmup_steps=2), pool=engine.pool)
+        trainer_graphs.attach(trainer, modules=[f"model.layers.{i}.mlp" for i in range(2)])
+        optimizer = torch.optim.AdamW(trainer.parameters(), lr=1e-2)
+        tokens = torch.randint(3, 96, (2, 16), generator=torch.Generator().manual_seed(1))
+        captures, outputs = None, []
+        for step in range(6):
+            loss = trainer(input_ids=tokens, labels=tokens).loss
+            optimizer.zero_grad()
+            seen = engine.generate(prompt_token_ids=PROMPTS, sampling_params=GREEDY)  # between forward and backward
+            loss.backward()
+            optimizer.step()
+            engine.weights_changed(f"step-{step + 1}")
+            outputs.append([output.token_ids for output in seen])
+            captures = captures or dict(engine.stats().graphs["captures"])
+        assert dict(engine.stats().graphs["captures"]) == captures
+        assert {name: parameter.data_ptr() for name, parameter in trainer.named_parameters()} == addresses
+        assert sum(row["replays"] for row in trainer_graphs.graphs()) == 8
+        after = engine.generate(prompt_token_ids=PROMPTS, sampling_params=GREEDY)
+        assert after[0].weight_version == "step-6"
+        expected = [trainer.generate(torch.tensor([prompt]), max_new_tokens=8, min_new_tokens=8, do_sample=False)
+                    [0, len(prompt):].tolist() for prompt in PROMPTS]
+        assert [output.token_ids for output in after] == expected
+        trainer_graphs.detach()
+
+
+def test_interleaved_generation_leaves_gradients_as_they_would_be(llama):
+    trainer, folder = llama
+    twin = copy.deepcopy(trainer)
+    with inference(folder) as engine:
+        engine.share_weights(trainer, version="0")
+        graphs = Engine(EngineConfig(mode="training", cuda_graph_warmup_steps=1), pool=engine.pool)
+        graphs.attach(trainer, modules=[f"model.layers.{i}.mlp" for i in range(2)])
+        tokens = torch.randint(3, 96, (2, 16), generator=torch.Generator().manual_seed(1))
+        for _ in range(4):
+            for model in (trainer, twin):
+                model.zero_grad()
+                loss = model(input_ids=tokens, labels=tokens).loss
+                if model is trainer:
+                    engine.generate(prompt_token_ids=PROMPTS, sampling_params=GREEDY)
+                loss.backward()
+            for (name, one), other in zip(trainer.named_parameters(), twin.parameters(), strict=True):
+                assert torch.equal(one.grad, other.grad), name
+        assert sum(row["replays"] for row in graphs.graphs()) == 6
+        graphs.detach()
+
+
+def test_a_quantised_model_and_a_mismatched_one_refuse_to_share(llama, tmp_path):
+    trainer, folder = llama
+    with inference(folder) as engine:
+        trainer.lm_head.weight.data = trainer.lm_head.weight.data[:50]
+        before = trainer.model.norm.weight.data_ptr()
+        with pytest.raises(WeightUpdateError, match="lm_head.weight: shape"):
+            engine.share_weights(trainer, version="1")
+        assert trainer.model.norm.weight.data_ptr() == before
+    with Engine(EngineConfig(model=folder, cpu_weight_format="int4", max_num_seqs=1, num_threads=1,
+                             graph_manifest="none")) as engine, pytest.raises(WeightUpdateError, match="quantised|dtype"):
+        engine.share_weights(trainer, version="1")

@@ -1,0 +1,59 @@
+"""The long runs of soak.py, shortened: they find nothing, and they would find what they look for."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.soak.load import Load
+from tests.soak.soak import run
+
+
+def test_streams_and_leaving_clients_leave_nothing_behind(tiny_model: Path, tmp_path: Path) -> None:
+    runs = run(tiny_model, tmp_path / "server.log", scale=0.06)
+    assert [one["faults"] for one in runs] == [[], []], (tmp_path / "server.log").read_text()[-3000:]
+    together, leaving = runs
+    assert together["finished"] == together["requests"] == 120 and together["streams_together"] > 15
+    assert leaving["finished"] + leaving["aborted"] == 120 and leaving["aborted"] >= 30
+    assert "Traceback" not in (tmp_path / "server.log").read_text()
+
+
+async def answering(body: bytes, wait: float = 0.0) -> asyncio.Server:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"}}")
+        await asyncio.sleep(wait)
+        writer.write(body)
+        writer.close()
+
+    return await asyncio.start_server(answer, "127.0.0.1", 0)
+
+
+DONE = b'HTTP/1.1 200 OK\r\n\r\ndata: {"choices":[]}\n\ndata: {"usage":{"completion_tokens":7}}\n\ndata: [DONE]\n\n'
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (DONE, (3, 0, {}, 21)),
+        (b"HTTP/1.1 503 Service Unavailable\r\n\r\n{}", (0, 0, {"503": 3}, 0)),
+        (DONE.removesuffix(b"data: [DONE]\n\n"), (0, 0, {"EOFError": 3}, 0)),
+        (b"", (0, 0, {"EOFError": 3}, 0)),
+    ],
+)
+async def test_the_load_tells_ends_from_refusals_and_breaks(body: bytes, expected: tuple) -> None:
+    server = await answering(body)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        tally = await Load(f"http://127.0.0.1:{port}", requests=3, streams=2, tokens=7).run()
+    assert (tally.finished, tally.aborted, tally.refused, tally.tokens) == expected
+
+
+async def test_the_load_leaves_as_often_as_asked() -> None:
+    server = await answering(DONE, wait=0.5)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        load = Load(f"http://127.0.0.1:{port}", requests=8, streams=8, tokens=7, aborts=5, abort_seconds=0.2)
+        tally = await load.run()
+    assert (tally.finished, tally.aborted, tally.refused) == (3, 5, {})
