@@ -14,7 +14,7 @@ from typing import Any
 from engine import config as engine_config
 from engine.config import EngineConfig
 from server.config import LOG_FORMATS, LOG_LEVELS, ServerConfig
-from server.settings import METAVARS, PARSERS, read_environment, read_file
+from server.settings import METAVARS, NOT_OFFERED, PARSERS, read_environment, read_file
 
 SERVER_HELP = {
     "host": "address to listen on",
@@ -75,7 +75,7 @@ def add_flags(parser: argparse.ArgumentParser, kind: type, *, title: str, defaul
     texts = ENGINE_HELP if kind is EngineConfig else SERVER_HELP
     group = parser.add_argument_group(title)
     for setting in dataclasses.fields(kind):
-        if setting.name == "engine":
+        if setting.name in NOT_OFFERED:
             continue
         default = defaults.get(setting.name, setting.default)
         flag = "--" + setting.name.replace("_", "-")

@@ -147,7 +147,9 @@ class Server(uvicorn.Server):
         """As uvicorn's, which leaves the lifespan to be cancelled, with a traceback, after a second signal."""
         await super().shutdown(sockets)
         if self.force_exit:
-            await self.lifespan.shutdown()
+            await self.lifespan.shutdown()  # ends the engine, and so every answer under way
+            if self.server_state.tasks:
+                await asyncio.wait(self.server_state.tasks, timeout=1.0)
 
     async def _drained(self) -> None:
         """Refuse what is new with 503, wait for what runs, then end; who runs past the limit is told so."""

@@ -26,10 +26,14 @@ _KUBERNETES_VALUE = re.compile(r"(tcp|udp|sctp)://")
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
+# Fields that are no settings of a server: the engine's own settings, and its mode, which is inference here.
+NOT_OFFERED = frozenset({"engine", "mode"})
+
+
 def setting_types() -> dict[str, str]:
     """Every setting's name and its annotation, as the configuration classes spell it."""
     kinds = (ServerConfig, EngineConfig)
-    return {one.name: str(one.type) for kind in kinds for one in dataclasses.fields(kind) if one.name != "engine"}
+    return {one.name: str(one.type) for kind in kinds for one in dataclasses.fields(kind) if one.name not in NOT_OFFERED}
 
 
 def read_file(path: str) -> dict[str, Any]:

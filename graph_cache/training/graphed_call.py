@@ -6,7 +6,7 @@ backward is held for as long as the pair lives, so no other graph is ever given 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,10 +43,11 @@ class GraphedCall:
         self._forward = forward
         self._state = list(module.buffers())
         self._pool = pool
-        self._forward_graph = GraphRunner(self._run_forward, pool, statics=self._forward_statics, generators=generators,
-                                          memory=memory, grad=key.grad)
-        self._backward_graph = GraphRunner(self._run_backward, pool, statics=self._backward_statics,
-                                           generators=generators, memory=memory, grad=True)
+        # Where a capture does not run, nothing may run between the halves either: what some kernels save under capture
+        # (random states) only a captured backward can read. The eager rounds before have warmed everything up.
+        options = {"generators": generators, "memory": memory, "grad": True, "checked": pool.backend.capture_runs}
+        self._forward_graph = GraphRunner(self._run_forward, pool, statics=self._forward_statics, **options)
+        self._backward_graph = GraphRunner(self._run_backward, pool, statics=self._backward_statics, **options)
 
     @property
     def nbytes(self) -> int:
@@ -70,8 +71,14 @@ class GraphedCall:
         self.differentiable = [index for index, output in enumerate(self.outputs) if output.requires_grad]
         self.grad_outputs = [torch.ones_like(self.outputs[index]) for index in self.differentiable]
 
-    def capture_backward(self) -> None:
-        """Capture the backward of the captured forward. Raises CaptureError."""
+    def capture_backward(self, arriving: Mapping[int, Tensor]) -> None:
+        """Capture the backward of the captured forward. Raises CaptureError.
+
+        `arriving`: static tensors in which another call's backward leaves the gradient of an output, by its index; from
+        there it needs no copy.
+        """
+        self.grad_outputs = [arriving.get(index, grad)
+                             for index, grad in zip(self.differentiable, self.grad_outputs, strict=True)]
         self._backward_graph.capture()
         # Read right after each replay, before any other graph runs: their memory may serve other backwards.
         self.parameter_grads = [None if grad is None else self._pool.backend.borrow(grad)

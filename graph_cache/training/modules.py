@@ -291,9 +291,8 @@ class TrainingGraphs:
                 for place, sample in enumerate(program.samples):
                     self._try(program, place, lambda p=place, s=sample: self._capture_forward(program, p, s))
                 for place in reversed(range(len(program.samples))):
-                    pair = order.pairs[place]
-                    if pair is not None:
-                        self._try(program, place, pair.capture_backward)
+                    if order.pairs[place] is not None:
+                        self._try(program, place, lambda p=place: self._capture_backward(program, p))
             finally:
                 self._busy = False
         for attached in {sample.owner.name: sample.owner for sample in program.samples}.values():
@@ -315,6 +314,20 @@ class TrainingGraphs:
                            self._generators)
         program.order.pairs[place] = pair
         pair.capture_forward()
+
+    def _capture_backward(self, program: Program, place: int) -> None:
+        """Where one later call alone took an output, its gradient is read where that call's backward leaves it."""
+        pair, arriving = program.order.pairs[place], {}
+        for index in pair.differentiable:
+            takers = [(taker, position) for taker, sample in enumerate(program.samples)
+                      for position, source in enumerate(sample.sources) if source == (place, index)]
+            taker = program.order.pairs[takers[0][0]] if len(takers) == 1 and takers[0][0] > place else None
+            grad = taker.input_grads[takers[0][1]] if taker is not None and taker.input_grads else None
+            output = pair.outputs[index]
+            if grad is not None and (grad.shape, grad.stride(), grad.dtype) == (
+                    output.shape, output.stride(), output.dtype):
+                arriving[index] = grad
+        pair.capture_backward(arriving)
 
     def _try(self, program: Program, place: int, capture: Callable[[], None]) -> None:
         """A failed capture costs its own call only: it runs eager from then on, and the reason is kept."""

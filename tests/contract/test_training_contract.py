@@ -354,6 +354,7 @@ def test_the_output_of_one_graph_is_the_input_of_the_next_without_a_copy(pool, d
     first, second, third = graphs._programs[0].order.pairs
     assert second.inputs[0].data_ptr() == first.outputs[0].data_ptr()
     assert third.inputs[0].data_ptr() == second.outputs[0].data_ptr()
+    assert first.grad_outputs[0].data_ptr() == second.input_grads[0].data_ptr()
 
 
 def test_attaching_twice_is_refused(pool, device):

@@ -16,6 +16,7 @@ from server import cli
 from server.commands import graph_table, interpolated
 from server.config import ServerConfig
 from server.flags import ENGINE_HELP, SERVER_HELP, server_config
+from server.settings import NOT_OFFERED
 
 
 def parse_serve(*words: str) -> ServerConfig:
@@ -47,12 +48,12 @@ def test_help_imports_nothing_heavy():
 
 def test_every_setting_is_a_flag_with_help_and_its_default(capsys):
     for kind, texts in ((ServerConfig, SERVER_HELP), (EngineConfig, ENGINE_HELP)):
-        assert {field.name for field in dataclasses.fields(kind)} - {"engine"} == set(texts)
+        assert {field.name for field in dataclasses.fields(kind)} - NOT_OFFERED == set(texts)
     code, shown, _ = status(capsys, "serve", "--help")
     assert code == 0
     flat = " ".join(shown.split())
     for field in [*dataclasses.fields(ServerConfig), *dataclasses.fields(EngineConfig)]:
-        assert field.name == "engine" or f"--{field.name.replace('_', '-')}" in flat
+        assert field.name in NOT_OFFERED or f"--{field.name.replace('_', '-')}" in flat
     assert "(default: 8000)" in flat and "(default: background)" in flat
 
 

@@ -43,7 +43,9 @@ def check_health(connection):
     connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
     received = b""
     while not received.endswith(b'{"status":"ok"}'):
-        received += connection.recv(65536)
+        chunk = connection.recv(65536)
+        assert chunk, f"closed after {received!r}"
+        received += chunk
     assert received.startswith(b"HTTP/1.1 200")
 
 

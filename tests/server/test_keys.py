@@ -14,7 +14,7 @@ from server.keys import ADMIN_PREFIXES, OPEN_PATHS, Keys
 
 from .test_bodies import error_of
 
-ONE, OTHER, ADMIN = "sk-one-4711", "sk-other-4712", "admin-4713"
+ONE, OTHER, ADMIN = "sk-one-qzvxa", "sk-other-qzvxb", "admin-qzvxc"
 COMPLETION = {"prompt": "red", "max_tokens": 1}
 INFERENCE = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/tiny", "/generate", "/tokenize",
              "/detokenize", "/v1/nothing")  # fmt: skip
@@ -139,11 +139,10 @@ def test_a_refused_body_is_not_read(guarded):
 def test_no_key_is_shown_anywhere(guarded, caplog):
     caplog.set_level(logging.DEBUG)
     shown = [repr(guarded.service.config)]
-    for key in (ONE, ADMIN, "sk-wrong-4714"):
+    for key in (ONE, ADMIN, "sk-wrong-qzvxd"):
         for path in ("/v1/completions", "/graphs/recapture", "/generate"):
             shown.append(guarded.http.post(path, json={"prompt": 3, "text": 3}, headers=bearer(key)).text)
     shown += [guarded.http.get(path).text for path in ("/metrics", "/openapi.json", "/graphs")]
     text = "\n".join([*shown, caplog.text, *(str(vars(record)) for record in caplog.records)])
     assert "/v1/completions" in text
-    for part in ("4711", "4712", "4713", "4714"):
-        assert part not in text
+    assert "qzvx" not in text

@@ -30,6 +30,7 @@ def formatted(formatter, message, *args, exc_info=None, **fields):
 def test_a_request_is_one_record_with_tokens_times_and_buckets(server, records):
     server.answer("/v1/completions", BODY)  # so that the graphs are there
     answer = server.post("/v1/completions?key=hidden", BODY, headers={"X-Request-Id": "mine"}).json()
+    server.wait(lambda: len(records()) == 2, "the records")  # written after the answer is out
     [_, record] = records()
     assert record["request_id"] == "mine" and record["method"] == "POST" and record["path"] == "/v1/completions"
     assert record["status"] == 200 and record["client"] == "127.0.0.1"
@@ -57,6 +58,7 @@ def test_probes_are_not_logged_while_all_is_well(server, records):
     for path in ("/health", "/ready", "/metrics", "/graphs", "/"):
         assert server.http.get(path).status_code == 200
     assert server.http.post("/health").status_code == 405
+    server.wait(lambda: records(), "the record")
     assert [(record["path"], record["status"]) for record in records()] == [("/health", 405)]
 
 

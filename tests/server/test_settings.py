@@ -11,7 +11,7 @@ from engine.errors import ConfigError
 from server import cli
 from server.config import ServerConfig
 from server.flags import server_config
-from server.settings import PARSERS, parse, read_environment, read_file, setting_types
+from server.settings import NOT_OFFERED, PARSERS, parse, read_environment, read_file, setting_types
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_a_flag_goes_before_the_environment_before_the_file_before_the_default(w
 
 def test_every_setting_can_be_given_in_each_of_the_three_ways():
     types = setting_types()
-    names = {field.name for kind in (ServerConfig, EngineConfig) for field in dataclasses.fields(kind)} - {"engine"}
+    names = {field.name for kind in (ServerConfig, EngineConfig) for field in dataclasses.fields(kind)} - NOT_OFFERED
     assert set(types) == names
     assert all(kind == "bool" or kind in PARSERS for kind in types.values())
 

@@ -55,8 +55,8 @@ def quantiles(times: list[float]) -> dict[str, float]:
 class Load:
     """`requests` streams, at most `streams` at a time, of which `aborts` are left at a random moment.
 
-    Each asks for `tokens` tokens of a prompt of `prompt_tokens` ids below `vocab`. An aborted one is left up to
-    `abort_seconds` after it was sent, which may be before its answer begins.
+    Each asks for `tokens` tokens of a prompt of `prompt_tokens` ids below `vocab`; one that is to be left asks for
+    twice as many, and is left up to `abort_seconds` after it was sent, which may be before its answer begins.
     """
 
     url: str
@@ -75,7 +75,7 @@ class Load:
         leave = [True] * self.aborts + [False] * (self.requests - self.aborts)
         rng.shuffle(leave)
         plans = [
-            (self._body(rng), rng.uniform(0, self.abort_seconds) if leaves else None) for leaves in leave
+            (self._body(rng, 1 + leaves), rng.uniform(0, self.abort_seconds) if leaves else None) for leaves in leave
         ]
         tally, rest, self._open = Tally(), iter(plans), 0
         began, cpu = time.perf_counter(), time.process_time()
@@ -88,10 +88,10 @@ class Load:
         tally.seconds, tally.cpu_seconds = time.perf_counter() - began, time.process_time() - cpu
         return tally
 
-    def _body(self, rng: random.Random) -> bytes:
+    def _body(self, rng: random.Random, times: int) -> bytes:
         ids = [rng.randrange(3, self.vocab) for _ in range(self.prompt_tokens)]
         return json.dumps({
-            "prompt": ids, "max_tokens": self.tokens, "ignore_eos": True, "temperature": 0, "stream": True,
+            "prompt": ids, "max_tokens": times * self.tokens, "ignore_eos": True, "temperature": 0, "stream": True,
             "stream_options": {"include_usage": True},
         }).encode()  # fmt: skip
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.server.conftest import RunningServer, running, tiny_config
 from tests.soak.load import Load
 from tests.soak.soak import run
 
@@ -18,6 +19,24 @@ def test_streams_and_leaving_clients_leave_nothing_behind(tiny_model: Path, tmp_
     assert together["finished"] == together["requests"] == 120 and together["streams_together"] > 15
     assert leaving["finished"] + leaving["aborted"] == 120 and leaving["aborted"] >= 30
     assert "Traceback" not in (tmp_path / "server.log").read_text()
+
+
+def test_every_map_of_the_server_and_its_client_is_empty_again(tiny_model: Path) -> None:
+    with running(tiny_config(tiny_model, max_model_len=4096, max_num_seqs=16)) as server:
+        load = Load(server.url, requests=60, streams=20, tokens=1000, aborts=58, abort_seconds=1.0)
+        tally = asyncio.run(load.run())
+        assert tally.aborted >= 55 and tally.finished + tally.aborted == 60
+        server.wait_idle()
+        client = server.service.client
+        server.wait(lambda: not client._queues, "the last streams' ends")
+        assert not client._parents and not client._replies and len(client._processor) == 0
+        assert server.service.in_flight == 0 and client.stats().kv_cache_usage == 0
+        server.wait(lambda: sum(client.stats().ended.values()) == ended(server) >= 55, "each end to be counted once")
+
+
+def ended(server: RunningServer) -> int:
+    """Sequences that the HTTP side saw end; a client may leave before its request is one."""
+    return int(server.metric("encore_request_success_total"))
 
 
 async def answering(body: bytes, wait: float = 0.0) -> asyncio.Server:
