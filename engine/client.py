@@ -181,6 +181,8 @@ class EngineClient:
             ]))
             while open_children:
                 for item in _joined(await queue.get(), queue):
+                    if not open_children:  # all have ended; what comes after is the engine's own end
+                        return
                     if isinstance(item, EngineError):
                         raise item
                     if item.finish_reason is not None:

@@ -33,7 +33,8 @@ NOT_OFFERED = frozenset({"engine", "mode"})
 def setting_types() -> dict[str, str]:
     """Every setting's name and its annotation, as the configuration classes spell it."""
     kinds = (ServerConfig, EngineConfig)
-    return {one.name: str(one.type) for kind in kinds for one in dataclasses.fields(kind) if one.name not in NOT_OFFERED}
+    fields = [field for kind in kinds for field in dataclasses.fields(kind)]
+    return {field.name: str(field.type) for field in fields if field.name not in NOT_OFFERED}
 
 
 def read_file(path: str) -> dict[str, Any]:

@@ -103,8 +103,8 @@ def test_who_runs_past_the_drain_limit_is_told_and_the_exit_is_clean(start: Serv
         next(events)
         process.send_signal(signal.SIGTERM)
         rest = [line for line in events if line]
-    assert '"finish_reason":{"type":"abort"}' in rest[-2] and rest[-1] == "data: [DONE]"
     _, log = process.communicate(timeout=30)
+    assert '"finish_reason":{"type":"abort"}' in rest[-2] and rest[-1] == "data: [DONE]", log
     assert process.returncode == 0, log
     lines = [json.loads(line) for line in log.splitlines()]
     [request] = [line for line in lines if line.get("path") == "/generate"]
