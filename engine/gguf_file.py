@@ -11,19 +11,21 @@ import mmap
 import os
 import struct
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from engine.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch  # the server process reads a tokenizer's metadata here and needs no torch for it
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4
-Q4_1, Q8_0 = 3, 8
+Q4_1 = 3
 _GROUP = 32
-_Q4_1_BLOCK_BYTES, _Q8_0_BLOCK_BYTES = 20, 34
+_Q4_1_BLOCK_BYTES = 20
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,7 @@ class GGUFFile:
 
     def dense(self, name: str) -> torch.Tensor:
         """The tensor dequantised exactly, as a fresh float32 tensor of the tensor's shape. Raises ModelError."""
+        import torch
         from gguf import quants
         from gguf.constants import GGMLQuantizationType
 
@@ -200,6 +203,8 @@ class GGUFFile:
 
     def q4_1(self, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """A Q4_1 matrix as (codes uint8 [N, K] in 0..15, d, m float32 [N, K/32]); w = d * code + m."""
+        import torch
+
         blocks = self._blocks(name, Q4_1, _Q4_1_BLOCK_BYTES)
         limits = blocks[:, :, :4].contiguous().view(torch.float16).float()
         nibbles = blocks[:, :, 4:]
@@ -209,6 +214,8 @@ class GGUFFile:
 
     def _blocks(self, name: str, type_id: int, block_bytes: int) -> torch.Tensor:
         """A copy of a quantised matrix as uint8 [N, K/32, bytes per block]."""
+        import torch
+
         info = self.info(name)
         if info.type_id != type_id or len(info.shape) != 2:
             raise ModelError(f"{self.path}: tensor {name!r} is {info.type_name}{list(info.shape)}, not a matrix of the "

@@ -7,6 +7,8 @@ file. A rule is a function from a file's place and imports to what is wrong, so 
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 
@@ -190,3 +192,9 @@ def test_a_breach_is_found(place, source):
 )
 def test_what_is_lawful_is_left_alone(place, source):
     assert breaches(place, source) == []
+
+
+def test_the_server_process_starts_without_torch():
+    """It would cost seconds and hundreds of megabytes that only the engine's process needs."""
+    code = "import sys, server.main; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -18,6 +18,8 @@ from graph_cache.runner import GraphRunner
 from graph_cache.training.call import CallKey, Result, load, put_together
 from graph_cache.training.stand_ins import StandIns, trainable
 
+ELSEWHERE = 0x5EED  # any seed but the job's own
+
 
 class GraphedCall:
     """Forward and backward graphs of `forward(*args, **kwargs)` for one key.
@@ -43,6 +45,7 @@ class GraphedCall:
         self._forward = forward
         self._state = list(module.buffers())
         self._pool = pool
+        self._generators = list(generators) if pool.backend.capture_runs else []
         # Where a capture does not run, nothing may run between the halves either: what some kernels save under capture
         # (random states) only a captured backward can read. The eager rounds before have warmed everything up.
         options = {"generators": generators, "memory": memory, "grad": True, "checked": pool.backend.capture_runs}
@@ -79,7 +82,16 @@ class GraphedCall:
         """
         self.grad_outputs = [arriving.get(index, grad)
                              for index, grad in zip(self.differentiable, self.grad_outputs, strict=True)]
-        self._backward_graph.capture()
+        # From another random state than the forward's: a backward that goes back to the forward's state by itself, as
+        # checkpointing does, then differs from its replay, which can't, and is refused.
+        states = [generator.get_state() for generator in self._generators]
+        try:
+            for generator in self._generators:
+                generator.manual_seed(ELSEWHERE)
+            self._backward_graph.capture()
+        finally:
+            for generator, state in zip(self._generators, states, strict=True):
+                generator.set_state(state)
         # Read right after each replay, before any other graph runs: their memory may serve other backwards.
         self.parameter_grads = [None if grad is None else self._pool.backend.borrow(grad)
                                 for grad in self.parameter_grads]

@@ -447,3 +447,52 @@ def test_a_step_that_reads_on_the_host_runs_eager(pool, device):
     assert stats.failed_captures
     assert not stats.replays
     assert len(ours) == len(theirs)
+
+
+def test_checkpointing_that_sets_random_states_is_refused_and_runs_eager(pool, device):
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(nn.Module):
+        def __init__(self, preserve):
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.2 if preserve else 0.0),
+                                       nn.Linear(WIDTH, WIDTH))
+            self.preserve = preserve
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=False, preserve_rng_state=self.preserve)
+
+    for preserve, captured in ((True, False), (False, True)):
+        eager, graphed = twins(lambda preserve=preserve: Checkpointed(preserve), device)
+        graphs, stats = attached(graphed, [""], pool)
+        data = batches(5, device, micro=1)
+        assert_same(train(graphed, data), train(eager, data))
+        assert bool(stats.replays) == captured
+        assert bool(stats.failed_captures) != captured
+        graphs.detach()
+
+
+def test_generators_of_ones_own_draw_fresh_numbers_also_those_made_under_inference_mode(pool, device):
+    class Noisy(nn.Module):
+        def __init__(self, generator):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.generator = generator
+
+        def forward(self, x):
+            return self.linear(x) + torch.rand(x.shape, device=x.device, generator=self.generator)
+
+    def generator():
+        with torch.inference_mode():
+            return torch.Generator(device).manual_seed(11)
+
+    torch.manual_seed(0)
+    graphed = Noisy(generator()).to(device)
+    eager = Noisy(generator()).to(device)
+    eager.load_state_dict(graphed.state_dict())
+    stats = CacheStats()
+    graphs = TrainingGraphs(pool, stats, warmup_rounds=2, generators=[graphed.generator])
+    graphs.attach([("model", graphed)])
+    data = batches(6, device, micro=1)
+    assert_same(train(graphed, data), train(eager, data))
+    assert sum(stats.replays.values()) == 4

@@ -218,6 +218,7 @@ def test_a_quantised_model_and_a_mismatched_one_refuse_to_share(llama, tmp_path)
         with pytest.raises(WeightUpdateError, match="lm_head.weight: shape"):
             engine.share_weights(trainer, version="1")
         assert trainer.model.norm.weight.data_ptr() == before
-    with Engine(EngineConfig(model=folder, cpu_weight_format="int4", max_num_seqs=1, num_threads=1,
-                             graph_manifest="none")) as engine, pytest.raises(WeightUpdateError, match="quantised|dtype"):
+    quantised = EngineConfig(model=folder, cpu_weight_format="int4", max_num_seqs=1, num_threads=1,
+                             graph_manifest="none")
+    with Engine(quantised) as engine, pytest.raises(WeightUpdateError, match="quantised"):
         engine.share_weights(trainer, version="1")
