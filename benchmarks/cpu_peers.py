@@ -35,7 +35,9 @@ TEXT = (
     "by nuclear fusion in its core. Light from the sun takes about eight minutes and twenty seconds to reach us. "
     "Plants use this light to turn water and carbon dioxide into sugar and oxygen, and almost all life depends on it. "
 )
-OURS, TINY = "encore", "encore tiny"
+ASKED = {1: 2.5, 8: 1.3}  # batch size -> times transformers' better dtype
+ASKED_OF_LLAMA = 0.8  # times llama.cpp's better thread count
+ASKED_REPLAY, ASKED_REPLAY_TINY = 1.1, 1.4
 PAUSE_SECONDS = 0.2  # between turns, for the last engine's threads to come to rest
 
 
@@ -62,14 +64,16 @@ def peers_of(args: argparse.Namespace, gguf: str, tiny: str) -> list[Peer]:
     """All that are asked for, not yet started; the one without a Python of its own is marked missing."""
     two = args.threads
     found = [
-        Peer(OURS, "encore", {"model": DEFAULT_MODEL, "threads": two}),
+        Peer("encore", "encore", {"model": DEFAULT_MODEL, "threads": two}),
         Peer("transformers fp32", "transformers", {"model": gguf, "threads": two, "dtype": "float32"}),
         Peer("transformers bf16", "transformers", {"model": gguf, "threads": two, "dtype": "bfloat16"}),
         Peer("llama.cpp", "llama.cpp", {"model": gguf, "threads": two}, args.llama_python),
         Peer("llama.cpp 1 thread", "llama.cpp", {"model": gguf, "threads": 1}, args.llama_python),
         Peer("encore 1 thread", "encore", {"model": DEFAULT_MODEL, "threads": 1}),
-        Peer("encore, default spin", "encore", {"model": DEFAULT_MODEL, "threads": two, "calm": False}),
-        Peer(TINY, "encore", {"model": tiny, "threads": two, "load_format": "dummy"}),
+        Peer("encore, default spin", "encore", {"model": DEFAULT_MODEL, "threads": two, "spin": "default"}),
+        *(Peer(f"encore, spin {spin}", "encore", {"model": DEFAULT_MODEL, "threads": two, "spin": spin})
+          for spin in args.spins),
+        Peer("encore tiny", "encore", {"model": tiny, "threads": two, "load_format": "dummy"}),
         Peer("encore tiny 1 thread", "encore", {"model": tiny, "threads": 1, "load_format": "dummy"}),
     ]
     for peer in found:
@@ -133,27 +137,33 @@ def idle_share(peers: list[Peer], seconds: float = 1.0) -> float:
     return sum(worker.cpu_seconds() - was for worker, was in zip(workers, before, strict=True)) / seconds
 
 
-def compare(peers: dict[str, Peer], batches: list[int]) -> list[dict[str, Any]]:
+def compare(peers: dict[str, Peer], batches: list[int], threads: int) -> list[dict[str, Any]]:
     """What was asked beside what was measured: the median over rounds of the ratio within a round."""
     rows = []
-    ours = peers[OURS]
-    for batch in batches:
-        for names, asked in ((("transformers fp32", "transformers bf16"), {1: 2.5, 8: 1.3}.get(batch)),
-                             (("llama.cpp", "llama.cpp 1 thread"), 0.8)):
-            for what in ("overall", "decode"):
-                there = [peers[name] for name in names if peers[name].rates(batch, what)]
-                if not there or not ours.rates(batch, what):
-                    rows.append({"what": f"batch {batch}, {what}: encore / {names[0].split()[0]}", "asked": asked,
-                                 "measured": None, "range": None})
-                    continue
-                best = max(there, key=lambda peer: statistics.median(peer.rates(batch, what)))  # noqa: B023
-                pairs = zip(ours.rates(batch, what), best.rates(batch, what), strict=True)
-                ratios = [mine / its for mine, its in pairs]
-                rows.append(_row(f"batch {batch}, {what}: encore / {best.name}", asked, ratios))
+    for ours in (peer for peer in peers.values() if peer.kind == "encore" and peer.settings["threads"] == threads):
+        for batch in batches:
+            if ours.rates(batch, "overall"):
+                rows += _against(ours, batch, peers, ("transformers fp32", "transformers bf16"), ASKED.get(batch))
+                rows += _against(ours, batch, peers, ("llama.cpp", "llama.cpp 1 thread"), ASKED_OF_LLAMA)
     for name, peer in peers.items():
-        if peer.kind == "encore" and peer.replays:
-            asked = (1.4 if "tiny" in name else 1.1) if name in (OURS, TINY) else None
+        if peer.replays:
+            asked = ASKED_REPLAY_TINY if "tiny" in name else ASKED_REPLAY
             rows.append(_row(f"replay / eager, {name}", asked, [one["speedup"] for one in peer.replays]))
+    return rows
+
+
+def _against(ours: Peer, batch: int, peers: dict[str, Peer], names: tuple[str, ...], asked: float | None) -> list[dict]:
+    """Two rows, overall and decode only, against the faster of the named peers."""
+    rows = []
+    for what in ("overall", "decode"):
+        there = {name: statistics.median(rates) for name in names if (rates := peers[name].rates(batch, what))}
+        label = f"batch {batch}, {what}: {ours.name} / "
+        if there:
+            best = max(there, key=there.__getitem__)
+            pairs = zip(ours.rates(batch, what), peers[best].rates(batch, what), strict=True)
+            rows.append(_row(label + best, asked, [mine / its for mine, its in pairs]))
+        else:
+            rows.append({"what": label + names[0].split()[0], "asked": asked, "measured": None, "range": None})
     return rows
 
 
@@ -225,6 +235,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=64, help="generated in the long run; a quarter in the short one")
     parser.add_argument("--llama-python", help="a Python that has llama-cpp-python")
+    parser.add_argument("--spins", type=lambda text: text.split(","), default=[], metavar="N,N",
+                        help="also run encore with these values of GOMP_SPINCOUNT")
     parser.add_argument("--only", help="peers to run, by the beginning of their names, comma-separated (default: all)")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -254,7 +266,7 @@ def main() -> None:
                 "settings": {"model": DEFAULT_MODEL, "rounds": args.rounds, "prompt_tokens": args.prompt_tokens,
                              "tokens": args.tokens, "batches": args.batches, "greedy": True},
                 "idle_share": round(idle_share(peers), 4), "peers": summary(peers, args.batches),
-                "ratios": compare(by_name, args.batches), "same_tokens": agreement(by_name, max(args.batches)),
+                "ratios": compare(by_name, args.batches, args.threads), "same_tokens": agreement(by_name, max(args.batches)),
                 "decode_steps": {peer.name: peer.worker.call("steps")[0] for peer in peers
                                  if peer.worker is not None and peer.kind == "encore"},
             }

@@ -19,16 +19,20 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Encore:
-    """This engine with its defaults. Settings: model, threads, load_format for random weights, calm.
+    """This engine with its defaults. Settings: model, threads, load_format for random weights, spin.
 
-    calm (True): OpenMP's threads wait as the command `encore` has them wait; else as the library's default is.
+    spin: how OpenMP's threads wait for each other. None: as the command `encore` has them; "default": as OpenMP does;
+    else a value of GOMP_SPINCOUNT.
     """
 
     def __init__(self, settings: Mapping[str, Any]):
-        if settings.get("calm", True):
+        spin = settings.get("spin")
+        if spin is None:
             from engine.openmp import calm_openmp
 
             calm_openmp()
+        elif spin != "default":
+            os.environ["GOMP_SPINCOUNT"] = spin  # read when torch loads OpenMP, below
         from engine import Engine, EngineConfig
 
         self.engine = Engine(EngineConfig(

@@ -16,7 +16,7 @@ from engine.models.config import ModelConfig
 
 CPU_MAX_NUM_SEQS, CUDA_MAX_NUM_SEQS = 16, 256
 CPU_BATCHED_TOKENS, CUDA_BATCHED_TOKENS = 512, 8192
-CPU_KV_BYTES = 2 << 30
+CPU_KV_BYTES = 1 << 30
 CPU_KV_SHARE = 0.25  # of the machine's memory, when that is less
 GRAPH_RESERVE_BYTES = 1 << 30  # for graphs and activations beside the KV cache on a GPU
 FIRST_CONTEXT_BUCKET = 256

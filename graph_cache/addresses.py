@@ -30,7 +30,8 @@ class Moved:
 class AddressBook:
     """Addresses of named tensors, looked up through their owners so that a replaced object is seen too.
 
-    `unchanged()` costs about 100 ns a tensor.
+    `unchanged()` costs about 100 ns a tensor. Tensors that appear later, and those of a submodule put in the place of
+    another, are not in the book: whoever does that calls `invalidate`.
     """
 
     def __init__(self) -> None:

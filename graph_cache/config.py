@@ -42,7 +42,7 @@ class GraphConfig:
                                   unset: `layer` under `local`, else `none`. `local` with `none` captures training only.
       cuda_graph_modules          parts of a layer that a training capture covers, as a list or a comma string;
                                   empty, or `full` alone: the whole layer
-      cuda_graph_warmup_steps     eager runs before a capture, at least 0
+      cuda_graph_warmup_steps     eager steps of a training job before its captures; inference warms up by itself
 
     Facts about the model and its training loop, by Megatron's names, which decide what must be refused:
       training                    False: only inference is captured, so dropout, recompute and NaN checks are inert

@@ -449,7 +449,7 @@ def test_a_step_that_reads_on_the_host_runs_eager(pool, device):
     assert len(ours) == len(theirs)
 
 
-def test_checkpointing_that_sets_random_states_is_refused_and_runs_eager(pool, device):
+def test_checkpointing_equals_eager_and_is_refused_where_a_graph_cannot_go_back_to_a_random_state(pool, device):
     from torch.utils.checkpoint import checkpoint
 
     class Checkpointed(nn.Module):
@@ -467,6 +467,7 @@ def test_checkpointing_that_sets_random_states_is_refused_and_runs_eager(pool, d
         graphs, stats = attached(graphed, [""], pool)
         data = batches(5, device, micro=1)
         assert_same(train(graphed, data), train(eager, data))
+        captured = captured or device.type == "cuda"  # CUDA graphs keep random states on the device
         assert bool(stats.replays) == captured
         assert bool(stats.failed_captures) != captured
         graphs.detach()

@@ -151,8 +151,8 @@ def llama(tmp_path):
 
 
 def inference(folder, **settings):
-    return Engine(EngineConfig(model=folder, cpu_weight_format="fp32", max_num_seqs=2, warmup="full", num_threads=1,
-                               graph_manifest="none", **settings))
+    return Engine(EngineConfig(model=folder, device="cpu", cpu_weight_format="fp32", max_num_seqs=2, warmup="full",
+                               num_threads=1, graph_manifest="none", **settings))
 
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -218,7 +218,7 @@ def test_a_quantised_model_and_a_mismatched_one_refuse_to_share(llama, tmp_path)
         with pytest.raises(WeightUpdateError, match="lm_head.weight: shape"):
             engine.share_weights(trainer, version="1")
         assert trainer.model.norm.weight.data_ptr() == before
-    quantised = EngineConfig(model=folder, cpu_weight_format="int4", max_num_seqs=1, num_threads=1,
+    quantised = EngineConfig(model=folder, device="cpu", cpu_weight_format="int4", max_num_seqs=1, num_threads=1,
                              graph_manifest="none")
     with Engine(quantised) as engine, pytest.raises(WeightUpdateError, match="quantised"):
         engine.share_weights(trainer, version="1")
