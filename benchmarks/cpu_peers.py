@@ -266,7 +266,8 @@ def main() -> None:
                 "settings": {"model": DEFAULT_MODEL, "rounds": args.rounds, "prompt_tokens": args.prompt_tokens,
                              "tokens": args.tokens, "batches": args.batches, "greedy": True},
                 "idle_share": round(idle_share(peers), 4), "peers": summary(peers, args.batches),
-                "ratios": compare(by_name, args.batches, args.threads), "same_tokens": agreement(by_name, max(args.batches)),
+                "ratios": compare(by_name, args.batches, args.threads),
+                "same_tokens": agreement(by_name, max(args.batches)),
                 "decode_steps": {peer.name: peer.worker.call("steps")[0] for peer in peers
                                  if peer.worker is not None and peer.kind == "encore"},
             }
