@@ -61,7 +61,7 @@ def main(words: Sequence[str]) -> int:
 def run(config: EngineConfig, *, batch_sizes: Sequence[int] | None = None, prompt_tokens: int = 128,
         output_tokens: int = 64, repeats: int = 3, requests: int = 32, command: Sequence[str] = (),
         show: Callable[[str], None] = print) -> dict[str, Any]:
-    """Load the model, capture, measure, and return the report; `show` gets the table line by line as it grows.
+    """Load the model, capture, measure, and return the report; `show` gets the heading, then table and summary.
 
     `batch_sizes` None: 1, 2, 4, … up to the engine's max_num_seqs. `requests` 0 leaves the mixed run out.
     """

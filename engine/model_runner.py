@@ -129,7 +129,8 @@ class ModelRunner:
             sampled = self.sampling.sample(logits, slots, [len(request.token_ids) for request in requests])
             greedy = sampled.token_ids
         ticket = self.ring.push(greedy)
-        self.cache.check_addresses()  # for the next step, while the device is busy with this one
+        # For the next step; a GPU is busy with this one meanwhile.
+        self.cache.check_addresses(whole=self.device.type == "cuda")
         tokens = ticket.read().tolist()
         logprobs = None if sampled is None else sampled.logprobs  # read after the tokens: reading waits for the device
         for row, (request, token) in enumerate(zip(requests, tokens, strict=True)):

@@ -10,6 +10,7 @@ import gc
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import register_dataclass
 
@@ -69,7 +70,36 @@ def encoder():
     return nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
 
 
+class SmallGPT(nn.Module):
+    """Causal attention, dropout, residuals: layers as a language model has them."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+            self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+            self.drop = nn.Dropout(0.1)
+
+        def forward(self, x):
+            rows, length, width = x.shape
+            q, k, v = self.qkv(self.norm_1(x)).view(rows, length, 3, 4, width // 4).permute(2, 0, 3, 1, 4)
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.drop(self.out(attended.transpose(1, 2).reshape(rows, length, width)))
+            return x + self.drop(self.down(F.gelu(self.up(self.norm_2(x)))))
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer() for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 MODELS = {
+    "gpt": (SmallGPT, ["layers.0", "layers.1"]),
     "mlp": (mlp, ["0", "1", "2"]),
     "mlp_whole": (mlp, [""]),
     "encoder": (encoder, ["layers.0", "layers.1", "layers.2"]),
@@ -144,6 +174,17 @@ def test_ten_steps_equal_eager_bit_for_bit(pool, device, name, outstanding):
         assert torch.equal(graphed.state_dict()[key], value), key
     graphs.detach()
     assert all("forward" not in vars(module) for module in graphed.modules())
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt", "lstm"])
+def test_steps_in_bfloat16_equal_eager(pool, device, name):
+    build, paths = MODELS[name]
+    eager, graphed = twins(lambda: build().bfloat16(), device)
+    data = [[x.bfloat16() for x in micro] for micro in batches(6, device)]
+    expected = train(eager, data)
+    graphs, stats = attached(graphed, paths, pool)
+    assert_same(train(graphed, data), expected)
+    assert sum(stats.replays.values()) == 4 * 2 * len(paths)
 
 
 def test_two_outstanding_microbatches_get_an_instance_each_and_more_run_eager(pool, device):

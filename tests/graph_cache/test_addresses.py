@@ -96,3 +96,16 @@ def _timed(call):
     started = time.perf_counter()
     assert call()
     return time.perf_counter() - started
+
+
+def test_a_partial_check_finds_a_move_within_its_turns():
+    from graph_cache.addresses import PARTS
+
+    table = {str(index): torch.ones(2) for index in range(10)}
+    book = AddressBook()
+    book.watch(table)
+    for name in table:
+        table[name], kept = torch.ones(2), table[name]
+        assert [book.unchanged(part) for part in range(PARTS)].count(False) == 1
+        table[name] = kept
+    assert all(book.unchanged(part) for part in range(PARTS))
