@@ -312,7 +312,7 @@ def test_an_interrupted_call_leaves_an_engine_that_answers(make_engine, referenc
 
     check, calls = cache.check_addresses, []
 
-    def interrupt():
+    def interrupt(**options):
         calls.append(1)
         if len(calls) % 4 == 0:  # not a step's first check, but one between a result's way to the host and its reading
             raise KeyboardInterrupt
