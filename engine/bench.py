@@ -162,6 +162,8 @@ def _parser() -> Parser:
     parser.add_argument("--json", metavar="FILE", help="write the report there as well")
     group = parser.add_argument_group("engine", "settings of the engine, as for `encore serve`")
     for field in dataclasses.fields(EngineConfig):
+        if field.name == "mode":
+            continue  # what is measured is inference
         flag, options = "--" + field.name.replace("_", "-"), {"default": argparse.SUPPRESS}
         if field.type == "bool":
             group.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
