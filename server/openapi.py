@@ -36,9 +36,13 @@ ADMIN_REFUSALS = _refusals(400, 401, 403, 408, 413, 415, 500, 503)
 NOT_SERVING = _refusals(500, 503)
 
 
+# One server-sent event: JSON text in `data`, or [DONE] in the last.
+EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+
+
 def answered_by(model: type[Answer] | Any, *others: str) -> Responses:
     """The 200 of a route: `model` as JSON, and texts of these other media types."""
-    content = {kind: {"schema": {"type": "string"}} for kind in others}
+    content = {kind: {"schema": EVENT if kind == "text/event-stream" else {"type": "string"}} for kind in others}
     return {200: {"model": model, "description": "The answer", "content": content}}
 
 

@@ -104,8 +104,11 @@ class GenerateBody(Wire):
                 continue
             if name in _SGLANG_UNSUPPORTED:
                 raise RequestError(f"sampling_params.{name} is not supported here; leave it out", param=name)
+            ours = _SGLANG_NAMES.get(name, name)
+            if ours != name and value is not None and given.get(ours) is not None:
+                raise RequestError(f"sampling_params has {name} and {ours}, which mean the same; give one", param=name)
             if value is not None or name in ("max_new_tokens", "max_tokens"):
-                values[_SGLANG_NAMES.get(name, name)] = value
+                values[ours] = value
         if self.return_logprob:
             values["logprobs"] = self.top_logprobs_num
             if self.logprob_start_len is not None and self.logprob_start_len >= 0:

@@ -166,3 +166,10 @@ def test_bad_body_is_a_400_that_names_the_field(server, body, param):
         assert set(error) == {"message", "type", "param", "code"}
         assert error["param"] == param and error["message"]
     server.wait_idle()
+
+
+def test_two_names_of_one_parameter_are_refused_together(server):
+    body = {"text": PROMPT, "sampling_params": {"seed": 1, "sampling_seed": 2, "max_new_tokens": 2}}
+    answer = server.post("/generate", body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "sampling_seed"
