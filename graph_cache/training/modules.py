@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +23,7 @@ from graph_cache.stats import CacheStats
 from graph_cache.training.autograd import Lease, probe, replay
 from graph_cache.training.call import CallKey, Result, take_apart
 from graph_cache.training.graphed_call import GraphedCall
-from graph_cache.training.program import InstanceOrder
+from graph_cache.training.instance_order import InstanceOrder
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +85,11 @@ class Program:
         self.captured = False
         self.retired = False
 
+    def retire(self) -> None:
+        """Serve no more forwards; the graphs go once outstanding backwards are done."""
+        self.retired = True
+        self.close_if_idle()
+
     def close_if_idle(self) -> None:
         """Destroy a retired program's graphs once no backward needs them."""
         if self.retired and not self.order.awaiting:
@@ -114,16 +118,17 @@ class TrainingGraphs:
         self._unseen_this_round = False
         self._outstanding = 0  # eager and recorded calls whose backward is to come
         self._busy = False  # inside a capture or an attached module: nested modules run eager
-        self.capture_times: Counter[str] = Counter()
 
     # ---- attaching -------------------------------------------------------------------------------------------------
 
     def attach(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        """Replace the forwards of these modules. Raises GraphConfigError for one that is attached already."""
-        for name, module in modules:
+        """Replace the forwards of these modules, all or none. Raises GraphConfigError where one is replaced already."""
+        found = list(modules)
+        for name, module in found:
             if "forward" in vars(module):
                 raise GraphConfigError(f"{name}: its forward is replaced already ({vars(module)['forward']!r}); detach "
                                        "whatever did so first")
+        for name, module in found:
             attached = AttachedModule(name, module, module.forward)
             module.forward = self._entry(attached)
             self.modules.append(attached)
@@ -138,8 +143,7 @@ class TrainingGraphs:
     def clear(self) -> None:
         """Drop all graphs, now or as soon as outstanding backwards are done; the next rounds warm up anew."""
         for program in self._programs:
-            program.retired = True
-            program.close_if_idle()
+            program.retire()
         self._programs = []
         self._recording = None
         self._unseen_rounds = 0
@@ -192,8 +196,7 @@ class TrainingGraphs:
                              "; ".join(map(str, moved)))
                 self.stats.invalidations[STALE] += 1
                 self._programs.remove(program)
-                program.retired = True
-                program.close_if_idle()
+                program.retire()
         if self._recording is not None:
             recorded, self._recording = self._recording, None
             if len(recorded.order):

@@ -121,7 +121,7 @@ def batches(steps, device, micro=2, rows=ROWS):
             for _ in range(steps)]
 
 
-def train(model, data, *, outstanding=True, keep=True):
+def train(model, data, *, outstanding=True):
     """Plain training code: microbatches, accumulation, momentum. Returns every loss and gradient."""
     torch.manual_seed(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -402,7 +402,8 @@ def test_attaching_twice_is_refused(pool, device):
     _, graphed = twins(mlp, device)
     attached(graphed, ["0"], pool)
     with pytest.raises(GraphConfigError, match="replaced already"):
-        attached(graphed, ["0"], pool)
+        attached(graphed, ["1", "0"], pool)
+    assert "forward" not in vars(graphed[1])
 
 
 def iterate(model, data, wrap, *, clear=True, inside=False, step_inside=False):
