@@ -1,7 +1,8 @@
-"""Training step time and peak memory: eager, graphs per layer, a whole iteration, and torch's own graphs.
+"""Training step time, the host's part of it, and peak memory: eager, our graphs, torch's own, compiled or not.
 
 `python benchmarks/training_step.py --batches 1,4,8 --out results.json` on a GPU. A GPT of 24 layers of width 1,024 in
-bf16, 512 tokens, AdamW, random tokens; each way in a process of its own, so that peaks don't mix.
+bf16, 512 tokens, AdamW, random tokens; each way in a process of its own, so that peaks don't mix. `--recapture` drops
+and captures the graphs of our ways five times instead, and prints the memory that stays.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from torch import nn
 
 from engine import Engine, EngineConfig
 
-WAYS = ("eager", "layer", "iteration", "compile", "make_graphed_callables")
+WAYS = ("eager", "layer", "iteration", "layer_compiled", "iteration_compiled", "compile", "make_graphed_callables")
+OURS = tuple(way for way in WAYS if way.startswith(("layer", "iteration")))
+RECAPTURES, RECAPTURE_STEPS = 5, 6  # rounds, and steps in each: past warm-up, and two replays
 VOCABULARY = 32000
 
 
@@ -66,7 +69,12 @@ def prepare(way: str, model: Model, batch: int, length: int) -> tuple[Callable[.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=device.type == "cuda")
     called: Callable[..., torch.Tensor] = model
     engines: list[Engine] = []
-    if way == "compile":
+    if way == "layer_compiled":
+        for layer in model.layers:
+            layer.compile()
+    elif way == "iteration_compiled":
+        called = torch.compile(model)
+    elif way == "compile":
         called = torch.compile(model, mode="reduce-overhead")
     elif way == "make_graphed_callables":
         width = model.embed.embedding_dim
@@ -83,17 +91,17 @@ def prepare(way: str, model: Model, batch: int, length: int) -> tuple[Callable[.
         optimizer.step()
         return loss.detach().clone()
 
-    if way == "layer":
+    if way.startswith("layer"):
         engines.append(Engine(EngineConfig(mode="training")))
         engines[0].attach(model, modules=[f"layers.{index}" for index in range(len(model.layers))])
-    elif way == "iteration":
+    elif way.startswith("iteration"):
         engines.append(Engine(EngineConfig(mode="training", cuda_graph_impl="full_iteration")))
         return engines[0].capture_iteration(step, device=device), engines
     return step, engines
 
 
-def measure(way: str, batch: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Median step in ms, peak MiB, and the losses, which must agree between ways."""
+def set_up(way: str, batch: int, args: argparse.Namespace) -> tuple[Callable[[int], torch.Tensor], list[Engine], Model]:
+    """A function that runs step number n on data of its own, what captures it, and its model."""
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = Model(args.layers, args.width, args.length).to(device).bfloat16()
@@ -101,19 +109,75 @@ def measure(way: str, batch: int, args: argparse.Namespace) -> dict[str, Any]:
     data = [[torch.randint(VOCABULARY, (batch, args.length), generator=generator).to(device) for _ in range(2)]
             for _ in range(4)]
     run, engines = prepare(way, model, batch, args.length)
-    times, losses = [], []
-    for index in range(args.warm + args.steps):
+    return lambda number: run(*data[number % 4]), engines, model
+
+
+def measure(way: str, batch: int, args: argparse.Namespace) -> dict[str, Any]:
+    """One way's figures.
+
+    ms: a step among others, with one wait at the end of --steps of them, as a job that logs now and then has it (median
+    of three). synced_ms: a step that is waited for; host_ms: until its last call returned. Peaks in MiB. The losses
+    must agree between ways.
+    """
+    step, engines, _ = set_up(way, batch, args)
+    losses = [step(index).item() for index in range(args.warm)]
+    synced, host, windows = [], [], []
+    for index in range(args.steps):
         started = time.perf_counter()
-        losses.append(run(*data[index % 4]).item())
-        times.append((time.perf_counter() - started) * 1e3)
-    found = {"way": way, "batch": batch, "ms": round(statistics.median(times[args.warm:]), 3),
+        loss = step(index)
+        host.append((time.perf_counter() - started) * 1e3)
+        losses.append(loss.item())
+        synced.append((time.perf_counter() - started) * 1e3)
+    for _ in range(3):
+        started = time.perf_counter()
+        for index in range(args.steps):
+            loss = step(index)
+        losses.append(loss.item())
+        windows.append((time.perf_counter() - started) * 1e3 / args.steps)
+    found = {"way": way, "batch": batch, "ms": round(statistics.median(windows), 3),
+             "synced_ms": round(statistics.median(synced), 3), "host_ms": round(statistics.median(host), 3),
              "last_losses": [round(loss, 4) for loss in losses[-3:]]}
-    if device == "cuda":
+    if torch.cuda.is_available():
+        # Allocated counts live tensors alone: memory that graphs use between tensors is in the reserved bytes only.
         found["peak_mib"] = torch.cuda.max_memory_allocated() >> 20
+        found["peak_reserved_mib"] = torch.cuda.max_memory_reserved() >> 20
     for engine in engines:
         rows = engine.graphs()
         found["replays"], found["failed"] = sum(row["replays"] for row in rows), sum(row["failed"] for row in rows)
         engine.detach()
+    return found
+
+
+def recapture(way: str, batch: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Memory with graphs and after dropping them, captured anew each time: whether it all comes back, and one pool."""
+    step, engines, model = set_up(way, batch, args)
+    engine, rounds, pools = engines[0], [], set()
+    for index in range(RECAPTURES):
+        for number in range(RECAPTURE_STEPS):
+            step(index * RECAPTURE_STEPS + number).item()
+        row = {"graphs": sum(row["graphs"] for row in engine.graphs())}
+        pools.add(id(engine.pool))
+        row["with_graphs"] = held(engine)
+        model.zero_grad()  # gradients may lie where a graph left them: who holds one holds its memory
+        engine.clear()
+        row["without"] = held(engine)
+        rounds.append(row)
+    last, first = rounds[-1]["with_graphs"], rounds[0]["with_graphs"]
+    growth = {name: round((last[name] - first[name]) / max(1, first[name]), 5) for name in first}
+    last, first = rounds[-1]["without"], rounds[0]["without"]
+    left = {name: round((last[name] - first[name]) / max(1, first[name]), 5) for name in first}
+    engine.detach()
+    return {"way": way, "batch": batch, "one_pool": len(pools) == 1, "growth": growth, "growth_without": left,
+            "within_1_percent": max(*growth.values(), *left.values()) <= 0.01, "rounds": rounds}
+
+
+def held(engine: Engine) -> dict[str, int]:
+    """Bytes held now: of the device and of the pool of graphs."""
+    found = {"pool": engine.pool.nbytes()}
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        found |= {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
     return found
 
 
@@ -126,17 +190,20 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--warm", type=int, default=8)
     parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--recapture", action="store_true", help="drop and capture five times; our ways only")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(measure(args.ways, int(args.batches), args)))
+        print(json.dumps((recapture if args.recapture else measure)(args.ways, int(args.batches), args)))
         return
     rows = []
+    ways = [way for way in args.ways.split(",") if way in OURS or not args.recapture]
     sizes = [f"--{name}={getattr(args, name)}" for name in ("layers", "width", "length", "warm", "steps")]
     for batch in args.batches.split(","):
-        for way in args.ways.split(","):
-            command = [sys.executable, __file__, "--one", "--batches", batch, "--ways", way, *sizes]
+        for way in ways:
+            command = [sys.executable, __file__, "--one", "--batches", batch, "--ways", way, *sizes,
+                       *(["--recapture"] if args.recapture else [])]
             done = subprocess.run(command, capture_output=True, text=True)
             row = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {
                 "way": way, "batch": int(batch), "error": done.stderr.strip().splitlines()[-1][:200]}
@@ -144,7 +211,9 @@ def main() -> None:
             eager = next((one for one in rows if one["batch"] == int(batch) and one["way"] == "eager"), {})
             if "ms" in row and "ms" in eager:
                 row["times_eager"] = round(eager["ms"] / row["ms"], 2)
-                row["memory_over_eager"] = round(row.get("peak_mib", 0) / eager.get("peak_mib", 1), 3)
+                for name in ("peak_mib", "peak_reserved_mib"):
+                    if name in row and name in eager:
+                        row[f"{name}_over_eager"] = round(row[name] / eager[name], 3)
             print(json.dumps(row), flush=True)
     if args.out:
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"

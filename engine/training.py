@@ -50,6 +50,11 @@ class TrainingEngine:
                               "EngineConfig(model=…) for inference")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
+    @property
+    def pool(self) -> GraphPool | None:
+        """The pool that it captures into; None before the first use."""
+        return self._pool
+
     def attach(self, model: nn.Module, modules: Iterable[str] | None = None,
                generators: Sequence[torch.Generator] = ()) -> list[str]:
         """Capture parts of a model from here on; returns their names. Plain training code goes on as before.

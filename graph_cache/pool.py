@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from graph_cache.backends.base import Backend
+from graph_cache.backends.base import Backend, Memory
 
 
 class GraphPool:
@@ -18,7 +19,8 @@ class GraphPool:
 
     def __init__(self, backend: Backend):
         self.backend = backend
-        self.memory = backend.new_memory()
+        self._memories: weakref.WeakSet[Memory] = weakref.WeakSet()
+        self.memory = self.new_memory()
         self.lock = threading.RLock()
         self._captures = 0
         self._warmups = 0
@@ -34,14 +36,21 @@ class GraphPool:
         """Whether eager runs that prepare a capture are in progress, in any thread."""
         return self._warmups > 0
 
+    def new_memory(self) -> Memory:
+        """Memory for graphs that may not share that of others: those of a training step, alive until its backward."""
+        memory = self.backend.new_memory()
+        self._memories.add(memory)
+        return memory
+
     def nbytes(self) -> int:
         """Bytes that the graphs of this pool hold for their intermediates."""
-        return self.memory.nbytes()
+        return sum(memory.nbytes() for memory in list(self._memories))
 
     def trim(self) -> None:
         """Return memory that no live graph needs."""
         with self.lock:
-            self.memory.trim()
+            for memory in list(self._memories):
+                memory.trim()
 
     @contextmanager
     def session(self) -> Iterator[None]:

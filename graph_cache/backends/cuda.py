@@ -77,20 +77,21 @@ class CudaBackendGraph:
         self.nbytes = memory.growth()
         self._graph: torch.cuda.CUDAGraph | None = graph
         self._memory = memory
+        # The driver's call itself, which enqueues on the current stream: a training step makes two for every layer.
+        self.replay: Callable[[], None] = graph.replay
         memory.adopt()
-
-    def replay(self) -> None:
-        """Enqueue the graph on the current stream."""
-        if self._graph is None:
-            raise GraphClosed("this CUDA graph was closed; capture it again")
-        self._graph.replay()
 
     def close(self) -> None:
         """Destroy the graph; its memory returns to the pool."""
         if self._graph is not None:
+            self.replay = _closed
             self._graph.reset()
             self._graph = None
             self._memory.release()
+
+
+def _closed() -> None:
+    raise GraphClosed("this CUDA graph was closed; capture it again")
 
 
 class CudaBackend:

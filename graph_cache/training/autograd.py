@@ -1,7 +1,8 @@
 """A graphed call as autograd sees it: one node whose backward replays a graph.
 
 Parameters enter as inputs and their gradients are returned, so that plain loops, hooks and DistributedDataParallel see
-what they would see of the eager module.
+what they would see of the eager module. This runs for every layer of every step: what it does is counted in
+microseconds (`benchmarks/training_step.py` prints the host's time).
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ from graph_cache.training.graphed_call import GraphedCall
 class Lease:
     """A pair's use by one forward: ended by its backward, or when autograd lets go of a history that never ran it."""
 
-    def __init__(self, release: Callable[[], None]):
-        self._release: Callable[[], None] | None = release
+    __slots__ = ("_place", "_release")
+
+    def __init__(self, release: Callable[[int], None], place: int = 0):
+        self._release: Callable[[int], None] | None = release
+        self._place = place
 
     @property
     def ended(self) -> bool:
@@ -29,43 +33,55 @@ class Lease:
 
     def end(self) -> None:
         """Give the pair back, once."""
-        if self._release is not None:
-            release, self._release = self._release, None
-            release()
+        release, self._release = self._release, None
+        if release is not None:
+            release(self._place)
 
     def __del__(self) -> None:
         self.end()
 
 
+def _replayed(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    call, lease = ctx.call, ctx.lease
+    if lease.ended:
+        raise GraphError(f"the backward of {call.name} was run twice: a graph's backward runs once, since the next "
+                         "forward reuses its memory; detach the module from its graphs to retain it")
+    found = call.replay_backward(grads)
+    for index in ctx.leaves:
+        if found[index] is not None:
+            found[index] = found[index].clone()
+    lease.end()
+    return (None, None, *found)
+
+
+_replayed_once = once_differentiable(_replayed)
+
+
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: GraphedCall, lease: Lease, inputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: GraphedCall, lease: Lease, *tensors: Tensor) -> Any:
         ctx.call, ctx.lease = call, lease
         # A leaf's .grad may become the very tensor that is returned for it, so leaves get copies.
-        ctx.leaves = [index for index, tensor in enumerate(tensors[:inputs]) if tensor.requires_grad and tensor.is_leaf]
-        outputs = call.replay_forward(tensors[:inputs])
-        ctx.mark_non_differentiable(*(output for index, output in enumerate(outputs)
-                                      if index not in call.differentiable))
-        return tuple(outputs)
+        ctx.leaves = [index for index in call.wanting if tensors[index].is_leaf]
+        outputs = call.replay_forward(tensors)
+        if call.undifferentiable:
+            ctx.mark_non_differentiable(*[outputs[index] for index in call.undifferentiable])
+        return outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        call, lease = ctx.call, ctx.lease
-        if lease.ended:
-            raise GraphError(f"the backward of {call.name} was run twice: a graph's backward runs once, since the next "
-                             "forward reuses its memory; detach the module from its graphs to retain it")
-        inputs, parameters = call.replay_backward([grads[index] for index in call.differentiable])
-        for index in ctx.leaves:
-            if inputs[index] is not None:
-                inputs[index] = inputs[index].clone()
-        lease.end()
-        return (None, None, None, *inputs, *parameters)
+        # The guard against a second differentiation costs as much as a replay; nobody can ask for one without a graph.
+        return _replayed_once(ctx, *grads) if torch.is_grad_enabled() else _replayed(ctx, *grads)
+
+
+# What `Function.apply` comes to without functorch, without its walk over all arguments in Python.
+_apply = super(torch.autograd.Function, _Replay).apply
 
 
 def replay(call: GraphedCall, lease: Lease, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The call's outputs for these inputs, with a history that leads to its backward graph."""
-    return _Replay.apply(call, lease, len(tensors), *tensors, *call.parameters)
+    apply = _Replay.apply if torch._C._are_functorch_transforms_active() else _apply
+    return apply(call, lease, *tensors, *call.parameters)
 
 
 class _Probe(torch.autograd.Function):

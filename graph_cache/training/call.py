@@ -19,11 +19,13 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 class CallKey:
     """Everything of a call that a capture bakes in: structure, values that are no tensors, tensor signatures, modes.
 
-    `tensors` holds (shape, strides, dtype, device, requires_grad) of each tensor argument, in order.
+    `tensors` holds (shape, strides, dtype, device, requires_grad) of each tensor argument, in order; `types` tells
+    values apart that compare equal and compute differently (2, 2.0 and True).
     """
 
     structure: TreeSpec
     values: tuple[Any, ...]
+    types: tuple[type, ...]
     tensors: tuple[tuple, ...]
     training: bool
     grad: bool
@@ -39,26 +41,76 @@ TENSOR = "<tensor>"  # stands where a tensor argument was, among the values
 def take_apart(args: tuple, kwargs: dict[str, Any], training: bool) -> tuple[CallKey, list[Tensor]]:
     """A call's key and its tensor arguments, in order."""
     if not kwargs and all(isinstance(argument, Tensor) for argument in args):
-        tensors, values = list(args), (TENSOR,) * len(args)  # the usual layer: no tree to walk
-        structure = _flat_structure(len(args))
+        tensors, values = list(args), (TENSOR,) * len(args)  # no tree to walk
+        structure = _flat_structure(len(args), ())
     else:
         leaves, structure = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         values = tuple([TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves])
-    device = tensors[0].device.type if tensors else "cpu"
-    autocast = torch.is_autocast_enabled(device)
     grad = torch.is_grad_enabled()
     signatures = tuple([(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, grad and tensor.requires_grad)
                         for tensor in tensors])
-    key = CallKey(structure, values, signatures, training, grad,
-                  (autocast, torch.get_autocast_dtype(device) if autocast else None))
+    key = CallKey(structure, values, tuple(map(type, values)), signatures, training, grad,
+                  _autocast(tensors[0].device.type if tensors else "cpu"))
     return key, tensors
 
 
 @functools.cache
-def _flat_structure(count: int) -> TreeSpec:
-    """The structure of a call with this many positional tensors and nothing else."""
-    return tree_flatten(((TENSOR,) * count, {}))[1]
+def _flat_structure(count: int, names: tuple[str, ...]) -> TreeSpec:
+    """The structure of a call with this many positional leaves and a leaf for each of these keywords."""
+    return tree_flatten(((TENSOR,) * count, dict.fromkeys(names, TENSOR)))[1]
+
+
+def _autocast(device: str) -> tuple[bool, torch.dtype | None]:
+    enabled = torch.is_autocast_enabled(device)
+    return enabled, torch.get_autocast_dtype(device) if enabled else None
+
+
+class Expected:
+    """What calls of one key look like. Asked at every call of a step: a fraction of the cost of making a key.
+
+    Only for calls whose arguments are tensors and values; those with containers among them always make a key.
+    """
+
+    def __init__(self, key: CallKey, args: tuple, kwargs: dict[str, Any]):
+        self._plain = key.structure == _flat_structure(len(args), tuple(kwargs))
+        self._count, self._names = len(args), tuple(kwargs)
+        self._training, self._autocast = key.training, key.autocast
+        self._device = key.tensors[0][3].type if key.tensors else "cpu"
+        self._only_tensors = all(value is TENSOR for value in key.values) and not kwargs
+        self._signatures = key.tensors
+        self._values = list(zip(key.values, key.types, strict=True))
+
+    def tensors(self, args: tuple, kwargs: dict[str, Any], training: bool) -> Sequence[Tensor] | None:
+        """The tensors of a call of this key, in order; None for any other call, and for one that takes a closer look.
+
+        The caller has gradients enabled.
+        """
+        if not self._plain or training != self._training or len(args) != self._count:
+            return None
+        if torch.is_autocast_enabled(self._device) != self._autocast[0] or (
+                self._autocast[0] and torch.get_autocast_dtype(self._device) != self._autocast[1]):
+            return None
+        tensors = args if self._only_tensors and not kwargs else self._among(args, kwargs)
+        if tensors is None:
+            return None
+        for tensor, signature in zip(tensors, self._signatures, strict=True):
+            if not isinstance(tensor, Tensor) or signature != (
+                    tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad):
+                return None
+        return tensors
+
+    def _among(self, args: tuple, kwargs: dict[str, Any]) -> list[Any] | None:
+        """What stands where tensors are wanted, if everything else is as expected."""
+        if tuple(kwargs) != self._names:
+            return None
+        found = []
+        for leaf, (value, kind) in zip((*args, *kwargs.values()), self._values, strict=True):
+            if value is TENSOR:
+                found.append(leaf)
+            elif isinstance(leaf, Tensor) or type(leaf) is not kind or leaf != value:
+                return None
+        return found
 
 
 def put_together(key: CallKey, tensors: Sequence[Tensor]) -> tuple[tuple, dict[str, Any]]:
@@ -74,6 +126,11 @@ class Result:
 
     structure: TreeSpec
     leaves: tuple[Any, ...]
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it is a tensor by itself, which needs no putting together."""
+        return self.leaves == (TENSOR,) and self.structure.is_leaf()
 
     @classmethod
     def of(cls, value: Any) -> tuple[Result, list[Tensor]]:

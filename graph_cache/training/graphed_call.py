@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from graph_cache.backends.base import Memory
 from graph_cache.pool import GraphPool
 from graph_cache.runner import GraphRunner
-from graph_cache.training.call import CallKey, Result, load, put_together
-from graph_cache.training.stand_ins import StandIns, trainable
+from graph_cache.training.call import CallKey, Result, put_together
+from graph_cache.training.gradients import HandedOut, copies_of, memory_of_their_own
+from graph_cache.training.stand_ins import ADDED, MainGrads, StandIns, trainable
 
 ELSEWHERE = 0x5EED  # any seed but the job's own
 
@@ -25,25 +26,33 @@ class GraphedCall:
     """Forward and backward graphs of `forward(*args, **kwargs)` for one key.
 
     `inputs` are the static inputs: fresh tensors, or another call's static outputs, which then need no copy. The
-    module's parameters take part by stand-ins on the same storage; its buffers (running statistics) a capture leaves
-    as it found them.
+    module's parameters take part by stand-ins on the same storage; its buffers (running statistics) and the parameters'
+    `main_grad` a capture leaves as it found them. With `hands_out`, parameter gradients are handed out where the graph
+    leaves them, else as copies.
     """
 
     def __init__(self, name: str, module: nn.Module, forward: Callable[..., Any], key: CallKey,
-                 inputs: Sequence[Tensor], pool: GraphPool, memory: Memory, generators: Sequence[torch.Generator]):
+                 inputs: Sequence[Tensor], pool: GraphPool, memory: Memory, generators: Sequence[torch.Generator], *,
+                 hands_out: bool):
         self.name = name
         self.key = key
         self.inputs = list(inputs)
         self.parameters = trainable(module)
-        self._stand_ins = StandIns(module)
         self.result: Result | None = None
         self.outputs: list[Tensor] = []
         self.differentiable: list[int] = []  # which outputs have gradients
+        self.undifferentiable: list[int] = []
+        self.wanting = [index for index, tensor in enumerate(self.inputs) if tensor.requires_grad]
         self.grad_outputs: list[Tensor] = []
         self.input_grads: list[Tensor | None] = []
         self.parameter_grads: list[Tensor | None] = []
+        self._stand_ins = StandIns(module)
         self._forward = forward
         self._state = list(module.buffers())
+        self._main_grads = list(MainGrads(module).values())
+        self._added: list[nn.Parameter] = []  # whose gradient the backward itself adds to their main_grad
+        self._handed_out: HandedOut | None = None
+        self._hands_out = hands_out
         self._pool = pool
         self._generators = list(generators) if pool.backend.capture_runs else []
         # Where a capture does not run, nothing may run between the halves either: what some kernels save under capture
@@ -72,7 +81,9 @@ class GraphedCall:
         """Capture the forward; `outputs` are static from here on. Raises CaptureError."""
         self._forward_graph.capture()
         self.differentiable = [index for index, output in enumerate(self.outputs) if output.requires_grad]
-        self.grad_outputs = [torch.ones_like(self.outputs[index]) for index in self.differentiable]
+        self.undifferentiable = [index for index, output in enumerate(self.outputs) if not output.requires_grad]
+        self._replay_forward = self._forward_graph.bare_replay
+        self._inputs_at = [(tensor.data_ptr(), tensor.data) for tensor in self.inputs]
 
     def capture_backward(self, arriving: Mapping[int, Tensor]) -> None:
         """Capture the backward of the captured forward. Raises CaptureError.
@@ -80,8 +91,8 @@ class GraphedCall:
         `arriving`: static tensors in which another call's backward leaves the gradient of an output, by its index; from
         there it needs no copy.
         """
-        self.grad_outputs = [arriving.get(index, grad)
-                             for index, grad in zip(self.differentiable, self.grad_outputs, strict=True)]
+        self.grad_outputs = [arriving[index] if index in arriving else torch.ones_like(self.outputs[index])
+                             for index in self.differentiable]
         # From another random state than the forward's: a backward that goes back to the forward's state by itself, as
         # checkpointing does, then differs from its replay, which can't, and is refused.
         states = [generator.get_state() for generator in self._generators]
@@ -92,9 +103,15 @@ class GraphedCall:
         finally:
             for generator, state in zip(self._generators, states, strict=True):
                 generator.set_state(state)
-        # Read right after each replay, before any other graph runs: their memory may serve other backwards.
-        self.parameter_grads = [None if grad is None else self._pool.backend.borrow(grad)
-                                for grad in self.parameter_grads]
+        if self._hands_out:
+            self._handed_out = HandedOut([grad for grad in self.parameter_grads if grad is not None])
+        else:  # read right after each replay, before any other graph runs: their memory may serve other backwards
+            self.parameter_grads = [None if grad is None else self._pool.backend.borrow(grad)
+                                    for grad in self.parameter_grads]
+        self._found = [*self.input_grads, *self.parameter_grads]
+        self._replay_backward = self._backward_graph.bare_replay
+        self._grads_at = [(index, static.data_ptr(), static)
+                          for index, static in zip(self.differentiable, self.grad_outputs, strict=True)]
 
     def _run_forward(self) -> None:
         args, kwargs = put_together(self.key, self.inputs)
@@ -104,56 +121,71 @@ class GraphedCall:
     def _run_backward(self) -> None:
         leaves = self._stand_ins.trainable
         wanted = [tensor for tensor in (*self.inputs, *leaves) if tensor.requires_grad]
-        grads = iter(torch.autograd.grad(
+        self.input_grads = self.parameter_grads = []
+        found = list(torch.autograd.grad(
             [self.outputs[index] for index in self.differentiable], wanted, self.grad_outputs,
             retain_graph=True, allow_unused=True,  # retained: what was saved must never be lent to another graph
         ))
-        self.input_grads = [next(grads) if tensor.requires_grad else None for tensor in self.inputs]
-        self.parameter_grads = [next(grads) for _ in leaves]
+        of_inputs = iter(found[:len(self.wanting)])
+        self.input_grads = [next(of_inputs) if tensor.requires_grad else None for tensor in self.inputs]
+        del of_inputs, found[:len(self.wanting)]
+        self.parameter_grads = memory_of_their_own(found) if self._hands_out else found
+        self._added = [parameter for parameter, leaf in zip(self.parameters, leaves, strict=True)
+                       if getattr(leaf, ADDED, False)]
 
     def _forward_statics(self) -> list[Tensor]:
         # `.data`, not `.detach()`: rewinding a warm-up must not look to autograd like a change of what was saved.
         return [tensor.data for tensor in (*self.inputs, *self._state, *self.outputs)]
 
     def _backward_statics(self) -> list[Tensor]:
-        found = [grad for grad in (*self.input_grads, *self.parameter_grads) if grad is not None]
-        return [*self.grad_outputs, *found]
+        # Of what was added to a main_grad, the gradient itself is a dummy with undefined contents, or None.
+        dummies = {id(parameter) for parameter in self._added}
+        true = [grad for parameter, grad in zip(self.parameters, self.parameter_grads, strict=False)
+                if id(parameter) not in dummies]
+        found = [grad for grad in (*self.input_grads, *true) if grad is not None]
+        return [*self._main_grads, *self.grad_outputs, *found]
 
     # ---- replay ----------------------------------------------------------------------------------------------------
 
-    def replay_forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Load the inputs that are elsewhere, replay, and return the static outputs: aliases without history."""
-        load(self.inputs, tensors)
-        self._forward_graph.replay()
-        return [output.detach() for output in self.outputs]
+    def replay_forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Load the inputs that are elsewhere, replay, and return the static outputs: aliases without history.
 
-    def replay_backward(self, grads: Sequence[Tensor]) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """Gradients of inputs and of parameters from those of the differentiable outputs.
-
-        Input gradients are static: the next backward of this pair overwrites them. Parameter gradients are copies:
-        autograd may keep them as `.grad` across steps.
+        `tensors` begin with the inputs. Gradients are off.
         """
-        load(self.grad_outputs, grads)
-        self._backward_graph.replay()
-        found = [grad for grad in self.parameter_grads if grad is not None]
-        copies = iter(empty_like_all(found))
-        kept = [None if grad is None else next(copies) for grad in self.parameter_grads]
-        if found:
-            torch._foreach_copy_([grad for grad in kept if grad is not None], found)
-        return [None if grad is None else grad.detach() for grad in self.input_grads], kept
+        for (address, static), tensor in zip(self._inputs_at, tensors, strict=False):
+            if tensor.data_ptr() != address:
+                static.copy_(tensor)
+        self._replay_forward()
+        return tuple([output.detach() for output in self.outputs])
+
+    def replay_backward(self, grads: Sequence[Tensor]) -> list[Tensor | None]:
+        """Gradients of inputs, then of parameters, from those of all outputs.
+
+        Input gradients are static: the next backward of this pair overwrites them. Parameter gradients stay as they are
+        for as long as somebody holds them.
+        """
+        held = self._handed_out.save() if self._handed_out is not None else None
+        for index, address, static in self._grads_at:
+            grad = grads[index]
+            if grad.data_ptr() != address:
+                static.copy_(grad)
+        self._replay_backward()
+        for parameter in self._added:
+            setattr(parameter, ADDED, True)
+        if self._handed_out is not None and held is None:
+            return [None if grad is None else grad.detach() for grad in self._found]
+        given = [None if grad is None else grad.detach() for grad in self.input_grads]
+        given += copies_of(self.parameter_grads)
+        if held is not None:
+            self._handed_out.restore(held)
+        return given
 
     def close(self) -> None:
         """Destroy both graphs and let go of everything static."""
+        self._replay_forward = self._forward_graph.replay  # which raises GraphClosed from here on
+        self._replay_backward = self._backward_graph.replay
         self._forward_graph.close()
         self._backward_graph.close()
         self.inputs = self.outputs = self.grad_outputs = []
-        self.input_grads = self.parameter_grads = []
-
-
-def empty_like_all(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """New contiguous memory for each tensor; those of one dtype share one allocation, which is what takes the time."""
-    if not tensors or any(tensor.dtype != tensors[0].dtype for tensor in tensors):
-        return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
-    whole = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=tensors[0].dtype, device=tensors[0].device)
-    parts = whole.split([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+        self.input_grads = self.parameter_grads = self._found = []
+        self._inputs_at, self._grads_at, self._handed_out = [], [], None

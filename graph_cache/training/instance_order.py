@@ -14,15 +14,13 @@ Pair = TypeVar("Pair")
 
 
 class InstanceOrder(Generic[Pair]):
-    """Pairs by what they serve, in capture order; each is free or awaits its backward.
-
-    While recording, `take` makes room for a new pair where none fits; while replaying it returns None.
-    """
+    """Pairs by what they serve, in capture order; each is free or awaits its backward."""
 
     def __init__(self) -> None:
         self._kinds: list[Hashable] = []
         self._places: dict[Hashable, list[int]] = {}
-        self._awaiting: set[int] = set()
+        self._awaits: list[bool] = []
+        self._last = -1  # the last place that awaits its backward
         self.pairs: list[Pair | None] = []
 
     def __len__(self) -> int:
@@ -31,7 +29,7 @@ class InstanceOrder(Generic[Pair]):
     @property
     def awaiting(self) -> int:
         """How many pairs await their backward."""
-        return len(self._awaiting)
+        return sum(self._awaits)
 
     def knows(self, kind: Hashable) -> bool:
         """Whether any pair serves this kind of call."""
@@ -41,16 +39,20 @@ class InstanceOrder(Generic[Pair]):
         """What the pair at this place serves."""
         return self._kinds[place]
 
+    def following(self) -> int:
+        """The place behind the last that awaits its backward, which a step repeated as recorded asks for; 0 if none."""
+        return self._last + 1
+
     def find(self, kind: Hashable) -> int | None:
         """The first place that may serve a call of this kind now."""
-        behind = max(self._awaiting, default=-1)
-        return next((place for place in self._places.get(kind, ()) if place > behind), None)
+        return next((place for place in self._places.get(kind, ()) if place > self._last), None)
 
     def add(self, kind: Hashable) -> int:
         """A new last place for calls of this kind."""
         place = len(self._kinds)
         self._kinds.append(kind)
         self._places.setdefault(kind, []).append(place)
+        self._awaits.append(False)
         self.pairs.append(None)
         return place
 
@@ -59,9 +61,12 @@ class InstanceOrder(Generic[Pair]):
         self._places[self._kinds[place]].remove(place)
 
     def await_backward(self, place: int) -> None:
-        """The pair at this place was used by a forward."""
-        self._awaiting.add(place)
+        """The pair at this place, behind all that await theirs, was used by a forward."""
+        self._awaits[place] = True
+        self._last = place
 
     def release(self, place: int) -> None:
         """Its backward is done, or will never come."""
-        self._awaiting.discard(place)
+        self._awaits[place] = False
+        while self._last >= 0 and not self._awaits[self._last]:
+            self._last -= 1

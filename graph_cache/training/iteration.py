@@ -21,6 +21,7 @@ from graph_cache.pool import GraphPool
 from graph_cache.runner import GraphRunner
 from graph_cache.stats import CacheStats
 from graph_cache.training.call import CallKey, Result, load, put_together, take_apart
+from graph_cache.training.compiled import is_compiled, reached_from, without_compiling
 
 logger = logging.getLogger(__name__)
 
@@ -59,14 +60,17 @@ class CapturedIteration:
         self._stats = stats
         self._warmup_steps = max(1, warmup_steps)
         self._generators = tuple(generators)
-        self._memory = pool.backend.new_memory()
+        self._memory = pool.new_memory()
         self._seen: Counter[Hashable] = Counter()
         self._captured: dict[Hashable, _Captured] = {}
         self._failed: dict[Hashable, str] = {}
         self._modules: dict[int, nn.Module] = {}
+        self._looked = self._compiled = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one iteration."""
+        if not self._looked:
+            self._look_for_compiled()
         key, tensors = take_apart(args, kwargs, training=True)
         kind = (key, self._state())
         captured = self._captured.get(kind)
@@ -99,6 +103,14 @@ class CapturedIteration:
         return (tuple(module.training for module in self._modules.values()),
                 tuple(parameter.grad is not None for parameter in self._parameters()))
 
+    def _look_for_compiled(self) -> None:
+        """A hook that notes modules would be compiled in with them: beside compiled ones, those within reach count."""
+        reached = reached_from(self._step)
+        self._looked, self._compiled = True, any(map(is_compiled, reached))
+        if self._compiled:
+            modules = [inner for value in reached if isinstance(value, nn.Module) for inner in value.modules()]
+            self._modules = {id(module): module for module in modules}
+
     def _parameters(self) -> list[nn.Parameter]:
         """Of every module that the step has run: those that want gradients, each once."""
         found = {id(parameter): parameter for module in self._modules.values() for parameter in module.parameters()}
@@ -109,19 +121,21 @@ class CapturedIteration:
         def note(module: nn.Module, inputs: Any) -> None:
             self._modules.setdefault(id(module), module)
 
-        handle = register_module_forward_pre_hook(note)
+        handle = None if self._compiled else register_module_forward_pre_hook(note)
         try:
             # On the stream of captures: autograd ties the accumulation of gradients to the stream of its first use.
             with self._pool.backend.on_capture_stream():
                 result, outputs = Result.of(self._step(*args, **kwargs))
         finally:
-            handle.remove()
+            if handle is not None:
+                handle.remove()
         return result.build([output.detach() for output in outputs])
 
     def _capture(self, kind: Hashable, key: CallKey, tensors: Sequence[Tensor], args: tuple,
                  kwargs: dict[str, Any]) -> Any:
         """Capture this call, and run it: by the capture itself where that runs, else by the first replay."""
         captured = _Captured(key, tensors)
+        self._pool.trim()  # what the eager steps left cached is of no use to the graph's own memory
         parameters = self._parameters()
         before = _GradsBefore(parameters, copied=self._pool.backend.capture_runs)
 
@@ -132,7 +146,8 @@ class CapturedIteration:
         runner = GraphRunner(body, self._pool, statics=list, generators=self._generators, memory=self._memory,
                              grad=True, checked=False)
         try:
-            runner.capture()
+            with without_compiling(self._pool.backend):
+                runner.capture()
         except CaptureError as error:
             before.restore()
             logger.error("capture of %s failed, it will run eager: %s", self.name, error)

@@ -6,9 +6,13 @@ that stream; hooks on parameters belong to the real ones, which see the gradient
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+
+MAIN_GRAD = "main_grad"  # Megatron's name for the buffer that a parameter's gradients are added up in
+ADDED = "grad_added_to_main_grad"  # its flag by which a backward says that it has added to that buffer itself
 
 
 def trainable(module: nn.Module) -> list[nn.Parameter]:
@@ -17,14 +21,14 @@ def trainable(module: nn.Module) -> list[nn.Parameter]:
 
 
 class StandIns:
-    """Context in which a module's parameters are replaced; `trainable` lists stand-ins as `trainable(module)` does."""
+    """Context in which a module's parameters are replaced; `trainable` lists stand-ins as `trainable(module)` does.
+
+    A stand-in has the attributes of its parameter; what the module's code sets on it stays off the parameter.
+    """
 
     def __init__(self, module: nn.Module):
         self._module = module
-        self._of: dict[int, Tensor] = {
-            id(parameter): parameter.detach().requires_grad_(parameter.requires_grad)
-            for parameter in module.parameters()
-        }
+        self._of = {id(parameter): _stand_in(parameter) for parameter in module.parameters()}
         self._kept: list[tuple[dict[str, Any], str, nn.Parameter]] = []
 
     @property
@@ -45,6 +49,36 @@ class StandIns:
             owner[name] = parameter
         for module in self._module.modules():
             _renew_flat_weights(module)
+
+
+def _stand_in(parameter: nn.Parameter) -> Tensor:
+    alias = parameter.detach()
+    if type(parameter) is nn.Parameter:  # compiled code asks for the very type: another would be compiled for anew
+        alias = nn.Parameter(alias, requires_grad=parameter.requires_grad)
+    vars(alias).update(vars(parameter))
+    if hasattr(alias, ADDED):
+        setattr(alias, ADDED, False)
+    return alias.requires_grad_(parameter.requires_grad)
+
+
+class MainGrads(Mapping[str, Tensor]):
+    """The `main_grad` buffers of a module's parameters, by the parameter's name: those it has at the time of asking."""
+
+    def __init__(self, module: nn.Module):
+        self._parameters = {name: parameter for name, parameter in module.named_parameters()
+                            if isinstance(getattr(parameter, MAIN_GRAD, None), Tensor)}
+
+    def __getitem__(self, name: str) -> Tensor:
+        main_grad = getattr(self._parameters[name], MAIN_GRAD, None)
+        if main_grad is None:
+            raise KeyError(name)
+        return main_grad
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
 
 
 def _renew_flat_weights(module: nn.Module) -> None:

@@ -1,0 +1,167 @@
+"""Training graphs on every backend: whatever differs from the capture runs eager with a reason instead of stale, and
+nothing that goes wrong stops a job.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from graph_cache.errors import GraphConfigError, GraphError
+from tests.contract.training_models import WIDTH, assert_same, attached, batches, mlp, train, twins
+
+
+def test_an_unseen_shape_runs_eager_with_a_reason_then_gets_graphs(pool, device):
+    eager, graphed = twins(mlp, device)
+    graphs, stats = attached(graphed, ["0", "1", "2"], pool)
+    data = batches(3, device, micro=1) + batches(4, device, micro=1, rows=3)
+    expected = train(eager, data)
+    assert_same(train(graphed, data), expected)
+    assert stats.fallbacks["0", "forward", "unseen_signature"] >= 1
+    assert len(graphs.table()) == 6
+    before = sum(stats.replays.values())
+    data = batches(2, device, micro=1)
+    assert_same(train(graphed, data), train(eager, data))
+    assert sum(stats.replays.values()) == before + 6  # the first kind's graphs are still there
+
+
+def test_a_changed_keyword_is_never_served_by_the_other_values_graph(pool, device):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x, *, factor):
+            return self.linear(x) * factor
+
+    torch.manual_seed(0)
+    model = Scaled().to(device)
+    graphs, stats = attached(model, [""], pool)
+    x = torch.randn(2, WIDTH, device=device)
+    for factor in (2.0,) * 4 + (3.0,) * 2 + (2.0,):
+        model(x, factor=factor).sum().backward()
+        with torch.no_grad():
+            assert torch.equal(model(x, factor=factor), model.linear(x) * factor)
+    assert stats.replays["model", "module", "forward", 2] == 3
+    assert stats.fallbacks["model", "forward", "unseen_signature"] == 1
+
+
+def test_eval_and_no_grad_run_beside_without_disturbing_what_is_saved(pool, device):
+    eager, graphed = twins(mlp, device)
+    graphs, stats = attached(graphed, ["0", "1", "2"], pool)
+    data = batches(5, device, micro=1)
+    train(graphed, data)
+    train(eager, data)
+    x = batches(1, device, micro=1)[0][0]
+
+    def interleaved(model):
+        torch.manual_seed(2)
+        loss = model(x).pow(2).mean()
+        model.eval()
+        with torch.no_grad():
+            seen = model(x * 2).clone()
+        model.train()
+        model.zero_grad()
+        loss.backward()
+        return [seen, *(parameter.grad.clone() for parameter in model.parameters())]
+
+    assert_same([interleaved(graphed)], [interleaved(eager)])
+
+
+def test_a_step_interrupted_before_its_backward_gives_its_pairs_back(pool, device):
+    eager, graphed = twins(mlp, device)
+    graphs, stats = attached(graphed, ["0", "1", "2"], pool)
+    data = batches(4, device, micro=1)
+    assert_same(train(graphed, data), train(eager, data))
+    loss = graphed(data[0][0]).sum()
+    assert graphs.outstanding == 3
+    del loss
+    gc.collect()
+    assert graphs.outstanding == 0
+    assert_same(train(graphed, data), train(eager, data))
+
+
+def test_a_moved_parameter_is_noticed_and_recaptured(pool, device):
+    eager, graphed = twins(mlp, device)
+    graphs, stats = attached(graphed, ["0", "1", "2"], pool)
+    data = batches(4, device, micro=1)
+    assert_same(train(graphed, data), train(eager, data))
+    for model in (eager, graphed):
+        model[0][0].weight.data = model[0][0].weight.data * 2
+    assert_same(train(graphed, data), train(eager, data))
+    assert stats.invalidations == {"stale_address": 1}
+    assert len(graphs.table()) == 3
+
+
+def test_deleting_graphs_mid_training_goes_on_and_recaptures(pool, device):
+    eager, graphed = twins(mlp, device)
+    graphs, stats = attached(graphed, ["0", "1", "2"], pool)
+    data = batches(4, device, micro=1)
+    for _ in range(5):
+        assert_same(train(graphed, data), train(eager, data))
+        assert len(graphs.table()) == 3
+        graphs.clear()
+        assert graphs.table() == []
+    loss = graphed(data[0][0]).sum()
+    graphs.clear()
+    loss.backward()
+    assert graphs.outstanding == 0
+
+
+def test_graphs_cleared_between_forward_and_backward_serve_that_backward(pool, device):
+    eager, graphed = twins(mlp, device)
+    graphs, _ = attached(graphed, ["0", "1", "2"], pool)
+    data = batches(4, device, micro=1)
+    assert_same(train(graphed, data), train(eager, data))
+    torch.manual_seed(3)
+    loss = graphed(data[0][0]).sum()
+    graphs.clear()
+    graphed.zero_grad()
+    loss.backward()
+    torch.manual_seed(3)
+    eager.zero_grad()
+    eager(data[0][0]).sum().backward()
+    for one, other in zip(graphed.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_an_exception_inside_capture_costs_only_that_module(pool, device):
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            y = self.linear(x)
+            return y * (2.0 if y.sum().item() > 0 else 1.0)
+
+    eager, graphed = twins(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Reads(), nn.Linear(WIDTH, WIDTH)), device)
+    graphs, stats = attached(graphed, ["0", "1", "2"], pool)
+    data = batches(5, device, micro=1)
+    assert_same(train(graphed, data), train(eager, data))
+    assert stats.failed_captures == {("1", "module"): 1}
+    assert stats.fallbacks["1", "forward", "capture_failed"] == 3
+    assert len(graphs.table()) == 2
+    assert not pool.capturing and not pool.warming
+
+
+def test_a_second_backward_through_one_forward_is_refused(pool, device):
+    _, graphed = twins(mlp, device)
+    graphs, _ = attached(graphed, ["0"], pool)
+    data = batches(4, device, micro=1)
+    train(graphed, data)
+    loss = graphed(data[0][0]).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(GraphError, match="twice"):
+        loss.backward()
+
+
+def test_attaching_twice_is_refused(pool, device):
+    _, graphed = twins(mlp, device)
+    attached(graphed, ["0"], pool)
+    with pytest.raises(GraphConfigError, match="replaced already"):
+        attached(graphed, ["1", "0"], pool)
+    assert "forward" not in vars(graphed[1])

@@ -1,0 +1,153 @@
+"""Gradients of parameters are handed out where the graph leaves them: whoever holds one keeps its values, as in eager,
+through accumulation, hooks that keep what they see, and whatever is frozen between two steps.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from graph_cache.training.gradients import memory_of_their_own
+from tests.contract.training_models import (
+    WIDTH,
+    SmallGPT,
+    assert_same,
+    attached,
+    batches,
+    mlp,
+    train,
+    twins,
+)
+
+
+def lived(model, data, *, accumulate=1, set_to_none=True, keep=False, clear_late=False):
+    """Training with everything that holds gradients across replays; the log is read at the very end."""
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    held, log = [[] for _ in model.parameters()], []
+    handles = [parameter.register_hook(kept.append) for parameter, kept in zip(model.parameters(), held, strict=True)
+               if keep]
+    for index, (x,) in enumerate(data):
+        loss = model(x).pow(2).mean()
+        if clear_late and index % accumulate == 0:
+            optimizer.zero_grad(set_to_none=set_to_none)
+        loss.backward()
+        log.append([loss.detach().clone(), *[parameter.grad.clone() for parameter in model.parameters()]])
+        if index % accumulate == accumulate - 1:
+            optimizer.step()
+            if not clear_late:
+                optimizer.zero_grad(set_to_none=set_to_none)
+    for handle in handles:
+        handle.remove()
+    return [*log, *held]
+
+
+@pytest.mark.parametrize("options", [
+    {"accumulate": 3}, {"set_to_none": False}, {"keep": True}, {"clear_late": True}, {"accumulate": 2, "keep": True},
+], ids=["accumulated", "zeroed_in_place", "kept_by_a_hook", "cleared_before_backward", "accumulated_and_kept"])
+def test_gradients_that_somebody_holds_keep_their_values(pool, device, options):
+    eager, graphed = twins(SmallGPT, device)
+    data = batches(9, device, micro=1)
+    expected = lived(eager, data, **options)
+    _, stats = attached(graphed, ["layers.0", "layers.1"], pool)
+    assert_same(lived(graphed, data, **options), expected)
+    assert sum(stats.replays.values()) == 14
+
+
+def test_gradients_need_no_copy_where_nobody_holds_the_last_ones(pool, device):
+    _, graphed = twins(mlp, device)
+    graphs, _ = attached(graphed, ["0", "1", "2"], pool)
+    train(graphed, batches(4, device, micro=1))
+    pair = graphs._programs[0].order.pairs[0].pair
+    for _ in range(2):
+        graphed.zero_grad()
+        graphed(batches(1, device)[0][0]).sum().backward()
+        assert graphed[0][0].weight.grad.data_ptr() == pair.parameter_grads[0].data_ptr()
+
+
+def test_a_gradient_outlives_the_graphs(pool, device):
+    eager, graphed = twins(mlp, device)
+    graphs, _ = attached(graphed, ["0", "1", "2"], pool)
+    data = batches(4, device, micro=1)
+    assert_same(train(graphed, data), train(eager, data))
+    before = [parameter.grad.clone() for parameter in graphed.parameters()]
+    held = [parameter.grad for parameter in graphed.parameters()]
+    graphs.clear()
+    train(graphed, data)
+    graphs.detach()
+    assert all(torch.equal(one, other) for one, other in zip(held, before, strict=True))
+
+
+class Passing(nn.Module):
+    """Gradients that share memory with what arrives and with each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Parameter(torch.randn(4, 8, WIDTH)), nn.Parameter(torch.randn(4, 8, WIDTH))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return x + self.one + self.two + self.scale
+
+
+def test_gradients_in_memory_of_their_own_are_not_copied(device):
+    model = SmallGPT.Layer().to(device)
+    x = torch.randn(2, 4, WIDTH, device=device)
+    found = list(torch.autograd.grad(model(x).sum(), list(model.parameters())))
+    addresses = [grad.data_ptr() for grad in found]
+    assert [grad.data_ptr() for grad in memory_of_their_own(found)] == addresses
+
+
+def test_gradients_that_share_memory_are_parted(pool, device):
+    eager, graphed = twins(lambda: nn.Sequential(Passing(), Passing()), device)
+    data = batches(8, device, micro=1)
+    expected = lived(eager, data, accumulate=2, keep=True)
+    _, stats = attached(graphed, ["0", "1"], pool)
+    assert_same(lived(graphed, data, accumulate=2, keep=True), expected)
+    assert sum(stats.replays.values()) == 12
+
+
+def test_a_parameter_frozen_between_two_steps_is_honoured(pool, device):
+    eager, graphed = twins(mlp, device)
+    _, stats = attached(graphed, ["0", "1", "2"], pool)
+    data = batches(3, device, micro=1)
+    for trained in (True, False, True):
+        for model in (eager, graphed):
+            model[1][0].weight.requires_grad_(trained)
+            model.zero_grad()
+        assert_same(train(graphed, data), train(eager, data))
+        assert (graphed[1][0].weight.grad is None) is not trained
+    assert stats.fallbacks["1", "forward", "unseen_signature"] > 0
+
+
+def test_a_submodule_in_eval_mode_is_another_kind_of_call(pool, device):
+    eager, graphed = twins(mlp, device)
+    _, stats = attached(graphed, ["0", "1", "2"], pool)
+    data = batches(4, device, micro=1)
+    for training in (True, False, True):
+        for model in (eager, graphed):
+            model[1][2].train(training)  # a dropout inside the second block
+        assert_same(train(graphed, data), train(eager, data))
+    assert stats.fallbacks["1", "forward", "unseen_signature"] > 0
+
+
+def test_values_that_are_equal_and_of_other_types_get_graphs_of_their_own(pool, device):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x, factor):
+            return self.weight * (torch.arange(4, device=x.device) * factor), x
+
+    torch.manual_seed(0)
+    model = Scaled().to(device)
+    _, stats = attached(model, [""], pool)
+    x = torch.zeros(1, device=device)
+    for factor in (2, 2, 2, 2.0, 2):
+        out, _ = model(x, factor)
+        assert torch.equal(out, torch.arange(4, device=device) * 2)
+        out.sum().backward()
+    assert stats.fallbacks["model", "forward", "unseen_signature"] == 1
+    assert sum(stats.replays.values()) == 2

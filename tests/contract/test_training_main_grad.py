@@ -1,0 +1,125 @@
+"""Megatron's convention: gradients are added up in a float32 `main_grad` of each parameter, by a hook or by the
+module's own backward. Graphed training leaves the same bits there as eager.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.contract.training_models import WIDTH, attached, batches, twins
+
+STEPS = 10
+
+
+class AddsItself(torch.autograd.Function):
+    """A linear map whose backward adds the weight's gradient to its main_grad, and returns a dummy or nothing."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        ctx.main_grad = weight.main_grad
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        ctx.main_grad.add_(grad.flatten(0, -2).t().float() @ x.flatten(0, -2).float())
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            return grad @ weight, None
+        weight.grad_added_to_main_grad = True
+        return grad @ weight, torch.empty_like(weight)
+
+
+class Fused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x):
+        return AddsItself.apply(self.norm(x), self.weight)
+
+
+def fused():
+    return nn.Sequential(Fused(), nn.GELU(), Fused()).bfloat16()
+
+
+def plain():
+    block = [nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1)]
+    return nn.Sequential(nn.Sequential(*block), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())).bfloat16()
+
+
+def with_main_grads(model, flag):
+    """What Megatron's DistributedDataParallel does: a buffer per parameter, and a hook on each accumulation."""
+    accumulators, seen = [], []
+    for parameter in model.parameters():
+        parameter.main_grad = torch.zeros(parameter.shape, device=parameter.device)
+        if flag:
+            parameter.grad_added_to_main_grad = False
+        accumulator = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+
+        def hook(*_, parameter=parameter):
+            added = getattr(parameter, "grad_added_to_main_grad", False)
+            seen.append(added)
+            if parameter.grad is not None and not added:
+                parameter.main_grad.add_(parameter.grad.data)
+            parameter.grad = None
+
+        accumulator.register_hook(hook)
+        accumulators.append(accumulator)
+    return accumulators, seen
+
+
+def train(model, data):
+    """Steps of two microbatches; the log holds losses and every main_grad."""
+    torch.manual_seed(1)
+    log = []
+    for micro in data:
+        for parameter in model.parameters():
+            parameter.main_grad.zero_()
+            if hasattr(parameter, "grad_added_to_main_grad"):
+                parameter.grad_added_to_main_grad = False
+        losses = [model(x.bfloat16()).float().pow(2).mean() for x in micro]
+        for loss in losses:
+            loss.backward()
+        log.append([*[loss.detach().clone() for loss in losses],
+                    *[parameter.main_grad.clone() for parameter in model.parameters()]])
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.grad is None
+                parameter.sub_(0.05 * parameter.main_grad)
+    return log
+
+
+def assert_same(ours, theirs):
+    for step, (left, right) in enumerate(zip(ours, theirs, strict=True)):
+        assert all(map(torch.equal, left, right)), f"step {step}"
+
+
+@pytest.mark.parametrize("flag", [True, False], ids=["flagged", "unflagged"])
+@pytest.mark.parametrize(("build", "paths"), [(plain, ["0", "1"]), (fused, ["0", "2"])], ids=["hook_adds", "fused"])
+def test_main_grads_equal_eagers_bit_for_bit(pool, device, build, paths, flag):
+    eager, graphed = twins(build, device)
+    keep = [with_main_grads(model, flag) for model in (eager, graphed)]
+    data = batches(STEPS, device)
+    expected = train(eager, data)
+    graphs, stats = attached(graphed, paths, pool)
+    assert_same(train(graphed, data), expected)
+    assert sum(stats.replays.values()) == (STEPS - 2) * 2 * len(paths)
+    assert not stats.failed_captures
+    assert keep[1][1] == keep[0][1]  # the hooks ran as often, and saw the same flags
+    graphs.detach()
+
+
+def test_a_main_grad_that_moved_is_noticed(pool, device):
+    eager, graphed = twins(fused, device)
+    keep = [with_main_grads(model, True) for model in (eager, graphed)]
+    graphs, stats = attached(graphed, ["0", "2"], pool)
+    data = batches(4, device)
+    assert_same(train(graphed, data), train(eager, data))
+    graphed[0].weight.main_grad = torch.zeros_like(graphed[0].weight.main_grad)
+    assert_same(train(graphed, data), train(eager, data))
+    assert stats.invalidations == {"stale_address": 1}
+    assert keep[1][1] == keep[0][1]
