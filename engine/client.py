@@ -12,12 +12,15 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from engine.answers import Queue, joined, until_all_end
 from engine.config import EngineConfig
 from engine.errors import EngineDead, EngineError, RequestError
 from engine.messages import (
+    FRONT_SPAN,
     Abort,
     Ask,
     Dead,
@@ -30,14 +33,15 @@ from engine.messages import (
     Report,
     Snapshot,
     Submit,
+    Tokens,
 )
 from engine.model_source import ModelSource, resolve_model
 from engine.outputs import OutputDelta, OutputProcessor
-from engine.request import EngineRequest, SamplingParams, check_prompt_ids, resolve_seed, split_n
+from engine.request import EngineRequest, SamplingParams, TokenEvent, check_prompt_ids, resolve_seed, split_n
 from engine.supervisor import RestartPolicy, Supervisor
 from engine.tokenizer import Tokenizer
-from engine.totals import added, carried
-from engine.transport import ProcessTransport, ThreadTransport, Transport
+from engine.totals import carried
+from engine.transport import ProcessTransport, Run, ThreadTransport, Transport, run_loop
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +77,9 @@ class Client(Protocol):
     def generate(self, request_id: str, *, prompt: str | None = None, prompt_token_ids: list[int] | None = None,
                  params: SamplingParams, priority: int = 0) -> AsyncIterator[OutputDelta]: ...
 
+    def stream(self, request_id: str, *, prompt: str | None = None, prompt_token_ids: list[int] | None = None,
+               params: SamplingParams, priority: int = 0) -> AsyncIterator[list[OutputDelta]]: ...
+
     async def abort(self, request_id: str) -> None: ...
 
     async def ask(self, method: str, *args: Any) -> Any: ...
@@ -88,32 +95,35 @@ class Client(Protocol):
     def info(self) -> ModelInfo: ...
 
 
-def make_client(config: EngineConfig, *, in_process: bool = False,
-                restarts: RestartPolicy | None = None) -> EngineClient:
+def make_client(config: EngineConfig, *, in_process: bool = False, restarts: RestartPolicy | None = None,
+                run: Run = run_loop) -> EngineClient:
     """A client whose engine runs in its own process, replaced by the policy `restarts` when it dies or hangs.
 
-    With `in_process` it runs in a thread of this one, which nothing replaces: what ends there stays ended.
+    With `in_process` it runs in a thread of this one, which nothing replaces: what ends there stays ended. `run` is
+    what the process runs, a loop unless given.
     """
     if in_process:
         return EngineClient(config, ThreadTransport(config))
-    return EngineClient(config, Supervisor(lambda: ProcessTransport(config), restarts))
+    return EngineClient(config, Supervisor(lambda: ProcessTransport(config, run=run), restarts))
 
 
 class EngineClient:
-    """The one implementation of Client, over any transport."""
+    """The one implementation of Client, over any transport.
 
-    def __init__(self, config: EngineConfig, transport: Transport, hang_seconds: float = HANG_SECONDS):
+    `front`: which of several clients of one engine this is; no two may have the same number, nor one after the other.
+    """
+
+    def __init__(self, config: EngineConfig, transport: Transport, hang_seconds: float = HANG_SECONDS, front: int = 0):
         self.config, self.hang_seconds = config, hang_seconds
         self.tokenizer: Tokenizer | None = None
         self._transport = transport
         self._info: ModelInfo | None = None
         self._stats = EngineStats()
-        self._before: EngineStats | None = None  # what the loops before this one counted
-        self._queues: dict[str, asyncio.Queue[OutputDelta | EngineError]] = {}  # by parent request
+        self._queues: dict[str, Queue] = {}  # by parent request
         self._parents: dict[str, str] = {}  # child -> parent
         self._processor: OutputProcessor | None = None
         self._replies: dict[int, asyncio.Future[Any]] = {}
-        self._numbers = itertools.count()
+        self._front, self._numbers = front, itertools.count(front * FRONT_SPAN)
         self._ready: asyncio.Future[None] | None = None
         self._death: str | None = None  # why there is no loop now
         self._is_final = False  # and there will be none
@@ -157,19 +167,29 @@ class EngineClient:
 
     async def generate(self, request_id: str, *, prompt: str | None = None, prompt_token_ids: list[int] | None = None,
                        params: SamplingParams, priority: int = 0) -> AsyncIterator[OutputDelta]:
+        """As `stream`, a delta at a time. One holds what a step gave, or where the reader is behind several steps."""
+        pieces = self.stream(request_id, prompt=prompt, prompt_token_ids=prompt_token_ids, params=params,
+                             priority=priority)
+        async with aclosing(pieces):
+            async for deltas in pieces:
+                for delta in joined(deltas):
+                    yield delta
+
+    async def stream(self, request_id: str, *, prompt: str | None = None, prompt_token_ids: list[int] | None = None,
+                     params: SamplingParams, priority: int = 0) -> AsyncIterator[list[OutputDelta]]:
         """Stream what the n sequences of a request give; deltas carry `.index`. Ends when all have ended.
 
-        A delta holds what one step gave, or several where the reader is behind: then it gets more tokens in a piece.
-        Closing the iterator early aborts all of them. Raises RequestError for a request that can't be accepted,
-        EngineDead if the engine ends, EngineError if a sequence fails.
+        A delta is what one step gave one sequence; a list holds all that has come since the one before it. Closing the
+        iterator early aborts all sequences. Raises RequestError for a request that can't be accepted, EngineDead if the
+        engine ends, EngineError if a sequence fails.
         """
         self._require_alive()
         ids = self._prompt_ids(prompt, prompt_token_ids)
         if request_id in self._queues:
             raise RequestError(f"request id {request_id!r} is in use by a request under way", param="request_id")
         # The engine's ids are used once: a caller's may come again while the last events of the first are under way.
-        children = split_n(f"{request_id}@{next(self._numbers)}", params, resolve_seed(params))
-        queue = self._queues[request_id] = asyncio.Queue()
+        children = split_n(f"{self._front}.{next(self._numbers)}", params, resolve_seed(params))
+        queue = self._queues[request_id] = Queue()
         open_children = {child.request_id for child in children}
         try:
             for child in children:
@@ -180,14 +200,11 @@ class EngineClient:
                               seed=child.seed) for child in children
             ]))
             while open_children:
-                for item in _joined(await queue.get(), queue):
-                    if not open_children:  # all have ended; what comes after is the engine's own end
-                        return
-                    if isinstance(item, EngineError):
-                        raise item
-                    if item.finish_reason is not None:
-                        open_children.discard(item.child_id)
-                    yield item
+                deltas, error = until_all_end(await queue.take(), open_children)
+                if deltas:
+                    yield deltas
+                if error is not None:
+                    raise error
         finally:
             self._forget(request_id, [child.request_id for child in children], open_children)
 
@@ -276,10 +293,12 @@ class EngineClient:
     def _take(self, report: Report) -> None:
         self._last_report = time.monotonic()
         if isinstance(report, Events):
+            for columns in report.tokens:
+                self._deliver_columns(columns)
             for event in report.events:
                 self._deliver(event)
         elif isinstance(report, Snapshot):
-            self._stats = report.stats if self._before is None else added(self._before, report.stats)
+            self._stats = report.stats
         elif isinstance(report, Reply):
             future = self._replies.pop(report.number, None)
             if future is not None and not future.done():
@@ -294,34 +313,45 @@ class EngineClient:
 
     def _begin(self, info: ModelInfo) -> None:
         """A loop answers: the first one, or one that takes another's place."""
-        if self._before is not None and self._before.weight_version != info.weight_version:
-            logger.warning("the restarted engine serves the weights %r, as they were loaded; before it were %r",
-                           info.weight_version, self._before.weight_version)
         self._info, self._death = info, None
         if not self._ready.done():
             self._ready.set_result(None)
 
-    def _deliver(self, event: Any) -> None:
+    def _deliver(self, event: TokenEvent) -> None:
         parent = self._parents.get(event.request_id)
         if parent is None:
             return  # its caller went away; the abort is on its way
         delta = self._processor.process(event)
         if delta is None:
             return
+        if delta.finish_reason == "error":
+            self._queues[parent].put(event.refusal or EngineError(event.error))
+        else:
+            self._hand_over(parent, delta)
+
+    def _deliver_columns(self, columns: Tokens) -> None:
+        """As `_deliver`, for many plain events; the hot path of a busy server."""
+        parents, one = self._parents, self._processor.one
+        version, bucket = columns.weight_version, columns.graph_bucket
+        for child_id, token_id in zip(columns.request_ids, columns.token_ids, strict=True):
+            parent = parents.get(child_id)
+            if parent is not None:
+                delta = one(child_id, token_id, version, bucket)
+                if delta is not None:
+                    self._hand_over(parent, delta)
+
+    def _hand_over(self, parent: str, delta: OutputDelta) -> None:
         if delta.abort:
             self._abort([delta.child_id])
-        if delta.finish_reason == "error":
-            self._queues[parent].put_nowait(event.refusal or EngineError(event.error))
-        else:
-            self._queues[parent].put_nowait(delta)
+        self._queues[parent].put(delta)
 
     def _lose(self, reason: str, what_next: str = "") -> None:
         """The loop is gone: everyone who waits for it is told, and its counts are kept."""
         self._death = reason + what_next
-        self._before = self._stats = carried(self._stats, reason)
+        self._stats = carried(self._stats, reason)
         message = f"the engine ended: {self._death}"
         for queue in self._queues.values():  # an error each: one raised in many places collects all their tracebacks
-            queue.put_nowait(EngineDead(message))
+            queue.put(EngineDead(message))
         for future in self._replies.values():
             if not future.done():
                 future.set_exception(EngineDead(message))
@@ -335,18 +365,3 @@ class EngineClient:
         self._lose(reason)
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(refused or EngineDead(f"the engine ended: {reason}"))
-
-
-def _joined(first: OutputDelta | EngineError, queue: asyncio.Queue[OutputDelta | EngineError]) -> list[Any]:
-    """An item and all that waits behind it: the deltas of each sequence in their order, joined where they can be."""
-    items: list[Any] = [first]
-    last = {first.child_id: first} if isinstance(first, OutputDelta) else {}
-    while not queue.empty():
-        item = queue.get_nowait()
-        if isinstance(item, OutputDelta):
-            before = last.get(item.child_id)
-            if before is not None and before.join(item):
-                continue
-            last[item.child_id] = item
-        items.append(item)
-    return items

@@ -6,18 +6,112 @@ Knows no requests and no engine.
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
+
+from tokenizers import decoders
 
 _UNKNOWN = "\ufffd"  # what a decoder writes for bytes that are not, or not yet, a character
 _LONGEST_CHARACTER = 4  # bytes in UTF-8, so at most as many tokens
 _CONTEXT = 8  # tokens of the prompt that decide how the first token is written
 
 
+def _byte_alphabet() -> dict[str, int]:
+    """The characters by which byte-level tokenizers spell bytes, as GPT-2 chose them: those that can be seen stand for
+    themselves, the others for the code points from 256 on, in their order.
+    """
+    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    unseen = [byte for byte in range(256) if byte not in seen]
+    return {chr(byte): byte for byte in seen} | {chr(256 + place): byte for place, byte in enumerate(unseen)}
+
+
+_BYTES = _byte_alphabet()
+
+
 class Decoder(Protocol):
     """What of a tokenizer is needed: engine.tokenizer.Tokenizer has it."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+
+class Detokenizers:
+    """Makes the detokenizers of one tokenizer's sequences: by table if it is byte-level, else by its decode."""
+
+    def __init__(self, tokenizer: Decoder):
+        self._tokenizer = tokenizer
+        backend = getattr(tokenizer, "backend", None)
+        self._pieces: dict[bool, BytePieces] = {}
+        if isinstance(getattr(backend, "decoder", None), decoders.ByteLevel):
+            self._pieces = {skip: BytePieces(tokenizer, backend, skip) for skip in (False, True)}
+
+    def make(self, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> AnyDetokenizer:
+        """The detokenizer of one sequence. A prompt that ends within a character needs the one that decodes."""
+        pieces = self._pieces.get(skip_special_tokens)
+        if pieces is None or pieces.end_within_character(prompt_ids):
+            return Detokenizer(self._tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
+        return ByteDetokenizer(pieces)
+
+
+class BytePieces(dict[int, str | bytes]):
+    """What each id of a byte-level tokenizer writes: text, or bytes that are no whole characters by themselves.
+
+    Filled as ids come. The decode of any ids is the UTF-8 of their pieces in a row, whatever stands beside them.
+    """
+
+    def __init__(self, tokenizer: Decoder, backend: Any, skip_special_tokens: bool):
+        super().__init__()
+        self._tokenizer, self._backend, self._skip = tokenizer, backend, skip_special_tokens
+
+    def __missing__(self, token_id: int) -> str | bytes:
+        text = self._tokenizer.decode((token_id,), skip_special_tokens=self._skip)
+        piece: str | bytes = text
+        if _UNKNOWN in text:
+            token = self._backend.id_to_token(token_id)
+            if all(character in _BYTES for character in token):  # an added token may spell that very character
+                written = bytes(_BYTES[character] for character in token)
+                piece = text if text.encode() == written else written
+        self[token_id] = piece
+        return piece
+
+    def end_within_character(self, ids: Sequence[int]) -> bool:
+        """Whether the text of `ids` ends before its last character does."""
+        tail = b""
+        for token_id in reversed(ids[-_CONTEXT:]):
+            piece = self[token_id]
+            if piece and isinstance(piece, str):
+                break
+            tail = (piece or b"") + tail
+        return codecs.utf_8_decode(tail, "replace", False)[1] < len(tail)
+
+
+class ByteDetokenizer:
+    """As Detokenizer, for byte-level tokenizers: the same text, at the cost of a look-up a token."""
+
+    __slots__ = ("_pieces", "_half")
+
+    def __init__(self, pieces: BytePieces):
+        self._pieces = pieces
+        self._half = b""  # of a character that is not yet complete
+
+    def add_one(self, token_id: int) -> str:
+        """The text that this token completes; may be empty."""
+        piece = self._pieces[token_id]
+        if not self._half and type(piece) is str:
+            return piece
+        data = self._half + (piece.encode() if type(piece) is str else piece)
+        text, read = codecs.utf_8_decode(data, "replace", False)
+        self._half = data[read:]
+        return text
+
+    def add(self, token_ids: Iterable[int]) -> str:
+        """The text that these tokens complete; may be empty."""
+        return "".join(map(self.add_one, token_ids))
+
+    def finish(self) -> str:
+        """What is held back, as it is."""
+        half, self._half = self._half, b""
+        return half.decode("utf-8", "replace")
 
 
 class Detokenizer:
@@ -41,6 +135,10 @@ class Detokenizer:
             if not self._context_text.startswith(_UNKNOWN):
                 break
 
+    def add_one(self, token_id: int) -> str:
+        """The text that this token completes; may be empty."""
+        return self.add((token_id,))
+
     def add(self, token_ids: Iterable[int]) -> str:
         """The text that these tokens complete; may be empty."""
         self._pending += token_ids
@@ -53,9 +151,13 @@ class Detokenizer:
             return ""
         # More than one character waits, so some bytes will never be one: release what later bytes can't change.
         for count in range(len(self._pending) - 1, 0, -1):
-            head = self._decode(self._context + self._pending[:count])
-            if head + self._decode(self._pending[count:]) == text:
+            head, tail = self._decode(self._context + self._pending[:count]), self._decode(self._pending[count:])
+            if head + tail != text:
+                continue
+            if tail:
                 return self._release(head, count)
+            # Nothing follows the head: its last bytes may yet become a character, and what writes nothing can go.
+            del self._pending[count:]
         return ""
 
     def finish(self) -> str:
@@ -83,6 +185,9 @@ class Detokenizer:
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip) if ids else ""
+
+
+AnyDetokenizer = ByteDetokenizer | Detokenizer
 
 
 class StopStrings:

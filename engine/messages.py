@@ -50,6 +50,14 @@ class EngineStats:
     idle_check_failures: int = 0
 
 
+FRONT_SPAN = 2**40  # numbers that one front may give away; a front's begin at its own number times this
+
+
+def front_of(name: str | int) -> int:
+    """Which front gave a sequence its id, or an Ask its number."""
+    return int(name.partition(".")[0]) if isinstance(name, str) else name // FRONT_SPAN
+
+
 # ---- commands, to the loop -----------------------------------------------------------------------------------------
 
 
@@ -77,6 +85,13 @@ class Ask:
 
 
 @dataclass(frozen=True)
+class Leave:
+    """A front is gone: abort what it has under way. Never reaches a loop: packing.py makes an Abort of it."""
+
+    front: int
+
+
+@dataclass(frozen=True)
 class Stop:
     """End the loop: running sequences are aborted."""
 
@@ -92,10 +107,24 @@ class Ready:
 
 
 @dataclass(frozen=True)
+class Tokens:
+    """One new token for each of several sequences, and nothing else to say of them: the columns of plain events."""
+
+    request_ids: list[str]
+    token_ids: list[int]  # parallel
+    weight_version: str
+    graph_bucket: int | None
+
+
+@dataclass(frozen=True)
 class Events:
-    """What one step gave."""
+    """What one step gave. Of a sequence, what is in `tokens` came before what is in `events`.
+
+    The loop fills `events` alone; a transport that leaves the process moves what it can into `tokens` (packing.py).
+    """
 
     events: list[TokenEvent]
+    tokens: list[Tokens] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -112,6 +141,13 @@ class Reply:
     number: int
     value: Any = None
     error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class Parcels:
+    """Reports, each for one front and pickled already: (front's number, the report). Passed on unopened."""
+
+    parcels: list[tuple[int, bytes]]
 
 
 @dataclass(frozen=True)
@@ -132,5 +168,5 @@ class Lost:
     restarts: int
 
 
-Command = Submit | Abort | Ask | Stop
-Report = Ready | Events | Snapshot | Reply | Lost | Dead
+Command = Submit | Abort | Ask | Leave | Stop
+Report = Ready | Events | Snapshot | Reply | Parcels | Lost | Dead

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.detokenizer import Decoder, Detokenizer, StopStrings
+from engine.detokenizer import AnyDetokenizer, Decoder, Detokenizer, Detokenizers, StopStrings
 from engine.errors import RequestError
 from engine.request import FinishReason, SamplingParams, TokenEvent, TokenLogprob
 
 __all__ = ["CompletionOutput", "Detokenizer", "OutputDelta", "OutputProcessor", "RequestOutput", "StopStrings"]
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class OutputDelta:
     """What one event adds to one of a request's sequences; the last one carries finish_reason."""
 
@@ -137,8 +137,8 @@ class _Sequence:
     request_id: str
     index: int
     params: SamplingParams
-    detokenizer: Detokenizer | None
-    stops: StopStrings
+    detokenizer: AnyDetokenizer | None
+    stops: StopStrings | None  # None: nothing is looked for
     num_tokens: int = 0
 
 
@@ -146,7 +146,7 @@ class OutputProcessor:
     """Turns the events of running sequences into deltas with text. Not thread-safe: one owner."""
 
     def __init__(self, tokenizer: Decoder | None):
-        self._tokenizer = tokenizer
+        self._detokenizers = None if tokenizer is None else Detokenizers(tokenizer)
         self._sequences: dict[str, _Sequence] = {}
 
     def __len__(self) -> int:
@@ -167,20 +167,40 @@ class OutputProcessor:
         """
         if child_id in self._sequences:
             raise RequestError(f"request id {child_id!r} is in use by a running request: choose another", "request_id")
-        if self._tokenizer is None and params.stop:
+        if self._detokenizers is None and params.stop:
             raise RequestError(
                 f"stop asks for {len(params.stop)} stop strings, but the model has no tokenizer: use stop_token_ids",
                 param="stop",
             )
-        detokenizer = None
-        if self._tokenizer is not None:
-            detokenizer = Detokenizer(self._tokenizer, prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
-        stops = StopStrings(params.stop, include_in_output=params.include_stop_str_in_output)
+        detokenizer = stops = None
+        if self._detokenizers is not None:
+            detokenizer = self._detokenizers.make(prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
+        if params.stop:
+            stops = StopStrings(params.stop, include_in_output=params.include_stop_str_in_output)
         self._sequences[child_id] = _Sequence(request_id or child_id, index, params, detokenizer, stops)
 
     def remove(self, child_id: str) -> bool:
         """Expect no more of a sequence; whether it was known."""
         return self._sequences.pop(child_id, None) is not None
+
+    def one(self, child_id: str, token_id: int, weight_version: str, graph_bucket: int | None) -> OutputDelta | None:
+        """As `process`, of an event that is one token and nothing else: what most events are."""
+        sequence = self._sequences.get(child_id)
+        if sequence is None:
+            return None
+        if sequence.stops is not None:
+            return self.process(TokenEvent(request_id=child_id, token_ids=[token_id], weight_version=weight_version,
+                                           graph_bucket=graph_bucket))
+        detokenizer = sequence.detokenizer
+        return OutputDelta(
+            request_id=sequence.request_id,
+            child_id=child_id,
+            index=sequence.index,
+            text_delta="" if detokenizer is None else detokenizer.add_one(token_id),
+            token_ids=[token_id],
+            weight_version=weight_version,
+            graph_bucket=graph_bucket,
+        )
 
     def process(self, event: TokenEvent) -> OutputDelta | None:
         """The delta of an event; None for a sequence that has ended, was removed or was never added.
@@ -218,28 +238,31 @@ class OutputProcessor:
 def _text_of(sequence: _Sequence, event: TokenEvent) -> tuple[str, int, str | None]:
     """The event's text, how many of its tokens belong to the output, and the stop string found."""
     total = len(event.token_ids)
-    if sequence.detokenizer is None:
+    detokenizer, stops = sequence.detokenizer, sequence.stops
+    if detokenizer is None:
         sequence.num_tokens += total
         return "", total, None
-    detokenizer, stops = sequence.detokenizer, sequence.stops
     silent = event.finish_reason == "stop" and not sequence.params.include_stop_str_in_output
     pieces = []
     for count, token_id in enumerate(event.token_ids, start=1):
         sequence.num_tokens += 1
         if silent and count == total:
             break
-        shown, stop = stops.add(detokenizer.add((token_id,)), armed=_armed(sequence))
-        pieces.append(shown)
+        text, stop = _shown(sequence, detokenizer.add_one(token_id))
+        pieces.append(text)
         if stop is not None:
             return "".join(pieces), count, stop
     if event.finish_reason is None:
         return "".join(pieces), total, None
-    shown, stop = stops.add(detokenizer.finish(), armed=_armed(sequence))
-    pieces.append(shown)
-    if stop is None:
+    text, stop = _shown(sequence, detokenizer.finish())
+    pieces.append(text)
+    if stop is None and stops is not None:
         pieces.append(stops.finish())
     return "".join(pieces), total, stop
 
 
-def _armed(sequence: _Sequence) -> bool:
-    return sequence.num_tokens >= sequence.params.min_tokens
+def _shown(sequence: _Sequence, text: str) -> tuple[str, str | None]:
+    """What of a new text can be shown, and the stop string found in it."""
+    if sequence.stops is None:
+        return text, None
+    return sequence.stops.add(text, armed=sequence.num_tokens >= sequence.params.min_tokens)

@@ -207,6 +207,8 @@ def checked_token_ids(name: str, value: Any, longest: int) -> tuple[int, ...]:
     """The list `value` as a tuple of ints in [0, 2**63), or RequestError(param=name)."""
     if not isinstance(value, (list, tuple)) or len(value) > longest:
         raise _refusal(name, value, f"a list of at most {longest} token ids")
+    if set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= INT64_MAX:
+        return tuple(value)  # a prompt has thousands, and the engine's loop looks at them too
     return tuple(_integer(name, token_id, 0, INT64_MAX) for token_id in value)
 
 

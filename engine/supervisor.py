@@ -1,8 +1,8 @@
 """Keeps an engine process running: one that dies or hangs is replaced by a fresh one, within limits.
 
 Owns when a process is given up, when another is started, and when that is no use. A Transport around transports: who
-uses it sees one way to an engine, with a Lost report where one process ended and a Ready where the next one serves.
-Knows no requests; those of a lost process end in the client.
+uses it sees one way to an engine, with a Lost report where one process ended and a Ready where the next one serves, and
+counters that go on. Knows no requests; those of a lost process end in the client.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.errors import ConfigError
-from engine.messages import Command, Dead, Lost, Ready, Report
+from engine.messages import Command, Dead, EngineStats, Lost, Ready, Report, Snapshot
+from engine.totals import added, carried
 from engine.transport import OnReport, ProcessTransport
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,8 @@ class Supervisor:
         self._begin_at: float | None = None
         self._begun: list[float] = []  # when processes were replaced
         self._hung = ""
+        self._before: EngineStats | None = None  # what the processes before this one counted
+        self._latest = EngineStats()
 
     @property
     def pid(self) -> int | None:
@@ -101,10 +104,21 @@ class Supervisor:
         self._reports += 1
         if isinstance(report, Ready):
             self._serves = self._has_served = True
+            self._compare_weights(report)
+        elif isinstance(report, Snapshot):
+            self._latest = report.stats if self._before is None else added(self._before, report.stats)
+            report = Snapshot(self._latest)
         elif isinstance(report, Dead):
             self._serves = False
             report = self._judge(report)
+            self._before = self._latest = carried(self._latest, report.reason)
         self._on_report(report)
+
+    def _compare_weights(self, ready: Ready) -> None:
+        before = "" if self._before is None else self._before.weight_version
+        if before and before != ready.info.weight_version:
+            logger.warning("the restarted engine serves the weights %r, as they were loaded; before it were %r",
+                           ready.info.weight_version, before)
 
     def _judge(self, dead: Dead) -> Dead | Lost:
         hung, self._hung = self._hung, ""

@@ -6,10 +6,13 @@ but Ready, Dead and Stop.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
+import os
 import queue
 import signal
+import socket
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -18,11 +21,14 @@ from typing import Protocol
 
 from engine.config import EngineConfig
 from engine.errors import EngineDead, EngineError
-from engine.messages import Command, Dead, Ready, Report, Snapshot, Stop
+from engine.messages import Command, Dead, Events, Ready, Report, Snapshot, Stop
 from engine.openmp import calm_openmp
+from engine.packing import Switchboard, packed
 
 logger = logging.getLogger(__name__)
 OnReport = Callable[[Report], None]
+# Serves until a Stop: what the process of an engine runs, given its settings, `receive(timeout)` and `send`.
+Run = Callable[[EngineConfig, Callable[[float], Command | None], OnReport], None]
 
 
 class Transport(Protocol):
@@ -38,7 +44,7 @@ class Transport(Protocol):
         """End the loop and wait, at most `timeout` seconds; then by force where that is possible."""
 
 
-def _run_loop(config: EngineConfig, receive: Callable[[float], Command | None], send: OnReport) -> None:
+def run_loop(config: EngineConfig, receive: Callable[[float], Command | None], send: OnReport) -> None:
     """Build a loop and serve until it ends; every way out sends one Dead."""
     try:
         from engine.loading import build_loop  # torch is loaded here, and only where the loop runs
@@ -75,7 +81,7 @@ class ThreadTransport:
         self._thread: threading.Thread | None = None
 
     def start(self, on_report: OnReport) -> None:
-        self._thread = threading.Thread(target=_run_loop, args=(self._config, self._receive, on_report), daemon=True,
+        self._thread = threading.Thread(target=run_loop, args=(self._config, self._receive, on_report), daemon=True,
                                         name="encore-loop")
         self._thread.start()
 
@@ -98,16 +104,50 @@ class ThreadTransport:
                 logger.error("the engine's thread did not end within %.0f s; it is left behind", timeout)
 
 
-class ProcessTransport:
-    """The loop in a spawned process: its steps don't share an interpreter with HTTP, and its death doesn't spread."""
+class Outbox:
+    """Sends pickled messages from a thread of its own: who hands one over never waits for who should read it."""
 
-    def __init__(self, config: EngineConfig):
-        self._config = config
+    def __init__(self, connection: Connection, name: str):
+        self._connection = connection
+        self._messages: queue.SimpleQueue[bytes | memoryview | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write, daemon=True, name=name)
+        self._thread.start()
+
+    def put(self, message: bytes | memoryview) -> None:
+        """Hand over a message; it is dropped if nobody reads any more."""
+        self._messages.put(message)
+
+    def close(self) -> None:
+        """Send what was handed over, then hang up, for both directions; a reader that hangs gets a second for it."""
+        self._messages.put(None)
+        self._thread.join(1.0)
+        if self._connection.closed:
+            return
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as line:
+            with contextlib.suppress(OSError):  # the other side has hung up already
+                line.shutdown(socket.SHUT_RDWR)  # a close alone would leave a thread that is reading where it is
+
+    def _write(self) -> None:
+        while (message := self._messages.get()) is not None:
+            try:
+                self._connection.send_bytes(message)
+            except OSError as gone:
+                logger.debug("nobody reads messages: %s", gone)  # who reads on this connection reports the end
+                return
+
+
+class ProcessTransport:
+    """The loop in a spawned process: its steps don't share an interpreter with HTTP, and its death doesn't spread.
+
+    With `routed` its reports come as Parcels, for a hub. `run` is what serves there, a loop unless given.
+    """
+
+    def __init__(self, config: EngineConfig, *, routed: bool = False, run: Run = run_loop):
+        self._config, self._routed, self._run = config, routed, run
         self._process: multiprocessing.process.BaseProcess | None = None
         self._connection: Connection | None = None
-        self._outbox: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
+        self._outbox: Outbox | None = None
         self._reader: threading.Thread | None = None
-        self._writer: threading.Thread | None = None
         self._gone = False
         self._listens = False  # before the model is loaded the child reads no commands
 
@@ -119,14 +159,13 @@ class ProcessTransport:
     def start(self, on_report: OnReport) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe(duplex=True)
-        self._process = context.Process(target=_child, args=(self._config, theirs, *_log_style()),
-                                        name="encore-engine", daemon=True)
+        self._process = context.Process(target=_child, name="encore-engine", daemon=True,
+                                        args=(self._config, theirs, self._routed, self._run, *log_style()))
         self._process.start()
         theirs.close()  # else the end of the child would not end the pipe
         self._reader = threading.Thread(target=self._read, args=(on_report,), daemon=True, name="encore-reports")
         self._reader.start()
-        self._writer = threading.Thread(target=self._write, daemon=True, name="encore-commands")
-        self._writer.start()
+        self._outbox = Outbox(self._connection, "encore-commands")
 
     def _read(self, on_report: OnReport) -> None:
         last = None
@@ -148,17 +187,9 @@ class ProcessTransport:
 
     def send(self, command: Command) -> None:
         """Never waits for the child: one that is in a long step, or hangs, reads nothing, and its pipe may be full."""
-        if self._process is None or self._gone:
+        if self._outbox is None or self._gone:
             raise EngineDead("the engine process is gone")
         self._outbox.put(ForkingPickler.dumps(command))
-
-    def _write(self) -> None:
-        while (message := self._outbox.get()) is not None:
-            try:
-                self._connection.send_bytes(message)
-            except OSError as gone:
-                logger.debug("nobody reads commands: %s", gone)  # the reader reports the end
-                return
 
     def kill(self) -> None:
         """End the child at once; it is reported as any other end."""
@@ -178,20 +209,20 @@ class ProcessTransport:
                 logger.error("the engine process did not end within %.0f s; it is killed", timeout)
             self._process.kill()
             self._process.join()
-        self._outbox.put(None)
-        for thread in (self._reader, self._writer):
-            thread.join(1.0)
+        self._outbox.close()
+        self._reader.join(1.0)
         self._connection.close()
 
 
-def _log_style() -> tuple[logging.Formatter | None, int]:
+def log_style() -> tuple[logging.Formatter | None, int]:
     """Format and level of this process' log, for a child that writes to the same stream."""
     plain = (handler for handler in logging.getLogger().handlers if type(handler) is logging.StreamHandler)
     formatter = next((handler.formatter for handler in plain), None)
     return formatter, logging.getLogger("engine").getEffectiveLevel()
 
 
-def _child(config: EngineConfig, connection: Connection, formatter: logging.Formatter | None, log_level: int) -> None:
+def _child(config: EngineConfig, connection: Connection, routed: bool, run: Run, formatter: logging.Formatter | None,
+           log_level: int) -> None:
     """The engine process. A terminal's Ctrl-C reaches it too: the front decides when it ends, and its death ends it."""
     calm_openmp()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -202,17 +233,24 @@ def _child(config: EngineConfig, connection: Connection, formatter: logging.Form
     for name in ("engine", "graph_cache"):
         logging.getLogger(name).setLevel(log_level)
 
+    switchboard = Switchboard() if routed else None
+
     def receive(timeout: float) -> Command | None:
         try:
-            return connection.recv() if connection.poll(timeout) else None
+            command = connection.recv() if connection.poll(timeout) else None
         except (EOFError, OSError):  # the front is gone
             return Stop()
+        return command if switchboard is None or command is None else switchboard.incoming(command)
 
     def send(report: Report) -> None:
+        if isinstance(report, Events):
+            report = packed(report.events)
+        if switchboard is not None:
+            report = switchboard.outgoing(report)
         try:
             connection.send(report)
         except (BrokenPipeError, OSError) as gone:
             logger.debug("nobody reads reports: %s", gone)
 
-    _run_loop(config, receive, send)
+    run(config, receive, send)
     connection.close()

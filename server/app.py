@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import CollectorRegistry
 
 from server import routes_admin, routes_control, routes_generate, routes_openai, routes_status, routes_tokens
 from server.config import ServerConfig
@@ -16,11 +16,13 @@ from server.errors import install_error_handlers
 from server.inference import Service
 from server.keys import KeyGuard, Keys
 from server.logs import RequestLog
-from server.metrics import CountResponses, EngineCollector, RequestMetrics, ServiceCollector
+from server.metrics import CountResponses, EngineCollector, ServiceCollector, response_counts
 from server.middleware import BodyLimit, RequestIds
 from server.openapi import describe
+from server.process_metrics import ProcessesCollector
 from server.status import StatusBoard
 from server.streaming import ClientGone
+from server.tally import Tally
 from server.version import version
 
 if TYPE_CHECKING:
@@ -28,19 +30,24 @@ if TYPE_CHECKING:
 
 
 def create_app(
-    client: Client, config: ServerConfig, registry: CollectorRegistry | None = None, keys: Keys | None = None
-) -> FastAPI:
+    client: Client, config: ServerConfig, keys: Keys | None = None, tally: Tally | None = None,
+    began: float | None = None,
+) -> FastAPI:  # fmt: skip
     """An application that starts `client` with its lifespan and closes it at the end.
 
     The client starts beside the server: until the model is loaded, /ready says so and inference answers 503.
-    `app.state.service` has the start's outcome. Metrics go to `registry`, a fresh one unless given. Without `keys`
-    inference is open and the admin routes are off.
+    `app.state.service` has the start's outcome. Without `keys` inference is open and the admin routes are off. What is
+    counted goes to `tally`, which several fronts of one server share; to one of its own unless given. `began` is the
+    server's start in seconds of time.time, now unless given.
     """
-    registry = registry if registry is not None else CollectorRegistry()
-    service = Service(client, config, RequestMetrics(registry))
+    registry = CollectorRegistry()
+    service = Service(client, config, tally, began)
+    responses = response_counts(service.tally)
+    registry.register(service.metrics)
+    registry.register(responses)
     registry.register(ServiceCollector(service))
     registry.register(EngineCollector(client, lambda: service.started))
-    ProcessCollector(registry=registry)  # of this process; the engine's own memory is its cgroup's to tell
+    registry.register(ProcessesCollector(service.tally))
 
     board = StatusBoard(service)
 
@@ -67,8 +74,9 @@ def create_app(
     app.add_middleware(KeyGuard, keys=keys or Keys())
     app.add_middleware(RequestLog)
     app.add_middleware(RequestIds)
-    app.add_middleware(CountResponses, registry=registry)
-    for routes in (routes_admin, routes_control, routes_generate, routes_openai, routes_status, routes_tokens):
+    app.add_middleware(CountResponses, answers=responses)
+    # FastAPI tries them in this order, at every request: what is asked most stands first.
+    for routes in (routes_openai, routes_generate, routes_tokens, routes_control, routes_status, routes_admin):
         app.include_router(routes.router)
     describe(app)
     return app

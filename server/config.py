@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,8 @@ from engine.errors import ConfigError
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 LOG_FORMATS = ("text", "json")
+# A front streams about 20,000 tokens a second; the other processors are the engine's and the clients'.
+MOST_FRONTS, PROCESSORS_PER_FRONT = 4, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +32,8 @@ class ServerConfig:
     `header_seconds`: how long a request's headers may take. `keep_alive_seconds`: how long an idle connection is kept.
     `drain_seconds`: how long running requests may go on after SIGTERM. `api_key_file`, `admin_key_file`: one accepted
     key a line; none leaves inference open and the admin routes off. `profile_folder`: where /profile writes, off
-    without. `in_process`: run the engine in this process instead of its own.
+    without. `http_workers`: fronts, processes that answer HTTP on the one port; None: one for each four processors, at
+    most 4. `in_process`: run the engine in this process instead of its own, which allows one front.
     """
 
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -45,6 +49,7 @@ class ServerConfig:
     api_key_file: str | None = None
     admin_key_file: str | None = None
     profile_folder: str | None = None
+    http_workers: int | None = None
     in_process: bool = False
     log_level: str = "info"
     log_format: str = "text"
@@ -61,12 +66,24 @@ class ServerConfig:
         _whole("max_waiting", self.max_waiting, 0, 1_000_000)
         _whole("max_body_bytes", self.max_body_bytes, 1024, 2**31)
         _whole("max_connections", self.max_connections, 1, 1_000_000)
+        if self.http_workers is not None:
+            _whole("http_workers", self.http_workers, 1, 64)
+            if self.http_workers > 1 and self.in_process:
+                raise ConfigError(f"http_workers={self.http_workers} and in_process: an engine in the server's own "
+                                  "process has one front; leave one of the two out")
         _seconds("header_seconds", self.header_seconds, 0.1)
         _seconds("keep_alive_seconds", self.keep_alive_seconds, 0.1)
         _seconds("drain_seconds", self.drain_seconds, 0)
         for name, allowed in (("log_level", LOG_LEVELS), ("log_format", LOG_FORMATS)):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}")
+
+    @property
+    def fronts(self) -> int:
+        """How many processes answer HTTP."""
+        if self.http_workers is not None:
+            return self.http_workers
+        return 1 if self.in_process else min(MOST_FRONTS, max(1, _processors() // PROCESSORS_PER_FRONT))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ServerConfig:
@@ -84,6 +101,11 @@ class ServerConfig:
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise ConfigError(f"unknown setting {name!r}{hint}")
         return cls(engine=EngineConfig.from_dict(engine), **own)
+
+
+def _processors() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _seconds(name: str, value: Any, low: float) -> None:

@@ -29,6 +29,7 @@ SERVER_HELP = {
     "api_key_file": "file of keys for inference, one a line; ENCORE_API_KEYS adds more. None: no key is asked for",
     "admin_key_file": "file of keys for the admin routes; ENCORE_ADMIN_KEYS adds more. None: those routes are off",
     "profile_folder": "where POST /profile/stop writes its traces. None: no profiles",
+    "http_workers": "processes that answer HTTP; none: one for each 4 processors, at most 4",
     "in_process": "run the engine in the server's own process",
     "log_level": "how much is logged",
     "log_format": "lines of text, or of JSON",
@@ -47,6 +48,8 @@ ENGINE_HELP = {
     "num_pages": "pages of the KV cache",
     "gpu_memory_utilization": "share of the GPU's memory to use",
     "enable_prefix_caching": "reuse the KV of prompts that begin alike",
+    "async_scheduling": "enqueue each step before the last one's tokens were read",
+    "kernels": "how a GPU computes a step: fused (the engine's own), torch, or auto",
     "cuda_graph_impl": "who captures graphs: none or local for inference",
     "inference_cuda_graph_scope": "one graph per layer or per step: none, layer, block",
     "cuda_graph_modules": "modules that a training capture covers, comma-separated",
@@ -63,6 +66,7 @@ CHOICES = {
     "cpu_weight_format": engine_config.CPU_WEIGHT_FORMATS,
     "warmup": engine_config.WARMUPS,
     "logprobs_mode": engine_config.LOGPROBS_MODES,
+    "kernels": engine_config.KERNELS,
     "log_level": LOG_LEVELS,
     "log_format": LOG_FORMATS,
 }
@@ -80,7 +84,7 @@ def add_flags(parser: argparse.ArgumentParser, kind: type, *, title: str, defaul
         default = defaults.get(setting.name, setting.default)
         flag = "--" + setting.name.replace("_", "-")
         text = f"{texts.get(setting.name, '')} (default: {_shown(default, kind)})"
-        if setting.type == "bool":
+        if setting.type.startswith("bool"):
             group.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
         else:
             group.add_argument(

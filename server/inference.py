@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -17,12 +17,18 @@ from engine.errors import EngineDead, EngineError, PromptTooLong, QueueFull, Req
 from engine.outputs import CompletionOutput, OutputDelta, RequestOutput
 from engine.request import SamplingParams
 from server.config import ServerConfig
+from server.connections import TAKES_CONNECTIONS
 from server.errors import WireError
 from server.metrics import RequestMetrics, RequestWatch
+from server.tally import Tally
 from server.tokenization import Tokenization
 
 if TYPE_CHECKING:
     from engine.client import Client
+
+
+# Gauges of a front: its sequences under way, 1 once it has what it needs for requests.
+IN_FLIGHT, STARTED = "in_flight", "started"
 
 
 @dataclass(kw_only=True)
@@ -50,20 +56,26 @@ class Job:
 class Service:
     """The engine's client as the routes use it: `begin` starts it beside the server, `close` ends it.
 
+    It is one of several fronts where `tally` has several rows: what it counts there is theirs together.
     `settled` is set once the start has succeeded or failed, `startup_error` holds what it failed of. Used from the
     event loop's thread only.
     """
 
-    def __init__(self, client: Client, config: ServerConfig, metrics: RequestMetrics):
-        self.client, self.config, self.metrics = client, config, metrics
+    def __init__(self, client: Client, config: ServerConfig, tally: Tally | None = None, began: float | None = None):
+        self.client, self.config = client, config
+        self.tally = tally if tally is not None else Tally()
+        self.metrics = RequestMetrics(self.tally)
         self.startup: asyncio.Task[None] | None = None
         self.startup_error: BaseException | None = None
+        self.before_ready: Callable[[], None] | None = None  # what takes a moment, and must not once requests come
         self.draining = False
         self.settled = asyncio.Event()
-        self.created = int(time.time())
+        self.began = time.time() if began is None else began
         self._closed = False
         self._tokens: Tokenization | None = None
-        self.in_flight = 0
+        self.in_flight = 0  # of this front's
+        self._in_flight = self.tally.gauge(IN_FLIGHT)
+        self._started = self.tally.gauge(STARTED)
         self._numbers = itertools.count()
 
     def begin(self) -> None:
@@ -74,7 +86,10 @@ class Service:
         try:
             await self.client.start()
             info = self.client.info()
-            self._tokens = Tokenization(self.client.tokenizer, info.max_model_len, info.vocab_size)
+            tokens = Tokenization(self.client.tokenizer, info.max_model_len, info.vocab_size)
+            if self.before_ready is not None:
+                self.before_ready()
+            self._tokens, self.tally.values[self._started] = tokens, 1.0
         except Exception as exc:
             self.startup_error = exc
         finally:
@@ -123,7 +138,8 @@ class Service:
             return ["shutting down"]
         if self.startup_error is not None:
             return [f"the engine did not start: {self.startup_error}"]
-        if not self.started:
+        loading = self.tally.total_gauge(TAKES_CONNECTIONS) - self.tally.total_gauge(STARTED)
+        if not self.started or loading > 0:  # another front may be the one to get the next request
             return ["the model is being loaded"]
         health = self.client.health()
         return [] if health.ready else [health.reason or "the engine is not ready"]
@@ -162,13 +178,24 @@ class Service:
         if sequences > room:
             raise RequestError(f"the request asks for {sequences} sequences at once, and {room} are possible", "n")
         waiting = self.client.stats().num_waiting
-        if self.in_flight + sequences > room or (waiting >= self.config.max_waiting > 0):
-            raise QueueFull(f"{waiting} sequences wait already, and at most {self.config.max_waiting} may; try later")
-        self.in_flight += sequences
+        self._take_places(sequences)  # before looking: of two fronts that do it at once, none overlooks the other
         try:
+            if self.all_in_flight > room or (waiting >= self.config.max_waiting > 0):
+                raise QueueFull(
+                    f"{waiting} sequences wait already, and at most {self.config.max_waiting} may; try later"
+                )
             yield
         finally:
-            self.in_flight -= sequences
+            self._take_places(-sequences)
+
+    @property
+    def all_in_flight(self) -> int:
+        """Sequences that all fronts hold places for."""
+        return int(self.tally.total_gauge(IN_FLIGHT))
+
+    def _take_places(self, sequences: int) -> None:
+        self.in_flight += sequences
+        self.tally.values[self._in_flight] = self.in_flight
 
     async def job(
         self, public_id: str, prompt: str | list[int], param: str, params: SamplingParams, priority: int,
@@ -197,7 +224,7 @@ class Service:
         output = RequestOutput.empty(public_id, prompt, ids, params.n)
         return Job(public_id=public_id, output=output, params=params, priority=priority)
 
-    async def run(self, job: Job) -> AsyncIterator[OutputDelta]:
+    async def run(self, job: Job) -> AsyncIterator[list[OutputDelta]]:
         """The deltas of a job as they come, each added to its choice. Closing this aborts the engine's request.
 
         Raises EngineError for a sequence that the engine failed.
@@ -205,7 +232,7 @@ class Service:
         watch = job.watch = self.metrics.watch(job)
         # The client's id may be any request's, several at a time: the engine gets one of its own.
         engine_id = f"{job.public_id}:{next(self._numbers)}"
-        deltas = self.client.generate(
+        arrivals = self.client.stream(
             engine_id,
             prompt=None,
             prompt_token_ids=job.output.prompt_token_ids,
@@ -213,13 +240,14 @@ class Service:
             priority=job.priority,
         )
         try:
-            async with aclosing(deltas):
-                async for delta in deltas:
-                    if delta.finish_reason == "error":
-                        raise EngineError(f"the engine failed at request {job.public_id}: {delta.error}")
-                    job.output.add(delta)
-                    watch.saw(delta)
-                    yield delta
+            async with aclosing(arrivals):
+                async for deltas in arrivals:
+                    for delta in deltas:
+                        if delta.finish_reason == "error":
+                            raise EngineError(f"the engine failed at request {job.public_id}: {delta.error}")
+                        job.output.add(delta)
+                    watch.saw(deltas)
+                    yield deltas
         except EngineError:
             watch.ended(failed=True)
             raise
@@ -230,8 +258,8 @@ class Service:
         """Run jobs side by side to their ends; one failure cancels the others."""
 
         async def one(job: Job) -> None:
-            async with aclosing(self.run(job)) as deltas:
-                async for _ in deltas:
+            async with aclosing(self.run(job)) as arrivals:
+                async for _ in arrivals:
                     pass
 
         if len(jobs) == 1:

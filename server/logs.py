@@ -119,7 +119,7 @@ def summary(jobs: Sequence[Job]) -> dict[str, Any]:
     watches = [job.watch for job in jobs if job.watch is not None]
     firsts = [watch.first_token_seconds for watch in watches if watch.first_token_seconds is not None]
     queued = [watch.queue_seconds for watch in watches if watch.queue_seconds is not None]
-    buckets: Counter[str] = sum((watch.buckets for watch in watches), Counter())
+    buckets: Counter[int | None] = sum((watch.buckets for watch in watches), Counter())
     return {
         "prompt_tokens": sum(job.prompt_tokens for job in jobs),
         "cached_tokens": sum(job.output.cached_tokens for job in jobs),
@@ -127,7 +127,7 @@ def summary(jobs: Sequence[Job]) -> dict[str, Any]:
         "finish_reasons": dict(Counter(choice.finish_reason or "abort" for job in jobs for choice in job.choices)),
         "queue_seconds": round(max(queued), 6) if queued else None,
         "first_token_seconds": round(min(firsts), 6) if firsts else None,
-        "graph_buckets": dict(buckets),
+        "graph_buckets": {"eager" if bucket is None else str(bucket): count for bucket, count in buckets.items()},
     }
 
 

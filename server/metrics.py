@@ -1,7 +1,7 @@
 """What /metrics shows: the engine's own counts, read when scraped, and the times that only the HTTP side sees.
 
 Names are those of vLLM's dashboards with `encore_` before them, and the graph cache's own. The registry is the
-caller's: two servers in one process don't share counters.
+caller's: two servers in one process don't share counters. What HTTP counts is kept in a tally, which sums over fronts.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.tally import Counts, Tally, Times
 from server.version import version
 
 if TYPE_CHECKING:
@@ -33,40 +33,43 @@ class _Job(Protocol):
 
 
 class RequestMetrics:
-    """Times of requests as clients see them, and how they ended."""
+    """Times of requests as clients see them, and how they ended; of all fronts together."""
 
-    def __init__(self, registry: CollectorRegistry):
-        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
-            return Histogram(f"encore_{name}", text, buckets=buckets, registry=registry)
+    def __init__(self, tally: Tally):
+        def times(name: str, text: str, bounds: Sequence[float]) -> Times:
+            return Times(tally, name, text, bounds)
 
-        self.first_token = histogram(
+        self.first_token = times(
             "time_to_first_token_seconds", "From a request's arrival to its first token.", FIRST_TOKEN_BUCKETS
         )
-        self.inter_token = histogram(
+        self.inter_token = times(
             "inter_token_latency_seconds", "Between two outputs of one sequence, per token.", TOKEN_BUCKETS
         )
-        self.per_output_token = histogram(
+        self.per_output_token = times(
             "request_time_per_output_token_seconds", "A finished sequence's mean time per token.", TOKEN_BUCKETS
         )
-        self.whole = histogram(
+        self.whole = times(
             "e2e_request_latency_seconds", "From a request's arrival to a sequence's end.", REQUEST_BUCKETS
         )
-        self.queued = histogram(
+        self.queued = times(
             "request_queue_time_seconds", "From a request's arrival at the engine to its first step.", REQUEST_BUCKETS
         )
-        self.ended = Counter(
-            "encore_request_success", "Sequences that ended, by reason.", ["finished_reason"], registry=registry
-        )
+        self.ended = Counts(tally, "request_success", "Sequences that ended, by reason.", ["finished_reason"])
         for reason in ("stop", "length", "abort", "error"):  # so that rates exist before the first of a kind
-            self.ended.labels(reason)
+            self.ended.show(reason)
 
     def watch(self, job: _Job) -> RequestWatch:
         """A watch over one job's deltas."""
         return RequestWatch(self, job.started, job.params.n)
 
+    def collect(self) -> Iterator[Metric]:
+        """For Prometheus."""
+        for one in (self.first_token, self.inter_token, self.per_output_token, self.whole, self.queued, self.ended):
+            yield from one.collect()
+
 
 class RequestWatch:
-    """Times one job's sequences. `saw` each delta, then `ended` once, however it ended."""
+    """Times one job's sequences. `saw` deltas as they come, then `ended` once, however it ended."""
 
     def __init__(self, metrics: RequestMetrics, started: float, sequences: int):
         self._metrics, self._started = metrics, started
@@ -76,39 +79,55 @@ class RequestWatch:
         self._open = set(range(sequences))
         self.queue_seconds: float | None = None
         self.first_token_seconds: float | None = None
-        self.buckets: collections.Counter[str] = collections.Counter()  # tokens by the graph's bucket that gave them
+        self.buckets: collections.Counter[int | None] = collections.Counter()  # tokens by the graph that gave them
 
-    def saw(self, delta: OutputDelta) -> None:
-        """Observe one delta, now."""
-        index, count, now = delta.index, len(delta.token_ids), time.perf_counter()
-        metrics = self._metrics
-        if delta.queue_time is not None:
-            metrics.queued.observe(delta.queue_time)
-            self.queue_seconds = max(self.queue_seconds or 0.0, delta.queue_time)
-        if count:
-            self.buckets["eager" if delta.graph_bucket is None else str(delta.graph_bucket)] += count
-            if self.first_token_seconds is None:
-                self.first_token_seconds = now - self._started
-            if index in self._last:
-                metrics.inter_token.observe((now - self._last[index]) / count)
-            else:
-                self._first[index] = now
-                metrics.first_token.observe(now - self._started)
-            self._last[index] = now
-            self._tokens[index] = self._tokens.get(index, 0) + count
-        if delta.finish_reason is not None and index in self._open:
-            self._open.discard(index)
-            metrics.ended.labels(delta.finish_reason).inc()
-            metrics.whole.observe(now - self._started)
-            tokens = self._tokens.get(index, 0)
-            if tokens > 1:
-                metrics.per_output_token.observe((now - self._first[index]) / (tokens - 1))
+    def saw(self, deltas: Sequence[OutputDelta]) -> None:
+        """Observe deltas that came together, now."""
+        now = time.perf_counter()
+        counts: dict[int, int] = {}
+        for delta in deltas:
+            if delta.queue_time is not None:
+                self._metrics.queued.observe(delta.queue_time)
+                self.queue_seconds = max(self.queue_seconds or 0.0, delta.queue_time)
+            count = len(delta.token_ids)
+            if count:
+                self.buckets[delta.graph_bucket] += count
+                counts[delta.index] = counts.get(delta.index, 0) + count
+        for index, count in counts.items():
+            self._tokens_came(index, count, now)
+        for delta in deltas:
+            if delta.finish_reason is not None and delta.index in self._open:
+                self._sequence_ended(delta.index, delta.finish_reason, now)
+
+    def _tokens_came(self, index: int, count: int, now: float) -> None:
+        if self.first_token_seconds is None:
+            self.first_token_seconds = now - self._started
+        if index in self._last:
+            self._metrics.inter_token.observe((now - self._last[index]) / count)
+        else:
+            self._first[index] = now
+            self._metrics.first_token.observe(now - self._started)
+        self._last[index] = now
+        self._tokens[index] = self._tokens.get(index, 0) + count
+
+    def _sequence_ended(self, index: int, reason: str, now: float) -> None:
+        self._open.discard(index)
+        self._metrics.ended.add(reason)
+        self._metrics.whole.observe(now - self._started)
+        tokens = self._tokens.get(index, 0)
+        if tokens > 1:
+            self._metrics.per_output_token.observe((now - self._first[index]) / (tokens - 1))
 
     def ended(self, failed: bool = False) -> None:
         """Count what ended without a finish: aborted by the client's leaving, or failed."""
         for _ in self._open:
-            self._metrics.ended.labels("error" if failed else "abort").inc()
+            self._metrics.ended.add("error" if failed else "abort")
         self._open.clear()
+
+
+def response_counts(tally: Tally) -> Counts:
+    """The counter that CountResponses fills."""
+    return Counts(tally, "http_responses", "Answers, by route and status.", ["route", "status"])
 
 
 class CountResponses:
@@ -117,11 +136,8 @@ class CountResponses:
     A route that raises counts as 500. A client that left before the headers is not counted.
     """
 
-    def __init__(self, app: ASGIApp, registry: CollectorRegistry):
-        self.app = app
-        self._answers = Counter(
-            "encore_http_responses", "Answers, by route and status.", ["route", "status"], registry=registry
-        )
+    def __init__(self, app: ASGIApp, answers: Counts):
+        self.app, self._answers = app, answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -133,7 +149,7 @@ class CountResponses:
             nonlocal started
             started = True
             # Never the path itself: a scanner would make a series of each path it tries.
-            self._answers.labels(getattr(scope.get("route"), "path", "none"), str(status)).inc()
+            self._answers.add(getattr(scope.get("route"), "path", "none"), str(status))
 
         async def send_counted(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -158,7 +174,7 @@ class ServiceCollector:
         """The server's own families; those of the model from when it is first loaded."""
         service = self._service
         yield _gauge("ready", "1 while requests are answered, else 0.", not service.reasons_not_ready())
-        yield _gauge("num_requests_in_flight", "Sequences that the HTTP side holds places for.", service.in_flight)
+        yield _gauge("num_requests_in_flight", "Sequences that the HTTP side holds places for.", service.all_in_flight)
         yield _gauge("queue_limit", "Sequences that may wait; more are refused.", service.config.max_waiting)
         yield _info("build_info", "What runs, as labels.", {"version": version()})
         if not service.started:

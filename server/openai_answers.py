@@ -65,6 +65,13 @@ class CompletionLogprobs:
         return best
 
 
+def echo(tokens: Tokenization, builder: CompletionLogprobs, job: Job) -> tuple[str, dict[str, Any] | None]:
+    """The prompt's text, and its logprobs where they were asked for."""
+    ids, found = job.output.prompt_token_ids, job.output.prompt_logprobs
+    text = job.output.prompt if job.output.prompt is not None else tokens.decode(ids)
+    return text, None if found is None else builder.of(ids, found)
+
+
 def chat_logprobs(tokens: Tokenization, found: Iterable[TokenLogprob] | None) -> dict[str, Any]:
     """The `logprobs` object of a chat choice."""
 

@@ -53,10 +53,12 @@ async def generate(body: GenerateBody, request: Request) -> Response:
             with service.admission(wanted):
                 jobs = await submit()
                 firsts = [sum(job.params.n for job in jobs[:number]) for number in range(len(jobs))]
-                async with aclosing(merge([service.run(job) for job in jobs])) as deltas:
-                    async for number, delta in deltas:
-                        answer = _answer(tokens, body, jobs[number], jobs[number].choices[delta.index])
-                        yield event({**answer, "index": firsts[number] + delta.index} if as_list else answer)
+                async with aclosing(merge([service.run(job) for job in jobs])) as arrivals:
+                    async for number, deltas in arrivals:
+                        # An event holds all there is so far: one for each sequence that went on, however far.
+                        for index in dict.fromkeys(delta.index for delta in deltas):
+                            answer = _answer(tokens, body, jobs[number], jobs[number].choices[index])
+                            yield event({**answer, "index": firsts[number] + index} if as_list else answer).encode()
 
         return EventStream(events())
 

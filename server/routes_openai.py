@@ -11,18 +11,17 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from engine.errors import RequestError
-from engine.outputs import CompletionOutput, OutputDelta
+from engine.outputs import CompletionOutput
 from server import openai_answers as answers
 from server import wire_answers as wire
 from server.inference import Job, Service
+from server.openai_chunks import ChatPieces, Chunks, CompletionPieces, Head, Pieces
 from server.openapi import REFUSALS, answered_by
 from server.schemas import ChatBody, CompletionBody, OpenAISampling
 from server.streaming import EventStream, event, merge, until_disconnect
 from server.tokenization import Tokenization
 
 router = APIRouter(prefix="/v1", tags=["openai"], responses=REFUSALS)
-
-Head = dict[str, Any]  # the fields that a body and each of its chunks share: id, object, created, model
 
 
 @router.get("/models", responses=answered_by(wire.ModelList))
@@ -44,7 +43,9 @@ async def model(model: str, request: Request) -> dict[str, Any]:
 def _models(service: Service) -> list[dict[str, Any]]:
     _ = service.tokens  # 503 until the model is loaded
     info = service.client.info()
-    fixed = {"object": "model", "created": service.created, "owned_by": "encore", "max_model_len": info.max_model_len}
+    fixed = {
+        "object": "model", "created": int(service.began), "owned_by": "encore", "max_model_len": info.max_model_len,
+    }  # fmt: skip
     return [{"id": name, **fixed} for name in service.model_names()]
 
 
@@ -68,7 +69,8 @@ async def completions(body: CompletionBody, request: Request) -> Response:
 
     wanted = len(prompts) * params.n
     if body.stream:
-        return EventStream(_stream(service, wanted, submit, head, body, _completion_pieces(service.tokens, body)))
+        pieces = CompletionPieces(service.tokens, body.echo, body.logprobs)
+        return EventStream(_stream(service, wanted, submit, head, body, pieces))
 
     async def answer() -> dict[str, Any]:
         with service.admission(wanted):
@@ -99,7 +101,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
         return jobs
 
     if body.stream:
-        return EventStream(_stream(service, params.n, submit, head, body, _chat_pieces(service.tokens, body)))
+        return EventStream(_stream(service, params.n, submit, head, body, ChatPieces(service.tokens, body.logprobs)))
 
     async def answer() -> dict[str, Any]:
         with service.admission(params.n):
@@ -114,10 +116,6 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
         return {**head, "choices": choices, "usage": answers.usage(jobs)}
 
     return JSONResponse(await until_disconnect(request, answer()))
-
-
-# (job, the choice's number in the answer, the delta just added) -> entries of the next chunk's "choices"
-Pieces = Callable[[Job, int, OutputDelta], list[dict[str, Any]]]
 
 
 async def _stream(
@@ -135,53 +133,14 @@ async def _stream(
 
     with service.admission(wanted):
         jobs: list[Job] = await submit()
-        async with aclosing(merge([service.run(job) for job in jobs])) as deltas:
-            async for number, delta in deltas:
-                job = jobs[number]
-                for choice in pieces(job, number * job.params.n + delta.index, delta):
-                    yield event({**shared(), "choices": [choice]})
+        chunks = Chunks(pieces, shared, is_fixed=not (body.include_usage and body.continuous_usage))
+        async with aclosing(merge([service.run(job) for job in jobs])) as arrivals:
+            async for number, deltas in arrivals:
+                written = chunks.of(jobs[number], number * jobs[number].params.n, deltas)
+                if written:
+                    yield written
         if body.include_usage:
-            yield event({**head, "choices": [], "usage": answers.usage(jobs)})
-
-
-def _completion_pieces(tokens: Tokenization, body: CompletionBody) -> Pieces:
-    builders: dict[int, answers.CompletionLogprobs] = {}
-
-    def pieces(job: Job, number: int, delta: OutputDelta) -> list[dict[str, Any]]:
-        choice = job.choices[delta.index]
-        begins = number not in builders
-        if begins:
-            builders[number] = answers.CompletionLogprobs(tokens, body.logprobs or 0)
-        out = []
-        if begins and body.echo:
-            out.append(answers.completion_choice(number, *_echo(tokens, builders[number], job), None))
-        ended = delta.finish_reason is not None
-        logprobs = None
-        if body.logprobs is not None and delta.token_ids:
-            logprobs = builders[number].of(delta.token_ids, delta.logprobs or [None] * len(delta.token_ids))
-        if delta.text_delta or logprobs or ended:
-            out.append(answers.completion_choice(number, delta.text_delta, logprobs, choice if ended else None))
-        return out
-
-    return pieces
-
-
-def _chat_pieces(tokens: Tokenization, body: ChatBody) -> Pieces:
-    begun: set[int] = set()
-
-    def pieces(job: Job, number: int, delta: OutputDelta) -> list[dict[str, Any]]:
-        out = []
-        if number not in begun:
-            begun.add(number)
-            out.append(answers.chat_chunk_choice(number, {"role": "assistant", "content": ""}, None))
-        logprobs = answers.chat_logprobs(tokens, delta.logprobs) if body.logprobs and delta.logprobs else None
-        if delta.text_delta or logprobs:
-            out.append(answers.chat_chunk_choice(number, {"content": delta.text_delta}, logprobs))
-        if delta.finish_reason is not None:
-            out.append(answers.chat_chunk_choice(number, {}, None, job.choices[delta.index]))
-        return out
-
-    return pieces
+            yield event({**head, "choices": [], "usage": answers.usage(jobs)}).encode()
 
 
 def _completion(
@@ -190,21 +149,12 @@ def _completion(
     builder = answers.CompletionLogprobs(tokens, body.logprobs or 0)
     text, logprobs = choice.text, None
     if body.echo:
-        prompt, logprobs = _echo(tokens, builder, job)
+        prompt, logprobs = answers.echo(tokens, builder, job)
         text = prompt + text
     if body.logprobs is not None:
         own = builder.of(choice.token_ids, choice.logprobs or [])
         logprobs = own if logprobs is None else {name: logprobs[name] + own[name] for name in own}
     return answers.completion_choice(number, text, logprobs, choice)
-
-
-def _echo(
-    tokens: Tokenization, builder: answers.CompletionLogprobs, job: Job
-) -> tuple[str, dict[str, Any] | None]:
-    """The prompt's text, and its logprobs where they were asked for."""
-    ids, found = job.output.prompt_token_ids, job.output.prompt_logprobs
-    text = job.output.prompt if job.output.prompt is not None else tokens.decode(ids)
-    return text, None if found is None else builder.of(ids, found)
 
 
 def _prompts(prompt: Any) -> Sequence[str | list[int]]:

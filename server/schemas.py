@@ -36,7 +36,7 @@ _TEXTS = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT}, _NULL]}
 
 
 def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int for item in value)
+    return isinstance(value, list) and set(map(type, value)) <= {int}
 
 
 def _is_texts(value: Any) -> bool:

@@ -83,7 +83,7 @@ def read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
 
 def parse(where: str, kind: str, text: str) -> Any:
     """A setting's value from text, by its annotation. ConfigError that names `where`."""
-    if kind == "bool":
+    if kind.startswith("bool"):
         if text.strip().lower() not in _BOOLEANS:
             raise ConfigError(f"{where}={text!r}: true or false is needed")
         return _BOOLEANS[text.strip().lower()]
@@ -132,13 +132,14 @@ def _from_yaml(where: str, kind: str, value: Any) -> Any:
         if not all(type(one) is item for one in items):
             raise ConfigError(f"{where}: a list of {'whole numbers' if item is int else 'texts'} is needed")
         return tuple(items)
-    if kind.startswith("str") or isinstance(value, (list, dict)) or (kind == "bool") != isinstance(value, bool):
+    if kind.startswith("str") or isinstance(value, (list, dict)) or kind.startswith("bool") != isinstance(value, bool):
         shown = f"{type(value).__name__} {value!r}"[:80]
         raise ConfigError(f"{where}: {_NEEDED.get(kind, 'a number')} is needed; found {shown}")
     return value
 
 
-_NEEDED = {"bool": "true or false", "str": "text", "str | None": "text", "int": "a whole number"}
+_NEEDED = {"bool": "true or false", "bool | None": "true or false", "str": "text", "str | None": "text",
+           "int": "a whole number"}
 
 
 def _is_kubernetes(variable: str, text: str) -> bool:

@@ -20,10 +20,8 @@ from server.inference import Service
 from server.version import version
 
 if TYPE_CHECKING:
-    from prometheus_client import Counter as Counted
-    from prometheus_client import Histogram
-
     from engine.messages import EngineStats
+    from server.tally import Times
 
 log = logging.getLogger("encore.server")
 
@@ -52,17 +50,17 @@ class History:
         self._past: deque[_Reading] = deque(maxlen=SMOOTH_STEPS + 1)
         self._points: deque[tuple[float | None, ...]] = deque(maxlen=KEPT_STEPS)
 
-    def record(self, at: float, stats: EngineStats, first: Histogram, following: Histogram) -> None:
-        """Add the second that ends `at` (time.monotonic). The histograms are of times to first and between tokens."""
-        now = _Reading(at, stats.generation_tokens, stats.prompt_tokens, _buckets(first), _buckets(following))
+    def record(self, at: float, stats: EngineStats, first: Times, following: Times) -> None:
+        """Add the second that ends `at` (time.monotonic). The times are those to the first and between tokens."""
+        now = _Reading(at, stats.generation_tokens, stats.prompt_tokens, first.counts(), following.counts())
         self._past.append(now)
         then = self._past[0]
         passed = now.at - then.at
         if passed <= 0:
             return
         times = [
-            quantile(_bounds(histogram), [b - a for a, b in zip(before, after, strict=True)], share)
-            for histogram, before, after in ((first, then.first, now.first), (following, then.next, now.next))
+            quantile(one.bounds, [b - a for a, b in zip(before, after, strict=True)], share)
+            for one, before, after in ((first, then.first, now.first), (following, then.next, now.next))
             for share in (0.5, 0.95)
         ]
         self._points.append((
@@ -86,7 +84,6 @@ class StatusBoard:
         self._rows: list[Mapping[str, Any]] = []
         self._rows_at = 0.0
         self._asking: asyncio.Task[list[dict[str, Any]]] | None = None
-        self._began = time.monotonic()
         self._task: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
@@ -113,11 +110,11 @@ class StatusBoard:
         service = self._service
         body: dict[str, Any] = {
             "version": version(),
-            "uptime": round(time.monotonic() - self._began),
+            "uptime": max(0, round(time.time() - service.began)),
             "state": self._state(),
             "reasons": service.reasons_not_ready(),
             "model": None,
-            "queue": {"in_flight": service.in_flight, "limit": service.config.max_waiting},
+            "queue": {"in_flight": service.all_in_flight, "limit": service.config.max_waiting},
             "history": {"step": STEP_SECONDS, **self._history.columns()},
         }
         if not service.started:
@@ -128,13 +125,14 @@ class StatusBoard:
             "dtype": info.dtype, "weight_format": info.weight_format, "max_model_len": info.max_model_len,
             "weight_version": stats.weight_version or info.weight_version,
         }  # fmt: skip
+        ended = {reason: count for (reason,), count in service.metrics.ended.totals().items()}  # as clients saw it
         body["queue"] |= {"running": stats.num_running, "waiting": stats.num_waiting, "seats": info.max_num_seqs}
         body["engine"] = {
             "restarts": health.restarts, "silent": round(health.silent, 1), "warm": health.warm,
             "last_error": stats.last_error[:SHOWN_ERROR], "kv": stats.kv_cache_usage,
             "prefix_hits": share(stats.prefix_cache_hits, stats.prefix_cache_queries),
             "preemptions": stats.num_preemptions, "prompt_tokens": stats.prompt_tokens,
-            "output_tokens": stats.generation_tokens, "ended": _by_reason(service.metrics.ended),
+            "output_tokens": stats.generation_tokens, "ended": ended,
         }  # fmt: skip
         body["graphs"] = graph_summary(stats.graphs, info.graph_buckets, await self._table())
         return body
@@ -239,28 +237,6 @@ def quantile(bounds: Sequence[float], counts: Sequence[float], wanted: float) ->
             return low + (high - low) * (rank - below) / count
         below += count
     return bounds[-2]
-
-
-def _buckets(histogram: Histogram) -> list[float]:
-    """How many observations fell into each bucket."""
-    ends = [sample.value for sample in _bucket_samples(histogram)]
-    return [ends[0], *(b - a for a, b in zip(ends, ends[1:], strict=False))]
-
-
-def _bounds(histogram: Histogram) -> list[float]:
-    return [float(sample.labels["le"]) for sample in _bucket_samples(histogram)]
-
-
-def _by_reason(ended: Counted) -> dict[str, float]:
-    """How many sequences ended for each reason, as clients saw it: those of a lost engine have failed."""
-    return {
-        sample.labels["finished_reason"]: sample.value
-        for family in ended.collect() for sample in family.samples if sample.name.endswith("_total")
-    }  # fmt: skip
-
-
-def _bucket_samples(histogram: Histogram) -> list[Any]:
-    return [sample for family in histogram.collect() for sample in family.samples if sample.name.endswith("_bucket")]
 
 
 def _round(value: float) -> float:

@@ -28,9 +28,9 @@ class ClientGone(Exception):
     """The client closed its connection before its answer was complete; there is nobody to tell."""
 
 
-def event(payload: Any) -> bytes:
+def event(payload: Any) -> str:
     """One server-sent event that carries `payload` as JSON."""
-    return b"data: " + json.dumps(payload, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return f"data: {json.dumps(payload, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
 class EventStream(Response):
@@ -71,7 +71,7 @@ class EventStream(Response):
                 return
             except Exception as exc:
                 _log_if_internal(exc)
-                await send({"type": "http.response.body", "body": event(body_of(exc)[1]), "more_body": True})
+                await send({"type": "http.response.body", "body": event(body_of(exc)[1]).encode(), "more_body": True})
             await send({"type": "http.response.body", "body": DONE, "more_body": False})
 
 

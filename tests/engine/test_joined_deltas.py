@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from engine.client import _joined, make_client
-from engine.errors import EngineDead
+from engine.answers import joined
+from engine.client import make_client
 from engine.outputs import OutputDelta
 from engine.request import SamplingParams, TokenLogprob
 
@@ -20,21 +20,12 @@ def logprob(token: int) -> TokenLogprob:
     return TokenLogprob(token, -1.0, 1, {})
 
 
-def joined(*items):
-    queue: asyncio.Queue = asyncio.Queue()
-    for item in items[1:]:
-        queue.put_nowait(item)
-    found = _joined(items[0], queue)
-    assert queue.empty()
-    return found
-
-
 def test_what_waits_becomes_one_delta_with_the_first_ones_facts_and_the_last_ones_end():
-    [one] = joined(
+    [one] = joined([
         delta("x", 1, logprobs=[logprob(1)], queue_time=0.5, cached_tokens=16, prompt_logprobs=[None]),
         delta("", 2, logprobs=[logprob(2)]),
         delta("yz", 3, logprobs=[logprob(3)], finish_reason="stop", stop_reason="z", abort=True),
-    )
+    ])
     assert (one.text_delta, one.token_ids) == ("xyz", [1, 2, 3])
     assert [found.token_id for found in one.logprobs] == [1, 2, 3]
     assert (one.queue_time, one.cached_tokens, one.prompt_logprobs) == (0.5, 16, [None])
@@ -43,7 +34,7 @@ def test_what_waits_becomes_one_delta_with_the_first_ones_facts_and_the_last_one
 
 def test_sequences_are_joined_each_on_its_own():
     last = delta("d", 4, child="b", finish_reason="length")
-    found = joined(delta("a", 1), delta("b", 2, child="b"), delta("c", 3), last)
+    found = joined([delta("a", 1), delta("b", 2, child="b"), delta("c", 3), last])
     assert [(one.child_id, one.text_delta, one.token_ids, one.finish_reason) for one in found] == [
         ("a", "ac", [1, 3], None), ("b", "bd", [2, 4], "length"),
     ]  # fmt: skip
@@ -51,14 +42,8 @@ def test_sequences_are_joined_each_on_its_own():
 
 @pytest.mark.parametrize("origin", [{"weight_version": "new"}, {"graph_bucket": 8}])
 def test_tokens_of_other_weights_or_another_graph_stay_apart(origin):
-    found = joined(delta("a", 1), delta("b", 2, **origin), delta("c", 3, **origin))
+    found = joined([delta("a", 1), delta("b", 2, **origin), delta("c", 3, **origin)])
     assert [one.token_ids for one in found] == [[1], [2, 3]]
-
-
-def test_an_error_comes_after_what_came_before_it():
-    gone = EngineDead("gone")
-    assert [type(one) for one in joined(delta("a", 1), delta("b", 2), gone)] == [OutputDelta, EngineDead]
-    assert joined(gone) == [gone]
 
 
 async def test_a_slow_reader_gets_the_same_answer_in_fewer_pieces(config):

@@ -6,6 +6,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
+from engine.detokenizer import ByteDetokenizer, Detokenizers
 from engine.errors import RequestError
 from engine.outputs import Detokenizer, OutputProcessor, RequestOutput, StopStrings
 from engine.request import SamplingParams, TokenEvent, TokenLogprob, split_n
@@ -82,8 +83,9 @@ garbage_ids = st.lists(
 texts = st.lists(st.text(max_size=8) | st.sampled_from(ODD_TEXTS), max_size=6).map("".join)
 
 
-def pieces(tokenizer, chunks, prompt=(), **options):
-    stream = Detokenizer(tokenizer, prompt, **options)
+def pieces(tokenizer, chunks, prompt=(), by_decode=False, **options):
+    """By the detokenizer that the tokenizer would get, or the one that decodes."""
+    stream = Detokenizer(tokenizer, prompt, **options) if by_decode else Detokenizers(tokenizer).make(prompt, **options)
     return [*(stream.add(chunk) for chunk in chunks), stream.finish()]
 
 
@@ -98,32 +100,44 @@ def chunked(ids, sizes):
 
 
 @settings(max_examples=300, deadline=None)
-@given(some_ids | garbage_ids | texts.map(BYTES.encode), st.booleans(), st.lists(st.integers(1, 7), min_size=1))
-def test_pieces_add_up_to_the_whole_decode_whatever_the_ids(ids, skip, sizes):
-    assert "".join(pieces(BYTES, chunked(ids, sizes), skip_special_tokens=skip)) == BYTES.decode(ids, skip)
+@given(some_ids | garbage_ids | texts.map(BYTES.encode), st.booleans(), st.lists(st.integers(1, 7), min_size=1),
+       st.booleans())
+def test_pieces_add_up_to_the_whole_decode_whatever_the_ids(ids, skip, sizes, by_decode):
+    found = pieces(BYTES, chunked(ids, sizes), by_decode=by_decode, skip_special_tokens=skip)
+    assert "".join(found) == BYTES.decode(ids, skip)
+
+
+@settings(max_examples=300, deadline=None)
+@given(some_ids | garbage_ids, some_ids | garbage_ids, st.booleans())
+def test_whatever_the_prompt_ended_with_pieces_add_up_to_what_the_output_adds(prompt, ids, skip):
+    detokenizer = Detokenizers(BYTES).make(prompt, skip_special_tokens=skip)
+    if isinstance(detokenizer, ByteDetokenizer):
+        found = "".join(map(detokenizer.add_one, ids)) + detokenizer.finish()
+        assert BYTES.decode(prompt, skip) + found == BYTES.decode(prompt + ids, skip)
 
 
 @settings(max_examples=200, deadline=None)
-@given(texts, texts)
-def test_pieces_after_a_prompt_add_up_to_the_text_it_adds(prompt, text):
-    found = "".join(pieces(BYTES, [[i] for i in BYTES.encode(text)], BYTES.encode(prompt)))
+@given(texts, texts, st.booleans())
+def test_pieces_after_a_prompt_add_up_to_the_text_it_adds(prompt, text, by_decode):
+    found = "".join(pieces(BYTES, [[i] for i in BYTES.encode(text)], BYTES.encode(prompt), by_decode))
     whole = BYTES.decode(BYTES.encode(prompt) + BYTES.encode(text))
     assert BYTES.decode(BYTES.encode(prompt)) + found == whole
 
 
 @settings(max_examples=200, deadline=None)
-@given(texts.filter(lambda text: "\ufffd" not in text))
-def test_no_piece_but_the_last_holds_half_a_character(text):
+@given(texts.filter(lambda text: "\ufffd" not in text), st.booleans())
+def test_no_piece_but_the_last_holds_half_a_character(text, by_decode):
     ids = BYTES.encode(text)
-    found = pieces(BYTES, [[i] for i in ids])
+    found = pieces(BYTES, [[i] for i in ids], by_decode=by_decode)
     assert not any("\ufffd" in piece for piece in found)
     cut = pieces(BYTES, [[i] for i in BYTES.encode("a😀")[:-1]])
     assert cut[-1] == "\ufffd" and "".join(cut[:-1]) == "a"
 
 
-def test_character_is_released_by_the_token_that_completes_it():
+@pytest.mark.parametrize("by_decode", [False, True])
+def test_character_is_released_by_the_token_that_completes_it(by_decode):
     ids = [BYTES.backend.token_to_id(c) for c in ("ðŁ", "ĺ", "Ģ", "a")]
-    assert pieces(BYTES, [[i] for i in ids]) == ["", "", "😀", "a", ""]
+    assert pieces(BYTES, [[i] for i in ids], by_decode=by_decode) == ["", "", "😀", "a", ""]
 
 
 def test_bytes_that_never_become_a_character_do_not_dam_the_stream():
@@ -146,6 +160,14 @@ def test_special_tokens_are_shown_on_demand():
     ids = [SPECIAL, *BYTES.encode("a<tool>"), END]
     assert "".join(pieces(BYTES, [[i] for i in ids], skip_special_tokens=False)) == "<s>a<tool><end>"
     assert "".join(pieces(BYTES, [[i] for i in ids])) == "a<tool>"
+
+
+def test_only_a_prompt_that_ends_within_a_character_is_decoded_again_and_again():
+    whole, half = BYTES.encode("a😀"), BYTES.encode("a😀")[:-1]
+    prompts = ([], whole, [*whole, SPECIAL], half, [*half, SPECIAL])
+    kinds = [type(Detokenizers(BYTES).make(prompt)) for prompt in prompts]
+    assert kinds == [ByteDetokenizer] * 3 + [Detokenizer] * 2
+    assert type(Detokenizers(FALLBACK).make(whole)) is Detokenizer
 
 
 def test_character_begun_in_the_prompt_is_completed_in_the_output():

@@ -121,7 +121,27 @@ def test_too_many_connections_are_a_503_and_probes_are_answered_still(server):
         assert later.recv(65536).startswith(b"HTTP/1.1 200")
 
 
-def test_headers_that_are_too_long_are_a_400(server):
+ENDLESS, WHOLE = b"a" * 100_000, b"a" * 70_000 + b"\r\nContent-Length: 5\r\n\r\nhello"
+
+
+@pytest.mark.parametrize("rest", [ENDLESS, WHOLE, b"a" * 60_000 + b"\r\nX-B: " + b"b" * 9_000 + b"\r\n\r\n"])
+def test_headers_that_are_too_long_are_a_400(server, rest):
     with connect(server) as connection:
-        status, _, _ = answer_to(connection, b"GET /health HTTP/1.1\r\nHost: x\r\nX-A: " + b"a" * 100_000)
-        assert status == 400
+        status, _, body = answer_to(connection, b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-A: " + rest)
+        assert status == 400 and body["error"]["code"] == "header_too_long"
+
+
+def test_a_header_that_comes_in_pieces_is_cut_off_too(server):
+    with connect(server) as connection, pytest.raises(ConnectionError):
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-A: ")
+        for _ in range(200):
+            connection.sendall(b"a" * 5_000)
+            time.sleep(0.001)
+
+
+def test_a_long_body_is_no_long_header(server):
+    body = json.dumps({"prompt": "red", "max_tokens": 1, "ignored": "x" * 500_000}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    with connect(server) as connection:
+        status, _, answer = answer_to(connection, head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    assert status == 200 and answer["object"] == "text_completion"

@@ -7,7 +7,8 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from prometheus_client import CollectorRegistry
 
-from server.metrics import CountResponses
+from server.metrics import CountResponses, response_counts
+from server.tally import Tally
 from server.version import version
 
 
@@ -37,8 +38,9 @@ def test_paths_without_a_route_make_one_series_together(server):
 
 
 def test_a_route_that_raises_counts_as_500_once():
-    registry, app = CollectorRegistry(), FastAPI()
-    app.add_middleware(CountResponses, registry=registry)
+    registry, app, counts = CollectorRegistry(), FastAPI(), response_counts(Tally())
+    registry.register(counts)
+    app.add_middleware(CountResponses, answers=counts)
 
     @app.get("/broken/{name}")
     async def broken(name: str) -> None:

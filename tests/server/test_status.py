@@ -13,11 +13,11 @@ import time
 
 import httpx
 import pytest
-from prometheus_client import CollectorRegistry, Histogram
 
 from engine.messages import EngineStats
 from server.status import KEPT_STEPS, SERIES, History, graph_summary, quantile
 from server.status_page import CONTENT_SECURITY_POLICY, PAGE
+from server.tally import Tally, Times
 
 AS_JSON = {"Accept": "application/json"}
 HOSTILE = '<img src=x onerror="alert(1)"></script>'
@@ -108,9 +108,9 @@ def test_it_is_open_where_inference_needs_a_key(server):
 
 
 def test_history_turns_counts_into_rates_and_forgets_the_oldest():
-    history, registry = History(), CollectorRegistry()
-    first = Histogram("first", "", buckets=(0.1, 0.2, 0.4), registry=registry)
-    following = Histogram("following", "", buckets=(0.01, 0.02), registry=registry)
+    history, tally = History(), Tally()
+    first = Times(tally, "first", "", (0.1, 0.2, 0.4))
+    following = Times(tally, "following", "", (0.01, 0.02))
     for second in range(KEPT_STEPS + 10):
         if second > KEPT_STEPS:
             first.observe(0.15)

@@ -16,6 +16,7 @@ from server.errors import OUTCOMES, WireError, body_of, error_body
 from server.inference import Job
 from server.metrics import RequestMetrics
 from server.streaming import EventStream, event, merge
+from server.tally import Tally
 
 
 class Source:
@@ -88,7 +89,7 @@ class Connection:
 
 async def test_events_are_sent_and_done_ends_them():
     async def events():
-        yield event({"text": "é"})
+        yield event({"text": "é"}).encode()
 
     connection = Connection()
     assert await connection.answer(events()) == 'data: {"text":"é"}\n\ndata: [DONE]\n\n'.encode()
@@ -108,7 +109,7 @@ async def test_a_failure_before_the_first_event_keeps_its_status():
 
 async def test_a_failure_after_the_first_event_is_a_last_event(caplog):
     async def events():
-        yield event({"text": "a"})
+        yield event({"text": "a"}).encode()
         raise EngineDead("the engine ended: killed")
 
     lines = (await Connection().answer(events())).decode().split("\n\n")
@@ -119,7 +120,7 @@ async def test_a_failure_after_the_first_event_is_a_last_event(caplog):
 
 async def test_what_failed_inside_is_logged_and_not_told(caplog):
     async def events():
-        yield event({})
+        yield event({}).encode()
         raise ZeroDivisionError("secret")
 
     assert b"secret" not in await Connection().answer(events())
@@ -131,14 +132,14 @@ async def test_a_client_that_leaves_closes_the_events_while_they_wait():
 
     async def events():
         try:
-            yield event({})
+            yield event({}).encode()
             await asyncio.sleep(60)
         finally:
             closed.set()
 
     connection = Connection()
     asyncio.get_running_loop().call_later(0.02, connection.gone.set)
-    assert await connection.answer(events()) == event({})
+    assert await connection.answer(events()) == event({}).encode()
     assert closed.is_set()
 
 
@@ -156,14 +157,15 @@ def test_errors_carry_what_the_exception_knows():
 
 
 def test_times_are_observed_per_token_and_every_sequence_is_counted_once():
-    registry = CollectorRegistry()
+    registry, metrics = CollectorRegistry(), RequestMetrics(Tally())
+    registry.register(metrics)
     output = RequestOutput.empty("r", None, [1], 3)
-    watch = RequestMetrics(registry).watch(Job(public_id="r", output=output, params=SamplingParams(n=3)))
+    watch = metrics.watch(Job(public_id="r", output=output, params=SamplingParams(n=3)))
     began = time.perf_counter()
     for index, finish in ((0, None), (0, None), (0, "length"), (1, "stop")):
         time.sleep(0.02)
         tokens = [] if index else [5, 6]
-        watch.saw(OutputDelta(request_id="r", child_id="r", index=index, token_ids=tokens, finish_reason=finish))
+        watch.saw([OutputDelta(request_id="r", child_id="r", index=index, token_ids=tokens, finish_reason=finish)])
     took = time.perf_counter() - began
     watch.ended()
     watch.ended()

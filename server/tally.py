@@ -1,0 +1,161 @@
+"""Numbers that the fronts of one server add up: each writes a row of shared memory, and any of them reads the sums.
+
+Owns names, rows and the histograms and counters made of them. A row outlives the front that wrote it: its successor
+counts on. What is true only of a living front (a gauge) is forgotten with it. Knows neither requests nor HTTP.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+from prometheus_client.utils import floatToGoString
+
+ENTRIES = 1024  # names a row can hold: answers by route and status are the most of them
+NAME_BYTES = 120
+_STRIDE = 1 + NAME_BYTES // 8  # doubles of an entry: its value, then its name
+ROW_DOUBLES = 1 + ENTRIES * _STRIDE  # the row begins with how many entries it has
+GAUGE = "now "  # begins the names of what ends with its front
+
+
+class Tally:
+    """One front's row, and the sums over all rows. One thread of one process writes a row; anyone may read.
+
+    `memory`: a writable buffer of doubles for whole rows, zero at first; one's own unless given.
+    """
+
+    def __init__(self, memory: Any = None, row: int = 0):
+        memory = bytearray(8 * ROW_DOUBLES) if memory is None else memory
+        self._bytes = memoryview(memory).cast("B")
+        self.values = self._bytes.cast("d")  # `values[place]` is a number; += 1 on one's own counts
+        self._start = row * ROW_DOUBLES
+        self._places: list[dict[str, int]] = [{} for _ in range(len(self.values) // ROW_DOUBLES)]
+        self._row = row
+        self.forget_gauges()
+
+    def place(self, name: str) -> int:
+        """Where this row keeps the number `name`; it begins at 0."""
+        own = self._read(self._row)
+        if name not in own:
+            text = name.encode()
+            if len(text) > NAME_BYTES or len(own) == ENTRIES:
+                raise ValueError(f"no room for {name!r}: {len(own)} of {ENTRIES} names; each has {NAME_BYTES} bytes")
+            place = self._start + 1 + len(own) * _STRIDE
+            self._bytes[8 * place + 8 : 8 * place + 8 + len(text)] = text
+            own[name] = place
+            self.values[self._start] += 1  # last: a reader sees whole entries only
+        return own[name]
+
+    def gauge(self, name: str) -> int:
+        """As `place`, for what is forgotten when this front ends."""
+        return self.place(GAUGE + name)
+
+    def each(self, name: str) -> list[float]:
+        """The number in every row that has it."""
+        rows = (self._read(row) for row in range(len(self._places)))
+        return [self.values[found[name]] for found in rows if name in found]
+
+    def total(self, name: str) -> float:
+        """Its sum over the rows."""
+        return sum(self.each(name))
+
+    def each_gauge(self, name: str) -> list[float]:
+        """As `each`, of a gauge."""
+        return self.each(GAUGE + name)
+
+    def total_gauge(self, name: str) -> float:
+        """As `total`, of a gauge."""
+        return self.total(GAUGE + name)
+
+    def names(self, prefix: str) -> list[str]:
+        """All names that begin so, of any row."""
+        rows = [self._read(row) for row in range(len(self._places))]
+        return sorted({name for found in rows for name in found if name.startswith(prefix)})
+
+    @property
+    def num_rows(self) -> int:
+        """How many fronts there may be."""
+        return len(self._places)
+
+    def row_gauge(self, row: int, name: str) -> float:
+        """One row's gauge, 0 where it has none."""
+        place = self._read(row).get(GAUGE + name)
+        return 0.0 if place is None else self.values[place]
+
+    def forget_gauges(self, row: int | None = None) -> None:
+        """A row's gauges are 0, this one's unless named: its front has ended, or begins."""
+        for name, place in self._read(self._row if row is None else row).items():
+            if name.startswith(GAUGE):
+                self.values[place] = 0.0
+
+    def _read(self, row: int) -> dict[str, int]:
+        """Where each name of a row is; entries are only ever added."""
+        found, start = self._places[row], row * ROW_DOUBLES
+        while len(found) < int(self.values[start]):
+            place = start + 1 + len(found) * _STRIDE
+            name = bytes(self._bytes[8 * place + 8 : 8 * (place + _STRIDE)]).rstrip(b"\0").decode()
+            found[name] = place
+        return found
+
+
+class Times:
+    """A histogram of seconds over all fronts. `bounds` are the buckets' upper ends, the last one infinite."""
+
+    def __init__(self, tally: Tally, name: str, text: str, bounds: Sequence[float]):
+        self._tally, self._name, self._text = tally, name, text
+        self.bounds = (*bounds, float("inf"))
+        self._names = [f"{name} {number}" for number in range(len(self.bounds))]
+        self._places = [tally.place(one) for one in self._names]
+        self._sum = tally.place(f"{name} sum")
+
+    def observe(self, seconds: float) -> None:
+        """Count one time."""
+        values = self._tally.values
+        values[self._places[bisect_left(self.bounds, seconds)]] += 1
+        values[self._sum] += seconds
+
+    def counts(self) -> list[float]:
+        """How many times fell into each bucket."""
+        return [self._tally.total(name) for name in self._names]
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """For Prometheus."""
+        family = HistogramMetricFamily(f"encore_{self._name}", self._text)
+        below, buckets = 0.0, []
+        for bound, count in zip(self.bounds, self.counts(), strict=True):
+            below += count
+            buckets.append((floatToGoString(bound), below))
+        family.add_metric([], buckets, self._tally.total(f"{self._name} sum"))
+        yield family
+
+
+class Counts:
+    """A counter with labels over all fronts. A set of label values appears with its first count, or with `show`."""
+
+    def __init__(self, tally: Tally, name: str, text: str, labels: Sequence[str]):
+        self._tally, self._name, self._text, self._labels = tally, name, text, tuple(labels)
+        self._places: dict[tuple[str, ...], int] = {}
+
+    def show(self, *values: str) -> None:
+        """Begin a series at 0."""
+        self._places[values] = self._tally.place("\t".join((self._name, *values)))
+
+    def add(self, *values: str) -> None:
+        """Count one."""
+        if values not in self._places:
+            self.show(*values)
+        self._tally.values[self._places[values]] += 1
+
+    def totals(self) -> dict[tuple[str, ...], float]:
+        """The count of each set of label values."""
+        names = self._tally.names(f"{self._name}\t")
+        return {tuple(name.split("\t")[1:]): self._tally.total(name) for name in names}
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """For Prometheus."""
+        family = CounterMetricFamily(f"encore_{self._name}", self._text, labels=self._labels)
+        for values, count in self.totals().items():
+            family.add_metric(values, count)
+        yield family

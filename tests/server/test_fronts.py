@@ -1,0 +1,238 @@
+"""`encore serve --http-workers N` as processes: one port, one engine, and what happens when one of them ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.soak.serving import ENVIRONMENT, Serving, serving
+
+FLAGS = ("--dtype", "float32", "--num-threads", "1", "--warmup", "lazy", "--max-model-len", "4096")
+SHORT = {"prompt": "red fox", "max_tokens": 40, "temperature": 0, "ignore_eos": True, "stream": True,
+         "stream_options": {"include_usage": True}}  # fmt: skip
+ENDLESS = SHORT | {"max_tokens": 4000}
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """Two fronts, shared; every test leaves both alive and the engine idle."""
+    log = tmp_path_factory.mktemp("fronts") / "server.log"
+    with serving(tiny_model, log, *FLAGS, "--http-workers", "2", "--max-num-seqs", "16") as handle:
+        yield handle
+
+
+def children(pid: int) -> list[int]:
+    """Child processes, whichever thread began them, Python's resource tracker left out."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    found = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    return [child for child in found if "resource_tracker" not in Path(f"/proc/{child}/cmdline").read_text()]
+
+
+def fronts(server: Serving) -> list[int]:
+    engine = server.engine_pid
+    return [pid for pid in children(server.process.pid) if pid != engine]
+
+
+def connections_of(pid: int) -> int:
+    """Sockets of a process that are open to a client."""
+    links = (os.readlink(one) for one in Path(f"/proc/{pid}/fd").iterdir())
+    inodes = {link.removeprefix("socket:[").rstrip("]") for link in links if link.startswith("socket:")}
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(row[3] == "01" and row[9] in inodes for row in rows)
+
+
+def wait(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"{what} did not come within {seconds} s"
+        time.sleep(0.02)
+
+
+def wait_ready(server: Serving) -> None:
+    def both() -> bool:
+        return len(fronts(server)) == 2 and all(httpx.get(server.url + "/ready").is_success for _ in range(6))
+
+    wait(both, "readiness", 60)
+
+
+def wait_idle(server: Serving) -> None:
+    names = [f"num_requests_{what}" for what in ("running", "waiting", "in_flight")]
+    wait(lambda: not any(map(server.metric, names)), "idleness")
+
+
+class Stream(threading.Thread):
+    """One streaming client with a connection of its own: what it got, and how that ended."""
+
+    def __init__(self, server: Serving, body: dict, **headers: str):
+        super().__init__(daemon=True)
+        self.url, self.body, self.headers = server.url + "/v1/completions", body, headers
+        self.events: list[dict] = []
+        self.status, self.is_done, self.broke = 0, False, False
+        self.leave = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        try:
+            with httpx.stream("POST", self.url, json=self.body, headers=self.headers, timeout=60) as response:
+                self.status = response.status_code
+                for line in response.iter_lines():
+                    if line == "data: [DONE]":
+                        self.is_done = True
+                    elif line:
+                        self.events.append(json.loads(line.removeprefix("data: ")))
+                    if self.leave.is_set():
+                        return
+        except httpx.TransportError:
+            self.broke = True
+
+    @property
+    def text(self) -> str:
+        return "".join(choice["text"] for one in self.events for choice in one.get("choices", ()))
+
+
+def test_both_fronts_take_a_share_and_what_they_count_is_one_sum(server):
+    answered = server.metric("http_responses_total")
+    ended = server.metric("request_success_total")
+    streams = [Stream(server, ENDLESS) for _ in range(8)]
+    wait(lambda: all(stream.events for stream in streams), "the first tokens")
+    held = [connections_of(pid) for pid in fronts(server)]
+    assert len(held) == 2 and sum(held) >= 8 and min(held) >= 1
+    assert server.metric("num_requests_in_flight") == 8
+    for stream in streams:
+        stream.leave.set()
+        stream.join()
+    wait_idle(server)
+
+    streams = [Stream(server, SHORT) for _ in range(8)]
+    for stream in streams:
+        stream.join(60)
+        assert stream.is_done and stream.events[-1]["usage"]["completion_tokens"] == 40
+    assert len({stream.text for stream in streams}) == 1
+    wait_idle(server)
+    seen = [server.metric("request_success_total") for _ in range(6)]
+    assert seen == [ended + 16] * 6  # from whichever front
+    assert server.metric("time_to_first_token_seconds_count") >= 16
+    assert server.metric("http_responses_total") >= answered + 16 + 6
+    assert {httpx.get(server.url + "/v1/models").text for _ in range(6)} == {httpx.get(server.url + "/v1/models").text}
+
+
+def test_requests_of_the_same_id_at_once_get_their_own_answers(server):
+    texts = ["red fox", "blue bird", "old king", "the sun"]
+
+    def ask(number: int) -> str:
+        body = {"prompt": texts[number % 4], "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+        answer = httpx.post(server.url + "/v1/completions", json=body, headers={"X-Request-Id": "same"}, timeout=60)
+        return answer.json()["choices"][0]["text"]
+
+    alone = [ask(number) for number in range(4)]
+    with ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(ask, range(16))) == alone * 4
+
+
+def test_a_front_that_ends_takes_only_its_own_streams_and_is_replaced(server):
+    wait_ready(server)
+    before = server.metric("request_success_total")
+    expected = Stream(server, ENDLESS | {"max_tokens": 1500})
+    expected.join(60)
+    streams = [Stream(server, ENDLESS | {"max_tokens": 1500}) for _ in range(8)]
+    wait(lambda: all(stream.events for stream in streams), "the first tokens")
+    victim, other = fronts(server)
+    os.kill(victim, signal.SIGKILL)
+    wait(lambda: any(stream.broke for stream in streams), "the end of its streams", 5)
+    wait(lambda: server.metric("num_requests_in_flight") < 8, "its places", 5)
+    for stream in streams:
+        stream.join(60)
+    whole = [stream for stream in streams if stream.is_done]
+    assert 1 <= len(whole) <= 7 and all(stream.broke for stream in streams if stream not in whole)
+    assert {stream.text for stream in whole} == {expected.text}
+    wait_ready(server)
+    assert other in fronts(server) and victim not in fronts(server)
+    wait_idle(server)
+    assert server.metric("engine_restarts_total") == 0
+    # What the lost front had counted is there still; its own broken streams nobody saw the end of.
+    assert server.metric("request_success_total") == before + 1 + len(whole)
+    Stream(server, SHORT).join(60)
+
+
+def test_an_engine_that_dies_is_told_to_all_fronts_and_its_counts_go_on(server):
+    wait_ready(server)
+    streams = [Stream(server, ENDLESS) for _ in range(6)]
+    wait(lambda: all(stream.events for stream in streams), "the first tokens")
+    wait(lambda: server.metric("num_requests_running") == 6, "a report of them")
+    generated = server.metric("generation_tokens_total")
+    os.kill(server.engine_pid, signal.SIGKILL)
+    for stream in streams:
+        stream.join(10)
+        assert stream.is_done and stream.events[-1]["error"]["code"] == "engine_dead"
+    for _ in range(6):
+        refused = httpx.get(server.url + "/ready")
+        assert refused.status_code == 503 and "being restarted" in refused.json()["reasons"][0]
+    wait_ready(server)
+    assert [server.metric("engine_restarts_total") for _ in range(6)] == [1] * 6
+    assert all(server.metric("generation_tokens_total") >= generated for _ in range(6))
+    assert server.metric("num_requests_in_flight") == 0
+    # A front that begins afterwards knows of it too.
+    os.kill(fronts(server)[0], signal.SIGKILL)
+    wait(lambda: len(fronts(server)) == 1, "its end", 5)
+    wait_ready(server)
+    assert [server.metric("engine_restarts_total") for _ in range(6)] == [1] * 6
+    assert all(server.metric("generation_tokens_total") >= generated for _ in range(6))
+
+
+def test_the_queue_is_bounded_over_all_fronts_and_sigterm_drains_them_all(tiny_model, tmp_path):
+    limits = ("--max-num-seqs", "2", "--max-waiting", "1", "--http-workers", "2")
+    with serving(tiny_model, tmp_path / "server.log", *FLAGS, *limits) as server:
+        wait_ready(server)
+        streams = [Stream(server, ENDLESS | {"max_tokens": 2500}) for _ in range(2)]
+        wait(lambda: all(stream.events for stream in streams), "the first tokens")
+        streams.append(Stream(server, ENDLESS | {"max_tokens": 2500}))
+        wait(lambda: server.metric("num_requests_in_flight") == 3, "the third request")
+        for _ in range(6):
+            assert httpx.post(server.url + "/v1/completions", json=SHORT).status_code == 429
+        pids = children(server.process.pid)
+        server.process.send_signal(signal.SIGTERM)
+        wait(lambda: not httpx.get(server.url + "/ready").is_success, "the drain")
+        assert httpx.post(server.url + "/v1/completions", json=SHORT).json()["error"]["code"] == "draining"
+        for stream in streams:
+            stream.join(60)
+            assert stream.is_done and stream.events[-1]["usage"]["completion_tokens"] == 2500
+        assert server.process.wait(30) == 0
+        wait(lambda: not any(map(alive, pids)), "the processes' end", 5)
+    assert "Traceback" not in (tmp_path / "server.log").read_text()
+
+
+def test_without_the_main_process_none_is_left(tiny_model, tmp_path):
+    with serving(tiny_model, tmp_path / "server.log", *FLAGS, "--http-workers", "2") as server:
+        wait_ready(server)
+        pids = children(server.process.pid)
+        assert len(pids) == 3
+        server.process.kill()
+        wait(lambda: not any(map(alive, pids)), "the processes' end", 15)
+
+
+def test_a_model_that_is_not_there_ends_all_with_status_2(tmp_path):
+    command = [sys.executable, "-m", "server.cli", "serve", "--model", str(tmp_path / "missing"), "--port", "0",
+               "--http-workers", "2"]  # fmt: skip
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    begun, *_, error = done.stderr.splitlines()
+    assert "fronts: 2" in begun and error.startswith("encore serve: error: ") and "missing" in error
+    assert "Traceback" not in done.stderr
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

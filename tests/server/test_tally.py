@@ -1,0 +1,90 @@
+"""Sums over the rows of several fronts: nothing is lost with a front but what was true only of it."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from server.tally import ENTRIES, NAME_BYTES, ROW_DOUBLES, Counts, Tally, Times
+
+
+def shared(rows: int):
+    return multiprocessing.get_context("spawn").RawArray("d", rows * ROW_DOUBLES)
+
+
+def count_in_a_process(memory, row: int, times: int) -> None:
+    counts = Counts(Tally(memory, row), "answers", "", ["route", "status"])
+    for _ in range(times):
+        counts.add("/health", "200")
+        counts.add(f"/only/{row}", "404")
+
+
+def test_every_row_reads_the_sum_of_all_whoever_named_what_first():
+    memory = shared(3)
+    one, two = Tally(memory, 0), Tally(memory, 2)
+    one.values[one.place("a")] = 1.5
+    two.values[two.place("b")] = 7.0
+    two.values[two.place("a")] = 2.0
+    assert one.total("a") == two.total("a") == 3.5 and one.each("b") == [7.0] and one.total("none") == 0
+    assert one.names("") == ["a", "b"] and one.num_rows == 3
+
+
+def test_processes_count_side_by_side():
+    memory = shared(3)
+    workers = [multiprocessing.get_context("spawn").Process(target=count_in_a_process, args=(memory, row, 2000))
+               for row in range(3)]  # fmt: skip
+    for worker in workers:
+        worker.start()
+    seen = Counts(Tally(memory, 0), "answers", "", ["route", "status"])
+    while any(worker.is_alive() for worker in workers):
+        assert sum(seen.totals().values()) <= 12000
+    assert [worker.exitcode for worker in workers] == [0, 0, 0]
+    assert seen.totals() == {("/health", "200"): 6000, **{(f"/only/{row}", "404"): 2000 for row in range(3)}}
+
+
+def test_a_successor_counts_on_and_begins_its_gauges_at_0():
+    memory = shared(2)
+    first = Tally(memory, 1)
+    first.values[first.place("count")] = 5
+    first.values[first.gauge("open")] = 3
+    second = Tally(memory, 1)
+    second.values[second.place("count")] += 1
+    watcher = Tally(memory, 0)
+    assert watcher.total("count") == 6 and watcher.total_gauge("open") == 0
+    second.values[second.gauge("open")] = 2
+    assert watcher.row_gauge(1, "open") == 2 and watcher.row_gauge(0, "open") == 0
+    watcher.forget_gauges(1)
+    assert second.each_gauge("open") == [0] and second.total("count") == 6
+
+
+def test_a_row_that_is_full_and_a_name_that_is_too_long_are_refused():
+    tally = Tally()
+    tally.place("n" * NAME_BYTES)
+    with pytest.raises(ValueError, match="no room"):
+        tally.place("n" * (NAME_BYTES + 1))
+    for number in range(ENTRIES - 1):
+        tally.place(str(number))
+    with pytest.raises(ValueError, match=f"{ENTRIES} of {ENTRIES} names"):
+        tally.place("one more")
+    assert tally.place("7") == tally.place("7")
+
+
+def test_times_and_counts_read_as_prometheus_wants_them():
+    memory, registry = shared(2), CollectorRegistry()
+    times = [Times(Tally(memory, row), "wait_seconds", "Waiting.", (0.1, 1.0)) for row in range(2)]
+    counts = Counts(Tally(memory, 0), "ends", "Ends.", ["reason"])
+    registry.register(times[0])
+    registry.register(counts)
+    counts.show("stop")
+    for seconds, which in ((0.05, 0), (0.1, 1), (0.5, 1), (30.0, 0)):
+        times[which].observe(seconds)
+    assert times[1].counts() == [2, 1, 1]
+    families = {family.name: family for family in text_string_to_metric_families(generate_latest(registry).decode())}
+    samples = {(one.name, one.labels.get("le")): one.value for one in families["encore_wait_seconds"].samples}
+    assert samples[("encore_wait_seconds_bucket", "0.1")] == 2 and samples[("encore_wait_seconds_bucket", "+Inf")] == 4
+    assert samples[("encore_wait_seconds_sum", None)] == pytest.approx(30.65)
+    assert samples[("encore_wait_seconds_count", None)] == 4
+    assert [(one.labels, one.value) for one in families["encore_ends"].samples] == [({"reason": "stop"}, 0)]
