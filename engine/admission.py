@@ -12,11 +12,15 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from engine.errors import ConfigError, PromptTooLong
-from engine.kv_cache import PagePool
+from engine.kv_cache import InvariantError, PagePool
 from engine.prefix_cache import PrefixCache, PrefixChain
 from engine.request import Request
 
 _MAX_DOUBLINGS = 16
+
+
+class SchedulerInvariantError(InvariantError):
+    """The scheduler's bookkeeping is broken or misused: the message lists everything found."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -165,7 +165,7 @@ def _parser() -> Parser:
         if field.name == "mode":
             continue  # what is measured is inference
         flag, options = "--" + field.name.replace("_", "-"), {"default": argparse.SUPPRESS}
-        if field.type == "bool":
+        if field.type.startswith("bool"):
             group.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
         else:
             group.add_argument(flag, type=_TYPES[field.type], choices=CHOICES.get(field.name),

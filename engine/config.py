@@ -21,6 +21,7 @@ WARMUPS = ("full", "background", "lazy")
 LOGPROBS_MODES = ("processed", "raw")
 LOAD_FORMATS = ("auto", "dummy")
 MODES = ("inference", "training")
+KERNELS = ("auto", "fused", "torch")
 _COUNTS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages", "num_threads")
 
 
@@ -30,9 +31,11 @@ class EngineConfig:
 
     `mode` "training" makes an engine for a training job (docs/training.md), which uses the graph settings only.
     `model` is the default model's name, a local folder in Hugging Face layout, a `.gguf` file, or a hub name.
-    `seed` seeds requests that bring none. The graph settings have Megatron's names and values; a scope that is not
-    given is `block` under `local` (Megatron's own default is `layer`), else `none`. Raises ConfigError for a value that
-    can't be meant.
+    `seed` seeds requests that bring none. `async_scheduling` enqueues each step before the last one's tokens were
+    read, by default on a GPU only. `kernels` says how a GPU computes a step: "fused" by the engine's own kernels,
+    "torch" by PyTorch's around the paged attention; "auto" takes the fused ones for 16-bit weights. The graph settings
+    have Megatron's names and values; a scope that is not given is `block` under `local` (Megatron's own default is
+    `layer`), else `none`. Raises ConfigError for a value that can't be meant.
     """
 
     mode: str = "inference"
@@ -50,6 +53,8 @@ class EngineConfig:
     num_pages: int | None = None
     gpu_memory_utilization: float = 0.85
     enable_prefix_caching: bool = True
+    async_scheduling: bool | None = None
+    kernels: str = "auto"
 
     cuda_graph_impl: str = "local"
     inference_cuda_graph_scope: str | None = None
@@ -65,7 +70,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         choices = {
             "dtype": DTYPES, "load_format": LOAD_FORMATS, "cpu_weight_format": CPU_WEIGHT_FORMATS,
-            "warmup": WARMUPS, "logprobs_mode": LOGPROBS_MODES, "mode": MODES,
+            "warmup": WARMUPS, "logprobs_mode": LOGPROBS_MODES, "mode": MODES, "kernels": KERNELS,
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:

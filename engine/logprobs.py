@@ -1,6 +1,6 @@
 """Log-probabilities of chosen tokens, their ranks and the best alternatives.
 
-Owns the arithmetic on logits and the trip of its result to the host, one copy per step. Knows no request and no slot.
+Owns the arithmetic on logits and the trip of its result to the host. Knows no request and no slot.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.draw import ONE, ranked, weights_of
+from engine.host_copies import Download
 from engine.request import TokenLogprob
 
 _CHUNK_NUMBERS = 2**24  # logits handled at a time, so that a long prompt needs no gigabytes of scratch
@@ -21,9 +22,9 @@ _CHUNK_NUMBERS = 2**24  # logits handled at a time, so that a long prompt needs 
 
 @dataclass(slots=True)
 class DeviceLogprobs:
-    """Log-probabilities still on the device: float64 [b, 3 + 2k], see `of`; `read` waits for them."""
+    """Log-probabilities on their way to the host: float64 [b, 3 + 2k], see `of`; `read` waits for them."""
 
-    packed: Tensor
+    packed: Download
     ks: Sequence[int]
 
     @classmethod
@@ -42,13 +43,14 @@ class DeviceLogprobs:
             ids = ranked(z, k)
             dropped = torch.arange(k, device=z.device) >= kept.unsqueeze(1)
             parts += [(z.gather(1, ids) - log_total).masked_fill(dropped, -math.inf), ids.to(torch.float64)]
-        return cls(torch.cat(parts, dim=1), ks)
+        return cls(Download(torch.cat(parts, dim=1)), ks)
 
     def read(self) -> list[TokenLogprob | None]:
         """One TokenLogprob per row; None where no token could be chosen. Alternatives of probability 0 are left out."""
         out: list[TokenLogprob | None] = []
-        k = (self.packed.shape[1] - 3) // 2
-        for wanted, (token_id, logprob, rank, *rest) in zip(self.ks, self.packed.tolist(), strict=True):
+        packed = self.packed.read()
+        k = (packed.shape[1] - 3) // 2
+        for wanted, (token_id, logprob, rank, *rest) in zip(self.ks, packed.tolist(), strict=True):
             if token_id < 0:
                 out.append(None)
                 continue
@@ -66,15 +68,14 @@ def raw_logprobs(logits: Tensor, token_ids: Tensor, ks: Sequence[int]) -> Device
     return DeviceLogprobs.of(z, token_ids, kept, weights_of(z).sum(dim=1), ks)
 
 
-def prompt_logprobs(logits: Tensor, targets: Tensor, k: int) -> list[TokenLogprob]:
+def prompt_logprobs(logits: Tensor, targets: Tensor, k: int) -> list[DeviceLogprobs]:
     """The log-probability of each target int64 [T] under logits [T, V], with k alternatives; of the raw logits.
 
-    logits[i] is what the model said after the token before targets[i]. The list waits for the device.
+    logits[i] is what the model said after the token before targets[i]. In parts, to be read one after the other.
     """
     step = max(1, _CHUNK_NUMBERS // logits.shape[1])
-    out: list[TokenLogprob] = []
+    out: list[DeviceLogprobs] = []
     for start in range(0, len(targets), step):
-        part = slice(start, start + step)
-        rows = targets[part]
-        out += raw_logprobs(logits[part], rows, [k] * len(rows)).read()
+        rows = targets[start : start + step]
+        out.append(raw_logprobs(logits[start : start + step], rows, [k] * len(rows)))
     return out

@@ -90,21 +90,23 @@ def replay_against_eager(engine: Engine, batch: int, context: int, repeats: int 
     run, and with prefix caching nothing may run later either.
     """
     runner = engine._loop.runner
-    cache, site, buffers = runner.cache, runner.site, runner.buffers
+    cache, site = runner.cache, runner.site
     position = min(context, engine.info.max_model_len - 1)
     width = next((width for width in runner.contexts if width > position), None)
     plan = cache.plan(site.name, batch, **({} if width is None else {"context": width}))
     found: dict[str, Any] = {"batch": batch, "bucket": plan.bucket, "context": width or position + 1}
     if plan.key is None or not plan.is_graph:
         return found | {"replay_ms": None, "eager_ms": None, "speedup": None, "reason": plan.reason}
-    table = torch.arange(buffers["page_table"].numel()).remainder(runner.kv.num_pages - 1).add(1)
-    buffers["page_table"].copy_(table.view_as(buffers["page_table"]))
-    buffers["positions"].fill_(position)
-    buffers["tokens"].fill_(min(FIRST_PROMPT_ID, engine.info.vocab_size - 1))
+    state = runner.state
+    table = torch.arange(state.page_table.numel()).remainder(runner.kv.num_pages - 1).add(1)
+    state.page_table.copy_(table.view_as(state.page_table))
+    state.slots.copy_(torch.arange(1, len(state.slots) + 1))
     ways: dict[str, Callable[[], Any]] = {"replay": lambda: cache.run(plan), "eager": lambda: site.run_eager(plan.key)}
     times: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(repeats + 2):
         for name, way in ways.items():
+            state.positions.fill_(position)  # a step advances them
+            cache.pool.backend.synchronize()
             started = time.perf_counter()
             way()
             cache.pool.backend.synchronize()

@@ -10,7 +10,7 @@ import dataclasses
 import enum
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -117,17 +117,30 @@ _NEXT_STATES: Mapping[RequestState, frozenset[RequestState]] = {
 class Request:
     """The scheduler's record of one request, owned by the loop's thread. Compared and hashed by identity.
 
-    Assigning `state` checks the transition. `token_ids` is prompt and output together; the first `num_computed` of
-    them have their keys and values in `pages`; `slot` is an index in [0, max_num_seqs) while running.
+    Assigning `state` checks the transition. `token_ids` is prompt and output together, as far as the host knows them;
+    `length` counts those in flight too, which were asked of the device and not read yet. The first `num_computed` have
+    their keys and values in `pages`, or will have them when the work enqueued so far is done. `slot` is an index in
+    [0, max_num_seqs) while running, and `lease` a number of its own for each time that the request ran, else 0.
+    `limit` is the number of tokens at which it ends; Scheduler.add sets it.
     """
 
-    def __init__(self, request: EngineRequest, weight_version: str = ""):
+    def __init__(self, request: EngineRequest, weight_version: str = "", eos_token_ids: Set[int] = frozenset()):
+        params = request.params
         self.request = request
+        self.request_id = request.request_id
+        self.params = params
         self.prompt_len = len(request.prompt_token_ids)
         self.token_ids = list(request.prompt_token_ids)
         self.num_computed = 0
+        self.length = self.prompt_len
         self.pages: list[int] = []
         self.slot: int | None = None
+        self.lease = 0
+        self.limit = 0
+        self.ends_on = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
+        self.wants_tokens = params.max_tokens != 0
+        self.prompt_scores: list[TokenLogprob] = []  # as far as this run of its prompt has come
+        self.reported = False  # its first event is out
         self.cached_tokens = 0
         self.first_scheduled_time: float | None = None
         self.weight_version = weight_version
@@ -145,14 +158,6 @@ class Request:
                 f"request {self.request_id!r} can't go from {self._state.value} to {new.value}; allowed: {allowed}"
             )
         self._state = new
-
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
-
-    @property
-    def params(self) -> SamplingParams:
-        return self.request.params
 
     @property
     def priority(self) -> int:
@@ -178,7 +183,8 @@ class Request:
     def __repr__(self) -> str:
         return (
             f"Request({self.request_id!r}, {self._state.value}, prompt={self.prompt_len}, output={self.output_len}, "
-            f"computed={self.num_computed}, slot={self.slot}, pages={len(self.pages)})"
+            f"in_flight={self.length - len(self.token_ids)}, computed={self.num_computed}, slot={self.slot}, "
+            f"pages={len(self.pages)})"
         )
 
 

@@ -7,7 +7,7 @@ itself is in engine/draw.py. Knows no scheduler, no pages and no text.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,8 +16,9 @@ from torch import Tensor
 
 from engine.draw import draw_truncated, draw_whole, uniform, weights_of, whole
 from engine.errors import RequestError
+from engine.host_copies import ids_to, upload
 from engine.logprobs import DeviceLogprobs, prompt_logprobs, raw_logprobs
-from engine.penalties import TokenCounts, ids_to, upload
+from engine.penalties import TokenCounts
 from engine.request import SamplingParams, TokenLogprob, mix64
 
 __all__ = ["SampleResult", "SamplingState", "prompt_logprobs"]
@@ -60,8 +61,8 @@ class SampleResult:
     """token_ids int64 [b] on the device: 0 for an inactive row, -1 where no token could be chosen.
 
     -1 means that the row's logits hold a NaN or +inf, or are all -inf: fail that request, and don't feed the -1 to
-    the model. `logprobs` is None if no row asked for them, else one entry per row (None for a row that did not); it
-    is read from the device on first use.
+    the model. `logprobs` is None if no row asked for them, else one entry per row (None for a row that did not); the
+    first use waits for their copies, which were enqueued with the step.
     """
 
     __slots__ = ("token_ids", "_pending", "_logprobs")
@@ -106,9 +107,11 @@ class SamplingState:
         self.device = torch.device(device)
         self._eos_token_ids = tuple(eos_token_ids)
         self._raw = logprobs_mode == "raw"
+        self._step = max(1, _PART_NUMBERS[self.device.type == "cuda"] // vocab_size)  # rows drawn from at a time
         self._counts = TokenCounts(max_num_seqs, vocab_size, self.device)
         # One row more than there are slots: index -1 is the row of inactive entries, and is greedy.
         self._slots = [_INACTIVE] * (max_num_seqs + 1)
+        self._special: set[int] = set()  # slots that argmax alone doesn't serve
         self._numbers = torch.zeros(max_num_seqs + 1, 8, dtype=torch.float64)
         self._keys = torch.zeros(max_num_seqs + 1, dtype=torch.int64)
 
@@ -162,26 +165,23 @@ class SamplingState:
             dtype=torch.float64,
         )
         self._keys[slot] = mix64(seed)
+        (self._special.discard if self._slots[slot].is_plain else self._special.add)(slot)
         if penalised:
             self._counts.track(slot, prompt_ids, output_ids)
 
     def clear_slot(self, slot: int) -> None:
         """Take a slot back from its request."""
         self._check_slot(slot)
-        self._counts.forget(slot)
         self._slots[slot] = _INACTIVE
+        self._special.discard(slot)
 
-    def append(self, slot: int, token: int) -> None:
-        """Note the token that a slot's request was given; call it for every one, before the next `sample`."""
-        if self._slots[slot].penalised:
-            self._counts.append(slot, token)
-
-    def needs_sampler(self, slots: Sequence[int] | Tensor) -> bool:
+    def needs_sampler(self, slots: Iterable[int]) -> bool:
         """False if argmax of the logits is what `sample` would give for each of these slots, and no logprobs."""
-        return not all(self._slots[slot].is_plain for slot in _as_list(slots))
+        return bool(self._special) and not self._special.isdisjoint(slots)
 
     def sample(self, logits: Tensor, slots: Sequence[int] | Tensor, positions: Sequence[int] | Tensor) -> SampleResult:
-        """Choose one token per row.
+        """Choose one token per row, and count it as an output of its slot. Nothing of it waits for the device, but for
+        a draw whose nucleus might exceed the ranked tokens (see `draw_truncated`).
 
         logits [rows, V] of any float type, never written to; row i belongs to slots[i] (-1: inactive), and rows
         beyond the slots are ignored. positions[i] is the index that the new token will have in its sequence: the
@@ -195,8 +195,11 @@ class SamplingState:
         numbers[:, _U] = uniform(self._keys[index], torch.tensor(positions, dtype=torch.int64))
         numbers = upload(numbers, self.device)
         states = [self._slots[slot] for slot in slots]
+        self._end_min_tokens(slots, states, positions)
         raw = logits[: len(slots)]
-        x = self._adjusted(raw, slots, states, positions, numbers)
+        penalised = [i for i, state in enumerate(states) if state.penalised]
+        tracked = ids_to(self.device, [slots[i] for i in penalised]) if penalised else None
+        x = self._adjusted(raw, penalised, tracked, states, numbers)
         best, token_ids = x.max(dim=1)
         pending: list[_Pending] = []
         for rows in self._parts(states):
@@ -205,6 +208,8 @@ class SamplingState:
             token_ids = _put(token_ids, rows, drawn)
             pending += logprobs
         token_ids = torch.where(torch.isfinite(best), token_ids, -1)
+        if penalised:
+            self._counts.add(tracked, _rows(token_ids, penalised))
         if self._raw:
             pending = self._raw_logprobs(raw, token_ids, states)
         if -1 in slots:
@@ -219,9 +224,8 @@ class SamplingState:
             yield from self._split([i for i, s in enumerate(states) if not s.random and s.logprobs is not None])
 
     def _split(self, rows: list[int]) -> Iterator[list[int]]:
-        step = max(1, _PART_NUMBERS[self.device.type == "cuda"] // self.vocab_size)
-        for start in range(0, len(rows), step):
-            yield rows[start : start + step]
+        for start in range(0, len(rows), self._step):
+            yield rows[start : start + self._step]
 
     def _draw(
         self, x: Tensor, best: Tensor, best_ids: Tensor, numbers: Tensor, rows: list[int], members: list[_Slot]
@@ -256,20 +260,28 @@ class SamplingState:
             for rows in self._split([i for i, state in enumerate(states) if state.logprobs is not None])
         ]
 
-    def _adjusted(
-        self, raw: Tensor, slots: list[int], states: list[_Slot], positions: list[int], numbers: Tensor
-    ) -> Tensor:
-        """The logits in float32 after penalties, bias and the min_tokens mask; `raw` itself where none applies."""
-        for state, position in zip(states, positions, strict=True):
+    def _end_min_tokens(self, slots: list[int], states: list[_Slot], positions: list[int]) -> None:
+        """Lift the mask where enough tokens came before: the slot may go back to plain argmax."""
+        for slot, state, position in zip(slots, states, positions, strict=True):
             if state.min_tokens and position - state.prompt_len >= state.min_tokens:
-                state.min_tokens = 0  # reached: the slot may go back to plain argmax
-        penalised = [i for i, state in enumerate(states) if state.penalised]
+                state.min_tokens = 0
+                if state.is_plain:
+                    self._special.discard(slot)
+
+    def _adjusted(
+        self, raw: Tensor, penalised: list[int], tracked: Tensor | None, states: list[_Slot], numbers: Tensor
+    ) -> Tensor:
+        """The logits in float32 after penalties, bias and the min_tokens mask; `raw` itself where none applies.
+
+        `penalised` are rows, and `tracked` their slots on the device.
+        """
         biased = [i for i, state in enumerate(states) if state.bias is not None]
         banned = [i for i, state in enumerate(states) if state.min_tokens]
         x = raw.to(torch.float32, copy=bool(penalised or biased or banned), memory_format=torch.contiguous_format)
-        for rows in self._split(penalised):
+        for part, rows in enumerate(self._split(penalised)):
+            slots = tracked[part * self._step : part * self._step + len(rows)]
             columns = (_column(numbers, rows, c) for c in (_REPETITION, _FREQUENCY, _PRESENCE))
-            x = _put(x, rows, self._counts.penalise(_rows(x, rows), [slots[i] for i in rows], *columns))
+            x = _put(x, rows, self._counts.penalise(_rows(x, rows), slots, *columns))
         if biased:
             where = self._flat(biased, [states[i].bias[0] for i in biased])
             values = torch.cat([states[i].bias[1] for i in biased])

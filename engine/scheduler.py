@@ -12,25 +12,22 @@ from __future__ import annotations
 import time
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from operator import attrgetter
 
-from engine.admission import Admission, Entry, SchedulerConfig
+from engine.admission import Admission, Entry, SchedulerConfig, SchedulerInvariantError
 from engine.audit import line_problems, page_problems, slot_problems
 from engine.batch import Batch, PrefillChunk
 from engine.errors import QueueFull, RequestError
-from engine.kv_cache import InvariantError, PagePool
+from engine.kv_cache import PagePool
+from engine.ledger import Ledger
 from engine.prefix_cache import PrefixCache
 from engine.request import Request, RequestState
 
 __all__ = ["Scheduler", "SchedulerConfig", "SchedulerInvariantError"]
 
 _KEY = attrgetter("key")
-
-
-class SchedulerInvariantError(InvariantError):
-    """The scheduler's bookkeeping is broken or misused: the message lists everything found."""
 
 
 class Scheduler:
@@ -54,6 +51,7 @@ class Scheduler:
         self.prefix_cache = prefix_cache
         self.weight_version = weight_version
         self.num_preemptions = 0
+        self.prompt_tokens = 0  # of all requests that were ever admitted
         self.ended: Counter[str] = Counter()  # finish reason -> requests
         self._clock = clock
         self._admission = Admission(pool, prefix_cache, config.max_model_len)
@@ -62,7 +60,8 @@ class Scheduler:
         self._running: list[Entry] = []
         self._free_slots = list(range(config.max_num_seqs))  # a heap: low slots first
         self._blocked: Entry | None = None  # head that did not fit; nothing was released since
-        self._added = 0
+        self._added = self._leased = 0
+        self._ledger = Ledger(pool.page_size, prefix_cache, self._entries)
 
     @property
     def has_work(self) -> bool:
@@ -108,14 +107,14 @@ class Scheduler:
         if self.config.max_waiting is not None and len(self._waiting) >= self.config.max_waiting:
             raise QueueFull(f"{len(self._waiting)} requests wait already, the bound is {self.config.max_waiting}")
         self._added += 1
+        request.limit = self.token_limit(request)
         self._entries[request.request_id] = entry
         insort(self._waiting, entry, key=_KEY)
 
     def abort(self, request_id: str) -> bool:
-        """End a live request as ABORTED; False if no such request lives. Call it between `complete` and `schedule`.
+        """End a live request as ABORTED; False if no such request lives.
 
-        Between `schedule` and `complete` it is safe for the books too: `complete` skips the request, and its pages
-        go to another only with the next `schedule`, whose work the device runs after the step under way.
+        Safe at any time, steps under way or not: see `finish`.
         """
         entry = self._entries.get(request_id)
         if entry is None:
@@ -126,6 +125,8 @@ class Scheduler:
     def finish(self, request: Request, state: RequestState, reason: str | None = None) -> None:
         """End a live request in a final state; slot and pages come back, the record keeps its tokens.
 
+        Steps under way may hold work of it: `dispatch` and `complete` skip that, and slot and pages go to another only
+        with a later `schedule`, whose work the device runs after it.
         `reason` (default: the state's name) is counted in `ended`. A running request that FAILED also empties the
         prefix cache: what it computed, and whatever others built on that, is in doubt. Raises SchedulerInvariantError
         for a request not live here, and EngineError, changing nothing, for a transition that its state forbids.
@@ -168,9 +169,10 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Choose the next step's work; falsy if there is none. Pages and slots of what it lists are theirs already.
 
-        Computes nothing and appends nothing: without `complete`, the next call lists the same work again.
-        Raises SchedulerInvariantError if a running request has nothing to compute or outgrew `token_limit`: the loop
-        should have finished it.
+        A token in flight counts as present, so this may run before it was read; a request that will be at its limit
+        with it is left out. Computes nothing and appends nothing: without `dispatch`, the next call lists the same
+        work again. Raises SchedulerInvariantError if a running request has nothing to compute or outgrew
+        `token_limit`: the loop should have finished it.
         """
         batch = Batch()
         if self._waiting and self._running and self._waiting[0].key[0] < self._running[-1].key[0]:
@@ -182,42 +184,24 @@ class Scheduler:
                 break
             budget -= _add_chunk(batch, entry.request, budget)
         self._admit_in_order(batch, budget)
+        batch.positions = [request.num_computed for request in batch.decodes]
+        batch.leases = [request.lease for request in batch.decodes]
         return batch
 
-    def complete(self, batch: Batch, new_tokens: Mapping[str, int | None]) -> None:
-        """Book a step that ran: its tokens are computed, and `new_tokens[request_id]` is appended to each request
-        whose last token was among them. Full pages are offered to the prefix cache.
+    def dispatch(self, batch: Batch) -> None:
+        """Book a step that was enqueued: its tokens count as computed, and each request whose last token was among
+        them has one more token in flight. Requests that ended or were sent back since `schedule` are skipped.
+        """
+        self._ledger.dispatch(batch)
 
-        Requests that ended since `schedule` are skipped. One whose token is absent or None gets none, and must be
+    def complete(self, batch: Batch, new_tokens: Sequence[int | None]) -> None:
+        """Book a step that was dispatched and read: a token for each of `batch.sampled` is appended. Full pages are
+        offered to the prefix cache.
+
+        Requests that ended or were sent back meanwhile are skipped. One whose token is None gets none, and must be
         finished before the next `schedule`. The loop decides on finishing afterwards.
         """
-        if batch.completed:
-            raise SchedulerInvariantError("this batch was completed before: its tokens would count twice")
-        batch.completed = True
-        page_size = self.pool.page_size
-        for request in batch.decodes:
-            if request.slot is None:
-                continue
-            computed = request.num_computed + 1
-            if computed != len(request.token_ids):
-                raise SchedulerInvariantError(f"{request!r} is not where this batch's decode left it")
-            request.num_computed = computed
-            token = new_tokens.get(request.request_id)
-            if token is not None:
-                request.token_ids.append(token)
-            if computed % page_size == 0:
-                self._register(request)
-        for chunk in batch.prefills:
-            request = chunk.request
-            if request.slot is None:
-                continue
-            if request.num_computed != chunk.start:
-                raise SchedulerInvariantError(f"{request!r} is not at {chunk.start}, where this batch's chunk begins")
-            request.num_computed += chunk.length
-            token = new_tokens.get(request.request_id) if chunk.is_last else None
-            if token is not None:
-                request.token_ids.append(token)
-            self._register(request)
+        self._ledger.complete(batch, new_tokens)
 
     def problems(self) -> list[str]:
         """Every broken invariant of lines, slots, pages and caches, in words; O(pages), for checks."""
@@ -254,9 +238,11 @@ class Scheduler:
         while index < len(running):  # it shrinks from its end where pages lack, never before `index`
             entry = running[index]
             request = entry.request
-            computed = request.num_computed
-            left = len(request.token_ids) - computed
-            if left == 1:
+            computed, length = request.num_computed, request.length
+            left = length - computed
+            if length >= request.limit and length > len(request.token_ids):
+                pass  # ends with the token in flight
+            elif left == 1:
                 if computed < len(request.pages) * page_size or self._grow(entry, batch):
                     decodes.append(request)
             elif left > 1:
@@ -301,7 +287,7 @@ class Scheduler:
         """What the step's budget leaves to `head`, were it admitted: no sooner is anybody preempted for it."""
         budget = self.config.max_num_batched_tokens
         for entry in self._running:
-            left = len(entry.request.token_ids) - entry.request.num_computed
+            left = entry.request.length - entry.request.num_computed
             budget -= left if entry.key < head.key or left == 1 else 0
         return budget
 
@@ -335,12 +321,15 @@ class Scheduler:
         request.state = RequestState.RUNNING
         request.pages = matched + fresh
         request.slot = heappop(self._free_slots)
+        self._leased += 1
+        request.lease = self._leased
         request.num_computed = len(matched) * self.pool.page_size
         request.weight_version = self.weight_version
         entry.registered = len(matched)
         if request.first_scheduled_time is None:  # a recomputation is neither news nor a hit worth counting
             request.first_scheduled_time = self._clock()
             request.cached_tokens = request.num_computed
+            self.prompt_tokens += request.prompt_len
             if self.prefix_cache is not None:
                 self.prefix_cache.count(len(request.token_ids), request.num_computed)
         batch.admitted.append(request)
@@ -360,31 +349,24 @@ class Scheduler:
         insort(self._waiting, entry, key=_KEY)
 
     def _release(self, entry: Entry) -> None:
-        """Slot and pages come back: the only place where they do."""
+        """Slot and pages come back: the only place where they do. A token in flight is given up; where the request
+        runs again it comes again, from the same seed and position.
+        """
         request = entry.request
         self.pool.free(request.pages)
         heappush(self._free_slots, request.slot)
         request.pages = []
         request.slot = None
-        request.num_computed = 0
+        request.lease = request.num_computed = 0
+        request.length = len(request.token_ids)
         self._blocked = None
-
-    def _register(self, request: Request) -> None:
-        """Offer the pages that became full to the prefix cache; it refuses those begun before a reset."""
-        if self.prefix_cache is None:
-            return
-        entry = self._entries[request.request_id]
-        full = request.num_computed // self.pool.page_size
-        if full > entry.registered:
-            self.prefix_cache.insert(entry.chain, request.token_ids, request.pages, entry.registered, full)
-            entry.registered = full
 
 
 def _add_chunk(batch: Batch, request: Request, budget: int) -> int:
     """Add the next chunk of at most `budget` tokens; returns its length."""
     left = len(request.token_ids) - request.num_computed
     length = min(left, budget)
-    batch.prefills.append(PrefillChunk(request, request.num_computed, length, length == left))
+    batch.prefills.append(PrefillChunk(request, request.num_computed, length, length == left, request.lease))
     return length
 
 

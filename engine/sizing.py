@@ -34,12 +34,13 @@ def resolve(config: EngineConfig, model: ModelConfig, device: torch.device, dtyp
     if batched < seqs:
         raise ConfigError(f"max_num_batched_tokens={batched} is below max_num_seqs={seqs}: every running sequence "
                           "needs a token of each step's budget")
-    pages = config.num_pages or _affordable_pages(config, model, device, dtype, seqs, context)
+    pages = config.num_pages or _affordable_pages(config, model, device, dtype, seqs, batched, context)
     if pages < 2:
         raise ConfigError(f"num_pages={pages}: page 0 is the scratch page, so at least 2 are needed")
     return dataclasses.replace(
         config, device=str(device), dtype=str(dtype).removeprefix("torch."), max_model_len=context, max_num_seqs=seqs,
         max_num_batched_tokens=batched, num_pages=pages,
+        async_scheduling=on_gpu if config.async_scheduling is None else config.async_scheduling,
     )
 
 
@@ -48,13 +49,21 @@ def page_bytes(model: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
     return 2 * model.num_layers * page_size * model.num_kv_heads * model.head_dim * dtype.itemsize
 
 
+def step_bytes(model: ModelConfig, seqs: int, batched: int, dtype: torch.dtype) -> int:
+    """Bytes of what a step of `batched` tokens and `seqs` rows of logits holds between its kernels, about."""
+    heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    return dtype.itemsize * (batched * (3 * model.hidden_size + heads + 3 * model.intermediate_size)
+                             + 2 * seqs * model.vocab_size)
+
+
 def _affordable_pages(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype,
-                      seqs: int, context: int) -> int:
+                      seqs: int, batched: int, context: int) -> int:
     size = page_bytes(model, config.page_size, dtype)
     per_sequence = -(-context // config.page_size)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         budget = int(total * config.gpu_memory_utilization) - (total - free) - GRAPH_RESERVE_BYTES
+        budget -= step_bytes(model, seqs, batched, dtype)
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         budget = min(CPU_KV_BYTES, int(memory * CPU_KV_SHARE))

@@ -14,6 +14,7 @@ import torch
 import triton
 
 from engine.attention.triton_decode_kernels import append_kernel, decode_kernel
+from engine.kernels.launching import launch_options, overlaps
 
 if TYPE_CHECKING:
     from engine.attention.base import KVCache
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 MAX_SPLITS = 32
 """Most parts one sequence's keys are cut into; the combining program holds that many partial rows in registers."""
 
-PROGRAMS_PER_MULTIPROCESSOR = 4
-"""How many programs per multiprocessor keep HBM busy: each has two or three tiles of keys and values in flight."""
+PROGRAMS_PER_MULTIPROCESSOR = 2
+"""How many programs per multiprocessor a small batch is cut into: more of them cost more to combine than they gain."""
 
 BALANCE_KEYS = 4096
 """Where the batch alone fills the device, one cut per so many keys bounds the longest program."""
@@ -49,6 +50,20 @@ class Splits(NamedTuple):
     min_keys: int
 
 
+class Rotation(NamedTuple):
+    """What `paged_decode` does to raw queries and new keys before it uses them: head norms, then rotary positions.
+
+    cos and sin [positions, D] (or [positions, 1, D]), the first half of sin negated; q_norm and k_norm [D] are RMSNorm
+    weights with `eps`, or None.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+    eps: float = 0.0
+
+
 class DecodeWorkspace(NamedTuple):
     """Scratch of `paged_decode` for one batch shape; launches on one stream may share it.
 
@@ -65,17 +80,21 @@ def choose_splits(batch: int, kv_heads: int, max_keys: int, multiprocessors: int
     """Return how to cut sequences of up to `max_keys` keys; a function of shapes alone, hence fixed in a capture."""
     wanted = PROGRAMS_PER_MULTIPROCESSOR * multiprocessors
     whole = batch * kv_heads
-    if whole >= wanted:
+    if 2 * whole > wanted:
         return Splits(max(1, min(BALANCE_SPLITS, max_keys // BALANCE_KEYS)), BALANCE_KEYS // 2)
     blocks = max(1, triton.cdiv(max_keys, block_keys))
-    return Splits(min(MAX_SPLITS, triton.cdiv(wanted, whole), blocks), block_keys)
+    return Splits(min(MAX_SPLITS, wanted // whole, blocks), block_keys)
 
 
-def choose_tiling(head_dim: int, dtype: torch.dtype) -> Tiling:
-    """Return the tile that keeps about 64 KiB of keys and values in flight per program without spilling."""
+def choose_tiling(head_dim: int, dtype: torch.dtype, programs: int) -> Tiling:
+    """Return the tile for a launch of that many programs, measured on an H200 (benchmarks/attention_decode.py).
+
+    Programs of one warp, many to a multiprocessor, hide each other's waits best; where there are few, each keeps more
+    tiles in flight.
+    """
     row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
-    block_keys = max(16, min(128, 16384 // row_bytes))
-    return Tiling(block_keys, 4, 3)
+    block_keys = max(16, min(64, 8192 // row_bytes))
+    return Tiling(block_keys, 1 if row_bytes <= 256 else 2, 2 if programs > 512 else 4)
 
 
 def append_kv(
@@ -113,6 +132,8 @@ def paged_decode(
     scale: float,
     *,
     new_kv: tuple[torch.Tensor, torch.Tensor] | None = None,
+    slots: torch.Tensor | None = None,
+    rotation: Rotation | None = None,
     num_splits: int | None = None,
     tiling: Tiling | None = None,
     out: torch.Tensor | None = None,
@@ -122,8 +143,10 @@ def paged_decode(
 
     `q` is [b, H, D] with H a multiple of KV (query head h reads KV head h // (H/KV)); caches, `page_table` and
     `positions` are as in `append_kv`. `new_kv` = (k, v), each [b, KV, D], is first written at `positions`, as
-    `append_kv` would, in the same launch. `out` [b, H, D] must be contiguous; one is allocated in q's dtype where it
-    is None. `workspace` comes from `decode_workspace` for the same shapes and `num_splits`; None allocates one.
+    `append_kv` would, in the same launch. With `slots` int64 [b], row i's pages are row slots[i] of `page_table`. With
+    `rotation`, q and the new keys are raw projections and are normed and rotated first. `out` [b, H, D] must be
+    contiguous; one is allocated in q's dtype where it is None. `workspace` comes from `decode_workspace` for the same
+    shapes and `num_splits`; None allocates one.
     One launch on the current stream, its grid fixed by shapes; safe to capture. Raises ValueError for shapes that do
     not fit.
     """
@@ -131,7 +154,7 @@ def paged_decode(
     _, page_size, kv_heads, _ = k_cache.shape
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads can't share {kv_heads} KV heads evenly; give a multiple of {kv_heads}")
-    _check_cache(k_cache, v_cache, kv_heads, dim, page_table, positions, batch)
+    _check_cache(k_cache, v_cache, kv_heads, dim, page_table, positions, None if slots is not None else batch)
     _check_rows("q", q, (batch, heads, dim))
     k_new, v_new = new_kv if new_kv is not None else (q, q)
     if new_kv is not None:
@@ -141,7 +164,7 @@ def paged_decode(
         out = torch.empty((batch, heads, dim), dtype=q.dtype, device=q.device)
     elif out.shape != q.shape or not out.is_contiguous():
         raise ValueError(f"out must be contiguous {tuple(q.shape)}, found {tuple(out.shape)} strides {out.stride()}")
-    tiling = tiling or choose_tiling(dim, k_cache.dtype)
+    tiling = tiling or choose_tiling(dim, k_cache.dtype, batch * kv_heads)
     splits = _splits(q, page_table.shape[1] * page_size, kv_heads, tiling, num_splits)
     if workspace is None:
         workspace = _allocate(q, kv_heads, splits)
@@ -151,16 +174,21 @@ def paged_decode(
             f"{(batch, heads, splits.count)}; take it from decode_workspace with the same arguments"
         )
     group = heads // kv_heads
+    turn = rotation or Rotation(q, q)
+    pdl = overlaps(q)
     decode_kernel[(kv_heads, batch, splits.count)](
-        q, k_new, v_new, k_cache, v_cache, page_table, positions, out, *workspace,
-        scale * _LOG2_E, splits.count, triton.cdiv(splits.min_keys, tiling.block_keys),
+        q, k_new, v_new, k_cache, v_cache, page_table, positions if slots is None else slots, positions, out,
+        *workspace,
+        q if turn.q_norm is None else turn.q_norm, q if turn.k_norm is None else turn.k_norm, turn.cos, turn.sin,
+        scale * _LOG2_E, turn.eps, splits.count, triton.cdiv(splits.min_keys, tiling.block_keys),
         q.stride(0), q.stride(1), k_new.stride(0), k_new.stride(1), v_new.stride(0), v_new.stride(1),
         *k_cache.stride()[:3], page_table.stride(0),
         KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)),
         DIM=dim, DIM_PAD=max(16, triton.next_power_of_2(dim)), PAGE=page_size, BLOCK=tiling.block_keys,
         PARTS_PAD=MAX_SPLITS, APPEND=new_kv is not None,
         PRECISION="tf32x3" if k_cache.dtype == torch.float32 else "ieee",  # three passes: float32's accuracy
-        num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+        BY_SLOT=slots is not None, NORM=turn.q_norm is not None, ROPE=rotation is not None, PDL=pdl,
+        num_warps=tiling.num_warps, num_stages=tiling.num_stages, **launch_options(pdl),
     )  # fmt: skip
     return out
 
@@ -175,7 +203,7 @@ def decode_workspace(
 ) -> DecodeWorkspace:
     """Return scratch for `paged_decode` calls of these shapes; of the tensors only shape, dtype and device are read."""
     _, page_size, kv_heads, dim = k_cache.shape
-    tiling = tiling or choose_tiling(dim, k_cache.dtype)
+    tiling = tiling or choose_tiling(dim, k_cache.dtype, q.shape[0] * kv_heads)
     return _allocate(q, kv_heads, _splits(q, page_table.shape[1] * page_size, kv_heads, tiling, num_splits))
 
 
@@ -256,7 +284,7 @@ def _check_cache(
     dim: int,
     page_table: torch.Tensor,
     positions: torch.Tensor,
-    batch: int,
+    batch: int | None,
 ) -> None:
     if k_cache.shape[2:] != (kv_heads, dim) or k_cache.stride(-1) != 1:
         raise ValueError(f"k_cache must be [pages, page_size, {kv_heads}, {dim}], found {tuple(k_cache.shape)}")
@@ -265,7 +293,8 @@ def _check_cache(
             f"v_cache must match k_cache in shape, strides and dtype: {tuple(v_cache.shape)} {v_cache.dtype} "
             f"against {tuple(k_cache.shape)} {k_cache.dtype}"
         )
-    if page_table.shape[0] != batch or page_table.stride(-1) != 1 or positions.shape != (batch,):
+    rows = page_table.shape[0] if batch is None else batch  # None: a table row per slot
+    if page_table.shape[0] != rows or page_table.stride(-1) != 1 or positions.shape != (batch or positions.numel(),):
         raise ValueError(
             f"page_table must be [{batch}, pages] and positions [{batch}], found {tuple(page_table.shape)} and "
             f"{tuple(positions.shape)}"

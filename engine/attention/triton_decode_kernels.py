@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -51,15 +52,44 @@ def _combine(
 
 
 @triton.jit
+def _turned(
+    x_ptr, mask, norm_ptr, cos_ptr, sin_ptr, position, eps,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
+):  # fmt: skip
+    """Heads x [rows, DIM_PAD] (x_ptr: the address of each row's first element, [rows, 1]) normed and rotated, float32.
+
+    The other half of each head is read a second time, shifted, instead of moving it between threads. The table's sin
+    has its first half negated.
+    """
+    dims = tl.arange(0, DIM_PAD)
+    other = tl.where(dims < DIM // 2, dims + DIM // 2, dims - DIM // 2)
+    x = tl.load(x_ptr + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+    if ROPE:
+        y = tl.load(x_ptr + other[None, :], mask=mask, other=0.0).to(tl.float32)
+    if NORM:
+        root = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
+        x *= root * tl.load(norm_ptr + dims, mask=dims < DIM, other=0.0).to(tl.float32)[None, :]
+        if ROPE:
+            y *= root * tl.load(norm_ptr + other, mask=dims < DIM, other=0.0).to(tl.float32)[None, :]
+    if ROPE:
+        cos = tl.load(cos_ptr + position * DIM + dims, mask=dims < DIM, other=0.0).to(tl.float32)
+        sin = tl.load(sin_ptr + position * DIM + dims, mask=dims < DIM, other=0.0).to(tl.float32)
+        x = x * cos[None, :] + y * sin[None, :]
+    return x
+
+
+@triton.jit
 def _write_newest(
-    k_ptr, v_ptr, k_base, v_base, table, position, cache_page, cache_slot,
-    DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr,
+    k_ptr, v_ptr, k_base, v_base, table, position, cache_page, cache_slot, norm_ptr, cos_ptr, sin_ptr, eps,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
     """Write one head's new key and value at `position`; the bases stand at that head of the caches."""
     dims = tl.arange(0, DIM_PAD)
     page = tl.load(table + position // PAGE).to(tl.int64)
     target = page * cache_page + (position % PAGE) * cache_slot + dims
-    k = tl.load(k_ptr + dims, mask=dims < DIM)
+    one = tl.arange(0, 1)[:, None]
+    k = _turned(k_ptr + one, dims[None, :] < DIM, norm_ptr, cos_ptr, sin_ptr, position, eps, DIM, DIM_PAD, NORM, ROPE)
+    k = tl.sum(k, 0)
     v = tl.load(v_ptr + dims, mask=dims < DIM)
     tl.store(k_base + target, k.to(k_base.dtype.element_ty), mask=dims < DIM)
     tl.store(v_base + target, v.to(v_base.dtype.element_ty), mask=dims < DIM)
@@ -95,12 +125,15 @@ def _finish(
 # the cuts differ from bucket to bucket: unspecialised, all buckets of a model share one compiled kernel
 @triton.jit(do_not_specialize=["max_parts", "min_blocks"])
 def decode_kernel(
-    q_ptr, k_new_ptr, v_new_ptr, k_cache_ptr, v_cache_ptr, table_ptr, positions_ptr, out_ptr,
-    acc_ptr, lse_ptr, arrivals_ptr, scale_log2, max_parts, min_blocks,
+    q_ptr, k_new_ptr, v_new_ptr, k_cache_ptr, v_cache_ptr, table_ptr, slots_ptr, positions_ptr, out_ptr,
+    acc_ptr, lse_ptr, arrivals_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, scale_log2, eps, max_parts, min_blocks,
     q_row, q_head, k_row, k_head, v_row, v_head, cache_page, cache_slot, cache_head, table_row,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, PARTS_PAD: tl.constexpr, APPEND: tl.constexpr, PRECISION: tl.constexpr,
+    BY_SLOT: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
     # KV head fastest: neighbours read neighbouring 256-byte rows. Part slowest: programs without work come last.
     kv_head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -121,10 +154,8 @@ def decode_kernel(
     dim_ok = dims < DIM
     group_mask = (group < GROUP)[:, None] & dim_ok[None, :]
     head = kv_head * GROUP + group
-    q = tl.load(q_ptr + row * q_row + head[:, None] * q_head + dims[None, :], mask=group_mask, other=0.0)
-    q = q.to(k_cache_ptr.dtype.element_ty)
-
-    table = table_ptr + row * table_row
+    table_of = tl.load(slots_ptr + row) if BY_SLOT else row
+    table = table_ptr + table_of * table_row
     k_base = k_cache_ptr + kv_head * cache_head
     v_base = v_cache_ptr + kv_head * cache_head
 
@@ -132,11 +163,17 @@ def decode_kernel(
     # are read one step ahead, so that the loads of keys and values never wait for them in the loop.
     page = tl.load(table + (start + keys) // PAGE, mask=start + keys < end, other=0)
 
+    if PDL:
+        gdc_wait()  # positions, page tables and older keys are from earlier steps; q and the newest key are not
+    position = length.to(tl.int64) - 1
+    q = _turned(q_ptr + row * q_row + head[:, None] * q_head, group_mask, q_norm_ptr, cos_ptr, sin_ptr, position, eps,
+                DIM, DIM_PAD, NORM, ROPE).to(k_cache_ptr.dtype.element_ty)  # fmt: skip
     if APPEND:
         if end == length:  # exactly one program of this row and head owns the newest key
             _write_newest(
                 k_new_ptr + row * k_row + kv_head * k_head, v_new_ptr + row * v_row + kv_head * v_head,
-                k_base, v_base, table, length - 1, cache_page, cache_slot, DIM, DIM_PAD, PAGE,
+                k_base, v_base, table, position, cache_page, cache_slot, k_norm_ptr, cos_ptr, sin_ptr, eps,
+                DIM, DIM_PAD, PAGE, NORM, ROPE,
             )  # fmt: skip
         tl.debug_barrier()  # the loop below reads that row through other threads of this program
 

@@ -332,15 +332,15 @@ async def test_a_thread_that_hangs_fails_readiness_until_it_reports_again(lively
 async def test_a_failed_sequence_raises_and_takes_the_others_of_its_request_along(lively_model, monkeypatch, caplog):
     from engine.model_runner import ModelRunner
 
-    run, calls = ModelRunner.run, []
+    launch, calls = ModelRunner.launch, []
 
     def flaky(self, batch):
         calls.append(1)
         if len(calls) == 3:
             raise RuntimeError("the device coughed")
-        return run(self, batch)
+        return launch(self, batch)
 
-    monkeypatch.setattr(ModelRunner, "run", flaky)
+    monkeypatch.setattr(ModelRunner, "launch", flaky)
     async with started(EngineConfig(model=str(lively_model), **LONG), in_process=True) as client:
         with pytest.raises(EngineError, match="coughed"):
             await collect(client, "a", [5, 6], greedy(100, n=2))

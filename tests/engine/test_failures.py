@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from engine.errors import EngineError
@@ -14,14 +16,14 @@ from tests.engine.lively import MANY, PROMPTS, drain, greedy, request, tokens
 
 
 def fail_once(monkeypatch, runner, times: int = 1) -> None:
-    run, left = runner.run, iter(range(times))
+    launch, left = runner.launch, iter(range(times))
 
     def flaky(batch):
         if next(left, None) is not None:
             raise RuntimeError("the device coughed")
-        return run(batch)
+        return launch(batch)
 
-    monkeypatch.setattr(runner, "run", flaky)
+    monkeypatch.setattr(runner, "launch", flaky)
 
 
 def test_a_step_that_raises_fails_its_batch_and_the_engine_goes_on(make_engine, reference, monkeypatch, caplog):
@@ -95,6 +97,20 @@ def test_serving_answers_and_ends_with_one_dead_without_a_reason(make_engine, re
     assert reports[-1] == Dead("") and sum(isinstance(report, Dead) for report in reports) == 1
     last = [report for report in reports if isinstance(report, Snapshot)][-1].stats
     assert (last.num_running, last.generation_tokens, last.kv_cache_usage) == (0, 9, 0)
+
+
+@pytest.mark.parametrize("warmup", ["lazy", "background"])
+def test_what_lives_for_good_is_kept_from_the_garbage_collector_while_serving(make_engine, warmup):
+    loop = make_engine(warmup=warmup)._loop
+    frozen, commands = [], iter([Submit([request("a", PROMPTS[0], greedy(5))]), *[None] * 30, Stop()])
+
+    def receive(timeout):
+        frozen.append(gc.get_freeze_count())
+        return next(commands)
+
+    loop.serve(receive, lambda report: None)
+    assert loop.stats().graphs["captures"] and min(frozen) > 10_000
+    assert gc.get_freeze_count() == 0
 
 
 def test_a_stop_aborts_what_runs_and_says_so(make_engine):

@@ -111,8 +111,9 @@ def test_preempted_request_goes_on_as_if_it_had_not_been(logits, fields, prompt,
     params = SamplingParams(**fields, logprobs=100)
     whole = state_of(params, prompt, outputs, len(logits), seed=5)
     resumed = state_of(params, prompt, outputs[:recounted], len(logits), seed=5, slot=3)
-    for token in outputs[recounted:]:
-        resumed.append(3, token)
+    if resumed._counts._counts is not None:
+        rest = torch.tensor(outputs[recounted:], dtype=torch.int64)
+        resumed._counts.add(torch.full_like(rest, 3), rest)
     position = len(prompt) + len(outputs)
     assert one(whole, logits, position) == one(resumed, logits, position, slot=3)
 
@@ -121,14 +122,31 @@ def test_slot_forgets_its_last_request():
     logits = torch.zeros(1, 8)
     params = SamplingParams(temperature=0.0, presence_penalty=1.0, logprobs=8)
     state = state_of(params, [0], [1, 2], 8)
-    state.append(1, 3)
+    state.sample(logits, [1], [3])
     state.clear_slot(1)
     assert not state.needs_sampler([1])
     state.set_slot(1, params, 0, [0], [])
     assert len(set(state.sample(logits, [1], [1]).logprobs[0].top.values())) == 1
-    state.append(1, 5)
-    top = state.sample(logits, [1], [2]).logprobs[0].top
-    assert [token for token in top if top[token] < max(top.values())] == [5]
+
+
+def test_a_sampled_token_counts_against_itself_in_the_next_step_though_the_host_never_saw_it():
+    logits = torch.tensor([[0.0, 0.0, 9.0, 8.0, 0.0], [0.0, 0.0, 0.0, 9.0, 8.5]])
+    state = SamplingState(4, 5)
+    penalty = SamplingParams(temperature=0.0, frequency_penalty=1.5, logprobs=0)
+    state.set_slot(3, penalty, 0, [1])
+    state.set_slot(0, SamplingParams(temperature=0.0, logprobs=0), 0, [1])
+    state.set_slot(2, penalty, 0, [1])
+    given = [state.sample(logits[[0, 0, 1]], [3, 0, 2], [step + 1] * 3).token_ids.tolist() for step in range(4)]
+    assert given == [[2, 2, 3], [3, 2, 4], [2, 2, 3], [3, 2, 4]]
+    state.set_slot(3, penalty, 0, [1], [2, 2])  # recomputed with what the host knows: nothing else counts
+    assert state.sample(logits[:1], [3], [3]).token_ids.tolist() == [3]
+
+
+def test_a_row_without_a_token_counts_nothing():
+    state = SamplingState(2, 4)
+    state.set_slot(0, SamplingParams(temperature=0.0, presence_penalty=2.0), 0, [1])
+    assert state.sample(torch.full((1, 4), float("nan")), [0], [1]).token_ids.tolist() == [-1]
+    assert state._counts._counts[0].tolist() == [0, 1, 0, 0]
 
 
 def python_uniform(key, position):
@@ -372,7 +390,7 @@ def test_min_tokens_bans_what_would_stop_until_there_are_enough():
 def test_needs_sampler_only_where_argmax_is_not_the_answer(fields, needs):
     state = state_of(SamplingParams(**fields), [0], [], 5)
     assert state.needs_sampler([0, 1]) is needs
-    assert state.needs_sampler(torch.tensor([1, -1])) is needs
+    assert state.needs_sampler(iter([1, -1])) is needs
     assert not state.needs_sampler([0, 2, -1])
 
 
@@ -404,12 +422,16 @@ def test_raw_logprobs_are_of_the_untouched_logits(dtype):
     assert list(chosen.top.values()) == pytest.approx(expected.topk(5).values.tolist(), abs=1e-5)
 
 
+def prompt_scores(logits, targets, k):
+    return [entry for part in prompt_logprobs(logits, targets, k) for entry in part.read()]
+
+
 @pytest.mark.parametrize("chunk", [2**24, 100])
 def test_prompt_logprobs_are_the_log_softmax_of_the_targets(monkeypatch, chunk):
     monkeypatch.setattr("engine.logprobs._CHUNK_NUMBERS", chunk)
     logits = torch.randn(17, 60, generator=torch.Generator().manual_seed(2)) * 5
     targets = torch.arange(17) * 3
-    entries = prompt_logprobs(logits, targets, 4)
+    entries = prompt_scores(logits, targets, 4)
     expected = torch.log_softmax(logits, 1)
     assert [entry.token_id for entry in entries] == targets.tolist()
     for row, entry in enumerate(entries):
@@ -418,13 +440,13 @@ def test_prompt_logprobs_are_the_log_softmax_of_the_targets(monkeypatch, chunk):
         values, ids = expected[row].topk(4)
         assert list(entry.top) == ids.tolist()
         assert list(entry.top.values()) == pytest.approx(values.tolist(), abs=1e-5)
-    assert prompt_logprobs(logits, targets, 0)[0].top == {}
-    assert prompt_logprobs(logits[:0], targets[:0], 3) == []
+    assert prompt_scores(logits, targets, 0)[0].top == {}
+    assert prompt_scores(logits[:0], targets[:0], 3) == []
 
 
 def test_peaked_distribution_still_names_the_runners_up():
     logits = torch.tensor([[-50.0, 0.0, 60.0, -20.0, -10.0]])
-    (entry,) = prompt_logprobs(logits, torch.tensor([0]), 4)
+    (entry,) = prompt_scores(logits, torch.tensor([0]), 4)
     assert list(entry.top) == [2, 1, 4, 3]
     assert entry.logprob == pytest.approx(-110.0) and entry.rank == 5
 
@@ -432,7 +454,6 @@ def test_peaked_distribution_still_names_the_runners_up():
 def test_counts_are_allocated_only_when_a_penalty_needs_them():
     state = SamplingState(4, 8)
     state.set_slot(0, SamplingParams(top_k=3, logprobs=1, logit_bias={1: 1.0}), 0, [1], [2])
-    state.append(0, 3)
     state.sample(torch.zeros(1, 8), [0], [2])
     assert state._counts._counts is None
 

@@ -42,7 +42,8 @@ def step(scheduler: Scheduler, finish: bool = True):
     """One step as the loop does it; every request that samples gets token 7."""
     batch = scheduler.schedule()
     done = batch.decodes + [chunk.request for chunk in batch.prefills if chunk.is_last]
-    scheduler.complete(batch, {request.request_id: 7 for request in done})
+    scheduler.dispatch(batch)
+    scheduler.complete(batch, [7] * len(done))
     for request in done:
         if finish and len(request.token_ids) >= scheduler.token_limit(request):
             scheduler.finish(request, RequestState.FINISHED, "length")

@@ -40,7 +40,8 @@ def step(scheduler: Scheduler, finish: bool = True):
     """One step as the loop does it; every request that samples gets token 7."""
     batch = scheduler.schedule()
     done = batch.decodes + [chunk.request for chunk in batch.prefills if chunk.is_last]
-    scheduler.complete(batch, {request.request_id: 7 for request in done})
+    scheduler.dispatch(batch)
+    scheduler.complete(batch, [7] * len(done))
     for request in done:
         if finish and len(request.token_ids) >= scheduler.token_limit(request):
             scheduler.finish(request, RequestState.FINISHED, "length")
@@ -174,7 +175,8 @@ def test_prompt_only_request_ends_without_a_token():
     request = add(scheduler, "a", 8, max_tokens=0)
     batch = scheduler.schedule()
     assert chunks(batch) == [("a", 0, 8, True)] and len(request.pages) == 2
-    scheduler.complete(batch, {"a": None})
+    scheduler.dispatch(batch)
+    scheduler.complete(batch, [None])
     assert request.output_len == 0 and scheduler.token_limit(request) == 8
     scheduler.finish(request, RequestState.FINISHED, "length")
     scheduler.idle_check()
@@ -215,7 +217,8 @@ def test_abort_between_schedule_and_complete_is_skipped_even_if_the_id_is_used_a
     scheduler.abort("decoding")
     scheduler.abort("filling")
     again = add(scheduler, "decoding", 4)
-    scheduler.complete(batch, {"decoding": 7, "filling": 7})
+    scheduler.dispatch(batch)
+    scheduler.complete(batch, [7, 7])
     assert decoding.output_len == 1 and filling.output_len == 0 and again.output_len == 0
     assert scheduler.get("decoding") is again
     scheduler.check()
@@ -273,7 +276,7 @@ def test_batch_is_completed_once():
     add(scheduler, "a", 2)
     batch = step(scheduler)
     with pytest.raises(SchedulerInvariantError, match="completed before"):
-        scheduler.complete(batch, {"a": 7})
+        scheduler.complete(batch, [7])
 
 
 def test_batch_of_an_earlier_schedule_is_refused_once_its_requests_moved_on():
@@ -282,13 +285,15 @@ def test_batch_of_an_earlier_schedule_is_refused_once_its_requests_moved_on():
     stale = scheduler.schedule()
     step(scheduler)
     with pytest.raises(SchedulerInvariantError, match="not at 0"):
-        scheduler.complete(stale, {})
+        scheduler.dispatch(stale)
 
 
 def test_request_left_without_a_token_is_an_error_not_a_hang():
     scheduler = make()
     add(scheduler, "a", 2)
-    scheduler.complete(scheduler.schedule(), {})
+    batch = scheduler.schedule()
+    scheduler.dispatch(batch)
+    scheduler.complete(batch, [None])
     with pytest.raises(SchedulerInvariantError, match="has nothing to compute"):
         scheduler.schedule()
 

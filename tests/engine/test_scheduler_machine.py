@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine.batch import Batch
 from engine.errors import PromptTooLong, QueueFull
 from engine.kv_cache import PagePool
 from engine.prefix_cache import PrefixCache
@@ -30,9 +31,16 @@ def sampled(value: int) -> int:
 
 
 class Simulation:
-    """A scheduler driven as the loop drives it, over simulated page contents."""
+    """A scheduler driven as the loop drives it, over simulated page contents.
 
-    def __init__(self, num_pages: int, page_size: int, config: SchedulerConfig, cached: bool = True):
+    `ahead`: each step is chosen before the tokens of the one before it are told to the scheduler.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, config: SchedulerConfig, cached: bool = True,
+                 ahead: bool = False):
+        self.ahead = ahead
+        self.under_way: list[tuple[Batch, list[Request], list[int]]] = []
+        self.newest: dict[Request, int] = {}  # the token that the device chose last
         self.pool = PagePool(num_pages, page_size)
         self.cache = PrefixCache(self.pool) if cached else None
         self.scheduler = Scheduler(config, self.pool, self.cache, weight_version="0")
@@ -66,19 +74,28 @@ class Simulation:
         work = [(request, request.num_computed, 1, True) for request in batch.decodes]
         work += [(chunk.request, chunk.start, chunk.length, chunk.is_last) for chunk in batch.prefills]
         self.write(batch.admitted, work)
-        new_tokens = {
-            request.request_id: sampled(self.values[request][-1]) for request, _, _, is_last in work if is_last
-        }
+        new_tokens = [sampled(self.values[request][-1]) for request, _, _, is_last in work if is_last]
+        self.newest |= zip((request for request, _, _, is_last in work if is_last), new_tokens, strict=True)
         if fails:
+            self.settle()
             for request, *_ in work:
-                self.scheduler.finish(request, RequestState.FAILED, "error")
+                if not request.state.is_final:
+                    self.scheduler.finish(request, RequestState.FAILED, "error")
             return
         if abort_amid is not None:
             self.scheduler.abort(abort_amid.request_id)
-        self.scheduler.complete(batch, new_tokens)
-        for request, *_ in work:
-            if request.slot is not None and len(request.token_ids) >= self.scheduler.token_limit(request):
-                self.scheduler.finish(request, RequestState.FINISHED, "length")
+        self.scheduler.dispatch(batch)
+        self.under_way.append((batch, [request for request, *_ in work], new_tokens))
+        self.settle(1 if self.ahead and batch else 0)
+
+    def settle(self, behind: int = 0) -> None:
+        """Tell the scheduler the tokens of all steps but the last `behind`, and end who is at its limit."""
+        while len(self.under_way) > behind:
+            batch, requests, new_tokens = self.under_way.pop(0)
+            self.scheduler.complete(batch, new_tokens)
+            for request in requests:
+                if request.slot is not None and len(request.token_ids) >= self.scheduler.token_limit(request):
+                    self.scheduler.finish(request, RequestState.FINISHED, "length")
 
     def write(self, admitted: list[Request], work: list[tuple[Request, int, int, bool]]) -> None:
         size = self.pool.page_size
@@ -93,7 +110,9 @@ class Simulation:
             values = self.values[request]
             assert len(values) == start + 1
             for position in range(start, start + length):
-                values.append(value_after(values[-1], request.token_ids[position], self.weights))
+                known = position < len(request.token_ids)
+                token = request.token_ids[position] if known else self.newest[request]
+                values.append(value_after(values[-1], token, self.weights))
                 self.cells[request.pages[position // size], position % size] = values[-1]
         for request, start, length, _ in work:  # after all writes, as a layer appends for all before it attends
             for position in range(start + length):
@@ -103,21 +122,22 @@ class Simulation:
     def check_batch(self, batch) -> None:
         scheduler, config = self.scheduler, self.scheduler.config
         scheduler.check()
-        assert bool(batch) == scheduler.has_work, "a step with live requests computes something"
+        if not self.under_way:
+            assert bool(batch) == scheduler.has_work, "a step with live requests computes something"
         assert batch.num_tokens <= config.max_num_batched_tokens
         listed = batch.decodes + [chunk.request for chunk in batch.prefills]
         assert len(set(listed)) == len(listed)
         assert all(request.state is RequestState.RUNNING for request in [*listed, *batch.admitted])
         assert all(request.state is RequestState.PREEMPTED for request in batch.preempted)
         assert len(set(batch.preempted)) == len(batch.preempted)
-        assert all(request.num_computed == len(request.token_ids) - 1 for request in batch.decodes)
+        assert all(request.num_computed == request.length - 1 for request in batch.decodes)
         assert all(request.num_computed < len(request.pages) * self.pool.page_size for request in batch.decodes)
         for chunk in batch.prefills:
             left = len(chunk.request.token_ids) - chunk.start
             assert chunk.start == chunk.request.num_computed and 1 <= chunk.length <= left
             assert chunk.is_last == (chunk.length == left)
         running = [request for request in scheduler.requests() if request.slot is not None]
-        decoding = [r for r in running if r.num_computed == len(r.token_ids) - 1 and r not in batch.admitted]
+        decoding = [r for r in running if r.num_computed == r.length - 1 < r.limit - 1 and r not in batch.admitted]
         assert set(decoding) <= set(batch.decodes), "a running decode never misses a step"
         self.check_order(batch, running)
 
@@ -140,7 +160,7 @@ class Simulation:
         live = self.scheduler.requests()
         longest = max((self.scheduler.token_limit(request) for request in live), default=0)
         for _ in range(len(live) * (2 * longest + 4)):
-            if not self.scheduler.has_work:
+            if not self.scheduler.has_work and not self.under_way:
                 break
             self.step()
         self.scheduler.idle_check()
@@ -182,15 +202,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         spare_tokens=st.integers(0, 12),
         max_model_len=st.integers(12, 40),
         cached=st.booleans(),
+        ahead=st.booleans(),
     )
-    def start(self, num_pages, page_size, max_num_seqs, spare_tokens, max_model_len, cached):
+    def start(self, num_pages, page_size, max_num_seqs, spare_tokens, max_model_len, cached, ahead):
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + spare_tokens,
             max_model_len=max_model_len,
             max_waiting=MAX_WAITING,
         )
-        self.sim = Simulation(num_pages, page_size, config, cached)
+        self.sim = Simulation(num_pages, page_size, config, cached, ahead)
 
     @rule(asks=st.lists(ASKS, min_size=1, max_size=5))
     def add(self, asks):
@@ -241,6 +262,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(recompute=st.booleans())
     def new_weights(self, recompute):
+        self.sim.settle()
         if recompute:
             self.sim.scheduler.preempt_all()
             assert self.sim.scheduler.num_running == 0 and self.sim.pool.num_in_use == 0

@@ -1,4 +1,4 @@
-"""The static inputs of a decode step: every load leaves what a naive fill would, and writes no more than changed."""
+"""The static inputs of a decode step: every load leaves what a naive fill would, and sends no more than changed."""
 
 from __future__ import annotations
 
@@ -7,109 +7,194 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.batch import Batch
 from engine.request import EngineRequest, Request, SamplingParams
-from engine.step_inputs import StepInputs, decode_buffers
+from engine.step_inputs import Layout, SlotState, StepInputs, decode_buffers
 from graph_cache.buckets import Buckets
 
 ROWS, PAGES, PAGE_SIZE = 8, 6, 4
 BUCKETS = Buckets((1, 2, 4, 8))
+LAYOUT = Layout(ROWS, PAGES)
 
 
-def fresh() -> tuple[StepInputs, dict[str, torch.Tensor]]:
-    buffers = decode_buffers(ROWS, PAGES, 4, 10, torch.float32, torch.device("cpu"))
-    return StepInputs(buffers), buffers
+class Device:
+    """The state and its inputs, and a decode step as the device takes it: each row's token becomes `token + 1`."""
+
+    def __init__(self, staged: bool):
+        self.buffers = decode_buffers(LAYOUT, 4, 10, torch.float32, torch.device("cpu"))
+        self.state: SlotState = LAYOUT.views(self.buffers["state"])
+        self.inputs = StepInputs(self.buffers["state"], LAYOUT, PAGE_SIZE, staged=staged)
+
+    def step(self, bucket: int) -> None:
+        slots = self.state.slots[:bucket]
+        self.state.last_tokens.index_copy_(0, slots, self.state.last_tokens[slots] + 1)
+        self.state.last_tokens[0] = 0
+        self.state.positions[:bucket] += slots > 0
+
+    def sent(self) -> list[tuple[int, int]]:
+        """What the last load sent, by place in the state."""
+        return self._sent
+
+    def load(self, batch: Batch, bucket: int) -> None:
+        before = self.buffers["state"].clone()
+        self.inputs.load(batch, bucket)
+        now = self.buffers["state"]
+        self._sent = [(place, int(now[place])) for place in (now != before).nonzero().flatten().tolist()]
 
 
-def a_request(name: str, pages: list[int], length: int) -> Request:
+def a_request(name: str, slot: int, pages: list[int], length: int) -> Request:
     ids = list(range(1, length + 1))
     request = Request(EngineRequest(request_id=name, prompt_token_ids=ids, params=SamplingParams()))
-    request.pages, request.num_computed = pages, length - 1
+    request.slot, request.pages, request.num_computed = slot, pages, length - 1
+    request.lease = id(request)
     return request
 
 
-def check(buffers, requests, bucket) -> None:
-    """Against a fill from nothing. A row's table beyond its request's pages is masked, so it may hold anything."""
+def batch_of(requests: list[Request]) -> Batch:
+    return Batch(decodes=requests, positions=[request.num_computed for request in requests],
+                 leases=[request.lease for request in requests])
+
+
+def check(state: SlotState, requests: list[Request], bucket: int) -> None:
+    """Against a fill from nothing. A slot's table beyond its request's pages is masked, so it may hold anything."""
     for row in range(bucket):
+        slot, position = int(state.slots[row]), int(state.positions[row])
         if row < len(requests):
             request = requests[row]
-            assert buffers["tokens"][row] == request.token_ids[-1]
-            assert buffers["positions"][row] == request.num_computed
-            assert buffers["page_table"][row, : len(request.pages)].tolist() == request.pages
+            assert (slot, position) == (request.slot + 1, request.num_computed)
+            assert state.last_tokens[slot] == request.token_ids[position]
+            used = position // PAGE_SIZE + 1
+            assert state.page_table[slot, :used].tolist() == request.pages[:used]
         else:
-            assert buffers["tokens"][row] == buffers["positions"][row] == 0
-            assert buffers["page_table"][row].tolist() == [0] * PAGES, f"padding row {row} names pages of others"
+            assert slot == position == 0
+    assert state.last_tokens[0] == 0
+    assert state.page_table[0].tolist() == [0] * PAGES, "padding names pages of others"
 
 
-LIVE = st.lists(st.sampled_from("abcdefghij"), unique=True, min_size=1, max_size=ROWS)
 STEPS = st.lists(
-    st.tuples(LIVE, st.sampled_from(["run"] * 3 + ["preempt", "forget", "capture"]), st.randoms(use_true_random=False)),
-    min_size=1, max_size=25,
+    st.tuples(
+        st.lists(st.integers(0, ROWS - 1), unique=True, min_size=1, max_size=ROWS),  # slots that decode, by row
+        st.sampled_from(["run"] * 4 + ["takeover", "host token", "prefill", "forget", "capture"]),
+        st.randoms(use_true_random=False),
+    ), min_size=1, max_size=25,
 )  # fmt: skip
 
 
 @settings(max_examples=150, deadline=None)
-@given(steps=STEPS)
-def test_after_any_sequence_of_loads_the_buffers_are_as_a_naive_fill_leaves_them(steps):
-    inputs, buffers = fresh()
-    live: dict[str, Request] = {}
-    for names, what, random in steps:
-        live = {name: request for name, request in live.items() if name in names}  # the others ended
-        for name in names:
-            if name not in live or what == "preempt":
+@given(steps=STEPS, staged=st.booleans())
+def test_after_any_sequence_of_steps_the_state_is_as_a_naive_fill_leaves_it(steps, staged):
+    device = Device(staged)
+    live: dict[int, Request] = {}
+    for slots, what, random in steps:
+        for slot in slots:
+            request = live.get(slot)
+            if request is None or what == "takeover" or len(request.token_ids) >= PAGES * PAGE_SIZE - 1:
                 length = random.randint(1, PAGES * PAGE_SIZE - 3)
-                live[name] = a_request(name, [random.randint(1, 99) for _ in range(-(-length // PAGE_SIZE))], length)
-            elif len(live[name].token_ids) < PAGES * PAGE_SIZE:  # a decode: one token more, and a page if it needs one
-                request = live[name]
+                pages = [random.randint(1, 99) for _ in range(-(-length // PAGE_SIZE))]
+                live[slot] = a_request(f"{slot}", slot, pages, length)
+                device.inputs.take(slot)
+        requests = [live[slot] for slot in slots]
+        if what == "host token":  # computed on the way to another's turn: only the host has it
+            for request in requests:
                 request.token_ids.append(random.randint(1, 9))
                 request.num_computed += 1
-                if len(request.pages) * PAGE_SIZE < len(request.token_ids):
-                    request.pages += [random.randint(1, 99)]
+                request.lease += 1
+                device.inputs.take(request.slot)
+        if what == "prefill":  # the device chose these
+            for request in requests:
+                request.token_ids.append(random.randint(1, 9))
+                request.num_computed += 1
+                request.lease += 1
+                device.state.last_tokens[request.slot + 1] = request.token_ids[-1]
+            device.inputs.chose(slots, [request.num_computed for request in requests])
+        for request in requests:
+            if len(request.pages) * PAGE_SIZE < len(request.token_ids):
+                request.pages += [random.randint(1, 99)]
         if what == "capture":
-            saved = buffers.snapshot(ROWS)
-            buffers.fill_dummy()
-            buffers.restore(saved)
+            saved = device.buffers.snapshot(ROWS)
+            device.buffers.fill_dummy()
+            device.buffers.restore(saved)
         if what == "forget":
-            buffers["page_table"].fill_(random.randint(1, 99))  # something else wrote there
-            inputs.forget()
-        requests = [live[name] for name in names]
+            device.buffers["state"].fill_(random.randint(1, 99))  # something else wrote there
+            device.inputs.forget()
         bucket = BUCKETS.round_up(len(requests))
-        inputs.load(requests, bucket)
-        check(buffers, requests, bucket)
+        batch = batch_of(requests)
+        device.load(batch, bucket)
+        check(device.state, requests, bucket)
+        device.step(bucket)
+        device.inputs.advance()
+        for request in requests:
+            request.token_ids.append(request.token_ids[-1] + 1)
+            request.num_computed += 1
 
 
-def test_a_step_writes_only_the_page_table_entries_that_changed():
-    inputs, buffers = fresh()
-    one, two = a_request("one", [5, 6], 7), a_request("two", [7], 3)
-    inputs.load([one, two], 4)
-    buffers["page_table"].fill_(-1)  # marks what the next loads leave alone
-    inputs.load([one, two], 4)
-    assert (buffers["page_table"] == -1).all()
+def advance(device: Device, requests: list[Request], bucket: int) -> None:
+    """A step, and what the scheduler does to its requests; the host doesn't learn the token."""
+    batch = batch_of(requests)
+    device.load(batch, bucket)
+    device.step(bucket)
+    device.inputs.advance()
+    for request in requests:
+        request.num_computed += 1
+
+
+@pytest.mark.parametrize("staged", [True, False])
+def test_a_step_of_the_same_batch_sends_only_pages_that_it_comes_to_need(staged):
+    device = Device(staged)
+    one, two = a_request("one", 3, [5, 6], 7), a_request("two", 0, [7], 3)
+    advance(device, [one, two], 4)
+    advance(device, [one, two], 4)  # neither token is known to the host
+    assert device.sent() == []
     one.pages += [9]
-    inputs.load([one, two], 4)
-    changed = buffers["page_table"] != -1
-    assert changed.nonzero().tolist() == [[0, 2]] and buffers["page_table"][0, 2] == 9
-    inputs.load([two], 1)  # another request in row 0: all its pages are written, and nothing else
-    assert (buffers["page_table"] != -1).nonzero().tolist() == [[0, 0], [0, 2]]
-    assert buffers["page_table"][0, 0] == 7
+    two.pages += [8]
+    advance(device, [one, two], 4)
+    table = LAYOUT.page_start
+    assert device.sent() == [(table + 1 * PAGES + 1, 8), (table + 4 * PAGES + 2, 9)]
+    check(device.state, [], 0)
 
 
-def test_rows_that_become_padding_are_cleared_once():
-    inputs, buffers = fresh()
-    inputs.load([a_request(f"{i}", [i + 1], 2) for i in range(4)], 4)
-    inputs.load([a_request("x", [9], 2)], 4)
-    assert buffers["page_table"][:4].tolist() == [[9, *[0] * 5]] + [[0] * PAGES] * 3
-    buffers["page_table"][1:].fill_(-1)
-    inputs.load([a_request("y", [9], 2)], 4)
-    assert (buffers["page_table"][1:] == -1).all()
+@pytest.mark.parametrize("staged", [True, False])
+def test_a_row_that_leaves_moves_the_others_but_none_of_their_pages(staged):
+    device = Device(staged)
+    requests = [a_request(f"{i}", i, [2 * i + 1, 2 * i + 2], 3 + i) for i in range(4)]
+    advance(device, requests, 4)
+    advance(device, requests[1:], 4)
+    assert all(place < LAYOUT.token_start for place, _ in device.sent())
+    assert device.state.slots[:4].tolist() == [2, 3, 4, 0] and device.state.positions[:4].tolist() == [5, 6, 7, 0]
+    advance(device, requests[3:], 1)
+    assert device.state.slots[:1].tolist() == [4]
+
+
+@pytest.mark.parametrize("staged", [True, False])
+def test_a_slots_next_request_gets_its_own_token_and_pages_though_it_stands_where_the_last_one_did(staged):
+    device = Device(staged)
+    advance(device, [a_request("old", 2, [3, 4], 5)], 1)
+    new = a_request("new", 2, [8, 9], 6)  # its token is at the place where the old one's next would be
+    new.token_ids[5] = 77
+    device.inputs.take(2)
+    device.load(batch_of([new]), 1)
+    check(device.state, [new], 1)
+
+
+def test_a_token_that_neither_device_nor_host_knows_is_an_error_not_a_guess():
+    device = Device(staged=True)
+    request = a_request("a", 0, [1], 2)
+    advance(device, [request], 1)
+    device.inputs.forget()
+    with pytest.raises(IndexError):
+        device.load(batch_of([request]), 1)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8])
 def test_the_buffers_are_the_shapes_that_the_decode_site_reads(rows):
-    buffers = decode_buffers(8, PAGES, 16, 32, torch.bfloat16, torch.device("cpu")).view(rows)
-    shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in buffers.items()}
+    buffers = decode_buffers(LAYOUT, 16, 32, torch.bfloat16, torch.device("cpu"))
+    shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in buffers.view(rows).items()}
     assert shapes == {
-        "tokens": ((rows,), torch.int64), "positions": ((rows,), torch.int64),
-        "page_table": ((rows, PAGES), torch.int64),
+        "state": ((8 + 8 + 9 + 9 * PAGES,), torch.int64),
         "hidden": ((rows, 16), torch.bfloat16), "logits": ((rows, 32), torch.bfloat16),
         "next_tokens": ((rows,), torch.int64),
     }  # fmt: skip
+    parts = LAYOUT.views(buffers["state"])
+    assert [tuple(part.shape) for part in parts] == [(8,), (8,), (9,), (9, PAGES)]
+    buffers["state"].copy_(torch.arange(LAYOUT.size))
+    assert torch.cat([part.reshape(-1) for part in parts]).tolist() == list(range(LAYOUT.size))

@@ -67,7 +67,7 @@ def test_gpu_row_is_drawn_the_same_in_every_batch(vocab_size):
         assert (part.logprobs or [None] * len(some)) == [whole.logprobs[i] for i in some]
 
 
-def test_gpu_append_after_preemption_counts_the_same():
+def test_gpu_tokens_count_the_same_one_by_one_and_all_at_once():
     logits = torch.randn(1, 500, device="cuda")
     params = SamplingParams(temperature=0.0, frequency_penalty=0.5, repetition_penalty=1.2, logprobs=100)
     outputs = [3, 3, 4, 3, 9]
@@ -75,7 +75,7 @@ def test_gpu_append_after_preemption_counts_the_same():
     state.set_slot(0, params, 0, [1, 2], outputs)
     state.set_slot(1, params, 0, [1, 2], outputs[:2])
     for token in outputs[2:]:
-        state.append(1, token)
+        state._counts.add(*torch.tensor([[1], [token]], device="cuda"))
     assert state.sample(logits, [0], [7]).logprobs == state.sample(logits, [1], [7]).logprobs
 
 

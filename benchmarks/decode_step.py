@@ -1,0 +1,132 @@
+"""One decode step on a GPU as a graph: ms a replay, what its kernels take, and the floor that memory sets.
+
+`python -m benchmarks.decode_step --shape qwen3-0.6b --batches 1,8,32,128,256 --out results.json`. Random weights, every
+row at --context tokens; rows advance as they do in service. The floor is the bytes of weights and of keys and values at
+--bandwidth. `--profile` adds each kernel's share of one step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.shapes import SHAPES, write_shape
+from engine.attention.base import KVCache
+from engine.models import config_from_folder
+from engine.models.dense import DenseModel
+from engine.models.fused_dense import FusedDense
+from engine.step_inputs import Layout
+
+PAGE = 16
+
+
+def build(shape: str, rows: int, context: int) -> tuple[FusedDense, Any, Layout]:
+    """A model with random weights, pages for `rows` sequences of `context` and a few tokens more, and their state."""
+    config = config_from_folder(write_shape(shape, tempfile.mkdtemp()))
+    model = DenseModel(config, torch.bfloat16, "cuda", max_len=4096)
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.02)
+        if parameter.dim() == 1:
+            parameter.data.add_(1)
+    pages_each = -(-(context + 512) // PAGE)
+    kv = KVCache(config.num_layers, rows * pages_each + 1, PAGE, config.num_kv_heads, config.head_dim, torch.bfloat16,
+                 "cuda")
+    for pages in (*kv.k, *kv.v):
+        pages.normal_()
+    layout = Layout(rows, 4096 // PAGE)
+    state = layout.views(torch.zeros(layout.size, dtype=torch.int64, device="cuda"))
+    order = torch.randperm(rows * pages_each, device="cuda") + 1
+    state.page_table[1:, :pages_each] = order.view(rows, pages_each)
+    return FusedDense(model, kv, rows, rows), state, layout
+
+
+def measure(fused: FusedDense, state: Any, rows: int, context: int, profile: bool, repeats: int) -> dict[str, Any]:
+    model, kv = fused.model, fused.kv
+    hidden = torch.empty(rows, model.config.hidden_size, dtype=torch.bfloat16, device="cuda")
+    logits = torch.empty(rows, model.config.vocab_size, dtype=torch.bfloat16, device="cuda")
+    chosen = torch.empty(rows, dtype=torch.int64, device="cuda")
+
+    def rewind() -> None:
+        state.slots[:rows] = torch.arange(1, rows + 1, device="cuda")
+        state.positions[:rows] = context - 1
+
+    def step() -> None:
+        fused.embed_rows(state, hidden)
+        for index in range(model.config.num_layers):
+            fused.layer(index, hidden, fused.decode_attention(state, rows))
+        fused.choose(state.slots, state.positions, state.last_tokens, hidden, logits, chosen, after_layer=True)
+
+    with torch.inference_mode():
+        rewind()
+        step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        rewind()
+        times = []
+        for _ in range(repeats):
+            rewind()
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            for _ in range(20):
+                graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end) / 20)
+        weights = sum(p.nbytes for p in {id(p): p for p in model.parameters()}.values()) - (
+            0 if model.config.tie_word_embeddings else model.embed.weight.nbytes)
+        cache = rows * context * kv.nbytes / (kv.num_pages * PAGE)
+        found = {"batch": rows, "ms": round(statistics.median(times), 4), "least_ms": round(min(times), 4),
+                 "floor_ms": round((weights + cache) / 4.3e12 * 1e3, 3)}
+        if profile:
+            found["kernels"] = kernels(graph, rewind)
+    return found
+
+
+def kernels(graph: torch.cuda.CUDAGraph, rewind: Any) -> list[tuple[str, int, float]]:
+    """(kernel, launches, ms) of one replay; under overlap the sum exceeds the step."""
+    rewind()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        graph.replay()
+        torch.cuda.synchronize()
+    times: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for event in trace.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            name = event.name[:48]
+            times[name] += event.device_time
+            counts[name] += 1
+    return [(name, counts[name], round(us / 1e3, 4)) for name, us in times.most_common(12)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
+    parser.add_argument("--batches", default="1,8,32,128,256")
+    parser.add_argument("--context", type=int, default=608)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    batches = [int(size) for size in args.batches.split(",")]
+    fused, state, _ = build(args.shape, max(batches), args.context)
+    rows = []
+    for batch in batches:
+        rows.append(measure(fused, state, batch, args.context, args.profile, args.repeats))
+        print(args.shape, json.dumps(rows[-1]), flush=True)
+    if args.out:
+        args.out.write_text(json.dumps({"shape": args.shape, "context": args.context, "torch": torch.__version__,
+                                        "device": torch.cuda.get_device_name(), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Prefill attention over pages on CUDA, in Triton: chunks of prompts packed one after the other.
+
+Owns the launches and their checks; device code: triton_prefill_kernels.py. Packing, lengths and page tables are read
+from device memory and grids depend on shapes alone, so a captured graph serves any packing of its size. Imports
+triton: import it only where the device is CUDA (or under TRITON_INTERPRET=1).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+from torch import Tensor
+
+from engine.attention.triton_decode import _LOG2_E, Rotation
+from engine.attention.triton_prefill_kernels import prefill_kernel, turn_kernel
+
+QUERIES = KEYS = 64
+"""Queries of one program, and keys of one of its steps: what an H200 is fastest with at head sizes of 64 and 128."""
+
+
+class Packing(NamedTuple):
+    """How T tokens make C chunks; all int64 on the device. Padding tokens have slot 0, empty chunks no tokens.
+
+    positions, token_slots [T]: each token's place in its sequence, and the row of the page table that is its
+    sequence's. ends [C]: the count of tokens up to the end of each chunk. starts [C]: how many tokens of its sequence
+    come before each chunk. slots [C]: the page-table row of each chunk.
+    """
+
+    positions: Tensor
+    token_slots: Tensor
+    ends: Tensor
+    starts: Tensor
+    slots: Tensor
+
+
+def turn_and_append(qkv: Tensor, heads: int, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, packing: Packing,
+                    rotation: Rotation) -> None:
+    """Norm and rotate the queries of qkv [T, (H + 2 KV) * D] in place; keys, so treated, and values go to their pages.
+
+    Caches are [pages, page_size, KV, D]. The keys inside `qkv` stay raw. One launch, no host read.
+    """
+    _, page_size, kv_heads, dim = k_cache.shape
+    if qkv.shape[1] != (heads + 2 * kv_heads) * dim or not qkv.is_contiguous():
+        raise ValueError(f"qkv must be contiguous [T, {(heads + 2 * kv_heads) * dim}], found {tuple(qkv.shape)}")
+    turn_kernel[(len(qkv),)](
+        qkv, k_cache, v_cache, page_table, packing.token_slots, packing.positions,
+        qkv if rotation.q_norm is None else rotation.q_norm, qkv if rotation.k_norm is None else rotation.k_norm,
+        rotation.cos, rotation.sin, rotation.eps, *k_cache.stride()[:3], page_table.stride(0),
+        HEADS=heads, KV_HEADS=kv_heads, QP=triton.next_power_of_2(heads), KP=triton.next_power_of_2(kv_heads),
+        DIM=dim, DIM_PAD=triton.next_power_of_2(dim), PAGE=page_size, NORM=rotation.q_norm is not None, num_warps=4,
+    )  # fmt: skip
+
+
+def paged_prefill(qkv: Tensor, heads: int, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, packing: Packing,
+                  scale: float, out: Tensor) -> Tensor:
+    """out [T, H * D] = causal attention of the (rotated) queries in qkv over their sequences' pages.
+
+    A query at position p of its sequence reads keys 0..p from the pages, its own chunk's included, which must be there.
+    Rows of padding tokens are not written. One launch, its grid fixed by T and C; no host read.
+    """
+    _, page_size, kv_heads, dim = k_cache.shape
+    if out.shape != (len(qkv), heads * dim) or not out.is_contiguous():
+        raise ValueError(f"out must be contiguous [{len(qkv)}, {heads * dim}], found {tuple(out.shape)}")
+    chunks = len(packing.ends)
+    dim_pad = max(16, triton.next_power_of_2(dim))
+    # a chunk ends in a part of a tile: one more tile each at most
+    tiles = triton.cdiv(len(qkv), QUERIES) + chunks
+    prefill_kernel[(heads, tiles)](
+        qkv, k_cache, v_cache, page_table, packing.ends, packing.starts, packing.slots, out, chunks, scale * _LOG2_E,
+        qkv.stride(0), *k_cache.stride()[:3], page_table.stride(0),
+        HEADS=heads, GROUP=heads // kv_heads, DIM=dim, DIM_PAD=dim_pad, PAGE=page_size,
+        CHUNKS_PAD=triton.next_power_of_2(chunks), ROWS=QUERIES, BLOCK=KEYS, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return out

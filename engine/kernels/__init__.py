@@ -1,0 +1,1 @@
+"""Triton kernels of the decode step on CUDA, and where they are launched from."""

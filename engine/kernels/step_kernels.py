@@ -1,0 +1,103 @@
+"""Device code of a decode step around its layers: tokens in, norms, the best token out, the next step's inputs.
+
+Each is one launch over the batch's rows, with programmatic dependent launch as in skinny_kernels.py. A row's slot tells
+where its token, position and page table are; slot 0 is padding. Imports triton at the top: for CUDA (or Triton's
+interpreter) only.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def embed_kernel(
+    slots_ptr, last_tokens_ptr, table_ptr, out_ptr, H: tl.constexpr, HP: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """Row of the embedding table [vocab, H] of each row's newest token; HP is the next power of two."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, HP)
+    token = tl.load(last_tokens_ptr + tl.load(slots_ptr + row))
+    values = tl.load(table_ptr + token * H + cols, mask=cols < H, other=0.0)
+    tl.store(out_ptr + row * H + cols, values, mask=cols < H)
+
+
+@triton.jit
+def norm_kernel(x_ptr, norm_ptr, out_ptr, eps, H: tl.constexpr, HP: tl.constexpr, PDL: tl.constexpr):
+    """RMSNorm of row `program_id` of x [M, H]; HP is the next power of two."""
+    if PDL:
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, HP)
+    weight = tl.load(norm_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+    x = tl.load(x_ptr + row * H + cols, mask=cols < H, other=0.0).to(tl.float32)
+    root = tl.rsqrt(tl.sum(x * x, 0) / H + eps)
+    tl.store(out_ptr + row * H + cols, (x * root * weight).to(out_ptr.dtype.element_ty), mask=cols < H)
+
+
+@triton.jit
+def gate_kernel(x_ptr, out_ptr, W: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """silu(gate) * up of rows [gate | up], x [M, 2 W] -> out [M, W]."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(x_ptr + row * 2 * W + cols, mask=cols < W, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * 2 * W + W + cols, mask=cols < W, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * W + cols, (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty), mask=cols < W)
+
+
+@triton.jit
+def best_kernel(x_ptr, best_ptr, where_ptr, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """The best of each BLOCK columns of x [M, N] and its column, for choose_kernel; a NaN counts as infinite."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    tile = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    cols = tile * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x_ptr + row * N + cols, mask=cols < N, other=float("-inf")).to(tl.float32)
+    value = tl.where(value == value, value, float("inf"))
+    best, place = tl.max(value, 0, return_indices=True)
+    tl.store(best_ptr + row * tl.num_programs(0) + tile, best)
+    tl.store(where_ptr + row * tl.num_programs(0) + tile, tile * BLOCK + place)
+
+
+@triton.jit
+def choose_kernel(
+    best_ptr, where_ptr, slots_ptr, positions_ptr, last_tokens_ptr, next_ptr, tiles,
+    BLOCK: tl.constexpr, ADVANCE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The greedy token of each row from its tiles' best ones, and the row's inputs of the next step.
+
+    best float32 and where int32 [M, tiles]; of equal values the first wins. next int64 [M] is -1 where the best is not
+    finite; last_tokens then gets 0, a token that the next step can embed. Padding (slot 0) stays where it is.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    best = float("-inf")
+    place = 0
+    for start in range(0, tiles, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        values = tl.load(best_ptr + row * tiles + cols, mask=cols < tiles, other=float("-inf"))
+        value, at = tl.max(values, 0, return_indices=True)
+        place = tl.where(value > best, start + at, place)
+        best = tl.maximum(best, value)
+    token = tl.load(where_ptr + row * tiles + place).to(tl.int64)
+    finite = (best < float("inf")) & (best > float("-inf"))
+    tl.store(next_ptr + row, tl.where(finite, token, -1))
+    slot = tl.load(slots_ptr + row)
+    if slot > 0:
+        tl.store(last_tokens_ptr + slot, tl.where(finite, token, 0))
+        if ADVANCE:
+            tl.store(positions_ptr + row, tl.load(positions_ptr + row) + 1)

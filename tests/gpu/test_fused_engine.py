@@ -1,0 +1,81 @@
+"""An engine on the fused kernels: replay equals eager, layer graphs equal block graphs, log-probabilities are right."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device: torch.cuda.is_available() is False", allow_module_level=True)
+
+from engine import Engine, EngineConfig, SamplingParams
+from engine.errors import ConfigError
+from tests.engine.lively import write_lively_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("default::DeprecationWarning"),  # Triton's own, of Python's ast and numpy's scalars
+]
+SETTINGS = {"device": "cuda", "max_num_seqs": 12, "max_model_len": 1024, "num_pages": 400,
+            "max_num_batched_tokens": 300, "graph_manifest": "none", "warmup": "full"}  # fmt: skip
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lively")
+    write_lively_model(tiny_model, folder, seed=0)
+    return str(folder)
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(1)
+    shared = [rng.randrange(3, 200) for _ in range(70)]
+    lengths = [1, 2, 15, 16, 17, 64, 130, 280, 350, 700]
+    return [[rng.randrange(3, 200) for _ in range(length)] for length in lengths] + [
+        shared + [rng.randrange(3, 200) for _ in range(extra)] for extra in (1, 30, 90)]
+
+
+def answers(model: str, **options) -> tuple[list[list[int]], dict]:
+    with Engine(EngineConfig(model=model, **(SETTINGS | {"dtype": "bfloat16"} | options))) as engine:
+        outputs = engine.generate(prompt_token_ids=prompts(), sampling_params=GREEDY)
+        engine.idle_check()
+        return [output.token_ids for output in outputs], engine.stats().graphs
+
+
+def test_gpu_replay_of_fused_kernels_gives_eagers_tokens(model):
+    replayed, graphs = answers(model)
+    assert not dict(graphs["fallbacks"])
+    assert {labels[2] for labels, _ in graphs["replays"]} == {"decode", "prefill"}
+    assert answers(model, cuda_graph_impl="none")[0] == replayed
+    assert answers(model, inference_cuda_graph_scope="layer")[0] == replayed
+    assert answers(model, warmup="lazy")[0] == replayed
+
+
+def test_gpu_fused_log_probabilities_are_those_of_float32(model):
+    wanted = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, logprobs=0)
+    found = {}
+    for dtype, kernels in (("bfloat16", "fused"), ("bfloat16", "torch"), ("float32", "auto")):
+        with Engine(EngineConfig(model=model, **(SETTINGS | {"dtype": dtype, "kernels": kernels}))) as engine:
+            outputs = engine.generate(prompt_token_ids=prompts()[2:], sampling_params=wanted)
+            found[dtype, kernels] = torch.tensor([entry.logprob for output in outputs
+                                                  for entry in output.prompt_logprobs[1:]])
+    exact = found["float32", "auto"]
+    fused, plain = ((found["bfloat16", kernels] - exact).abs().mean() for kernels in ("fused", "torch"))
+    assert fused < 1.5 * plain + 1e-3 and fused < 0.05
+
+
+def test_gpu_more_chunks_than_a_graph_takes_run_eager_and_are_counted(model):
+    with Engine(EngineConfig(model=model, **(SETTINGS | {"dtype": "bfloat16"}))) as engine:
+        short = [[5, 6, 7 + index] for index in range(12)]
+        outputs = engine.generate(prompt_token_ids=short, sampling_params=GREEDY)
+        fallbacks = dict(engine.stats().graphs["fallbacks"])
+    assert all(len(output.token_ids) == 24 for output in outputs)
+    assert fallbacks == {("prefill", "prefill", "more_chunks_than_a_graph_takes"): 1}
+
+
+def test_gpu_fused_kernels_are_refused_for_float32(model):
+    with pytest.raises(ConfigError, match="16-bit"):
+        Engine(EngineConfig(model=model, **(SETTINGS | {"dtype": "float32", "kernels": "fused"})))
