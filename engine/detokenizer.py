@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Sequence
+from os.path import commonprefix
 from typing import Any, Protocol
 
 from tokenizers import decoders
@@ -119,8 +120,9 @@ class Detokenizer:
 
     The pieces together equal the text that the output adds to the prompt's: the decode of the output alone, except
     that a tokenizer which drops a leading space drops none here. The end of an unfinished character is held back
-    until the token that completes it, or `finish`. Equality is exact for byte-level tokenizers whatever the ids; a
-    byte-fallback tokenizer takes back good characters beside bytes that never become one, which a stream can't.
+    until the token that completes it, or `finish`. Equality is exact for byte-level tokenizers whatever the ids,
+    unless the prompt ends with half a character and tokens without text upon or within it; a byte-fallback tokenizer
+    takes back good characters beside bytes that never become one, which a stream can't.
     """
 
     def __init__(self, tokenizer: Decoder, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True):
@@ -180,7 +182,7 @@ class Detokenizer:
 
     def _written(self, text: str) -> int:
         if not text.startswith(self._context_text) and self._context_text.endswith(_UNKNOWN):
-            return len(self._context_text.rstrip(_UNKNOWN))  # the prompt ended within a character, now complete
+            return len(commonprefix((text, self._context_text)))  # the prompt ended within a character, now complete
         return len(self._context_text)
 
     def _decode(self, ids: Sequence[int]) -> str:

@@ -44,18 +44,10 @@ class HandedOut:
         torch._foreach_copy_(self._grads, saved)
 
 
-def memory_of_their_own(grads: list[Tensor | None]) -> list[Tensor | None]:
-    """The same gradients, those that share memory with anything else copied: with each other, or what was saved.
-
-    The list must be all that holds them.
-    """
-    for index, grad in enumerate(grads):
-        grads[index] = grad = None if grad is None else grad.data  # many are views, and would count their base
-    owned = []
-    for grad in grads:
-        alone = grad is None or _users(grad.untyped_storage()._cdata) <= 2  # the gradient, and the one who asks
-        owned.append(grad if alone else grad.clone(memory_format=torch.contiguous_format))
-    return owned
+def room_for(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Memory for a gradient of each parameter, outside of any graph's."""
+    return [torch.empty_like(parameter, memory_format=torch.contiguous_format, requires_grad=False)
+            for parameter in parameters]
 
 
 def copies_of(grads: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -16,7 +16,7 @@ from graph_cache.backends.base import Memory
 from graph_cache.pool import GraphPool
 from graph_cache.runner import GraphRunner
 from graph_cache.training.call import CallKey, Result, put_together
-from graph_cache.training.gradients import HandedOut, copies_of, memory_of_their_own
+from graph_cache.training.gradients import HandedOut, copies_of, room_for
 from graph_cache.training.stand_ins import ADDED, MainGrads, StandIns, trainable
 
 ELSEWHERE = 0x5EED  # any seed but the job's own
@@ -28,7 +28,7 @@ class GraphedCall:
     `inputs` are the static inputs: fresh tensors, or another call's static outputs, which then need no copy. The
     module's parameters take part by stand-ins on the same storage; its buffers (running statistics) and the parameters'
     `main_grad` a capture leaves as it found them. With `hands_out`, parameter gradients are handed out where the graph
-    leaves them, else as copies.
+    leaves them, in memory of their own, else as copies.
     """
 
     def __init__(self, name: str, module: nn.Module, forward: Callable[..., Any], key: CallKey,
@@ -53,6 +53,7 @@ class GraphedCall:
         self._added: list[nn.Parameter] = []  # whose gradient the backward itself adds to their main_grad
         self._handed_out: HandedOut | None = None
         self._hands_out = hands_out
+        self._room: list[Tensor] = []  # for the gradients that are handed out
         self._pool = pool
         self._generators = list(generators) if pool.backend.capture_runs else []
         # Where a capture does not run, nothing may run between the halves either: what some kernels save under capture
@@ -93,6 +94,9 @@ class GraphedCall:
         """
         self.grad_outputs = [arriving[index] if index in arriving else torch.ones_like(self.outputs[index])
                              for index in self.differentiable]
+        if self._hands_out:
+            # Not the graphs' memory: what one backward leaves there another's temporaries may overwrite.
+            self._room = room_for(self.parameters)
         # From another random state than the forward's: a backward that goes back to the forward's state by itself, as
         # checkpointing does, then differs from its replay, which can't, and is refused.
         states = [generator.get_state() for generator in self._generators]
@@ -129,9 +133,13 @@ class GraphedCall:
         of_inputs = iter(found[:len(self.wanting)])
         self.input_grads = [next(of_inputs) if tensor.requires_grad else None for tensor in self.inputs]
         del of_inputs, found[:len(self.wanting)]
-        self.parameter_grads = memory_of_their_own(found) if self._hands_out else found
         self._added = [parameter for parameter, leaf in zip(self.parameters, leaves, strict=True)
                        if getattr(leaf, ADDED, False)]
+        if self._hands_out:
+            for index, (grad, room) in enumerate(zip(found, self._room, strict=True)):
+                if grad is not None:
+                    found[index] = room.copy_(grad)
+        self.parameter_grads = found
 
     def _forward_statics(self) -> list[Tensor]:
         # `.data`, not `.detach()`: rewinding a warm-up must not look to autograd like a change of what was saved.
@@ -188,4 +196,4 @@ class GraphedCall:
         self._backward_graph.close()
         self.inputs = self.outputs = self.grad_outputs = []
         self.input_grads = self.parameter_grads = self._found = []
-        self._inputs_at, self._grads_at, self._handed_out = [], [], None
+        self._inputs_at, self._grads_at, self._room, self._handed_out = [], [], [], None

@@ -2,7 +2,7 @@
 
 import pytest
 import tokenizers
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
@@ -102,6 +102,7 @@ def chunked(ids, sizes):
 @settings(max_examples=300, deadline=None)
 @given(some_ids | garbage_ids | texts.map(BYTES.encode), st.booleans(), st.lists(st.integers(1, 7), min_size=1),
        st.booleans())
+@example([0] * 5 + [94, 0, 126, VOCAB, 94], False, [3], True)  # an id without text stands within a character
 def test_pieces_add_up_to_the_whole_decode_whatever_the_ids(ids, skip, sizes, by_decode):
     found = pieces(BYTES, chunked(ids, sizes), by_decode=by_decode, skip_special_tokens=skip)
     assert "".join(found) == BYTES.decode(ids, skip)
@@ -149,6 +150,15 @@ def test_bytes_that_never_become_a_character_do_not_dam_the_stream():
     assert "".join(pieces(BYTES, [[i] for i in ids])) == "\ufffd" * 200
 
 
+def test_tokens_without_text_neither_pile_up_within_a_character_nor_end_it():
+    first, *rest = (BYTES.backend.token_to_id(c) for c in "âĤ¬")
+    stream = Detokenizer(BYTES)
+    stream.add([first])
+    for _ in range(200):
+        assert stream.add([END]) == "" and len(stream._pending) <= 5
+    assert "".join(map(stream.add_one, rest)) == "€"
+
+
 def test_skipped_special_tokens_do_not_pile_up():
     stream = Detokenizer(BYTES, BYTES.encode("hi"))
     assert "".join(stream.add([END]) for _ in range(500)) == ""
@@ -173,8 +183,8 @@ def test_only_a_prompt_that_ends_within_a_character_is_decoded_again_and_again()
 def test_character_begun_in_the_prompt_is_completed_in_the_output():
     ids = BYTES.encode("a😀b")
     for cut in (2, 3):
-        found = pieces(BYTES, [[i] for i in ids[cut:]], ids[:cut])
-        assert "".join(found) == "😀b"
+        for before in ([], BYTES.encode("\ufffd")):  # what the prompt has in full isn't written again
+            assert "".join(pieces(BYTES, [[i] for i in ids[cut:]], ids[:1] + before + ids[1:cut])) == "😀b"
 
 
 valid_fallback = st.lists(
