@@ -20,6 +20,7 @@ from engine.config import EngineConfig
 from engine.decode_site import SITE, decode_site
 from engine.errors import ConfigError
 from engine.host_copies import ids_to
+from engine.kernels.launching import SHARED_BYTES, fits
 from engine.launched import UNREAD_STEPS, Launched
 from engine.models.dense import DenseModel
 from engine.request import Request
@@ -85,10 +86,11 @@ class ModelRunner:
 
     def _fused_model(self, dtype: torch.dtype) -> FusedDense | None:
         """The model's steps in few launches, where the device and the settings have them."""
-        wanted, able = self.config.kernels, self.device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+        wanted, is_16_bit = self.config.kernels, dtype in (torch.bfloat16, torch.float16)
+        able = self.device.type == "cuda" and is_16_bit and fits(self.device)
         if wanted == "fused" and not able:
-            raise ConfigError(f"kernels='fused' needs a CUDA device and 16-bit weights, found {self.device} and "
-                              f"{self.config.dtype}; use kernels='auto'")
+            raise ConfigError(f"kernels='fused' needs 16-bit weights and a GPU with {SHARED_BYTES >> 10} KiB of shared "
+                              f"memory a program, found {self.config.dtype} on {self.device}; use kernels='auto'")
         if wanted == "torch" or not able:
             return None
         from engine.models.fused_dense import FusedDense  # triton exists only where CUDA does
@@ -102,7 +104,7 @@ class ModelRunner:
         self.inputs.take(request.slot)
 
     def launch(self, batch: Batch) -> Launched:
-        """Enqueue one batch: the decodes as one padded replay, the prefill chunks together as one eager run.
+        """Enqueue one batch: the decodes as one padded replay, the prefill chunks as another, or eager together.
 
         Returns without waiting for it. At most UNREAD_STEPS may be unread, the new one included. After an exception
         call `abandon`.

@@ -84,7 +84,7 @@ class TokenEvent:
     weight_version: str = ""
     cached_tokens: int = 0  # prompt tokens that came from the prefix cache
     queue_time: float | None = None  # seconds, with the first event
-    graph_bucket: int | None = None  # of the graph that gave the tokens; None: they came from an eager run
+    graph_bucket: int | None = None  # of the decode graph that gave the tokens; None: a prefill or an eager run did
 
 
 class RequestState(enum.Enum):

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import multiprocessing
-import os
 import queue
 import signal
 import socket
 import threading
 from collections.abc import Callable
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from typing import Protocol
 
@@ -26,6 +27,7 @@ from engine.openmp import calm_openmp
 from engine.packing import Switchboard, packed
 
 logger = logging.getLogger(__name__)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 OnReport = Callable[[Report], None]
 # Serves until a Stop: what the process of an engine runs, given its settings, `receive(timeout)` and `send`.
 Run = Callable[[EngineConfig, Callable[[float], Command | None], OnReport], None]
@@ -123,9 +125,12 @@ class Outbox:
         self._thread.join(1.0)
         if self._connection.closed:
             return
-        with socket.socket(fileno=os.dup(self._connection.fileno())) as line:
+        line = socket.socket(fileno=self._connection.fileno())  # no copy: there may be no file left for it
+        try:
             with contextlib.suppress(OSError):  # the other side has hung up already
                 line.shutdown(socket.SHUT_RDWR)  # a close alone would leave a thread that is reading where it is
+        finally:
+            line.detach()
 
     def _write(self) -> None:
         while (message := self._messages.get()) is not None:
@@ -144,7 +149,7 @@ class ProcessTransport:
 
     def __init__(self, config: EngineConfig, *, routed: bool = False, run: Run = run_loop):
         self._config, self._routed, self._run = config, routed, run
-        self._process: multiprocessing.process.BaseProcess | None = None
+        self._process: BaseProcess | None = None
         self._connection: Connection | None = None
         self._outbox: Outbox | None = None
         self._reader: threading.Thread | None = None
@@ -161,7 +166,7 @@ class ProcessTransport:
         self._connection, theirs = context.Pipe(duplex=True)
         self._process = context.Process(target=_child, name="encore-engine", daemon=True,
                                         args=(self._config, theirs, self._routed, self._run, *log_style()))
-        self._process.start()
+        start_deaf(self._process)
         theirs.close()  # else the end of the child would not end the pipe
         self._reader = threading.Thread(target=self._read, args=(on_report,), daemon=True, name="encore-reports")
         self._reader.start()
@@ -214,6 +219,26 @@ class ProcessTransport:
         self._connection.close()
 
 
+def start_deaf(process: BaseProcess) -> None:
+    """Start a process that hears no stop signal: a terminal's Ctrl-C reaches all, and the parent decides who ends.
+
+    From its first moment: what it imports takes seconds. Its main function calls `ignore_stop_signals`.
+    """
+    resource_tracker.ensure_running()  # else the start would see to it, and that ends the blocking
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ignore_stop_signals() -> None:
+    """In a process begun by `start_deaf`: as before, without a blocked signal that its own children would inherit."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
 def log_style() -> tuple[logging.Formatter | None, int]:
     """Format and level of this process' log, for a child that writes to the same stream."""
     plain = (handler for handler in logging.getLogger().handlers if type(handler) is logging.StreamHandler)
@@ -223,10 +248,9 @@ def log_style() -> tuple[logging.Formatter | None, int]:
 
 def _child(config: EngineConfig, connection: Connection, routed: bool, run: Run, formatter: logging.Formatter | None,
            log_level: int) -> None:
-    """The engine process. A terminal's Ctrl-C reaches it too: the front decides when it ends, and its death ends it."""
+    """The engine process. The front decides when it ends, and its death ends it."""
     calm_openmp()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ignore_stop_signals()
     handler = logging.StreamHandler()
     handler.setFormatter(formatter or logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(handlers=[handler])

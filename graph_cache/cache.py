@@ -192,7 +192,7 @@ class GraphCache:
         return result
 
     def count_eager(self, site: str, phase: str, tokens: int, reason: str) -> None:
-        """Count a step that runs eager by design and has no site here, such as a prefill, in the same counters."""
+        """Count a step that ran eager outside `run`, such as a prefill that no graph takes, in the same counters."""
         self.stats.fallbacks[site, phase, reason] += 1
         self.stats.real_tokens[phase] += tokens
 

@@ -11,6 +11,9 @@ from typing import Any
 
 CAPTURE_SECONDS_BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
+EXACT_ROWS = 512
+"""Batches of more rows are counted by their bucket: a prefill of any length would else be a label of its own."""
+
 
 class CacheStats:
     """Counters of one cache, written by the thread that runs it and read by any."""
@@ -23,7 +26,7 @@ class CacheStats:
         self.invalidations: Counter[str] = Counter()  # reason
         self.real_tokens: Counter[str] = Counter()  # phase
         self.padded_tokens: Counter[str] = Counter()  # phase
-        self.batch_rows: Counter[tuple[str, str, int]] = Counter()  # site, phase, real rows
+        self.batch_rows: Counter[tuple[str, str, int]] = Counter()  # site, phase, real rows (see EXACT_ROWS)
         self.capture_seconds_counts = [0] * (len(CAPTURE_SECONDS_BOUNDS) + 1)
         self.capture_seconds_sum = 0.0
 
@@ -36,7 +39,7 @@ class CacheStats:
         """One batch ran with this many real rows and this many rows of padding."""
         self.real_tokens[phase] += rows
         self.padded_tokens[phase] += padding
-        self.batch_rows[site, phase, rows] += 1
+        self.batch_rows[site, phase, rows if rows <= EXACT_ROWS else rows + padding] += 1
 
     def snapshot(self) -> dict[str, Any]:
         """A copy of everything as plain data: counters as lists of (labels, count)."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from engine.config import EngineConfig
@@ -20,6 +22,7 @@ LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 LOG_FORMATS = ("text", "json")
 # A front streams about 20,000 tokens a second; the other processors are the engine's and the clients'.
 MOST_FRONTS, PROCESSORS_PER_FRONT = 4, 4
+CGROUP_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # a container sees its own there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +108,17 @@ class ServerConfig:
 
 def _processors() -> int:
     """Those that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return int(min(found, max(1, quota(CGROUP_LIMIT))))
+
+
+def quota(limit: Path) -> float:
+    """Of how many processors a container may use the time, by its cgroup's `cpu.max`; infinite where nothing says."""
+    try:
+        time, period = limit.read_text().split()
+    except OSError:  # no container, not Linux, or cgroups of the first version
+        return math.inf
+    return math.inf if time == "max" else int(time) / int(period)
 
 
 def _seconds(name: str, value: Any, low: float) -> None:

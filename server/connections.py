@@ -18,8 +18,6 @@ from server.tally import Tally
 PROBES = tuple(f"GET {path} ".encode() for path in ("/health", "/ready", "/metrics"))
 HEADER_BYTES = 64 * 1024
 REFUSED_SECONDS = 1.0  # how long a refused connection may take to say something: only then it hears why
-
-
 TAKES_CONNECTIONS = "takes_connections"  # the gauge that is 1 while a front of several takes part
 
 

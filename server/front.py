@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import logging
 import logging.config
-import os
-import signal
 import socket
 import time
 from dataclasses import dataclass
@@ -18,16 +17,19 @@ from multiprocessing.connection import Connection
 import uvloop
 
 from engine.client import EngineClient
+from engine.errors import EngineDead
 from engine.hub import HubTransport
+from engine.transport import ignore_stop_signals
 from server.app import create_app
 from server.config import ServerConfig
 from server.connections import OpenConnections
-from server.http_server import STOP_SIGNALS, Door, Server, freeze_memory, uvicorn_config
+from server.http_server import Door, Server, freeze_memory, uvicorn_config
 from server.inference import Service
 from server.keys import Keys
 from server.logs import log_settings
 from server.tally import Tally
 
+log = logging.getLogger("encore.server")
 DRAIN, STOP = b"drain", b"stop"
 BEAT = "beat"  # the gauge that shows the main process that this one's loop turns; time.monotonic
 BEAT_SECONDS = 0.5
@@ -46,6 +48,7 @@ class Seat:
     is_late: bool
     began: float
     listener: socket.socket
+    keys: Keys
     engine: Connection
     orders: Connection
     memory: ctypes.Array
@@ -53,8 +56,7 @@ class Seat:
 
 def main(seat: Seat) -> None:
     """Serve until ordered to end."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    ignore_stop_signals()
     logging.config.dictConfig(log_settings(seat.config.log_level, seat.config.log_format))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(seat))
@@ -63,10 +65,11 @@ def main(seat: Seat) -> None:
 async def _serve(seat: Seat) -> None:
     tally = Tally(seat.memory, seat.row)
     client = EngineClient(seat.config.engine, HubTransport(seat.engine), front=seat.number)
-    app = create_app(client, seat.config, keys=Keys.load(seat.config, os.environ), tally=tally, began=seat.began)
+    app = create_app(client, seat.config, keys=seat.keys, tally=tally, began=seat.began)
     connections = OpenConnections(tally)
     service: Service = app.state.service
-    door = Door(seat.listener, connections, service.settled if seat.is_late else None)
+    may_begin = asyncio.Event() if seat.is_late else None
+    door = Door(seat.listener, connections, may_begin)
     server = Server(uvicorn_config(app, seat.config, connections), service, door)
     loop = asyncio.get_running_loop()
 
@@ -80,11 +83,14 @@ async def _serve(seat: Seat) -> None:
 
     loop.add_reader(seat.orders.fileno(), obey)
     service.before_ready = freeze_memory
-    heart = asyncio.create_task(_beat(tally))
+    tasks = [asyncio.create_task(_beat(tally))]
+    if may_begin is not None:
+        tasks.append(asyncio.create_task(_begin_or_end(server, service, may_begin)))
     try:
         await server.serve(sockets=[])
     finally:
-        heart.cancel()
+        for task in tasks:
+            task.cancel()
         await service.close()
 
 
@@ -93,3 +99,13 @@ async def _beat(tally: Tally) -> None:
     while True:
         tally.values[place] = time.monotonic()
         await asyncio.sleep(BEAT_SECONDS)
+
+
+async def _begin_or_end(server: Server, service: Service, may_begin: asyncio.Event) -> None:
+    """Let a late front take connections; end one that can't serve where others do, so that another one is tried."""
+    await service.settled.wait()
+    if service.startup_error is not None and not isinstance(service.startup_error, EngineDead):
+        log.error("this front can't serve: %s", service.startup_error)
+        server.ask_to_end(at_once=True)
+    else:  # where the engine is gone for good it says so, as the others do
+        may_begin.set()

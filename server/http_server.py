@@ -20,12 +20,12 @@ from types import FrameType
 import uvicorn
 
 from engine.errors import ConfigError
+from engine.transport import STOP_SIGNALS
 from server.config import ServerConfig
 from server.connections import OpenConnections, limited_protocol
 from server.inference import Service
 
 log = logging.getLogger("encore.server")
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LAST_WORDS_SECONDS = 5  # for answers that are complete and not sent yet when the drain is over
 FILES_BESIDE_CONNECTIONS = 256
 AHEAD = 2  # connections by which a front may be ahead of another before it leaves a new one to it
@@ -107,20 +107,18 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle the stop signals while serving."""
-        loop = asyncio.get_running_loop()
-        for number in STOP_SIGNALS:
+        """Handle the stop signals while serving; a front goes on ignoring them."""
+        loop, numbers = asyncio.get_running_loop(), STOP_SIGNALS if self._door is None else ()
+        for number in numbers:
             loop.add_signal_handler(number, self.handle_exit, number, None)
         try:
             yield
         finally:
-            for number in STOP_SIGNALS:
+            for number in numbers:
                 loop.remove_signal_handler(number)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal drains, the next one ends what still runs."""
-        if self._door is not None:  # a front's group was signalled as a whole: the main process decides
-            return
         log.info("%s: %s", signal.Signals(sig).name, "draining" if self._drain is None else "stopping at once")
         self.ask_to_end(at_once=self._drain is not None)
 

@@ -239,7 +239,7 @@ _GRAPH_COUNTERS = (
     ("graph_invalidations", "Graphs given up because what they read has moved.", ("reason",), "invalidations"),
     ("graph_real_tokens", "Rows that carried a token.", ("phase",), "real_tokens"),
     ("graph_padded_tokens", "Rows that were padding.", ("phase",), "padded_tokens"),
-    ("graph_batch_rows", "Steps by their real rows.", ("site", "phase", "rows"), "batch_rows"),
+    ("graph_batch_rows", "Steps by real rows, beyond 512 by bucket.", ("site", "phase", "rows"), "batch_rows"),
 )  # fmt: skip
 
 

@@ -171,7 +171,7 @@ def graph_summary(
     `graphs` is the cache's snapshot of counts, `sizes` its buckets, `rows` its table of graphs. A step falls into the
     smallest bucket that holds its rows; the bucket's padding is its rows that carried no token. Eager steps have none.
     """
-    rows = list(rows)
+    rows = [row for row in rows if row["phase"] == "decode"]  # prefill graphs have buckets of the same sizes
     steps: Counter[int] = Counter()
     real: Counter[int] = Counter()
     beyond = 0

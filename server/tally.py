@@ -43,7 +43,8 @@ class Tally:
             if len(text) > NAME_BYTES or len(own) == ENTRIES:
                 raise ValueError(f"no room for {name!r}: {len(own)} of {ENTRIES} names; each has {NAME_BYTES} bytes")
             place = self._start + 1 + len(own) * _STRIDE
-            self._bytes[8 * place + 8 : 8 * place + 8 + len(text)] = text
+            # All of it: a front that was killed here may have left a longer name.
+            self._bytes[8 * place + 8 : 8 * place + 8 + NAME_BYTES] = text.ljust(NAME_BYTES, b"\0")
             own[name] = place
             self.values[self._start] += 1  # last: a reader sees whole entries only
         return own[name]

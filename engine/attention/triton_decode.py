@@ -212,23 +212,13 @@ class TritonDecodeAttention:
 
     Takes what the SDPA decode attention takes. `page_table` [b, P] and `positions` [b] stay on the device and are read
     by every launch, so a graph captured around the calls follows their contents. The scratch is made at the first
-    call and shared by all layers: calls must stay on one stream. `fuse_append=False` appends in a launch of its own.
+    call and shared by all layers: calls must stay on one stream.
     """
 
-    def __init__(
-        self,
-        kv: KVCache,
-        page_table: torch.Tensor,
-        positions: torch.Tensor,
-        scale: float | None = None,
-        *,
-        fuse_append: bool = True,
-    ) -> None:
+    def __init__(self, kv: KVCache, page_table: torch.Tensor, positions: torch.Tensor) -> None:
         self._kv = kv
         self._page_table = page_table
         self._positions = positions
-        self._scale = scale
-        self._fuse_append = fuse_append
         self._workspace: DecodeWorkspace | None = None
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -236,14 +226,10 @@ class TritonDecodeAttention:
         k_cache, v_cache = self._kv.k[layer], self._kv.v[layer]
         if self._workspace is None:
             self._workspace = decode_workspace(q, k_cache, self._page_table)
-        new_kv = (k, v)
-        if not self._fuse_append:
-            append_kv(k, v, k_cache, v_cache, self._page_table, self._positions)
-            new_kv = None
-        scale = q.shape[-1] ** -0.5 if self._scale is None else self._scale
         out = paged_decode(
-            q, k_cache, v_cache, self._page_table, self._positions, scale, new_kv=new_kv, workspace=self._workspace
-        )
+            q, k_cache, v_cache, self._page_table, self._positions, q.shape[-1] ** -0.5, new_kv=(k, v),
+            workspace=self._workspace,
+        )  # fmt: skip
         return out.flatten(1)
 
 

@@ -164,7 +164,9 @@ def decode_kernel(
     page = tl.load(table + (start + keys) // PAGE, mask=start + keys < end, other=0)
 
     if PDL:
-        gdc_wait()  # positions, page tables and older keys are from earlier steps; q and the newest key are not
+        # Positions, page tables and older keys are from earlier steps, which are over: the end of a graph, or the copy
+        # of their tokens to the host, lies between. q and the newest key are this step's.
+        gdc_wait()
     position = length.to(tl.int64) - 1
     q = _turned(q_ptr + row * q_row + head[:, None] * q_head, group_mask, q_norm_ptr, cos_ptr, sin_ptr, position, eps,
                 DIM, DIM_PAD, NORM, ROPE).to(k_cache_ptr.dtype.element_ty)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Programmatic dependent launch: which devices have it, and how Triton is asked for it.
+"""What these kernels need of a device, and programmatic dependent launch: who has it, how Triton is asked for it.
 
 A kernel launched so may start while the one ahead on its stream is still running; it calls `gdc_wait` before it reads
 or writes anything that a kernel before it might write or read.
@@ -9,6 +9,15 @@ from __future__ import annotations
 import functools
 
 import torch
+
+SHARED_BYTES = 227 * 1024
+"""Shared memory that one program may take: what Hopper and data centre Blackwell have. Tiles are chosen for it."""
+
+
+def fits(device: torch.device) -> bool:
+    """Whether every kernel can be launched on this CUDA device; others would fail at their first large product."""
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", 0) >= SHARED_BYTES  # ROCm says nothing of it
 
 
 def overlaps(tensor: torch.Tensor) -> bool:

@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from engine.kernels.launching import launch_options, overlaps
+from engine.kernels.launching import SHARED_BYTES, launch_options, overlaps
 from engine.kernels.skinny_kernels import matrix_kernel, vector_kernel
 from engine.kernels.step_kernels import best_kernel, gate_kernel, norm_kernel
 
@@ -20,9 +20,6 @@ TILE_OUTPUTS = 64
 MAX_SPLITS = 4
 MOST_SPLIT_ROWS = 256
 """Above it products are cuBLAS's."""
-
-SHARED_BYTES = 227 * 1024
-"""Of one program at most; the first tile of weights takes room beside the stages."""
 
 WIDE = 32768
 """Outputs from which a product's tiles alone fill any device: a vocabulary."""
@@ -69,13 +66,16 @@ def choose(rows: int, outputs: int, inputs: int, gated: bool) -> Pick:
     if tile_rows <= 32 and share % 256 == 0 and share <= (256 if gated else 768):
         columns = 256
     stage_bytes = (TILE_OUTPUTS * (2 if gated else 1) + tile_rows) * columns * 2
+    # the first tile of weights takes room beside the stages
     stages = min(5, triton.cdiv(share, columns), SHARED_BYTES // stage_bytes - 1)
     return Pick(tile_rows, TILE_OUTPUTS, columns, splits, 4, max(2, stages))
 
 
-def half_normed(rows: int, outputs: int, inputs: int) -> int:
+def half_normed(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> int:
     """In how many sums of squares a row `linear` with a `next_norm` leaves half of that norm; 0: it leaves nothing."""
-    return 0 if rows == 1 or suits_library(rows, outputs, inputs, False) else triton.cdiv(outputs, TILE_OUTPUTS)
+    if rows == 1 or dtype == torch.float16:  # weighted before they are divided, outliers may exceed float16's 65504
+        return 0
+    return 0 if suits_library(rows, outputs, inputs, False) else triton.cdiv(outputs, TILE_OUTPUTS)
 
 
 def _vector_pick(outputs: int, inputs: int, gated: bool) -> Pick:
@@ -103,7 +103,10 @@ class Scratch:
         self.parts = torch.empty(MAX_SPLITS * split_rows * (max(hidden, widest) + 128), dtype=torch.float32,
                                  device=device)
         self.arrivals = torch.zeros(cells, dtype=torch.int32, device=device)
-        self.best = torch.empty(max_rows * triton.cdiv(vocab, 16), dtype=torch.float32, device=device)
+        # one row's tiles are narrower than those of more rows: a few rows of wide tiles may need less than it
+        alone = triton.cdiv(vocab, _vector_pick(vocab, hidden, False).tile_outputs)
+        best = max(alone, max_rows * triton.cdiv(vocab, TILE_OUTPUTS))
+        self.best = torch.empty(best, dtype=torch.float32, device=device)
         self.best_at = torch.empty_like(self.best, dtype=torch.int32)
         self.squares = torch.empty(split_rows * triton.cdiv(hidden, TILE_OUTPUTS), dtype=torch.float32, device=device)
 
@@ -147,11 +150,12 @@ def linear(x: Tensor, weight: Tensor, out: Tensor, scratch: Scratch, *, norm: Te
         x = scratch.normed[:rows]
     elif norm is not None:
         x = rms_norm(x, norm, eps, scratch.normed[:rows])
+    scaled = next_norm is not None and half_normed(rows, outputs, inputs, out.dtype) > 0
     matrix_kernel[(tiles, pick.splits, triton.cdiv(rows, pick.tile_rows))](
         x, weight, x if bias is None else bias, out, scratch.best, scratch.best_at,
-        x if next_norm is None else next_norm, scratch.normed, scratch.squares, scratch.parts, scratch.arrivals,
+        next_norm if scaled else x, scratch.normed, scratch.squares, scratch.parts, scratch.arrivals,
         rows, outputs, eps, K=inputs, MP=pick.tile_rows, BN=pick.tile_outputs, BK=pick.columns, SPLITS=pick.splits,
-        STAGES=pick.stages, SCALE=next_norm is not None, SQUARES=squares,
+        STAGES=pick.stages, SCALE=scaled, SQUARES=squares,
         SQUARES_PAD=triton.next_power_of_2(max(1, squares)), **flags)
     return tiles
 

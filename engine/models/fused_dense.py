@@ -65,14 +65,16 @@ class FusedDense:
                bias=attn.qkv.bias, squares=self._left_by_layer(rows) if index else 0)
         attend(layer, qkv, attended)
         linear(attended, attn.o.weight, hidden, scratch, bias=attn.o.bias, add=True, next_norm=layer.post_norm.weight)
+        left = half_normed(rows, hidden.shape[1], attended.shape[1], hidden.dtype)
         linear(hidden, mlp.gate_up.weight, gated, scratch, norm=layer.post_norm.weight, eps=layer.post_norm.eps,
-               bias=mlp.gate_up.bias, gated=True, squares=half_normed(rows, hidden.shape[1], attended.shape[1]))
+               bias=mlp.gate_up.bias, gated=True, squares=left)
         following = self.model.layers[index + 1].input_norm if index + 1 < len(self.model.layers) else self.model.norm
         linear(gated, mlp.down.weight, hidden, scratch, bias=mlp.down.bias, add=True, next_norm=following.weight)
 
     def _left_by_layer(self, rows: int) -> int:
         """The squares that the last product of a layer leaves for the norm after it."""
-        return half_normed(rows, self.model.config.hidden_size, self.model.config.intermediate_size)
+        config = self.model.config
+        return half_normed(rows, config.hidden_size, config.intermediate_size, self.model.dtype)
 
     def decode_attention(self, state: SlotState, rows: int) -> Attend:
         """Attention of one token per row over its slot's pages."""

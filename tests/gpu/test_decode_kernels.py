@@ -16,7 +16,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("needs triton, which is not installed", allow_module_level=True)
 
 from engine.attention.base import DecodeAttention, KVCache  # noqa: E402  (after the check for triton)
-from engine.kernels.skinny_linear import Pick, Scratch, choose, linear  # noqa: E402
+from engine.kernels.skinny_linear import Pick, Scratch, choose, half_normed, linear  # noqa: E402
 from engine.models import config_from_dict  # noqa: E402
 from engine.models.dense import DenseModel  # noqa: E402
 from engine.models.fused_dense import FusedDense  # noqa: E402
@@ -102,14 +102,35 @@ def test_tiles_fit_the_scratch_for_every_model_and_bucket():
             assert pick.tile_rows == 0 or shared <= 232_448, (rows, outputs, inputs, gated, pick)
 
 
-def small_model(**options) -> DenseModel:
+@pytest.mark.parametrize("max_rows", [1, 2, 5, 64])
+@pytest.mark.parametrize(("vocab", "hidden"), [(32000, 2048), (32000, 4096), (32064, 3072), (512, 64), (49152, 576)])
+def test_the_best_of_every_tile_fits_the_scratch(max_rows, vocab, hidden):
+    scratch = Scratch(max_rows, max_rows, hidden, 64, vocab, DTYPE, torch.device(DEVICE))
+    for rows in range(1, max_rows + 1):
+        tiles = -(-vocab // choose(rows, vocab, hidden, False).tile_outputs)
+        assert rows * tiles <= len(scratch.best) == len(scratch.best_at)
+
+
+def test_outliers_before_a_norm_stay_finite_in_float16():
+    rows, hidden = 3, 128
+    scratch = Scratch(rows, rows, hidden, 2 * hidden, 64, torch.float16, torch.device(DEVICE))
+    weight = (random(hidden, hidden, seed=1) / hidden**0.5).half()
+    norm = torch.full((hidden,), 4.0, dtype=torch.float16, device=DEVICE)
+    x, residual, out = (torch.zeros(rows, hidden, dtype=torch.float16, device=DEVICE) for _ in range(3))
+    residual[:, 7] = 30000.0
+    linear(x, weight, residual, scratch, add=True, next_norm=norm)
+    linear(residual, weight, out, scratch, norm=norm, eps=1e-6, squares=half_normed(rows, hidden, hidden, x.dtype))
+    assert relative_error(out, expected(residual, weight, norm, None, False, None)) < 2e-3
+
+
+def small_model(dtype: torch.dtype = DTYPE, **options) -> DenseModel:
     torch.manual_seed(0)
     config = config_from_dict({
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 512, "hidden_size": 64,
         "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 32, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 256,
         "tie_word_embeddings": True, "eos_token_id": 1, "bos_token_id": 0} | options)
-    model = DenseModel(config, DTYPE, DEVICE)
+    model = DenseModel(config, dtype, DEVICE)
     for parameter in model.parameters():
         parameter.data.copy_(torch.randn(parameter.shape) * 0.2 + (1 if parameter.dim() == 1 else 0))
     return model
@@ -117,11 +138,12 @@ def small_model(**options) -> DenseModel:
 
 @pytest.mark.parametrize("rows", [1, 3] if INTERPRETED else [1, 3, 8, 40])
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM"])
-def test_fused_steps_equal_the_models_own(rows, architecture):
-    model = small_model(architectures=[architecture], model_type=architecture[:5].lower())
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32 if INTERPRETED else torch.bfloat16], ids=str)
+def test_fused_steps_equal_the_models_own(rows, architecture, dtype):
+    model = small_model(dtype, architectures=[architecture], model_type=architecture[:5].lower())
     config, steps = model.config, 3
     layout = Layout(rows + 1, 4)
-    caches = [KVCache(config.num_layers, 64 * 4, 16, config.num_kv_heads, config.head_dim, DTYPE, DEVICE)
+    caches = [KVCache(config.num_layers, 64 * 4, 16, config.num_kv_heads, config.head_dim, dtype, DEVICE)
               for _ in range(2)]
     past = torch.randn(64 * 4, 16, config.num_kv_heads, config.head_dim)
     for cache in caches:
@@ -133,8 +155,8 @@ def test_fused_steps_equal_the_models_own(rows, architecture):
     state.positions[:rows] = torch.arange(rows).to(DEVICE) % 37 + 5
     state.last_tokens[1:] = torch.arange(rows + 1).to(DEVICE) * 7 % 512
     state.page_table[1:] = (torch.arange((rows + 1) * 4) + 1).view(rows + 1, 4).to(DEVICE)
-    hidden = torch.empty(rows, 64, device=DEVICE, dtype=DTYPE)
-    logits, chosen = torch.empty(rows, 512, device=DEVICE, dtype=DTYPE), torch.empty(rows, dtype=torch.int64).to(DEVICE)
+    hidden = torch.empty(rows, 64, device=DEVICE, dtype=dtype)
+    logits, chosen = torch.empty(rows, 512, device=DEVICE, dtype=dtype), torch.empty(rows, dtype=torch.int64).to(DEVICE)
     fused = FusedDense(model, caches[0], rows, rows)
     slots, positions = state.slots[:rows].clone(), state.positions[:rows].clone()
     tokens = state.last_tokens[slots]

@@ -168,14 +168,13 @@ def test_fused_append_does_what_append_then_decode_do(device, dtype, splits):
 
 
 @pytest.mark.interpretable
-@pytest.mark.parametrize("fuse_append", [True, False])
-def test_attention_object_appends_and_attends_per_layer(device, fuse_append):
+def test_attention_object_appends_and_attends_per_layer(device):
     first = make_case(device, [30, 200], 4, 2, 64, torch.float32)
     second = SimpleNamespace(**vars(first))
     second.k_cache, second.v_cache = first.k_cache + 1, first.v_cache * 2
     layers = [first, second]
     kv = SimpleNamespace(k=[case.k_cache for case in layers], v=[case.v_cache for case in layers])
-    attention = td.TritonDecodeAttention(kv, first.page_table, first.positions, fuse_append=fuse_append)
+    attention = td.TritonDecodeAttention(kv, first.page_table, first.positions)
     for index, case in enumerate(layers):
         k, v = new_rows(case, seed=index)
         found = attention(index, case.q, k, v)

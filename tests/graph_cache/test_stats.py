@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graph_cache.stats import CAPTURE_SECONDS_BOUNDS, CacheStats
+from graph_cache.stats import CAPTURE_SECONDS_BOUNDS, EXACT_ROWS, CacheStats
 
 
 def test_a_batch_counts_its_rows_and_its_padding_apart():
@@ -11,6 +11,14 @@ def test_a_batch_counts_its_rows_and_its_padding_apart():
     stats.observe_batch("decode", "decode", 3, 5)
     assert stats.real_tokens == {"decode": 6} and stats.padded_tokens == {"decode": 6}
     assert stats.batch_rows == {("decode", "decode", 3): 2}
+
+
+def test_large_batches_are_counted_by_their_bucket_so_that_labels_stay_few():
+    stats = CacheStats()
+    for rows in range(1, 8193):
+        stats.observe_batch("prefill", "prefill", rows, -rows % 1024)
+    assert len(stats.batch_rows) == EXACT_ROWS + 8 and stats.batch_rows["prefill", "prefill", 8192] == 1024
+    assert stats.real_tokens == {"prefill": sum(range(1, 8193))}
 
 
 def test_capture_times_fall_into_the_first_bound_that_holds_them():

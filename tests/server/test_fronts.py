@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import multiprocessing
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +20,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from engine.config import EngineConfig
+from engine.supervisor import RestartPolicy
+from server.config import ServerConfig
+from server.fronts import Fronts
+from server.http_server import listen
+from server.keys import Keys
 from tests.soak.serving import ENVIRONMENT, Serving, serving
 
 FLAGS = ("--dtype", "float32", "--num-threads", "1", "--warmup", "lazy", "--max-model-len", "4096")
@@ -210,6 +220,86 @@ def test_the_queue_is_bounded_over_all_fronts_and_sigterm_drains_them_all(tiny_m
         assert server.process.wait(30) == 0
         wait(lambda: not any(map(alive, pids)), "the processes' end", 5)
     assert "Traceback" not in (tmp_path / "server.log").read_text()
+
+
+def test_a_front_that_comes_later_has_the_servers_keys_and_is_tried_until_it_can_serve(tiny_model, tmp_path):
+    model, keys = tmp_path / "model", tmp_path / "keys"
+    shutil.copytree(tiny_model, model)
+    keys.write_text("right\n")
+    with serving(model, tmp_path / "server.log", *FLAGS, "--http-workers", "2", "--api-key-file", str(keys)) as server:
+        wait_ready(server)
+        keys.write_text("another\n")
+        model.rename(tmp_path / "away")
+        os.kill(fronts(server)[0], signal.SIGKILL)
+        wait(lambda: "this front can't serve" in (tmp_path / "server.log").read_text(), "a front that can't", 20)
+        url, right = server.url + "/v1/models", {"Authorization": "Bearer right"}
+        assert all(httpx.get(url, headers=right).is_success for _ in range(6))
+        (tmp_path / "away").rename(model)
+        wait_ready(server)
+        assert all(httpx.get(url, headers=right).is_success for _ in range(6))
+        assert {httpx.get(url, headers={"Authorization": "Bearer another"}).status_code for _ in range(6)} == {401}
+
+
+def test_a_signal_to_the_whole_group_during_the_start_ends_all_without_a_word(tiny_model, tmp_path):
+    command = [sys.executable, "-m", "server.cli", "serve", "--model", str(tiny_model), "--port", "0", *FLAGS,
+               "--http-workers", "2"]  # fmt: skip
+    log = tmp_path / "server.log"
+    with log.open("wb") as lines:
+        process = subprocess.Popen(command, env=ENVIRONMENT, stderr=lines, start_new_session=True)
+    wait(lambda: len(children(process.pid)) == 3, "the processes", 20)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(30) == 0
+    assert "draining" in log.read_text() and "Traceback" not in log.read_text()
+
+
+def front_pids() -> list[int]:
+    """Of the fronts whose main process this one is."""
+    found = multiprocessing.active_children()
+    return [one.pid for one in found if one.name.startswith("encore-front")]
+
+
+async def until(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"{what} did not come within {seconds} s"
+        await asyncio.sleep(0.02)
+
+
+async def test_a_front_is_replaced_for_its_own_silence_only_and_as_soon_as_the_system_lets_it(tiny_model, caplog):
+    engine = EngineConfig(model=str(tiny_model), dtype="float32", num_threads=1, warmup="lazy", graph_manifest="none")
+    listener = listen("127.0.0.1", 0)
+    listener.listen(16)
+    listener.setblocking(False)
+    main = Fronts(ServerConfig(engine=engine, http_workers=2), listener, Keys(),
+                  policy=RestartPolicy(kill_seconds=4.0, first_delay=0.05))  # fmt: skip
+    caplog.set_level("INFO", "encore.server")
+    ending = asyncio.create_task(main.serve())
+    try:
+        await until(lambda: "serving" in caplog.text, "readiness")
+        pids = front_pids()
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(5.0)  # as if all had been frozen: this process looks at them again before they run
+        await asyncio.sleep(0.2)
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        await asyncio.sleep(0.5)
+        assert front_pids() == pids
+
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        os.kill(pids[0], signal.SIGSTOP)  # this one hangs
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        try:
+            await until(lambda: "could not be started" in caplog.text, "a try in vain")
+            assert "does not answer and is killed" in caplog.text
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        await until(lambda: len(front_pids()) == 2, "another front")
+        assert pids[1] in front_pids() and pids[0] not in front_pids() and not ending.done()
+    finally:
+        main.heard_signal(signal.SIGTERM)
+        await ending
+        listener.close()
 
 
 def test_without_the_main_process_none_is_left(tiny_model, tmp_path):

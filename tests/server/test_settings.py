@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from server import cli
-from server.config import ServerConfig
+from server.config import ServerConfig, quota
 from server.flags import server_config
 from server.settings import NOT_OFFERED, PARSERS, parse, read_environment, read_file, setting_types
 
@@ -117,6 +118,15 @@ def test_environment_values_have_their_types():
 def test_an_environment_that_cant_be_meant_is_refused(variable, value, named):
     with pytest.raises(ConfigError, match=named):
         built(**{variable: value})
+
+
+@pytest.mark.parametrize(
+    ("text", "processors"), [("max 100000", math.inf), ("400000 100000", 4), ("50000 100000", 0.5)]
+)
+def test_a_containers_share_of_processors_is_read(tmp_path, text, processors):
+    (tmp_path / "cpu.max").write_text(text + "\n")
+    assert quota(tmp_path / "cpu.max") == processors
+    assert quota(tmp_path / "none") == math.inf
 
 
 def test_what_kubernetes_sets_for_a_service_named_encore_is_left_alone():

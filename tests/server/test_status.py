@@ -143,9 +143,10 @@ def test_steps_fall_into_the_bucket_that_holds_them_and_layers_count_once():
         "fallbacks": [(("decode", "decode", "not_captured"), 8), (("prefill", "prefill", "phase_not_captured"), 1)],
         "pool_bytes": 7,
     }  # fmt: skip
-    row = {"failure": None, "state": "captured", "bytes": 5, "graphs": 4}
+    row = {"failure": None, "state": "captured", "bytes": 5, "graphs": 4, "phase": "decode"}
     failed = row | {"bucket": 1, "state": "failed", "failure": "no"}
-    rows = [row | {"bucket": 4}, row | {"bucket": 4, "bytes": 6}, failed]
+    prefill = row | {"bucket": 4, "bytes": 99, "phase": "prefill", "state": "failed", "failure": "not a decode"}
+    rows = [row | {"bucket": 4}, row | {"bucket": 4, "bytes": 6}, failed, prefill]
     found = graph_summary(graphs, (1, 4), rows)
     one, four = found["buckets"]
     assert (four["steps"], four["hits"], four["captured"], four["bytes"]) == (12, 9, 2, 6)

@@ -72,6 +72,17 @@ def test_a_row_that_is_full_and_a_name_that_is_too_long_are_refused():
     assert tally.place("7") == tally.place("7")
 
 
+def test_what_a_front_left_half_written_is_no_part_of_the_next_name():
+    memory = shared(1)
+    Tally(memory).place("first")
+    memory_bytes = memoryview(memory).cast("B")
+    written = bytes(memory_bytes).index(b"first")
+    row = 8 * (1 + NAME_BYTES // 8)
+    memory_bytes[written + row : written + row + 9] = b"abandoned"  # and was killed before it was counted
+    Tally(memory).place("next")
+    assert Tally(memory).names("") == ["first", "next"]
+
+
 def test_times_and_counts_read_as_prometheus_wants_them():
     memory, registry = shared(2), CollectorRegistry()
     times = [Times(Tally(memory, row), "wait_seconds", "Waiting.", (0.1, 1.0)) for row in range(2)]
