@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from engine.kernels.skinny_linear import WIDE, Pick, Scratch, linear
+
 LAYERS = 24
 
 
@@ -43,9 +45,9 @@ SHAPES = {
 }
 
 
-def candidates(case: Case, rows: int) -> list[dict[str, int]]:
+def candidates(case: Case, rows: int) -> list[Pick]:
     """Launch parameters worth trying."""
-    found: list[dict[str, int]] = []
+    found: list[Pick] = []
     big = case.n > 50000
     if rows <= 8:
         for bn, bk, warps in itertools.product((2, 4, 8, 16, 32), (512, 1024, 2048, 4096), (4, 8)):
@@ -53,7 +55,7 @@ def candidates(case: Case, rows: int) -> list[dict[str, int]]:
                 continue
             if rows > 1 and (bn * bk * (2 if case.gated else 1) > 2048 * warps or -(-case.k // bk) * rows > 24):
                 continue  # spills, or compiles for minutes
-            found.append({"bn": bn, "bk": bk, "warps": warps})
+            found.append(Pick(0, bn, bk, 1, warps, 1))
     if rows == 1:
         return found
     full = max(16, 1 << (rows - 1).bit_length())
@@ -70,44 +72,26 @@ def candidates(case: Case, rows: int) -> list[dict[str, int]]:
         programs = -(-case.n // bn) * splits * -(-rows // padded)
         if programs < 60 or programs > 2000 and splits > 1:
             continue
-        found.append({"mp": padded, "bn": bn, "bk": bk, "splits": splits, "warps": warps, "stages": stages})
+        found.append(Pick(padded, bn, bk, splits, warps, stages))
     return found
 
 
-def launch(case: Case, rows: int, pick: dict[str, int], buffers: dict[str, Any], layer: int, pdl: bool) -> None:
-    from engine.kernels.skinny_kernels import matrix_kernel, vector_kernel
-    from engine.kernels.step_kernels import norm_kernel
-
-    x, out = buffers["x"], buffers["out"]
-    flags = {"GATED": case.gated, "ADD": case.add, "BIAS": False, "BEST": case.best, "PDL": pdl}
-    weight = buffers["w"][layer % len(buffers["w"])]
-    tiles = -(-case.n // pick["bn"])
-    if "mp" not in pick:
-        vector_kernel[(tiles,)](x, weight, buffers["norm"], x, out, buffers["best"], buffers["where"], case.n, 1e-6,
-                                M=rows, MP=1 << (rows - 1).bit_length(), K=case.k, BN=pick["bn"], BK=pick["bk"],
-                                NORM=case.norm, num_warps=pick["warps"], launch_pdl=pdl, **flags)
-        return
-    if case.norm:
-        norm_kernel[(rows,)](x, buffers["norm"], buffers["normed"], 1e-6, H=case.k, HP=1 << (case.k - 1).bit_length(),
-                             PDL=pdl, launch_pdl=pdl, num_warps=8 if case.k > 2048 else 4)
-        x = buffers["normed"]
-    matrix_kernel[(tiles, pick["splits"], -(-rows // pick["mp"]))](
-        x, weight, x, out, buffers["best"], buffers["where"], buffers["part"], buffers["arrivals"],
-        rows, case.n, K=case.k, MP=pick["mp"], BN=pick["bn"], BK=pick["bk"],
-        SPLITS=pick["splits"], STAGES=pick["stages"], num_warps=pick["warps"], launch_pdl=pdl, **flags)
+def launch(case: Case, pick: Pick, buffers: dict[str, Any], layer: int) -> None:
+    """One layer's product as the engine would launch it with this tile."""
+    linear(buffers["x"], buffers["w"][layer % len(buffers["w"])], buffers["out"], buffers["scratch"],
+           norm=buffers["norm"] if case.norm else None, eps=1e-6, gated=case.gated, add=case.add,
+           best=case.best, pick=pick)
 
 
 def make_buffers(case: Case, rows: int, layers: int) -> dict[str, Any]:
     torch.manual_seed(0)
     width = case.n * (2 if case.gated else 1)
     make = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16) * 0.05  # noqa: E731
-    return {"x": make(rows, case.k), "normed": make(rows, case.k), "w": [make(width, case.k) for _ in range(layers)],
-            "norm": make(case.k) + 1,
-            "out": torch.zeros(rows, case.n, device="cuda", dtype=torch.bfloat16),
-            "best": torch.empty(rows, case.n, device="cuda"),
-            "where": torch.empty(rows, case.n, device="cuda", dtype=torch.int32),
-            "part": torch.empty(1 if case.n > 50000 else 2048 * (case.n + 128), device="cuda"),
-            "arrivals": torch.zeros(case.n, device="cuda", dtype=torch.int32)}
+    # the vocabulary's product isn't split: its parts need no room
+    widest = case.k if case.n >= WIDE else width
+    scratch = Scratch(max(rows, 128), rows, case.k, widest, case.n * 8, torch.bfloat16, torch.device("cuda"))
+    return {"x": make(rows, case.k), "w": [make(width, case.k) for _ in range(layers)], "norm": make(case.k) + 1,
+            "out": torch.zeros(rows, case.n, device="cuda", dtype=torch.bfloat16), "scratch": scratch}
 
 
 def reference(case: Case, buffers: dict[str, Any]) -> torch.Tensor:
@@ -159,9 +143,9 @@ def cublas(case: Case, buffers: dict[str, Any]) -> Any:
     return body
 
 
-def compile_some(job: tuple[str, int, int, int, bool]) -> int:
-    """Fill Triton's cache from a process of its own: every `stride`-th candidate."""
-    shape, rows, offset, stride, pdl = job
+def compile_some(job: tuple[str, int, int, int]) -> int:
+    """Fill Triton's cache from a process of its own: every `stride`-th candidate; how many could be launched."""
+    shape, rows, offset, stride = job
     done = 0
     for case in SHAPES[shape]:
         buffers = None
@@ -169,10 +153,10 @@ def compile_some(job: tuple[str, int, int, int, bool]) -> int:
             if index % stride == offset:
                 buffers = buffers or make_buffers(case, rows, 1)
                 try:
-                    launch(case, rows, pick, buffers, 0, pdl)
+                    launch(case, pick, buffers, 0)
                     done += 1
-                except Exception:  # too much shared memory, say: the measuring process reports it
-                    pass
+                except Exception as problem:  # too much shared memory, say; the results list it as failed too
+                    print(f"{case.name} {rows} {pick}: {type(problem).__name__}", flush=True)
     torch.cuda.synchronize()
     return done
 
@@ -188,9 +172,9 @@ def measure(case: Case, rows: int, bandwidth: float) -> dict[str, Any]:
     for pick in candidates(case, rows):
         try:
             buffers["out"].zero_()
-            launch(case, rows, pick, buffers, 0, True)
+            launch(case, pick, buffers, 0)
             error = ((buffers["out"].double() - wanted).norm() / wanted.norm()).item()
-            fast = microseconds(lambda i: launch(case, rows, pick, buffers, i, True), layers)  # noqa: B023
+            fast = microseconds(lambda i: launch(case, pick, buffers, i), layers)  # noqa: B023
         except Exception as problem:
             row["failed"].append([pick, f"{type(problem).__name__}: {problem}"[:100]])
             continue
@@ -198,9 +182,6 @@ def measure(case: Case, rows: int, bandwidth: float) -> dict[str, Any]:
     row["ours"].sort(key=lambda entry: entry[0])
     row["tried"] = len(row["ours"])
     row["ours"] = row["ours"][:8]
-    if row["ours"]:
-        pick = row["ours"][0][2]
-        row["without_pdl"] = round(microseconds(lambda i: launch(case, rows, pick, buffers, i, False), layers), 2)
     return row
 
 
@@ -213,7 +194,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=min(14, os.cpu_count() or 1))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    jobs = [(shape, int(rows), offset, args.processes, True) for shape in args.shapes.split(",")
+    jobs = [(shape, int(rows), offset, args.processes) for shape in args.shapes.split(",")
             for rows in args.rows.split(",") for offset in range(args.processes)]
     with ProcessPoolExecutor(args.processes) as pool:
         print("compiled", sum(pool.map(compile_some, jobs)), flush=True)
@@ -222,8 +203,8 @@ def main() -> None:
         for case in SHAPES[shape]:
             row = {"shape": shape} | measure(case, rows, args.bandwidth)
             table.append(row)
-            print(f"{shape} M={rows} {case.name}: floor {row['floor']} cublas {row['cublas']} no-pdl "
-                  f"{row.get('without_pdl')} tried {row['tried']} failed {len(row['failed'])} "
+            print(f"{shape} M={rows} {case.name}: floor {row['floor']} cublas {row['cublas']} "
+                  f"tried {row['tried']} failed {len(row['failed'])} "
                   + " | ".join(f"{us} e{error} {pick}" for us, error, pick in row["ours"][: args.top]), flush=True)
     if args.out:
         args.out.write_text(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__,
