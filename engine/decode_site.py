@@ -34,10 +34,7 @@ def decode_site(model: DenseModel, kv: KVCache, buffers: StaticBuffers, layout: 
     a graph of its own; empty if the attention kernel reads lengths from device memory and needs none. `fused` computes
     the step in the model's place where it is given.
     """
-    book = AddressBook()
-    book.watch(model, prefix="model.")
-    for name, tensors in (("k", kv.k), ("v", kv.v)):
-        book.watch({str(layer): tensor for layer, tensor in enumerate(tensors)}, prefix=f"kv.{name}.")
+    book = weights_and_pages(model, kv)
     variants = [{"context": width} for width in contexts] or [{}]
     warm = [{"context": width} for width in warm_contexts] or [{}]
     if fused is not None:
@@ -47,6 +44,15 @@ def decode_site(model: DenseModel, kv: KVCache, buffers: StaticBuffers, layout: 
         parts = (_layer_parts if scope == "layer" else _block_part)(model, kv, layout, impl)
     return Site(SITE, parts, buffers, buckets, scope="layer" if scope == "layer" else "block",
                 phase="decode", variants=variants, warm_variants=warm, addresses=book)
+
+
+def weights_and_pages(model: DenseModel, kv: KVCache) -> AddressBook:
+    """What a step reads by address beside its site's own buffers."""
+    book = AddressBook()
+    book.watch(model, prefix="model.")
+    for name, tensors in (("k", kv.k), ("v", kv.v)):
+        book.watch({str(layer): tensor for layer, tensor in enumerate(tensors)}, prefix=f"kv.{name}.")
+    return book
 
 
 class _Rows:

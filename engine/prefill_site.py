@@ -15,9 +15,9 @@ from torch import Tensor
 
 from engine.attention.triton_prefill import Packing
 from engine.batch import PrefillChunk
+from engine.decode_site import weights_and_pages
 from engine.host_copies import upload
 from engine.models.fused_dense import FusedDense
-from graph_cache.addresses import AddressBook
 from graph_cache.buckets import Buckets
 from graph_cache.buffers import BATCH, BufferSpec, StaticBuffers
 from graph_cache.site import Site
@@ -91,10 +91,7 @@ class Prefill:
 
     def site(self) -> Site:
         """What the graph cache captures: the packed step at each token bucket."""
-        book = AddressBook()
-        book.watch(self._fused.model, prefix="model.")
-        for name, tensors in (("k", self._fused.kv.k), ("v", self._fused.kv.v)):
-            book.watch({str(layer): tensor for layer, tensor in enumerate(tensors)}, prefix=f"kv.{name}.")
+        book = weights_and_pages(self._fused.model, self._fused.kv)
         book.watch({"last_tokens": self._last_tokens})
         return Site(SITE, [self._part], self.buffers, self.buckets, phase="prefill", addresses=book)
 
