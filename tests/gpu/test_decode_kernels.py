@@ -2,40 +2,27 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and not torch.cuda.is_available()
-if not (torch.cuda.is_available() or INTERPRETED):
-    pytest.skip("needs a CUDA device: torch.cuda.is_available() is False", allow_module_level=True)
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("needs triton, which is not installed", allow_module_level=True)
+from tests.gpu.kernels import DEVICE, DTYPE, INTERPRETED, relative_error  # isort: skip  (before what imports triton)
 
-from engine.attention.base import DecodeAttention, KVCache  # noqa: E402  (after the check for triton)
-from engine.kernels.skinny_linear import Pick, Scratch, choose, half_normed, linear  # noqa: E402
-from engine.models import config_from_dict  # noqa: E402
-from engine.models.dense import DenseModel  # noqa: E402
-from engine.models.fused_dense import FusedDense  # noqa: E402
-from engine.step_inputs import Layout  # noqa: E402
+from engine.attention.base import DecodeAttention, KVCache
+from engine.kernels.skinny_linear import Pick, Scratch, choose, half_normed, linear
+from engine.models import config_from_dict
+from engine.models.dense import DenseModel
+from engine.models.fused_dense import FusedDense
+from engine.step_inputs import Layout
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.interpretable,
     pytest.mark.filterwarnings("default::DeprecationWarning"),  # Triton's own, of Python's ast and numpy's scalars
 ]
-DEVICE = "cpu" if INTERPRETED else "cuda"
-DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
 TOLERANCE = 2e-3 if INTERPRETED else 1e-2
 SIZES = [(48, 80), (64, 128)] if INTERPRETED else [(4096, 1024), (1024, 3072), (1000, 328), (6144, 4096)]
 ROWS = [1, 3, 17] if INTERPRETED else [1, 2, 8, 24, 64, 200]
-
-
-def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
 
 
 def scratch_for(rows: int, outputs: int, inputs: int) -> Scratch:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and not torch.cuda.is_available()
-if not (torch.cuda.is_available() or INTERPRETED):
-    pytest.skip("needs a CUDA device: torch.cuda.is_available() is False", allow_module_level=True)
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("needs triton, which is not installed", allow_module_level=True)
+from tests.gpu.kernels import DEVICE, DTYPE, relative_error  # isort: skip  (before what imports triton)
 
-from engine.attention.base import KVCache, PrefillAttention  # noqa: E402  (after the check for triton)
-from engine.batch import PrefillChunk  # noqa: E402
-from engine.models.fused_dense import FusedDense  # noqa: E402
-from engine.prefill_site import Prefill  # noqa: E402
-from tests.gpu.test_decode_kernels import DEVICE, DTYPE, TOLERANCE, relative_error, small_model  # noqa: E402
+from engine.attention.base import KVCache, PrefillAttention
+from engine.batch import PrefillChunk
+from engine.models.fused_dense import FusedDense
+from engine.prefill_site import Prefill
+from tests.gpu.test_decode_kernels import TOLERANCE, small_model
 
 pytestmark = [
     pytest.mark.gpu,

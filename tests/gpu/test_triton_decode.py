@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and not torch.cuda.is_available()
-if not (torch.cuda.is_available() or INTERPRETED):
-    pytest.skip("needs a CUDA device: torch.cuda.is_available() is False", allow_module_level=True)
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("needs triton, which is not installed", allow_module_level=True)
+from tests.gpu.kernels import INTERPRETED, relative_error  # isort: skip  (before what imports triton)
 
-from engine.attention import triton_decode as td  # noqa: E402  (imports triton: only where a kernel can run)
+from engine.attention import triton_decode as td
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,10 +20,6 @@ PAGE = 16
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
 LONGEST = 200 if INTERPRETED else 4096
-
-
-def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
 
 
 def reference(q, k_cache, v_cache, page_table, positions, scale):

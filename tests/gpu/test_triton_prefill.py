@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-
 import pytest
 import torch
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and not torch.cuda.is_available()
-if not (torch.cuda.is_available() or INTERPRETED):
-    pytest.skip("needs a CUDA device: torch.cuda.is_available() is False", allow_module_level=True)
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("needs triton, which is not installed", allow_module_level=True)
+from tests.gpu.kernels import DEVICE, DTYPE, INTERPRETED, relative_error  # isort: skip  (before what imports triton)
 
-from engine.attention.triton_decode import Rotation  # noqa: E402  (after the check for triton)
-from engine.attention.triton_prefill import Packing, paged_prefill, turn_and_append  # noqa: E402
+from engine.attention.triton_decode import Rotation
+from engine.attention.triton_prefill import Packing, paged_prefill, turn_and_append
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.interpretable,
     pytest.mark.filterwarnings("default::DeprecationWarning"),  # Triton's own, of Python's ast and numpy's scalars
 ]
-DEVICE = "cpu" if INTERPRETED else "cuda"
-DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
 TOLERANCE = 3e-3 if INTERPRETED else 1e-2
 PAGE = 16
 PACKINGS = [  # (start, length) of each chunk
@@ -31,10 +22,6 @@ PACKINGS = [  # (start, length) of each chunk
 ]
 if not INTERPRETED:
     PACKINGS += [[(0, 1024)] * 4, [(3000, 700), (0, 257), (1, 1)], [(0, 1)] * 100]
-
-
-def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
 
 
 def turned(x, positions, cos, sin, weight, eps):

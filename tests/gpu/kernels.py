@@ -1,0 +1,26 @@
+"""What the tests of Triton kernels share. Importing it skips a module where no kernel can run, and says why.
+
+Import it before anything that imports triton. Under TRITON_INTERPRET=1 kernels run on the CPU, without bfloat16.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and not torch.cuda.is_available()
+if not (torch.cuda.is_available() or INTERPRETED):
+    pytest.skip("needs a CUDA device: torch.cuda.is_available() is False", allow_module_level=True)
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("needs triton, which is not installed", allow_module_level=True)
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
+
+
+def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Of the norms, in float64."""
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
