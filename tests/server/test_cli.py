@@ -188,7 +188,8 @@ def test_tune_holds_a_larger_maximum_and_says_when_a_batch_is_beyond_it(capsys, 
 
 
 def test_tune_from_a_live_server_within_a_budget_of_bytes(capsys, server):
-    server.answer("/v1/completions", {"prompt": ["red"] * 3, "max_tokens": 8, "ignore_eos": True})
+    # One request of three sequences: they join the batch together, where three prompts may come one after another.
+    server.answer("/v1/completions", {"prompt": "red", "n": 3, "max_tokens": 8, "ignore_eos": True})
     server.wait_idle()
     code, out, _ = status(capsys, "tune", "--metrics", server.url + "/metrics", "--max-bytes", str(2**40), "--json")
     report = json.loads(out)
