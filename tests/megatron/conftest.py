@@ -1,0 +1,34 @@
+"""One process as Megatron wants it: a group of one over gloo, and its parallel state."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # its imports warn of what isn't installed, and of its own old names
+    import megatron.core.models.gpt
+    import megatron.core.models.gpt.gpt_layer_specs
+    import megatron.core.pipeline_parallel.schedules
+    import megatron.core.transformer.cuda_graphs  # noqa: F401
+    from megatron.core import parallel_state
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_process():
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    parallel_state.initialize_model_parallel()
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -1,0 +1,55 @@
+"""Small GPTModels of Megatron-Core's own that run on a CPU."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from graph_cache.adapters.megatron.cpu import keep_rotary_in_place, layer_spec
+
+VOCAB = 96
+
+
+def config(**changes: Any) -> TransformerConfig:
+    """A Llama-like configuration of two layers, 32 wide; `qk_layernorm=True` makes it Qwen3-like."""
+    values = {
+        "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 48,
+        "add_bias_linear": False, "gated_linear_unit": True, "activation_func": torch.nn.functional.silu,
+        "normalization": "RMSNorm", "hidden_dropout": 0.0, "attention_dropout": 0.0, "bias_dropout_fusion": False,
+        "apply_rope_fusion": False, "use_cpu_initialization": True, "params_dtype": torch.float32,
+    } | changes
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns of its own defaults
+        return TransformerConfig(**values)
+
+
+def gpt(seed: int = 0, *, tied: bool = False, pre_process: bool = True, post_process: bool = True,
+        vp_stage: int | None = None, rotary_base: int = 10000, **changes: Any) -> GPTModel:
+    """A GPTModel with random weights of this seed, in training mode."""
+    torch.manual_seed(seed)
+    cfg = config(**changes)
+    spec = layer_spec(normalization=cfg.normalization, qk_layernorm=cfg.qk_layernorm)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = GPTModel(cfg, spec, vocab_size=VOCAB, max_sequence_length=64, position_embedding_type="rope",
+                         share_embeddings_and_output_weights=tied, pre_process=pre_process, post_process=post_process,
+                         rotary_base=rotary_base, vp_stage=vp_stage)
+    keep_rotary_in_place(model)
+    return model
+
+
+def tokens(seed: int, batch: int = 2, length: int = 12) -> tuple[Tensor, Tensor]:
+    """Token ids and their positions, int64 [batch, length]."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, VOCAB, (batch, length), generator=generator)
+    return ids, torch.arange(length).expand(batch, -1)
+
+
+def loss_of(model: GPTModel, ids: Tensor, positions: Tensor) -> Tensor:
+    """The mean loss of predicting each next token."""
+    return model(ids, positions, None, labels=ids.roll(-1, 1)).mean()
