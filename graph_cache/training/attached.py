@@ -5,9 +5,10 @@ Owns the seam: the attribute of the module that is replaced, and put back at the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -16,35 +17,57 @@ from graph_cache.training.compiled import COMPILED_CALL, is_compiled
 
 FORWARD = "forward"
 MARK = "takes_over_a_module"
+Hook = Callable[..., Any]
+
+
+class Part(NamedTuple):
+    """What of a model is captured under `name`: a module's calls, or those of another of its methods.
+
+    `submodules`: what the method uses of the module, whose parameters then take part; none: all of it.
+    """
+
+    name: str
+    module: nn.Module
+    method: str = FORWARD
+    submodules: tuple[nn.Module, ...] = ()
 
 
 class AttachedModule:
-    """A module under `name`; `eager` is what its calls did before: a forward, or what `module.compile()` made of it.
+    """A part that is taken over; `eager` is what its calls did before: a method, or what `module.compile()` made of it.
 
-    Raises GraphConfigError where its forward is replaced already.
+    `scope` holds the submodules that take part. Forward-pre-hooks inside it for which `fired` is true run before each
+    replay, in the order of the submodules, and outside of captures; any other hook inside keeps the part eager.
+    Raises GraphConfigError where its calls are replaced already.
     """
 
-    def __init__(self, name: str, module: nn.Module):
+    def __init__(self, part: Part, fired: Callable[[Hook], bool] | None = None):
+        name, module = part.name, part.module
         self.name = name
         self.module = module
-        self.compiled = is_compiled(module)
+        self.scope = nn.ModuleList(part.submodules) if part.submodules else module
+        self.compiled = part.method == FORWARD and is_compiled(module)
         # module.compile() wraps hooks and forward together, so that call is taken over; torch.compile(module) makes a
         # module around it, whose forward is the compiled call.
-        self._seam = COMPILED_CALL if getattr(module, COMPILED_CALL, None) is not None else FORWARD
+        is_inside = part.method == FORWARD and getattr(module, COMPILED_CALL, None) is not None
+        self._seam = COMPILED_CALL if is_inside else part.method
         self._before = vars(module).get(self._seam)
-        if self._seam == FORWARD and self._before is not None and not self.compiled:
-            raise GraphConfigError(f"{name}: its forward is replaced already ({self._before!r}); detach whatever did "
-                                   "so first")
+        if self._seam == part.method and self._before is not None and not self.compiled:
+            raise GraphConfigError(f"{name}: its {part.method} is replaced already ({self._before!r}); detach whatever "
+                                   "did so first")
         if getattr(self._before, MARK, False):
             raise GraphConfigError(f"{name}: it is attached already; detach it first")
         self.eager: Callable[..., Any] = getattr(module, self._seam)
         self.refused: set[Hashable] = set()  # kinds of calls whose capture failed
         self.handing_out: Any = None  # the pair that hands out its gradients where they are; others copy
-        self.parameters = list(module.parameters())
-        self.submodules = list(module.modules())
-        inner = self.submodules if self._seam == COMPILED_CALL else self.submodules[1:]
-        self.hooks = [hooks for one in inner for hooks in (one._forward_hooks, one._forward_pre_hooks,
-                                                            one._backward_hooks, one._backward_pre_hooks)]
+        self.parameters = list(self.scope.parameters())
+        self.submodules = list(self.scope.modules())
+        if part.submodules:
+            self.submodules[0] = module  # of a list of submodules the mode says nothing
+        self._inner = self.submodules if is_inside else self.submodules[1:]
+        self.hooks = [hooks for one in self._inner for hooks in (one._forward_hooks, one._forward_pre_hooks,
+                                                                 one._backward_hooks, one._backward_pre_hooks)]
+        self._fired = fired
+        self._to_fire: list[tuple[nn.Module, Hook]] = []
         self.refresh()
 
     def take_over(self, call: Callable[..., Any]) -> None:
@@ -61,10 +84,40 @@ class AttachedModule:
 
     def refresh(self) -> None:
         """Look again at what may change between two steps: which parameters are frozen, modes of submodules, hooks."""
-        self.hooks_inside = any(self.hooks)  # a replay would leave them out
+        found = [hook for hooks in self.hooks if hooks for hook in hooks.values()]
+        if found and self._fired is not None:
+            self._to_fire = [(one, hook) for one in self._inner for hook in self._pre_hooks(one).values()]
+            found = [hook for hook in found if not self._fired(hook)]
+        else:
+            self._to_fire = []
+        self.hooks_inside = bool(found)  # a replay would leave them out
         trained = [parameter.requires_grad for parameter in self.parameters]
         self.frozen = True not in trained
         self.state = (self.hooks_inside, *trained, *[module.training for module in self.submodules])
+
+    def _pre_hooks(self, module: nn.Module) -> dict[int, Hook]:
+        """Those hooks of a submodule that run before a replay."""
+        return {key: hook for key, hook in module._forward_pre_hooks.items() if self._fired(hook)}
+
+    def fire_hooks(self) -> None:
+        """Run the hooks that a replay leaves out."""
+        for module, hook in self._to_fire:
+            hook(module, ())
+
+    @contextmanager
+    def hooks_put_aside(self) -> Iterator[None]:
+        """Run those hooks now, and leave them out of the block, which captures."""
+        self.fire_hooks()
+        kept = [(module._forward_pre_hooks, dict(module._forward_pre_hooks)) for module, _ in self._to_fire]
+        for module, _ in self._to_fire:
+            for key in self._pre_hooks(module):
+                del module._forward_pre_hooks[key]
+        try:
+            yield
+        finally:
+            for hooks, before in kept:
+                hooks.clear()
+                hooks.update(before)
 
     def wants_gradients(self, tensors: list[Tensor]) -> bool:
         """Whether a call with these tensors has anything to differentiate."""

@@ -6,8 +6,7 @@ backward is held for as long as the pair lives, so no other graph is ever given 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from graph_cache.backends.base import Memory
 from graph_cache.pool import GraphPool
 from graph_cache.runner import GraphRunner
+from graph_cache.training.attached import AttachedModule
 from graph_cache.training.call import CallKey, Result, put_together
 from graph_cache.training.gradients import HandedOut, copies_of, room_for
 from graph_cache.training.stand_ins import ADDED, MainGrads, StandIns, trainable
@@ -23,7 +23,7 @@ ELSEWHERE = 0x5EED  # any seed but the job's own
 
 
 class GraphedCall:
-    """Forward and backward graphs of `forward(*args, **kwargs)` for one key.
+    """Forward and backward graphs of an attached module's calls of one key.
 
     `inputs` are the static inputs: fresh tensors, or another call's static outputs, which then need no copy. The
     module's parameters take part by stand-ins on the same storage; its buffers (running statistics) and the parameters'
@@ -31,13 +31,12 @@ class GraphedCall:
     leaves them, in memory of their own, else as copies.
     """
 
-    def __init__(self, name: str, module: nn.Module, forward: Callable[..., Any], key: CallKey,
-                 inputs: Sequence[Tensor], pool: GraphPool, memory: Memory, generators: Sequence[torch.Generator], *,
-                 hands_out: bool):
-        self.name = name
+    def __init__(self, owner: AttachedModule, key: CallKey, inputs: Sequence[Tensor], pool: GraphPool, memory: Memory,
+                 generators: Sequence[torch.Generator], *, hands_out: bool):
+        self.name = owner.name
         self.key = key
         self.inputs = list(inputs)
-        self.parameters = trainable(module)
+        self.parameters = trainable(owner.scope)
         self.result: Result | None = None
         self.outputs: list[Tensor] = []
         self.differentiable: list[int] = []  # which outputs have gradients
@@ -46,10 +45,10 @@ class GraphedCall:
         self.grad_outputs: list[Tensor] = []
         self.input_grads: list[Tensor | None] = []
         self.parameter_grads: list[Tensor | None] = []
-        self._stand_ins = StandIns(module)
-        self._forward = forward
-        self._state = list(module.buffers())
-        self._main_grads = list(MainGrads(module).values())
+        self._stand_ins = StandIns(owner.scope)
+        self._forward = owner.eager
+        self._state = list(owner.scope.buffers())
+        self._main_grads = list(MainGrads(owner.scope).values())
         self._added: list[nn.Parameter] = []  # whose gradient the backward itself adds to their main_grad
         self._handed_out: HandedOut | None = None
         self._hands_out = hands_out

@@ -1,4 +1,4 @@
-"""The graphed calls of one kind of step, and which of them may serve a call now.
+"""The graphed calls of one chain, and which of them may serve a call now.
 
 Calls are captured in the order in which a recorded step made them, forwards first, then backwards. A forward's
 temporaries may lie in memory that later calls save into, so a call is served only by a pair behind every pair whose
@@ -34,6 +34,10 @@ class InstanceOrder(Generic[Pair]):
     def knows(self, kind: Hashable) -> bool:
         """Whether any pair serves this kind of call."""
         return kind in self._places
+
+    def kinds(self) -> set[Hashable]:
+        """What its pairs serve."""
+        return set(self._places)
 
     def kind(self, place: int) -> Hashable:
         """What the pair at this place serves."""

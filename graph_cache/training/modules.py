@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from graph_cache.pool import GraphPool
 from graph_cache.stats import CacheStats
-from graph_cache.training.attached import AttachedModule, Watched
+from graph_cache.training.attached import AttachedModule, Hook, Part, Watched
 from graph_cache.training.autograd import Lease, probe, replay
 from graph_cache.training.call import Result, take_apart
+from graph_cache.training.chain import Chain, Entry, Kind
 from graph_cache.training.compiled import keeping_history
-from graph_cache.training.program import Entry, Kind, Program
+from graph_cache.training.program import Program
 
 logger = logging.getLogger(__name__)
 
@@ -56,12 +57,14 @@ class TrainingGraphs:
 
     # ---- attaching -------------------------------------------------------------------------------------------------
 
-    def attach(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        """Take over the calls of these modules, all or none. Raises GraphConfigError where one is taken over already.
+    def attach(self, modules: Iterable[Part | tuple[str, nn.Module]],
+               fired: Callable[[Hook], bool] | None = None) -> None:
+        """Take over the calls of these parts, all or none. Raises GraphConfigError where one is taken over already.
 
-        Modules that `module.compile()` or `torch.compile(module)` made are taken over as compiled.
+        Modules that `module.compile()` or `torch.compile(module)` made are taken over as compiled. Hooks on submodules
+        for which `fired` is true run before each replay; others keep their part eager.
         """
-        found = [AttachedModule(name, module) for name, module in modules]
+        found = [AttachedModule(Part(*module), fired) for module in modules]
         for attached in found:
             attached.take_over(self._entry(attached))
             self.modules.append(attached)
@@ -94,7 +97,7 @@ class TrainingGraphs:
     @property
     def outstanding(self) -> int:
         """Forwards whose backward is still to come."""
-        return self._outstanding + sum(program.order.awaiting for program in self._programs)
+        return self._outstanding + sum(program.awaiting for program in self._programs)
 
     def _call(self, attached: AttachedModule, args: tuple, kwargs: dict[str, Any]) -> Any:
         """In the middle of a round, a call like the recorded one at the next place is served without further ado."""
@@ -102,11 +105,12 @@ class TrainingGraphs:
             return attached.eager(*args, **kwargs)
         if torch.is_grad_enabled():
             for program in self._programs:
-                place = program.order.following()
-                entry = program.order.pairs[place] if 0 < place < len(program.order.pairs) else None
+                chain = program.current
+                place = chain.order.following()
+                entry = chain.order.pairs[place] if 0 < place < len(chain.order.pairs) else None
                 tensors = entry.tensors(attached, args, kwargs) if entry is not None else None
                 if tensors is not None:
-                    return self._replay(program, place, entry, tensors)
+                    return self._replay(chain, place, entry, tensors)
         return self._look_closer(attached, args, kwargs)
 
     def _look_closer(self, attached: AttachedModule, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -121,10 +125,11 @@ class TrainingGraphs:
         if kind in attached.refused:
             return self._eager(attached, args, kwargs, FAILED)
         for program in self._programs:
-            place = program.order.find(kind)
-            if place is not None and program.order.pairs[place].finds(tensors):
-                return self._replay(program, place, program.order.pairs[place], tensors)
-        if any(program.order.knows(kind) for program in self._programs):
+            found = program.find(kind, tensors)
+            if found is not None:
+                program.current, place, entry = found
+                return self._replay(program.current, place, entry, tensors)
+        if any(program.knows(kind) for program in self._programs):
             return self._eager(attached, args, kwargs, NO_INSTANCE)
         if attached.hooks_inside:
             return self._eager(attached, args, kwargs, HOOKS)
@@ -146,7 +151,7 @@ class TrainingGraphs:
                 program.retire()
         if self._recording is not None:
             recorded, self._recording = self._recording, None
-            if len(recorded.order):
+            if recorded.chains:
                 self._capture(recorded)
             self._unseen_rounds = 0
         elif self._unseen_this_round:
@@ -197,9 +202,10 @@ class TrainingGraphs:
     def _backward_came(self, place: int) -> None:
         self._outstanding -= 1
 
-    def _replay(self, program: Program, place: int, entry: Entry, tensors: Sequence[Tensor]) -> Any:
-        program.order.await_backward(place)
-        lease = Lease(program.release, place)
+    def _replay(self, chain: Chain, place: int, entry: Entry, tensors: Sequence[Tensor]) -> Any:
+        entry.owner.fire_hooks()
+        chain.order.await_backward(place)
+        lease = Lease(chain.release, place)
         try:
             outputs = replay(entry.pair, lease, tensors)
         except BaseException:
@@ -212,26 +218,24 @@ class TrainingGraphs:
         """Run eager, and note what was called with what; a place is reused as it would be in a replay."""
         attached = kind[0]
         self.stats.fallbacks[attached.name, "forward", WARMING] += 1
-        place = program.order.find(kind)
-        if place is None:
-            place = program.record(kind, tensors, args, kwargs)
+        chain, place = program.record(kind, tensors, args, kwargs)
         result, outputs = Result.of(self._inside(attached, args, kwargs))
         wanted = [index for index, tensor in enumerate(outputs) if tensor.requires_grad]
         if wanted:
-            program.order.await_backward(place)
+            chain.order.await_backward(place)
             self._outstanding += 1
 
             def came(place: int) -> None:
-                program.order.release(place)
+                chain.release(place)
                 self._outstanding -= 1
 
             for index, tensor in zip(wanted, probe(Lease(came, place), [outputs[i] for i in wanted]), strict=True):
                 outputs[index] = tensor
-        program.came_out(place, outputs)
+        chain.came_out(place, outputs)
         return result.build(outputs)
 
     def table(self) -> list[dict[str, Any]]:
         """Every pair as plain values."""
         return [{"module": entry.pair.name, "instance": place, "engine": entry.pair.engine,
                  "bytes": entry.pair.nbytes, "capture_seconds": round(entry.pair.capture_seconds, 6)}
-                for program in self._programs for place, entry in enumerate(program.order.pairs) if entry is not None]
+                for program in self._programs for place, entry in enumerate(program.entries())]

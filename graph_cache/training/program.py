@@ -1,209 +1,111 @@
-"""The calls of a recorded step, and their capture in its order: forwards first, then backwards from last to first.
+"""What was recorded of a kind of step: chains of calls, one for each microbatch that is outstanding at a time.
 
-Owns the pairs captured together and the memory they share. Knows neither rounds nor what runs eager.
+Owns which chain serves a call, and the addresses that all of them read. Knows neither rounds nor what runs eager.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from graph_cache.addresses import AddressBook
-from graph_cache.errors import CaptureError
 from graph_cache.pool import GraphPool
 from graph_cache.stats import CacheStats
-from graph_cache.training.attached import AttachedModule
-from graph_cache.training.call import CallKey, Expected
+from graph_cache.training.chain import Chain, Entry, Kind
 from graph_cache.training.compiled import without_compiling
-from graph_cache.training.graphed_call import GraphedCall
-from graph_cache.training.instance_order import InstanceOrder
 from graph_cache.training.stand_ins import MainGrads
 
 logger = logging.getLogger(__name__)
 
-SCOPE = "module"
-Kind = tuple[AttachedModule, CallKey, tuple[bool, ...]]  # what one pair of graphs serves: `state` of the module is last
-
-
-@dataclass
-class Sample:
-    """What a recorded call was given: copies of its tensors, or the output of an earlier call that one of them was."""
-
-    tensors: list[Tensor | None]
-    sources: list[tuple[int, int] | None]  # (place, output) of an earlier call
-
-
-@dataclass
-class Entry:
-    """A captured pair, and what it takes to see that a call is one that it serves."""
-
-    pair: GraphedCall
-    owner: AttachedModule
-    state: tuple[bool, ...]
-    expected: Expected
-    label: tuple[str, str, str, int]  # under which its replays are counted
-    taken: list[tuple[int, int]]  # inputs that are outputs of earlier pairs, and their addresses
-    is_tensor: bool = False  # it returns a tensor by itself
-
-    def tensors(self, owner: AttachedModule, args: tuple, kwargs: dict[str, Any]) -> Sequence[Tensor] | None:
-        """The tensors of a call that this pair serves; None for another."""
-        if owner is not self.owner or owner.state != self.state:
-            return None
-        tensors = self.expected.tensors(args, kwargs, owner.module.training)
-        return tensors if tensors is not None and self.finds(tensors) else None
-
-    def finds(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether each input that this pair reads where an earlier one left it is there.
-
-        Another tensor would have to be copied there, over an output that its own backward may still need.
-        """
-        for index, address in self.taken:
-            if tensors[index].data_ptr() != address:
-                return False
-        return True
-
 
 class Program:
-    """The pairs captured together, in memory of their own."""
+    """The chains recorded together. `current` is the one whose forward came last."""
 
     def __init__(self, pool: GraphPool, stats: CacheStats, generators: Sequence[torch.Generator]):
-        self.order: InstanceOrder[Entry] = InstanceOrder()
+        self.chains: list[Chain] = []
+        self.current: Chain | None = None
         self.addresses = AddressBook()
         self._pool = pool
         self._stats = stats
         self._generators = generators
-        self._memory = pool.new_memory()
-        self._retired = False
-        self._samples: list[Sample] = []
-        self._expected: list[Expected] = []
-        self._recorded: dict[int, tuple[int, int]] = {}  # address of a recorded output -> (place, output)
-        self._alive: list[Tensor] = []  # those outputs: until the capture their addresses name nothing else
+
+    @property
+    def awaiting(self) -> int:
+        """How many calls await their backward."""
+        return sum(chain.order.awaiting for chain in self.chains)
+
+    def knows(self, kind: Kind) -> bool:
+        """Whether any chain serves such calls, free or not."""
+        return any(chain.order.knows(kind) for chain in self.chains)
+
+    def entries(self) -> list[Entry]:
+        """What was captured, chain by chain."""
+        return [entry for chain in self.chains for entry in chain.entries()]
+
+    def find(self, kind: Kind, tensors: Sequence[Tensor]) -> tuple[Chain, int, Entry] | None:
+        """Where a call with these tensors may be served now."""
+        for chain in self._in_turn():
+            place = chain.order.find(kind)
+            if place is not None and chain.order.pairs[place].finds(tensors):
+                return chain, place, chain.order.pairs[place]
+        return None
+
+    def _in_turn(self) -> Iterator[Chain]:
+        """The microbatch that is under way, then the others from the first, whose gradients need no copy."""
+        if self.current is not None and self.current.order.awaiting:
+            yield self.current
+        yield from self.chains
 
     # ---- recording -------------------------------------------------------------------------------------------------
 
-    def record(self, kind: Kind, tensors: Sequence[Tensor], args: tuple, kwargs: dict[str, Any]) -> int:
-        """A new place for a call like this one, which runs eager now."""
-        sources = [self._recorded.get(tensor.data_ptr()) for tensor in tensors]
-        kept = [tensor.detach().clone() if source is None else None
-                for tensor, source in zip(tensors, sources, strict=True)]
-        self._samples.append(Sample(kept, sources))
-        self._expected.append(Expected(kind[1], args, kwargs))
-        return self.order.add(kind)
+    def record(self, kind: Kind, tensors: Sequence[Tensor], args: tuple, kwargs: dict[str, Any]) -> tuple[Chain, int]:
+        """A place for a call, which runs eager now: one that it would find in a replay, or a new one.
 
-    def came_out(self, place: int, outputs: Sequence[Tensor]) -> None:
-        """Note where a recorded call left its outputs, so that those who take them are known."""
-        for index, tensor in enumerate(outputs):
-            self._recorded[tensor.data_ptr()] = (place, index)
-            self._alive.append(tensor.detach())
+        A call with another's output belongs to the same microbatch. Of the rest, one that the microbatch under way has
+        made already begins another microbatch.
+        """
+        connected = next((chain for chain in self._in_turn() if any(chain.sources(tensors))), None)
+        if connected is None:
+            for chain in self._in_turn():
+                place = chain.find_recorded(kind, tensors)
+                if place is not None:
+                    self.current = chain
+                    return chain, place
+        chain = connected or self.current
+        if chain is None or (connected is None and chain.order.knows(kind)):
+            chain = Chain(self._pool, self._stats, self._generators)
+            self.chains.append(chain)
+        self.current = chain
+        place = chain.find_recorded(kind, tensors)
+        return chain, chain.record(kind, tensors, args, kwargs) if place is None else place
 
     # ---- capture ---------------------------------------------------------------------------------------------------
 
     def capture(self) -> None:
-        """Capture what was recorded. A call whose capture fails has no pair, and is refused from then on."""
-        order, started = self.order, time.perf_counter()
-        self._alive = []
+        """Capture all chains. A call whose capture fails has no pair, and is refused from then on."""
+        started = time.perf_counter()
+        for chain in self.chains:
+            chain.forget_outputs()
+        owners = {kind[0].name: kind[0] for chain in self.chains for kind in chain.order.kinds()}.values()
         self._pool.trim()  # what the eager steps left cached is of no use to the graphs' own memory
-        with self._pool.session(), without_compiling(self._pool.backend):
-            for place, sample in enumerate(self._samples):
-                owner, _, state = order.kind(place)
-                if owner.state != state:  # frozen or unfrozen since it was recorded
-                    order.remove(place)
-                else:
-                    self._try(place, lambda p=place, s=sample: self._capture_forward(p, s))
-            for place in reversed(range(len(order))):
-                if order.pairs[place] is not None:
-                    self._try(place, lambda p=place: self._capture_backward(p))
-        entries = [entry for entry in order.pairs if entry is not None]
+        with self._pool.session(), without_compiling(self._pool.backend), ExitStack() as hooks:
+            for owner in owners:
+                hooks.enter_context(owner.hooks_put_aside())
+            for chain in self.chains:
+                chain.capture()
+        entries = self.entries()
         for owner in {entry.owner.name: entry.owner for entry in entries}.values():
-            self.addresses.watch(owner.module, prefix=f"{owner.name}.")
-            self.addresses.watch(MainGrads(owner.module), prefix=f"{owner.name}.main_grad of ")
-        self._samples, self._recorded = [], {}
+            self.addresses.watch(owner.scope, prefix=f"{owner.name}.")
+            self.addresses.watch(MainGrads(owner.scope), prefix=f"{owner.name}.main_grad of ")
         logger.info("captured %d forward and backward graphs in %.2f s", len(entries), time.perf_counter() - started)
 
-    def _capture_forward(self, place: int, sample: Sample) -> None:
-        owner, key, state = self.order.kind(place)
-        inputs, taken = [], []
-        for kept, source, signature in zip(sample.tensors, sample.sources, key.tensors, strict=True):
-            producer = self.order.pairs[source[0]] if source is not None and source[0] < place else None
-            static = kept if producer is None else producer.pair.outputs[source[1]].detach()
-            if static is None or (static.shape, static.stride(), static.dtype) != signature[:3]:
-                shape, strides, dtype, device, _ = signature  # its producer has no graph, or it was a view
-                static = torch.empty_strided(shape, strides, dtype=dtype, device=device).zero_()
-            elif producer is not None:
-                taken.append((len(inputs), static.data_ptr()))
-            inputs.append(static.requires_grad_(signature[4]))
-        hands_out = owner.handing_out is None
-        pair = GraphedCall(owner.name, owner.module, owner.eager, key, inputs, self._pool, self._memory,
-                           self._generators, hands_out=hands_out)
-        if hands_out:  # of several instances the first: the others' gradients are added to what it handed out
-            owner.handing_out = pair
-        rows = key.tensors[0][0][0] if key.tensors and key.tensors[0][0] else 1
-        entry = Entry(pair, owner, state, self._expected[place], (owner.name, SCOPE, "forward", rows), taken)
-        self.order.pairs[place] = entry
-        pair.capture_forward()
-        entry.is_tensor = pair.result.is_tensor
-
-    def _capture_backward(self, place: int) -> None:
-        """Where one later call alone took an output, its gradient is read where that call's backward leaves it."""
-        pair, arriving = self.order.pairs[place].pair, {}
-        for index in pair.differentiable:
-            takers = [(taker, position) for taker, sample in enumerate(self._samples)
-                      for position, source in enumerate(sample.sources) if source == (place, index)]
-            taker = self.order.pairs[takers[0][0]] if len(takers) == 1 and takers[0][0] > place else None
-            grad = taker.pair.input_grads[takers[0][1]] if taker is not None and taker.pair.input_grads else None
-            output = pair.outputs[index]
-            if grad is not None and (grad.shape, grad.stride(), grad.dtype) == (
-                    output.shape, output.stride(), output.dtype):
-                arriving[index] = grad
-        pair.capture_backward(arriving)
-
-    def _try(self, place: int, capture: Callable[[], None]) -> None:
-        """A failed capture costs its own call only: it runs eager from then on, and the reason is kept."""
-        kind = self.order.kind(place)
-        owner = kind[0]
-        try:
-            capture()
-            self._stats.captures[owner.name, SCOPE, "recorded"] += 1
-        except CaptureError as error:
-            logger.error("capture of %s failed, it will run eager: %s", owner.name, error)
-            self._stats.failed_captures[owner.name, SCOPE] += 1
-            owner.refused.add(kind)
-            self.order.remove(place)
-            entry, self.order.pairs[place] = self.order.pairs[place], None
-            if entry is not None:
-                _close(entry)
-
-    # ---- the end ---------------------------------------------------------------------------------------------------
-
-    def release(self, place: int) -> None:
-        """The backward of a forward from this place is done, or will never come."""
-        self.order.release(place)
-        if self._retired:
-            self._close_if_idle()
-
     def retire(self) -> None:
-        """Serve no more forwards; the graphs go once outstanding backwards are done."""
-        self._retired = True
-        for entry in self.order.pairs:
-            if entry is not None and entry.owner.handing_out is entry.pair:
-                entry.owner.handing_out = None
-        self._close_if_idle()
-
-    def _close_if_idle(self) -> None:
-        if not self.order.awaiting:
-            for entry in self.order.pairs:
-                if entry is not None:
-                    _close(entry)
-            self.order.pairs = []
-
-
-def _close(entry: Entry) -> None:
-    if entry.owner.handing_out is entry.pair:
-        entry.owner.handing_out = None
-    entry.pair.close()
+        """Serve no more forwards; each chain's graphs go once its outstanding backwards are done."""
+        for chain in self.chains:
+            chain.retire()

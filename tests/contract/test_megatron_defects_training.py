@@ -60,7 +60,8 @@ def test_2_graphs_captured_after_a_suspend_share_memory_as_before(pool, device):
         train(graphed, data)
         program = graphs._programs[0]
         found.append(pool.nbytes())
-        assert {id(entry.pair._forward_graph._memory) for entry in program.order.pairs} == {id(program._memory)}
+        for chain in program.chains:
+            assert {id(entry.pair._forward_graph._memory) for entry in chain.entries()} == {id(chain._memory)}
         graphs.clear()
     assert found[1] <= found[0]  # the first capture leaves what libraries keep for their streams
 
@@ -78,7 +79,7 @@ def test_4_layers_hand_outputs_and_gradients_on_without_a_copy(pool, device):
     _, graphed = twins(mlp, device)
     graphs, _ = attached(graphed, BLOCKS, pool)
     train(graphed, batches(4, device, micro=1))
-    pairs = [entry.pair for entry in graphs._programs[0].order.pairs]
+    pairs = [entry.pair for entry in graphs._programs[0].entries()]
     for earlier, later in zip(pairs, pairs[1:], strict=False):
         assert later.inputs[0].data_ptr() == earlier.outputs[0].data_ptr()
         assert earlier.grad_outputs[0].data_ptr() == later.input_grads[0].data_ptr()

@@ -58,7 +58,7 @@ def test_gradients_need_no_copy_where_nobody_holds_the_last_ones(pool, device):
     _, graphed = twins(mlp, device)
     graphs, _ = attached(graphed, ["0", "1", "2"], pool)
     train(graphed, batches(4, device, micro=1))
-    pair = graphs._programs[0].order.pairs[0].pair
+    pair = graphs._programs[0].entries()[0].pair
     for _ in range(2):
         graphed.zero_grad()
         graphed(batches(1, device)[0][0]).sum().backward()

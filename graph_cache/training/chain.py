@@ -1,0 +1,212 @@
+"""The calls that one microbatch makes, captured in their order: forwards first, then backwards from last to first.
+
+Owns pairs of graphs in memory that no other chain is given, so microbatches of different chains may interleave in any
+order: a chain serves the next microbatch as soon as the backwards of its last are done. Knows no rounds, nor what runs
+eager.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graph_cache.errors import CaptureError
+from graph_cache.pool import GraphPool
+from graph_cache.stats import CacheStats
+from graph_cache.training.attached import AttachedModule
+from graph_cache.training.call import CallKey, Expected
+from graph_cache.training.graphed_call import GraphedCall
+from graph_cache.training.instance_order import InstanceOrder
+
+logger = logging.getLogger(__name__)
+
+SCOPE = "module"
+Kind = tuple[AttachedModule, CallKey, tuple[bool, ...]]  # what one pair of graphs serves: `state` of the module is last
+Source = tuple[int, int]  # (place, output) of an earlier call of the same chain
+
+
+@dataclass
+class Sample:
+    """What a recorded call was given: copies of its tensors, or the output of an earlier call that one of them was."""
+
+    tensors: list[Tensor | None]
+    sources: list[Source | None]
+    expected: Expected
+
+
+@dataclass
+class Entry:
+    """A captured pair, and what it takes to see that a call is one that it serves."""
+
+    pair: GraphedCall
+    owner: AttachedModule
+    state: tuple[bool, ...]
+    expected: Expected
+    label: tuple[str, str, str, int]  # under which its replays are counted
+    taken: list[tuple[int, int]]  # inputs that are outputs of earlier pairs, and their addresses
+    is_tensor: bool = False  # it returns a tensor by itself
+
+    def tensors(self, owner: AttachedModule, args: tuple, kwargs: dict[str, Any]) -> Sequence[Tensor] | None:
+        """The tensors of a call that this pair serves; None for another."""
+        if owner is not self.owner or owner.state != self.state:
+            return None
+        tensors = self.expected.tensors(args, kwargs, owner.module.training)
+        return tensors if tensors is not None and self.finds(tensors) else None
+
+    def finds(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether each input that this pair reads where an earlier one left it is there.
+
+        Another tensor would have to be copied there, over an output that its own backward may still need.
+        """
+        for index, address in self.taken:
+            if tensors[index].data_ptr() != address:
+                return False
+        return True
+
+    def close(self) -> None:
+        """Destroy the pair."""
+        if self.owner.handing_out is self.pair:
+            self.owner.handing_out = None
+        self.pair.close()
+
+
+class Chain:
+    """The pairs of one microbatch, in memory of their own."""
+
+    def __init__(self, pool: GraphPool, stats: CacheStats, generators: Sequence[torch.Generator]):
+        self.order: InstanceOrder[Entry] = InstanceOrder()
+        self._pool = pool
+        self._stats = stats
+        self._generators = generators
+        self._memory = pool.new_memory()
+        self._retired = False
+        self._samples: list[Sample] = []
+        self._recorded: dict[int, Source] = {}  # address of a recorded output -> where it came from
+        self._alive: list[Tensor] = []  # those outputs: until the capture their addresses name nothing else
+
+    def entries(self) -> Iterator[Entry]:
+        """What was captured."""
+        return (entry for entry in self.order.pairs if entry is not None)
+
+    # ---- recording -------------------------------------------------------------------------------------------------
+
+    def sources(self, tensors: Sequence[Tensor]) -> list[Source | None]:
+        """For each tensor, which recorded output of this chain it is."""
+        return [self._recorded.get(tensor.data_ptr()) for tensor in tensors]
+
+    def find_recorded(self, kind: Kind, tensors: Sequence[Tensor]) -> int | None:
+        """A recorded place that such a call may have now."""
+        place = self.order.find(kind)
+        return place if place is not None and self._samples[place].sources == self.sources(tensors) else None
+
+    def record(self, kind: Kind, tensors: Sequence[Tensor], args: tuple, kwargs: dict[str, Any]) -> int:
+        """A new place for a call like this one, which runs eager now."""
+        sources = self.sources(tensors)
+        kept = [tensor.detach().clone() if source is None else None
+                for tensor, source in zip(tensors, sources, strict=True)]
+        self._samples.append(Sample(kept, sources, Expected(kind[1], args, kwargs)))
+        return self.order.add(kind)
+
+    def came_out(self, place: int, outputs: Sequence[Tensor]) -> None:
+        """Note where a recorded call left its outputs, so that those who take them are known."""
+        for index, tensor in enumerate(outputs):
+            self._recorded[tensor.data_ptr()] = (place, index)
+            self._alive.append(tensor.detach())
+
+    # ---- capture ---------------------------------------------------------------------------------------------------
+
+    def forget_outputs(self) -> None:
+        """Let go of what the eager calls left: a capture needs none of it."""
+        self._alive, self._recorded = [], {}
+
+    def capture(self) -> None:
+        """Capture what was recorded. A call whose capture fails has no pair, and is refused from then on."""
+        for place, sample in enumerate(self._samples):
+            owner, _, state = self.order.kind(place)
+            if owner.state != state:  # frozen or unfrozen since it was recorded
+                self.order.remove(place)
+            else:
+                self._try(place, lambda p=place, s=sample: self._capture_forward(p, s))
+        for place in reversed(range(len(self.order))):
+            if self.order.pairs[place] is not None:
+                self._try(place, lambda p=place: self._capture_backward(p))
+        self._samples = []
+
+    def _capture_forward(self, place: int, sample: Sample) -> None:
+        owner, key, state = self.order.kind(place)
+        inputs, taken = [], []
+        for kept, source, signature in zip(sample.tensors, sample.sources, key.tensors, strict=True):
+            producer = self.order.pairs[source[0]] if source is not None and source[0] < place else None
+            static = kept if producer is None else producer.pair.outputs[source[1]].detach()
+            if static is None or (static.shape, static.stride(), static.dtype) != signature[:3]:
+                shape, strides, dtype, device, _ = signature  # its producer has no graph, or it was a view
+                static = torch.empty_strided(shape, strides, dtype=dtype, device=device).zero_()
+            elif producer is not None:
+                taken.append((len(inputs), static.data_ptr()))
+            inputs.append(static.requires_grad_(signature[4]))
+        hands_out = owner.handing_out is None
+        pair = GraphedCall(owner, key, inputs, self._pool, self._memory, self._generators, hands_out=hands_out)
+        if hands_out:  # of several instances the first: the others' gradients are added to what it handed out
+            owner.handing_out = pair
+        rows = key.tensors[0][0][0] if key.tensors and key.tensors[0][0] else 1
+        entry = Entry(pair, owner, state, sample.expected, (owner.name, SCOPE, "forward", rows), taken)
+        self.order.pairs[place] = entry
+        pair.capture_forward()
+        entry.is_tensor = pair.result.is_tensor
+
+    def _capture_backward(self, place: int) -> None:
+        """Where one later call alone took an output, its gradient is read where that call's backward leaves it."""
+        pair, arriving = self.order.pairs[place].pair, {}
+        for index in pair.differentiable:
+            takers = [(taker, position) for taker, sample in enumerate(self._samples)
+                      for position, source in enumerate(sample.sources) if source == (place, index)]
+            taker = self.order.pairs[takers[0][0]] if len(takers) == 1 and takers[0][0] > place else None
+            grad = taker.pair.input_grads[takers[0][1]] if taker is not None and taker.pair.input_grads else None
+            output = pair.outputs[index]
+            if grad is not None and (grad.shape, grad.stride(), grad.dtype) == (
+                    output.shape, output.stride(), output.dtype):
+                arriving[index] = grad
+        pair.capture_backward(arriving)
+
+    def _try(self, place: int, capture: Callable[[], None]) -> None:
+        """A failed capture costs its own call only: it runs eager from then on, and the reason is kept."""
+        kind = self.order.kind(place)
+        owner = kind[0]
+        try:
+            capture()
+            self._stats.captures[owner.name, SCOPE, "recorded"] += 1
+        except CaptureError as error:
+            logger.error("capture of %s failed, it will run eager: %s", owner.name, error)
+            self._stats.failed_captures[owner.name, SCOPE] += 1
+            owner.refused.add(kind)
+            self.order.remove(place)
+            entry, self.order.pairs[place] = self.order.pairs[place], None
+            if entry is not None:
+                entry.close()
+
+    # ---- the end ---------------------------------------------------------------------------------------------------
+
+    def release(self, place: int) -> None:
+        """The backward of a forward from this place is done, or will never come."""
+        self.order.release(place)
+        if self._retired:
+            self._close_if_idle()
+
+    def retire(self) -> None:
+        """Serve no more forwards; the graphs go once outstanding backwards are done."""
+        self._retired = True
+        for entry in self.entries():
+            if entry.owner.handing_out is entry.pair:
+                entry.owner.handing_out = None
+        self._close_if_idle()
+
+    def _close_if_idle(self) -> None:
+        if not self.order.awaiting:
+            for entry in self.entries():
+                entry.close()
+            self.order.pairs = []
