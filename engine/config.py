@@ -98,7 +98,25 @@ class EngineConfig:
             cuda_graph_modules=self.cuda_graph_modules,
             cuda_graph_warmup_steps=self.cuda_graph_warmup_steps,
             training=training,
+            **(_ANY_EXPERTS if training else {}),
         )
+
+    @classmethod
+    def from_megatron(cls, source: object, **overrides: Any) -> EngineConfig:
+        """The graph settings of a Megatron configuration (a TransformerConfig, an arguments namespace or a mapping, of
+        any version, deprecated fields included) as an engine's; `overrides` are this class's own settings and win.
+
+        Raises GraphConfigError for combinations that Megatron refuses too. Build the model itself with
+        `cuda_graph_impl="none"`.
+        """
+        training = {"inference_cuda_graph_scope": "none"} if overrides.get("mode") == "training" else {}
+        graphs = GraphConfig.from_megatron(source, **training)
+        return cls(**({
+            "cuda_graph_impl": graphs.cuda_graph_impl,
+            "inference_cuda_graph_scope": graphs.inference_cuda_graph_scope,
+            "cuda_graph_modules": graphs.cuda_graph_modules,
+            "cuda_graph_warmup_steps": graphs.cuda_graph_warmup_steps,
+        } | overrides))
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> EngineConfig:
@@ -112,6 +130,10 @@ class EngineConfig:
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise ConfigError(f"unknown engine setting {key!r}{hint}")
         return cls(**values)
+
+
+# A training engine learns at `attach` which model it gets: only then can settings for experts be refused.
+_ANY_EXPERTS = {"num_moe_experts": 1, "moe_pad_expert_input_to_capacity": True}
 
 
 def cache_folder() -> str:

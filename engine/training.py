@@ -14,10 +14,13 @@ from torch import nn
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from graph_cache.adapters import is_megatron
 from graph_cache.backends import backend_for
 from graph_cache.pool import GraphPool
 from graph_cache.stats import CacheStats
+from graph_cache.training.attached import Attachment, Part
 from graph_cache.training.iteration import CapturedIteration
+from graph_cache.training.job import Job
 from graph_cache.training.modules import TrainingGraphs
 
 WHOLE_LAYER = "layer"
@@ -55,33 +58,46 @@ class TrainingEngine:
         """The pool that it captures into; None before the first use."""
         return self._pool
 
-    def attach(self, model: nn.Module, modules: Iterable[str] | None = None,
+    def attach(self, model: nn.Module | Sequence[nn.Module], modules: Iterable[str] | None = None,
                generators: Sequence[torch.Generator] = ()) -> list[str]:
         """Capture parts of a model from here on; returns their names. Plain training code goes on as before.
 
-        `modules` names submodules by their path ("layers.3.attn"; "" is the model itself). Without it the model's own
-        `cuda_graph_modules()` is asked, a mapping from Megatron's names (attn, mlp, …, and "layer" for whole layers) to
-        paths, for those that `cuda_graph_modules` of the configuration lists (none: whole layers); a model without one
-        is captured whole. `generators` beside the device's own are registered with every graph.
+        `modules` names submodules by their path ("layers.3.attn"; "" is the model itself). Without it a model of
+        Megatron-Core's, or a list of its chunks, is captured layer by layer, or the parts of each layer that
+        `cuda_graph_modules` of the configuration lists. Another model's own `cuda_graph_modules()` is asked, a mapping
+        from these names (attn, mlp, …, and "layer" for whole layers) to paths; a model without one is captured whole.
+        `generators` beside the device's own are registered with every graph.
         """
         if self._graph_config.cuda_graph_impl != "local":
             raise ConfigError(f"attach() captures modules, for cuda_graph_impl='local'; found "
                               f"{self._graph_config.cuda_graph_impl!r}. Use capture_iteration() for a whole iteration")
         if self._modules is not None:
             raise ConfigError("a model is attached already; detach() it first")
-        paths = self._paths(model) if modules is None else list(modules)
-        found = []
-        for path in paths:
+        models = [model] if isinstance(model, nn.Module) else list(model)
+        found = self._attachment(models, modules)
+        pool = self._pool_for(next(parameter for one in models for parameter in one.parameters()).device)
+        drawn = (*generators, *found.generators, *(own for one in models for own in _generators_of(one)))
+        graphs = TrainingGraphs(Job(pool, self.stats, self._registered(pool, drawn), found.state),
+                                warmup_rounds=self._graph_config.cuda_graph_warmup_steps)
+        graphs.attach(found.parts, found.fired)
+        self._modules = graphs
+        return [part.name for part in found.parts]
+
+    def _attachment(self, models: Sequence[nn.Module], modules: Iterable[str] | None) -> Attachment:
+        """What of these models is captured."""
+        if modules is None and any(map(is_megatron, models)):
+            from graph_cache.adapters.megatron.attachment import attachment  # megatron is there: the model is its own
+
+            return attachment(models, self._graph_config)
+        if len(models) != 1:
+            raise ConfigError(f"attach() takes one model, or the chunks of one of Megatron-Core's; found {len(models)}")
+        (model,), parts = models, []
+        for path in self._paths(model) if modules is None else modules:
             try:
-                found.append((path or type(model).__name__, model.get_submodule(path)))
+                parts.append(Part(path or type(model).__name__, model.get_submodule(path)))
             except AttributeError as error:
                 raise ConfigError(f"modules: the model has no submodule {path!r} ({error})") from error
-        pool = self._pool_for(next(model.parameters()).device)
-        graphs = TrainingGraphs(pool, self.stats, warmup_rounds=self._graph_config.cuda_graph_warmup_steps,
-                                generators=self._registered(pool, (*generators, *_generators_of(model))))
-        graphs.attach(found)
-        self._modules = graphs
-        return [name for name, _ in found]
+        return Attachment(parts)
 
     def capture_iteration(self, step: Callable[..., Any], *, device: torch.device | str | None = None,
                           name: str = "iteration", generators: Sequence[torch.Generator] = ()) -> CapturedIteration:

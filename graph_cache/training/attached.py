@@ -5,11 +5,13 @@ Owns the seam: the attribute of the module that is replaced, and put back at the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from graph_cache.errors import GraphConfigError
@@ -30,6 +32,16 @@ class Part(NamedTuple):
     module: nn.Module
     method: str = FORWARD
     submodules: tuple[nn.Module, ...] = ()
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """Which parts of a model are captured, and what that takes: see AttachedModule for `fired`, Job for the rest."""
+
+    parts: Sequence[Part]
+    generators: Sequence[torch.Generator] = ()
+    state: Mapping[str, Tensor] = field(default_factory=dict)
+    fired: Callable[[Hook], bool] | None = None
 
 
 class AttachedModule:

@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from graph_cache.errors import CaptureError
-from graph_cache.pool import GraphPool
-from graph_cache.stats import CacheStats
 from graph_cache.training.attached import AttachedModule
 from graph_cache.training.call import CallKey, Expected
 from graph_cache.training.graphed_call import GraphedCall
 from graph_cache.training.instance_order import InstanceOrder
+from graph_cache.training.job import Job
 
 logger = logging.getLogger(__name__)
 
@@ -78,12 +77,10 @@ class Entry:
 class Chain:
     """The pairs of one microbatch, in memory of their own."""
 
-    def __init__(self, pool: GraphPool, stats: CacheStats, generators: Sequence[torch.Generator]):
+    def __init__(self, job: Job):
         self.order: InstanceOrder[Entry] = InstanceOrder()
-        self._pool = pool
-        self._stats = stats
-        self._generators = generators
-        self._memory = pool.new_memory()
+        self._job = job
+        self._memory = job.pool.new_memory()
         self._retired = False
         self._samples: list[Sample] = []
         self._recorded: dict[int, Source] = {}  # address of a recorded output -> where it came from
@@ -150,7 +147,7 @@ class Chain:
                 taken.append((len(inputs), static.data_ptr()))
             inputs.append(static.requires_grad_(signature[4]))
         hands_out = owner.handing_out is None
-        pair = GraphedCall(owner, key, inputs, self._pool, self._memory, self._generators, hands_out=hands_out)
+        pair = GraphedCall(owner, key, inputs, self._job, self._memory, hands_out=hands_out)
         if hands_out:  # of several instances the first: the others' gradients are added to what it handed out
             owner.handing_out = pair
         rows = key.tensors[0][0][0] if key.tensors and key.tensors[0][0] else 1
@@ -179,10 +176,10 @@ class Chain:
         owner = kind[0]
         try:
             capture()
-            self._stats.captures[owner.name, SCOPE, "recorded"] += 1
+            self._job.stats.captures[owner.name, SCOPE, "recorded"] += 1
         except CaptureError as error:
             logger.error("capture of %s failed, it will run eager: %s", owner.name, error)
-            self._stats.failed_captures[owner.name, SCOPE] += 1
+            self._job.stats.failed_captures[owner.name, SCOPE] += 1
             owner.refused.add(kind)
             self.order.remove(place)
             entry, self.order.pairs[place] = self.order.pairs[place], None

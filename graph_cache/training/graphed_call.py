@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from graph_cache.backends.base import Memory
-from graph_cache.pool import GraphPool
 from graph_cache.runner import GraphRunner
 from graph_cache.training.attached import AttachedModule
 from graph_cache.training.call import CallKey, Result, put_together
 from graph_cache.training.gradients import HandedOut, copies_of, room_for
+from graph_cache.training.job import Job
 from graph_cache.training.stand_ins import ADDED, MainGrads, StandIns, trainable
 
 ELSEWHERE = 0x5EED  # any seed but the job's own
@@ -31,8 +31,8 @@ class GraphedCall:
     leaves them, in memory of their own, else as copies.
     """
 
-    def __init__(self, owner: AttachedModule, key: CallKey, inputs: Sequence[Tensor], pool: GraphPool, memory: Memory,
-                 generators: Sequence[torch.Generator], *, hands_out: bool):
+    def __init__(self, owner: AttachedModule, key: CallKey, inputs: Sequence[Tensor], job: Job, memory: Memory, *,
+                 hands_out: bool):
         self.name = owner.name
         self.key = key
         self.inputs = list(inputs)
@@ -47,17 +47,17 @@ class GraphedCall:
         self.parameter_grads: list[Tensor | None] = []
         self._stand_ins = StandIns(owner.scope)
         self._forward = owner.eager
-        self._state = list(owner.scope.buffers())
+        self._state = [*owner.scope.buffers(), *job.state.values()]
         self._main_grads = list(MainGrads(owner.scope).values())
         self._added: list[nn.Parameter] = []  # whose gradient the backward itself adds to their main_grad
         self._handed_out: HandedOut | None = None
         self._hands_out = hands_out
         self._room: list[Tensor] = []  # for the gradients that are handed out
-        self._pool = pool
-        self._generators = list(generators) if pool.backend.capture_runs else []
+        self._pool = pool = job.pool
+        self._generators = list(job.generators) if pool.backend.capture_runs else []
         # Where a capture does not run, nothing may run between the halves either: what some kernels save under capture
         # (random states) only a captured backward can read. The eager rounds before have warmed everything up.
-        options = {"generators": generators, "memory": memory, "grad": True, "checked": pool.backend.capture_runs}
+        options = {"generators": job.generators, "memory": memory, "grad": True, "checked": pool.backend.capture_runs}
         self._forward_graph = GraphRunner(self._run_forward, pool, statics=self._forward_statics, **options)
         self._backward_graph = GraphRunner(self._run_backward, pool, statics=self._backward_statics, **options)
 

@@ -16,18 +16,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from graph_cache import keys
+from graph_cache.addresses import AddressBook
 from graph_cache.errors import CaptureError
 from graph_cache.pool import GraphPool
 from graph_cache.runner import GraphRunner
 from graph_cache.stats import CacheStats
 from graph_cache.training.call import CallKey, Result, load, put_together, take_apart
 from graph_cache.training.compiled import is_compiled, reached_from, without_compiling
+from graph_cache.training.stand_ins import MainGrads
 
 logger = logging.getLogger(__name__)
 
 SCOPE = "full_iteration"
 WARMING = "warming_up"
 FAILED = "capture_failed"
+MOST_WARMING = 64  # kinds that are counted towards a capture at a time: what they were called with is held meanwhile
 
 
 class _Captured:
@@ -35,7 +39,9 @@ class _Captured:
 
     def __init__(self, key: CallKey, tensors: Sequence[Tensor]):
         self.key = key
-        self.inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
+        with torch.inference_mode(False):  # a later call outside of that mode writes to them too
+            self.inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
+        self.addresses = AddressBook()
         self.result: Result | None = None
         self.outputs: list[Tensor] = []
         self.grads_before: list[tuple[nn.Parameter, Tensor]] = []
@@ -46,10 +52,11 @@ class _Captured:
 class CapturedIteration:
     """`step(*args, **kwargs)` from a graph, one for each kind of call.
 
-    A kind is the structure of the arguments, the shapes and dtypes of tensors, every other value, train or eval of each
-    module, and which parameters have a gradient already. Calls run eager `warmup_steps` times per kind (at least one),
-    then are captured. Tensors that the step returns come back without history, from a replay as copies; `.grad` is left
-    as the step leaves it.
+    A kind is the structure of the arguments, the shapes and dtypes of tensors, every other value, whether gradients are
+    enabled, and of each module train or eval, which parameters want a gradient, and which have one already; modules
+    among the arguments count with those that the step runs. Calls run eager `warmup_steps` times per kind (at least
+    one), then are captured. A graph whose parameters, buffers or main_grads moved is dropped. Tensors that the step
+    returns come back without history, from a replay as copies; `.grad` is left as the step leaves it.
     """
 
     def __init__(self, step: Callable[..., Any], pool: GraphPool, stats: CacheStats, *, name: str = "iteration",
@@ -65,19 +72,19 @@ class CapturedIteration:
         self._captured: dict[Hashable, _Captured] = {}
         self._failed: dict[Hashable, str] = {}
         self._modules: dict[int, nn.Module] = {}
+        self._roots: list[nn.Module] = []
         self._looked = self._compiled = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one iteration."""
-        if not self._looked:
-            self._look_for_compiled()
         key, tensors = take_apart(args, kwargs, training=True)
+        self._look_at([value for value in key.values if isinstance(value, nn.Module)])
         kind = (key, self._state())
         captured = self._captured.get(kind)
-        if captured is not None:
+        if captured is not None and self._in_place(captured):
             return self._replay(captured, tensors)
         if kind in self._failed or self._seen[kind] < self._warmup_steps:
-            self._seen[kind] += 1
+            self._count_warming(kind)
             self._stats.fallbacks[self.name, SCOPE, FAILED if kind in self._failed else WARMING] += 1
             return self._eager(args, kwargs)
         return self._capture(kind, key, tensors, args, kwargs)
@@ -99,29 +106,61 @@ class CapturedIteration:
                 for index, captured in enumerate(self._captured.values())]
 
     def _state(self) -> Hashable:
-        """What of the model is baked into a graph: the mode of each module, and where gradients are."""
-        return (tuple(module.training for module in self._modules.values()),
-                tuple(parameter.grad is not None for parameter in self._parameters()))
+        """What of the model is baked into a graph: the mode of each module, and where gradients are wanted and are."""
+        return (tuple([module.training for module in self._modules.values()]),
+                tuple([(parameter.requires_grad, parameter.grad is not None) for parameter in self._all_parameters()]))
 
-    def _look_for_compiled(self) -> None:
-        """A hook that notes modules would be compiled in with them: beside compiled ones, those within reach count."""
-        reached = reached_from(self._step)
-        self._looked, self._compiled = True, any(map(is_compiled, reached))
-        if self._compiled:
-            modules = [inner for value in reached if isinstance(value, nn.Module) for inner in value.modules()]
-            self._modules = {id(module): module for module in modules}
+    def _look_at(self, given: Sequence[nn.Module]) -> None:
+        """Note the modules among the arguments, and whether something is compiled: a hook that notes modules would be
+        compiled in with them, so beside compiled ones those within reach count."""
+        fresh = [module for module in given if id(module) not in self._modules]
+        if not self._looked:
+            self._looked = True
+            reached = reached_from(self._step)
+            self._compiled = any(map(is_compiled, reached))
+            if self._compiled:
+                fresh += [value for value in reached if isinstance(value, nn.Module)]
+        for module in fresh:
+            self._note(module)
+            self._compiled |= any(map(is_compiled, module.modules()))
+
+    def _note(self, module: nn.Module, inputs: Any = None) -> None:
+        if id(module) not in self._modules:
+            self._roots.append(module)
+            self._modules.update((id(inner), inner) for inner in module.modules())
+
+    def _all_parameters(self) -> list[nn.Parameter]:
+        """Of every module that is known; one that several modules share comes several times."""
+        return [parameter for module in self._modules.values() for parameter in module._parameters.values()
+                if parameter is not None]
 
     def _parameters(self) -> list[nn.Parameter]:
-        """Of every module that the step has run: those that want gradients, each once."""
-        found = {id(parameter): parameter for module in self._modules.values() for parameter in module.parameters()}
+        """Those that want gradients, each once."""
+        found = {id(parameter): parameter for parameter in self._all_parameters()}
         return [parameter for parameter in found.values() if parameter.requires_grad]
+
+    def _count_warming(self, kind: Hashable) -> None:
+        held = len(self._captured) + len(self._failed)
+        if kind not in self._seen and len(self._seen) >= MOST_WARMING + held:
+            logger.warning("%s: %d kinds of calls, and none came often enough to be captured: a shape or a value among "
+                           "its arguments changes with every call", self.name, len(self._seen) - held)
+            self._seen.clear()
+        self._seen[kind] += 1
+
+    def _in_place(self, captured: _Captured) -> bool:
+        """Whether everything is where this graph reads it; if not, all graphs are dropped, to be captured again."""
+        if captured.addresses.unchanged():
+            return True
+        moved = captured.addresses.moved()
+        logger.error("%d tensors moved under graphs of %s, which were dropped: %s", len(moved), self.name,
+                     "; ".join(map(str, moved)))
+        self._stats.invalidations[keys.STALE] += 1
+        self.clear()
+        return False
 
     def _eager(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run the step, and note the modules that it runs."""
-        def note(module: nn.Module, inputs: Any) -> None:
-            self._modules.setdefault(id(module), module)
-
-        handle = None if self._compiled else register_module_forward_pre_hook(note)
+        handle = None if self._compiled else register_module_forward_pre_hook(self._note)
         try:
             # On the stream of captures: autograd ties the accumulation of gradients to the stream of its first use.
             with self._pool.backend.on_capture_stream():
@@ -141,7 +180,8 @@ class CapturedIteration:
 
         def body() -> None:
             static_args, static_kwargs = put_together(key, captured.inputs)
-            captured.result, captured.outputs = Result.of(self._step(*static_args, **static_kwargs))
+            with torch.set_grad_enabled(key.grad):
+                captured.result, captured.outputs = Result.of(self._step(*static_args, **static_kwargs))
 
         runner = GraphRunner(body, self._pool, statics=list, generators=self._generators, memory=self._memory,
                              grad=True, checked=False)
@@ -158,6 +198,9 @@ class CapturedIteration:
         captured.runner = runner
         captured.grads_after = [(parameter, parameter.grad) for parameter in parameters]
         captured.grads_before = before.accumulated()
+        for root in self._roots:
+            captured.addresses.watch(root, prefix=f"{type(root).__name__}.")
+            captured.addresses.watch(MainGrads(root), prefix=f"{type(root).__name__}.main_grad of ")
         self._captured[kind] = captured
         self._stats.captures[self.name, SCOPE, "recorded"] += 1
         self._stats.observe_capture(runner.capture_seconds)

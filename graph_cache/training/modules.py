@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graph_cache.pool import GraphPool
-from graph_cache.stats import CacheStats
 from graph_cache.training.attached import AttachedModule, Hook, Part, Watched
 from graph_cache.training.autograd import Lease, probe, replay
 from graph_cache.training.call import Result, take_apart
 from graph_cache.training.chain import Chain, Entry, Kind
 from graph_cache.training.compiled import keeping_history
+from graph_cache.training.job import Job
 from graph_cache.training.program import Program
 
 logger = logging.getLogger(__name__)
@@ -40,14 +39,12 @@ class TrainingGraphs:
     `warmup_rounds` rounds run eager before a kind of step is captured; the last of them is recorded (at least one).
     """
 
-    def __init__(self, pool: GraphPool, stats: CacheStats, *, warmup_rounds: int = 3,
-                 generators: Sequence[torch.Generator] = ()):
-        self.pool = pool
-        self.stats = stats
+    def __init__(self, job: Job, *, warmup_rounds: int = 3):
+        self.job = job
+        self.stats = job.stats
         self.modules: list[AttachedModule] = []
         self._watched = Watched(())
         self._warmup_rounds = max(1, warmup_rounds)
-        self._generators = list(generators)
         self._programs: list[Program] = []
         self._recording: Program | None = None
         self._unseen_rounds = 0
@@ -84,7 +81,7 @@ class TrainingGraphs:
         self._programs = []
         self._recording = None
         self._unseen_rounds = 0
-        self.pool.trim()
+        self.job.pool.trim()
 
     def _entry(self, attached: AttachedModule) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -150,15 +147,15 @@ class TrainingGraphs:
                 self._programs.remove(program)
                 program.retire()
         if self._recording is not None:
-            recorded, self._recording = self._recording, None
-            if recorded.chains:
+            if self._recording.chains:  # else it waits: what is unseen may come every other round
+                recorded, self._recording = self._recording, None
                 self._capture(recorded)
-            self._unseen_rounds = 0
+                self._unseen_rounds = 0
         elif self._unseen_this_round:
             self._unseen_rounds += 1
         self._unseen_this_round = False
         if self._unseen_rounds >= self._warmup_rounds - 1 and self._recording is None and not self._settled():
-            self._recording = Program(self.pool, self.stats, self._generators)
+            self._recording = Program(self.job)
 
     def _settled(self) -> bool:
         """Whether a captured program serves this job and nothing unseen came up since."""

@@ -11,14 +11,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from graph_cache.addresses import AddressBook
-from graph_cache.pool import GraphPool
-from graph_cache.stats import CacheStats
 from graph_cache.training.chain import Chain, Entry, Kind
 from graph_cache.training.compiled import without_compiling
+from graph_cache.training.job import Job
 from graph_cache.training.stand_ins import MainGrads
 
 logger = logging.getLogger(__name__)
@@ -27,13 +25,11 @@ logger = logging.getLogger(__name__)
 class Program:
     """The chains recorded together. `current` is the one whose forward came last."""
 
-    def __init__(self, pool: GraphPool, stats: CacheStats, generators: Sequence[torch.Generator]):
+    def __init__(self, job: Job):
         self.chains: list[Chain] = []
         self.current: Chain | None = None
         self.addresses = AddressBook()
-        self._pool = pool
-        self._stats = stats
-        self._generators = generators
+        self._job = job
 
     @property
     def awaiting(self) -> int:
@@ -79,7 +75,7 @@ class Program:
                     return chain, place
         chain = connected or self.current
         if chain is None or (connected is None and chain.order.knows(kind)):
-            chain = Chain(self._pool, self._stats, self._generators)
+            chain = Chain(self._job)
             self.chains.append(chain)
         self.current = chain
         place = chain.find_recorded(kind, tensors)
@@ -93,8 +89,8 @@ class Program:
         for chain in self.chains:
             chain.forget_outputs()
         owners = {kind[0].name: kind[0] for chain in self.chains for kind in chain.order.kinds()}.values()
-        self._pool.trim()  # what the eager steps left cached is of no use to the graphs' own memory
-        with self._pool.session(), without_compiling(self._pool.backend), ExitStack() as hooks:
+        self._job.pool.trim()  # what the eager steps left cached is of no use to the graphs' own memory
+        with self._job.pool.session(), without_compiling(self._job.pool.backend), ExitStack() as hooks:
             for owner in owners:
                 hooks.enter_context(owner.hooks_put_aside())
             for chain in self.chains:
@@ -103,6 +99,7 @@ class Program:
         for owner in {entry.owner.name: entry.owner for entry in entries}.values():
             self.addresses.watch(owner.scope, prefix=f"{owner.name}.")
             self.addresses.watch(MainGrads(owner.scope), prefix=f"{owner.name}.main_grad of ")
+        self.addresses.watch(self._job.state)
         logger.info("captured %d forward and backward graphs in %.2f s", len(entries), time.perf_counter() - started)
 
     def retire(self) -> None:

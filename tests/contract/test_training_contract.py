@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._pytree import register_dataclass
 
 from graph_cache.stats import CacheStats
+from graph_cache.training.job import Job
 from graph_cache.training.modules import TrainingGraphs
 from tests.contract.training_models import MODELS, WIDTH, assert_same, attached, batches, mlp, train, twins
 
@@ -153,8 +154,17 @@ def test_generators_of_ones_own_draw_fresh_numbers_also_those_made_under_inferen
     eager = Noisy(generator()).to(device)
     eager.load_state_dict(graphed.state_dict())
     stats = CacheStats()
-    graphs = TrainingGraphs(pool, stats, warmup_rounds=2, generators=[graphed.generator])
+    graphs = TrainingGraphs(Job(pool, stats, [graphed.generator]), warmup_rounds=2)
     graphs.attach([("model", graphed)])
     data = batches(6, device, micro=1)
     assert_same(train(graphed, data), train(eager, data))
     assert sum(stats.replays.values()) == 4
+
+
+def test_two_kinds_of_step_that_take_turns_are_both_captured(pool, device):
+    eager, graphed = twins(mlp, device)
+    _, stats = attached(graphed, ["0", "1", "2"], pool)
+    data = [step for pair in zip(batches(6, device, micro=1), batches(6, device, micro=1, rows=2), strict=True)
+            for step in pair]
+    assert_same(train(graphed, data), train(eager, data))
+    assert stats.replays["0", "module", "forward", 4] >= 3 and stats.replays["0", "module", "forward", 2] >= 4

@@ -10,6 +10,7 @@ from torch import nn
 
 from graph_cache.stats import CacheStats
 from graph_cache.training.iteration import CapturedIteration
+from graph_cache.training.job import Job
 from graph_cache.training.modules import TrainingGraphs
 
 WIDTH, LENGTH, ROWS = 32, 8, 4
@@ -145,7 +146,7 @@ def assert_same(ours, theirs):
 def attached(model, paths, pool, rounds=2):
     stats = CacheStats()
     generators = [torch.default_generator] if pool.backend.name == "cpu" else []
-    graphs = TrainingGraphs(pool, stats, warmup_rounds=rounds, generators=generators)
+    graphs = TrainingGraphs(Job(pool, stats, generators), warmup_rounds=rounds)
     graphs.attach([(path or "model", model.get_submodule(path)) for path in paths])
     return graphs, stats
 

@@ -1,0 +1,109 @@
+"""All that capturing a Megatron-Core model takes beside its parts: what is refused, which hooks run before a replay,
+which generators draw, and what state outside of modules a capture must leave as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import distributed_data_parallel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import random as rng
+from megatron.core.transformer.moe import moe_utils
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from graph_cache.adapters.megatron.parts import layers_of, parts_of
+from graph_cache.config import GraphConfig
+from graph_cache.errors import GraphConfigError
+from graph_cache.training.attached import AttachedModule, Attachment, Hook, Part
+
+FP4_NEEDS = (10, 0)  # the compute capability of the first GPUs with fp4
+
+
+def attachment(models: Sequence[nn.Module], config: GraphConfig) -> Attachment:
+    """Look a model or its chunks over for `cuda_graph_impl='local'`. Attach after wrapping it for data parallelism.
+
+    Raises GraphConfigError for what a graph can't hold, saying what to change: Megatron's own graphs on the same model,
+    random draws that no graph can register, hooks inside that a replay would leave out, recompute of whole layers,
+    offloading, fp4 without the hardware.
+    """
+    settings = {id(layer.config): layer.config for _, layer in layers_of(models)}
+    for one in settings.values():
+        check(one, config)
+    parts = parts_of(models, config.cuda_graph_modules)
+    for part in parts:
+        _check_hooks(part)
+    _register_packed_sequences()
+    return Attachment(parts, generators(), AuxLosses(), is_param_gather)
+
+
+def check(model_config: Any, config: GraphConfig) -> None:
+    """Refuse a model's TransformerConfig that graphs of ours can't serve."""
+    impl = getattr(model_config, "cuda_graph_impl", "none")
+    if impl != "none":
+        raise GraphConfigError(f"the model was built with cuda_graph_impl={impl!r}, so Megatron captures it itself: "
+                               "build it with 'none', and give the setting to Encore's EngineConfig")
+    # Megatron's own rules, held by the config of ours that would have come of it.
+    GraphConfig.from_megatron(model_config, cuda_graph_impl=config.cuda_graph_impl, cuda_graph_scope=None,
+                              cuda_graph_modules=config.cuda_graph_modules, inference_cuda_graph_scope="none",
+                              use_cudagraphable_rng=True)  # `generators` looks at the tracker itself
+    if getattr(model_config, "fp4", None):
+        found = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+        if found is None or found < FP4_NEEDS:
+            raise GraphConfigError(f"fp4={model_config.fp4!r} needs a GPU of compute capability "
+                                   f"{'.'.join(map(str, FP4_NEEDS))}, found {found}: use fp8, or bf16")
+
+
+def generators() -> list[torch.Generator]:
+    """The states of Megatron's (or Transformer Engine's) tracker, which graphs must register.
+
+    Raises GraphConfigError where the tracker keeps its states on the host: a replay would draw the same numbers again.
+    """
+    if not rng._CUDA_RNG_STATE_TRACKER_INITIALIZED:
+        return []
+    states = rng.get_all_rng_states() or {}
+    on_host = [name for name, state in states.items() if not isinstance(state, torch.Generator)]
+    if on_host:
+        raise GraphConfigError(
+            f"Megatron's RNG tracker keeps {', '.join(on_host)} as tensors on the host, which a graph can't advance: "
+            "call model_parallel_cuda_manual_seed(seed, te_rng_tracker=True) (use_te_rng_tracker) or "
+            "(seed, use_cudagraphable_rng=True) before building the model")
+    return list(states.values())
+
+
+def is_param_gather(hook: Hook) -> bool:
+    """Whether this is the hook by which Megatron's DDP waits for a module's parameters (overlap_param_gather)."""
+    return getattr(hook, "__module__", "") == distributed_data_parallel.__name__
+
+
+class AuxLosses(Mapping[str, Tensor]):
+    """Megatron's sums of auxiliary losses, which routers add to: those that there are at the time of asking."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        return moe_utils.get_moe_layer_wise_logging_tracker()[name]["values"]
+
+    def __iter__(self) -> Iterator[str]:
+        tracker = moe_utils.get_moe_layer_wise_logging_tracker()
+        return (name for name, one in tracker.items() if isinstance(one.get("values"), Tensor))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _check_hooks(part: Part) -> None:
+    attached = AttachedModule(part, is_param_gather)
+    if attached.hooks_inside:
+        names = {getattr(hook, "__qualname__", repr(hook)) for hooks in attached.hooks for hook in hooks.values()
+                 if not is_param_gather(hook)}
+        raise GraphConfigError(f"{part.name} has hooks inside that a replay would leave out: "
+                               f"{', '.join(sorted(names))}; remove them, or leave this part out by "
+                               "cuda_graph_modules")
+
+
+def _register_packed_sequences() -> None:
+    """Let the tensors of PackedSeqParams be inputs of a graph, and its numbers part of what must equal."""
+    if PackedSeqParams not in _pytree.SUPPORTED_NODES:
+        _pytree.register_dataclass(PackedSeqParams)

@@ -1,0 +1,85 @@
+"""Which parts of a Megatron-Core model are captured: whole layers, or what `cuda_graph_modules` names of each.
+
+Finds TransformerLayers and MambaLayers wherever they are: in a GPTModel, a HybridModel, a TransformerBlock, behind
+wrappers (DistributedDataParallel, Float16Module), or in several model chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from megatron.core.ssm.mamba_layer import MambaLayer
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import nn
+
+from graph_cache.errors import GraphConfigError
+from graph_cache.training.attached import Part
+
+WRAPPERS = "module."  # what a wrapper puts before the names of what it wraps
+
+
+def layers_of(models: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """Each layer and its name, in the order in which they run; chunks number their names."""
+    found = []
+    for index, model in enumerate(models):
+        chunk = f"chunks.{index}." if len(models) > 1 else ""
+        inside: set[nn.Module] = set()
+        for path, module in model.named_modules():
+            if isinstance(module, (TransformerLayer, MambaLayer)) and module not in inside:
+                inside.update(module.modules())
+                while path.startswith(WRAPPERS):
+                    path = path.removeprefix(WRAPPERS)
+                found.append((chunk + path, module))
+    return found
+
+
+def parts_of(models: Sequence[nn.Module], modules: Sequence[str]) -> list[Part]:
+    """What to capture of the models: `modules` in Megatron's words, none for whole layers.
+
+    Raises GraphConfigError for models without layers, for `moe_preprocess`, and for modules that no layer has.
+    """
+    layers = layers_of(models)
+    if not layers:
+        names = ", ".join(type(model).__name__ for model in models)
+        raise GraphConfigError(f"{names}: found no TransformerLayer and no MambaLayer to capture; a pipeline stage "
+                               "without layers needs no attach()")
+    if not modules:
+        return [Part(path or type(layer).__name__, layer) for path, layer in layers]
+    if "moe_preprocess" in modules:
+        raise GraphConfigError("cuda_graph_modules=moe_preprocess leaves its results on the token dispatcher, where a "
+                               "graph of it can't hand on gradients; leave it out, or use "
+                               "cuda_graph_impl='transformer_engine'")
+    found = [part for path, layer in layers for part in _inside(path, layer, modules)]
+    if not found:
+        raise GraphConfigError(f"cuda_graph_modules={','.join(modules)}: none of the {len(layers)} layers has one of "
+                               f"these ({', '.join(sorted({type(layer).__name__ for _, layer in layers}))})")
+    return found
+
+
+def _inside(path: str, layer: nn.Module, modules: Sequence[str]) -> Iterator[Part]:
+    """The parts of one layer. Methods of a TransformerLayer are Megatron's own seams between attention and MLP."""
+    if isinstance(layer, MambaLayer):
+        if "mamba" in modules:
+            yield Part(path, layer)
+        return
+    has_attention = not isinstance(layer.self_attention, IdentityOp)
+    if "attn" in modules and has_attention:
+        yield Part(f"{path}.attn", layer, "_forward_attention", (
+            layer.input_layernorm, layer.self_attention, layer.pre_cross_attn_layernorm, layer.cross_attention))
+    is_moe = isinstance(layer.mlp, MoELayer)
+    wanted = "moe" if is_moe else "mlp"
+    if wanted in modules and not isinstance(layer.mlp, IdentityOp):
+        yield Part(f"{path}.{wanted}", layer, "_forward_mlp", (layer.pre_mlp_layernorm, layer.mlp))
+    elif is_moe and "moe_router" in modules:
+        yield from _router(path, layer)
+
+
+def _router(path: str, layer: nn.Module) -> Iterator[Part]:
+    """What comes before the dispatch to experts: the norm, the router, and shared experts that run by themselves."""
+    if not isinstance(layer.pre_mlp_layernorm, IdentityOp):
+        yield Part(f"{path}.pre_mlp_layernorm", layer.pre_mlp_layernorm)
+    yield Part(f"{path}.moe_router", layer.mlp.router)
+    if layer.mlp.use_shared_expert and not layer.mlp.shared_expert_overlap:
+        yield Part(f"{path}.shared_experts", layer.mlp.shared_experts)

@@ -1,0 +1,224 @@
+"""Graphs for a real GPTModel of Megatron-Core, part by part: bit for bit what eager computes, and clean afterwards."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import random as rng
+from torch import nn
+
+from engine import Engine, EngineConfig
+from graph_cache.errors import GraphConfigError
+from tests.megatron.models import config, gpt, loss_of, tokens
+
+PARTS = {
+    "layers": ([], ["decoder.layers.0", "decoder.layers.1"]),
+    "attn": (["attn"], ["decoder.layers.0.attn", "decoder.layers.1.attn"]),
+    "mlp": (["mlp"], ["decoder.layers.0.mlp", "decoder.layers.1.mlp"]),
+    "both": (["attn", "mlp"], ["decoder.layers.0.attn", "decoder.layers.0.mlp",
+                               "decoder.layers.1.attn", "decoder.layers.1.mlp"]),
+}
+
+
+def training(modules=(), **options):
+    return Engine(EngineConfig(mode="training", cuda_graph_impl="local", cuda_graph_modules=list(modules),
+                               cuda_graph_warmup_steps=2, **options))
+
+
+def train(model, steps=10, outstanding=True):
+    """Losses and all gradients of each step, of two microbatches."""
+    torch.manual_seed(1)
+    optimizer, log = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), []
+    for step in range(steps):
+        optimizer.zero_grad()
+        losses = []
+        for micro in range(2):
+            losses.append(loss_of(model, *tokens(2 * step + micro)))
+            if not outstanding:
+                losses[-1].backward()
+        for loss in losses if outstanding else ():
+            loss.backward()
+        log.append([*[loss.detach().clone() for loss in losses], *[p.grad.clone() for p in model.parameters()]])
+        optimizer.step()
+    return log
+
+
+def assert_same(ours, theirs):
+    for step, (left, right) in enumerate(zip(ours, theirs, strict=True)):
+        for index, (one, other) in enumerate(zip(left, right, strict=True)):
+            assert torch.equal(one, other), f"step {step}, value {index}"
+
+
+@pytest.mark.parametrize("outstanding", [False, True])
+@pytest.mark.parametrize("name", PARTS)
+def test_losses_and_gradients_equal_eagers_over_ten_steps(name, outstanding):
+    modules, names = PARTS[name]
+    model = gpt(hidden_dropout=0.1)
+    eager = train(gpt(hidden_dropout=0.1), outstanding=outstanding)
+    engine = training(modules)
+    assert engine.attach(model) == names
+    assert_same(train(model, outstanding=outstanding), eager)
+    rows = {row["module"]: row for row in engine.graphs()}
+    assert set(rows) == set(names)
+    for row in rows.values():
+        assert row["failed"] == 0 and set(row["eager"]) == {"warming_up"}
+        assert row["graphs"] == (2 if outstanding else 1) and row["replays"] > 10
+    engine.detach()
+
+
+def shape_of(model):
+    """Everything of a model that somebody could look at: attributes and hooks of each module, values of each tensor."""
+    return [
+        {name: (list(value) if isinstance(value, dict) else id(value)) for name, value in vars(module).items()}
+        for module in model.modules()
+    ]
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_detach_leaves_the_model_as_it_was(name):
+    model = gpt()
+    before, keys = shape_of(model), list(model.state_dict())
+    engine = training(PARTS[name][0])
+    engine.attach(model)
+    assert list(model.state_dict()) == keys
+    loss_of(model, *tokens(0)).backward()
+    engine.detach()
+    model.zero_grad()
+    assert shape_of(model) == before and list(model.state_dict()) == keys
+    assert "forward" not in vars(model.decoder.layers[0])
+
+
+def test_wrapped_models_keep_the_names_of_what_they_wrap():
+    class Wrapper(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+    with training() as engine:
+        assert engine.attach(Wrapper(Wrapper(gpt()))) == ["decoder.layers.0", "decoder.layers.1"]
+
+
+def test_a_transformer_block_alone_is_attached():
+    with training() as engine:
+        assert engine.attach(gpt().decoder) == ["layers.0", "layers.1"]
+
+
+def test_a_list_of_model_chunks_is_attached_under_names_of_their_own():
+    with training(["attn"]) as engine:
+        assert engine.attach([gpt(), gpt(1)]) == [
+            f"chunks.{chunk}.decoder.layers.{layer}.attn" for chunk in range(2) for layer in range(2)]
+
+
+def test_packed_sequences_are_inputs_and_none_is_handled():
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    class Core(nn.Module):
+        """Attention that looks at the packed sequences' lengths."""
+
+        def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None,
+                    packed_seq_params=None):
+            scale = 1.0 if packed_seq_params is None else packed_seq_params.cu_seqlens_q.float().mean()
+            return (query * scale).flatten(-2)
+
+    model, eager = gpt(), gpt()
+    for layer in (*model.decoder.layers, *eager.decoder.layers):
+        layer.self_attention.core_attention = Core()
+    engine = training()
+    engine.attach(model)
+    log = {model: [], eager: []}
+    for step in range(6):
+        for one in (model, eager):
+            for packed in (None, PackedSeqParams(qkv_format="sbhd", cu_seqlens_q=torch.tensor([0, step, 12]))):
+                one.zero_grad()
+                ids, positions = tokens(step)
+                hidden = one.embedding(ids, positions)
+                for layer in one.decoder.layers:
+                    hidden, context = layer(hidden_states=hidden, attention_mask=None, packed_seq_params=packed)
+                    assert context is None
+                hidden.pow(2).mean().backward()
+                log[one].append([hidden.detach().clone(), *[p.grad.clone() for p in one.decoder.parameters()
+                                                             if p.grad is not None]])
+    assert_same(log[model], log[eager])
+    assert all(row["graphs"] == 2 and row["failed"] == 0 for row in engine.graphs())
+    engine.detach()
+
+
+def test_a_model_that_megatron_captures_itself_is_refused():
+    model = gpt()
+    object.__setattr__(model.config, "cuda_graph_impl", "local")
+    with pytest.raises(GraphConfigError, match="cuda_graph_impl='local'"), training() as engine:
+        engine.attach(model)
+
+
+def test_hooks_inside_are_refused_by_name_and_nothing_is_taken_over():
+    model = gpt()
+    model.decoder.layers[1].mlp.register_forward_hook(print)
+    with training() as engine:
+        with pytest.raises(GraphConfigError, match=r"decoder.layers.1 .*print"):
+            engine.attach(model)
+        assert "forward" not in vars(model.decoder.layers[0])
+        assert engine.graphs() == []
+
+
+@pytest.mark.parametrize(("changes", "says"), [
+    ({"recompute_granularity": "full"}, "recompute"),
+    ({"cpu_offloading": True}, "offloading"),
+    ({"fp4": "e2m1"}, "fp4"),
+])
+def test_what_no_graph_can_hold_is_refused(changes, says):
+    model = gpt()
+    for name, value in changes.items():
+        object.__setattr__(model.config, name, value)
+    with pytest.raises(GraphConfigError, match=says), training() as engine:
+        engine.attach(model)
+
+
+@pytest.mark.parametrize(("modules", "says"), [
+    (["moe_preprocess", "moe_router"], "num_moe_experts"),
+    (["mamba"], "none of the 2 layers"),
+])
+def test_parts_that_a_model_has_not_are_refused(modules, says):
+    with pytest.raises(Exception, match=says), training(modules) as engine:
+        engine.attach(gpt())
+
+
+@pytest.fixture
+def tracker():
+    """Megatron's tracker, initialised and with states of the test's choice, which needs no GPU."""
+    before = rng._CUDA_RNG_STATE_TRACKER, rng._CUDA_RNG_STATE_TRACKER_INITIALIZED
+    rng.initialize_rng_tracker(force_reset=True)
+    yield rng.get_cuda_rng_tracker()
+    rng._CUDA_RNG_STATE_TRACKER, rng._CUDA_RNG_STATE_TRACKER_INITIALIZED = before
+
+
+def test_random_states_on_the_host_are_refused_and_generators_are_registered(tracker):
+    tracker.set_states({"model-parallel-rng": torch.get_rng_state()})
+    with pytest.raises(GraphConfigError, match="te_rng_tracker"), training() as engine:
+        engine.attach(gpt())
+    generator = torch.Generator().manual_seed(3)
+    tracker.set_states({"model-parallel-rng": generator})
+    with training() as engine:
+        engine.attach(gpt())
+        assert generator in engine._modules.job.generators
+
+
+@pytest.mark.parametrize("given", [
+    {"cuda_graph_impl": "local", "cuda_graph_scope": ["attn"]},
+    {"enable_cuda_graph": True, "cuda_graph_scope": "attn"},
+])
+def test_settings_come_from_a_transformer_config_deprecated_names_included(given):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine_config = EngineConfig.from_megatron(config(**given), mode="training", cuda_graph_warmup_steps=2)
+    assert engine_config.cuda_graph_impl == "local" and engine_config.cuda_graph_modules == ("attn",)
+    assert engine_config.mode == "training" and engine_config.cuda_graph_warmup_steps == 2
+
+
+def test_full_iteration_as_a_scope_of_an_older_version_is_an_impl():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine_config = EngineConfig.from_megatron(
+            config(cuda_graph_impl="local", cuda_graph_scope=["full_iteration"]), mode="training")
+    assert engine_config.cuda_graph_impl == "full_iteration" and engine_config.cuda_graph_modules == ()
