@@ -168,3 +168,39 @@ def test_two_kinds_of_step_that_take_turns_are_both_captured(pool, device):
             for step in pair]
     assert_same(train(graphed, data), train(eager, data))
     assert stats.replays["0", "module", "forward", 4] >= 3 and stats.replays["0", "module", "forward", 2] >= 4
+
+
+def test_hooks_that_are_to_be_fired_run_once_before_each_replay_and_never_inside_a_capture(pool, device):
+    eager, graphed = twins(mlp, device)
+    calls = []
+
+    def gather(module, args):
+        assert not pool.capturing
+        calls.append(module)
+
+    submodules = [module for block in graphed for module in block.modules() if module is not block]
+    for module in submodules:
+        module.register_forward_pre_hook(gather)
+    graphs = TrainingGraphs(Job(pool, CacheStats(), [torch.default_generator] if device.type == "cpu" else []),
+                            warmup_rounds=2)
+    graphs.attach([(str(index), block) for index, block in enumerate(graphed)], fired=lambda hook: hook is gather)
+    data = batches(6, device, micro=1)
+    log = []
+    for step, micro in enumerate(data):
+        calls.clear()
+        torch.manual_seed(step)
+        loss = graphed(micro[0]).pow(2).mean()
+        loss.backward()
+        log.append([loss.detach().clone(), *[parameter.grad.clone() for parameter in graphed.parameters()]])
+        graphed.zero_grad()
+        # Once for each, in order; at the capture all of them before it, too.
+        assert calls[-len(submodules):] == submodules and len(calls) == len(submodules) * (2 if step == 2 else 1)
+    theirs = []
+    for step, micro in enumerate(data):
+        torch.manual_seed(step)
+        eager.zero_grad()
+        loss = eager(micro[0]).pow(2).mean()
+        loss.backward()
+        theirs.append([loss.detach().clone(), *[parameter.grad.clone() for parameter in eager.parameters()]])
+    assert_same(log, theirs)
+    assert sum(graphs.stats.replays.values()) == 4 * 3
