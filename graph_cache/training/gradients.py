@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _users = torch._C._storage_Use_Count
 
@@ -44,10 +45,69 @@ class HandedOut:
         torch._foreach_copy_(self._grads, saved)
 
 
-def room_for(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Memory for a gradient of each parameter, outside of any graph's."""
-    return [torch.empty_like(parameter, memory_format=torch.contiguous_format, requires_grad=False)
-            for parameter in parameters]
+class Room:
+    """Memory for a gradient of each parameter, outside of any graph's: what lies in a graph's, the temporaries of
+    others may overwrite. A backward under `filling()` computes as much of it in place as it can.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]):
+        self._places = [torch.empty_like(parameter, memory_format=torch.contiguous_format, requires_grad=False)
+                        for parameter in parameters]
+        self._at = {place.data_ptr(): place for place in self._places}
+
+    def filling(self) -> TorchDispatchMode:
+        """Context in which matrix products of a weight's shape are written here: most gradients by far are such."""
+        return _ProductsInto(self._places)
+
+    def settle(self, inputs: Sequence[Tensor | None],
+               found: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """The gradients of inputs and of parameters after a backward: those of parameters here and all apart, those of
+        inputs elsewhere.
+        """
+        free = dict(self._at)
+        settled: list[Tensor | None] = [None] * len(found)
+        for index, grad in enumerate(found):
+            if grad is not None and grad.is_contiguous():
+                place = free.get(grad.data_ptr())
+                if place is not None and place.shape == grad.shape and place.dtype == grad.dtype:
+                    settled[index] = free.pop(grad.data_ptr())
+        here = {place.untyped_storage()._cdata for place in self._places}
+
+        def elsewhere(grad: Tensor) -> Tensor:
+            return grad.clone() if grad.untyped_storage()._cdata in here else grad
+
+        sources, targets = [], []
+        for index, grad in enumerate(found):
+            if grad is not None and settled[index] is None:
+                settled[index] = next(place for place in free.values()
+                                      if place.shape == grad.shape and place.dtype == grad.dtype)
+                sources.append(elsewhere(grad))
+                targets.append(free.pop(settled[index].data_ptr()))
+        outside = [None if grad is None else elsewhere(grad) for grad in inputs]
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        return outside, settled
+
+
+class _ProductsInto(TorchDispatchMode):
+    """Gives matrix products a place that has their shape, each place once."""
+
+    def __init__(self, places: Sequence[Tensor]):
+        super().__init__()
+        self._free = list(places)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else the first operation would import the compiler
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.mm.default:
+            left, right = args
+            shape = (left.shape[0], right.shape[1])
+            for index, place in enumerate(self._free):
+                if place.shape == shape and place.dtype == left.dtype and place.device == left.device:
+                    return torch.ops.aten.mm.out(left, right, out=self._free.pop(index))
+        return func(*args, **(kwargs or {}))
 
 
 def copies_of(grads: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -7,6 +7,7 @@ backward is held for as long as the pair lives, so no other graph is ever given 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from graph_cache.backends.base import Memory
 from graph_cache.runner import GraphRunner
 from graph_cache.training.attached import AttachedModule
 from graph_cache.training.call import CallKey, Result, put_together
-from graph_cache.training.gradients import HandedOut, copies_of, room_for
+from graph_cache.training.gradients import HandedOut, Room, copies_of
 from graph_cache.training.job import Job
 from graph_cache.training.stand_ins import ADDED, MainGrads, StandIns, trainable
 
@@ -52,7 +53,7 @@ class GraphedCall:
         self._added: list[nn.Parameter] = []  # whose gradient the backward itself adds to their main_grad
         self._handed_out: HandedOut | None = None
         self._hands_out = hands_out
-        self._room: list[Tensor] = []  # for the gradients that are handed out
+        self._room: Room | None = None  # for the gradients that are handed out
         self._pool = pool = job.pool
         self._generators = list(job.generators) if pool.backend.capture_runs else []
         # Where a capture does not run, nothing may run between the halves either: what some kernels save under capture
@@ -94,8 +95,7 @@ class GraphedCall:
         self.grad_outputs = [arriving[index] if index in arriving else torch.ones_like(self.outputs[index])
                              for index in self.differentiable]
         if self._hands_out:
-            # Not the graphs' memory: what one backward leaves there another's temporaries may overwrite.
-            self._room = room_for(self.parameters)
+            self._room = Room(self.parameters)
         # From another random state than the forward's: a backward that goes back to the forward's state by itself, as
         # checkpointing does, then differs from its replay, which can't, and is refused.
         states = [generator.get_state() for generator in self._generators]
@@ -125,19 +125,18 @@ class GraphedCall:
         leaves = self._stand_ins.trainable
         wanted = [tensor for tensor in (*self.inputs, *leaves) if tensor.requires_grad]
         self.input_grads = self.parameter_grads = []
-        found = list(torch.autograd.grad(
-            [self.outputs[index] for index in self.differentiable], wanted, self.grad_outputs,
-            retain_graph=True, allow_unused=True,  # retained: what was saved must never be lent to another graph
-        ))
+        with self._room.filling() if self._room is not None else nullcontext():
+            found = list(torch.autograd.grad(
+                [self.outputs[index] for index in self.differentiable], wanted, self.grad_outputs,
+                retain_graph=True, allow_unused=True,  # retained: what was saved must never be lent to another graph
+            ))
         of_inputs = iter(found[:len(self.wanting)])
         self.input_grads = [next(of_inputs) if tensor.requires_grad else None for tensor in self.inputs]
         del of_inputs, found[:len(self.wanting)]
         self._added = [parameter for parameter, leaf in zip(self.parameters, leaves, strict=True)
                        if getattr(leaf, ADDED, False)]
-        if self._hands_out:
-            for index, (grad, room) in enumerate(zip(found, self._room, strict=True)):
-                if grad is not None:
-                    found[index] = room.copy_(grad)
+        if self._room is not None:
+            self.input_grads, found = self._room.settle(self.input_grads, found)
         self.parameter_grads = found
 
     def _forward_statics(self) -> list[Tensor]:
@@ -195,4 +194,4 @@ class GraphedCall:
         self._backward_graph.close()
         self.inputs = self.outputs = self.grad_outputs = []
         self.input_grads = self.parameter_grads = self._found = []
-        self._inputs_at, self._grads_at, self._room, self._handed_out = [], [], [], None
+        self._inputs_at, self._grads_at, self._room, self._handed_out = [], [], None, None

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from graph_cache.training.gradients import Room
 from tests.contract.training_models import (
     WIDTH,
     SmallGPT,
@@ -158,3 +159,42 @@ def test_values_that_are_equal_and_of_other_types_get_graphs_of_their_own(pool, 
         out.sum().backward()
     assert stats.fallbacks["model", "forward", "unseen_signature"] == 1
     assert sum(stats.replays.values()) == 2
+
+
+def test_gradients_of_weights_are_computed_where_they_are_handed_out(device):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).to(device)
+    parameters, x = list(model.parameters()), torch.randn(4, WIDTH, device=device, requires_grad=True)
+    out = model(x).pow(2).mean()
+    expected = torch.autograd.grad(out, [x, *parameters], retain_graph=True)
+    room = Room(parameters)
+    with room.filling():
+        found = torch.autograd.grad(out, [x, *parameters])
+    places = {place.data_ptr() for place in room._places}
+    assert found[1].data_ptr() in places and found[3].data_ptr() in places
+    inputs, grads = room.settle(found[:1], found[1:])
+    assert_same([[*inputs, *grads]], [expected])
+    assert {grad.data_ptr() for grad in grads} == places and inputs[0].data_ptr() not in places
+
+
+def test_products_that_are_no_gradient_of_a_parameter_do_no_harm_to_those_that_are(pool, device):
+    """The input's gradient has the shape of the weight's, and both are products."""
+    eager, graphed = twins(lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)]), device)
+    graphs, stats = attached(graphed, [""], pool)
+    data = [[torch.randn(WIDTH, WIDTH, device=device)] for _ in range(6)]
+    assert_same(train(graphed, data), train(eager, data))
+    pair = graphs._programs[0].entries()[0].pair
+    places = [grad.data_ptr() for grad in pair.parameter_grads]
+    assert len(set(places)) == 3 and sum(stats.replays.values()) == 4
+
+
+def test_an_input_gradient_never_lies_where_a_parameters_is_handed_out(device):
+    weight, other = (torch.randn(WIDTH, WIDTH, device=device, requires_grad=True) for _ in range(2))
+    x = torch.randn(WIDTH, WIDTH, device=device, requires_grad=True)
+    out = (x @ weight).sum() + other.sum()
+    expected = torch.autograd.grad(out, [x, weight, other], retain_graph=True)
+    room = Room([weight, other])  # two places: the products for x and for weight take both
+    with room.filling():
+        found = torch.autograd.grad(out, [x, weight, other])
+    inputs, grads = room.settle(found[:1], found[1:])
+    assert_same([[*inputs, *grads]], [expected])
+    assert len({tensor.data_ptr() for tensor in (*inputs, *grads)}) == 3
