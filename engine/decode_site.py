@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from engine.attention.base import DecodeAttention, KVCache
+from engine.megatron.hosted import HostedModel
 from engine.models.dense import DenseModel
 from engine.step_inputs import Layout
 from graph_cache.addresses import AddressBook
@@ -27,8 +28,8 @@ SITE = "decode"
 Part = Callable[..., None]
 
 
-def decode_site(model: DenseModel, kv: KVCache, buffers: StaticBuffers, layout: Layout, buckets: Buckets, *, scope: str,
-                impl: str, contexts: Sequence[int], warm_contexts: Sequence[int],
+def decode_site(model: DenseModel | HostedModel, kv: KVCache, buffers: StaticBuffers, layout: Layout, buckets: Buckets,
+                *, scope: str, impl: str, contexts: Sequence[int], warm_contexts: Sequence[int],
                 fused: FusedDense | None = None) -> Site:
     """Build the site over `buffers` (see `decode_buffers`). `contexts` are the widths that the attention may read, each
     a graph of its own; empty if the attention kernel reads lengths from device memory and needs none. `fused` computes
@@ -46,7 +47,7 @@ def decode_site(model: DenseModel, kv: KVCache, buffers: StaticBuffers, layout: 
                 phase="decode", variants=variants, warm_variants=warm, addresses=book)
 
 
-def weights_and_pages(model: DenseModel, kv: KVCache) -> AddressBook:
+def weights_and_pages(model: DenseModel | HostedModel, kv: KVCache) -> AddressBook:
     """What a step reads by address beside its site's own buffers."""
     book = AddressBook()
     book.watch(model, prefix="model.")
@@ -78,7 +79,7 @@ class _Rows:
         self.positions.add_(real)
 
 
-def _choose(model: DenseModel, hidden: Tensor, logits: Tensor, next_tokens: Tensor) -> Tensor:
+def _choose(model: DenseModel | HostedModel, hidden: Tensor, logits: Tensor, next_tokens: Tensor) -> Tensor:
     """Logits and the greedy choice into their buffers; -1 marks a row whose logits are not finite.
 
     Returns what to feed back: the choice again, but always a token. The request of a row that isn't finite fails, and
@@ -90,7 +91,7 @@ def _choose(model: DenseModel, hidden: Tensor, logits: Tensor, next_tokens: Tens
     return ids
 
 
-def _block_part(model: DenseModel, kv: KVCache, layout: Layout, impl: str) -> list[Part]:
+def _block_part(model: DenseModel | HostedModel, kv: KVCache, layout: Layout, impl: str) -> list[Part]:
     def step(state, hidden, logits, next_tokens, context=None):
         rows = _Rows(state, layout, len(next_tokens))
         out = model(rows.tokens(), rows.positions, rows.attention(kv, impl, context))
@@ -99,7 +100,7 @@ def _block_part(model: DenseModel, kv: KVCache, layout: Layout, impl: str) -> li
     return [step]
 
 
-def _layer_parts(model: DenseModel, kv: KVCache, layout: Layout, impl: str) -> list[Part]:
+def _layer_parts(model: DenseModel | HostedModel, kv: KVCache, layout: Layout, impl: str) -> list[Part]:
     """Embedding, each layer, and the head. Only `hidden` passes from one part to the next: memory inside one graph
     belongs to the next graph as soon as it replays, so each layer derives rotary and page metadata anew.
     """
@@ -110,8 +111,8 @@ def _layer_parts(model: DenseModel, kv: KVCache, layout: Layout, impl: str) -> l
     def layer_part(index: int) -> Part:
         def layer(state, hidden, logits, next_tokens, context=None):
             rows = _Rows(state, layout, len(hidden))
-            cos, sin = model.rope(rows.positions)
-            hidden.copy_(model.layer(index, hidden, cos, sin, rows.attention(kv, impl, context)))
+            rope = model.rope(rows.positions)
+            hidden.copy_(model.layer(index, hidden, rope, rows.attention(kv, impl, context)))
 
         return layer
 

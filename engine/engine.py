@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from engine.config import EngineConfig
+from engine.config import DEFAULT_MODEL, EngineConfig
 from engine.errors import ConfigError, EngineDead, RequestError
-from engine.loading import build_loop
+from engine.loading import build_loop, host_loop
+from engine.megatron.hosted import HostedModel
 from engine.messages import EngineStats, ModelInfo
 from engine.model_source import resolve_model
 from engine.outputs import OutputProcessor, RequestOutput
@@ -32,20 +33,29 @@ class Engine:
     `Engine(config)` loads the model; use it in a `with` block, or call `close()`. Raises ConfigError or ModelError.
     With `mode="training"` it makes a TrainingEngine instead (`engine/training.py`), which may share an inference
     engine's `pool`.
+
+    `model`: a GPTModel of Megatron-Core to serve as it stands, on its own parameters, instead of loading one;
+    `config.model`, where given, then only says whose tokenizer to use.
     """
 
-    def __new__(cls, config: EngineConfig | None = None, *, pool: GraphPool | None = None) -> Any:
+    def __new__(cls, config: EngineConfig | None = None, *, pool: GraphPool | None = None,
+                model: torch.nn.Module | None = None) -> Any:
         if config is not None and config.mode == "training":
+            if model is not None:
+                raise ConfigError("model is for inference; give a training engine its model by attach(model)")
             return TrainingEngine(config, pool)
         return super().__new__(cls)
 
-    def __init__(self, config: EngineConfig | None = None, *, pool: GraphPool | None = None):
+    def __init__(self, config: EngineConfig | None = None, *, pool: GraphPool | None = None,
+                 model: torch.nn.Module | None = None):
         if pool is not None:
             raise ConfigError("pool is for mode='training'; an inference engine has its own, as engine.pool")
         self.config = config or EngineConfig()
-        source = resolve_model(self.config.model)
-        self.tokenizer = Tokenizer.try_load(source)
-        self._loop = build_loop(self.config, source, self.tokenizer.eos_token_ids if self.tokenizer else ())
+        named = model is None or self.config.model != DEFAULT_MODEL
+        source = resolve_model(self.config.model) if named else None
+        self.tokenizer = Tokenizer.try_load(source) if source else None
+        ends = self.tokenizer.eos_token_ids if self.tokenizer else ()
+        self._loop = build_loop(self.config, source, ends) if model is None else host_loop(self.config, model, ends)
         self._numbers = itertools.count()
         self._seeds = itertools.count(1)
         self._closed = False
@@ -176,6 +186,8 @@ class Engine:
             self._closed = True
             self._loop.save_manifest()
             self._loop.runner.cache.clear()
+            if isinstance(self._loop.runner.model, HostedModel):
+                self._loop.runner.model.release()
 
     def _require_open(self) -> None:
         if self._closed:

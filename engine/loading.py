@@ -9,11 +9,13 @@ import hashlib
 import os
 
 import torch
+from torch import nn
 
 from engine.config import EngineConfig, cache_folder
 from engine.cpu_weights import choose_cpu_format, format_dtype, gguf_config, load_gguf, quantize_model
 from engine.errors import ConfigError, ModelError
 from engine.loop import EngineLoop
+from engine.megatron.hosted import HostedModel
 from engine.messages import ModelInfo
 from engine.model_runner import ModelRunner
 from engine.model_source import ModelSource, resolve_model
@@ -43,15 +45,39 @@ def build_loop(config: EngineConfig, source: ModelSource | None = None,
     sized = resolve(config, model_config, device, dtype)
     model = _load_model(sized, source, model_config, device, dtype, weight_format)
     ends = tuple(dict.fromkeys((*model_config.eos_token_ids, *eos_token_ids)))
-    manifest = _manifest(sized, source, weight_format)
-    runner = ModelRunner(sized, model, ends, manifest)
+    return _loop_of(sized, model, source.name, ends, weight_format, _manifest(sized, source, weight_format))
+
+
+def host_loop(config: EngineConfig, model: nn.Module, eos_token_ids: tuple[int, ...] = ()) -> EngineLoop:
+    """Put the engine together around a GPTModel of Megatron-Core that exists already; nothing is copied or captured.
+
+    Device and dtype are the model's. Raises ConfigError or ModelError.
+    """
+    hosted = HostedModel(model, config.max_model_len)
+    try:
+        for name, given, found in (("device", config.device, str(hosted.device)),
+                                   ("dtype", config.dtype, hosted.config.dtype),
+                                   ("cpu_weight_format", config.cpu_weight_format, "auto")):
+            if given not in ("auto", found):
+                raise ConfigError(f"{name}={given!r} was asked for, and the model that is to be served has {found}; "
+                                  "leave it out")
+        sized = resolve(config, hosted.config, hosted.device, hosted.dtype)
+        return _loop_of(sized, hosted, hosted.config.architecture, eos_token_ids, hosted.config.dtype, None)
+    except BaseException:
+        hosted.release()
+        raise
+
+
+def _loop_of(config: EngineConfig, model: DenseModel | HostedModel, name: str, ends: tuple[int, ...],
+             weight_format: str, manifest: Manifest | None) -> EngineLoop:
+    runner = ModelRunner(config, model, ends, manifest)
     info = ModelInfo(
-        name=source.name, architecture=model_config.architecture, max_model_len=sized.max_model_len,
-        max_num_seqs=sized.max_num_seqs, vocab_size=model_config.vocab_size, eos_token_ids=ends, device=str(device),
-        dtype=sized.dtype, weight_format=weight_format, weight_version=FIRST_WEIGHT_VERSION,
-        logprobs_mode=sized.logprobs_mode, graph_buckets=runner.site.buckets.sizes,
+        name=name, architecture=model.config.architecture, max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs, vocab_size=model.config.vocab_size, eos_token_ids=ends, device=config.device,
+        dtype=config.dtype, weight_format=weight_format, weight_version=FIRST_WEIGHT_VERSION,
+        logprobs_mode=config.logprobs_mode, graph_buckets=runner.site.buckets.sizes,
     )
-    return EngineLoop(sized, runner, info, manifest)
+    return EngineLoop(config, runner, info, manifest)
 
 
 def choose_device(name: str) -> torch.device:

@@ -22,6 +22,7 @@ from engine.errors import ConfigError
 from engine.host_copies import ids_to
 from engine.kernels.launching import SHARED_BYTES, fits
 from engine.launched import UNREAD_STEPS, Launched
+from engine.megatron.hosted import HostedModel
 from engine.models.dense import DenseModel
 from engine.request import Request
 from engine.sampler import SamplingState, prompt_logprobs
@@ -45,7 +46,7 @@ PROMPT_LOGPROB_ROWS = 256  # rows of full logits held at once while scoring a pr
 class ModelRunner:
     """Runs batches on one device. Everything here is used by one thread."""
 
-    def __init__(self, config: EngineConfig, model: DenseModel, eos_token_ids: Sequence[int],
+    def __init__(self, config: EngineConfig, model: DenseModel | HostedModel, eos_token_ids: Sequence[int],
                  manifest: Manifest | None = None):
         spec, device = model.config, torch.device(config.device)
         self.config = config
@@ -87,7 +88,11 @@ class ModelRunner:
     def _fused_model(self, dtype: torch.dtype) -> FusedDense | None:
         """The model's steps in few launches, where the device and the settings have them."""
         wanted, is_16_bit = self.config.kernels, dtype in (torch.bfloat16, torch.float16)
-        able = self.device.type == "cuda" and is_16_bit and fits(self.device)
+        is_ours = isinstance(self.model, DenseModel)
+        if wanted == "fused" and not is_ours:
+            raise ConfigError("kernels='fused' are for models that the engine loads; a model that it hosts computes by "
+                              "itself: use kernels='auto'")
+        able = is_ours and self.device.type == "cuda" and is_16_bit and fits(self.device)
         if wanted == "fused" and not able:
             raise ConfigError(f"kernels='fused' needs 16-bit weights and a GPU with {SHARED_BYTES >> 10} KiB of shared "
                               f"memory a program, found {self.config.dtype} on {self.device}; use kernels='auto'")

@@ -137,9 +137,9 @@ class DenseModel(nn.Module):
         """Positions int64 [T] -> (cos, sin), each [T, 1, D], for `layer`; once a step, shared by all layers."""
         return self.rotary(positions)
 
-    def layer(self, index: int, hidden: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
+    def layer(self, index: int, hidden: Tensor, rope: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
         """Decoder layer `index`: hidden [T, h] -> a new hidden [T, h]."""
-        return self.layers[index](hidden, cos, sin, attention)
+        return self.layers[index](hidden, *rope, attention)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Token ids and positions int64 [T] -> normed hidden [T, h]; `attention` writes this step's keys and values."""

@@ -252,7 +252,7 @@ def test_a_decode_step_is_few_ops_and_reads_nothing_back(architecture: str, limi
     assert not {"_local_scalar_dense", "item", "lift_fresh", "nonzero", "repeat_interleave"} & set(step.names)
     cos, sin = model.rope(at)
     with _OpLog() as layer:
-        model.layer(1, model.embed_tokens(ids), cos, sin, DecodeAttention(cache, table, at))
+        model.layer(1, model.embed_tokens(ids), (cos, sin), DecodeAttention(cache, table, at))
     with _OpLog() as attention:
         DecodeAttention(cache, table, at)
     assert len(layer.names) - len(attention.names) - 1 <= limit  # 1: the embedding
