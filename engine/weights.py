@@ -7,7 +7,7 @@ Owns reading, checking and the all-or-nothing rule of updates. Where a tensor go
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -122,7 +122,7 @@ def load_weights(model: DenseModel, tensors: Iterable[tuple[str, Tensor]], sourc
             problems.append(problem)
         unfilled.pop(name, None)
     if head is not None and EMBEDDING not in unfilled:
-        problems += _tied_problem(head, model.embed.weight.data)
+        problems += _tied_problem(head, slots[EMBEDDING].read())
     problems += [f"{name} is missing" for name in unfilled]
     if problems:
         raise ModelError(f"{source} does not fit {model.config.architecture}: {_listed(problems)}")
@@ -142,15 +142,16 @@ def load_dummy(model: DenseModel, seed: int = 0) -> None:
 
 
 def stage_update(
-    model: DenseModel, tensors: Iterable[tuple[str, Tensor]], *, complete: bool = False, check_finite: bool = False
+    slots: Mapping[str, Slot], tensors: Iterable[tuple[str, Tensor]], *, complete: bool = False,
+    check_finite: bool = False
 ) -> int:
     """Replace weights in place, all or none; returns the count of tensors. Addresses stay as they were.
 
-    Takes (Hugging Face name, tensor) pairs of any floating dtype on any device; a part of the weights is allowed unless
-    `complete`. All pairs are drawn and checked before the first write, so the tensors must stay as they are until this
-    returns. Raises one WeightUpdateError that lists every problem. Call it between steps, on the loop's thread.
+    `slots`: a model's `weight_slots()`. Takes (Hugging Face name, tensor) pairs of any floating dtype on any device; a
+    part of the weights is allowed unless `complete`. All pairs are drawn and checked before the first write, so the
+    tensors must stay as they are until this returns. Raises one WeightUpdateError that lists every problem. Call it
+    between steps, on the loop's thread.
     """
-    slots: dict[str, Slot] = dict(model.weight_slots())
     staged: dict[str, Tensor] = {}
     problems: list[str] = []
     head: Tensor | None = None
@@ -174,7 +175,7 @@ def stage_update(
         else:
             problems.append(problem)
     if head is not None:
-        problems += _tied_problem(head, staged.get(EMBEDDING, model.embed.weight.data))
+        problems += _tied_problem(head, staged[EMBEDDING] if EMBEDDING in staged else slots[EMBEDDING].read())
     if complete:
         problems += [f"{name} is missing" for name in slots if name not in staged]
     if not staged and not problems:

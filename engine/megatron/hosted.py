@@ -56,11 +56,6 @@ class HostedModel(nn.Module):
     def layers(self) -> nn.ModuleList:
         return self.gpt.decoder.layers
 
-    @property
-    def embed(self) -> nn.Module:
-        """The embedding of this rank's part of the vocabulary, with its `weight`."""
-        return self.gpt.embedding.word_embeddings
-
     def embed_tokens(self, token_ids: Tensor) -> Tensor:
         """Token ids int64 [T] -> hidden [T, h]."""
         with self._running(self.gpt.embedding):

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from functools import reduce
 from math import prod
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -45,7 +44,7 @@ def load_checkpoint(model: nn.Module, folder: str | Path, tp_rank: int = 0, tp_s
         elsewhere.add(TIED_HEAD)  # where it is tied: a copy of the embedding, of which this stage has nothing
     tensors = ((name, tensor) for name, tensor in iterate_shards(files) if name not in elsewhere)
     try:
-        stage_update(_Model(slots), tensors, complete=True)
+        stage_update(slots, tensors, complete=True)
     except WeightUpdateError as error:
         raise ModelError(f"{folder} can't be loaded: {error}") from error
     parameters = dict(unwrapped(model).named_parameters())
@@ -95,20 +94,6 @@ def save_checkpoint(
 def whole_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The name and shape of every tensor in a checkpoint of `config`."""
     return {name: slot.shape for name, slot in build_model(config, torch.float32, "meta", 1).weight_slots().items()}
-
-
-class _Model:
-    """What `stage_update` asks of a model: its table, and the embedding that a checkpoint's tied head must equal."""
-
-    def __init__(self, slots: dict[str, Slot]):
-        self.slots = slots
-
-    def weight_slots(self) -> dict[str, Slot]:
-        return self.slots
-
-    @property
-    def embed(self) -> SimpleNamespace:
-        return SimpleNamespace(weight=self.slots[EMBEDDING].read())
 
 
 def _misfits(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> list[str]:

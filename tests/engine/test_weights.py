@@ -224,7 +224,7 @@ def test_an_update_writes_in_place() -> None:
     model, new = make_model(seed=1), weights_of(make_model(seed=2))
     addresses = [parameter.data_ptr() for parameter in model.parameters()]
     versions = model.layers[0].attn.qkv.weight
-    assert stage_update(model, iter(new.items())) == len(new)
+    assert stage_update(model.weight_slots(), iter(new.items())) == len(new)
     assert same(model, new)
     assert addresses == [parameter.data_ptr() for parameter in model.parameters()]
     assert model.layers[0].attn.qkv.weight is versions
@@ -233,12 +233,12 @@ def test_an_update_writes_in_place() -> None:
 def test_an_update_may_be_partial_and_of_another_dtype() -> None:
     model = make_model()
     before = weights_of(model)
-    stage_update(model, [(K, torch.full((32, 32), 1.5, dtype=torch.bfloat16))])
+    stage_update(model.weight_slots(), [(K, torch.full((32, 32), 1.5, dtype=torch.bfloat16))])
     after = weights_of(model)
     assert torch.equal(after[K], torch.full((32, 32), 1.5))
     assert all(torch.equal(after[name], before[name]) for name in before if name != K)
     with pytest.raises(WeightUpdateError, match=f"{Q} is missing"):
-        stage_update(model, [(K, before[K])], complete=True)
+        stage_update(model.weight_slots(), [(K, before[K])], complete=True)
 
 
 BAD_UPDATES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], list[Any]], str]] = {
@@ -260,14 +260,14 @@ def test_a_bad_update_writes_nothing(kind: str) -> None:
     before = weights_of(model)
     make, message = BAD_UPDATES[kind]
     with pytest.raises(WeightUpdateError, match=message):
-        stage_update(model, make(weights_of(make_model(seed=2))), check_finite=True)
+        stage_update(model.weight_slots(), make(weights_of(make_model(seed=2))), check_finite=True)
     assert same(model, before)
 
 
 def test_an_updates_problems_come_together() -> None:
     model = make_model()
     with pytest.raises(WeightUpdateError) as caught:
-        stage_update(model, [(Q, torch.zeros(1)), ("x", torch.zeros(1)), (NORM, torch.zeros(32).int())])
+        stage_update(model.weight_slots(), [(Q, torch.zeros(1)), ("x", torch.zeros(1)), (NORM, torch.zeros(32).int())])
     for part in (f"{Q} has shape [1]", "x is unexpected", f"{NORM} has dtype torch.int32", "old weights still serve"):
         assert part in str(caught.value)
 
@@ -281,17 +281,17 @@ def test_a_source_that_fails_midway_leaves_the_old_weights() -> None:
         raise ConnectionError("the trainer went away")
 
     with pytest.raises(ConnectionError):
-        stage_update(model, broken())
+        stage_update(model.weight_slots(), broken())
     assert same(model, before)
 
 
 def test_a_tied_update_may_name_the_head_only_as_the_embedding() -> None:
     model = make_model(tie_word_embeddings=True)
     table = torch.randn(64, 32)
-    stage_update(model, [("lm_head.weight", table), (EMBED, table)])
+    stage_update(model.weight_slots(), [("lm_head.weight", table), (EMBED, table)])
     assert torch.equal(model.head.weight, table) and model.head.weight is model.embed.weight
     with pytest.raises(WeightUpdateError, match="differs from model.embed_tokens.weight"):
-        stage_update(model, [("lm_head.weight", table + 1)])
+        stage_update(model.weight_slots(), [("lm_head.weight", table + 1)])
     assert torch.equal(model.embed.weight, table)
 
 

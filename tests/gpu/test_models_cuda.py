@@ -103,7 +103,7 @@ def test_a_captured_step_follows_tokens_pages_and_updated_weights(impl: str) -> 
         table.copy_(torch.tensor(PAGES[::-1]))
         if update:
             other = {name: -tensor for name, tensor in model.named_weights() if "mlp" in name}
-            stage_update(model, other.items())
+            stage_update(model.weight_slots(), other.items())
         graph.replay()
         replayed = out.clone()
         assert torch.equal(replayed, step())

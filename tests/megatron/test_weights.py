@@ -187,23 +187,16 @@ def test_a_trainers_update_of_some_weights_goes_through_the_same_table(tmp_path:
     model = gpt_for(tmp_path)
     load_checkpoint(model, tmp_path)
     addresses = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-    served = Served(model)
+    slots = weight_slots(model)
     name = "model.layers.0.self_attn.v_proj.weight"
     new = torch.randn(32, 32)
-    assert stage_update(served, [(name, new)]) == 1
+    assert stage_update(slots, [(name, new)]) == 1
     expected = stored(tmp_path) | {name: new}
     assert same(expected, {key: tensor.clone() for key, tensor in named_weights(model)})
     with pytest.raises(WeightUpdateError, match="the old weights still serve"):
-        stage_update(served, [(name, new + 1), ("model.norm.weight", torch.zeros(3))])
+        stage_update(slots, [(name, new + 1), ("model.norm.weight", torch.zeros(3))])
     assert same(expected, {key: tensor.clone() for key, tensor in named_weights(model)})
     assert addresses == {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-
-
-class Served:
-    """What the engine's updates ask of a model."""
-
-    def __init__(self, model: nn.Module):
-        self.weight_slots = lambda: weight_slots(model)
 
 
 def test_wrapped_models_have_the_same_table(tmp_path: Path) -> None:
