@@ -212,7 +212,7 @@ class EngineLoop:
         Raises WeightUpdateError, with the old weights untouched, if any name, shape or value is refused.
         """
         _check_version(version)
-        written = stage_update(self.runner.model, weights)
+        written = stage_update(self.runner.model.weight_slots(), weights)
         self.weights_changed(version)
         return written
 
