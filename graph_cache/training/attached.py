@@ -25,13 +25,15 @@ Hook = Callable[..., Any]
 class Part(NamedTuple):
     """What of a model is captured under `name`: a module's calls, or those of another of its methods.
 
-    `submodules`: what the method uses of the module, whose parameters then take part; none: all of it.
+    `submodules`: what the method uses of the module, whose parameters then take part; none: all of it. `chunk`: parts
+    of different model chunks are never of one microbatch's forward, whatever runs between them.
     """
 
     name: str
     module: nn.Module
     method: str = FORWARD
     submodules: tuple[nn.Module, ...] = ()
+    chunk: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class AttachedModule:
         name, module = part.name, part.module
         self.name = name
         self.module = module
+        self.chunk = part.chunk
         self.scope = nn.ModuleList(part.submodules) if part.submodules else module
         self.compiled = part.method == FORWARD and is_compiled(module)
         # module.compile() wraps hooks and forward together, so that call is taken over; torch.compile(module) makes a

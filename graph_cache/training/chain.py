@@ -75,9 +75,10 @@ class Entry:
 
 
 class Chain:
-    """The pairs of one microbatch, in memory of their own."""
+    """The pairs of one microbatch on one model chunk, in memory of their own."""
 
-    def __init__(self, job: Job):
+    def __init__(self, job: Job, chunk: int):
+        self.chunk = chunk
         self.order: InstanceOrder[Entry] = InstanceOrder()
         self._job = job
         self._memory = job.pool.new_memory()

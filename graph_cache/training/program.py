@@ -64,7 +64,7 @@ class Program:
         """A place for a call, which runs eager now: one that it would find in a replay, or a new one.
 
         A call with another's output belongs to the same microbatch. Of the rest, one that the microbatch under way has
-        made already begins another microbatch.
+        made already, or one of another model chunk, begins another.
         """
         connected = next((chain for chain in self._in_turn() if any(chain.sources(tensors))), None)
         if connected is None:
@@ -73,9 +73,9 @@ class Program:
                 if place is not None:
                     self.current = chain
                     return chain, place
-        chain = connected or self.current
-        if chain is None or (connected is None and chain.order.knows(kind)):
-            chain = Chain(self._job)
+        chain, chunk = connected or self.current, kind[0].chunk
+        if chain is None or (connected is None and (chain.chunk != chunk or chain.order.knows(kind))):
+            chain = Chain(self._job, chunk)
             self.chains.append(chain)
         self.current = chain
         place = chain.find_recorded(kind, tensors)

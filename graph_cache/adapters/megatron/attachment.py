@@ -30,7 +30,7 @@ def attachment(models: Sequence[nn.Module], config: GraphConfig) -> Attachment:
     random draws that no graph can register, hooks inside that a replay would leave out, recompute of whole layers,
     offloading, fp4 without the hardware.
     """
-    settings = {id(layer.config): layer.config for _, layer in layers_of(models)}
+    settings = {id(layer.module.config): layer.module.config for layer in layers_of(models)}
     for one in settings.values():
         check(one, config)
     parts = parts_of(models, config.cuda_graph_modules)

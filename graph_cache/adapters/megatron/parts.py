@@ -20,8 +20,8 @@ from graph_cache.training.attached import Part
 WRAPPERS = "module."  # what a wrapper puts before the names of what it wraps
 
 
-def layers_of(models: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """Each layer and its name, in the order in which they run; chunks number their names."""
+def layers_of(models: Sequence[nn.Module]) -> list[Part]:
+    """Each layer whole, in the order in which they run; chunks number their names."""
     found = []
     for index, model in enumerate(models):
         chunk = f"chunks.{index}." if len(models) > 1 else ""
@@ -31,7 +31,7 @@ def layers_of(models: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
                 inside.update(module.modules())
                 while path.startswith(WRAPPERS):
                     path = path.removeprefix(WRAPPERS)
-                found.append((chunk + path, module))
+                found.append(Part(chunk + path or type(module).__name__, module, chunk=index))
     return found
 
 
@@ -46,15 +46,16 @@ def parts_of(models: Sequence[nn.Module], modules: Sequence[str]) -> list[Part]:
         raise GraphConfigError(f"{names}: found no TransformerLayer and no MambaLayer to capture; a pipeline stage "
                                "without layers needs no attach()")
     if not modules:
-        return [Part(path or type(layer).__name__, layer) for path, layer in layers]
+        return layers
     if "moe_preprocess" in modules:
         raise GraphConfigError("cuda_graph_modules=moe_preprocess leaves its results on the token dispatcher, where a "
                                "graph of it can't hand on gradients; leave it out, or use "
                                "cuda_graph_impl='transformer_engine'")
-    found = [part for path, layer in layers for part in _inside(path, layer, modules)]
+    found = [part._replace(chunk=layer.chunk)
+             for layer in layers for part in _inside(layer.name, layer.module, modules)]
     if not found:
         raise GraphConfigError(f"cuda_graph_modules={','.join(modules)}: none of the {len(layers)} layers has one of "
-                               f"these ({', '.join(sorted({type(layer).__name__ for _, layer in layers}))})")
+                               f"these ({', '.join(sorted({type(layer.module).__name__ for layer in layers}))})")
     return found
 
 
