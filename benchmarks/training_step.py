@@ -1,6 +1,6 @@
 """Training step time, the host's part of it, and peak memory: eager, our graphs, torch's own, compiled or not.
 
-`python benchmarks/training_step.py --batches 1,4,8 --out results.json` on a GPU. A GPT of 24 layers of width 1,024 in
+`python -m benchmarks.training_step --batches 1,4,8 --out results.json` on a GPU. A GPT of 24 layers of width 1,024 in
 bf16, 512 tokens, AdamW, random tokens; each way in a process of its own, so that peaks don't mix. `--recapture` drops
 and captures the graphs of our ways five times instead, and prints the memory that stays.
 """
@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks.step_timing import compared, sizes, timed, write
 from engine import Engine, EngineConfig
 
 WAYS = ("eager", "layer", "iteration", "layer_compiled", "iteration_compiled", "compile", "make_graphed_callables")
@@ -112,46 +108,9 @@ def set_up(way: str, batch: int, args: argparse.Namespace) -> tuple[Callable[[in
     return lambda number: run(*data[number % 4]), engines, model
 
 
-def measure(way: str, batch: int, args: argparse.Namespace) -> dict[str, Any]:
-    """One way's figures.
-
-    ms: a step among others, with one wait at the end of --steps of them, as a job that logs now and then has it (median
-    of three). synced_ms: a step that is waited for; host_ms: until its last call returned. Peaks in MiB. The losses
-    must agree between ways.
-    """
-    step, engines, _ = set_up(way, batch, args)
-    losses = [step(index).item() for index in range(args.warm)]
-    synced, host, windows = [], [], []
-    for index in range(args.steps):
-        started = time.perf_counter()
-        loss = step(index)
-        host.append((time.perf_counter() - started) * 1e3)
-        losses.append(loss.item())
-        synced.append((time.perf_counter() - started) * 1e3)
-    for _ in range(3):
-        started = time.perf_counter()
-        for index in range(args.steps):
-            loss = step(index)
-        losses.append(loss.item())
-        windows.append((time.perf_counter() - started) * 1e3 / args.steps)
-    found = {"way": way, "batch": batch, "ms": round(statistics.median(windows), 3),
-             "synced_ms": round(statistics.median(synced), 3), "host_ms": round(statistics.median(host), 3),
-             "last_losses": [round(loss, 4) for loss in losses[-3:]]}
-    if torch.cuda.is_available():
-        # Allocated counts live tensors alone: memory that graphs use between tensors is in the reserved bytes only.
-        found["peak_mib"] = torch.cuda.max_memory_allocated() >> 20
-        found["peak_reserved_mib"] = torch.cuda.max_memory_reserved() >> 20
-    for engine in engines:
-        rows = engine.graphs()
-        found["replays"], found["failed"] = sum(row["replays"] for row in rows), sum(row["failed"] for row in rows)
-        engine.detach()
-    return found
-
-
-def recapture(way: str, batch: int, args: argparse.Namespace) -> dict[str, Any]:
+def recapture(step: Callable[[int], torch.Tensor], engine: Engine, model: Model) -> dict[str, Any]:
     """Memory with graphs and after dropping them, captured anew each time: whether it all comes back, and one pool."""
-    step, engines, model = set_up(way, batch, args)
-    engine, rounds, pools = engines[0], [], set()
+    rounds, pools = [], set()
     for index in range(RECAPTURES):
         for number in range(RECAPTURE_STEPS):
             step(index * RECAPTURE_STEPS + number).item()
@@ -167,7 +126,7 @@ def recapture(way: str, batch: int, args: argparse.Namespace) -> dict[str, Any]:
     last, first = rounds[-1]["without"], rounds[0]["without"]
     left = {name: round((last[name] - first[name]) / max(1, first[name]), 5) for name in first}
     engine.detach()
-    return {"way": way, "batch": batch, "one_pool": len(pools) == 1, "growth": growth, "growth_without": left,
+    return {"one_pool": len(pools) == 1, "growth": growth, "growth_without": left,
             "within_1_percent": max(*growth.values(), *left.values()) <= 0.01, "rounds": rounds}
 
 
@@ -185,39 +144,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batches", default="1,4,8")
     parser.add_argument("--ways", default=",".join(WAYS))
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--warm", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--recapture", action="store_true", help="drop and capture five times; our ways only")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+    names = sizes(parser)
     args = parser.parse_args()
     if args.one:
-        print(json.dumps((recapture if args.recapture else measure)(args.ways, int(args.batches), args)))
+        batch = int(args.batches)
+        step, engines, model = set_up(args.ways, batch, args)
+        found = recapture(step, engines[0], model) if args.recapture else timed(step, engines, args.warm, args.steps)
+        print(json.dumps(found))
         return
-    rows = []
     ways = [way for way in args.ways.split(",") if way in OURS or not args.recapture]
-    sizes = [f"--{name}={getattr(args, name)}" for name in ("layers", "width", "length", "warm", "steps")]
-    for batch in args.batches.split(","):
-        for way in ways:
-            command = [sys.executable, __file__, "--one", "--batches", batch, "--ways", way, *sizes,
-                       *(["--recapture"] if args.recapture else [])]
-            done = subprocess.run(command, capture_output=True, text=True)
-            row = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {
-                "way": way, "batch": int(batch), "error": done.stderr.strip().splitlines()[-1][:200]}
-            rows.append(row)
-            eager = next((one for one in rows if one["batch"] == int(batch) and one["way"] == "eager"), {})
-            if "ms" in row and "ms" in eager:
-                row["times_eager"] = round(eager["ms"] / row["ms"], 2)
-                for name in ("peak_mib", "peak_reserved_mib"):
-                    if name in row and name in eager:
-                        row[f"{name}_over_eager"] = round(row[name] / eager[name], 3)
-            print(json.dumps(row), flush=True)
-    if args.out:
-        name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-        args.out.write_text(json.dumps({"device": name, "torch": torch.__version__, "rows": rows}, indent=1) + "\n")
+    options = [f"--{name}={getattr(args, name)}" for name in names] + ["--recapture"] * args.recapture
+    batches = [int(batch) for batch in args.batches.split(",")]
+    write(args.out, compared("benchmarks.training_step", ways, batches, options))
 
 
 if __name__ == "__main__":
