@@ -79,7 +79,7 @@ class TrainingEngine:
         drawn = (*generators, *found.generators, *(own for one in models for own in _generators_of(one)))
         graphs = TrainingGraphs(Job(pool, self.stats, self._registered(pool, drawn), found.state),
                                 warmup_rounds=self._graph_config.cuda_graph_warmup_steps)
-        graphs.attach(found.parts, found.fired)
+        graphs.attach(found)
         self._modules = graphs
         return [part.name for part in found.parts]
 

@@ -6,10 +6,10 @@ Owns the seam: the attribute of the module that is replaced, and put back at the
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,24 @@ from graph_cache.training.compiled import COMPILED_CALL, is_compiled
 FORWARD = "forward"
 MARK = "takes_over_a_module"
 Hook = Callable[..., Any]
+
+
+class Surroundings(Protocol):
+    """What surrounds the calls of modules and would be baked into a capture of them, beside their arguments: say, a
+    precision that a context manager sets.
+    """
+
+    def of(self, modules: Sequence[nn.Module]) -> Hashable:
+        """What surrounds a call of these now."""
+
+    def recreate(self, modules: Sequence[nn.Module], seen: Hashable) -> AbstractContextManager:
+        """Context for a capture, in which calls are surrounded as `of` saw it; all is as before afterwards."""
+
+    def replaying(self, modules: Sequence[nn.Module]) -> None:
+        """A graph is about to replay in the place of these: pass on what it reads from a tensor."""
+
+    def replayed(self, modules: Sequence[nn.Module]) -> None:
+        """A forward was replayed: change what a call would have changed."""
 
 
 class Part(NamedTuple):
@@ -38,12 +56,16 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Attachment:
-    """Which parts of a model are captured, and what that takes: see AttachedModule for `fired`, Job for the rest."""
+    """Which parts of a model are captured, and what that takes: see Job for `generators` and `state`.
+
+    Forward-pre-hooks inside the parts for which `fired` is true run before each replay; others keep their part eager.
+    """
 
     parts: Sequence[Part]
     generators: Sequence[torch.Generator] = ()
     state: Mapping[str, Tensor] = field(default_factory=dict)
     fired: Callable[[Hook], bool] | None = None
+    surroundings: Surroundings | None = None
 
 
 class AttachedModule:
@@ -54,7 +76,8 @@ class AttachedModule:
     Raises GraphConfigError where its calls are replaced already.
     """
 
-    def __init__(self, part: Part, fired: Callable[[Hook], bool] | None = None):
+    def __init__(self, part: Part, fired: Callable[[Hook], bool] | None = None,
+                 surroundings: Surroundings | None = None):
         name, module = part.name, part.module
         self.name = name
         self.module = module
@@ -82,6 +105,7 @@ class AttachedModule:
         self.hooks = [hooks for one in self._inner for hooks in (one._forward_hooks, one._forward_pre_hooks,
                                                                  one._backward_hooks, one._backward_pre_hooks)]
         self._fired = fired
+        self.surroundings = surroundings
         self._to_fire: list[tuple[nn.Module, Hook]] = []
         self.refresh()
 
@@ -114,10 +138,29 @@ class AttachedModule:
         """Those hooks of a submodule that run before a replay."""
         return {key: hook for key, hook in module._forward_pre_hooks.items() if self._fired(hook)}
 
+    def around(self) -> Hashable:
+        """What surrounds a call now."""
+        return None if self.surroundings is None else self.surroundings.of(self.submodules)
+
+    def surrounded(self, seen: Hashable) -> AbstractContextManager:
+        """The same surroundings again, for a capture."""
+        return nullcontext() if self.surroundings is None else self.surroundings.recreate(self.submodules, seen)
+
     def fire_hooks(self) -> None:
         """Run the hooks that a replay leaves out."""
         for module, hook in self._to_fire:
             hook(module, ())
+
+    def before_replay(self) -> None:
+        """What a call would do before its kernels."""
+        self.fire_hooks()
+        if self.surroundings is not None:
+            self.surroundings.replaying(self.submodules)
+
+    def after_replay(self) -> None:
+        """What a call would leave behind on the host."""
+        if self.surroundings is not None:
+            self.surroundings.replayed(self.submodules)
 
     @contextmanager
     def hooks_put_aside(self) -> Iterator[None]:

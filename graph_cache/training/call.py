@@ -6,7 +6,7 @@ Owns taking arguments apart into tensors and the rest, and putting results toget
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,8 @@ class CallKey:
     """Everything of a call that a capture bakes in: structure, values that are no tensors, tensor signatures, modes.
 
     `tensors` holds (shape, strides, dtype, device, requires_grad) of each tensor argument, in order; `types` tells
-    values apart that compare equal and compute differently (2, 2.0 and True).
+    values apart that compare equal and compute differently (2, 2.0 and True). `around`: what else of a call's
+    surroundings would be baked in (see `Surroundings`).
     """
 
     structure: TreeSpec
@@ -30,15 +31,17 @@ class CallKey:
     training: bool
     grad: bool
     autocast: tuple[bool, torch.dtype | None]
+    around: Hashable = None
 
     def __hash__(self) -> int:
-        return hash((self.tensors, self.training, self.grad, self.autocast))
+        return hash((self.tensors, self.training, self.grad, self.autocast, self.around))
 
 
 TENSOR = "<tensor>"  # stands where a tensor argument was, among the values
 
 
-def take_apart(args: tuple, kwargs: dict[str, Any], training: bool) -> tuple[CallKey, list[Tensor]]:
+def take_apart(args: tuple, kwargs: dict[str, Any], training: bool,
+               around: Hashable = None) -> tuple[CallKey, list[Tensor]]:
     """A call's key and its tensor arguments, in order."""
     if not kwargs and all(isinstance(argument, Tensor) for argument in args):
         tensors, values = list(args), (TENSOR,) * len(args)  # no tree to walk
@@ -51,7 +54,7 @@ def take_apart(args: tuple, kwargs: dict[str, Any], training: bool) -> tuple[Cal
     signatures = tuple([(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, grad and tensor.requires_grad)
                         for tensor in tensors])
     key = CallKey(structure, values, tuple(map(type, values)), signatures, training, grad,
-                  _autocast(tensors[0].device.type if tensors else "cpu"))
+                  _autocast(tensors[0].device.type if tensors else "cpu"), around)
     return key, tensors
 
 
@@ -75,18 +78,19 @@ class Expected:
     def __init__(self, key: CallKey, args: tuple, kwargs: dict[str, Any]):
         self._plain = key.structure == _flat_structure(len(args), tuple(kwargs))
         self._count, self._names = len(args), tuple(kwargs)
-        self._training, self._autocast = key.training, key.autocast
+        self._training, self._autocast, self._around = key.training, key.autocast, key.around
         self._device = key.tensors[0][3].type if key.tensors else "cpu"
         self._only_tensors = all(value is TENSOR for value in key.values) and not kwargs
         self._signatures = key.tensors
         self._values = list(zip(key.values, key.types, strict=True))
 
-    def tensors(self, args: tuple, kwargs: dict[str, Any], training: bool) -> Sequence[Tensor] | None:
+    def tensors(self, args: tuple, kwargs: dict[str, Any], training: bool,
+                around: Hashable = None) -> Sequence[Tensor] | None:
         """The tensors of a call of this key, in order; None for any other call, and for one that takes a closer look.
 
         The caller has gradients enabled.
         """
-        if not self._plain or training != self._training or len(args) != self._count:
+        if not self._plain or training != self._training or len(args) != self._count or around != self._around:
             return None
         if torch.is_autocast_enabled(self._device) != self._autocast[0] or (
                 self._autocast[0] and torch.get_autocast_dtype(self._device) != self._autocast[1]):

@@ -54,7 +54,7 @@ class Entry:
         """The tensors of a call that this pair serves; None for another."""
         if owner is not self.owner or owner.state != self.state:
             return None
-        tensors = self.expected.tensors(args, kwargs, owner.module.training)
+        tensors = self.expected.tensors(args, kwargs, owner.module.training, owner.around())
         return tensors if tensors is not None and self.finds(tensors) else None
 
     def finds(self, tensors: Sequence[Tensor]) -> bool:

@@ -47,7 +47,7 @@ class GraphedCall:
         self.input_grads: list[Tensor | None] = []
         self.parameter_grads: list[Tensor | None] = []
         self._stand_ins = StandIns(owner.scope)
-        self._forward = owner.eager
+        self._forward, self._surrounded = owner.eager, owner.surrounded
         self._state = [*owner.scope.buffers(), *job.state.values()]
         self._main_grads = list(MainGrads(owner.scope).values())
         self._added: list[nn.Parameter] = []  # whose gradient the backward itself adds to their main_grad
@@ -118,7 +118,7 @@ class GraphedCall:
 
     def _run_forward(self) -> None:
         args, kwargs = put_together(self.key, self.inputs)
-        with self._stand_ins:
+        with self._surrounded(self.key.around), self._stand_ins:
             self.result, self.outputs = Result.of(self._forward(*args, **kwargs))
 
     def _run_backward(self) -> None:

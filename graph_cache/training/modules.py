@@ -7,14 +7,14 @@ while no backward is outstanding. One thread runs the forwards; backwards come f
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from graph_cache.training.attached import AttachedModule, Hook, Part, Watched
+from graph_cache.training.attached import AttachedModule, Attachment, Watched
 from graph_cache.training.autograd import Lease, probe, replay
 from graph_cache.training.call import Result, take_apart
 from graph_cache.training.chain import Chain, Entry, Kind
@@ -54,14 +54,12 @@ class TrainingGraphs:
 
     # ---- attaching -------------------------------------------------------------------------------------------------
 
-    def attach(self, modules: Iterable[Part | tuple[str, nn.Module]],
-               fired: Callable[[Hook], bool] | None = None) -> None:
+    def attach(self, attachment: Attachment) -> None:
         """Take over the calls of these parts, all or none. Raises GraphConfigError where one is taken over already.
 
-        Modules that `module.compile()` or `torch.compile(module)` made are taken over as compiled. Hooks on submodules
-        for which `fired` is true run before each replay; others keep their part eager.
+        Modules that `module.compile()` or `torch.compile(module)` made are taken over as compiled.
         """
-        found = [AttachedModule(Part(*module), fired) for module in modules]
+        found = [AttachedModule(part, attachment.fired, attachment.surroundings) for part in attachment.parts]
         for attached in found:
             attached.take_over(self._entry(attached))
             self.modules.append(attached)
@@ -112,7 +110,7 @@ class TrainingGraphs:
 
     def _look_closer(self, attached: AttachedModule, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Whatever it is: begin a round if one begins, and find a pair, or run eager with a reason."""
-        key, tensors = take_apart(args, kwargs, attached.module.training)
+        key, tensors = take_apart(args, kwargs, attached.module.training, attached.around())
         attached.refresh()
         if not key.grad or not attached.wants_gradients(tensors):
             return self._eager(attached, args, kwargs, NO_GRAD)
@@ -200,7 +198,7 @@ class TrainingGraphs:
         self._outstanding -= 1
 
     def _replay(self, chain: Chain, place: int, entry: Entry, tensors: Sequence[Tensor]) -> Any:
-        entry.owner.fire_hooks()
+        entry.owner.before_replay()
         chain.order.await_backward(place)
         lease = Lease(chain.release, place)
         try:
@@ -208,6 +206,7 @@ class TrainingGraphs:
         except BaseException:
             lease.end()
             raise
+        entry.owner.after_replay()
         self.stats.replays[entry.label] += 1
         return outputs[0] if entry.is_tensor else entry.pair.result.build(outputs)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.utils._pytree import register_dataclass
 
 from graph_cache.stats import CacheStats
+from graph_cache.training.attached import Attachment, Part
 from graph_cache.training.job import Job
 from graph_cache.training.modules import TrainingGraphs
 from tests.contract.training_models import MODELS, WIDTH, assert_same, attached, batches, mlp, train, twins
@@ -155,7 +157,7 @@ def test_generators_of_ones_own_draw_fresh_numbers_also_those_made_under_inferen
     eager.load_state_dict(graphed.state_dict())
     stats = CacheStats()
     graphs = TrainingGraphs(Job(pool, stats, [graphed.generator]), warmup_rounds=2)
-    graphs.attach([("model", graphed)])
+    graphs.attach(Attachment([Part("model", graphed)]))
     data = batches(6, device, micro=1)
     assert_same(train(graphed, data), train(eager, data))
     assert sum(stats.replays.values()) == 4
@@ -183,7 +185,8 @@ def test_hooks_that_are_to_be_fired_run_once_before_each_replay_and_never_inside
         module.register_forward_pre_hook(gather)
     graphs = TrainingGraphs(Job(pool, CacheStats(), [torch.default_generator] if device.type == "cpu" else []),
                             warmup_rounds=2)
-    graphs.attach([(str(index), block) for index, block in enumerate(graphed)], fired=lambda hook: hook is gather)
+    graphs.attach(Attachment([Part(str(index), block) for index, block in enumerate(graphed)],
+                             fired=lambda hook: hook is gather))
     data = batches(6, device, micro=1)
     log = []
     for step, micro in enumerate(data):
@@ -204,3 +207,56 @@ def test_hooks_that_are_to_be_fired_run_once_before_each_replay_and_never_inside
         theirs.append([loss.detach().clone(), *[parameter.grad.clone() for parameter in eager.parameters()]])
     assert_same(log, theirs)
     assert sum(graphs.stats.replays.values()) == 4 * 3
+
+
+class Scale:
+    """A setting that a context would set, of a kind that a graph bakes in; and a flag that each call takes back."""
+
+    def __init__(self):
+        self.value, self.is_new, self.told = 1.0, True, []
+
+    def of(self, modules):
+        return self.value
+
+    @contextmanager
+    def recreate(self, modules, seen):
+        before, self.value = (self.value, self.is_new), seen
+        yield
+        self.value, self.is_new = before
+
+    def replaying(self, modules):
+        self.told.append(self.is_new)
+
+    def replayed(self, modules):
+        self.is_new = False
+
+
+def test_what_surrounds_a_call_is_part_of_its_kind_and_is_there_again_at_the_capture(pool, device):
+    class Scaled(nn.Module):
+        def __init__(self, scale):
+            super().__init__()
+            self.linear, self.scale = nn.Linear(WIDTH, WIDTH), scale
+
+        def forward(self, x):
+            self.scale.is_new = False
+            return self.linear(x) * self.scale.value
+
+    scale = Scale()
+    eager, graphed = twins(lambda: Scaled(None), device)
+    eager.scale = graphed.scale = scale
+    graphs = TrainingGraphs(Job(pool, CacheStats(), []), warmup_rounds=2)
+    graphs.attach(Attachment([Part("model", graphed)], surroundings=scale))
+    log = {graphed: [], eager: []}
+    for step in range(10):
+        for model in (graphed, eager):
+            model.zero_grad()
+            # Every round begins under the other setting than the one before, and so does each capture.
+            for value in ((1.0, 3.0) if step % 2 else (3.0, 1.0)):
+                scale.value, scale.is_new = value, True
+                out = model(torch.full((2, WIDTH), 0.1 * step, device=device))
+                out.sum().backward()
+                assert not scale.is_new
+                log[model].append([out.detach().clone(), *[parameter.grad.clone() for parameter in model.parameters()]])
+    assert_same(log[graphed], log[eager])
+    assert len(graphs.table()) == 2 and len(scale.told) == graphs.stats.replays["model", "module", "forward", 2] >= 12
+    assert all(scale.told)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from graph_cache.stats import CacheStats
+from graph_cache.training.attached import Attachment, Part
 from graph_cache.training.iteration import CapturedIteration
 from graph_cache.training.job import Job
 from graph_cache.training.modules import TrainingGraphs
@@ -147,7 +148,7 @@ def attached(model, paths, pool, rounds=2):
     stats = CacheStats()
     generators = [torch.default_generator] if pool.backend.name == "cpu" else []
     graphs = TrainingGraphs(Job(pool, stats, generators), warmup_rounds=rounds)
-    graphs.attach([(path or "model", model.get_submodule(path)) for path in paths])
+    graphs.attach(Attachment([Part(path or "model", model.get_submodule(path)) for path in paths]))
     return graphs, stats
 
 

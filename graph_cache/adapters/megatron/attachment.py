@@ -4,7 +4,7 @@ which generators draw, and what state outside of modules a capture must leave as
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.utils import _pytree
 from graph_cache.adapters.megatron.parts import layers_of, parts_of
 from graph_cache.config import GraphConfig
 from graph_cache.errors import GraphConfigError
-from graph_cache.training.attached import AttachedModule, Attachment, Hook, Part
+from graph_cache.training.attached import AttachedModule, Attachment, Hook, Part, Surroundings
 
 FP4_NEEDS = (10, 0)  # the compute capability of the first GPUs with fp4
 
@@ -37,7 +37,7 @@ def attachment(models: Sequence[nn.Module], config: GraphConfig) -> Attachment:
     for part in parts:
         _check_hooks(part)
     _register_packed_sequences()
-    return Attachment(parts, generators(), AuxLosses(), is_param_gather)
+    return Attachment(parts, generators(), AuxLosses(), is_param_gather, _precision(settings.values()))
 
 
 def check(model_config: Any, config: GraphConfig) -> None:
@@ -72,6 +72,15 @@ def generators() -> list[torch.Generator]:
             "call model_parallel_cuda_manual_seed(seed, te_rng_tracker=True) (use_te_rng_tracker) or "
             "(seed, use_cudagraphable_rng=True) before building the model")
     return list(states.values())
+
+
+def _precision(settings: Iterable[Any]) -> Surroundings | None:
+    """What a capture must know of a precision below 16 bits, which is Transformer Engine's."""
+    if not any(getattr(one, "fp8", None) or getattr(one, "fp4", None) for one in settings):
+        return None
+    from graph_cache.adapters.transformer_engine.surroundings import Fp8Surroundings  # fp8 layers are made of it
+
+    return Fp8Surroundings()
 
 
 def is_param_gather(hook: Hook) -> bool:
