@@ -6,8 +6,9 @@ Owns which submodules are captured and the report of what ran from graphs and wh
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -23,7 +24,11 @@ from graph_cache.training.iteration import CapturedIteration
 from graph_cache.training.job import Job
 from graph_cache.training.modules import TrainingGraphs
 
+if TYPE_CHECKING:
+    from graph_cache.adapters.megatron.iteration import FullIteration  # it imports megatron
+
 WHOLE_LAYER = "layer"
+Iteration = TypeVar("Iteration")
 INFERENCE_ONLY = ("generate", "update_weights", "share_weights", "weights_changed", "warm")
 
 
@@ -39,7 +44,7 @@ class TrainingEngine:
         self.stats = CacheStats()
         self._pool = pool
         self._modules: TrainingGraphs | None = None
-        self._iterations: list[CapturedIteration] = []
+        self._iterations: list[CapturedIteration | FullIteration] = []
 
     def __enter__(self) -> TrainingEngine:
         return self
@@ -102,14 +107,32 @@ class TrainingEngine:
     def capture_iteration(self, step: Callable[..., Any], *, device: torch.device | str | None = None,
                           name: str = "iteration", generators: Sequence[torch.Generator] = ()) -> CapturedIteration:
         """`step(*args, **kwargs)` from one graph per kind of call: forward, backward and what else it does."""
+        return self._whole(CapturedIteration, step, "capture_iteration", device, name, generators)
+
+    def capture_forward_backward(self, forward_backward_func: Callable[..., Any], *, settings: Iterable[Any] = (),
+                                 device: torch.device | str | None = None, name: str = "iteration",
+                                 generators: Sequence[torch.Generator] = ()) -> FullIteration:
+        """What Megatron's `get_forward_backward_func()` returns, from one graph per kind of call; called as it is.
+
+        `settings` (Megatron's arguments, say) are checked now for what a graph of an iteration can't hold; those of the
+        models at each call. Raises GraphConfigError.
+        """
+        from graph_cache.adapters.megatron.iteration import FullIteration  # megatron is there: the function is its own
+
+        make = functools.partial(FullIteration, settings=settings)
+        return self._whole(make, forward_backward_func, "capture_forward_backward", device, name, generators)
+
+    def _whole(self, make: Callable[..., Iteration], function: Callable[..., Any], asked: str,
+               device: torch.device | str | None, name: str, generators: Sequence[torch.Generator]) -> Iteration:
+        """An iteration of this engine's, by `make`."""
         if self._graph_config.cuda_graph_impl not in ("local", "full_iteration"):
-            raise ConfigError(f"capture_iteration() needs cuda_graph_impl='full_iteration' or 'local'; found "
+            raise ConfigError(f"{asked}() needs cuda_graph_impl='full_iteration' or 'local'; found "
                               f"{self._graph_config.cuda_graph_impl!r}")
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         pool = self._pool_for(torch.device(device))
-        iteration = CapturedIteration(step, pool, self.stats, name=name, generators=self._registered(pool, generators),
-                                      warmup_steps=self._graph_config.cuda_graph_warmup_steps)
+        iteration = make(function, pool, self.stats, name=name, generators=self._registered(pool, generators),
+                         warmup_steps=self._graph_config.cuda_graph_warmup_steps)
         self._iterations.append(iteration)
         return iteration
 

@@ -90,6 +90,7 @@ class TapeRecorder(TorchDispatchMode):
         # By their C++ object: the dispatcher wraps a generator anew for every call.
         self._generators = {generator._cdata for generator in generators}
         self._buffer_of: dict[int, int] = {}
+        self._numbers: set[int] = set()  # storages of tensors made from Python values
         # A weak reference to each storage keeps its address from being used again, so an address names one buffer.
         self._pinned: list[StorageWeakRef] = []
         self._aliases: dict[tuple, torch.Tensor] = {}
@@ -107,12 +108,15 @@ class TapeRecorder(TorchDispatchMode):
             with self:
                 return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
         self._refuse(func, args, kwargs)
-        if func is aten.lift_fresh.default:
+        lifted = func is aten.lift_fresh.default
+        if lifted:
             # A tensor made from Python values: what the callable may write into is a copy, made anew by each replay.
             func = aten.clone.default
         inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
         known = {tensor.untyped_storage()._cdata for tensor in inputs}
         result = func(*args, **kwargs)
+        if lifted:
+            self._numbers.add(result.untyped_storage()._cdata)
         if torch.Tag.inplace_view in func.tags:
             return result  # changes how a tensor object sees its memory, which is in the Refs of whoever uses it
         results = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
@@ -183,7 +187,8 @@ class TapeRecorder(TorchDispatchMode):
         if name in MOVES_STORAGE:
             raise CaptureRefused(f"{func}: it moves storage, and a graph's addresses are fixed")
         if name in INDEXING:
-            if any(index is not None and index.dtype in BYTE_MASKS for index in args[1]):
+            masked = any(index is not None and index.dtype in BYTE_MASKS for index in args[1])
+            if masked and not self._fills(name, *args):
                 raise CaptureRefused(f"{func} with a boolean or uint8 mask: how many elements it selects depends on "
                                      "data. Use torch.where or integer indices")
         devices = {leaf.device.type for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)}
@@ -192,6 +197,12 @@ class TapeRecorder(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags and not self._draw_is_registered(func, args, kwargs):
             raise CaptureRefused(f"{func} draws from a generator that is not registered with this graph: "
                                  "pass it in `generators`, so that replays draw fresh numbers")
+
+    def _fills(self, name: str, tensor: torch.Tensor, indices: Sequence[torch.Tensor | None], value: Any = None,
+               accumulate: bool = False) -> bool:
+        """Whether it is `x[mask] = number`, which torch runs as masked_fill_: on a GPU, too, nothing is selected."""
+        return ("index_put" in name and not accumulate and sum(index is not None for index in indices) == 1
+                and value.numel() == 1 and value.untyped_storage()._cdata in self._numbers)
 
     def _draw_is_registered(self, func, args, kwargs) -> bool:
         """Deterministic uses of random-capable calls (dropout off) pass; true draws need a registered generator."""

@@ -39,8 +39,7 @@ class _Captured:
 
     def __init__(self, key: CallKey, tensors: Sequence[Tensor]):
         self.key = key
-        with torch.inference_mode(False):  # a later call outside of that mode writes to them too
-            self.inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
+        self.inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
         self.addresses = AddressBook()
         self.result: Result | None = None
         self.outputs: list[Tensor] = []
@@ -71,8 +70,9 @@ class CapturedIteration:
         self._seen: Counter[Hashable] = Counter()
         self._captured: dict[Hashable, _Captured] = {}
         self._failed: dict[Hashable, str] = {}
-        self._modules: dict[int, nn.Module] = {}
-        self._roots: list[nn.Module] = []
+        # Weakly, as a step may make modules anew at every call.
+        self._modules: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+        self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._looked = self._compiled = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -91,13 +91,16 @@ class CapturedIteration:
 
     def clear(self) -> None:
         """Drop every graph and give the memory back; kinds seen before are captured again at their next call."""
-        for captured in self._captured.values():
-            for parameter, grad in captured.grads_after:
-                if grad is not None and parameter.grad is grad:
-                    parameter.grad = grad.clone()
-            captured.runner.close()
-        self._captured = {}
+        for kind in list(self._captured):
+            self._drop(kind)
         self._pool.trim()
+
+    def _drop(self, kind: Hashable) -> None:
+        captured = self._captured.pop(kind)
+        for parameter, grad in captured.grads_after:
+            if grad is not None and parameter.grad is grad:
+                parameter.grad = grad.clone()
+        captured.runner.close()
 
     def table(self) -> list[dict[str, Any]]:
         """Every graph as plain values."""
@@ -107,7 +110,7 @@ class CapturedIteration:
 
     def _state(self) -> Hashable:
         """What of the model is baked into a graph: the mode of each module, and where gradients are wanted and are."""
-        return (tuple([module.training for module in self._modules.values()]),
+        return (tuple([module.training for module in self._known()]),
                 tuple([(parameter.requires_grad, parameter.grad is not None) for parameter in self._all_parameters()]))
 
     def _look_at(self, given: Sequence[nn.Module]) -> None:
@@ -126,12 +129,15 @@ class CapturedIteration:
 
     def _note(self, module: nn.Module, inputs: Any = None) -> None:
         if id(module) not in self._modules:
-            self._roots.append(module)
+            self._roots.add(module)
             self._modules.update((id(inner), inner) for inner in module.modules())
+
+    def _known(self) -> list[nn.Module]:
+        return [module for reference in self._modules.valuerefs() if (module := reference()) is not None]
 
     def _all_parameters(self) -> list[nn.Parameter]:
         """Of every module that is known; one that several modules share comes several times."""
-        return [parameter for module in self._modules.values() for parameter in module._parameters.values()
+        return [parameter for module in self._known() for parameter in module._parameters.values()
                 if parameter is not None]
 
     def _parameters(self) -> list[nn.Parameter]:
@@ -173,10 +179,11 @@ class CapturedIteration:
     def _capture(self, kind: Hashable, key: CallKey, tensors: Sequence[Tensor], args: tuple,
                  kwargs: dict[str, Any]) -> Any:
         """Capture this call, and run it: by the capture itself where that runs, else by the first replay."""
-        captured = _Captured(key, tensors)
         self._pool.trim()  # what the eager steps left cached is of no use to the graph's own memory
         parameters = self._parameters()
-        before = _GradsBefore(parameters, copied=self._pool.backend.capture_runs)
+        with torch.inference_mode(False):  # what is made in that mode can't be written to by a replay outside of it
+            captured = _Captured(key, tensors)
+            before = _GradsBefore(parameters, copied=self._pool.backend.capture_runs)
 
         def body() -> None:
             static_args, static_kwargs = put_together(key, captured.inputs)
@@ -186,7 +193,7 @@ class CapturedIteration:
         runner = GraphRunner(body, self._pool, statics=list, generators=self._generators, memory=self._memory,
                              grad=True, checked=False)
         try:
-            with without_compiling(self._pool.backend):
+            with torch.inference_mode(False), without_compiling(self._pool.backend):
                 runner.capture()
         except CaptureError as error:
             before.restore()
@@ -198,6 +205,8 @@ class CapturedIteration:
         captured.runner = runner
         captured.grads_after = [(parameter, parameter.grad) for parameter in parameters]
         captured.grads_before = before.accumulated()
+        for other in [other for other in self._captured if other[0] == key and len(other[1][0]) != len(kind[1][0])]:
+            self._drop(other)  # from before some module was known: no call would find it again
         for root in self._roots:
             captured.addresses.watch(root, prefix=f"{type(root).__name__}.")
             captured.addresses.watch(MainGrads(root), prefix=f"{type(root).__name__}.main_grad of ")

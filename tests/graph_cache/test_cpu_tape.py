@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -110,7 +112,9 @@ def test_calls_whose_overload_would_spill_or_draw_are_copied(fn):
         (lambda x: torch.repeat_interleave(x, torch.tensor([1, 2]), 0), "depends on data"),
         (lambda x: x[x > 0], "mask"),
         (lambda x: x[torch.ones(2, dtype=torch.uint8)], "mask"),
-        (lambda x: x.clone().index_put_((x > 0,), torch.tensor(1.0)), "mask"),
+        (lambda x: x.clone().index_put_((x > 0,), x.sum()), "mask"),
+        (lambda x: x.clone().index_put_((x > 0,), torch.tensor([1.0, 2.0])), "mask"),
+        (lambda x: x.clone().index_put_((x > 0,), torch.tensor(1.0), accumulate=True), "mask"),
         (lambda x: torch.ops.aten._unsafe_index(x, [x > 0]), "mask"),
         (lambda x: x.clone().resize_(1), "moves storage"),
         (lambda x: x.clone().set_(torch.zeros(3)), "moves storage"),
@@ -140,6 +144,8 @@ def test_refuses_what_no_graph_can_hold(fn, what):
         lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
         lambda x: torch.repeat_interleave(x, 2, 0),
         lambda x: x.masked_fill(x > 0, 1.0),
+        lambda x: x.clone().index_put_((x > 0,), torch.tensor(1.0)),
+        lambda x: operator.setitem(x.clone(), x > 0, 1.0),
     ],
 )
 def test_takes_what_a_graph_can_hold(fn):

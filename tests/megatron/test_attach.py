@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from megatron.core.tensor_parallel import random as rng
 from torch import nn
 
 from engine import Engine, EngineConfig
+from engine.errors import ConfigError
 from graph_cache.errors import GraphConfigError
 from tests.megatron.models import config, gpt, loss_of, tokens
 
@@ -23,8 +25,8 @@ PARTS = {
 
 
 def training(modules=(), **options):
-    return Engine(EngineConfig(mode="training", cuda_graph_impl="local", cuda_graph_modules=list(modules),
-                               cuda_graph_warmup_steps=2, **options))
+    return Engine(EngineConfig(**{"mode": "training", "cuda_graph_modules": list(modules),
+                                  "cuda_graph_warmup_steps": 2} | options))
 
 
 def train(model, steps=10, outstanding=True):
@@ -222,3 +224,34 @@ def test_full_iteration_as_a_scope_of_an_older_version_is_an_impl():
         engine_config = EngineConfig.from_megatron(
             config(cuda_graph_impl="local", cuda_graph_scope=["full_iteration"]), mode="training")
     assert engine_config.cuda_graph_impl == "full_iteration" and engine_config.cuda_graph_modules == ()
+
+
+def test_the_engine_captures_a_forward_backward_function_and_refuses_what_it_cannot():
+    def forward_backward(*, forward_step_func, data_iterator, model, num_microbatches, forward_only):
+        return [forward_step_func(data_iterator, model) for _ in range(num_microbatches)]
+
+    def forward_step(iterator, model):
+        loss = loss_of(model, *next(iterator))
+        loss.backward()
+        return {"loss": loss.detach()}
+
+    log = {}
+    for graphed in (False, True):
+        model = gpt()
+        with training(cuda_graph_impl="full_iteration") if graphed else nullcontext() as engine:
+            run = engine.capture_forward_backward(forward_backward) if graphed else forward_backward
+            log[graphed] = []
+            for step in range(6):
+                found = run(forward_step_func=forward_step, data_iterator=iter([tokens(step), tokens(step + 9)]),
+                            model=model, num_microbatches=2, forward_only=False)
+                log[graphed].append([*[one["loss"] for one in found], *[p.grad.clone() for p in model.parameters()]])
+                model.zero_grad()
+            if graphed:
+                (row,) = engine.graphs()
+                assert row["replays"] == 3 and row["graphs"] == 1 and row["eager"] == {"warming_up": 2}
+    assert_same(log[True], log[False])
+    with training(cuda_graph_impl="full_iteration") as engine:
+        with pytest.raises(GraphConfigError, match="isfinite"):
+            engine.capture_forward_backward(forward_backward, settings=[{"check_for_nan_in_loss_and_grad": True}])
+        with pytest.raises(ConfigError, match="attach"):
+            engine.attach(gpt())

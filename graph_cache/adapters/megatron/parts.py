@@ -49,8 +49,7 @@ def parts_of(models: Sequence[nn.Module], modules: Sequence[str]) -> list[Part]:
         return layers
     if "moe_preprocess" in modules:
         raise GraphConfigError("cuda_graph_modules=moe_preprocess leaves its results on the token dispatcher, where a "
-                               "graph of it can't hand on gradients; leave it out, or use "
-                               "cuda_graph_impl='transformer_engine'")
+                               "graph of it can't hand on gradients; leave it out")
     found = [part._replace(chunk=layer.chunk)
              for layer in layers for part in _inside(layer.name, layer.module, modules)]
     if not found:

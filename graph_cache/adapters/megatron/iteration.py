@@ -1,0 +1,305 @@
+"""Megatron's `forward_backward_func` from one graph: `cuda_graph_impl=full_iteration`, with every keyword checked.
+
+Owns reading the microbatches before they are needed, what of a call and of the configuration must be the same for a
+graph to serve it, and what is refused. The graphs are `graph_cache.training.iteration`'s. Knows no schedule: whatever
+function has Megatron's calling convention is captured as it is, with its gradient finalisation and its collectives.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from graph_cache.adapters.megatron.attachment import generators as tracked_generators
+from graph_cache.errors import GraphConfigError, GraphError
+from graph_cache.pool import GraphPool
+from graph_cache.stats import CacheStats
+from graph_cache.training.iteration import CapturedIteration
+
+PLAIN = (int, float, complex, bool, str, bytes, type(None))
+FIXED = (*PLAIN, enum.Enum, torch.dtype, torch.device, torch.Size)  # what of a batch may be part of a key
+# By these Megatron's training loop, its DDP and its FSDP read losses or gradients on the host.
+NAN_CHECKS = ("check_for_nan_in_loss_and_grad", "check_for_nan_in_grad", "check_for_large_grads",
+              "report_nan_in_param_grad")
+LOSS_SCALES = ("grad_scale_func", "moe_grad_scale_func", "mtp_grad_scale_func")
+
+
+class MicrobatchesRanOut(GraphError):
+    """A data iterator had fewer microbatches than the iteration wants; nothing ran.
+
+    `read` has what was taken from the iterators, a list per model chunk, as they gave it.
+    """
+
+    def __init__(self, message: str, read: Sequence[Sequence[Any]]):
+        super().__init__(message)
+        self.read = [list(batches) for batches in read]
+
+
+class FullIteration:
+    """Stands where Megatron's `forward_backward_func` does, and is called with the same keywords.
+
+    A call reads `num_microbatches` batches from each data iterator, moves their tensors to the pool's device, and runs
+    the function over iterators that give them again: eager for `warmup_steps` calls of a kind, then from a graph with
+    static copies of them, per chunk and microbatch. A kind is what `CapturedIteration` says, with every keyword, every
+    field of the models' configurations, and the model chunks and functions themselves (not equal ones). Losses come
+    back as copies, as the function returns them; numbers among them are those of the capture.
+
+    Under `forward_only` gradients are out of reach, and left alone. Loss scales (`grad_scale_func`) are asked for at
+    every call and multiplied with in the graph: they may change. `settings`: objects with Megatron's settings
+    (arguments, configurations) to check at construction; those of the models are checked at every call. One thread
+    calls it. `generators` are registered with each graph, beside those of Megatron's tracker.
+
+    Raises GraphConfigError for what a graph of an iteration can't hold, and MicrobatchesRanOut, both before anything
+    ran; GraphError where the step takes another number of batches than of microbatches.
+    """
+
+    def __init__(self, forward_backward_func: Callable[..., Any], pool: GraphPool, stats: CacheStats, *,
+                 name: str = "iteration", warmup_steps: int = 3, generators: Sequence[torch.Generator] = (),
+                 settings: Iterable[Any] = ()):
+        if isinstance(forward_backward_func, FullCudaGraphWrapper):
+            raise GraphConfigError("forward_backward_func is Megatron's own FullCudaGraphWrapper, and a graph can't "
+                                   "hold another capture: pass what get_forward_backward_func() returns")
+        for one in settings:
+            refuse(one)
+        self.name = name
+        self._function = forward_backward_func
+        self._signature = inspect.signature(forward_backward_func)
+        self._pool, self._stats = pool, stats
+        self._warmup_steps = warmup_steps
+        self._generators = tuple(generators)
+        self._iteration: CapturedIteration | None = None
+
+    def __call__(self, *, data_iterator: Any, model: nn.Module | Sequence[nn.Module], num_microbatches: int,
+                 forward_only: bool = False, **keywords: Any) -> Any:
+        """Run one iteration. Keywords are the function's own."""
+        keywords |= {"num_microbatches": num_microbatches, "forward_only": forward_only}
+        self._signature.bind(data_iterator=data_iterator, model=model, **keywords)  # a TypeError costs no data
+        chunks = list(model) if isinstance(model, (list, tuple)) else [model]
+        configs = _configs(chunks)
+        for one in (*configs, *_wrapped(chunks)):
+            refuse(one)
+        facts = [_facts(dict(sorted(keywords.items()))), *[_facts(vars(one), LOSS_SCALES) for one in configs]]
+        call = _Call(isinstance(model, (list, tuple)), isinstance(data_iterator, (list, tuple)), keywords, tuple(facts))
+        iteration = self._iteration or self._begin()
+        batches = self._read(data_iterator, len(chunks), num_microbatches)
+        scales = [_loss_scales(one, self._pool.backend.device) for one in configs]
+        with _gradients_aside(chunks if forward_only else []):
+            return iteration(chunks, batches, scales, call)
+
+    def clear(self) -> None:
+        """Drop every graph and give the memory back; kinds seen before are captured again at their next call."""
+        if self._iteration is not None:
+            self._iteration.clear()
+
+    def table(self) -> list[dict[str, Any]]:
+        """Every graph as plain values."""
+        return [] if self._iteration is None else self._iteration.table()
+
+    def _begin(self) -> CapturedIteration:
+        """At the first call, not before: by then Megatron's generators are seeded."""
+        tracked = tracked_generators() if self._pool.backend.name == "cuda" else []
+        self._iteration = CapturedIteration(self._run, self._pool, self._stats, name=self.name,
+                                            warmup_steps=self._warmup_steps, generators=(*self._generators, *tracked))
+        return self._iteration
+
+    def _read(self, data_iterator: Any, chunks: int, count: int) -> list[list[Any] | None]:
+        """The batches of this iteration on the pool's device, for each chunk; None where a chunk has no iterator."""
+        iterators = list(data_iterator) if isinstance(data_iterator, (list, tuple)) else [data_iterator]
+        if len(iterators) != chunks:
+            raise GraphConfigError(f"data_iterator is {len(iterators)} iterators for {chunks} model chunks: pass a "
+                                   "list with one for each, None where a chunk reads nothing")
+        given = [iterator for iterator in iterators if iterator is not None]
+        if len({id(iterator) for iterator in given}) < len(given):
+            raise GraphConfigError("several model chunks have the same data iterator, and which of them gets which "
+                                   "batch would depend on the schedule: give each its own, as itertools.tee makes them")
+        read: list[list[Any]] = [[] for _ in iterators]
+        for index, iterator in enumerate(iterators):
+            while iterator is not None and len(read[index]) < count:
+                try:
+                    read[index].append(next(iterator))
+                except StopIteration as ended:
+                    raise MicrobatchesRanOut(
+                        f"{self.name}: num_microbatches={count}, but the data iterator of chunk {index} ended after "
+                        f"{len(read[index])}; read so far, by chunk: {list(map(len, read))} batches, which are in this "
+                        "error's `read`. Nothing ran; end the epoch here, or pass fewer microbatches", read) from ended
+        device = self._pool.backend.device
+        return [None if iterator is None else [_moved(batch, device) for batch in batches]
+                for iterator, batches in zip(iterators, read, strict=True)]
+
+    def _run(self, chunks: list[nn.Module], batches: list[list[Any] | None], scales: list[dict[str, Tensor]],
+             call: _Call) -> Any:
+        """The function itself, over these batches: what runs eager, and what is captured."""
+        iterators = [None if given is None else _Microbatches(given) for given in batches]
+        with _scaled(_configs(chunks), scales):
+            result = self._function(data_iterator=iterators if call.many_iterators else iterators[0],
+                                    model=chunks if call.many_chunks else chunks[0], **call.keywords)
+        for index, iterator in enumerate(iterators):
+            if iterator is not None and 0 < iterator.left < len(batches[index]):
+                raise GraphError(f"{self.name}: the step took {len(batches[index]) - iterator.left} of the "
+                                 f"{len(batches[index])} batches that were read for chunk {index}: let "
+                                 "forward_step_func take one for each microbatch")
+        return result
+
+
+@dataclass(frozen=True)
+class _Call:
+    """All of a call but its tensors and chunks. Equal where a graph of one serves the other."""
+
+    many_chunks: bool
+    many_iterators: bool
+    keywords: dict[str, Any] = field(compare=False)
+    facts: tuple  # of `keywords`, and of the models' configurations
+
+
+class _Microbatches:
+    """An iterator over what was read. Beyond the end it raises GraphError: the data would go on, and isn't there."""
+
+    def __init__(self, batches: Sequence[Any]):
+        self._batches = batches
+        self.left = len(batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if not self.left:
+            raise GraphError(f"the step asks for more batches than the {len(self._batches)} microbatches of this "
+                             "iteration: let forward_step_func take one for each")
+        self.left -= 1
+        return self._batches[-1 - self.left]
+
+
+@dataclass(frozen=True, eq=False)
+class _Same:
+    """Equal to another only if it holds the very same object; a bound method is the same with the same owner."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Same):
+            return NotImplemented
+        bound = isinstance(self.value, types.MethodType)
+        return self.value is other.value or bound and self.value == other.value
+
+    def __hash__(self) -> int:
+        return hash(type(self.value))
+
+
+def refuse(settings: Any) -> None:
+    """Raise GraphConfigError for settings that a graph of a whole iteration can't hold: checks for NaN that read the
+    host, and graphs of Megatron's own inside. `settings`: any object or mapping with Megatron's names."""
+    given = settings if isinstance(settings, Mapping) else vars(settings)
+    asked = [name for name in NAN_CHECKS if given.get(name)]
+    if asked:
+        raise GraphConfigError(
+            f"{' and '.join(asked)} would read losses or gradients on the host, which a graph of a whole iteration "
+            "can't: turn it off, and return torch.isfinite(loss) beside the loss from the loss function, a check on the"
+            " device that you read after the iteration; or use cuda_graph_impl='local'")
+    impl, scope = given.get("cuda_graph_impl"), given.get("cuda_graph_scope") or ()
+    whole = "full_iteration" in [getattr(one, "name", one) for one in ([scope] if isinstance(scope, str) else scope)]
+    if impl not in (None, "none", "full_iteration") and not (impl == "local" and whole):
+        raise GraphConfigError(f"the model was built with cuda_graph_impl={impl!r}, and a graph of an iteration can't "
+                               "hold captures of its layers: build it with 'none' or 'full_iteration'")
+
+
+def _wrapped(chunks: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Each chunk's wrappers (DDP, FSDP, Float16Module) and what they wrap, from the outside in."""
+    for chunk in chunks:
+        inner: Any = chunk
+        while isinstance(inner, nn.Module):
+            yield inner
+            inner = getattr(inner, "module", None)
+
+
+def _configs(chunks: Iterable[nn.Module]) -> list[Any]:
+    """The configurations of the models and of their wrappers, each object once."""
+    found = [getattr(inner, name, None) for inner in _wrapped(chunks) for name in ("config", "ddp_config")]
+    return list({id(one): one for one in found if hasattr(one, "__dict__")}.values())
+
+
+def _facts(values: Mapping[str, Any], leave_out: Sequence[str] = ()) -> tuple:
+    return tuple([(name, _comparable(value)) for name, value in values.items() if name not in leave_out])
+
+
+def _comparable(value: Any) -> Any:
+    """What must be equal of a value: plain ones with their types (1 is not True), containers by what is in them now,
+    and of anything else that it is the same object."""
+    kind = type(value)
+    if kind in PLAIN:
+        return kind, value
+    if kind in (list, tuple):
+        return kind, tuple([_comparable(one) for one in value])
+    if kind is dict:
+        return kind, tuple([(key, _comparable(one)) for key, one in value.items()])
+    return _Same(value)
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    """A batch with its tensors on the device. Raises GraphConfigError for contents that can't be told apart."""
+    unknown = sorted({type(leaf).__name__ for leaf in tree_leaves(batch) if not isinstance(leaf, (Tensor, *FIXED))})
+    if unknown:
+        raise GraphConfigError(f"a batch holds {', '.join(unknown)}, which can't be taken apart into tensors and plain "
+                               "values: make it a dict, a tuple or a list of tensors, or register the type with "
+                               "torch.utils._pytree.register_dataclass")
+    return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+@torch.no_grad()
+def _loss_scales(config: Any, device: torch.device) -> dict[str, Tensor]:
+    """The scales of the loss as they are now. Megatron replaces the tensor of a dynamic one: a graph can't read it."""
+    found = {}
+    for name in LOSS_SCALES:
+        scale = getattr(config, name, None)
+        if scale is not None:
+            # Megatron asks for the first as it is asked for here, and takes it for a product itself.
+            value = scale(torch.ones(1, device=device)) if name == "grad_scale_func" else scale()
+            found[name] = torch.as_tensor(value, device=device).detach()
+    return found
+
+
+@contextmanager
+def _scaled(configs: Sequence[Any], scales: Sequence[Mapping[str, Tensor]]) -> Iterator[None]:
+    """Within the block the configurations scale losses by these tensors."""
+    wanted = [(config, name, scale) for config, given in zip(configs, scales, strict=True)
+              for name, scale in given.items()]
+    kept = [(config, name, getattr(config, name)) for config, name, _ in wanted]
+    try:
+        for config, name, scale in wanted:
+            setattr(config, name, _times(scale) if name == "grad_scale_func" else _always(scale))
+        yield
+    finally:
+        for config, name, function in kept:
+            setattr(config, name, function)
+
+
+def _times(scale: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda loss: loss * scale
+
+
+def _always(scale: Tensor) -> Callable[[], Tensor]:
+    return lambda: scale
+
+
+@contextmanager
+def _gradients_aside(chunks: Iterable[nn.Module]) -> Iterator[None]:
+    """Within the block the chunks have no gradients; afterwards the same ones again, untouched. A graph would else
+    copy them, to start from them at every replay."""
+    held = [(parameter, parameter.grad) for chunk in chunks for parameter in chunk.parameters()
+            if parameter.grad is not None]
+    for parameter, _ in held:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, grad in held:
+            parameter.grad = grad
