@@ -1,0 +1,218 @@
+"""The order of a pipeline stage's forwards and backwards, by Megatron-Core's own functions, and what overlapping the
+exchange of experts needs before it may change that order.
+
+Owns no schedule: which microbatch runs when is Megatron's, of whichever version is installed. Knows no tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel.schedules import (
+    get_pp_rank_microbatches,
+    get_schedule_table,
+    set_current_microbatch,
+)
+from megatron.core.transformer.cuda_graphs import (
+    convert_schedule_table_to_order,
+    get_overlap_moe_expert_parallel_comm_order,
+)
+from torch.torch_version import TorchVersion
+
+from graph_cache.adapters.transformer_engine.order import events, outstanding, slots
+from graph_cache.errors import GraphConfigError
+
+__all__ = ["Stage", "check_expert_overlap", "expert_overlap_order", "order_of", "outstanding", "set_current_microbatch",
+           "slots", "warmup_of", "weights_in_graphs"]
+
+DISPATCHERS = ("alltoall", "flex")
+TE_FOR_DELAYED_WEIGHTS = "2.10.0"  # in a layer of which a part is captured
+TE_FOR_WEIGHTS_IN_GRAPHS = "2.12.0"
+TE_WITHOUT_FUSION = "2.7.0"
+TORCH_FOR_OVERLAP = "2.6.0"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where in the pipeline a rank is, and how many chunks of the model it holds.
+
+    Stands for Megatron's communicator, of which its schedule asks nothing else.
+    """
+
+    pipeline_size: int = 1
+    pipeline_rank: int = 0
+    chunks: int = 1
+
+    def __post_init__(self) -> None:
+        for name, least in (("pipeline_size", 1), ("pipeline_rank", 0), ("chunks", 1)):
+            _whole(name, getattr(self, name), least)
+        if self.pipeline_rank >= self.pipeline_size:
+            raise GraphConfigError(f"pipeline_rank is {self.pipeline_rank} of pipeline_size {self.pipeline_size}: "
+                                   "ranks count from 0")
+        if self.chunks > 1 and self.pipeline_size == 1:
+            raise GraphConfigError(f"{self.chunks} model chunks without a pipeline: give one, or pipeline_size > 1")
+
+    @property
+    def pp_group(self) -> Stage:
+        return self
+
+    @property
+    def virtual_pipeline_model_parallel_size(self) -> int | None:
+        return self.chunks if self.chunks > 1 else None
+
+    def size(self) -> int:
+        return self.pipeline_size
+
+    def rank(self) -> int:
+        return self.pipeline_rank
+
+
+def warmup_of(stage: Stage, microbatches: int, group_size: int | None = None) -> int:
+    """How many forwards the stage runs before those that are each followed by a backward."""
+    group_size = _group_size(stage, group_size)
+    _whole("microbatches", microbatches, 1)
+    return get_pp_rank_microbatches(microbatches, stage.chunks, group_size, forward_only=False,
+                                    p2p_communicator=stage)[2]
+
+
+def order_of(stage: Stage, microbatches: int, group_size: int | None = None, warmup: int | None = None) -> list[int]:
+    """The stage's order, in Transformer Engine's notation: 1 a forward of the first chunk, -1 a backward of it.
+
+    `group_size`: microbatches that pass a chunk before the next chunk's turn (Megatron's
+    microbatch_group_size_per_vp_stage; default: the size of the pipeline, as there). `warmup` takes the place of what
+    Megatron says of the stage. Without a pipeline one microbatch is under way at a time, and its order serves any
+    number of them.
+    """
+    group_size = _group_size(stage, group_size)
+    _whole("microbatches", microbatches, 1)
+    if stage.pipeline_size == 1 and warmup is None:
+        microbatches = 1
+    return _order(stage, microbatches, group_size, warmup)
+
+
+def expert_overlap_order(stage: Stage, microbatches: int, layers_per_chunk: Sequence[int], *,
+                         weights_in_graphs: bool, group_size: int | None = None) -> list[float]:
+    """The order under overlap_moe_expert_parallel_comm, in which each layer is a chunk of its own.
+
+    Layers count through the chunks from 1. With `weights_in_graphs` (delay_wgrad_compute, and parts captured that have
+    weights to compute) -2.5 are the weight gradients of the second layer's last backward. Check
+    `check_expert_overlap` first.
+    """
+    group_size = _group_size(stage, group_size)
+    _whole("microbatches", microbatches, 1)
+    if len(layers_per_chunk) != stage.chunks:
+        raise GraphConfigError(f"layers_per_chunk has {len(layers_per_chunk)} entries for {stage.chunks} chunks: give "
+                               "one for each")
+    for count in layers_per_chunk:
+        _whole("layers_per_chunk", count, 0)
+    order = _order(stage, microbatches, group_size, None)
+    return get_overlap_moe_expert_parallel_comm_order(order, list(layers_per_chunk), weights_in_graphs)[0]
+
+
+def weights_in_graphs(config: Any, modules: Sequence[str]) -> bool:
+    """Whether delayed weight gradients belong to what `modules` captures, so that graphs compute them."""
+    shared = (getattr(config, "moe_shared_expert_intermediate_size", None) is not None
+              and not getattr(config, "moe_shared_expert_overlap", False))
+    return bool(getattr(config, "delay_wgrad_compute", False)) and (
+        "attn" in modules or ("moe_router" in modules and shared))
+
+
+def check_expert_overlap(config: Any, modules: Sequence[str], te_version: str | None) -> None:
+    """Raise GraphConfigError listing all that keeps an overlapped exchange of experts from running beside graphs.
+
+    `config` is a TransformerConfig of either version, built for no graphs (so that it has checked none of this),
+    `modules` what is captured of each layer, `te_version` that of Transformer Engine (None: there is none).
+    """
+    found = [*_overlap_problems(config, modules), *_delay_problems(config, modules, te_version)]
+    if found:
+        raise GraphConfigError("overlap_moe_expert_parallel_comm with cuda_graph_impl='transformer_engine' was asked "
+                               "for, and needs other settings: " + "; ".join(found))
+
+
+def _overlap_problems(config: Any, modules: Sequence[str]) -> list[str]:
+    pipeline = getattr(config, "pipeline_model_parallel_size", 1)
+    mtp = getattr(config, "mtp_num_layers", None)
+    dispatcher = getattr(config, "moe_token_dispatcher_type", None)
+    whole = sorted({"moe", "mlp"} & set(modules))
+    offloaded = getattr(config, "offload_modules", None) or ()
+    checks = (
+        (not getattr(config, "overlap_moe_expert_parallel_comm", False),
+         "overlap_moe_expert_parallel_comm is off: turn it on"),
+        (TorchVersion(torch.__version__) < TORCH_FOR_OVERLAP,
+         f"torch is {torch.__version__}: {TORCH_FOR_OVERLAP} or later, before which the overlap hangs"),
+        (pipeline > 1 and getattr(config, "virtual_pipeline_model_parallel_size", None) is None,
+         f"pipeline_model_parallel_size is {pipeline} without virtual_pipeline_model_parallel_size: set it"),
+        (getattr(config, "expert_model_parallel_size", 1) <= 1,
+         "expert_model_parallel_size is 1: without expert parallelism there is nothing to overlap"),
+        (dispatcher not in DISPATCHERS, f"moe_token_dispatcher_type is {dispatcher!r}: {' or '.join(DISPATCHERS)}"),
+        (getattr(config, "recompute_granularity", None) == "full", "recompute_granularity is 'full': not the whole"),
+        (getattr(config, "recompute_method", None) is not None, "recompute_method is set: leave it out"),
+        (getattr(config, "recompute_num_layers", None) is not None, "recompute_num_layers is set: leave it out"),
+        ("moe" in (getattr(config, "recompute_modules", None) or ()), "recompute_modules has 'moe': take it out"),
+        (not (getattr(config, "bf16", False) or getattr(config, "fp16", False)), "neither bf16 nor fp16 is on: one is"),
+        (getattr(config, "moe_shared_expert_overlap", False), "moe_shared_expert_overlap is on: turn it off"),
+        (mtp not in (None, 0, 1), f"mtp_num_layers is {mtp}: at most 1"),
+        (mtp == 1 and pipeline == 1 and not _mtp_needs_no_pipeline(config),
+         "mtp_num_layers is 1 without a pipeline: pipeline_model_parallel_size > 1"),
+        (getattr(config, "overlap_dispatch_backward_with_experts_wgrad", False),
+         "overlap_dispatch_backward_with_experts_wgrad is on: one of the two"),
+        (dispatcher == "flex" and getattr(config, "moe_flex_dispatcher_backend", None) == "ncclep"
+         and getattr(config, "fine_grained_activation_offloading", False) and "expert_fc1" in offloaded,
+         "offload_modules has 'expert_fc1', whose input the ncclep dispatcher frees early: take it out"),
+        (bool(whole), f"cuda_graph_modules has {', '.join(whole)}: what is inside can't be overlapped from a graph"),
+        (not modules, "cuda_graph_modules is empty, whole layers: name parts without the exchange (attn, moe_router, "
+                      "moe_preprocess)"),
+    )
+    return [problem for is_one, problem in checks if is_one]
+
+
+def _delay_problems(config: Any, modules: Sequence[str], te_version: str | None) -> list[str]:
+    if not getattr(config, "delay_wgrad_compute", False):
+        return []
+    fused = getattr(config, "gradient_accumulation_fusion", False)
+    inside = weights_in_graphs(config, modules)
+    needed = TE_FOR_WEIGHTS_IN_GRAPHS if inside else TE_FOR_DELAYED_WEIGHTS
+    biased = [name for name in ("add_bias_linear", "add_qkv_bias") if getattr(config, name, False)]
+    checks = (
+        (te_version is None or TorchVersion(te_version) < needed,
+         f"delay_wgrad_compute needs Transformer Engine {needed} or later, found {te_version or 'none'}"),
+        (getattr(config, "moe_use_legacy_grouped_gemm", False),
+         "moe_use_legacy_grouped_gemm can't delay weight gradients: turn it off"),
+        (inside and not fused,
+         "gradient_accumulation_fusion is off: weight gradients in a graph need main_grad's fixed address"),
+        (inside and "attn" in modules and bool(biased),
+         f"{' and '.join(biased)} is on: delayed weight gradients of a captured attention have no bias"),
+        (not inside and not fused and te_version is not None and TorchVersion(te_version) < TE_WITHOUT_FUSION,
+         f"delay_wgrad_compute without gradient_accumulation_fusion needs Transformer Engine {TE_WITHOUT_FUSION}"),
+    )
+    return [problem for is_one, problem in checks if is_one]
+
+
+def _mtp_needs_no_pipeline(config: Any) -> bool:
+    """Whether this version of Megatron overlaps multi-token prediction without a pipeline: 0.19 does, 0.16 does not."""
+    return hasattr(config, "overlap_dispatch_backward_with_experts_wgrad")
+
+
+def _order(stage: Stage, microbatches: int, group_size: int, warmup: int | None) -> list[int]:
+    if warmup is None:
+        warmup = warmup_of(stage, microbatches, group_size)
+    _whole("warmup", warmup, 0)
+    table = get_schedule_table(microbatches, stage.chunks, group_size)
+    order = convert_schedule_table_to_order(min(warmup, len(table)), stage.chunks, table)
+    events(order)  # refuses a warm-up too short for the chunks, whose backwards would come before their forwards
+    return order
+
+
+def _group_size(stage: Stage, group_size: int | None) -> int:
+    if group_size is None:
+        return stage.pipeline_size
+    _whole("group_size", group_size, 1)
+    return group_size
+
+
+def _whole(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise GraphConfigError(f"{name} is {value!r}: give a whole number, {least} or more")

@@ -1,0 +1,50 @@
+"""What graphs read of Transformer Engine's modules beside their parameters: scales, amaxes, quantizers, cached weights.
+
+Modules replace these when they run under another recipe, and free what a graph was captured with. Owns that this is
+held for as long as the graphs live, and noticed. Knows the modules by their attributes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+WHOLE = ("quantizers", "_quantizers", "_fp8_workspaces")  # attributes of which every entry is read
+METAS = ("fp8_meta", "_fp8_metas")
+STATES = ("scaling_fwd", "scaling_bwd")  # of these, what is read; the rest is told anew at each call
+
+Entry = tuple[Mapping[str, Any], str, Any]
+
+
+class Quantizers:
+    """The state of these modules and of those inside, as it is now."""
+
+    def __init__(self, modules: Iterable[nn.Module]):
+        found = {module: None for one in modules for module in one.modules()}
+        self._entries: list[Entry] = [entry for module in found for entry in _read(module)]
+
+    def are_current(self) -> bool:
+        """Whether all of it is still in use."""
+        return all(owner.get(key) is value for owner, key, value in self._entries)
+
+
+def _read(module: nn.Module) -> Iterator[Entry]:
+    attributes = vars(module)
+    for name in (*WHOLE, *METAS):
+        value = attributes.get(name)
+        if isinstance(value, dict):
+            yield attributes, name, value
+            yield from ((value, key, one) for key, one in value.items() if name in WHOLE)
+            if name in METAS:
+                yield from _states(value)
+
+
+def _states(meta: Mapping[str, Any]) -> Iterator[Entry]:
+    """Recipe states, which some modules keep by direction."""
+    for key, value in meta.items():
+        if key in STATES:
+            yield meta, key, value
+        elif isinstance(value, dict):
+            yield from _states(value)

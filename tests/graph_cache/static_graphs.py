@@ -1,0 +1,172 @@
+"""A maker of "graphs" for a CPU that treats memory as Transformer Engine's graphs do, and ruins what they would ruin.
+
+Each runs its module on static inputs when called. What one leaves for its backward is gone as soon as another runs that
+was captured after it, and the gradient of an input is overwritten when the backward after the next begins.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from graph_cache.adapters.transformer_engine.maker import Plan, Precision
+from graph_cache.errors import CaptureError
+from graph_cache.training.call import Result
+
+
+class StaticMaker:
+    """Records what it was asked: `plan`, `weights` (each word on whether they are new) and `made`."""
+
+    def __init__(self, fails: bool = False):
+        self.fails = fails
+        self.now: Precision | None = Precision()
+        self.plan: Plan | None = None
+        self.weights: list[bool] = []
+        self.made: list[StaticGraphs] = []
+
+    def precision(self) -> Precision | None:
+        return self.now
+
+    def update_weights(self, are_new: bool) -> None:
+        self.weights.append(are_new)
+
+    def make(self, plan: Plan) -> StaticGraphs:
+        self.plan = plan
+        graphs = StaticGraphs(plan)
+        for call in graphs.calls:  # as a warm-up would: gradients, buffers and main_grads change
+            out = Result.of(call.module(**call.statics))[1]
+            torch.autograd.backward([tensor.sum() for tensor in out if tensor.requires_grad])
+        if self.fails:
+            raise CaptureError("this maker fails")
+        self.made.append(graphs)
+        return graphs
+
+
+class StaticGraphs:
+    engine = "static"
+    nbytes = 1200
+
+    def __init__(self, plan: Plan):
+        self.valid: set[StaticCall] = set()  # whose forward's leavings are still there
+        self.given: list[StaticCall] = []  # whose input gradients are still there, oldest first
+        self.closed = 0
+        self.current = True
+        microbatches = len(plan.samples) // max(1, len(plan.modules))
+        first_of, places = 0, []
+        for count in plan.layers_per_chunk:
+            places += [first_of + layer for _ in range(microbatches) for layer in range(count)]
+            first_of += count
+        self.calls = [StaticCall(self, plan.modules[module], statics)
+                      for module, statics in zip(places, plan.samples, strict=True)]
+        self._follow(plan, microbatches)
+
+    def _follow(self, plan: Plan, microbatches: int) -> None:
+        """Note what of others was alive when each forward, backward and weight gradient was captured."""
+        alive: set[StaticCall] = set()
+        done: dict[tuple[str, int], int] = {}
+        delayed = {abs(ceil(entry)) for entry in plan.order if ceil(entry) != entry}
+        for entry in plan.order:
+            chunk = abs(ceil(entry)) - 1
+            what = "forward" if entry > 0 else "backward" if ceil(entry) == entry else "weights"
+            one = done[what, chunk] = done.get((what, chunk), -1) + 1
+            begin = microbatches * sum(plan.layers_per_chunk[:chunk]) + one * plan.layers_per_chunk[chunk]
+            calls = self.calls[begin:begin + plan.layers_per_chunk[chunk]]
+            for call in calls if what == "forward" else reversed(calls):
+                call.beside[what] = set(alive)
+                if what == "forward":
+                    alive.add(call)
+                elif what == "weights" or abs(entry) not in delayed:
+                    alive.discard(call)
+
+    def runs(self, call: StaticCall, what: str) -> None:
+        """Ruin what this graph's memory covers."""
+        self.valid &= call.beside[what] | {call}
+        for older in self.given[:-1]:
+            for grad in older.input_grads:
+                grad.fill_(float("nan"))
+        self.given = self.given[-1:]
+
+    def are_current(self) -> bool:
+        return self.current
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class StaticCall:
+    """One "graph": forward, backward, and weight gradients."""
+
+    def __init__(self, graphs: StaticGraphs, module: torch.nn.Module, statics: dict[str, Tensor]):
+        self.graphs = graphs
+        self.module = module
+        self.statics = statics
+        self.beside: dict[str, set[StaticCall]] = {}
+        self.input_grads: list[Tensor] = []
+        self.outputs: list[Tensor] = []
+        self.result: Result | None = None
+        self.weight_gradients = 0
+
+    def __call__(self, is_first_microbatch: bool | None = None, **given: Tensor):
+        assert list(given) == list(self.statics)
+        return self.result_of(_Run.apply(self, *given.values(), *self.module.parameters()))
+
+    def result_of(self, outputs):
+        return self.result.build(outputs)
+
+    def backward_dw(self) -> None:
+        self.graphs.runs(self, "weights")
+        assert self in self.graphs.valid
+        self.weight_gradients += 1
+
+    def forward(self, inputs) -> list[Tensor]:
+        self.graphs.runs(self, "forward")
+        for static, tensor in zip(self.statics.values(), inputs, strict=True):
+            if static.data_ptr() != tensor.data_ptr():
+                static.copy_(tensor)  # raises later if a backward that is to come saved it
+        # A replay passes by the layer's hooks and by what took its forward over: so does this.
+        layer = self.module._call.func
+        args, kwargs = self.module._sample.arguments(list(self.statics.values()))
+        hooks = [(one._forward_pre_hooks, dict(one._forward_pre_hooks)) for one in layer.modules()]
+        for registered, _ in hooks:
+            registered.clear()
+        flag = vars(layer).get("is_first_microbatch")
+        with torch.enable_grad():
+            self.result, self.outputs = Result.of(type(layer).forward(layer, *args, **kwargs))
+        if flag is not None:
+            layer.is_first_microbatch = flag
+        for registered, before in hooks:
+            registered.update(before)
+        self.graphs.valid.add(self)
+        return [tensor.detach() for tensor in self.outputs]
+
+    def backward(self, grads) -> list[Tensor | None]:
+        self.graphs.runs(self, "backward")
+        wanted = [tensor for tensor in (*self.statics.values(), *self.module.parameters()) if tensor.requires_grad]
+        ends = [index for index, tensor in enumerate(self.outputs) if tensor.requires_grad]
+        flags = {parameter: parameter.grad_added_to_main_grad for parameter in self.module.parameters()
+                 if hasattr(parameter, "grad_added_to_main_grad")}
+        found = torch.autograd.grad([self.outputs[index] for index in ends], wanted, [grads[index] for index in ends],
+                                    allow_unused=True)
+        for parameter, flag in flags.items():  # a replay runs no Python that could set one
+            parameter.grad_added_to_main_grad = flag
+        if self not in self.graphs.valid:
+            found = [torch.full_like(tensor, float("nan")) for tensor in wanted]
+        inputs = sum(tensor.requires_grad for tensor in self.statics.values())
+        self.input_grads = [grad.clone() for grad in found[:inputs] if grad is not None]
+        self.graphs.given.append(self)
+        rest = iter([*self.input_grads, *found[inputs:]])
+        tensors = (*self.statics.values(), *self.module.parameters())
+        return [next(rest) if tensor.requires_grad else None for tensor in tensors]
+
+
+class _Run(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, call: StaticCall, *tensors: Tensor):
+        ctx.call = call
+        return tuple(call.forward(tensors[:len(call.statics)]))
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        return (None, *[None if grad is None else grad.detach() for grad in ctx.call.backward(grads)])
