@@ -7,7 +7,8 @@ Owns which submodules are captured and the report of what ran from graphs and wh
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -16,6 +17,8 @@ from torch import nn
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from graph_cache.adapters import is_megatron
+from graph_cache.adapters.transformer_engine.graphs import TransformerEngineGraphs
+from graph_cache.adapters.transformer_engine.installed import installed_version
 from graph_cache.backends import backend_for
 from graph_cache.pool import GraphPool
 from graph_cache.stats import CacheStats
@@ -43,7 +46,7 @@ class TrainingEngine:
         self._graph_config = config.graph_config()
         self.stats = CacheStats()
         self._pool = pool
-        self._modules: TrainingGraphs | None = None
+        self._modules: TrainingGraphs | TransformerEngineGraphs | None = None
         self._iterations: list[CapturedIteration | FullIteration] = []
 
     def __enter__(self) -> TrainingEngine:
@@ -64,17 +67,18 @@ class TrainingEngine:
         return self._pool
 
     def attach(self, model: nn.Module | Sequence[nn.Module], modules: Iterable[str] | None = None,
-               generators: Sequence[torch.Generator] = ()) -> list[str]:
+               generators: Sequence[torch.Generator] = (), *, microbatches: int = 1) -> list[str]:
         """Capture parts of a model from here on; returns their names. Plain training code goes on as before.
 
         `modules` names submodules by their path ("layers.3.attn"; "" is the model itself). Without it a model of
         Megatron-Core's, or a list of its chunks, is captured layer by layer, or the parts of each layer that
         `cuda_graph_modules` of the configuration lists. Another model's own `cuda_graph_modules()` is asked, a mapping
         from these names (attn, mlp, …, and "layer" for whole layers) to paths; a model without one is captured whole.
-        `generators` beside the device's own are registered with every graph.
+        `generators` beside the device's own are registered with every graph. `microbatches` of a step: what Transformer
+        Engine's captures need to know of a pipeline's schedule; ours see it.
         """
-        if self._graph_config.cuda_graph_impl != "local":
-            raise ConfigError(f"attach() captures modules, for cuda_graph_impl='local'; found "
+        if self._graph_config.cuda_graph_impl not in ("local", "transformer_engine"):
+            raise ConfigError(f"attach() captures modules, for cuda_graph_impl='local' or 'transformer_engine'; found "
                               f"{self._graph_config.cuda_graph_impl!r}. Use capture_iteration() for a whole iteration")
         if self._modules is not None:
             raise ConfigError("a model is attached already; detach() it first")
@@ -82,11 +86,33 @@ class TrainingEngine:
         found = self._attachment(models, modules)
         pool = self._pool_for(next(parameter for one in models for parameter in one.parameters()).device)
         drawn = (*generators, *found.generators, *(own for one in models for own in _generators_of(one)))
-        graphs = TrainingGraphs(Job(pool, self.stats, self._registered(pool, drawn), found.state),
-                                warmup_rounds=self._graph_config.cuda_graph_warmup_steps)
-        graphs.attach(found)
-        self._modules = graphs
+        job = Job(pool, self.stats, self._registered(pool, drawn), found.state)
+        if self._graph_config.cuda_graph_impl == "transformer_engine":
+            self._modules = self._by_transformer_engine(models, found, job, microbatches)
+        else:
+            self._modules = TrainingGraphs(job, warmup_rounds=self._graph_config.cuda_graph_warmup_steps)
+            self._modules.attach(found)
         return [part.name for part in found.parts]
+
+    def _by_transformer_engine(self, models: Sequence[nn.Module], found: Attachment, job: Job,
+                               microbatches: int) -> TransformerEngineGraphs:
+        """Graphs that Transformer Engine captures; of a model of Megatron-Core in the order of this pipeline stage."""
+        parts, order, caches, told = found.parts, [1, -1], False, nullcontext
+        if any(map(is_megatron, models)):
+            from graph_cache.adapters.megatron.schedule import stage_plan, told_of_captures
+
+            plan = stage_plan(found.parts, found.parts[0].module.config, self._graph_config.cuda_graph_modules,
+                              microbatches, installed_version())
+            parts, order, caches, told = plan.parts, plan.order, plan.caches_weights, told_of_captures
+
+        @contextmanager
+        def paused() -> Iterator[None]:
+            with job.pool.quiet(), told():
+                yield
+
+        return TransformerEngineGraphs(
+            parts, order, job, fired=found.fired, warmup_rounds=self._graph_config.cuda_graph_warmup_steps,
+            caches_weights=caches, paused=paused)
 
     def _attachment(self, models: Sequence[nn.Module], modules: Iterable[str] | None) -> Attachment:
         """What of these models is captured."""

@@ -22,6 +22,8 @@ class GraphPool:
         self._memories: weakref.WeakSet[Memory] = weakref.WeakSet()
         self.memory = self.new_memory()
         self.lock = threading.RLock()
+        self._turn = threading.RLock()
+        self._gate = threading.RLock()  # who waits for the end of a turn holds it, or the next would begin before
         self._captures = 0
         self._warmups = 0
         self._sessions = 0
@@ -73,6 +75,25 @@ class GraphPool:
                     gc.unfreeze()
                     if collector_was_on:
                         gc.enable()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """What a thread that runs an engine holds while it calls the device, for `quiet` to wait for."""
+        with self._gate:
+            self._turn.acquire()
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Hold off every other thread's captures and every engine's next turn.
+
+        For captures by others in CUDA's global mode, which any thread's allocation would break.
+        """
+        with self._gate, self._turn, self.lock:
+            yield
 
     @contextmanager
     def capture_flag(self) -> Iterator[None]:

@@ -141,7 +141,7 @@ def test_bf16_steps_have_the_losses_of_eager_ones(kind, order):
     assert graphs.job.stats.replays.total() == 8 * 3 * order.count(1) - reasons(graphs)["warming_up"] > 0
     for one, other in zip(model.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=5e-2, atol=5e-2)
-    graphs.close()
+    graphs.detach()
 
 
 @needs_fp8
@@ -152,7 +152,7 @@ def test_fp8_steps_have_the_losses_of_eager_ones(recipe, order):
     graphs = attached(model, order)
     close_to(train(model, order, recipe=recipe), train(eager, order, recipe=recipe), 5e-2)
     assert set(reasons(graphs)) == {"warming_up"} and graphs.job.stats.replays.total() > 0
-    graphs.close()
+    graphs.detach()
 
 
 @needs_fp8
@@ -164,7 +164,7 @@ def test_cached_fp8_weights_are_those_of_their_step():
     close_to(found, train(eager, TWO_OUTSTANDING, steps=12, recipe=recipe, tells_first=True), 5e-2)
     assert found[-1] < found[0]  # weights of the first step would stay at its loss
     assert set(reasons(graphs)) == {"warming_up"}
-    graphs.close()
+    graphs.detach()
 
 
 @needs_fp8
@@ -177,7 +177,7 @@ def test_a_call_in_another_precision_runs_eager():
     assert graphs.job.stats.replays.total() == before and reasons(graphs)["unseen_signature"] == 3
     train(model, steps=1, recipe=DelayedScaling())  # another object, equal
     assert graphs.job.stats.replays.total() == before + 3
-    graphs.close()
+    graphs.detach()
 
 
 @needs_fp8
@@ -191,7 +191,7 @@ def test_another_recipe_replaces_what_graphs_read_so_they_are_dropped_and_captur
     close_to(found, expected, 5e-2)
     assert graphs.job.stats.invalidations == {"stale_address": 1}
     assert graphs.job.stats.captures["layers.0", "module", "recorded"] == 2
-    graphs.close()
+    graphs.detach()
 
 
 def test_a_changed_shape_runs_eager_and_right():
@@ -207,7 +207,7 @@ def test_a_changed_shape_runs_eager_and_right():
         for one, other in zip(grads(model), grads(eager), strict=True):
             torch.testing.assert_close(one, other, rtol=5e-2, atol=5e-2)
     assert reasons(graphs)["unseen_signature"] == 3
-    graphs.close()
+    graphs.detach()
 
 
 def test_more_microbatches_than_were_captured_run_eager_and_right():
@@ -227,7 +227,7 @@ def test_more_microbatches_than_were_captured_run_eager_and_right():
     for one, other in zip(grads(model), grads(eager), strict=True):
         torch.testing.assert_close(one, other, rtol=5e-2, atol=5e-2)
     assert reasons(graphs)["no_free_instance"] == 6
-    graphs.close()
+    graphs.detach()
 
 
 def test_backwards_in_another_order_raise():
@@ -242,7 +242,7 @@ def test_backwards_in_another_order_raise():
     with pytest.raises(GraphError, match="order"):
         losses[1].backward()
     del losses
-    graphs.close()
+    graphs.detach()
 
 
 def test_gradients_that_are_kept_outlive_later_replays():
@@ -262,7 +262,7 @@ def test_gradients_that_are_kept_outlive_later_replays():
         layer.zero_grad()
     train(model, TWO_OUTSTANDING, steps=2)
     assert all(torch.equal(grad, copied) for grad, copied in zip(kept, copies, strict=True))
-    graphs.close()
+    graphs.detach()
 
 
 def test_replays_draw_fresh_random_numbers():
@@ -279,7 +279,7 @@ def test_replays_draw_fresh_random_numbers():
         found.append(out.detach().clone())
         out.float().sum().backward()
     assert reasons(graphs) == {"warming_up": 3} and not torch.equal(*found)
-    graphs.close()
+    graphs.detach()
 
 
 def test_a_capture_does_not_change_what_is_drawn_next():
@@ -291,7 +291,7 @@ def test_a_capture_does_not_change_what_is_drawn_next():
     torch.cuda.manual_seed(5)
     train(model, steps=1)  # captures
     assert torch.equal(torch.rand(4, device="cuda"), expected) and graphs.job.stats.replays.total() > 0
-    graphs.close()
+    graphs.detach()
 
 
 def test_another_thread_that_is_paused_does_not_break_the_capture():
@@ -322,7 +322,7 @@ def test_another_thread_that_is_paused_does_not_break_the_capture():
         ended.set()
         thread.join()
     assert graphs.job.stats.failed_captures.total() == 0 and graphs.job.stats.replays.total() > 0 and rounds
-    graphs.close()
+    graphs.detach()
 
 
 def test_a_failed_capture_leaves_the_device_and_the_layers_as_before():
@@ -340,12 +340,12 @@ def test_a_failed_capture_leaves_the_device_and_the_layers_as_before():
     assert graphs.job.stats.failed_captures.total() == 3
     assert torch.cuda.current_stream() == stream and gc.isenabled() and not graphs.job.pool.capturing
     torch.rand(4, device="cuda")  # its generator is in no capture any more
-    graphs.close()
+    graphs.detach()
     healthy = stack()
     again = attached(healthy)
     train(healthy, steps=5)
     assert again.job.stats.replays.total() == 6
-    again.close()
+    again.detach()
 
 
 def memory() -> tuple[int, int]:
@@ -368,8 +368,8 @@ def test_closing_gives_memory_and_forwards_back():
     held = graphs.job.pool.nbytes()
     assert len(rows) == 3 * 4 and rows[0]["engine"] == "transformer_engine"
     assert 0 < sum(row["bytes"] for row in rows) <= held and memory()[1] >= reserved + held
-    graphs.close()
-    graphs.close()
+    graphs.detach()
+    graphs.detach()
     now = memory()
     assert now[0] <= allocated + (1 << 20) and now[1] <= reserved + (4 << 20) and graphs.job.pool.nbytes() == 0
     assert [set(vars(layer)) for layer in model.layers] == attributes
@@ -385,7 +385,7 @@ def test_cleared_graphs_are_captured_again():
     train(model, steps=4)
     assert graphs.job.stats.replays.total() == before + 3
     assert graphs.job.stats.captures["layers.0", "module", "recorded"] == 2
-    graphs.close()
+    graphs.detach()
 
 
 def test_options_that_are_not_free_and_foreign_generators_are_refused():
@@ -400,4 +400,4 @@ def test_options_that_are_not_free_and_foreign_generators_are_refused():
     graphs = attached(model, options={"num_warmup_iters": 1})
     train(model, steps=4)
     assert graphs.job.stats.replays.total() == 3
-    graphs.close()
+    graphs.detach()

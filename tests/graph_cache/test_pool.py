@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 
 import pytest
@@ -169,3 +170,26 @@ def test_every_warm_up_run_starts_from_the_same_state(pool):
     runner.capture()
     assert seen[:3] == [0, 0, 0]
     assert value.item() == 0
+
+
+def test_quiet_waits_for_a_turn_to_end_and_holds_the_next_one_off(pool):
+    begun, done, order = threading.Event(), threading.Event(), []
+
+    def run():
+        with pool.turn():
+            begun.set()
+            done.wait(5)
+            order.append("turn")
+        with pool.turn():
+            order.append("next turn")
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert begun.wait(5)
+    threading.Timer(0.05, done.set).start()
+    with pool.quiet():
+        order.append("quiet")
+        time.sleep(0.05)
+        order.append("still quiet")
+    thread.join(5)
+    assert order == ["turn", "quiet", "still quiet", "next turn"]

@@ -42,7 +42,7 @@ def test_a_changed_shape_or_dtype_runs_eager_and_right():
     assert reasons(graphs) == {"unseen_signature": 6} and replays(graphs) == 3
     model.layers[0](batch(8).double().float().requires_grad_(), scale=1)  # 1 is not 1.0, and was not given before
     assert reasons(graphs) == {"unseen_signature": 7}
-    graphs.close()
+    graphs.detach()
 
 
 def test_eval_mode_no_gradients_and_hooks_inside_run_eager():
@@ -61,7 +61,7 @@ def test_eval_mode_no_gradients_and_hooks_inside_run_eager():
     handle.remove()
     model(batch(0)).sum().backward()
     assert replays(graphs) == 5
-    graphs.close()
+    graphs.detach()
 
 
 def test_hooks_on_a_layer_itself_run_once_a_call_and_not_in_the_capture():
@@ -73,7 +73,7 @@ def test_hooks_on_a_layer_itself_run_once_a_call_and_not_in_the_capture():
     assert seen == ["before", "after"] * 4
     model(batch(0)).sum().backward()
     assert seen == ["before", "after"] * 5 and replays(graphs) == 3
-    graphs.close()
+    graphs.detach()
 
 
 def test_hooks_that_a_replay_leaves_out_but_wants_run_before_it():
@@ -88,7 +88,7 @@ def test_hooks_that_a_replay_leaves_out_but_wants_run_before_it():
     gathered.clear()
     model(batch(0)).sum().backward()
     assert gathered == [one for one in model.modules() if one is not model.layers] and replays(graphs) == 3
-    graphs.close()
+    graphs.detach()
 
 
 def test_more_forwards_than_were_captured_run_eager_and_right():
@@ -100,7 +100,7 @@ def test_more_forwards_than_were_captured_run_eager_and_right():
         step(one, [1, 1, 1, 1, -1, -1, -1, -1], [batch(seed) for seed in range(4)])
     assert reasons(graphs) == {"no_free_instance": 6} and replays(graphs) == 6
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), eager.parameters(), strict=True))
-    graphs.close()
+    graphs.detach()
 
 
 def test_a_forward_whose_backward_never_comes_frees_its_graphs():
@@ -112,7 +112,7 @@ def test_a_forward_whose_backward_never_comes_frees_its_graphs():
     assert graphs.is_idle
     model(batch(1)).sum().backward()
     assert replays(graphs) == 6 and reasons(graphs) == {}
-    graphs.close()
+    graphs.detach()
 
 
 def test_backwards_in_another_order_than_captured_raise():
@@ -126,7 +126,7 @@ def test_backwards_in_another_order_than_captured_raise():
     with pytest.raises(GraphError, match="in the order that was given for the capture"):
         losses[1].backward()
     del losses
-    graphs.close()
+    graphs.detach()
 
 
 def test_a_backward_that_is_run_twice_raises():
@@ -136,7 +136,7 @@ def test_a_backward_that_is_run_twice_raises():
     loss.backward(retain_graph=True)
     with pytest.raises(GraphError, match="run twice"):
         loss.backward()
-    graphs.close()
+    graphs.detach()
 
 
 def test_values_that_are_no_constants_run_eager():
@@ -145,7 +145,7 @@ def test_values_that_are_no_constants_run_eager():
     for number in range(5):
         model(batch(number), context=object()).sum().backward()
     assert reasons(graphs) == {"warming_up": 5} and graphs.table() == []
-    graphs.close()
+    graphs.detach()
 
 
 def test_a_gradient_that_comes_back_to_a_leaf_is_its_own():
@@ -159,7 +159,7 @@ def test_a_gradient_that_comes_back_to_a_leaf_is_its_own():
         hidden.square().mean().backward()
     assert replays(graphs) == 9
     assert all(torch.isfinite(x.grad).all() for x in inputs)  # later backwards overwrite what they find in the graphs
-    graphs.close()
+    graphs.detach()
 
 
 def test_the_gradient_of_an_output_that_two_layers_take_survives_the_backwards_between():
@@ -179,7 +179,7 @@ def test_the_gradient_of_an_output_that_two_layers_take_survives_the_backwards_b
     assert replays(graphs) == 3 * 4
     for one, other in zip(model.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)  # the two gradients are added up in the other order
-    graphs.close()
+    graphs.detach()
 
 
 def test_outputs_without_a_gradient_have_none_in_a_replay():
@@ -196,7 +196,7 @@ def test_outputs_without_a_gradient_have_none_in_a_replay():
         assert torch.equal(found["mean"], found["out"].mean())
         found["out"].sum().backward()
     assert replays(graphs) == 2
-    graphs.close()
+    graphs.detach()
 
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def test_a_mask_that_all_layers_are_given_is_one_static_input():
             step(one, TWO_AHEAD, [batch(seed) for seed in range(4)], mask=given_mask)
         assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), eager.parameters(), strict=True))
     assert reasons(graphs) == {} and replays(graphs) == 3 * 3 * 4
-    graphs.close()
+    graphs.detach()
 
 
 def test_a_shared_input_that_changes_while_graphs_read_it_runs_eager():
@@ -232,7 +232,7 @@ def test_a_shared_input_that_changes_while_graphs_read_it_runs_eager():
             loss.backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), eager.parameters(), strict=True))
     assert reasons(graphs) == {"no_free_instance": 3} and replays(graphs) == 3
-    graphs.close()
+    graphs.detach()
 
 
 def noted(*calls) -> Calls:

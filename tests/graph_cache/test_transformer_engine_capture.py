@@ -43,7 +43,7 @@ def test_another_precision_than_the_recorded_one_runs_eager():
         maker.now = now
         model(batch(0)).sum().backward()
     assert replays(graphs) == 3 and reasons(graphs) == {"unseen_signature": 9}
-    graphs.close()
+    graphs.detach()
 
 
 def test_layers_of_different_recipes_are_not_captured_together():
@@ -56,7 +56,7 @@ def test_layers_of_different_recipes_are_not_captured_together():
             hidden, _ = layer(hidden)
         hidden.sum().backward()
     assert reasons(graphs) == {"warming_up": 6, "capture_failed": 4} and maker.made == []
-    graphs.close()
+    graphs.detach()
 
 
 def test_weights_are_new_in_the_first_microbatch_or_where_a_call_says_so():
@@ -76,7 +76,7 @@ def test_weights_are_new_in_the_first_microbatch_or_where_a_call_says_so():
     model(batch(0), is_first_microbatch=True).sum().backward()
     model(batch(0), is_first_microbatch=False).sum().backward()
     assert maker.weights == [True, False] and replays(graphs) == 10
-    graphs.close()
+    graphs.detach()
 
 
 def test_weights_are_new_although_the_first_layer_runs_eager():
@@ -91,7 +91,7 @@ def test_weights_are_new_although_the_first_layer_runs_eager():
         model(batch(microbatch)).sum().backward()
     assert maker.weights == [False, True, False] and replays(graphs) == 3
     handle.remove()
-    graphs.close()
+    graphs.detach()
 
 
 def test_megatrons_flag_of_a_first_microbatch_is_taken_down_as_a_call_does():
@@ -113,14 +113,14 @@ def test_megatrons_flag_of_a_first_microbatch_is_taken_down_as_a_call_does():
         model(batch(number)).sum().backward()
         assert not model[0].is_first_microbatch
     assert replays(graphs) == 1 and model[0].found[:4] == [True] * 3 + [False]  # three eager, and in the capture
-    graphs.close()
+    graphs.detach()
 
 
 def test_without_reduced_precision_no_weights_are_cached():
     model, maker = stack(2), StaticMaker()
     graphs = warmed(model, maker=maker, caches_weights=True)
     assert not maker.plan.caches_weights and maker.weights == []
-    graphs.close()
+    graphs.detach()
 
 
 # ---- weight gradients apart ------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def test_delayed_weight_gradients_pass_through_to_the_graph_of_their_microbatch(
     assert run() == [False, True, True] and graphs.is_idle
     assert [call.weight_gradients for call in maker.made[0].calls] == [1, 1]
     assert run(rows=2) == [False] * 3
-    graphs.close()
+    graphs.detach()
 
 
 def test_graphs_wait_for_weight_gradients_before_they_are_free():
@@ -215,7 +215,7 @@ def test_a_capture_leaves_gradients_buffers_and_main_grads_as_they_were():
     assert [one.seen.item() for one in model] == [4, 4]  # three eager, one replayed
     loss.backward()
     assert all(one.weight.grad_added_to_main_grad for one in model)  # whoever adds gradients up must not add a dummy
-    graphs.close()
+    graphs.detach()
 
 
 def test_a_failed_capture_leaves_the_layers_eager_and_is_counted():
@@ -226,7 +226,7 @@ def test_a_failed_capture_leaves_the_layers_eager_and_is_counted():
     assert reasons(graphs) == {"warming_up": 9, "capture_failed": 9}
     assert graphs.job.stats.failed_captures.total() == 3
     assert not graphs.job.pool.capturing and graphs.table() == []
-    graphs.close()
+    graphs.detach()
 
 
 def test_a_moved_parameter_drops_the_graphs_which_warm_up_again():
@@ -239,7 +239,7 @@ def test_a_moved_parameter_drops_the_graphs_which_warm_up_again():
     for number in range(3):
         model(batch(number)).sum().backward()
     assert replays(graphs) == 3 and len(maker.made) == 2
-    graphs.close()
+    graphs.detach()
 
 
 def test_replaced_quantizers_drop_the_graphs():
@@ -249,7 +249,7 @@ def test_replaced_quantizers_drop_the_graphs():
     model(batch(0)).sum().backward()
     assert graphs.job.stats.invalidations == {"stale_address": 1} and maker.made[0].closed == 1
     assert reasons(graphs) == {"warming_up": 3} and replays(graphs) == 0
-    graphs.close()
+    graphs.detach()
 
 
 def test_what_a_recipe_replaces_is_noticed_and_what_a_call_tells_is_not():
@@ -284,13 +284,13 @@ def test_closing_restores_the_layers_and_resets_the_graphs_once():
         model(batch(number)).sum().backward()
     assert [row["module"] for row in graphs.table()] == [part.name for part in parts(model)]
     assert all(row["engine"] == "static" and row["bytes"] == 400 and row["instance"] == 0 for row in graphs.table())
-    graphs.close()
-    graphs.close()
+    graphs.detach()
+    graphs.detach()
     assert maker.made[0].closed == 1 and graphs.table() == []
     assert [set(vars(layer)) for layer in model.layers] == attributes
     assert list(model.state_dict()) == keys
     again = attached(model)  # nothing is in the way of another
-    again.close()
+    again.detach()
 
 
 def test_cleared_graphs_warm_up_and_are_captured_again():
@@ -301,4 +301,4 @@ def test_cleared_graphs_warm_up_and_are_captured_again():
     for number in range(4):
         model(batch(number)).sum().backward()
     assert len(maker.made) == 2 and replays(graphs) == 3
-    graphs.close()
+    graphs.detach()

@@ -48,7 +48,7 @@ def test_without_transformer_engine_or_a_gpu_construction_says_so_and_leaves_the
 ])
 def test_orders_that_cannot_be_run_are_refused(order, words):
     if words is None:
-        attached(stack(), order).close()  # a chunk without layers is fine
+        attached(stack(), order).detach()  # a chunk without layers is fine
     else:
         with pytest.raises(GraphConfigError, match=words):
             attached(stack(), order)
@@ -77,7 +77,7 @@ def test_losses_and_parameters_are_those_of_eager_steps(order):
     warming = 3 * 3 * (order.count(1) if order[1] == 1 else 1)
     assert reasons(graphs) == {"warming_up": warming}
     assert replays(graphs) == 6 * 3 * order.count(1) - warming
-    graphs.close()
+    graphs.detach()
 
 
 def test_static_inputs_are_shared_by_microbatches_whose_lives_do_not_overlap():
@@ -87,7 +87,7 @@ def test_static_inputs_are_shared_by_microbatches_whose_lives_do_not_overlap():
     hidden = [next(iter(sample.values())) for sample in maker.plan.samples]
     assert len(hidden) == 3 * 4  # layers, microbatches
     assert len({tensor.data_ptr() for tensor in hidden}) == 3 * 3  # layers, outstanding at most
-    graphs.close()
+    graphs.detach()
 
 
 def test_two_chunks_interleave():
@@ -115,7 +115,7 @@ def test_two_chunks_interleave():
     expected = [parameter.grad for model in eager for parameter in model.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
     assert replays(graphs) == 2 * 4 * 3 and set(reasons(graphs)) == {"warming_up"}
-    graphs.close()
+    graphs.detach()
 
 
 def test_without_their_microbatch_layers_count_the_calls_of_a_round():
@@ -124,7 +124,7 @@ def test_without_their_microbatch_layers_count_the_calls_of_a_round():
     graphs = attached(model, TWO_AHEAD)
     assert train(model, TWO_AHEAD, numbered=False) == train(eager, TWO_AHEAD, numbered=False)
     assert set(reasons(graphs)) == {"warming_up"} and replays(graphs) == 3 * 3 * 4
-    graphs.close()
+    graphs.detach()
 
 
 @settings(max_examples=60, deadline=None)
@@ -157,4 +157,4 @@ def test_no_order_of_forwards_and_backwards_gives_wrong_gradients(data):
         for one, other in zip(model.parameters(), eager.parameters(), strict=True):
             assert torch.equal(one.grad, other.grad)
     del waiting
-    graphs.close()
+    graphs.detach()

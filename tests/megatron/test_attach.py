@@ -255,3 +255,10 @@ def test_the_engine_captures_a_forward_backward_function_and_refuses_what_it_can
             engine.capture_forward_backward(forward_backward, settings=[{"check_for_nan_in_loss_and_grad": True}])
         with pytest.raises(ConfigError, match="attach"):
             engine.attach(gpt())
+
+
+def test_transformer_engines_captures_without_it_are_refused_at_once_and_nothing_is_taken_over():
+    model = gpt()
+    with pytest.raises(GraphConfigError, match="cuda_graph_impl='local'"):
+        training(cuda_graph_impl="transformer_engine").attach(model)
+    assert all("forward" not in vars(layer) for layer in model.decoder.layers)

@@ -8,7 +8,9 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
+from graph_cache.adapters.megatron.parts import parts_of
 from graph_cache.adapters.megatron.schedule import (
     Stage,
     check_expert_overlap,
@@ -17,6 +19,8 @@ from graph_cache.adapters.megatron.schedule import (
     outstanding,
     set_current_microbatch,
     slots,
+    stage_plan,
+    told_of_captures,
     warmup_of,
     weights_in_graphs,
 )
@@ -205,3 +209,21 @@ def test_megatron_tells_layers_their_microbatch():
     model = gpt()
     set_current_microbatch(model, 3)
     assert [layer.current_microbatch for layer in model.decoder.layers] == [3, 3]
+
+
+def test_a_stages_plan_follows_this_process_and_megatrons_configuration():
+    model = gpt()
+    parts = parts_of([model], [])
+    plan = stage_plan(parts, model.config, [], 8, None)
+    assert plan.order == [1, -1] and plan.parts == parts and not plan.caches_weights
+    object.__setattr__(model.config, "overlap_moe_expert_parallel_comm", True)
+    with pytest.raises(GraphConfigError, match="expert_model_parallel_size is 1"):
+        stage_plan(parts, model.config, ["attn"], 8, None)
+
+
+def test_megatron_knows_of_captures_by_others():
+    assert not is_graph_capturing()
+    with pytest.raises(ValueError, match="broken"), told_of_captures():
+        assert is_graph_capturing()
+        raise ValueError("broken")
+    assert not is_graph_capturing()

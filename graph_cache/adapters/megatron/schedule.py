@@ -6,17 +6,21 @@ Owns no schedule: which microbatch runs when is Megatron's, of whichever version
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import (
     get_pp_rank_microbatches,
     get_schedule_table,
     set_current_microbatch,
 )
 from megatron.core.transformer.cuda_graphs import (
+    _set_capture_end,
+    _set_capture_start,
     convert_schedule_table_to_order,
     get_overlap_moe_expert_parallel_comm_order,
 )
@@ -24,6 +28,7 @@ from torch.torch_version import TorchVersion
 
 from graph_cache.adapters.transformer_engine.order import events, outstanding, slots
 from graph_cache.errors import GraphConfigError
+from graph_cache.training.attached import Part
 
 __all__ = ["Stage", "check_expert_overlap", "expert_overlap_order", "order_of", "outstanding", "set_current_microbatch",
            "slots", "warmup_of", "weights_in_graphs"]
@@ -110,6 +115,44 @@ def expert_overlap_order(stage: Stage, microbatches: int, layers_per_chunk: Sequ
         _whole("layers_per_chunk", count, 0)
     order = _order(stage, microbatches, group_size, None)
     return get_overlap_moe_expert_parallel_comm_order(order, list(layers_per_chunk), weights_in_graphs)[0]
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What a pipeline stage's capture by Transformer Engine takes of Megatron: its parts by chunk, and their order."""
+
+    parts: list[Part]
+    order: list[float]
+    caches_weights: bool
+
+
+def stage_plan(parts: Sequence[Part], config: Any, modules: Sequence[str], microbatches: int,
+               te_version: str | None) -> StagePlan:
+    """The plan of the stage that this process is, with `microbatches` a step. Raises GraphConfigError."""
+    chunks = 1 + max(part.chunk for part in parts)
+    stage = Stage(parallel_state.get_pipeline_model_parallel_world_size(),
+                  parallel_state.get_pipeline_model_parallel_rank(), chunks)
+    group_size = getattr(config, "microbatch_group_size_per_vp_stage", None) if chunks > 1 else None
+    caches_weights = bool(getattr(config, "fp8", None))
+    if not getattr(config, "overlap_moe_expert_parallel_comm", False):
+        return StagePlan(list(parts), order_of(stage, microbatches, group_size), caches_weights)
+    check_expert_overlap(config, modules, te_version)
+    layers = list({id(part.module): part for part in parts}.values())
+    numbers = {id(part.module): index for index, part in enumerate(layers)}
+    order = expert_overlap_order(stage, microbatches, [sum(one.chunk == chunk for one in layers)
+                                                       for chunk in range(chunks)],
+                                 weights_in_graphs=weights_in_graphs(config, modules), group_size=group_size)
+    return StagePlan([part._replace(chunk=numbers[id(part.module)]) for part in parts], order, caches_weights)
+
+
+@contextmanager
+def told_of_captures() -> Iterator[None]:
+    """Within the block Megatron knows that a capture goes on: DDP's hooks leave gradients alone then."""
+    _set_capture_start()
+    try:
+        yield
+    finally:
+        _set_capture_end()
 
 
 def weights_in_graphs(config: Any, modules: Sequence[str]) -> bool:

@@ -322,7 +322,7 @@ class TransformerEngineGraphs:
             made.close()
             self.job.pool.trim()
 
-    def close(self) -> None:
+    def detach(self) -> None:
         """Drop all graphs and give the layers their calls back. Call it before process groups are destroyed: what NCCL
         holds for graphs would hang the exit.
         """
