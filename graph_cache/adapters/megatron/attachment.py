@@ -36,7 +36,7 @@ def attachment(models: Sequence[nn.Module], config: GraphConfig) -> Attachment:
     parts = parts_of(models, config.cuda_graph_modules)
     for part in parts:
         _check_hooks(part)
-    _register_packed_sequences()
+    register_packed_sequences()
     return Attachment(parts, generators(), AuxLosses(), is_param_gather, _precision(settings.values()))
 
 
@@ -112,7 +112,7 @@ def _check_hooks(part: Part) -> None:
                                "cuda_graph_modules")
 
 
-def _register_packed_sequences() -> None:
+def register_packed_sequences() -> None:
     """Let the tensors of PackedSeqParams be inputs of a graph, and its numbers part of what must equal."""
     if PackedSeqParams not in _pytree.SUPPORTED_NODES:
         _pytree.register_dataclass(PackedSeqParams)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from graph_cache.adapters.megatron.attachment import generators as tracked_generators
+from graph_cache.adapters.megatron.attachment import register_packed_sequences
 from graph_cache.errors import GraphConfigError, GraphError
 from graph_cache.pool import GraphPool
 from graph_cache.stats import CacheStats
@@ -71,6 +72,7 @@ class FullIteration:
                                    "hold another capture: pass what get_forward_backward_func() returns")
         for one in settings:
             refuse(one)
+        register_packed_sequences()  # a batch may hold them
         self.name = name
         self._function = forward_backward_func
         self._signature = inspect.signature(forward_backward_func)
