@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.tensor_parallel import random as rng
 from torch import nn
 
@@ -262,3 +263,38 @@ def test_transformer_engines_captures_without_it_are_refused_at_once_and_nothing
     with pytest.raises(GraphConfigError, match="cuda_graph_impl='local'"):
         training(cuda_graph_impl="transformer_engine").attach(model)
     assert all("forward" not in vars(layer) for layer in model.decoder.layers)
+
+
+class Gathers:
+    """Stands for a bucket group of Megatron's DDP, whose buffers need a GPU: notes who waits for its parameters."""
+
+    def __init__(self):
+        self.waits = 0
+
+    def finish_param_sync(self, skip_next_bucket_dispatch):
+        self.waits += 1
+
+
+def test_hooks_of_megatrons_data_parallelism_run_before_each_replay():
+    model = gpt()
+    ddp = object.__new__(DistributedDataParallel)  # its own hooks, without its buffers
+    nn.Module.__init__(ddp)
+    ddp.use_forward_hook, ddp.overlap_param_gather_with_optimizer_step = True, False
+    ddp.ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_param_gather=True)
+    ddp.module, ddp.remove_forward_pre_hook_handles = model, {}
+    group = Gathers()
+    ddp.param_to_bucket_group = dict.fromkeys(model.parameters(), group)
+    ddp.enable_forward_pre_hook()
+    expected = train(gpt(), steps=2, outstanding=False)
+    with training() as engine:
+        assert engine.attach(ddp) == ["decoder.layers.0", "decoder.layers.1"]
+        found, waits = [], []
+        for _ in range(3):
+            before = group.waits
+            found += [train(model, steps=1, outstanding=False)]
+            waits.append(group.waits - before)
+        assert all(row["failed"] == 0 and row["replays"] == 4 for row in engine.graphs())
+    assert_same(found[0], expected[:1])
+    each = len(list(model.parameters()))
+    # Eager, two microbatches; then the capture in between, for which the layers' parameters are waited for once more.
+    assert waits == [2 * each, 2 * each + len(list(model.decoder.layers.parameters())), 2 * each]
