@@ -22,7 +22,8 @@ LOGPROBS_MODES = ("processed", "raw")
 LOAD_FORMATS = ("auto", "dummy")
 MODES = ("inference", "training")
 KERNELS = ("auto", "fused", "torch")
-_COUNTS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages", "num_threads")
+_COUNTS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages", "num_threads",
+           "tensor_parallel_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +35,10 @@ class EngineConfig:
     `seed` seeds requests that bring none. `async_scheduling` enqueues each step before the last one's tokens were
     read, by default on a GPU only. `kernels` says how a GPU computes a step: "fused" by the engine's own kernels,
     "torch" by PyTorch's around the paged attention; "auto" takes the fused ones for 16-bit weights on GPUs that hold
-    their tiles (Hopper). The graph settings have Megatron's names and values; a scope that is not given is `block`
-    under `local` (Megatron's own default is `layer`), else `none`. Raises ConfigError for a value that can't be meant.
+    their tiles (Hopper). `tensor_parallel_size`: GPUs of this host that the model is split over, a process each (on a
+    CPU processes without graphs). The graph settings have Megatron's names and values; a scope that is not given is
+    `block` under `local` (Megatron's own default is `layer`), else `none`. Raises ConfigError for a value that can't be
+    meant.
     """
 
     mode: str = "inference"
@@ -45,6 +48,7 @@ class EngineConfig:
     load_format: str = "auto"
     cpu_weight_format: str = "auto"
     num_threads: int | None = None
+    tensor_parallel_size: int = 1
 
     max_model_len: int | None = None
     max_num_seqs: int | None = None
@@ -77,15 +81,28 @@ class EngineConfig:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}")
         for name in _COUNTS:
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            if value is None and getattr(EngineConfig, name) is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name}={value!r}: a whole number of at least 1 is needed")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization}: a share from 0 to 1 is needed")
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model={self.model!r}: the name of a model, a folder or a .gguf file is needed")
+        if self.tensor_parallel_size > 1:
+            self._check_parallel()
         if self.graph_buckets is not None:
             object.__setattr__(self, "graph_buckets", tuple(self.graph_buckets))
         self.graph_config()
+
+    def _check_parallel(self) -> None:
+        asked = f"tensor_parallel_size={self.tensor_parallel_size}"
+        if self.mode == "training":
+            raise ConfigError(f"{asked} is for inference; in a training job Megatron-Core splits the model")
+        if self.kernels == "fused":
+            raise ConfigError(f"kernels='fused' compute a whole model on one GPU, found {asked}; use kernels='auto'")
+        if self.cpu_weight_format == "int4":
+            raise ConfigError(f"cpu_weight_format='int4' can't be split, found {asked}; use auto, bf16 or fp32")
 
     def graph_config(self) -> GraphConfig:
         """The capture core's view of these settings; its refusals are raised here, at construction."""

@@ -13,9 +13,8 @@ import torch
 from tqdm import tqdm
 
 from engine.config import DEFAULT_MODEL, EngineConfig
-from engine.errors import ConfigError, EngineDead, RequestError
+from engine.errors import ConfigError, EngineDead, RequestError, WeightUpdateError
 from engine.loading import build_loop, host_loop
-from engine.megatron.hosted import HostedModel
 from engine.messages import EngineStats, ModelInfo
 from engine.model_source import resolve_model
 from engine.outputs import OutputProcessor, RequestOutput
@@ -149,6 +148,9 @@ class Engine:
         a copy or a recapture; call `weights_changed` after a step. All or nothing; raises WeightUpdateError.
         """
         self._require_open()
+        if self.config.tensor_parallel_size > 1:
+            raise WeightUpdateError("this engine's weights are split over several processes, and a trainer's can't be "
+                                    "views of them; use update_weights")
         shared = share_weights(trainer, self._loop.runner.model)
         self._loop.weights_changed(version)
         return shared
@@ -181,13 +183,11 @@ class Engine:
         self._loop.idle_check()
 
     def close(self) -> None:
-        """Drop the graphs and let the model go. Closing twice does nothing."""
+        """Drop the graphs, let the model go, and end the processes of its other parts. Closing twice does nothing."""
         if not self._closed:
             self._closed = True
             self._loop.save_manifest()
-            self._loop.runner.cache.clear()
-            if isinstance(self._loop.runner.model, HostedModel):
-                self._loop.runner.model.release()
+            self._loop.close()
 
     def _require_open(self) -> None:
         if self._closed:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -37,15 +38,19 @@ def build_loop(config: EngineConfig, source: ModelSource | None = None,
     to do.
     """
     source = source or resolve_model(config.model)
+    if config.tensor_parallel_size > 1:
+        from engine.ranks import leading_loop  # it and what it imports are for several processes only
+
+        return leading_loop(config, source, eos_token_ids)
     device = choose_device(config.device)
     if device.type == "cpu" and config.num_threads:
         torch.set_num_threads(config.num_threads)
     model_config, is_4bit = _read_config(source)
-    weight_format, dtype = _choose_format(config, model_config, device, is_4bit and config.load_format != "dummy")
+    weight_format, dtype = choose_format(config, model_config, device, is_4bit and config.load_format != "dummy")
     sized = resolve(config, model_config, device, dtype)
     model = _load_model(sized, source, model_config, device, dtype, weight_format)
     ends = tuple(dict.fromkeys((*model_config.eos_token_ids, *eos_token_ids)))
-    return _loop_of(sized, model, source.name, ends, weight_format, _manifest(sized, source, weight_format))
+    return loop_of(sized, model, source.name, ends, weight_format, manifest_of(sized, source, weight_format))
 
 
 def host_loop(config: EngineConfig, model: nn.Module, eos_token_ids: tuple[int, ...] = ()) -> EngineLoop:
@@ -53,6 +58,9 @@ def host_loop(config: EngineConfig, model: nn.Module, eos_token_ids: tuple[int, 
 
     Device and dtype are the model's. Raises ConfigError or ModelError.
     """
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(f"tensor_parallel_size={config.tensor_parallel_size} is for models that the engine loads, "
+                          "and this one exists already: leave it out")
     hosted = HostedModel(model, config.max_model_len)
     try:
         for name, given, found in (("device", config.device, str(hosted.device)),
@@ -62,14 +70,15 @@ def host_loop(config: EngineConfig, model: nn.Module, eos_token_ids: tuple[int, 
                 raise ConfigError(f"{name}={given!r} was asked for, and the model that is to be served has {found}; "
                                   "leave it out")
         sized = resolve(config, hosted.config, hosted.device, hosted.dtype)
-        return _loop_of(sized, hosted, hosted.config.architecture, eos_token_ids, hosted.config.dtype, None)
+        return loop_of(sized, hosted, hosted.config.architecture, eos_token_ids, hosted.config.dtype, None)
     except BaseException:
         hosted.release()
         raise
 
 
-def _loop_of(config: EngineConfig, model: DenseModel | HostedModel, name: str, ends: tuple[int, ...],
-             weight_format: str, manifest: Manifest | None) -> EngineLoop:
+def loop_of(config: EngineConfig, model: DenseModel | HostedModel, name: str, ends: tuple[int, ...],
+            weight_format: str, manifest: Manifest | None, make: Callable[..., EngineLoop] = EngineLoop) -> EngineLoop:
+    """The runner and the loop of a loaded model. `config` has all its sizes; `make` takes what EngineLoop does."""
     runner = ModelRunner(config, model, ends, manifest)
     info = ModelInfo(
         name=name, architecture=model.config.architecture, max_model_len=config.max_model_len,
@@ -77,7 +86,7 @@ def _loop_of(config: EngineConfig, model: DenseModel | HostedModel, name: str, e
         dtype=config.dtype, weight_format=weight_format, weight_version=FIRST_WEIGHT_VERSION,
         logprobs_mode=config.logprobs_mode, graph_buckets=runner.site.buckets.sizes,
     )
-    return EngineLoop(config, runner, info, manifest)
+    return make(config, runner, info, manifest)
 
 
 def choose_device(name: str) -> torch.device:
@@ -104,8 +113,8 @@ def _read_config(source: ModelSource) -> tuple[ModelConfig, bool]:
     return gguf_config(source.path) if source.kind == "gguf" else (config_from_folder(source.path), False)
 
 
-def _choose_format(config: EngineConfig, model: ModelConfig, device: torch.device,
-                   is_4bit: bool) -> tuple[str, torch.dtype]:
+def choose_format(config: EngineConfig, model: ModelConfig, device: torch.device,
+                  is_4bit: bool) -> tuple[str, torch.dtype]:
     """The weights' format (for reports) and the activations' dtype."""
     if device.type == "cpu":
         chosen = choose_cpu_format(config.cpu_weight_format, config.dtype, is_4bit)
@@ -133,7 +142,7 @@ def _load_model(config: EngineConfig, source: ModelSource, model_config: ModelCo
     return model
 
 
-def _manifest(config: EngineConfig, source: ModelSource, weight_format: str) -> Manifest | None:
+def manifest_of(config: EngineConfig, source: ModelSource, weight_format: str) -> Manifest | None:
     """What earlier runs of the same model and sizes used; `graph_manifest` "none" keeps none."""
     if config.graph_manifest == "none":
         return None

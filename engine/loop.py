@@ -22,6 +22,7 @@ from engine.errors import EngineError, RequestError
 from engine.judge import Judge
 from engine.kv_cache import PagePool
 from engine.launched import UNREAD_STEPS, Launched
+from engine.megatron.hosted import HostedModel
 from engine.messages import (
     Abort,
     Ask,
@@ -55,6 +56,8 @@ FAILURES_IN_A_ROW = 3
 
 class EngineLoop:
     """Requests, scheduler and runner of one model. One thread calls its methods; `serve` makes a loop of them."""
+
+    fatal_failures = FAILURES_IN_A_ROW  # steps that fail in a row; the last one ends the loop
 
     def __init__(self, config: EngineConfig, runner: ModelRunner, info: ModelInfo, manifest: Manifest | None = None):
         self.config = config
@@ -173,7 +176,7 @@ class EngineLoop:
         self._under_way = deque(step for step in self._under_way if step[0] is not batch)
         self._last_error = f"{type(error).__name__}: {error}"
         self._failures += 1
-        if not batch or self._failures >= FAILURES_IN_A_ROW:
+        if not batch or self._failures >= self.fatal_failures:
             raise error
         self.runner.abandon()
         # Those admitted without a chunk in this step too: their slot may hold another's sampling state.
@@ -199,12 +202,16 @@ class EngineLoop:
         is_lazy = self.config.warmup == "lazy" and not self.warm_asked
         if is_lazy or (self.scheduler.has_work and now < self._next_capture):
             return False
-        if not self.runner.cache.warm_next():
+        if not self.capture_next():
             self.warm_asked = False
             return False
         took = time.monotonic() - now
         self._next_capture = now + 2 * took
         return True
+
+    def capture_next(self) -> bool:
+        """Capture one graph that is wanted ahead and missing; False if there is none."""
+        return self.runner.cache.warm_next()
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: str) -> int:
         """Write new weights in place, all or nothing; graphs stay valid. Returns how many tensors were written.
@@ -276,6 +283,12 @@ class EngineLoop:
             except (OSError, EngineError) as error:
                 logger.warning("the graph manifest was not saved: %s", error)
 
+    def close(self) -> None:
+        """Drop the graphs and let the model go; nothing may be called after it."""
+        self.runner.cache.clear()
+        if isinstance(self.runner.model, HostedModel):
+            self.runner.model.release()
+
     # ---- as a service ----------------------------------------------------------------------------------------------
 
     def serve(self, receive: Callable[[float], Command | None], send: Callable[[Report], None]) -> None:
@@ -292,17 +305,18 @@ class EngineLoop:
                     gc.freeze()  # again after each capture, which lets go of what is frozen
                 busy = self.has_work
                 command = receive(0.0 if busy else IDLE_SECONDS)
-                while command is not None:
-                    if isinstance(command, Stop):
-                        return
-                    self._obey(command, send)
-                    command = receive(0.0)
-                if self.has_work:
-                    events = self.step()
-                    if events:
-                        send(Events(events))
-                    next_report = min(next_report, time.monotonic() + REPORT_SECONDS)
-                captured = self.capture_between_steps()
+                with self.runner.cache.pool.turn():
+                    while command is not None:
+                        if isinstance(command, Stop):
+                            return
+                        self._obey(command, send)
+                        command = receive(0.0)
+                    if self.has_work:
+                        events = self.step()
+                        if events:
+                            send(Events(events))
+                        next_report = min(next_report, time.monotonic() + REPORT_SECONDS)
+                    captured = self.capture_between_steps()
                 if busy and not self.has_work:
                     self._check_idle()
                 now = time.monotonic()

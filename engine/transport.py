@@ -65,6 +65,8 @@ def run_loop(config: EngineConfig, receive: Callable[[float], Command | None], s
                 send(Snapshot(loop.stats()))  # for who asks whether this server is ready
 
             loop.warm(progress)
+    except EngineDead as error:  # one of its processes ended: nothing that another try must meet again
+        return send(Dead(f"the engine did not start: {error}"))
     except EngineError as error:
         return send(Dead(str(error), refused=error))
     except Exception as error:

@@ -41,6 +41,7 @@ ENGINE_HELP = {
     "load_format": "auto reads the weights; dummy makes random ones",
     "cpu_weight_format": "how weights are kept on a CPU",
     "num_threads": "threads of a CPU engine",
+    "tensor_parallel_size": "GPUs of this host to split the model over, a process each",
     "max_model_len": "context in tokens",
     "max_num_seqs": "sequences in the running batch",
     "max_num_batched_tokens": "tokens computed in one step",

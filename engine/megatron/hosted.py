@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from engine.attention.base import Attention
@@ -19,6 +20,9 @@ from engine.megatron.layout import unwrapped, weight_slots
 from engine.models.config import ModelConfig
 
 Rope = tuple[Tensor]
+
+# Its older name, which torch 2.13 warns of, is the only one before.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class HostedModel(nn.Module):
@@ -80,8 +84,8 @@ class HostedModel(nn.Module):
         """Normed hidden [N, h] -> logits [N, vocab] of all ranks, in the model's dtype."""
         gpt = self.gpt
         weight = gpt.shared_embedding_or_output_weight() if gpt.share_embeddings_and_output_weights else None
-        found, _ = gpt.output_layer(hidden.unsqueeze(1), weight=weight, runtime_gather_output=True)
-        return found.squeeze(1)[:, : self.config.vocab_size]
+        part, _ = gpt.output_layer(hidden.unsqueeze(1), weight=weight, runtime_gather_output=False)
+        return self._gathered(part.squeeze(1))[:, : self.config.vocab_size]
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Token ids and positions int64 [T] -> normed hidden [T, h]; `attention` writes this step's keys and values."""
@@ -122,6 +126,16 @@ class HostedModel(nn.Module):
             self._attention = None
             for one in training:
                 one.training = True
+
+    def _gathered(self, part: Tensor) -> Tensor:
+        """[N, V / ranks] of this rank -> [N, V] of all. Megatron's own gathering works on GPUs only."""
+        group = self.gpt.pg_collection.tp
+        if group.size() == 1:
+            return part
+        rows, width = part.shape
+        parts = part.new_empty(group.size() * rows, width)
+        _all_gather(parts, part.contiguous(), group=group)
+        return parts.view(group.size(), rows, width).transpose(0, 1).reshape(rows, -1)
 
     def _frequencies(self) -> Tensor:
         if self.device.type == "cpu":

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import queue
+import threading
+import time
 
 import pytest
 
@@ -148,3 +151,27 @@ def test_broken_books_still_end_in_a_dead(make_engine, monkeypatch):
     monkeypatch.undo()
     loop.abort(["a"])
     loop.drop_events()
+
+
+def test_a_serving_loop_stands_still_while_somebody_else_needs_the_device_quiet(make_engine):
+    loop = make_engine()._loop
+    commands, reports = queue.Queue(), []
+
+    def receive(timeout):
+        try:
+            return commands.get(timeout=timeout) if timeout else commands.get_nowait()
+        except queue.Empty:
+            return None
+
+    thread = threading.Thread(target=loop.serve, args=(receive, reports.append))
+    thread.start()
+    with loop.runner.cache.pool.quiet():
+        commands.put(Submit([request("a", PROMPTS[0], greedy(20))]))
+        time.sleep(0.3)
+        assert not [report for report in reports if isinstance(report, Events)]
+    while not any(event.finish_reason for report in list(reports) if isinstance(report, Events)
+                  for event in report.events):
+        time.sleep(0.01)
+    commands.put(Stop())
+    thread.join(10)
+    assert not thread.is_alive()
