@@ -150,7 +150,7 @@ class EngineConfig:
 
 
 # A training engine learns at `attach` which model it gets: only then can settings for experts be refused.
-_ANY_EXPERTS = {"num_moe_experts": 1, "moe_pad_expert_input_to_capacity": True}
+_ANY_EXPERTS = {"num_moe_experts": 2, "moe_layer_freq": 2, "moe_pad_expert_input_to_capacity": True}
 
 
 def cache_folder() -> str:

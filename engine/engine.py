@@ -59,7 +59,11 @@ class Engine:
         self._seeds = itertools.count(1)
         self._closed = False
         if self.config.warmup == "full":
-            self._loop.warm(WarmProgress())
+            try:
+                self._loop.warm(WarmProgress())
+            except BaseException:
+                self.close()
+                raise
 
     def __enter__(self) -> Engine:
         return self

@@ -90,8 +90,9 @@ class TrainingEngine:
         if self._graph_config.cuda_graph_impl == "transformer_engine":
             self._modules = self._by_transformer_engine(models, found, job, microbatches)
         else:
-            self._modules = TrainingGraphs(job, warmup_rounds=self._graph_config.cuda_graph_warmup_steps)
-            self._modules.attach(found)
+            graphs = TrainingGraphs(job, warmup_rounds=self._graph_config.cuda_graph_warmup_steps)
+            graphs.attach(found)
+            self._modules = graphs
         return [part.name for part in found.parts]
 
     def _by_transformer_engine(self, models: Sequence[nn.Module], found: Attachment, job: Job,

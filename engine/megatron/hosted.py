@@ -44,12 +44,12 @@ class HostedModel(nn.Module):
         self.max_len = max_len or self.config.context_length
         self._attention: Attention | None = None
         self._cores = [layer.self_attention.core_attention for layer in self.layers]
-        for index, core in enumerate(self._cores):
-            if "forward" in vars(core):
-                raise ModelError("this model is hosted already, or its core attention was replaced; release it first")
-            core.forward = self._paged(index, core.forward)
+        if any("forward" in vars(core) for core in self._cores):
+            raise ModelError("this model is hosted already, or its core attention was replaced; release it first")
         # The very frequencies that training uses, a row for each position.
         self.register_buffer("rotary", self._frequencies(), persistent=False)
+        for index, core in enumerate(self._cores):
+            core.forward = self._paged(index, core.forward)
 
     def release(self) -> None:
         """Give the model its core attentions back."""
@@ -141,7 +141,12 @@ class HostedModel(nn.Module):
         if self.device.type == "cpu":
             from graph_cache.adapters.megatron.cpu import keep_rotary_in_place  # it imports megatron, which is there
 
+            before = self.gpt.rotary_pos_emb
             keep_rotary_in_place(self.gpt)
+            try:
+                return self.gpt.rotary_pos_emb(self.max_len).detach().clone()
+            finally:
+                self.gpt.rotary_pos_emb = before
         return self.gpt.rotary_pos_emb(self.max_len).detach().clone()
 
 
@@ -185,12 +190,17 @@ def _unservable(gpt: nn.Module) -> list[str]:
         found.append(f"position_embedding_type={gpt.position_embedding_type!r}: only 'rope' is served")
     for name, needed in (("sequence_parallel", False), ("context_parallel_size", 1), ("multi_latent_attention", False),
                          ("softmax_scale", None), ("window_size", None), ("attention_output_gate", False),
-                         ("mtp_num_layers", None), ("cuda_graph_impl", "none")):
+                         ("mtp_num_layers", None), ("use_mup", False), ("fp8", None), ("fp4", None),
+                         ("cuda_graph_impl", "none")):
         value = getattr(config, name, needed)
         if value != needed:
             found.append(f"{name}={value!r}: build it with {needed!r}")
     if getattr(config, "softmax_type", "vanilla") != "vanilla":
         found.append(f"softmax_type={config.softmax_type!r}: build it with 'vanilla'")
+    others = [index for index, layer in enumerate(gpt.decoder.layers)
+              if not hasattr(getattr(layer, "self_attention", None), "core_attention")]
+    if others:
+        found.append(f"its layers {others} have no self-attention with a core_attention")
     hooked = [name for name, module in gpt.named_modules() if module._forward_pre_hooks or module._forward_hooks]
     if hooked:
         found.append(f"{len(hooked)} of its modules have forward hooks ({hooked[0]}, …), which a graph leaves out; "

@@ -5,10 +5,12 @@ Owns the seam: the attribute of the module that is replaced, and put back at the
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from operator import attrgetter
+from types import MethodType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,7 +20,6 @@ from graph_cache.errors import GraphConfigError
 from graph_cache.training.compiled import COMPILED_CALL, is_compiled
 
 FORWARD = "forward"
-MARK = "takes_over_a_module"
 Hook = Callable[..., Any]
 
 
@@ -68,6 +69,23 @@ class Attachment:
     surroundings: Surroundings | None = None
 
 
+class Seam:
+    """What stands in the place of an attached module's method. A deep copy of the module has the method itself."""
+
+    def __init__(self, attached: AttachedModule, call: Callable[..., Any]):
+        self._attached, self._call = attached, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        attached = self._attached
+        if attached.before is not None:
+            return copy.deepcopy(attached.before, memo)
+        owner = memo.get(id(attached.module), attached.module)
+        return MethodType(getattr(type(owner), attached.method), owner)
+
+
 class AttachedModule:
     """A part that is taken over; `eager` is what its calls did before: a method, or what `module.compile()` made of it.
 
@@ -86,13 +104,14 @@ class AttachedModule:
         self.compiled = part.method == FORWARD and is_compiled(module)
         # module.compile() wraps hooks and forward together, so that call is taken over; torch.compile(module) makes a
         # module around it, whose forward is the compiled call.
+        self.method = part.method
         is_inside = part.method == FORWARD and getattr(module, COMPILED_CALL, None) is not None
         self._seam = COMPILED_CALL if is_inside else part.method
-        self._before = vars(module).get(self._seam)
-        if self._seam == part.method and self._before is not None and not self.compiled:
-            raise GraphConfigError(f"{name}: its {part.method} is replaced already ({self._before!r}); detach whatever "
+        self.before = vars(module).get(self._seam)
+        if self._seam == part.method and self.before is not None and not self.compiled:
+            raise GraphConfigError(f"{name}: its {part.method} is replaced already ({self.before!r}); detach whatever "
                                    "did so first")
-        if getattr(self._before, MARK, False):
+        if isinstance(self.before, Seam):
             raise GraphConfigError(f"{name}: it is attached already; detach it first")
         self.eager: Callable[..., Any] = getattr(module, self._seam)
         self.refused: set[Hashable] = set()  # kinds of calls whose capture failed
@@ -111,15 +130,14 @@ class AttachedModule:
 
     def take_over(self, call: Callable[..., Any]) -> None:
         """From here on calls of the module are calls of this."""
-        setattr(call, MARK, True)
-        setattr(self.module, self._seam, call)
+        setattr(self.module, self._seam, Seam(self, call))
 
     def give_back(self) -> None:
         """The module as it was."""
-        if self._before is None:
+        if self.before is None:
             delattr(self.module, self._seam)
         else:
-            setattr(self.module, self._seam, self._before)
+            setattr(self.module, self._seam, self.before)
 
     def refresh(self) -> None:
         """Look again at what may change between two steps: which parameters are frozen, modes of submodules, hooks."""
@@ -137,6 +155,23 @@ class AttachedModule:
     def _pre_hooks(self, module: nn.Module) -> dict[int, Hook]:
         """Those hooks of a submodule that run before a replay."""
         return {key: hook for key, hook in module._forward_pre_hooks.items() if self._fired(hook)}
+
+    def may_be(self, state: tuple[bool, ...]) -> bool:
+        """Whether the module as it is now differs from this state in modes at most."""
+        count = 1 + len(self.parameters)
+        return self.state[:count] == state[:count]
+
+    @contextmanager
+    def in_modes_of(self, state: tuple[bool, ...]) -> Iterator[None]:
+        """The modes of this state within the block: a capture may come while a job evaluates."""
+        before = [module.training for module in self.submodules]
+        for module, training in zip(self.submodules, state[1 + len(self.parameters):], strict=True):
+            module.training = training
+        try:
+            yield
+        finally:
+            for module, training in zip(self.submodules, before, strict=True):
+                module.training = training
 
     def around(self) -> Hashable:
         """What surrounds a call now."""
@@ -190,12 +225,13 @@ class Watched:
         self._parameters = [parameter for attached in modules for parameter in attached.parameters]
         self._submodules = [module for attached in modules for module in attached.submodules]
         self._hooks = [hooks for attached in modules for hooks in attached.hooks]
-        self._seen: tuple[list[bool], list[bool]] = ([], [])
+        self._seen: tuple[list[Any], ...] = ()
 
     def refresh(self) -> None:
         """Bring the state of each module up to date."""
-        now = list(map(_requires_grad, self._parameters)), list(map(_training, self._submodules))
-        if now != self._seen or any(self._hooks):
+        now = (list(map(_requires_grad, self._parameters)), list(map(_training, self._submodules)),
+               list(map(len, self._hooks)))
+        if now != self._seen:
             self._seen = now
             for attached in self._modules:
                 attached.refresh()

@@ -90,7 +90,7 @@ class _Probe(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, lease: Lease, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.lease = lease
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
+        return tuple([tensor.detach() for tensor in tensors])  # no views: some may not be written to or let go of
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:

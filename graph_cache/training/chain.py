@@ -85,7 +85,7 @@ class Chain:
         self._retired = False
         self._samples: list[Sample] = []
         self._recorded: dict[int, Source] = {}  # address of a recorded output -> where it came from
-        self._alive: list[Tensor] = []  # those outputs: until the capture their addresses name nothing else
+        self._alive: dict[int, list[Tensor]] = {}  # those outputs, by place, so that their addresses name nothing else
 
     def entries(self) -> Iterator[Entry]:
         """What was captured."""
@@ -112,24 +112,26 @@ class Chain:
 
     def came_out(self, place: int, outputs: Sequence[Tensor]) -> None:
         """Note where a recorded call left its outputs, so that those who take them are known."""
-        for index, tensor in enumerate(outputs):
-            self._recorded[tensor.data_ptr()] = (place, index)
-            self._alive.append(tensor.detach())
+        for tensor in self._alive.pop(place, ()):  # of the microbatch that had this place before
+            self._recorded.pop(tensor.data_ptr(), None)
+        self._alive[place] = [tensor.detach() for tensor in outputs]
+        self._recorded.update((tensor.data_ptr(), (place, index)) for index, tensor in enumerate(outputs))
 
     # ---- capture ---------------------------------------------------------------------------------------------------
 
     def forget_outputs(self) -> None:
         """Let go of what the eager calls left: a capture needs none of it."""
-        self._alive, self._recorded = [], {}
+        self._alive, self._recorded = {}, {}
 
     def capture(self) -> None:
         """Capture what was recorded. A call whose capture fails has no pair, and is refused from then on."""
         for place, sample in enumerate(self._samples):
             owner, _, state = self.order.kind(place)
-            if owner.state != state:  # frozen or unfrozen since it was recorded
+            if owner.may_be(state):
+                with owner.in_modes_of(state):
+                    self._try(place, lambda p=place, s=sample: self._capture_forward(p, s))
+            else:  # frozen or unfrozen since it was recorded
                 self.order.remove(place)
-            else:
-                self._try(place, lambda p=place, s=sample: self._capture_forward(p, s))
         for place in reversed(range(len(self.order))):
             if self.order.pairs[place] is not None:
                 self._try(place, lambda p=place: self._capture_backward(p))
@@ -178,8 +180,9 @@ class Chain:
         try:
             capture()
             self._job.stats.captures[owner.name, SCOPE, "recorded"] += 1
-        except CaptureError as error:
-            logger.error("capture of %s failed, it will run eager: %s", owner.name, error)
+        except Exception as error:  # of the capture, or for want of memory for what it needs
+            logger.error("capture of %s failed, it will run eager: %s", owner.name, error,
+                         exc_info=not isinstance(error, CaptureError))
             self._job.stats.failed_captures[owner.name, SCOPE] += 1
             owner.refused.add(kind)
             self.order.remove(place)

@@ -54,10 +54,16 @@ class Room:
         self._places = [torch.empty_like(parameter, memory_format=torch.contiguous_format, requires_grad=False)
                         for parameter in parameters]
         self._at = {place.data_ptr(): place for place in self._places}
+        self._used: set[int] = set()  # addresses that the backward writes to
 
     def filling(self) -> TorchDispatchMode:
         """Context in which matrix products of a weight's shape are written here: most gradients by far are such."""
-        return _ProductsInto(self._places)
+        return _ProductsInto(self._places, self._used)
+
+    def let_go_of_the_rest(self) -> None:
+        """Keep no more than what the backward writes to: some parameters may have no gradient in it."""
+        self._places = [place for place in self._places if place.data_ptr() in self._used]
+        self._at = {place.data_ptr(): place for place in self._places}
 
     def settle(self, inputs: Sequence[Tensor | None],
                found: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[Tensor | None]]:
@@ -83,6 +89,7 @@ class Room:
                                       if place.shape == grad.shape and place.dtype == grad.dtype)
                 sources.append(elsewhere(grad))
                 targets.append(free.pop(settled[index].data_ptr()))
+        self._used |= {grad.data_ptr() for grad in settled if grad is not None}
         outside = [None if grad is None else elsewhere(grad) for grad in inputs]
         if targets:
             torch._foreach_copy_(targets, sources)
@@ -92,9 +99,10 @@ class Room:
 class _ProductsInto(TorchDispatchMode):
     """Gives matrix products a place that has their shape, each place once."""
 
-    def __init__(self, places: Sequence[Tensor]):
+    def __init__(self, places: Sequence[Tensor], used: set[int]):
         super().__init__()
         self._free = list(places)
+        self._used = used
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -106,6 +114,7 @@ class _ProductsInto(TorchDispatchMode):
             shape = (left.shape[0], right.shape[1])
             for index, place in enumerate(self._free):
                 if place.shape == shape and place.dtype == left.dtype and place.device == left.device:
+                    self._used.add(place.data_ptr())
                     return torch.ops.aten.mm.out(left, right, out=self._free.pop(index))
         return func(*args, **(kwargs or {}))
 

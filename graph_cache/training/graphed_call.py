@@ -6,13 +6,14 @@ backward is held for as long as the pair lives, so no other graph is ever given 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from graph_cache.backends.base import Memory
+from graph_cache.errors import CaptureRefused
 from graph_cache.runner import GraphRunner
 from graph_cache.training.attached import AttachedModule
 from graph_cache.training.call import CallKey, Result, put_together
@@ -51,6 +52,7 @@ class GraphedCall:
         self._state = [*owner.scope.buffers(), *job.state.values()]
         self._main_grads = list(MainGrads(owner.scope).values())
         self._added: list[nn.Parameter] = []  # whose gradient the backward itself adds to their main_grad
+        self._dummies: list[Tensor | None] = []  # what it returns for those, of undefined contents
         self._handed_out: HandedOut | None = None
         self._hands_out = hands_out
         self._room: Room | None = None  # for the gradients that are handed out
@@ -106,12 +108,13 @@ class GraphedCall:
         finally:
             for generator, state in zip(self._generators, states, strict=True):
                 generator.set_state(state)
-        if self._hands_out:
+        if self._room is not None:
+            self._room.let_go_of_the_rest()
             self._handed_out = HandedOut([grad for grad in self.parameter_grads if grad is not None])
         else:  # read right after each replay, before any other graph runs: their memory may serve other backwards
             self.parameter_grads = [None if grad is None else self._pool.backend.borrow(grad)
                                     for grad in self.parameter_grads]
-        self._found = [*self.input_grads, *self.parameter_grads]
+        self._found = [*self.input_grads, *self._with_dummies(self.parameter_grads)]
         self._replay_backward = self._backward_graph.bare_replay
         self._grads_at = [(index, static.data_ptr(), static)
                           for index, static in zip(self.differentiable, self.grad_outputs, strict=True)]
@@ -125,7 +128,7 @@ class GraphedCall:
         leaves = self._stand_ins.trainable
         wanted = [tensor for tensor in (*self.inputs, *leaves) if tensor.requires_grad]
         self.input_grads = self.parameter_grads = []
-        with self._room.filling() if self._room is not None else nullcontext():
+        with self._no_other_gradients(), self._room.filling() if self._room is not None else nullcontext():
             found = list(torch.autograd.grad(
                 [self.outputs[index] for index in self.differentiable], wanted, self.grad_outputs,
                 retain_graph=True, allow_unused=True,  # retained: what was saved must never be lent to another graph
@@ -133,22 +136,38 @@ class GraphedCall:
         of_inputs = iter(found[:len(self.wanting)])
         self.input_grads = [next(of_inputs) if tensor.requires_grad else None for tensor in self.inputs]
         del of_inputs, found[:len(self.wanting)]
-        self._added = [parameter for parameter, leaf in zip(self.parameters, leaves, strict=True)
-                       if getattr(leaf, ADDED, False)]
+        added = [getattr(leaf, ADDED, False) for leaf in leaves]
+        self._added = [parameter for parameter, is_added in zip(self.parameters, added, strict=True) if is_added]
+        self._dummies = [grad if is_added else None for grad, is_added in zip(found, added, strict=True)]
+        found = [None if is_added else grad for grad, is_added in zip(found, added, strict=True)]
         if self._room is not None:
             self.input_grads, found = self._room.settle(self.input_grads, found)
         self.parameter_grads = found
+
+    @contextmanager
+    def _no_other_gradients(self) -> Iterator[None]:
+        """Refuse a capture in whose backward another one runs, as some checkpoints do, and adds to `.grad` itself.
+
+        It looks the parameters up anew, so that a graph would leave their gradients out.
+        """
+        before = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        try:
+            yield
+            if any(parameter.grad is not None for parameter in self.parameters):
+                raise CaptureRefused(f"the backward of {self.name} runs another one inside, which adds to gradients "
+                                     "out of a graph's sight: use torch.utils.checkpoint, or leave this part out")
+        finally:
+            for parameter, grad in zip(self.parameters, before, strict=True):
+                parameter.grad = grad
 
     def _forward_statics(self) -> list[Tensor]:
         # `.data`, not `.detach()`: rewinding a warm-up must not look to autograd like a change of what was saved.
         return [tensor.data for tensor in (*self.inputs, *self._state, *self.outputs)]
 
     def _backward_statics(self) -> list[Tensor]:
-        # Of what was added to a main_grad, the gradient itself is a dummy with undefined contents, or None.
-        dummies = {id(parameter) for parameter in self._added}
-        true = [grad for parameter, grad in zip(self.parameters, self.parameter_grads, strict=False)
-                if id(parameter) not in dummies]
-        found = [grad for grad in (*self.input_grads, *true) if grad is not None]
+        found = [grad for grad in (*self.input_grads, *self.parameter_grads) if grad is not None]
         return [*self._main_grads, *self.grad_outputs, *found]
 
     # ---- replay ----------------------------------------------------------------------------------------------------
@@ -181,10 +200,15 @@ class GraphedCall:
         if self._handed_out is not None and held is None:
             return [None if grad is None else grad.detach() for grad in self._found]
         given = [None if grad is None else grad.detach() for grad in self.input_grads]
-        given += copies_of(self.parameter_grads)
+        given += self._with_dummies(copies_of(self.parameter_grads))
         if held is not None:
             self._handed_out.restore(held)
         return given
+
+    def _with_dummies(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Gradients of parameters, and for those that were added to a main_grad what the backward returned."""
+        return [dummy if grad is None and dummy is not None else grad
+                for grad, dummy in zip(grads, self._dummies, strict=True)]
 
     def close(self) -> None:
         """Destroy both graphs and let go of everything static."""
@@ -193,5 +217,5 @@ class GraphedCall:
         self._forward_graph.close()
         self._backward_graph.close()
         self.inputs = self.outputs = self.grad_outputs = []
-        self.input_grads = self.parameter_grads = self._found = []
+        self.input_grads = self.parameter_grads = self._dummies = self._found = []
         self._inputs_at, self._grads_at, self._room, self._handed_out = [], [], None, None

@@ -62,7 +62,10 @@ class InstanceOrder(Generic[Pair]):
 
     def remove(self, place: int) -> None:
         """This place serves nothing any more: its capture failed."""
-        self._places[self._kinds[place]].remove(place)
+        places = self._places[self._kinds[place]]
+        places.remove(place)
+        if not places:
+            del self._places[self._kinds[place]]  # what it served is unknown again
 
     def await_backward(self, place: int) -> None:
         """The pair at this place, behind all that await theirs, was used by a forward."""

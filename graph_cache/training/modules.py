@@ -7,6 +7,7 @@ while no backward is outstanding. One thread runs the forwards; backwards come f
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graph_cache.errors import GraphConfigError
 from graph_cache.training.attached import AttachedModule, Attachment, Watched
 from graph_cache.training.autograd import Lease, probe, replay
 from graph_cache.training.call import Result, take_apart
@@ -31,6 +33,10 @@ FAILED = "capture_failed"
 HOOKS = "hooks_inside"
 NO_GRAD = "no_gradient"
 STALE = "stale_address"
+HOOKED = "saved_tensor_hooks"
+MOST_PROGRAMS, MOST_KINDS = 64, 4096  # kinds of step with graphs, and kinds of calls that are counted towards some
+
+_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class TrainingGraphs:
@@ -47,8 +53,8 @@ class TrainingGraphs:
         self._warmup_rounds = max(1, warmup_rounds)
         self._programs: list[Program] = []
         self._recording: Program | None = None
-        self._unseen_rounds = 0
-        self._unseen_this_round = False
+        self._rounds_of: Counter[Kind] = Counter()  # rounds in which a kind came up that no graph serves
+        self._unserved: set[Kind] = set()  # those of this round
         self._outstanding = 0  # eager and recorded calls whose backward is to come
         self._busy = False  # inside a capture or an attached module: nested modules run eager
 
@@ -59,6 +65,10 @@ class TrainingGraphs:
 
         Modules that `module.compile()` or `torch.compile(module)` made are taken over as compiled.
         """
+        seams = Counter((part.module, part.method) for part in attachment.parts)
+        twice = [part.name for part in attachment.parts if seams[part.module, part.method] > 1]
+        if twice:
+            raise GraphConfigError(f"{', '.join(twice)} are the same module: name it once")
         found = [AttachedModule(part, attachment.fired, attachment.surroundings) for part in attachment.parts]
         for attached in found:
             attached.take_over(self._entry(attached))
@@ -78,7 +88,7 @@ class TrainingGraphs:
             program.retire()
         self._programs = []
         self._recording = None
-        self._unseen_rounds = 0
+        self._rounds_of.clear()
         self.job.pool.trim()
 
     def _entry(self, attached: AttachedModule) -> Callable[..., Any]:
@@ -98,6 +108,8 @@ class TrainingGraphs:
         """In the middle of a round, a call like the recorded one at the next place is served without further ado."""
         if self._busy:
             return attached.eager(*args, **kwargs)
+        if _saved_tensor_hooks(True) is not None:  # a checkpoint or an offload around this sees what eager saves
+            return self._eager(attached, args, kwargs, HOOKED)
         if torch.is_grad_enabled():
             for program in self._programs:
                 chain = program.current
@@ -128,13 +140,22 @@ class TrainingGraphs:
             return self._eager(attached, args, kwargs, NO_INSTANCE)
         if attached.hooks_inside:
             return self._eager(attached, args, kwargs, HOOKS)
-        self._unseen_this_round = True
-        if self._recording is not None:
+        self._unserved.add(kind)
+        if self._rounds_of[kind] >= self._warmup_rounds - 1 and self._may_record():
             return self._record(self._recording, kind, tensors, args, kwargs)
         return self._eager(attached, args, kwargs, UNSEEN if self._programs else WARMING, tracked=True)
 
+    def _may_record(self) -> bool:
+        """Begin to record in this round, unless there are more kinds of step than could ever pay."""
+        if self._recording is None and len(self._programs) < MOST_PROGRAMS:
+            self._recording = Program(self.job)
+            if len(self._programs) == MOST_PROGRAMS - 1:
+                logger.warning("%d kinds of step have graphs, and no further one will get them: pad what varies to "
+                               "fewer shapes", MOST_PROGRAMS)
+        return self._recording is not None
+
     def _begin_round(self) -> None:
-        """Between two steps: count warm-up, capture what was recorded, and look whether anything changed or moved."""
+        """Between two steps: capture what was recorded, count warm-up, and look whether anything changed or moved."""
         self._watched.refresh()
         for program in list(self._programs):
             if not program.addresses.unchanged():
@@ -145,24 +166,20 @@ class TrainingGraphs:
                 self._programs.remove(program)
                 program.retire()
         if self._recording is not None:
-            if self._recording.chains:  # else it waits: what is unseen may come every other round
-                recorded, self._recording = self._recording, None
-                self._capture(recorded)
-                self._unseen_rounds = 0
-        elif self._unseen_this_round:
-            self._unseen_rounds += 1
-        self._unseen_this_round = False
-        if self._unseen_rounds >= self._warmup_rounds - 1 and self._recording is None and not self._settled():
-            self._recording = Program(self.job)
-
-    def _settled(self) -> bool:
-        """Whether a captured program serves this job and nothing unseen came up since."""
-        return bool(self._programs) and self._unseen_rounds == 0
+            recorded, self._recording = self._recording, None
+            self._capture(recorded)
+        self._rounds_of.update(self._unserved)
+        self._unserved.clear()
+        if len(self._rounds_of) > MOST_KINDS:  # of shapes that never come back
+            self._rounds_of.clear()
 
     def _capture(self, program: Program) -> None:
         self._busy = True
         try:
             program.capture()
+        except BaseException:
+            program.retire()
+            raise
         finally:
             self._busy = False
         self._programs.append(program)

@@ -89,6 +89,8 @@ class Program:
         for chain in self.chains:
             chain.forget_outputs()
         owners = {kind[0].name: kind[0] for chain in self.chains for kind in chain.order.kinds()}.values()
+        for owner in owners:
+            owner.refresh()  # its mode may be another than when a call of it was last looked at
         self._job.pool.trim()  # what the eager steps left cached is of no use to the graphs' own memory
         with self._job.pool.session(), without_compiling(self._job.pool.backend), ExitStack() as hooks:
             for owner in owners:

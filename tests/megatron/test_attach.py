@@ -13,6 +13,9 @@ from torch import nn
 
 from engine import Engine, EngineConfig
 from engine.errors import ConfigError
+from graph_cache.adapters.megatron.attachment import attachment
+from graph_cache.adapters.megatron.parts import parts_of
+from graph_cache.config import GraphConfig
 from graph_cache.errors import GraphConfigError
 from tests.megatron.models import config, gpt, loss_of, tokens
 
@@ -298,3 +301,43 @@ def test_hooks_of_megatrons_data_parallelism_run_before_each_replay():
     each = len(list(model.parameters()))
     # Eager, two microbatches; then the capture in between, for which the layers' parameters are waited for once more.
     assert waits == [2 * each, 2 * each + len(list(model.decoder.layers.parameters())), 2 * each]
+
+
+def test_a_refused_model_leaves_room_for_another():
+    refused, model = gpt(), gpt()
+    object.__setattr__(refused.config, "cuda_graph_impl", "local")
+    with training() as engine:
+        with pytest.raises(GraphConfigError):
+            engine.attach(refused)
+        with pytest.raises(GraphConfigError, match="same module"):
+            engine.attach([model, model])
+        assert engine.attach(model) == ["decoder.layers.0", "decoder.layers.1"]
+
+
+def test_settings_for_experts_wait_for_the_model_to_be_judged():
+    with training(["attn", "moe_router"]) as engine, pytest.raises(GraphConfigError, match="num_moe_experts"):
+        engine.attach(gpt())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        source = config(num_moe_experts=4, moe_router_topk=2, cuda_graph_impl="local", cuda_graph_scope=["moe_router"])
+        # Megatron 0.16 adds the other by itself.
+        assert EngineConfig.from_megatron(source, mode="training").cuda_graph_modules == (
+            "moe_router", "moe_preprocess")
+
+
+def test_what_goes_on_to_the_experts_by_attributes_stays_eager_with_a_warning(caplog):
+    assert [part.name for part in parts_of([gpt()], ["attn", "moe_router", "moe_preprocess"])] == [
+        "decoder.layers.0.attn", "decoder.layers.1.attn"]
+    assert "runs eager" in caplog.text
+
+
+def test_selective_recompute_is_left_out_of_captures_and_back_afterwards():
+    model = gpt(recompute_granularity="selective", recompute_modules=["core_attn", "mlp"])
+    layer = model.decoder.layers[0]
+    found = attachment([model], GraphConfig(cuda_graph_impl="local", inference_cuda_graph_scope="none"))
+    with pytest.raises(ValueError, match="broken"), found.surroundings.recreate(list(layer.modules()), None):
+        assert not layer.recompute_mlp and not layer.self_attention.checkpoint_core_attention
+        raise ValueError("broken")
+    assert layer.recompute_mlp and layer.self_attention.checkpoint_core_attention
+    assert attachment([gpt()], GraphConfig(cuda_graph_impl="local", inference_cuda_graph_scope="none")
+                      ).surroundings is None

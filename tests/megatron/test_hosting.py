@@ -114,6 +114,7 @@ def test_closing_gives_the_model_back_as_it_was():
     ({"sequence_parallel": True}, "sequence_parallel"),
     ({"softmax_scale": 0.3}, "softmax_scale"),
     ({"cuda_graph_impl": "local"}, "cuda_graph_impl"),
+    ({"fp8": "hybrid"}, "fp8"),
 ])
 def test_what_the_engine_would_compute_otherwise_is_refused(changes, says):
     model = gpt()
@@ -136,3 +137,32 @@ def test_settings_that_contradict_the_model_are_refused(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         serve(model, **options)
     serve(model).close()
+
+
+def test_an_engine_that_is_interrupted_while_it_warms_up_gives_the_model_back():
+    model = gpt()
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    model.decoder.layers[1].mlp.forward = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        serve(model, warmup="full")
+    del model.decoder.layers[1].mlp.forward
+    serve(model, warmup="full").close()
+
+
+def test_training_graphs_come_also_where_a_model_generates_after_every_step():
+    model, alone = gpt(), gpt()
+    with serve(model) as engine:
+        training = Engine(EngineConfig(mode="training", cuda_graph_warmup_steps=2), pool=engine.pool)
+        training.attach(model)
+        for step in range(6):
+            for one in (model, alone):
+                one.zero_grad()
+                loss_of(one, *tokens(step)).backward()
+            assert all(torch.equal(a.grad, b.grad)
+                       for a, b in zip(model.parameters(), alone.parameters(), strict=True))
+            generated(engine)
+        assert all(row["replays"] == 4 and row["eager"]["warming_up"] == 2 for row in training.graphs())
+        training.detach()

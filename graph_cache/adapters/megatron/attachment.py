@@ -4,7 +4,7 @@ which generators draw, and what state outside of modules a capture must leave as
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from graph_cache.adapters.megatron.parts import layers_of, parts_of
+from graph_cache.adapters.megatron.surroundings import MegatronSurroundings
 from graph_cache.config import GraphConfig
 from graph_cache.errors import GraphConfigError
 from graph_cache.training.attached import AttachedModule, Attachment, Hook, Part, Surroundings
@@ -37,7 +38,7 @@ def attachment(models: Sequence[nn.Module], config: GraphConfig) -> Attachment:
     for part in parts:
         _check_hooks(part)
     register_packed_sequences()
-    return Attachment(parts, generators(), AuxLosses(), is_param_gather, _precision(settings.values()))
+    return Attachment(parts, generators(), AuxLosses(), is_param_gather, _surroundings(settings.values()))
 
 
 def check(model_config: Any, config: GraphConfig) -> None:
@@ -74,13 +75,15 @@ def generators() -> list[torch.Generator]:
     return list(states.values())
 
 
-def _precision(settings: Iterable[Any]) -> Surroundings | None:
-    """What a capture must know of a precision below 16 bits, which is Transformer Engine's."""
-    if not any(getattr(one, "fp8", None) or getattr(one, "fp4", None) for one in settings):
-        return None
-    from graph_cache.adapters.transformer_engine.surroundings import Fp8Surroundings  # fp8 layers are made of it
+def _surroundings(settings: Collection[Any]) -> Surroundings | None:
+    """What a capture must know of selective recompute, and of a precision below 16 bits, Transformer Engine's."""
+    precision = None
+    if any(getattr(one, "fp8", None) or getattr(one, "fp4", None) for one in settings):
+        from graph_cache.adapters.transformer_engine.surroundings import Fp8Surroundings  # fp8 layers are made of it
 
-    return Fp8Surroundings()
+        precision = Fp8Surroundings()
+    recomputes = any(getattr(one, "recompute_granularity", None) for one in settings)
+    return MegatronSurroundings(precision) if recomputes else precision
 
 
 def is_param_gather(hook: Hook) -> bool:

@@ -6,6 +6,7 @@ wrappers (DistributedDataParallel, Float16Module), or in several model chunks.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 
 from megatron.core.ssm.mamba_layer import MambaLayer
@@ -16,6 +17,8 @@ from torch import nn
 
 from graph_cache.errors import GraphConfigError
 from graph_cache.training.attached import Part
+
+logger = logging.getLogger(__name__)
 
 WRAPPERS = "module."  # what a wrapper puts before the names of what it wraps
 
@@ -38,7 +41,8 @@ def layers_of(models: Sequence[nn.Module]) -> list[Part]:
 def parts_of(models: Sequence[nn.Module], modules: Sequence[str]) -> list[Part]:
     """What to capture of the models: `modules` in Megatron's words, none for whole layers.
 
-    Raises GraphConfigError for models without layers, for `moe_preprocess`, and for modules that no layer has.
+    `moe_preprocess` stays eager, with a warning. Raises GraphConfigError for models without layers, and for modules
+    that no layer has.
     """
     layers = layers_of(models)
     if not layers:
@@ -48,8 +52,10 @@ def parts_of(models: Sequence[nn.Module], modules: Sequence[str]) -> list[Part]:
     if not modules:
         return layers
     if "moe_preprocess" in modules:
-        raise GraphConfigError("cuda_graph_modules=moe_preprocess leaves its results on the token dispatcher, where a "
-                               "graph of it can't hand on gradients; leave it out")
+        # Megatron 0.16 adds it to moe_router by itself. Its results go by the token dispatcher's attributes, out of
+        # autograd's sight, where a graph of it alone can't hand on gradients.
+        logger.warning("cuda_graph_modules has 'moe_preprocess', which runs eager: of MoE layers the norm, the router "
+                       "and shared experts are captured")
     found = [part._replace(chunk=layer.chunk)
              for layer in layers for part in _inside(layer.name, layer.module, modules)]
     if not found:
