@@ -58,10 +58,8 @@ class OpenConnections:
         return [shown for shown in self._tally.each_gauge("connections") if shown]
 
 
-def limited_protocol(
-    max_connections: int, header_seconds: float, open_connections: OpenConnections
-) -> type[HttpToolsProtocol]:
-    """uvicorn's protocol, on the C parser, with three limits.
+class LimitedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol, on the C parser, with three limits, which a subclass sets.
 
     Connections beyond `max_connections` are answered 503 and closed, but for probes, which get their one answer: a
     server that is full must not be restarted for it. A connection on which no complete request header arrives within
@@ -69,78 +67,88 @@ def limited_protocol(
     header is longer than HEADER_BYTES, 400.
     """
 
-    class LimitedProtocol(HttpToolsProtocol):
-        _timer: asyncio.TimerHandle | None = None
-        _surplus = False
-        _in_header = True
-        _header_bytes = 0  # of the header that is being read
-        _header_too_long = False
+    max_connections: int
+    header_seconds: float
+    open_connections: OpenConnections
 
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            open_connections.set(len(self.connections))
-            self._surplus = open_connections.total() > max_connections
-            self._start_timer(REFUSED_SECONDS if self._surplus else header_seconds)
+    _timer: asyncio.TimerHandle | None = None
+    _surplus = False
+    _in_header = True
+    _header_bytes = 0  # of the header that is being read
+    _header_too_long = False
 
-        def data_received(self, data: bytes) -> None:
-            if self.transport.is_closing():
-                return
-            if self._surplus and self.cycle is None and not data.startswith(PROBES):
-                self._refuse(503, "the server has as many connections as it may have", "too_many_connections", 1)
-                return
-            self._header_bytes += len(data) if self._in_header else 0
-            super().data_received(data)
-            if self._header_too_long or (self._in_header and self._header_bytes > HEADER_BYTES):
-                self._refuse(400, f"the header is longer than {HEADER_BYTES} bytes", "header_too_long", None)
-                return
-            if self.cycle is not None and not self.cycle.response_complete:
-                self._stop_timer()
-            elif self._timer is None:
-                self._start_timer(header_seconds)
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.open_connections.set(len(self.connections))
+        self._surplus = self.open_connections.total() > self.max_connections
+        self._start_timer(REFUSED_SECONDS if self._surplus else self.header_seconds)
 
-        def on_headers_complete(self) -> None:
-            self._in_header = False
-            self._header_too_long = sum(len(name) + len(value) for name, value in self.headers) > HEADER_BYTES
-            if not self._header_too_long:
-                super().on_headers_complete()
-
-        def on_body(self, body: bytes) -> None:
-            if not self._header_too_long:
-                super().on_body(body)
-
-        def on_message_complete(self) -> None:
-            self._in_header, self._header_bytes = True, 0
-            if not self._header_too_long:
-                super().on_message_complete()
-
-        def on_response_complete(self) -> None:
-            super().on_response_complete()
-            if self._surplus:
-                self.transport.close()
-
-        def connection_lost(self, exc: Exception | None) -> None:
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if self._surplus and self.cycle is None and not data.startswith(PROBES):
+            self._refuse(503, "the server has as many connections as it may have", "too_many_connections", 1)
+            return
+        self._header_bytes += len(data) if self._in_header else 0
+        super().data_received(data)
+        if self._header_too_long or (self._in_header and self._header_bytes > HEADER_BYTES):
+            self._refuse(400, f"the header is longer than {HEADER_BYTES} bytes", "header_too_long", None)
+            return
+        if self.cycle is not None and not self.cycle.response_complete:
             self._stop_timer()
-            super().connection_lost(exc)
-            open_connections.set(len(self.connections))
+        elif self._timer is None:
+            self._start_timer(self.header_seconds)
 
-        def _start_timer(self, seconds: float) -> None:
-            self._timer = self.loop.call_later(seconds, self._too_slow)
+    def on_headers_complete(self) -> None:
+        self._in_header = False
+        self._header_too_long = sum(len(name) + len(value) for name, value in self.headers) > HEADER_BYTES
+        if not self._header_too_long:
+            super().on_headers_complete()
 
-        def _stop_timer(self) -> None:
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
+    def on_body(self, body: bytes) -> None:
+        if not self._header_too_long:
+            super().on_body(body)
 
-        def _too_slow(self) -> None:
-            self._timer = None
-            if not self.transport.is_closing():
-                self._refuse(408, f"no request came within {header_seconds:g} seconds", "header_timeout", None)
+    def on_message_complete(self) -> None:
+        self._in_header, self._header_bytes = True, 0
+        if not self._header_too_long:
+            super().on_message_complete()
 
-        def _refuse(self, status: int, message: str, code: str, retry_after: int | None) -> None:
-            self.transport.write(_raw_answer(status, message, code, retry_after))
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._surplus:
             self.transport.close()
 
-    return LimitedProtocol
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+        self.open_connections.set(len(self.connections))
+
+    def _start_timer(self, seconds: float) -> None:
+        self._timer = self.loop.call_later(seconds, self._too_slow)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _too_slow(self) -> None:
+        self._timer = None
+        if not self.transport.is_closing():
+            self._refuse(408, f"no request came within {self.header_seconds:g} seconds", "header_timeout", None)
+
+    def _refuse(self, status: int, message: str, code: str, retry_after: int | None) -> None:
+        self.transport.write(_raw_answer(status, message, code, retry_after))
+        self.transport.close()
+
+
+def limited_protocol(
+    max_connections: int, header_seconds: float, open_connections: OpenConnections
+) -> type[LimitedProtocol]:
+    """LimitedProtocol with these limits."""
+    return type("LimitedProtocol", (LimitedProtocol,), {
+        "max_connections": max_connections, "header_seconds": header_seconds, "open_connections": open_connections,
+    })
 
 
 _PHRASES = {400: "Bad Request", 408: "Request Timeout", 503: "Service Unavailable"}

@@ -201,20 +201,27 @@ class AttachedModule:
     def hooks_put_aside(self) -> Iterator[None]:
         """Run those hooks now, and leave them out of the block, which captures."""
         self.fire_hooks()
-        kept = [(module._forward_pre_hooks, dict(module._forward_pre_hooks)) for module, _ in self._to_fire]
-        for module, _ in self._to_fire:
-            for key in self._pre_hooks(module):
-                del module._forward_pre_hooks[key]
-        try:
+        with put_back([module._forward_pre_hooks for module, _ in self._to_fire]):
+            for module, _ in self._to_fire:
+                for key in self._pre_hooks(module):
+                    del module._forward_pre_hooks[key]
             yield
-        finally:
-            for hooks, before in kept:
-                hooks.clear()
-                hooks.update(before)
 
     def wants_gradients(self, tensors: list[Tensor]) -> bool:
         """Whether a call with these tensors has anything to differentiate."""
         return not self.frozen or any(tensor.requires_grad for tensor in tensors)
+
+
+@contextmanager
+def put_back(hooks: Sequence[dict[int, Hook]]) -> Iterator[None]:
+    """What is taken out of these within the block is there again afterwards, in order."""
+    kept = [(one, dict(one)) for one in hooks]
+    try:
+        yield
+    finally:
+        for one, before in kept:
+            one.clear()
+            one.update(before)
 
 
 class Watched:

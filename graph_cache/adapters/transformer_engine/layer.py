@@ -16,7 +16,7 @@ from graph_cache.adapters.transformer_engine.kept import FIRST
 from graph_cache.adapters.transformer_engine.maker import Precision
 from graph_cache.adapters.transformer_engine.samples import Calls, Sample, StandIn, names_of
 from graph_cache.errors import GraphError
-from graph_cache.training.attached import FORWARD, AttachedModule, Hook, Part
+from graph_cache.training.attached import FORWARD, AttachedModule, Hook, Part, put_back
 from graph_cache.training.call import Result
 
 REPLAYED = "replayed_by_encore"  # on a node of autograd: (whose places, place) of the replay that it stands for
@@ -89,19 +89,13 @@ class Layer:
         """
         module = self.attached.module
         own = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
-        kept = [(hooks, dict(hooks)) for hooks in own]
         for hook in list(module._forward_pre_hooks.values()):
             if self._fired is not None and self._fired(hook):
                 hook(module, ())
-        with self.attached.hooks_put_aside():
+        with self.attached.hooks_put_aside(), put_back(own):
             for hooks in own:
                 hooks.clear()
-            try:
-                yield
-            finally:
-                for hooks, before in kept:
-                    hooks.clear()
-                    hooks.update(before)
+            yield
 
     def ran(self) -> None:
         """Its graph ran in place of modules that set this flag themselves: gradients of a call that runs eager later in
