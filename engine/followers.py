@@ -28,7 +28,7 @@ from engine.transport import STOP_SIGNALS
 
 logger = logging.getLogger(__name__)
 
-END_SECONDS = 5.0  # a rank that was told to end may take this long before it is killed
+END_SECONDS = 2.5  # a rank that was told to end may take this long before it is killed
 NEWS_SECONDS = 2.0  # an error of a broken connection may come this much sooner than the news why it broke
 
 
@@ -168,6 +168,15 @@ class Followers:
         message = self._receive(wait(self._lines)[0])
         if not self._ending:
             self.lose(message.reason if isinstance(message, Failed) else f"a rank sent {message!r} out of turn")
+
+    def look(self) -> None:
+        """Raise what a rank failed of, or EngineDead, if the process of one has ended; for when nobody watches yet."""
+        for rank, process in enumerate(self._processes, 1):
+            if process.poll() is not None:
+                line = self._lines[rank - 1]
+                said = self._receive(line) if line.poll() else None
+                error = said.error if isinstance(said, Failed) else None
+                raise error or EngineDead(self.lose(said.reason if isinstance(said, Failed) else self._end_of(rank)))
 
     def check(self) -> None:
         """Raise EngineDead if a rank is lost."""

@@ -7,9 +7,11 @@ the folder in which the ranks meet.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
+import pickle
 import select
 import shutil
 import sys
@@ -121,10 +123,19 @@ def _has_hung_up(fd: int, seconds: float = 0.0) -> bool:
     return bool(poll.poll(seconds * 1000))
 
 
-def _log(rank: int, formatter: logging.Formatter | None, level: int) -> None:
-    """As rank 0 logs, into the same stream."""
+def _log(rank: int, style: bytes, level: int) -> None:
+    """As rank 0 logs, into the same stream; records say which rank's they are."""
+    formatter = None
+    with contextlib.suppress(AttributeError, ImportError):  # of a class that only rank 0's program has
+        formatter = pickle.loads(style)
     handler = logging.StreamHandler()
     handler.setFormatter(formatter or logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+
+    def named(record: logging.LogRecord) -> bool:
+        record.msg = f"rank {rank}: {record.msg}"
+        return True
+
+    handler.addFilter(named)
     logging.basicConfig(handlers=[handler])
     for name in ("engine", "graph_cache"):
         logging.getLogger(name).setLevel(level)

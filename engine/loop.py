@@ -10,7 +10,7 @@ import gc
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -43,6 +43,7 @@ from engine.prefix_cache import PrefixCache
 from engine.request import EngineRequest, Request, RequestState, TokenEvent, check_prompt_ids
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.weights import stage_update
+from graph_cache.keys import GraphKey
 from graph_cache.manifest import Manifest
 
 logger = logging.getLogger(__name__)
@@ -189,9 +190,10 @@ class EngineLoop:
 
     # ---- between steps ---------------------------------------------------------------------------------------------
 
-    def warm(self, progress: Callable[[int, int, Any], None] | None = None) -> None:
-        """Capture every graph that is wanted ahead."""
-        self.runner.cache.warm(progress)
+    def warm(self, progress: Callable[[int, int, Any], None] | None = None,
+             wanted: Sequence[GraphKey] | None = None) -> None:
+        """Capture every graph that is wanted ahead, or these."""
+        self.runner.cache.warm(progress, wanted)
 
     def capture_between_steps(self) -> bool:
         """Capture one graph that is wanted ahead and missing: all of them under warm-up `background`, those that were
@@ -209,9 +211,9 @@ class EngineLoop:
         self._next_capture = now + 2 * took
         return True
 
-    def capture_next(self) -> bool:
-        """Capture one graph that is wanted ahead and missing; False if there is none."""
-        return self.runner.cache.warm_next()
+    def capture_next(self, key: GraphKey | None = None) -> bool:
+        """Capture one graph that is wanted ahead and missing, or this one; False if there is none."""
+        return self.runner.cache.warm_next(key)
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: str) -> int:
         """Write new weights in place, all or nothing; graphs stay valid. Returns how many tensors were written.

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+import pickle
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -29,8 +32,13 @@ from engine.model_source import ModelSource
 from engine.operations import Operations
 from engine.request import EngineRequest
 from engine.transport import log_style
+from engine.weights import READABLE_DTYPES
+from graph_cache.keys import GraphKey
 from graph_cache.manifest import Manifest
 
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.1
 # Calls that may end in an EngineError, which is then the same on all ranks. Any other error leaves them apart.
 REFUSING = frozenset({"add", "update_weights", "weights_changed", "operations.load_weights"})
 
@@ -41,7 +49,7 @@ class Start(NamedTuple):
     plan: ShardPlan
     rank: int
     meeting: str
-    log: tuple[logging.Formatter | None, int]
+    log: tuple[bytes, int]
 
 
 class Begin(NamedTuple):
@@ -87,10 +95,10 @@ def leading_loop(config: EngineConfig, source: ModelSource, eos_token_ids: tuple
     plan = plan_shards(config, source, eos_token_ids)
     followers, shard = Followers(plan.ranks - 1), None
     try:
-        followers.tell_each([Start(plan, rank, followers.meeting, log_style()) for rank in range(1, plan.ranks)])
+        followers.tell_each([Start(plan, rank, followers.meeting, _portable_style()) for rank in range(1, plan.ranks)])
         shard = Shard(plan, 0)
         followers.hear(Here)  # a rank that can't come is known before others wait for it
-        shard.join(followers.meeting)
+        _while_all_live(followers, lambda: shard.join(followers.meeting))
         pages = shard.load()
         pages = min(pages, *(loaded.num_pages for loaded in followers.hear(Loaded)))
         manifest = manifest_of(shard.sized, source, plan.weight_format)
@@ -105,6 +113,36 @@ def leading_loop(config: EngineConfig, source: ModelSource, eos_token_ids: tuple
         if shard is not None:
             shard.leave()
         raise
+
+
+def _while_all_live(followers: Followers, meet: Callable[[], None]) -> None:
+    """Meet the other ranks; raises EngineDead if one ends meanwhile, for which it would wait."""
+    ended: list[BaseException | None] = []
+
+    def run() -> None:
+        try:
+            meet()
+            ended.append(None)
+        except BaseException as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=run, daemon=True, name="encore-meet")
+    thread.start()
+    while thread.is_alive():
+        thread.join(LOOK_SECONDS)
+        followers.look()
+    if ended[0] is not None:
+        raise ended[0]
+
+
+def _portable_style() -> tuple[bytes, int]:
+    """The style of this process's log, pickled by itself: a formatter may be of a class that others don't have."""
+    formatter, level = log_style()
+    try:
+        return pickle.dumps(formatter), level
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        logger.debug("the other ranks log in a plain style: %s", error)
+        return pickle.dumps(None), level
 
 
 class LeadingLoop(EngineLoop):
@@ -130,12 +168,12 @@ class LeadingLoop(EngineLoop):
         if self._is_told:
             yield
             return
-        self._followers.tell(Call(method, args, self._books.read()))
         self._is_told = True
         try:
+            self._followers.tell(Call(method, args, self._books.read()))
             yield
         except BaseException as error:
-            if isinstance(error, EngineError) and method in REFUSING:
+            if isinstance(error, EngineDead) or (isinstance(error, EngineError) and method in REFUSING):
                 raise
             reason = f"rank 0 broke off in {method}: {type(error).__name__}: {error}".rstrip(": ")
             if not isinstance(error, Exception):
@@ -180,19 +218,24 @@ class LeadingLoop(EngineLoop):
         with self.told("drain", behind):
             super().drain(behind)
 
-    def warm(self, progress: Callable[[int, int, Any], None] | None = None) -> None:
-        with self.told("warm"):
-            super().warm(progress)
+    # In which order graphs are captured depends on when it was asked for: rank 0's order goes with the call.
+
+    def warm(self, progress: Callable[[int, int, Any], None] | None = None,
+             wanted: Sequence[GraphKey] | None = None) -> None:
+        wanted = list(self.runner.cache.pending() if wanted is None else wanted)
+        with self.told("warm", None, wanted):
+            super().warm(progress, wanted)
 
     def capture_between_steps(self) -> bool:
         self._followers.check()  # an idle loop comes here too
         return super().capture_between_steps()
 
-    def capture_next(self) -> bool:
-        if not self.runner.cache.pending():
+    def capture_next(self, key: GraphKey | None = None) -> bool:
+        todo = self.runner.cache.pending() if key is None else [key]
+        if not todo:
             return False
-        with self.told("capture_next"):
-            return super().capture_next()
+        with self.told("capture_next", todo[0]):
+            return super().capture_next(todo[0])
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: str) -> int:
         """As EngineLoop's: whole tensors, of which each rank takes its part. Their copies pass through pipes, so from
@@ -200,7 +243,7 @@ class LeadingLoop(EngineLoop):
         """
         if self._is_told:  # each rank has tensors of its own
             return super().update_weights(weights, version)
-        items = list(weights)
+        items = [item if _is_portable(item) else None for item in weights]
         with self.told("update_weights", len(items), version):
             for item in items:
                 self._followers.tell(_portable(item))
@@ -230,6 +273,7 @@ class LeadingLoop(EngineLoop):
             self._shard.leave()  # together with the others
         finally:
             self._followers.end()
+            gc.collect()  # model and loop know each other, and are in the way of whatever comes next
 
 
 class LeadingOperations(Operations):
@@ -247,12 +291,18 @@ class LeadingOperations(Operations):
             return super().load_weights(path, version)
 
 
-def _portable(item: Any) -> tuple[str, torch.Tensor] | None:
-    """A (name, tensor) pair as it can be sent, the tensor a copy on the CPU; None for what every rank will refuse."""
+def _is_portable(item: Any) -> bool:
+    """Whether it is a (name, tensor) pair that could be sent; every rank will refuse anything else."""
     if not isinstance(item, (tuple, list)) or len(item) != 2 or not isinstance(item[1], torch.Tensor):
+        return False
+    tensor = item[1]
+    return not tensor.is_meta and tensor.layout is torch.strided and tensor.dtype in READABLE_DTYPES
+
+
+def _portable(item: tuple[str, torch.Tensor] | None) -> tuple[str, torch.Tensor] | None:
+    """The pair as it is sent: the tensor a copy on the CPU."""
+    if item is None:
         return None
     name, tensor = item
-    if tensor.is_meta or tensor.layout is not torch.strided:
-        return None
     # A copy even of what is there: a view would be sent with all that lies behind it.
     return name, torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())

@@ -175,7 +175,11 @@ def stage_update(
         else:
             problems.append(problem)
     if head is not None:
-        problems += _tied_problem(head, staged[EMBEDDING] if EMBEDDING in staged else slots[EMBEDDING].read())
+        slot = slots[EMBEDDING]  # which may hold a part of it
+        if EMBEDDING in staged or head.shape != slot.shape:
+            problems += _tied_problem(head, staged.get(EMBEDDING, slot.read()))
+        else:
+            problems += _tied_problem(slot.part_of(head), slot.read())
     if complete:
         problems += [f"{name} is missing" for name in slots if name not in staged]
     if not staged and not problems:

@@ -73,6 +73,7 @@ class GraphCache:
         self.config = config or GraphConfig(cuda_graph_impl="local", inference_cuda_graph_scope="block", training=False)
         self.pool = pool or GraphPool(backend_for(device))
         self.capture_on_miss = capture_on_miss
+        self.must_capture = False  # a failed capture raises, where others capture the same and would go on apart
         self.manifest = manifest
         self.stats = CacheStats()
         self.enabled = self.config.captures_inference
@@ -224,9 +225,12 @@ class GraphCache:
         return [site.key(bucket, statics) for bucket in reversed(site.buckets.sizes) for statics in site.variants
                 if self.manifest.replays(site.key(bucket, statics))]
 
-    def warm(self, progress: Callable[[int, int, GraphKey], None] | None = None) -> None:
-        """Capture everything pending. `progress(done, total, key)` is called after each."""
-        todo = list(self.pending())
+    def warm(self, progress: Callable[[int, int, GraphKey], None] | None = None,
+             wanted: Sequence[GraphKey] | None = None) -> None:
+        """Capture everything pending, or what of `wanted` is missing, in order. `progress(done, total, key)` is called
+        after each.
+        """
+        todo = list(self.pending() if wanted is None else wanted)
         with self.pool.session():
             for done, key in enumerate(todo, 1):
                 if key not in self._entries:
@@ -234,9 +238,11 @@ class GraphCache:
                 if progress is not None:
                     progress(done, len(todo), key)
 
-    def warm_next(self) -> bool:
-        """Capture the next pending key, for a caller that serves between captures. False when nothing was pending."""
-        todo = self.pending()
+    def warm_next(self, key: GraphKey | None = None) -> bool:
+        """Capture the next pending key, or this one, for a caller that serves between captures. False when nothing was
+        pending.
+        """
+        todo = self.pending() if key is None else [key]
         if todo:
             self._capture(todo[0], "background")
         return bool(todo)
@@ -273,6 +279,8 @@ class GraphCache:
             except CaptureError as error:
                 logger.error("capture of %s failed, it will run eager: %s", key, error)
                 self._drop(entry)
+                if self.must_capture:
+                    raise
                 entry.failure = str(error)
                 self.stats.failed_captures[site.name, site.scope] += 1
             except BaseException:

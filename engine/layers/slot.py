@@ -33,6 +33,10 @@ class WeightSlot:
         with torch.no_grad():
             self.target.copy_(tensor)
 
+    def part_of(self, tensor: Tensor) -> Tensor:
+        """What of such a tensor is stored here: all of it."""
+        return tensor
+
     def read(self) -> Tensor:
         """The stored tensor: an alias, which the next write changes."""
         return self.target

@@ -190,7 +190,8 @@ def _unservable(gpt: nn.Module) -> list[str]:
         found.append(f"position_embedding_type={gpt.position_embedding_type!r}: only 'rope' is served")
     for name, needed in (("sequence_parallel", False), ("context_parallel_size", 1), ("multi_latent_attention", False),
                          ("softmax_scale", None), ("window_size", None), ("attention_output_gate", False),
-                         ("mtp_num_layers", None), ("use_mup", False), ("fp8", None), ("fp4", None),
+                         ("mtp_num_layers", None), ("use_mup", False), ("fp32_residual_connection", False),
+                         ("fp8", None), ("fp4", None),
                          ("cuda_graph_impl", "none")):
         value = getattr(config, name, needed)
         if value != needed:

@@ -41,7 +41,11 @@ class PartSlot:
     def write(self, tensor: Tensor) -> None:
         """Copy this rank's part of the whole `tensor` (any floating dtype, any device) in place."""
         with torch.no_grad():
-            self.target.copy_(tensor.narrow(self.dim, self.start, self.part[self.dim]).reshape(self.target.shape))
+            self.target.copy_(self.part_of(tensor).reshape(self.target.shape))
+
+    def part_of(self, tensor: Tensor) -> Tensor:
+        """What of the whole `tensor` is stored here: a view."""
+        return tensor.narrow(self.dim, self.start, self.part[self.dim])
 
     def read(self) -> Tensor:
         """This rank's part: an alias where its rows lie together, a copy where they are interleaved with others."""

@@ -36,7 +36,7 @@ from graph_cache.manifest import Manifest
 logger = logging.getLogger(__name__)
 
 MEET_SECONDS = 300.0  # what one rank may take longer than another to come to where they meet
-LEAVE_SECONDS = 4.0  # what destroying the groups may take; past it the end of the process does it
+LEAVE_SECONDS = 2.0  # what destroying the groups may take; past it the end of the process does it
 # All ranks are processes of this host: nobody outside it may connect. And a lost rank is noticed by its pipe; torch's
 # own answer to a communicator that broke would be to abort the process.
 _ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
@@ -53,6 +53,7 @@ class ShardPlan:
     dtype: torch.dtype
     ends: tuple[int, ...]
     device: torch.device
+    threads: int
 
     @property
     def ranks(self) -> int:
@@ -86,7 +87,8 @@ def plan_shards(config: EngineConfig, source: ModelSource, eos_token_ids: tuple[
     resolve(dataclasses.replace(config, num_pages=config.num_pages or 2), spec, device, dtype)  # refuses sizes
     ends = tuple(dict.fromkeys((*spec.eos_token_ids, *eos_token_ids)))
     return ShardPlan(config=_without_cpu_graphs(config, device), source=source, spec=spec, dtype=dtype, ends=ends,
-                     weight_format=weight_format, device=device)
+                     weight_format=weight_format, device=device,
+                     threads=config.num_threads or max(1, torch.get_num_threads() // config.tensor_parallel_size))
 
 
 class Shard:
@@ -106,11 +108,13 @@ class Shard:
             torch.zeros(1, device=self.device)  # a GPU that can't be used is told now, before others wait for this rank
         else:
             self.device = plan.device
-            threads = plan.config.num_threads or max(1, torch.get_num_threads() // plan.ranks)
-            torch.set_num_threads(threads)
+            self._threads = torch.get_num_threads()
+            torch.set_num_threads(plan.threads)
 
     def join(self, meeting: str) -> None:
         """Meet the other ranks at a file, new and the same for all, which must stay until `leave`."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # a thread of its own may be what meets
         store = dist.FileStore(meeting, self.plan.ranks)
         store.set_timeout(timedelta(seconds=MEET_SECONDS))
         backend = "nccl" if self.device.type == "cuda" else "gloo"
@@ -142,7 +146,9 @@ class Shard:
         """The loop of this rank; number of pages and manifest are the same for all, as is all that they decide."""
         sized = dataclasses.replace(self._sized, num_pages=num_pages)
         plan = self.plan
-        return loop_of(sized, self._model, plan.source.name, plan.ends, plan.weight_format, manifest, make)
+        loop = loop_of(sized, self._model, plan.source.name, plan.ends, plan.weight_format, manifest, make)
+        loop.runner.cache.must_capture = True  # with exchanges inside: a rank that ran eager would leave others waiting
+        return loop
 
     @property
     def sized(self) -> EngineConfig:
@@ -161,6 +167,8 @@ class Shard:
 
     def leave(self) -> None:
         """Destroy the groups. Graphs must be dropped before: a communicator waits for those that captured it."""
+        if self.device.type == "cpu":
+            torch.set_num_threads(self._threads)
         if not self._has_joined or not dist.is_initialized():
             return
         self._megatron.forget_groups()

@@ -22,6 +22,7 @@ from graph_cache import (
 )
 from graph_cache.backends import cpu as cpu_backend
 from graph_cache.backends.cpu import CpuBackend
+from graph_cache.errors import CaptureError
 from graph_cache.pool import GraphPool
 
 WIDTH = 4
@@ -292,3 +293,32 @@ def test_eager_steps_without_a_site_are_counted_in_the_same_place():
     cache.count_eager("prefill", "prefill", 17, "eager_by_design")
     assert cache.stats.fallbacks == {("prefill", "prefill", "eager_by_design"): 1}
     assert cache.stats.real_tokens == {"prefill": 17}
+
+
+def test_what_is_captured_next_can_be_said_by_another_that_captures_the_same(tmp_path):
+    """The order of what is pending depends on when it is asked for: on traffic seen by then."""
+    one, run = graphed(lambda x: x * 2, buckets=(1, 2, 4), capture_on_miss=False,
+                       manifest=Manifest.load(tmp_path / "one", "f"))
+    other, same = graphed(lambda x: x * 2, buckets=(1, 2, 4), capture_on_miss=False,
+                          manifest=Manifest.load(tmp_path / "other", "f"))
+    one.pending()
+    for _ in range(3):
+        run(x=torch.ones(1, WIDTH)), same(x=torch.ones(1, WIDTH))
+    assert [key.bucket for key in one.pending()] != [key.bucket for key in other.pending()]
+    while one.pending():
+        key = one.pending()[0]
+        one.warm_next(key), other.warm_next(key)
+        assert one.stats.captures == other.stats.captures
+        assert {row["bucket"] for row in one.table() if row["state"] == "captured"} == {
+            row["bucket"] for row in other.table() if row["state"] == "captured"}
+    fresh, _ = graphed(lambda x: x * 2, buckets=(1, 2, 4), capture_on_miss=False)
+    fresh.warm(wanted=[key for key in fresh.pending() if key.bucket != 2])
+    assert {row["bucket"] for row in fresh.table() if row["state"] == "captured"} == {1, 4}
+
+
+def test_a_failed_capture_raises_where_others_count_on_it():
+    cache, _ = graphed(lambda x: x[x > 0])
+    cache.must_capture = True
+    with pytest.raises(CaptureError, match="depends on data"):
+        cache.warm()
+    assert cache.stats.failed_captures.total() == 0 and not cache.pool.capturing

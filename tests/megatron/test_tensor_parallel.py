@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -20,11 +22,12 @@ import pytest
 from engine import Engine, EngineConfig, SamplingParams
 from engine.client import EngineClient
 from engine.errors import ConfigError, EngineDead, ModelError, RequestError, WeightUpdateError
+from engine.followers import Followers
 from engine.following import obey
 from engine.loading import build_loop
 from engine.megatron.hosted import HostedModel
 from engine.megatron.shard import load_random
-from engine.ranks import Books, Call
+from engine.ranks import Books, Call, _portable_style, _while_all_live
 from engine.request import EngineRequest
 from engine.scheduler import SchedulerInvariantError
 from engine.supervisor import RestartPolicy, Supervisor
@@ -352,3 +355,26 @@ def test_what_cannot_be_split_is_refused_before_a_process_starts(folder, tmp_pat
 def test_serve_has_a_flag_for_it():
     args = _parser("serve").parse_args(["serve", "--tensor-parallel-size", "2"])
     assert server_config(args, {}).engine.tensor_parallel_size == 2
+
+
+def test_a_rank_that_ends_before_it_came_to_the_meeting_is_not_waited_for():
+    followers = Followers(1)
+    try:
+        begun = time.monotonic()
+        os.kill(followers.pids[0], signal.SIGKILL)
+        with pytest.raises(EngineDead, match="rank 1 ended"):
+            _while_all_live(followers, lambda: time.sleep(60))
+        assert time.monotonic() - begun < 10
+        with pytest.raises(ValueError, match="not here"):
+            _while_all_live(Followers(0), lambda: int("not here"))
+    finally:
+        followers.kill()
+
+
+def test_a_formatter_of_ones_own_program_is_left_out_of_what_other_ranks_get(monkeypatch):
+    class Own(logging.Formatter):
+        pass
+
+    monkeypatch.setattr("engine.ranks.log_style", lambda: (Own(), logging.INFO))
+    style, level = _portable_style()
+    assert pickle.loads(style) is None and level == logging.INFO
