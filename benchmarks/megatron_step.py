@@ -17,8 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import cuda_graphs
@@ -63,6 +65,15 @@ def set_up(way: str, batch: int, args: argparse.Namespace) -> tuple[Callable[[in
     parallel_state.initialize_model_parallel()
     model = build(way, args)
     device = next(model.parameters()).device
+    by_megatron = way.startswith("megatron")
+    if by_megatron:  # its graphs leave gradients in main_grad, and ask for DDP and its number of microbatches
+        init_num_microbatches_calculator(rank=0, rampup_batch_size=None, global_batch_size=batch,
+                                         micro_batch_size=batch, data_parallel_size=1)
+        side = torch.cuda.Stream()  # as in Megatron's training loop: gradients may not be tied to the default stream
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            model = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+        torch.cuda.current_stream().wait_stream(side)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=device.type == "cuda")
     generator = torch.Generator().manual_seed(1)
     data = [torch.randint(VOCABULARY, (batch, args.length + 1), generator=generator).to(device) for _ in range(4)]
@@ -75,12 +86,21 @@ def set_up(way: str, batch: int, args: argparse.Namespace) -> tuple[Callable[[in
         return losses, lambda out: (out.float().mean(), {"loss": out.float().mean().detach()})
 
     def step(number: int) -> torch.Tensor:
-        optimizer.zero_grad(set_to_none=way != "iteration")
-        model.set_is_first_microbatch()
+        if by_megatron:
+            model.zero_grad_buffer()
+        else:
+            optimizer.zero_grad(set_to_none=way != "iteration")
+        getattr(model, "module", model).set_is_first_microbatch()
         (found,) = forward_backward(forward_step_func=forward_step, data_iterator=iter([data[number % 4]]), model=model,
                                     num_microbatches=1, seq_length=args.length, micro_batch_size=batch,
                                     forward_only=False)
+        if by_megatron:
+            for parameter in model.parameters():
+                parameter.grad = parameter.main_grad
         optimizer.step()
+        if by_megatron:
+            for parameter in model.parameters():
+                parameter.grad = None  # DDP's hooks would add it to itself
         return found["loss"]
 
     return step, engines
@@ -106,7 +126,6 @@ def _forward_backward(way: str, model: GPTModel, batch: int,
         def captured(**keywords: Any) -> Any:
             if next(steps) == model.config.cuda_graph_warmup_steps:
                 helper.create_cudagraphs()
-                helper.cuda_graph_set_manual_hooks()
             return run(**keywords)
 
         return captured, []

@@ -34,6 +34,10 @@ class Surroundings(Protocol):
     def recreate(self, modules: Sequence[nn.Module], seen: Hashable) -> AbstractContextManager:
         """Context for a capture, in which calls are surrounded as `of` saw it; all is as before afterwards."""
 
+    def watch(self, modules: Sequence[nn.Module]) -> Callable[[], bool]:
+        """Just captured: a function that says whether all that graphs of these read beside parameters is where it was.
+        """
+
     def replaying(self, modules: Sequence[nn.Module]) -> None:
         """A graph is about to replay in the place of these: pass on what it reads from a tensor."""
 

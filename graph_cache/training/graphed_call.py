@@ -1,7 +1,8 @@
 """One call of a step as a pair of graphs: forward and backward, with the static tensors between them.
 
 Owns the capture of both halves and the loading of inputs and gradients before a replay. What the forward saves for its
-backward is held for as long as the pair lives, so no other graph is ever given that memory. Knows no order of calls.
+backward is held for as long as the pair lives, so no other graph is ever given that memory; only what a backward frees
+by itself, as Transformer Engine's do, goes to the backwards after it in the chain. Knows no order of calls.
 """
 
 from __future__ import annotations

@@ -158,10 +158,9 @@ class TrainingGraphs:
         """Between two steps: capture what was recorded, count warm-up, and look whether anything changed or moved."""
         self._watched.refresh()
         for program in list(self._programs):
-            if not program.addresses.unchanged():
-                moved = program.addresses.moved()
+            if moved := program.moved():
                 logger.error("%d tensors moved under training graphs, which were dropped: %s", len(moved),
-                             "; ".join(map(str, moved)))
+                             "; ".join(moved))
                 self.stats.invalidations[STALE] += 1
                 self._programs.remove(program)
                 program.retire()
@@ -194,7 +193,8 @@ class TrainingGraphs:
         """The eager forward; attached modules inside it are part of it."""
         self._busy = True
         try:
-            with keeping_history() if attached.compiled else nullcontext():  # it is captured with its history retained
+            # It is captured with its history retained, and may have compiled functions inside.
+            with keeping_history() if torch.is_grad_enabled() else nullcontext():
                 return attached.eager(*args, **kwargs)
         finally:
             self._busy = False

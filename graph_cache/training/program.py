@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -29,12 +29,20 @@ class Program:
         self.chains: list[Chain] = []
         self.current: Chain | None = None
         self.addresses = AddressBook()
+        self._holds: list[Callable[[], bool]] = []
         self._job = job
 
     @property
     def awaiting(self) -> int:
         """How many calls await their backward."""
         return sum(chain.order.awaiting for chain in self.chains)
+
+    def moved(self) -> list[str]:
+        """What the graphs read that isn't where it was, in words."""
+        found = [] if self.addresses.unchanged() else list(map(str, self.addresses.moved()))
+        if not all(holds() for holds in self._holds):
+            found.append("what surrounds calls, such as scales and cached weights of a precision")
+        return found
 
     def knows(self, kind: Kind) -> bool:
         """Whether any chain serves such calls, free or not."""
@@ -101,6 +109,8 @@ class Program:
         for owner in {entry.owner.name: entry.owner for entry in entries}.values():
             self.addresses.watch(owner.scope, prefix=f"{owner.name}.")
             self.addresses.watch(MainGrads(owner.scope), prefix=f"{owner.name}.main_grad of ")
+            if owner.surroundings is not None:
+                self._holds.append(owner.surroundings.watch(owner.submodules))
         self.addresses.watch(self._job.state)
         logger.info("captured %d forward and backward graphs in %.2f s", len(entries), time.perf_counter() - started)
 

@@ -213,7 +213,7 @@ class Scale:
     """A setting that a context would set, of a kind that a graph bakes in; and a flag that each call takes back."""
 
     def __init__(self):
-        self.value, self.is_new, self.told = 1.0, True, []
+        self.value, self.is_new, self.told, self.holds = 1.0, True, [], True
 
     def of(self, modules):
         return self.value
@@ -223,6 +223,9 @@ class Scale:
         before, self.value = (self.value, self.is_new), seen
         yield
         self.value, self.is_new = before
+
+    def watch(self, modules):
+        return lambda: self.holds
 
     def replaying(self, modules):
         self.told.append(self.is_new)
@@ -260,3 +263,6 @@ def test_what_surrounds_a_call_is_part_of_its_kind_and_is_there_again_at_the_cap
     assert_same(log[graphed], log[eager])
     assert len(graphs.table()) == 2 and len(scale.told) == graphs.stats.replays["model", "module", "forward", 2] >= 12
     assert all(scale.told)
+    scale.holds = False  # something that it stands for has moved
+    graphed(torch.ones(2, WIDTH, device=device)).sum().backward()
+    assert graphs.table() == [] and graphs.stats.invalidations == {"stale_address": 2}  # of both

@@ -185,7 +185,10 @@ OVERLAPS = {
 
 def parallel_steps(graphed, overlap, fused, steps=8):
     """Training by Megatron's own wrapper, schedule and optimizer."""
-    model = build(gradient_accumulation_fusion=fused)
+    model = build()
+    for module in model.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):  # Transformer Engine's own; the head's would need Apex
+            module.fuse_wgrad_accumulation = fused
     wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, **OVERLAPS[overlap]), model)
     model.config.no_sync_func = wrapped.no_sync

@@ -102,6 +102,7 @@ def train(model: Stack, order=ONE_AT_A_TIME, steps: int = 8, recipe=None, tells_
                     loss = model(batch(100 * number + begun), **kwargs).float().square().mean()
                 losses.append(loss.item())
                 waiting.append(loss)
+                del loss  # an old step's history would keep its stream in the capture
                 begun += 1
             else:
                 waiting.pop(0).backward()

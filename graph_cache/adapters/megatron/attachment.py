@@ -95,11 +95,17 @@ class AuxLosses(Mapping[str, Tensor]):
     """Megatron's sums of auxiliary losses, which routers add to: those that there are at the time of asking."""
 
     def __getitem__(self, name: str) -> Tensor:
-        return moe_utils.get_moe_layer_wise_logging_tracker()[name]["values"]
+        return self._sums()[name]
 
     def __iter__(self) -> Iterator[str]:
+        return iter([name for name, values in self._sums().items() if isinstance(values, Tensor)])
+
+    def _sums(self) -> dict[str, Tensor | None]:
+        metrics = getattr(moe_utils, "get_moe_metrics_tracker", None)
+        if metrics is not None:  # from 0.19 on
+            return {name: one.values for name, one in metrics().metrics.items()}
         tracker = moe_utils.get_moe_layer_wise_logging_tracker()
-        return (name for name, one in tracker.items() if isinstance(one.get("values"), Tensor))
+        return {name: one.get("values") for name, one in tracker.items()}
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

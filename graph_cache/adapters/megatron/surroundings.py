@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 from torch import nn
@@ -40,6 +40,9 @@ class MegatronSurroundings:
     def replaying(self, modules: Sequence[nn.Module]) -> None:
         if self._precision is not None:
             self._precision.replaying(modules)
+
+    def watch(self, modules: Sequence[nn.Module]) -> Callable[[], bool]:
+        return (lambda: True) if self._precision is None else self._precision.watch(modules)
 
     def replayed(self, modules: Sequence[nn.Module]) -> None:
         if self._precision is not None:

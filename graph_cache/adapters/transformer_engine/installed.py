@@ -122,7 +122,9 @@ class Installed:
                     _reuse_graph_input_output_buffers=True, clone_param_grads_on_return=True, **options)
         except Exception as error:
             raise CaptureError(f"make_graphed_callables of Transformer Engine {self.version} raised "
-                               f"{type(error).__name__}: {error}") from error
+                               f"{type(error).__name__}: {error}. It captures into the parameters' own gradients: let "
+                               "go of the last step's losses before the capturing step, and build wrappers for data "
+                               "parallelism on a stream of their own") from error
         return Captured(calls, memory, Quantizers(plan.modules))
 
     @contextmanager

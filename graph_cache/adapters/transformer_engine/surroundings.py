@@ -6,13 +6,15 @@ the first of an autocast's region is part of it: that one's backward updates the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager as State
+
+from graph_cache.adapters.transformer_engine.quantizers import Quantizers
 
 FIRST = "is_first_microbatch"  # what Megatron sets on modules whose cached fp8 weights are to be made anew
 UNCACHED = "disable_parameter_transpose_cache"
@@ -32,7 +34,10 @@ class Fp8Surroundings:
     """`Surroundings` of parts with modules of Transformer Engine. One thread calls it."""
 
     def __init__(self) -> None:
-        self._skipping: bool | None = None  # what the tensor says that captured casts of weights ask
+        # The tensor that captured casts of weights ask whether to skip them: there before the first capture, in which
+        # nothing may be launched that isn't a part of what is captured.
+        State.set_skip_fp8_weight_update_tensor(False)
+        self._skipping = False
 
     def of(self, modules: Sequence[nn.Module]) -> Around | None:
         if not State.is_fp8_enabled():
@@ -43,15 +48,17 @@ class Fp8Surroundings:
 
     @contextmanager
     def recreate(self, modules: Sequence[nn.Module], seen: Around | None) -> Iterator[None]:
-        state = State.get_autocast_state()
+        quantization = State.quantization_state
+        state, tensor = State.get_autocast_state(), quantization.skip_fp8_weight_update_tensor
         flags = [(one, getattr(one, FIRST)) for one in modules if hasattr(one, FIRST)]
         if seen is not None:
             State.set_autocast_state(seen.state)
-            if self._cache_weights(modules):
-                self._skip(False)  # so that the tensor is there, and the captured casts ask it
+        if seen is None or not self._cache_weights(modules):
+            quantization.skip_fp8_weight_update_tensor = None  # while it is there, casts in captures take a cache
         try:
             yield
         finally:
+            quantization.skip_fp8_weight_update_tensor = tensor
             State.set_autocast_state(state)
             for one, flag in flags:
                 setattr(one, FIRST, flag)
@@ -62,6 +69,10 @@ class Fp8Surroundings:
             cached = self._cache_weights(modules)
             if cached:
                 self._skip(not any(getattr(one, FIRST) for one in cached))
+
+    def watch(self, modules: Sequence[nn.Module]) -> Callable[[], bool]:
+        """Scales, quantizers and cached weights, which another recipe would replace."""
+        return Quantizers(modules).are_current
 
     def replayed(self, modules: Sequence[nn.Module]) -> None:
         """As a call does: the region's first module has been, and its weights are in the cache."""
