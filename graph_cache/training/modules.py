@@ -89,6 +89,7 @@ class TrainingGraphs:
         self._programs = []
         self._recording = None
         self._rounds_of.clear()
+        self._unserved.clear()
         self.job.pool.trim()
 
     def _entry(self, attached: AttachedModule) -> Callable[..., Any]:
