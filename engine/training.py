@@ -17,8 +17,6 @@ from torch import nn
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from graph_cache.adapters import is_megatron
-from graph_cache.adapters.transformer_engine.graphs import TransformerEngineGraphs
-from graph_cache.adapters.transformer_engine.installed import installed_version
 from graph_cache.backends import backend_for
 from graph_cache.pool import GraphPool
 from graph_cache.stats import CacheStats
@@ -29,6 +27,7 @@ from graph_cache.training.modules import TrainingGraphs
 
 if TYPE_CHECKING:
     from graph_cache.adapters.megatron.iteration import FullIteration  # it imports megatron
+    from graph_cache.adapters.transformer_engine.graphs import TransformerEngineGraphs  # for those who ask for it
 
 WHOLE_LAYER = "layer"
 Iteration = TypeVar("Iteration")
@@ -98,12 +97,16 @@ class TrainingEngine:
     def _by_transformer_engine(self, models: Sequence[nn.Module], found: Attachment, job: Job,
                                microbatches: int) -> TransformerEngineGraphs:
         """Graphs that Transformer Engine captures; of a model of Megatron-Core in the order of this pipeline stage."""
+        from graph_cache.adapters.transformer_engine.graphs import TransformerEngineGraphs
+        from graph_cache.adapters.transformer_engine.installed import installed_version
+
         parts, order, caches, told = found.parts, [1, -1], False, nullcontext
         if any(map(is_megatron, models)):
             from graph_cache.adapters.megatron.schedule import stage_plan, told_of_captures
 
-            plan = stage_plan(found.parts, found.parts[0].module.config, self._graph_config.cuda_graph_modules,
-                              microbatches, installed_version())
+            settings = next(one.config for model in models for one in model.modules() if hasattr(one, "config"))
+            plan = stage_plan(found.parts, settings, self._graph_config.cuda_graph_modules, microbatches,
+                              installed_version())
             parts, order, caches, told = plan.parts, plan.order, plan.caches_weights, told_of_captures
 
         @contextmanager
@@ -116,11 +119,16 @@ class TrainingEngine:
             caches_weights=caches, paused=paused)
 
     def _attachment(self, models: Sequence[nn.Module], modules: Iterable[str] | None) -> Attachment:
-        """What of these models is captured."""
-        if modules is None and any(map(is_megatron, models)):
+        """What of these models is captured, and what that takes."""
+        if any(map(is_megatron, models)):
             from graph_cache.adapters.megatron.attachment import attachment  # megatron is there: the model is its own
 
-            return attachment(models, self._graph_config)
+            named = None if modules is None else self._named_parts(models, modules)
+            return attachment(models, self._graph_config, named)
+        return Attachment(self._named_parts(models, modules))
+
+    def _named_parts(self, models: Sequence[nn.Module], modules: Iterable[str] | None) -> list[Part]:
+        """The submodules of one model by these paths, or by those that the model itself names."""
         if len(models) != 1:
             raise ConfigError(f"attach() takes one model, or the chunks of one of Megatron-Core's; found {len(models)}")
         (model,), parts = models, []
@@ -129,7 +137,7 @@ class TrainingEngine:
                 parts.append(Part(path or type(model).__name__, model.get_submodule(path)))
             except AttributeError as error:
                 raise ConfigError(f"modules: the model has no submodule {path!r} ({error})") from error
-        return Attachment(parts)
+        return parts
 
     def capture_iteration(self, step: Callable[..., Any], *, device: torch.device | str | None = None,
                           name: str = "iteration", generators: Sequence[torch.Generator] = ()) -> CapturedIteration:

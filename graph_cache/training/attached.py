@@ -76,11 +76,11 @@ class Attachment:
 class Seam:
     """What stands in the place of an attached module's method. A deep copy of the module has the method itself."""
 
-    def __init__(self, attached: AttachedModule, call: Callable[..., Any]):
+    def __init__(self, attached: AttachedModule, call: Callable[[Any, tuple, dict[str, Any]], Any]):
         self._attached, self._call = attached, call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
+        return self._call(self._attached, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         attached = self._attached
@@ -105,14 +105,14 @@ class AttachedModule:
         self.module = module
         self.chunk = part.chunk
         self.scope = nn.ModuleList(part.submodules) if part.submodules else module
-        self.compiled = part.method == FORWARD and is_compiled(module)
         # module.compile() wraps hooks and forward together, so that call is taken over; torch.compile(module) makes a
         # module around it, whose forward is the compiled call.
         self.method = part.method
         is_inside = part.method == FORWARD and getattr(module, COMPILED_CALL, None) is not None
         self._seam = COMPILED_CALL if is_inside else part.method
         self.before = vars(module).get(self._seam)
-        if self._seam == part.method and self.before is not None and not self.compiled:
+        wraps = part.method == FORWARD and is_compiled(module)  # a compiled call of another module's
+        if self._seam == part.method and self.before is not None and not wraps:
             raise GraphConfigError(f"{name}: its {part.method} is replaced already ({self.before!r}); detach whatever "
                                    "did so first")
         if isinstance(self.before, Seam):
@@ -132,8 +132,8 @@ class AttachedModule:
         self._to_fire: list[tuple[nn.Module, Hook]] = []
         self.refresh()
 
-    def take_over(self, call: Callable[..., Any]) -> None:
-        """From here on calls of the module are calls of this."""
+    def take_over(self, call: Callable[[Any, tuple, dict[str, Any]], Any]) -> None:
+        """From here on calls of the module are calls of this, with this object, the arguments and the keywords."""
         setattr(self.module, self._seam, Seam(self, call))
 
     def give_back(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -71,7 +71,7 @@ class TrainingGraphs:
             raise GraphConfigError(f"{', '.join(twice)} are the same module: name it once")
         found = [AttachedModule(part, attachment.fired, attachment.surroundings) for part in attachment.parts]
         for attached in found:
-            attached.take_over(self._entry(attached))
+            attached.take_over(self._call)
             self.modules.append(attached)
         self._watched = Watched(self.modules)
 
@@ -91,12 +91,6 @@ class TrainingGraphs:
         self._rounds_of.clear()
         self._unserved.clear()
         self.job.pool.trim()
-
-    def _entry(self, attached: AttachedModule) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return self._call(attached, args, kwargs)
-
-        return forward
 
     # ---- calls -----------------------------------------------------------------------------------------------------
 

@@ -303,6 +303,17 @@ def test_hooks_of_megatrons_data_parallelism_run_before_each_replay():
     assert waits == [2 * each, 2 * each + len(list(model.decoder.layers.parameters())), 2 * each]
 
 
+def test_submodules_by_name_are_held_to_the_same_rules(tracker):
+    tracker.set_states({"model-parallel-rng": torch.get_rng_state()})
+    with pytest.raises(GraphConfigError, match="te_rng_tracker"), training() as engine:
+        engine.attach(gpt(), modules=["decoder.layers.0"])
+    tracker.set_states({"model-parallel-rng": torch.Generator()})
+    expected, model = train(gpt(), steps=4), gpt()
+    with training() as engine:
+        assert engine.attach(model, modules=["decoder.layers.0"]) == ["decoder.layers.0"]
+        assert_same(train(model, steps=4), expected)
+
+
 def test_a_refused_model_leaves_room_for_another():
     refused, model = gpt(), gpt()
     object.__setattr__(refused.config, "cuda_graph_impl", "local")

@@ -24,8 +24,9 @@ from graph_cache.training.attached import AttachedModule, Attachment, Hook, Part
 FP4_NEEDS = (10, 0)  # the compute capability of the first GPUs with fp4
 
 
-def attachment(models: Sequence[nn.Module], config: GraphConfig) -> Attachment:
-    """Look a model or its chunks over for `cuda_graph_impl='local'`. Attach after wrapping it for data parallelism.
+def attachment(models: Sequence[nn.Module], config: GraphConfig, parts: Sequence[Part] | None = None) -> Attachment:
+    """Look a model or its chunks over, whose `parts` are captured (None: as the configuration says). Attach after
+    wrapping it for data parallelism.
 
     Raises GraphConfigError for what a graph can't hold, saying what to change: Megatron's own graphs on the same model,
     random draws that no graph can register, hooks inside that a replay would leave out, recompute of whole layers,
@@ -34,7 +35,8 @@ def attachment(models: Sequence[nn.Module], config: GraphConfig) -> Attachment:
     settings = {id(layer.module.config): layer.module.config for layer in layers_of(models)}
     for one in settings.values():
         check(one, config)
-    parts = parts_of(models, config.cuda_graph_modules)
+    if parts is None:
+        parts = parts_of(models, config.cuda_graph_modules)
     for part in parts:
         _check_hooks(part)
     register_packed_sequences()

@@ -82,7 +82,7 @@ class TransformerEngineGraphs:
             raise GraphConfigError(f"order: it has {len(self._chunks)} chunks, found layers of others: "
                                    f"{', '.join(beyond)}; number chunks from 0, as many as the order has")
         for layer in self._layers:
-            layer.attached.take_over(self._entry(layer))
+            layer.attached.take_over(lambda attached, args, kwargs, layer=layer: self._call(layer, args, kwargs))
         self._watched = Watched([layer.attached for layer in self._layers])
         self._rounds = 0
         self._outstanding = 0  # eager calls whose backward is to come
@@ -99,12 +99,6 @@ class TransformerEngineGraphs:
         self._weights_are_new: bool | None = None
         for layer in self._layers:
             layer.forget()
-
-    def _entry(self, layer: Layer) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return self._call(layer, args, kwargs)
-
-        return forward
 
     # ---- calls -----------------------------------------------------------------------------------------------------
 
