@@ -43,7 +43,8 @@ def test_a_list_is_answered_with_a_list_in_order(server):
 
 
 def test_each_prompt_of_a_list_takes_its_own_sampling_params(server):
-    body = {"text": ["red", "blue"], "sampling_params": [{"max_new_tokens": 2}, {"max_new_tokens": 5}]}
+    params = [{"max_new_tokens": count, "ignore_eos": True} for count in (2, 5)]
+    body = {"text": ["red", "blue"], "sampling_params": params}
     assert [len(answer["output_ids"]) for answer in server.answer("/generate", body)] == [2, 5]
 
 
@@ -60,8 +61,8 @@ def test_seed_repeats_its_draws(server):
 
 def test_stream_is_cumulative_and_ends_as_the_answer(server):
     whole = generate(server)
-    chunks = generate(server, stream=True)
-    assert len(chunks) > 1
+    # A server that is behind puts many tokens into one chunk; one that is always so far behind is broken.
+    chunks = next(chunks for _ in range(20) if len(chunks := generate(server, stream=True)) > 1)
     for before, after in zip(chunks, chunks[1:], strict=False):
         assert after["text"].startswith(before["text"])
         assert after["output_ids"][: len(before["output_ids"])] == before["output_ids"]
