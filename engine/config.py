@@ -34,11 +34,11 @@ class EngineConfig:
     `model` is the default model's name, a local folder in Hugging Face layout, a `.gguf` file, or a hub name.
     `seed` seeds requests that bring none. `async_scheduling` enqueues each step before the last one's tokens were
     read, by default on a GPU only. `kernels` says how a GPU computes a step: "fused" by the engine's own kernels,
-    "torch" by PyTorch's around the paged attention; "auto" takes the fused ones for 16-bit weights on GPUs that hold
-    their tiles (Hopper). `tensor_parallel_size`: GPUs of this host that the model is split over, a process each (on a
-    CPU processes without graphs). The graph settings have Megatron's names and values; a scope that is not given is
-    `block` under `local` (Megatron's own default is `layer`), else `none`. Raises ConfigError for a value that can't be
-    meant.
+    "torch" by the model's layers around the paged attention; "auto" takes the fused ones for 16-bit weights on GPUs
+    that hold their tiles (Hopper). `tensor_parallel_size`: GPUs of this host that the model is split over, a process
+    each (on a CPU processes without graphs). The graph settings have Megatron's names and values; a scope that is not
+    given is `block` under `local` (Megatron's own default is `layer`), else `none`. Raises ConfigError for a value that
+    can't be meant.
     """
 
     mode: str = "inference"
@@ -99,8 +99,6 @@ class EngineConfig:
         asked = f"tensor_parallel_size={self.tensor_parallel_size}"
         if self.mode == "training":
             raise ConfigError(f"{asked} is for inference; in a training job Megatron-Core splits the model")
-        if self.kernels == "fused":
-            raise ConfigError(f"kernels='fused' compute a whole model on one GPU, found {asked}; use kernels='auto'")
         if self.cpu_weight_format == "int4":
             raise ConfigError(f"cpu_weight_format='int4' can't be split, found {asked}; use auto, bf16 or fp32")
 

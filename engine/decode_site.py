@@ -147,4 +147,4 @@ def _fused_layer_parts(fused: FusedDense, layout: Layout) -> list[Part]:
         rows = layout.views(state)
         fused.choose(rows.slots, rows.positions, rows.last_tokens, hidden, logits, next_tokens, after_layer=True)
 
-    return [embed, *(layer_part(index) for index in range(len(fused.model.layers))), head]
+    return [embed, *(layer_part(index) for index in range(fused.depth)), head]

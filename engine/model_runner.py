@@ -8,6 +8,7 @@ and slots; decides nothing about who runs.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from engine.attention.base import KVCache, PrefillAttention
 from engine.batch import Batch, PrefillChunk
 from engine.config import EngineConfig
 from engine.decode_site import SITE, decode_site
-from engine.errors import ConfigError
+from engine.errors import ConfigError, ModelError
 from engine.host_copies import ids_to
 from engine.kernels.launching import SHARED_BYTES, fits
 from engine.launched import UNREAD_STEPS, Launched
@@ -36,6 +37,8 @@ from graph_cache.ring import HostRing
 if TYPE_CHECKING:  # they import triton
     from engine.models.fused_dense import FusedDense
     from engine.prefill_site import Prefill
+
+logger = logging.getLogger(__name__)
 
 PREFILL_SITE = "prefill"
 PREFILL_EAGER = "phase_not_captured"
@@ -88,11 +91,7 @@ class ModelRunner:
     def _fused_model(self, dtype: torch.dtype) -> FusedDense | None:
         """The model's steps in few launches, where the device and the settings have them."""
         wanted, is_16_bit = self.config.kernels, dtype in (torch.bfloat16, torch.float16)
-        is_ours = isinstance(self.model, DenseModel)
-        if wanted == "fused" and not is_ours:
-            raise ConfigError("kernels='fused' are for models that the engine loads; a model that it hosts computes by "
-                              "itself: use kernels='auto'")
-        able = is_ours and self.device.type == "cuda" and is_16_bit and fits(self.device)
+        able = self.device.type == "cuda" and is_16_bit and fits(self.device)
         if wanted == "fused" and not able:
             raise ConfigError(f"kernels='fused' needs 16-bit weights and a GPU with {SHARED_BYTES >> 10} KiB of shared "
                               f"memory a program, found {self.config.dtype} on {self.device}; use kernels='auto'")
@@ -100,7 +99,13 @@ class ModelRunner:
             return None
         from engine.models.fused_dense import FusedDense  # triton exists only where CUDA does
 
-        return FusedDense(self.model, self.kv, self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        try:
+            return FusedDense(self.model, self.kv, self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        except ModelError as error:  # a hosted model that is no plain dense decoder computes by itself
+            if wanted == "fused":
+                raise ConfigError(f"kernels='fused' can't compute this model: {error}; use kernels='auto'") from error
+            logger.info("the model's own layers compute its steps: %s", error)
+            return None
 
     def admit(self, request: Request) -> None:
         """Give a request's slot its sampling parameters, and take nothing that the slot held for the request's."""

@@ -141,7 +141,8 @@ def paged_decode(
 ) -> torch.Tensor:
     """Return softmax(scale * q K^T) V for one query token per row, over keys 0..positions[i] of its pages: [b, H, D].
 
-    `q` is [b, H, D] with H a multiple of KV (query head h reads KV head h // (H/KV)); caches, `page_table` and
+    `q` is [b, H, D] with H a multiple of KV (query head h reads KV head h // (H/KV)), or [b, KV, H/KV, D] where the
+    heads of each KV head lie apart from the next one's; caches, `page_table` and
     `positions` are as in `append_kv`. `new_kv` = (k, v), each [b, KV, D], is first written at `positions`, as
     `append_kv` would, in the same launch. With `slots` int64 [b], row i's pages are row slots[i] of `page_table`. With
     `rotation`, q and the new keys are raw projections and are normed and rotated first. `out` [b, H, D] must be
@@ -150,30 +151,30 @@ def paged_decode(
     One launch on the current stream, its grid fixed by shapes; safe to capture. Raises ValueError for shapes that do
     not fit.
     """
-    batch, heads, dim = q.shape
     _, page_size, kv_heads, _ = k_cache.shape
-    if heads % kv_heads:
-        raise ValueError(f"{heads} query heads can't share {kv_heads} KV heads evenly; give a multiple of {kv_heads}")
+    q = by_kv_head(q, kv_heads)
+    batch, _, group, dim = q.shape
+    heads = kv_heads * group
     _check_cache(k_cache, v_cache, kv_heads, dim, page_table, positions, None if slots is not None else batch)
-    _check_rows("q", q, (batch, heads, dim))
+    _check_rows("q", q, (batch, kv_heads, group, dim))
     k_new, v_new = new_kv if new_kv is not None else (q, q)
     if new_kv is not None:
         _check_rows("new_kv[0]", k_new, (batch, kv_heads, dim))
         _check_rows("new_kv[1]", v_new, (batch, kv_heads, dim))
     if out is None:
         out = torch.empty((batch, heads, dim), dtype=q.dtype, device=q.device)
-    elif out.shape != q.shape or not out.is_contiguous():
-        raise ValueError(f"out must be contiguous {tuple(q.shape)}, found {tuple(out.shape)} strides {out.stride()}")
+    elif out.shape != (batch, heads, dim) or not out.is_contiguous():
+        raise ValueError(f"out must be contiguous {(batch, heads, dim)}, found {tuple(out.shape)} with strides "
+                         f"{out.stride()}")
     tiling = tiling or choose_tiling(dim, k_cache.dtype, batch * kv_heads)
-    splits = _splits(q, page_table.shape[1] * page_size, kv_heads, tiling, num_splits)
+    splits = _splits(q, page_table.shape[1] * page_size, tiling, num_splits)
     if workspace is None:
-        workspace = _allocate(q, kv_heads, splits)
+        workspace = _allocate(q, splits)
     elif workspace.lse.shape != (batch, heads, splits.count):
         raise ValueError(
             f"workspace is for {tuple(workspace.lse.shape)} (rows, heads, splits), this call needs "
             f"{(batch, heads, splits.count)}; take it from decode_workspace with the same arguments"
         )
-    group = heads // kv_heads
     turn = rotation or Rotation(q, q)
     pdl = overlaps(q)
     decode_kernel[(kv_heads, batch, splits.count)](
@@ -181,7 +182,7 @@ def paged_decode(
         *workspace,
         q if turn.q_norm is None else turn.q_norm, q if turn.k_norm is None else turn.k_norm, turn.cos, turn.sin,
         scale * _LOG2_E, turn.eps, splits.count, triton.cdiv(splits.min_keys, tiling.block_keys),
-        q.stride(0), q.stride(1), k_new.stride(0), k_new.stride(1), v_new.stride(0), v_new.stride(1),
+        *q.stride()[:3], k_new.stride(0), k_new.stride(1), v_new.stride(0), v_new.stride(1),
         *k_cache.stride()[:3], page_table.stride(0),
         KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)),
         DIM=dim, DIM_PAD=max(16, triton.next_power_of_2(dim)), PAGE=page_size, BLOCK=tiling.block_keys,
@@ -203,8 +204,19 @@ def decode_workspace(
 ) -> DecodeWorkspace:
     """Return scratch for `paged_decode` calls of these shapes; of the tensors only shape, dtype and device are read."""
     _, page_size, kv_heads, dim = k_cache.shape
-    tiling = tiling or choose_tiling(dim, k_cache.dtype, q.shape[0] * kv_heads)
-    return _allocate(q, kv_heads, _splits(q, page_table.shape[1] * page_size, kv_heads, tiling, num_splits))
+    q = by_kv_head(q, kv_heads)
+    tiling = tiling or choose_tiling(dim, k_cache.dtype, len(q) * kv_heads)
+    return _allocate(q, _splits(q, page_table.shape[1] * page_size, tiling, num_splits))
+
+
+def by_kv_head(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """A view of queries [T, H, D] as [T, KV, H/KV, D], which they may be already. Raises ValueError."""
+    if q.dim() == 4 and q.shape[1] == kv_heads:
+        return q
+    if q.dim() != 3 or q.shape[1] % kv_heads:
+        raise ValueError(f"{q.shape[1]} query heads can't share {kv_heads} KV heads evenly; give [T, H, D] with H a "
+                         f"multiple of {kv_heads}, or [T, {kv_heads}, H/{kv_heads}, D]; found {tuple(q.shape)}")
+    return q.unflatten(1, (kv_heads, q.shape[1] // kv_heads))
 
 
 class TritonDecodeAttention:
@@ -233,12 +245,12 @@ class TritonDecodeAttention:
         return out.flatten(1)
 
 
-def _splits(q: torch.Tensor, max_keys: int, kv_heads: int, tiling: Tiling, num_splits: int | None) -> Splits:
+def _splits(q: torch.Tensor, max_keys: int, tiling: Tiling, num_splits: int | None) -> Splits:
     if num_splits is not None:
         if not 1 <= num_splits <= MAX_SPLITS:
             raise ValueError(f"num_splits is {num_splits}; give 1 to {MAX_SPLITS}")
         return Splits(num_splits, tiling.block_keys)
-    return choose_splits(q.shape[0], kv_heads, max_keys, _multiprocessors(q.device), tiling.block_keys)
+    return choose_splits(q.shape[0], q.shape[1], max_keys, _multiprocessors(q.device), tiling.block_keys)
 
 
 def _multiprocessors(device: torch.device) -> int:
@@ -247,8 +259,9 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _allocate(q: torch.Tensor, kv_heads: int, splits: Splits) -> DecodeWorkspace:
-    batch, heads, dim = q.shape
+def _allocate(q: torch.Tensor, splits: Splits) -> DecodeWorkspace:
+    batch, kv_heads, group, dim = q.shape
+    heads = kv_heads * group
     lse = torch.empty((batch, heads, splits.count), dtype=torch.float32, device=q.device)
     if splits.count == 1:  # every program writes its rows of the output: nothing is combined, no launch to zero
         return DecodeWorkspace(lse, lse, torch.empty((batch, kv_heads), dtype=torch.int32, device=q.device))

@@ -127,7 +127,7 @@ def _finish(
 def decode_kernel(
     q_ptr, k_new_ptr, v_new_ptr, k_cache_ptr, v_cache_ptr, table_ptr, slots_ptr, positions_ptr, out_ptr,
     acc_ptr, lse_ptr, arrivals_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, scale_log2, eps, max_parts, min_blocks,
-    q_row, q_head, k_row, k_head, v_row, v_head, cache_page, cache_slot, cache_head, table_row,
+    q_row, q_group, q_head, k_row, k_head, v_row, v_head, cache_page, cache_slot, cache_head, table_row,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, PARTS_PAD: tl.constexpr, APPEND: tl.constexpr, PRECISION: tl.constexpr,
     BY_SLOT: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, PDL: tl.constexpr,
@@ -153,7 +153,6 @@ def decode_kernel(
     keys = tl.arange(0, BLOCK)
     dim_ok = dims < DIM
     group_mask = (group < GROUP)[:, None] & dim_ok[None, :]
-    head = kv_head * GROUP + group
     table_of = tl.load(slots_ptr + row) if BY_SLOT else row
     table = table_ptr + table_of * table_row
     k_base = k_cache_ptr + kv_head * cache_head
@@ -168,8 +167,9 @@ def decode_kernel(
         # of their tokens to the host, lies between. q and the newest key are this step's.
         gdc_wait()
     position = length.to(tl.int64) - 1
-    q = _turned(q_ptr + row * q_row + head[:, None] * q_head, group_mask, q_norm_ptr, cos_ptr, sin_ptr, position, eps,
-                DIM, DIM_PAD, NORM, ROPE).to(k_cache_ptr.dtype.element_ty)  # fmt: skip
+    heads = q_ptr + row * q_row + kv_head * q_group + group[:, None] * q_head
+    q = _turned(heads, group_mask, q_norm_ptr, cos_ptr, sin_ptr, position, eps, DIM, DIM_PAD, NORM, ROPE)
+    q = q.to(k_cache_ptr.dtype.element_ty)
     if APPEND:
         if end == length:  # exactly one program of this row and head owns the newest key
             _write_newest(

@@ -34,42 +34,53 @@ class Packing(NamedTuple):
     slots: Tensor
 
 
-def turn_and_append(qkv: Tensor, heads: int, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, packing: Packing,
-                    rotation: Rotation) -> None:
-    """Norm and rotate the queries of qkv [T, (H + 2 KV) * D] in place; keys, so treated, and values go to their pages.
+def turn_and_append(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor,
+                    packing: Packing, rotation: Rotation) -> None:
+    """Norm and rotate raw queries q [T, KV, H/KV, D] in place; keys k [T, KV, D], so treated, and values v go to their
+    pages.
 
-    Caches are [pages, page_size, KV, D]. The keys inside `qkv` stay raw. One launch, no host read.
+    All three are views of one projection. Caches are [pages, page_size, KV, D]. `k` stays raw. One launch, no host
+    read.
     """
     _, page_size, kv_heads, dim = k_cache.shape
-    if qkv.shape[1] != (heads + 2 * kv_heads) * dim or not qkv.is_contiguous():
-        raise ValueError(f"qkv must be contiguous [T, {(heads + 2 * kv_heads) * dim}], found {tuple(qkv.shape)}")
-    turn_kernel[(len(qkv),)](
-        qkv, k_cache, v_cache, page_table, packing.token_slots, packing.positions,
-        qkv if rotation.q_norm is None else rotation.q_norm, qkv if rotation.k_norm is None else rotation.k_norm,
-        rotation.cos, rotation.sin, rotation.eps, *k_cache.stride()[:3], page_table.stride(0),
-        HEADS=heads, KV_HEADS=kv_heads, QP=triton.next_power_of_2(heads), KP=triton.next_power_of_2(kv_heads),
-        DIM=dim, DIM_PAD=triton.next_power_of_2(dim), PAGE=page_size, NORM=rotation.q_norm is not None, num_warps=4,
+    tokens, group = len(q), q.shape[2]
+    if q.shape != (tokens, kv_heads, group, dim) or k.shape != (tokens, kv_heads, dim) or v.shape != k.shape:
+        raise ValueError(f"q, k and v must be [T, {kv_heads}, H/{kv_heads}, {dim}] and twice [T, {kv_heads}, {dim}], "
+                         f"found {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}")
+    if not q.stride(0) == k.stride(0) == v.stride(0) or k.stride() != v.stride() or q.stride(-1) != 1:
+        raise ValueError("q, k and v must be views of one projection, their last dimension dense; found strides "
+                         f"{q.stride()}, {k.stride()} and {v.stride()}")
+    turn_kernel[(tokens,)](
+        q, k, v, k_cache, v_cache, page_table, packing.token_slots, packing.positions,
+        q if rotation.q_norm is None else rotation.q_norm, k if rotation.k_norm is None else rotation.k_norm,
+        rotation.cos, rotation.sin, rotation.eps, *q.stride()[:3], k.stride(1), *k_cache.stride()[:3],
+        page_table.stride(0),
+        KV_HEADS=kv_heads, GROUP=group, QP=triton.next_power_of_2(kv_heads * group),
+        KP=triton.next_power_of_2(kv_heads), DIM=dim, DIM_PAD=triton.next_power_of_2(dim), PAGE=page_size,
+        NORM=rotation.q_norm is not None, num_warps=4,
     )  # fmt: skip
 
 
-def paged_prefill(qkv: Tensor, heads: int, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, packing: Packing,
-                  scale: float, out: Tensor) -> Tensor:
-    """out [T, H * D] = causal attention of the (rotated) queries in qkv over their sequences' pages.
+def paged_prefill(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, packing: Packing, scale: float,
+                  out: Tensor) -> Tensor:
+    """out [T, H * D] = causal attention of the (rotated) queries q [T, KV, H/KV, D] over their sequences' pages.
 
     A query at position p of its sequence reads keys 0..p from the pages, its own chunk's included, which must be there.
     Rows of padding tokens are not written. One launch, its grid fixed by T and C; no host read.
     """
     _, page_size, kv_heads, dim = k_cache.shape
-    if out.shape != (len(qkv), heads * dim) or not out.is_contiguous():
-        raise ValueError(f"out must be contiguous [{len(qkv)}, {heads * dim}], found {tuple(out.shape)}")
+    tokens, group = len(q), q.shape[2]
+    heads = kv_heads * group
+    if out.shape != (tokens, heads * dim) or not out.is_contiguous():
+        raise ValueError(f"out must be contiguous [{tokens}, {heads * dim}], found {tuple(out.shape)}")
     chunks = len(packing.ends)
     dim_pad = max(16, triton.next_power_of_2(dim))
     # a chunk ends in a part of a tile: one more tile each at most
-    tiles = triton.cdiv(len(qkv), QUERIES) + chunks
+    tiles = triton.cdiv(tokens, QUERIES) + chunks
     prefill_kernel[(heads, tiles)](
-        qkv, k_cache, v_cache, page_table, packing.ends, packing.starts, packing.slots, out, chunks, scale * _LOG2_E,
-        qkv.stride(0), *k_cache.stride()[:3], page_table.stride(0),
-        HEADS=heads, GROUP=heads // kv_heads, DIM=dim, DIM_PAD=dim_pad, PAGE=page_size,
+        q, k_cache, v_cache, page_table, packing.ends, packing.starts, packing.slots, out, chunks, scale * _LOG2_E,
+        *q.stride()[:3], *k_cache.stride()[:3], page_table.stride(0),
+        HEADS=heads, GROUP=group, DIM=dim, DIM_PAD=dim_pad, PAGE=page_size,
         CHUNKS_PAD=triton.next_power_of_2(chunks), ROWS=QUERIES, BLOCK=KEYS, num_warps=4, num_stages=3,
     )  # fmt: skip
     return out

@@ -15,30 +15,31 @@ from engine.attention.triton_decode_kernels import _turned
 
 @triton.jit
 def turn_kernel(
-    qkv_ptr, k_cache_ptr, v_cache_ptr, table_ptr, slots_ptr, positions_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
-    eps, cache_page, cache_slot, cache_head, table_row,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, QP: tl.constexpr, KP: tl.constexpr, DIM: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, table_ptr, slots_ptr, positions_ptr, q_norm_ptr, k_norm_ptr, cos_ptr,
+    sin_ptr, eps, row, q_group, q_head, kv_head, cache_page, cache_slot, cache_head, table_row,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QP: tl.constexpr, KP: tl.constexpr, DIM: tl.constexpr,
     DIM_PAD: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """One token: norm and rotate its queries in place, and its keys into their page, with its values.
 
-    qkv [T, (HEADS + 2 KV_HEADS) * DIM]; slots [T] are rows of the page table, 0 for padding, which writes no page.
+    q [T, KV_HEADS, GROUP, DIM], k and v [T, KV_HEADS, DIM] with rows `row` apart; slots [T] are rows of the page table,
+    0 for padding, which writes no page.
     """
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions_ptr + token)
     slot = tl.load(slots_ptr + token)
     dims = tl.arange(0, DIM_PAD)
-    base = qkv_ptr + token * (HEADS + 2 * KV_HEADS) * DIM
     heads = tl.arange(0, QP)[:, None]
-    mask = (heads < HEADS) & (dims[None, :] < DIM)
-    q = _turned(base + heads * DIM, mask, q_norm_ptr, cos_ptr, sin_ptr, position, eps, DIM, DIM_PAD, NORM, True)
+    mask = (heads < KV_HEADS * GROUP) & (dims[None, :] < DIM)
+    q_at = q_ptr + token * row + (heads // GROUP) * q_group + (heads % GROUP) * q_head
+    q = _turned(q_at, mask, q_norm_ptr, cos_ptr, sin_ptr, position, eps, DIM, DIM_PAD, NORM, True)
     kv_heads = tl.arange(0, KP)[:, None]
     kv_mask = (kv_heads < KV_HEADS) & (dims[None, :] < DIM)
-    k_at = base + (HEADS + kv_heads) * DIM
-    k = _turned(k_at, kv_mask, k_norm_ptr, cos_ptr, sin_ptr, position, eps, DIM, DIM_PAD, NORM, True)
-    v = tl.load(k_at + KV_HEADS * DIM + dims[None, :], mask=kv_mask, other=0.0)
+    kv_at = token * row + kv_heads * kv_head
+    k = _turned(k_ptr + kv_at, kv_mask, k_norm_ptr, cos_ptr, sin_ptr, position, eps, DIM, DIM_PAD, NORM, True)
+    v = tl.load(v_ptr + kv_at + dims[None, :], mask=kv_mask, other=0.0)
     tl.debug_barrier()  # queries were read twice, by other threads than those that write them
-    tl.store(base + heads * DIM + dims[None, :], q.to(qkv_ptr.dtype.element_ty), mask=mask)
+    tl.store(q_at + dims[None, :], q.to(q_ptr.dtype.element_ty), mask=mask)
     if slot > 0:
         page = tl.load(table_ptr + slot * table_row + position // PAGE).to(tl.int64)
         target = page * cache_page + (position % PAGE) * cache_slot + kv_heads * cache_head + dims[None, :]
@@ -85,7 +86,7 @@ def _attend(
 @triton.jit
 def prefill_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, table_ptr, ends_ptr, starts_ptr, slots_ptr, out_ptr, chunks, scale_log2,
-    q_row, cache_page, cache_slot, cache_head, table_row,
+    q_row, q_group, q_head, cache_page, cache_slot, cache_head, table_row,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr,
     CHUNKS_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -110,7 +111,8 @@ def prefill_kernel(
     place = local + tl.arange(0, ROWS)
     token = first_token + place
     ok = (place < count)[:, None] & (dims < DIM)[None, :]
-    q = tl.load(q_ptr + token[:, None] * q_row + head * DIM + dims[None, :], mask=ok, other=0.0)
+    q_at = q_ptr + token[:, None] * q_row + (head // GROUP) * q_group + (head % GROUP) * q_head
+    q = tl.load(q_at + dims[None, :], mask=ok, other=0.0)
     table = table_ptr + tl.load(slots_ptr + chunk) * table_row
     k_base = k_cache_ptr + (head // GROUP) * cache_head
     v_base = v_cache_ptr + (head // GROUP) * cache_head

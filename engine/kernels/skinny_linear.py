@@ -178,9 +178,13 @@ def _by_library(x: Tensor, weight: Tensor, out: Tensor, scratch: Scratch, norm: 
     width = out.shape[1]
     if gated:
         gate_kernel[(rows, triton.cdiv(width, 1024))](wide, out, W=width, BLOCK=1024, PDL=pdl, **launch_options(pdl))
-    if not best:
-        return 0
-    tiles = triton.cdiv(width, 4096)
-    best_kernel[(tiles, rows)](out, scratch.best, scratch.best_at, N=width, BLOCK=4096, PDL=pdl, num_warps=8,
+    return best_of_tiles(out, scratch) if best else 0
+
+
+def best_of_tiles(x: Tensor, scratch: Scratch) -> int:
+    """What `linear` leaves with `best`, of an x [M, n] that is there already; returns the tiles of n."""
+    rows, width = x.shape
+    tiles, pdl = triton.cdiv(width, 4096), overlaps(x)
+    best_kernel[(tiles, rows)](x, scratch.best, scratch.best_at, N=width, BLOCK=4096, PDL=pdl, num_warps=8,
                                **launch_options(pdl))
     return tiles

@@ -14,16 +14,24 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def embed_kernel(
-    slots_ptr, last_tokens_ptr, table_ptr, out_ptr, H: tl.constexpr, HP: tl.constexpr, PDL: tl.constexpr
+    slots_ptr, last_tokens_ptr, table_ptr, out_ptr, first, count,
+    H: tl.constexpr, HP: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Row of the embedding table [vocab, H] of each row's newest token; HP is the next power of two."""
+    """Row of the embedding table [count, H] of each row's newest token; HP is the next power of two.
+
+    SPLIT: the table holds the tokens from `first` on, and the row of any other one is 0.
+    """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, HP)
     token = tl.load(last_tokens_ptr + tl.load(slots_ptr + row))
-    values = tl.load(table_ptr + token * H + cols, mask=cols < H, other=0.0)
+    here = cols < H
+    if SPLIT:
+        token -= first
+        here = here & (token >= 0) & (token < count)
+    values = tl.load(table_ptr + token * H + cols, mask=here, other=0.0)
     tl.store(out_ptr + row * H + cols, values, mask=cols < H)
 
 

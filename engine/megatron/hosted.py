@@ -10,19 +10,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from engine.attention.base import Attention
 from engine.errors import ModelError
 from engine.layers.slot import WeightSlot
-from engine.megatron.layout import unwrapped, weight_slots
+from engine.megatron.layout import listed, unwrapped, weight_slots
+from engine.megatron.tensors import HostedTensors, uncommon
 from engine.models.config import ModelConfig
+from engine.models.exchange import gathered_columns
+from engine.models.tensors import DenseTensors
 
 Rope = tuple[Tensor]
-
-# Its older name, which torch 2.13 warns of, is the only one before.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class HostedModel(nn.Module):
@@ -85,7 +84,7 @@ class HostedModel(nn.Module):
         gpt = self.gpt
         weight = gpt.shared_embedding_or_output_weight() if gpt.share_embeddings_and_output_weights else None
         part, _ = gpt.output_layer(hidden.unsqueeze(1), weight=weight, runtime_gather_output=False)
-        return self._gathered(part.squeeze(1))[:, : self.config.vocab_size]
+        return self._gathered(part.squeeze(1))
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Token ids and positions int64 [T] -> normed hidden [T, h]; `attention` writes this step's keys and values."""
@@ -102,6 +101,14 @@ class HostedModel(nn.Module):
         """(Hugging Face name, tensor) of every weight that this rank holds."""
         for name, slot in self.weight_slots().items():
             yield name, slot.read()
+
+    def tensors(self) -> DenseTensors:
+        """What kernels need of the model that compute a step in its place. Raises ModelError, listing all in which it
+        differs from what such kernels compute.
+        """
+        if problems := uncommon(self):
+            raise ModelError(f"{type(self.gpt).__name__} is no plain dense decoder: {listed(problems)}")
+        return HostedTensors(self)
 
     def _paged(self, index: int, trained: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """The core attention of layer `index`: over pages inside a step of the engine, else as it was."""
@@ -128,14 +135,14 @@ class HostedModel(nn.Module):
                 one.training = True
 
     def _gathered(self, part: Tensor) -> Tensor:
-        """[N, V / ranks] of this rank -> [N, V] of all. Megatron's own gathering works on GPUs only."""
-        group = self.gpt.pg_collection.tp
+        """Columns of this rank [N, n] -> [N, vocab] of all. Megatron's own gathering works on GPUs only."""
+        group, vocab = self.gpt.pg_collection.tp, self.config.vocab_size
         if group.size() == 1:
-            return part
+            return part[:, :vocab]
         rows, width = part.shape
-        parts = part.new_empty(group.size() * rows, width)
-        _all_gather(parts, part.contiguous(), group=group)
-        return parts.view(group.size(), rows, width).transpose(0, 1).reshape(rows, -1)
+        out = part.new_empty(rows, vocab)
+        gathered_columns(part.contiguous(), part.new_empty(group.size() * rows, width), out, group)
+        return out
 
     def _frequencies(self) -> Tensor:
         if self.device.type == "cpu":

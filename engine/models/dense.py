@@ -21,6 +21,7 @@ from engine.layers.norm import HeadNorm, RMSNorm
 from engine.layers.rotary import RotaryTable, rotate
 from engine.layers.slot import WeightSlot
 from engine.models.config import ModelConfig
+from engine.models.tensors import DenseTensors, HeadLayout, LayerTensors
 
 
 class SelfAttention(nn.Module):
@@ -180,6 +181,10 @@ class DenseModel(nn.Module):
             raise ModelError(f"weight {name!r} has shape {tuple(tensor.shape)}, the model needs {slot.shape}")
         slot.write(tensor)
 
+    def tensors(self) -> DenseTensors:
+        """What kernels need of the model that compute a step in its place."""
+        return NativeTensors(self)
+
     def cuda_graph_modules(self) -> dict[str, list[str]]:
         """Megatron's names of the parts of a layer to the paths of those submodules; "layer" for whole layers."""
         layers = [f"layers.{index}" for index in range(len(self.layers))]
@@ -196,3 +201,46 @@ class DenseModel(nn.Module):
                 yield f"layers.{index}.{owner}.{attribute}", getattr(layer, owner), attribute
         if include_head:
             yield "head", self, "head"
+
+
+class NativeTensors:
+    """A DenseModel as DenseTensors."""
+
+    group = None
+    first_token = 0
+
+    def __init__(self, model: DenseModel):
+        config = model.config
+        self._model, self.config = model, config
+        self.heads = HeadLayout(config.num_heads, config.num_kv_heads, config.head_dim, by_group=False)
+
+    @property
+    def cos(self) -> Tensor:
+        return self._model.rotary.cos
+
+    @property
+    def sin(self) -> Tensor:
+        return self._model.rotary.sin
+
+    def layer(self, index: int) -> LayerTensors:
+        layer = self._model.layers[index]
+        attn, mlp = layer.attn, layer.mlp
+        return LayerTensors(
+            input_norm=layer.input_norm.weight, qkv=attn.qkv.weight, qkv_bias=attn.qkv.bias,
+            q_norm=None if attn.qk_norm is None else attn.qk_norm.q_weight,
+            k_norm=None if attn.qk_norm is None else attn.qk_norm.k_weight, o=attn.o.weight, o_bias=attn.o.bias,
+            post_norm=layer.post_norm.weight, gate_up=mlp.gate_up.weight, gate_up_bias=mlp.gate_up.bias,
+            down=mlp.down.weight, down_bias=mlp.down.bias,
+        )
+
+    @property
+    def embedding(self) -> Tensor:
+        return self._model.embed.weight
+
+    @property
+    def norm(self) -> Tensor:
+        return self._model.norm.weight
+
+    @property
+    def head(self) -> Tensor:
+        return self._model.head.weight

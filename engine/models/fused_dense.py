@@ -2,13 +2,15 @@
 
 A layer is five launches in a decode step: norm + QKV, attention (with head norms, rotation and the append of keys and
 values), output + residual, norm + gate and up + SiLU, down + residual. Prefill is the same with an attention of its
-own. Owns the buffers between the launches. Knows no request; what a row or a token is comes from the step's state.
-Imports triton: import it only where the device is CUDA (or under TRITON_INTERPRET=1).
+own. Of a model that is split over ranks it is this rank's part, and the ranks' parts are added up after each residual.
+Owns the buffers between the launches. Knows no request; what a row or a token is comes from the step's state. Imports
+triton: import it only where the device is CUDA (or under TRITON_INTERPRET=1).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -19,75 +21,97 @@ from engine.attention.base import KVCache
 from engine.attention.triton_decode import DecodeWorkspace, Rotation, decode_workspace, paged_decode
 from engine.attention.triton_prefill import Packing, paged_prefill, turn_and_append
 from engine.kernels.launching import launch_options, overlaps
-from engine.kernels.skinny_linear import Scratch, half_normed, linear
+from engine.kernels.skinny_linear import Scratch, best_of_tiles, half_normed, linear
 from engine.kernels.step_kernels import choose_kernel, embed_kernel
-from engine.models.dense import DecoderLayer, DenseModel
+from engine.models.dense import DenseModel
+from engine.models.exchange import Exchange
+from engine.models.tensors import LayerTensors
 from engine.step_inputs import SlotState
 
-Attend = Callable[[DecoderLayer, Tensor, Tensor], None]
-"""(layer, raw qkv [T, (H + 2 KV) * D], out [T, H * D]): writes this step's keys and values, and attention into out."""
+if TYPE_CHECKING:
+    from engine.megatron.hosted import HostedModel
+
+Attend = Callable[[int, LayerTensors, Tensor, Tensor], None]
+"""(layer's index and tensors, raw qkv [T, width], out [T, H * D]): writes this step's keys and values, and attention
+into out."""
 
 
 class FusedDense:
     """`model` over the pages of `kv`, for decode steps of up to max_rows rows and prefills of up to max_tokens tokens.
 
     All methods launch on the current stream, their grids depend on shapes alone, and nothing is read back: safe to
-    capture. Calls stay on one stream, since they share scratch.
+    capture. Calls stay on one stream, since they share scratch. All ranks of a model that is split make the same calls.
     """
 
-    def __init__(self, model: DenseModel, kv: KVCache, max_rows: int, max_tokens: int):
+    def __init__(self, model: DenseModel | HostedModel, kv: KVCache, max_rows: int, max_tokens: int):
         config, device, dtype = model.config, model.device, model.dtype
-        self.model, self.kv = model, kv
-        self.heads, self.kv_heads, self.dim = config.num_heads, config.num_kv_heads, config.head_dim
-        qkv_width, width = (self.heads + 2 * self.kv_heads) * self.dim, config.intermediate_size
+        self.model, self.kv, self.tensors = model, kv, model.tensors()
+        self.heads, self.eps, self.depth = self.tensors.heads, config.rms_norm_eps, config.num_layers
+        width = config.intermediate_size
         tokens = max(max_rows, max_tokens)
         new = lambda *shape: torch.empty(shape, dtype=dtype, device=device)  # noqa: E731
-        self._qkv = new(tokens, qkv_width)
-        self._attended = torch.zeros(tokens, self.heads * self.dim, dtype=dtype, device=device)
+        self._qkv = new(tokens, self.heads.width)
+        self._attended = torch.zeros(tokens, self.heads.heads * self.heads.dim, dtype=dtype, device=device)
         self._gated = new(tokens, width)
-        self._scratch = Scratch(tokens, max_rows, config.hidden_size, max(qkv_width, 2 * width), config.vocab_size,
-                                dtype, device)
+        self._scratch = Scratch(tokens, max_rows, config.hidden_size, max(self.heads.width, 2 * width),
+                                config.vocab_size, dtype, device)
+        group = self.tensors.group
+        self._exchange = None if group is None else Exchange(group, max_rows, self.tensors.head)
         self._workspaces: dict[int, DecodeWorkspace] = {}
 
     def embed_rows(self, state: SlotState, hidden: Tensor) -> None:
         """hidden [b, h]: the embedding of each row's newest token."""
-        rows, width = hidden.shape
-        pdl = overlaps(hidden)
-        embed_kernel[(rows,)](state.slots, state.last_tokens, self.model.embed.weight, hidden, H=width,
-                              HP=triton.next_power_of_2(width), PDL=pdl, **launch_options(pdl))
+        table, (rows, width), pdl = self.tensors.embedding, hidden.shape, overlaps(hidden)
+        embed_kernel[(rows,)](state.slots, state.last_tokens, table, hidden, self.tensors.first_token, len(table),
+                              H=width, HP=triton.next_power_of_2(width), SPLIT=self._exchange is not None, PDL=pdl,
+                              **launch_options(pdl))
+        self._add_up(hidden)
 
     def layer(self, index: int, hidden: Tensor, attend: Attend) -> None:
         """Decoder layer `index` on hidden [T, h], in place."""
-        layer, rows = self.model.layers[index], len(hidden)
+        layer, rows, scratch = self.tensors.layer(index), len(hidden), self._scratch
         qkv, attended, gated = self._qkv[:rows], self._attended[:rows], self._gated[:rows]
-        attn, mlp, scratch = layer.attn, layer.mlp, self._scratch
-        linear(hidden, attn.qkv.weight, qkv, scratch, norm=layer.input_norm.weight, eps=layer.input_norm.eps,
-               bias=attn.qkv.bias, squares=self._left_by_layer(rows) if index else 0)
-        attend(layer, qkv, attended)
-        linear(attended, attn.o.weight, hidden, scratch, bias=attn.o.bias, add=True, next_norm=layer.post_norm.weight)
-        left = half_normed(rows, hidden.shape[1], attended.shape[1], hidden.dtype)
-        linear(hidden, mlp.gate_up.weight, gated, scratch, norm=layer.post_norm.weight, eps=layer.post_norm.eps,
-               bias=mlp.gate_up.bias, gated=True, squares=left)
-        following = self.model.layers[index + 1].input_norm if index + 1 < len(self.model.layers) else self.model.norm
-        linear(gated, mlp.down.weight, hidden, scratch, bias=mlp.down.bias, add=True, next_norm=following.weight)
+        linear(hidden, layer.qkv, qkv, scratch, norm=layer.input_norm, eps=self.eps, bias=layer.qkv_bias,
+               squares=self._left_by_layer(rows) if index else 0)
+        attend(index, layer, qkv, attended)
+        self._onto(hidden, attended, layer.o, layer.o_bias, layer.post_norm)
+        linear(hidden, layer.gate_up, gated, scratch, norm=layer.post_norm, eps=self.eps, bias=layer.gate_up_bias,
+               gated=True, squares=self._half_normed(rows, attended.shape[1]))
+        last = index + 1 == self.depth
+        following = self.tensors.norm if last else self.tensors.layer(index + 1).input_norm
+        self._onto(hidden, gated, layer.down, layer.down_bias, following)
+
+    def _onto(self, hidden: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, next_norm: Tensor) -> None:
+        """Add x Wᵀ + bias to hidden [T, h]; with ranks the first one's share brings residual and bias."""
+        if self._exchange is None:
+            linear(x, weight, hidden, self._scratch, bias=bias, add=True, next_norm=next_norm)
+            return
+        is_first = self._exchange.is_first
+        linear(x, weight, hidden, self._scratch, bias=bias if is_first else None, add=is_first)
+        self._exchange.add_up(hidden)
+
+    def _add_up(self, hidden: Tensor) -> None:
+        if self._exchange is not None:
+            self._exchange.add_up(hidden)
+
+    def _half_normed(self, rows: int, inputs: int) -> int:
+        """In how many sums of squares a row `_onto` leaves half of the next norm, which takes the whole of hidden."""
+        return 0 if self._exchange else half_normed(rows, self.model.config.hidden_size, inputs, self.model.dtype)
 
     def _left_by_layer(self, rows: int) -> int:
         """The squares that the last product of a layer leaves for the norm after it."""
-        config = self.model.config
-        return half_normed(rows, config.hidden_size, config.intermediate_size, self.model.dtype)
+        return self._half_normed(rows, self.model.config.intermediate_size)
 
     def decode_attention(self, state: SlotState, rows: int) -> Attend:
         """Attention of one token per row over its slot's pages."""
         slots, positions = state.slots[:rows], state.positions[:rows]
 
-        def attend(layer: DecoderLayer, qkv: Tensor, out: Tensor) -> None:
-            heads, kv_heads = self.heads, self.kv_heads
-            qkv = qkv.view(rows, heads + 2 * kv_heads, self.dim)
-            index = layer.attn.index
-            paged_decode(qkv[:, :heads], self.kv.k[index], self.kv.v[index], state.page_table, positions,
-                         self.dim**-0.5, new_kv=(qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]),
-                         slots=slots, rotation=self._rotation(layer), out=out.view(rows, heads, self.dim),
-                         workspace=self._workspace(qkv[:, :heads], state.page_table))
+        def attend(index: int, layer: LayerTensors, qkv: Tensor, out: Tensor) -> None:
+            q, k, v = self.heads.cut(qkv)
+            paged_decode(q, self.kv.k[index], self.kv.v[index], state.page_table, positions, self.heads.dim**-0.5,
+                         new_kv=(k, v), slots=slots, rotation=self._rotation(layer),
+                         out=out.view(rows, self.heads.heads, self.heads.dim),
+                         workspace=self._workspace(q, state.page_table))
 
         return attend
 
@@ -98,9 +122,13 @@ class FusedDense:
         It also becomes its slot's newest in last_tokens (0 for a -1), and positions, where given, move one on; rows of
         slot 0, padding, leave both alone. `after_layer`: hidden is just what `layer` left, not a choice of its rows.
         """
-        norm, head, scratch = self.model.norm, self.model.head, self._scratch
-        tiles = linear(hidden, head.weight, logits, scratch, norm=norm.weight, eps=norm.eps, bias=head.bias, best=True,
+        scratch, head = self._scratch, self.tensors.head
+        part = logits if self._exchange is None else self._exchange.part(len(hidden))
+        tiles = linear(hidden, head, part, scratch, norm=self.tensors.norm, eps=self.eps, best=self._exchange is None,
                        squares=self._left_by_layer(len(hidden)) if after_layer else 0)
+        if self._exchange is not None:
+            self._exchange.gather(part, logits)
+            tiles = best_of_tiles(logits, scratch)
         pdl = overlaps(hidden)
         choose_kernel[(len(hidden),)](
             scratch.best, scratch.best_at, slots, slots if positions is None else positions, last_tokens, next_tokens,
@@ -110,21 +138,29 @@ class FusedDense:
     def prefill(self, tokens: Tensor, packing: Packing, page_table: Tensor) -> Tensor:
         """Hidden [T, h] before the last norm of T packed tokens, which also go into their pages."""
 
-        def attend(layer: DecoderLayer, qkv: Tensor, out: Tensor) -> None:
-            k_cache, v_cache = self.kv.k[layer.attn.index], self.kv.v[layer.attn.index]
-            turn_and_append(qkv, self.heads, k_cache, v_cache, page_table, packing, self._rotation(layer))
-            paged_prefill(qkv, self.heads, k_cache, v_cache, page_table, packing, self.dim**-0.5, out)
+        def attend(index: int, layer: LayerTensors, qkv: Tensor, out: Tensor) -> None:
+            k_cache, v_cache = self.kv.k[index], self.kv.v[index]
+            q, k, v = self.heads.cut(qkv)
+            turn_and_append(q, k, v, k_cache, v_cache, page_table, packing, self._rotation(layer))
+            paged_prefill(q, k_cache, v_cache, page_table, packing, self.heads.dim**-0.5, out)
 
-        hidden = F.embedding(tokens, self.model.embed.weight)
-        for index in range(len(self.model.layers)):
+        hidden = self._embedded(tokens)
+        for index in range(self.depth):
             self.layer(index, hidden, attend)
         return hidden
 
-    def _rotation(self, layer: DecoderLayer) -> Rotation:
-        table, norm = self.model.rotary, layer.attn.qk_norm
-        if norm is None:
-            return Rotation(table.cos, table.sin)
-        return Rotation(table.cos, table.sin, norm.q_weight, norm.k_weight, norm.eps)
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        table = self.tensors.embedding
+        if self._exchange is None:
+            return F.embedding(tokens, table)
+        here = tokens - self.tensors.first_token
+        is_here = (here >= 0) & (here < len(table))
+        hidden = F.embedding(here * is_here, table) * is_here.unsqueeze(1)
+        self._exchange.add_up(hidden)
+        return hidden
+
+    def _rotation(self, layer: LayerTensors) -> Rotation:
+        return Rotation(self.tensors.cos, self.tensors.sin, layer.q_norm, layer.k_norm, self.eps)
 
     def _workspace(self, q: Tensor, page_table: Tensor) -> DecodeWorkspace:
         """Of a row count, made in its warm-up run: scratch made inside a capture would belong to that graph alone."""

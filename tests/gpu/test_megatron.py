@@ -61,7 +61,8 @@ def build(**changes):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = TransformerConfig(**values)
-        spec = get_gpt_layer_with_transformer_engine_spec(num_experts=config.num_moe_experts)
+        spec = get_gpt_layer_with_transformer_engine_spec(num_experts=config.num_moe_experts,
+                                                          qk_layernorm=config.qk_layernorm)
         model = GPTModel(config, spec, vocab_size=VOCAB, max_sequence_length=256, position_embedding_type="rope",
                          share_embeddings_and_output_weights=False)
     return model.cuda().bfloat16()
@@ -261,11 +262,16 @@ def test_a_whole_iteration_equals_eager_and_validation_has_its_own_graph():
     assert rows[0]["graphs"] == 2 and rows[0]["failed"] == 0, rows
 
 
-def test_one_model_trains_and_generates_on_a_gpu():
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_one_model_trains_and_generates_on_a_gpu(is_plain):
+    """By the model's own layers, or by our kernels where it is a plain dense decoder."""
     prompts = [[1, 2, 3], [5, 6, 7, 8, 9], [11] * 40]
     greedy = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
-    model = build()
+    plain = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "num_query_groups": 2,
+             "qk_layernorm": True}
+    model = build(**(plain if is_plain else {}))
     with Engine(EngineConfig(max_num_seqs=4, warmup="full", max_model_len=128, num_pages=64), model=model) as engine:
+        assert (engine._loop.runner.prefill is not None) == is_plain
         trainer = Engine(EngineConfig(mode="training", cuda_graph_warmup_steps=2), pool=engine.pool)
         trainer.attach(model)
         for step in range(6):

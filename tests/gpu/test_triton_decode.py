@@ -107,6 +107,16 @@ def test_every_split_count_gives_the_same_attention_at_block_borders(device, spl
 
 
 @pytest.mark.interpretable
+def test_queries_of_each_kv_head_may_lie_apart(device):
+    case = make_case(device, [5, 70, 33], 6, 2, 32, torch.float16)
+    together = decode(case)
+    apart = torch.full((3, 2, 5, 32), float("nan"), dtype=torch.float16, device=device)
+    apart[:, :, :3] = case.q.view(3, 2, 3, 32)
+    case.q = apart[:, :, :3]
+    assert torch.equal(decode(case), together)
+
+
+@pytest.mark.interpretable
 def test_padded_rows_on_the_scratch_page_change_no_other_row(device):
     lengths = [70, 33, 200, 5]
     padded = make_case(device, [*lengths, 0, 0, 0, 0], 4, 2, 64, torch.float32)

@@ -9,6 +9,7 @@ from tests.gpu.kernels import DEVICE, DTYPE, INTERPRETED, relative_error  # isor
 
 from engine.attention.triton_decode import Rotation
 from engine.attention.triton_prefill import Packing, paged_prefill, turn_and_append
+from engine.models.tensors import HeadLayout
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,11 +34,11 @@ def turned(x, positions, cos, sin, weight, eps):
     return x * cos + torch.roll(x, x.shape[-1] // 2, dims=-1) * sin
 
 
-@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("normed", "by_group"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 32), (3, 1, 16)] if INTERPRETED else
                          [(16, 8, 128), (32, 8, 128), (9, 3, 64), (4, 4, 80)])
 @pytest.mark.parametrize("chunks", PACKINGS)
-def test_packed_chunks_attend_as_float64_does(chunks, heads, kv_heads, dim, normed):
+def test_packed_chunks_attend_as_float64_does(chunks, heads, kv_heads, dim, normed, by_group):
     generator = torch.Generator().manual_seed(0)
     padding, pages_each = 7, -(-max(start + length for start, length in chunks) // PAGE)
     lengths = [length for _, length in chunks]
@@ -62,9 +63,12 @@ def test_packed_chunks_attend_as_float64_does(chunks, heads, kv_heads, dim, norm
     packing = Packing(positions.long().to(DEVICE), slots.long().to(DEVICE), torch.tensor(lengths).cumsum(0).to(DEVICE),
                       torch.tensor([start for start, _ in chunks]).to(DEVICE),
                       torch.arange(1, len(chunks) + 1).to(DEVICE))
-    raw, table = qkv.clone(), page_table.to(DEVICE)
-    turn_and_append(qkv, heads, k_cache, v_cache, table, packing, Rotation(cos, sin, *weights, 1e-6))
-    out = paged_prefill(qkv, heads, k_cache, v_cache, table, packing, dim**-0.5,
+    table = page_table.to(DEVICE)
+    q, k, v = HeadLayout(heads, kv_heads, dim, by_group).cut(torch.empty_like(qkv))
+    for place, part in zip((q, k, v), HeadLayout(heads, kv_heads, dim, False).cut(qkv), strict=True):
+        place.copy_(part)
+    turn_and_append(q, k, v, k_cache, v_cache, table, packing, Rotation(cos, sin, *weights, 1e-6))
+    out = paged_prefill(q, k_cache, v_cache, table, packing, dim**-0.5,
                         torch.full((tokens, heads * dim), 7.0).to(DEVICE, DTYPE))
     assert (out[sum(lengths) :] == 7).all()
     assert torch.equal(k_cache[0].isnan(), before[0][0].isnan())  # padding wrote nothing to the scratch page
@@ -74,7 +78,7 @@ def test_packed_chunks_attend_as_float64_does(chunks, heads, kv_heads, dim, norm
         first += length
         if not length:
             continue
-        split = raw[rows].view(length, -1, dim)
+        split = qkv[rows].view(length, -1, dim)
         place = positions[rows].long().to(DEVICE)
         q = turned(split[:, :heads], place, cos, sin, weights[0], 1e-6)
         k_old = before[0][mine].reshape(-1, kv_heads, dim)[:start].double()

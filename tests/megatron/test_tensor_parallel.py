@@ -329,7 +329,6 @@ def test_a_rank_passes_over_what_all_refuse_and_ends_by_any_other_error(folder):
 @pytest.mark.parametrize(("changes", "says"), [
     ({"tensor_parallel_size": 0}, "whole number of at least 1"),
     ({"tensor_parallel_size": None}, "whole number of at least 1"),
-    ({"kernels": "fused"}, "kernels='auto'"),
     ({"cpu_weight_format": "int4"}, "int4"),
     ({"mode": "training"}, "Megatron-Core splits"),
 ])
