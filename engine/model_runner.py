@@ -84,6 +84,7 @@ class ModelRunner:
             self.cache.add_site(self.prefill.site())
         self.sampling = SamplingState(config.max_num_seqs, spec.vocab_size, device, eos_token_ids=eos_token_ids,
                                       logprobs_mode=config.logprobs_mode)
+        self.sampling.warm_up(self.buffers["logits"])
         # Two results a step, its decodes' and its prefills', for every step that may be unread at a time.
         self.ring = HostRing(self.cache.pool.backend, config.max_num_seqs, torch.int64, depth=2 * UNREAD_STEPS)
         self._unread: list[Launched] = []

@@ -2,12 +2,13 @@
 
 Owns what sampling must remember of a running request. Order: repetition penalty, frequency and presence penalties,
 logit bias, the min_tokens mask, temperature, top-k, top-p, min-p (Hugging Face's order), all in float32; the draw
-itself is in engine/draw.py. Knows no scheduler, no pages and no text.
+itself is in engine/draw.py, and for a GPU's simplest rows in engine/kernels/fused_draw.py. Knows no scheduler, no pages
+and no text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,8 +24,9 @@ from engine.request import SamplingParams, TokenLogprob, mix64
 
 __all__ = ["SampleResult", "SamplingState", "prompt_logprobs"]
 
-# Columns of the numbers that go to the device once per step.
-_TEMPERATURE, _TOP_K, _TOP_P, _MIN_P, _REPETITION, _FREQUENCY, _PRESENCE, _U = range(8)
+# Columns of the numbers that go to the device once per step. _FUSED: the temperature where the row is the fused draw's,
+# else 0.
+_TEMPERATURE, _TOP_K, _TOP_P, _MIN_P, _REPETITION, _FREQUENCY, _PRESENCE, _U, _FUSED = range(9)
 
 
 @dataclass(slots=True)
@@ -32,6 +34,7 @@ class _Slot:
     """What the host must know of a slot to decide which work its row needs."""
 
     random: bool = False
+    fused: bool = False  # by the fused draw
     top_k: int = 0
     truncated: bool = False  # by top-k or top-p: drawn in order of likelihood
     min_p: bool = False
@@ -55,6 +58,16 @@ _INACTIVE = _Slot()
 # times faster when a row's scratch stays in its cache.
 _PART_NUMBERS = (2**16, 2**26)
 _Pending = tuple[list[int], DeviceLogprobs]  # rows of the batch, and their log-probabilities
+_FusedDraw = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+
+
+def _fused_draw(device: torch.device) -> _FusedDraw | None:
+    """What draws rows from their whole distributions on this device; None: torch, as all other rows."""
+    if device.type != "cuda":
+        return None
+    from engine.kernels.fused_draw import draw_rows  # triton exists only where CUDA does
+
+    return draw_rows
 
 
 class SampleResult:
@@ -108,11 +121,12 @@ class SamplingState:
         self._eos_token_ids = tuple(eos_token_ids)
         self._raw = logprobs_mode == "raw"
         self._step = max(1, _PART_NUMBERS[self.device.type == "cuda"] // vocab_size)  # rows drawn from at a time
+        self._fused_draw = _fused_draw(self.device)
         self._counts = TokenCounts(max_num_seqs, vocab_size, self.device)
         # One row more than there are slots: index -1 is the row of inactive entries, and is greedy.
         self._slots = [_INACTIVE] * (max_num_seqs + 1)
         self._special: set[int] = set()  # slots that argmax alone doesn't serve
-        self._numbers = torch.zeros(max_num_seqs + 1, 8, dtype=torch.float64)
+        self._numbers = torch.zeros(max_num_seqs + 1, 9, dtype=torch.float64)
         self._keys = torch.zeros(max_num_seqs + 1, dtype=torch.int64)
 
     def check(self, params: SamplingParams) -> None:
@@ -139,10 +153,13 @@ class SamplingState:
         )
         banned = self._banned(params)
         top_k = params.top_k if params.top_k < self.vocab_size else 0
+        random, truncated = not params.is_greedy, top_k > 0 or params.top_p < 1.0
+        fused = random and not truncated and params.logprobs is None and self._fused_draw is not None
         self._slots[slot] = _Slot(
-            random=not params.is_greedy,
+            random=random,
+            fused=fused,
             top_k=top_k,
-            truncated=top_k > 0 or params.top_p < 1.0,
+            truncated=truncated,
             min_p=params.min_p > 0.0,
             penalised=penalised,
             logprobs=params.logprobs,
@@ -152,18 +169,10 @@ class SamplingState:
             bias=_bias(params.logit_bias) if params.logit_bias else None,
         )
         self._numbers[slot] = torch.tensor(
-            [
-                params.temperature or 1.0,
-                top_k,
-                params.top_p,
-                params.min_p,
-                params.repetition_penalty,
-                params.frequency_penalty,
-                params.presence_penalty,
-                0.0,
-            ],
+            [params.temperature or 1.0, top_k, params.top_p, params.min_p, params.repetition_penalty,
+             params.frequency_penalty, params.presence_penalty, 0.0, params.temperature if fused else 0.0],
             dtype=torch.float64,
-        )
+        )  # fmt: skip
         self._keys[slot] = mix64(seed)
         (self._special.discard if self._slots[slot].is_plain else self._special.add)(slot)
         if penalised:
@@ -200,14 +209,7 @@ class SamplingState:
         penalised = [i for i, state in enumerate(states) if state.penalised]
         tracked = ids_to(self.device, [slots[i] for i in penalised]) if penalised else None
         x = self._adjusted(raw, penalised, tracked, states, numbers)
-        best, token_ids = x.max(dim=1)
-        pending: list[_Pending] = []
-        for rows in self._parts(states):
-            parts = (_rows(t, rows) for t in (x, best, token_ids, numbers))
-            drawn, logprobs = self._draw(*parts, rows, [states[i] for i in rows])
-            token_ids = _put(token_ids, rows, drawn)
-            pending += logprobs
-        token_ids = torch.where(torch.isfinite(best), token_ids, -1)
+        token_ids, pending = self._choose(x, numbers, states)
         if penalised:
             self._counts.add(tracked, _rows(token_ids, penalised))
         if self._raw:
@@ -215,6 +217,44 @@ class SamplingState:
         if -1 in slots:
             token_ids = token_ids.masked_fill(ids_to(self.device, slots) < 0, 0)
         return SampleResult(token_ids, pending)
+
+    def warm_up(self, logits: Tensor) -> None:
+        """Compile what draws from logits like these [rows, V] need, so that no request waits seconds for it."""
+        if self._fused_draw is not None:
+            none = torch.zeros(1, self._numbers.shape[1], dtype=torch.float64, device=self.device)  # temperature 0
+            for x in (logits[:1], logits[:1].to(torch.float32)):  # as they are, and adjusted
+                self._draw_fused(x, none, torch.empty(1, dtype=torch.int64, device=self.device))
+
+    def _draw_fused(self, x: Tensor, numbers: Tensor, token_ids: Tensor) -> None:
+        """Tokens of those rows of x [b, V] that are the fused draw's, by their numbers [b, 9], into token_ids [b]."""
+        self._fused_draw(x, *(numbers[:, c] for c in (_FUSED, _MIN_P, _U)), token_ids)
+
+    def _choose(self, x: Tensor, numbers: Tensor, states: list[_Slot]) -> tuple[Tensor, list[_Pending]]:
+        """Tokens int64 [b] from x [b, V] by numbers [b, 9], -1 without a finite best, and the log-probabilities."""
+        rest = [i for i, state in enumerate(states) if not state.fused]
+        if len(rest) == len(states):
+            return self._choose_by_torch(x, numbers, rest, states)
+        token_ids = torch.empty(len(states), dtype=torch.int64, device=self.device)
+        self._draw_fused(x, numbers, token_ids)
+        if not rest:
+            return token_ids, []
+        chosen, pending = self._choose_by_torch(_rows(x, rest), _rows(numbers, rest), rest, states)
+        return _put(token_ids, rest, chosen), pending
+
+    def _choose_by_torch(
+        self, x: Tensor, numbers: Tensor, rows: list[int], states: list[_Slot]
+    ) -> tuple[Tensor, list[_Pending]]:
+        """The same of these rows of the batch: x and numbers are theirs alone, `states` the whole batch's."""
+        x = x.to(torch.float32, memory_format=torch.contiguous_format)
+        best, token_ids = x.max(dim=1)
+        pending: list[_Pending] = []
+        members = [states[i] for i in rows]
+        for part in self._parts(members):
+            parts = (_rows(t, part) for t in (x, best, token_ids, numbers))
+            drawn, logprobs = self._draw(*parts, [rows[j] for j in part], [members[j] for j in part])
+            token_ids = _put(token_ids, part, drawn)
+            pending += logprobs
+        return torch.where(torch.isfinite(best), token_ids, -1), pending
 
     def _parts(self, states: list[_Slot]) -> Iterator[list[int]]:
         """The rows that argmax alone doesn't answer: those drawn in the same way together, at most a part's worth."""
@@ -232,7 +272,7 @@ class SamplingState:
     ) -> tuple[Tensor, list[_Pending]]:
         """Tokens int64 [b] of one part, and the log-probabilities of its rows that want them.
 
-        x float32 [b, V], its maxima best and best_ids [b], numbers [b, 8] and members belong to the batch's rows
+        x float32 [b, V], its maxima best and best_ids [b], numbers [b, 9] and members belong to the batch's rows
         `rows`, all drawn in the same way.
         """
         z = (x - best.unsqueeze(1)).div_(numbers[:, _TEMPERATURE].to(torch.float32).unsqueeze(1))
@@ -271,13 +311,15 @@ class SamplingState:
     def _adjusted(
         self, raw: Tensor, penalised: list[int], tracked: Tensor | None, states: list[_Slot], numbers: Tensor
     ) -> Tensor:
-        """The logits in float32 after penalties, bias and the min_tokens mask; `raw` itself where none applies.
+        """The logits in float32 after penalties, bias and the min_tokens mask; `raw` as it is where none applies.
 
         `penalised` are rows, and `tracked` their slots on the device.
         """
         biased = [i for i, state in enumerate(states) if state.bias is not None]
         banned = [i for i, state in enumerate(states) if state.min_tokens]
-        x = raw.to(torch.float32, copy=bool(penalised or biased or banned), memory_format=torch.contiguous_format)
+        if not (penalised or biased or banned):
+            return raw
+        x = raw.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         for part, rows in enumerate(self._split(penalised)):
             slots = tracked[part * self._step : part * self._step + len(rows)]
             columns = (_column(numbers, rows, c) for c in (_REPETITION, _FREQUENCY, _PRESENCE))

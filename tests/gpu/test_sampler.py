@@ -79,6 +79,33 @@ def test_gpu_tokens_count_the_same_one_by_one_and_all_at_once():
     assert state.sample(logits, [0], [7]).logprobs == state.sample(logits, [1], [7]).logprobs
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("fields", [{}, {"temperature": 0.6}, {"min_p": 0.02}, {"logit_bias": {5: 4.0}}], ids=str)
+def test_gpu_draws_whole_distributions_as_the_cpu_whatever_the_logits_type(fields, dtype):
+    rows, vocab_size = 500, 32000
+    logits = (torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(2)) * 3).to(dtype)
+    params = [SamplingParams(**fields)]
+    on_cpu, on_gpu = (state_with(device, rows, vocab_size, params) for device in ("cpu", "cuda"))
+    positions = range(rows)
+    wanted = on_cpu.sample(logits, range(rows), positions).token_ids
+    found = on_gpu.sample(logits.cuda(), range(rows), positions).token_ids.cpu()
+    assert (found == wanted).sum() >= 0.999 * rows  # exp differs in its last bit between the two
+    assert len(set(found.tolist())) > rows / 4
+
+
+@pytest.mark.parametrize("fields", [{}, {"temperature": 0.6, "min_p": 0.02}], ids=str)
+def test_gpu_draws_whole_distributions_without_a_copy_of_the_logits(fields):
+    rows, vocab_size = 64, 151936
+    state = state_with("cuda", rows, vocab_size, [SamplingParams(**fields)])
+    logits = torch.randn(rows, vocab_size, device="cuda", dtype=torch.bfloat16)
+    state.warm_up(logits)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    state.sample(logits, range(rows), [5] * rows)
+    assert torch.cuda.max_memory_allocated() - before < logits.nbytes / 20
+
+
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_gpu_step_is_enqueued_without_waiting_for_the_device():
     rows, vocab_size = 64, 32000
