@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -175,7 +176,9 @@ def test_stages_go_by_their_layers_global_numbers(tied: bool, tmp_path: Path) ->
 
 
 def test_two_real_ranks_load_compute_and_save_as_one(tmp_path: Path) -> None:
-    """Tensor parallelism of 2 with as many query groups, and with one and a padded vocabulary; then two stages."""
+    """Tensor parallelism of 2 with as many query groups, and with one and a padded vocabulary; then two stages, of a
+    tied model too.
+    """
     theirs = {case: checkpoint(tmp_path / case, case, vocab_size=size) for case, size in RANKS_OF_TWO.items()}
     command = [sys.executable, "-c", "from tests.megatron.test_weight_layout import rank_of_two; rank_of_two()"]
     ranks = [subprocess.Popen([*command, str(rank), str(tmp_path)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
@@ -195,9 +198,19 @@ def test_two_real_ranks_load_compute_and_save_as_one(tmp_path: Path) -> None:
         assert (found[..., : RANKS_OF_TWO[case]] - wanted).abs().max() < TOLERANCE * wanted.abs().max()
     stages = [load_file(tmp_path / f"llama.{rank}") for rank in range(2)]
     assert same(stored(tmp_path / "llama"), stages[0] | stages[1]) and not stages[0].keys() & stages[1].keys()
+    for case in ("llama", "llama-tied"):
+        saved = tmp_path / f"{case}-saved"
+        assert same(stored(tmp_path / case), stored(saved))
+        assert sorted(path.name for path in saved.iterdir()) == [
+            "config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
+            "model.safetensors.index.json"]
+        again = transformers.AutoModelForCausalLM.from_pretrained(saved)
+        assert same(theirs[case].state_dict(), again.state_dict())
+    refusals = [(tmp_path / f"refusal.{rank}").read_text() for rank in range(2)]
+    assert refusals[0] == refusals[1] and "holds a model already" in refusals[0]
 
 
-RANKS_OF_TWO = {"qwen3": 96, "qwen3-tied": 93, "llama": 96}
+RANKS_OF_TWO = {"qwen3": 96, "qwen3-tied": 93, "llama": 96, "llama-tied": 96}
 """Cases of the test above, with the size of their vocabulary."""
 
 
@@ -209,6 +222,7 @@ def rank_of_two() -> None:
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
     torch.cuda.current_device = lambda: torch.device("cpu")  # where Megatron puts what it gathers, without asking
+    torch.Tensor.cuda = lambda tensor: tensor  # as it does with the copy of a tied embedding on the last stage
     dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(str(folder / "store"), 2))
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     for case in ("qwen3", "qwen3-tied"):
@@ -223,7 +237,16 @@ def rank_of_two() -> None:
         assert (folder / f"{case}-saved" / "config.json").exists()  # on return it is there for every rank
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    stage = gpt_for(folder / "llama", pp_size=2, pre_process=rank == 0, post_process=rank == 1)
-    load_checkpoint(stage, folder / "llama")
-    save_file({name: tensor.clone() for name, tensor in named_weights(stage)}, folder / f"llama.{rank}")
+    stages = parallel_state.get_pipeline_model_parallel_group()
+    for case in ("llama", "llama-tied"):
+        stage = gpt_for(folder / case, pp_size=2, pre_process=rank == 0, post_process=rank == 1)
+        load_checkpoint(stage, folder / case)
+        save_file({name: tensor.clone() for name, tensor in named_weights(stage)}, folder / f"{case}.{rank}")
+        save_checkpoint(stage, folder / f"{case}-saved", hf_config(folder / case), pipeline_group=stages)
+        assert (folder / f"{case}-saved" / "config.json").exists()
+    try:  # what one stage has against it, all stages say
+        save_checkpoint(stage, folder / ("new" if rank else "llama-saved"), hf_config(folder / case),
+                        pipeline_group=stages)
+    except ModelError as error:
+        (folder / f"refusal.{rank}").write_text(str(error))
     dist.destroy_process_group()
