@@ -76,6 +76,7 @@ class ModelRunner:
             warm_contexts=[width for width in self.contexts if width <= WARM_CONTEXT] or self.contexts[:1], fused=fused,
         ))
         self.prefill: Prefill | None = None
+        self.exchange = None if fused is None else fused.exchange
         if fused is not None:
             from engine.prefill_site import Prefill
 

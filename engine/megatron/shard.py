@@ -29,6 +29,7 @@ from engine.megatron.layout import Slot
 from engine.megatron.weights import load_checkpoint
 from engine.model_source import ModelSource
 from engine.models.config import ModelConfig
+from engine.models.exchange import Exchange
 from engine.models.registry import config_from_folder
 from engine.sizing import resolve
 from graph_cache.manifest import Manifest
@@ -102,6 +103,7 @@ class Shard:
         self._group: dist.ProcessGroup | None = None
         self._model: HostedModel | None = None
         self._sized: EngineConfig | None = None
+        self._exchange: Exchange | None = None
         if plan.device.type == "cuda":
             self.device = torch.device("cuda", plan.device.index + rank)
             torch.cuda.set_device(self.device)
@@ -147,6 +149,7 @@ class Shard:
         sized = dataclasses.replace(self._sized, num_pages=num_pages)
         plan = self.plan
         loop = loop_of(sized, self._model, plan.source.name, plan.ends, plan.weight_format, manifest, make)
+        self._exchange = loop.runner.exchange
         loop.runner.cache.must_capture = True  # with exchanges inside: a rank that ran eager would leave others waiting
         return loop
 
@@ -160,9 +163,11 @@ class Shard:
 
         With gloo nobody waits: a connection that breaks is an error at once.
         """
-        group = self._group
+        group, exchange = self._group, self._exchange
         if group is not None and self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+            if exchange is not None:
+                exchange.abandon()
             group.abort()
 
     def leave(self) -> None:
@@ -172,7 +177,7 @@ class Shard:
         if not self._has_joined or not dist.is_initialized():
             return
         self._megatron.forget_groups()
-        self._group = None
+        self._group = self._exchange = None
         thread = threading.Thread(target=self._destroy, daemon=True, name="encore-leave")
         thread.start()
         thread.join(LEAVE_SECONDS)

@@ -56,16 +56,17 @@ class FusedDense:
         self._scratch = Scratch(tokens, max_rows, config.hidden_size, max(self.heads.width, 2 * width),
                                 config.vocab_size, dtype, device)
         group = self.tensors.group
-        self._exchange = None if group is None else Exchange(group, max_rows, self.tensors.head)
+        self.exchange = None if group is None else Exchange(group, max_rows, self.tensors.head)
         self._workspaces: dict[int, DecodeWorkspace] = {}
 
     def embed_rows(self, state: SlotState, hidden: Tensor) -> None:
         """hidden [b, h]: the embedding of each row's newest token."""
         table, (rows, width), pdl = self.tensors.embedding, hidden.shape, overlaps(hidden)
         embed_kernel[(rows,)](state.slots, state.last_tokens, table, hidden, self.tensors.first_token, len(table),
-                              H=width, HP=triton.next_power_of_2(width), SPLIT=self._exchange is not None, PDL=pdl,
+                              H=width, HP=triton.next_power_of_2(width), SPLIT=self.exchange is not None, PDL=pdl,
                               **launch_options(pdl))
-        self._add_up(hidden)
+        if self.exchange is not None:
+            self.exchange.all_reduce(hidden)
 
     def layer(self, index: int, hidden: Tensor, attend: Attend) -> None:
         """Decoder layer `index` on hidden [T, h], in place."""
@@ -74,29 +75,26 @@ class FusedDense:
         linear(hidden, layer.qkv, qkv, scratch, norm=layer.input_norm, eps=self.eps, bias=layer.qkv_bias,
                squares=self._left_by_layer(rows) if index else 0)
         attend(index, layer, qkv, attended)
-        self._onto(hidden, attended, layer.o, layer.o_bias, layer.post_norm)
+        self._onto(hidden, attended, layer.o, layer.o_bias, layer.post_norm, turn=0)
         linear(hidden, layer.gate_up, gated, scratch, norm=layer.post_norm, eps=self.eps, bias=layer.gate_up_bias,
                gated=True, squares=self._half_normed(rows, attended.shape[1]))
         last = index + 1 == self.depth
         following = self.tensors.norm if last else self.tensors.layer(index + 1).input_norm
-        self._onto(hidden, gated, layer.down, layer.down_bias, following)
+        self._onto(hidden, gated, layer.down, layer.down_bias, following, turn=1)
 
-    def _onto(self, hidden: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, next_norm: Tensor) -> None:
-        """Add x Wᵀ + bias to hidden [T, h]; with ranks the first one's share brings residual and bias."""
-        if self._exchange is None:
+    def _onto(self, hidden: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, next_norm: Tensor,
+              turn: int) -> None:
+        """Add x Wᵀ + bias to hidden [T, h]: of ranks the sum of their shares, the first of which brings the bias."""
+        if self.exchange is None:
             linear(x, weight, hidden, self._scratch, bias=bias, add=True, next_norm=next_norm)
             return
-        is_first = self._exchange.is_first
-        linear(x, weight, hidden, self._scratch, bias=bias if is_first else None, add=is_first)
-        self._exchange.add_up(hidden)
-
-    def _add_up(self, hidden: Tensor) -> None:
-        if self._exchange is not None:
-            self._exchange.add_up(hidden)
+        share, adds = self.exchange.onto(hidden, turn)
+        linear(x, weight, share, self._scratch, bias=bias if self.exchange.is_first else None, add=adds)
+        self.exchange.add_up(hidden, turn)
 
     def _half_normed(self, rows: int, inputs: int) -> int:
         """In how many sums of squares a row `_onto` leaves half of the next norm, which takes the whole of hidden."""
-        return 0 if self._exchange else half_normed(rows, self.model.config.hidden_size, inputs, self.model.dtype)
+        return 0 if self.exchange else half_normed(rows, self.model.config.hidden_size, inputs, self.model.dtype)
 
     def _left_by_layer(self, rows: int) -> int:
         """The squares that the last product of a layer leaves for the norm after it."""
@@ -123,11 +121,11 @@ class FusedDense:
         slot 0, padding, leave both alone. `after_layer`: hidden is just what `layer` left, not a choice of its rows.
         """
         scratch, head = self._scratch, self.tensors.head
-        part = logits if self._exchange is None else self._exchange.part(len(hidden))
-        tiles = linear(hidden, head, part, scratch, norm=self.tensors.norm, eps=self.eps, best=self._exchange is None,
+        part = logits if self.exchange is None else self.exchange.part(len(hidden))
+        tiles = linear(hidden, head, part, scratch, norm=self.tensors.norm, eps=self.eps, best=self.exchange is None,
                        squares=self._left_by_layer(len(hidden)) if after_layer else 0)
-        if self._exchange is not None:
-            self._exchange.gather(part, logits)
+        if self.exchange is not None:
+            self.exchange.gather(part, logits)
             tiles = best_of_tiles(logits, scratch)
         pdl = overlaps(hidden)
         choose_kernel[(len(hidden),)](
@@ -151,12 +149,12 @@ class FusedDense:
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         table = self.tensors.embedding
-        if self._exchange is None:
+        if self.exchange is None:
             return F.embedding(tokens, table)
         here = tokens - self.tensors.first_token
         is_here = (here >= 0) & (here < len(table))
         hidden = F.embedding(here * is_here, table) * is_here.unsqueeze(1)
-        self._exchange.add_up(hidden)
+        self.exchange.all_reduce(hidden)
         return hidden
 
     def _rotation(self, layer: LayerTensors) -> Rotation:

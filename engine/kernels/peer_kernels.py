@@ -1,0 +1,46 @@
+"""Device code of a sum over the GPUs of one host through memory that they map of each other: one launch, no library.
+
+Each rank leaves its share where the others can read it, tells them, waits for theirs, and adds all up in order of rank:
+the same bits everywhere. Imports triton at the top: for CUDA (or Triton's interpreter) only.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def add_up_kernel(
+    hidden_ptr, shares_ptr, flags_ptr, first_flag, count,
+    RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """hidden [count] += the sum of all ranks' shares. shares int64 [RANKS]: the address of each rank's share here.
+
+    flags int64 [RANKS]: the address of each rank's flags, of which this exchange's begin at first_flag: for each
+    program one of each rank, 0 before and after, 1 from a rank's telling to its being heard, 2 where nobody waits any
+    more.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    program = tl.program_id(0)
+    mine = first_flag + program * RANKS
+    # The share was written by the launch before. Releasing to the system makes it readable for who acquires the flag.
+    for other in tl.static_range(RANKS):
+        if other != RANK:
+            flags = tl.load(flags_ptr + other).to(tl.pointer_type(tl.int32))
+            tl.atomic_xchg(flags + mine + RANK, 1, sem="release", scope="sys")
+    flags = tl.load(flags_ptr + RANK).to(tl.pointer_type(tl.int32))
+    for other in tl.static_range(RANKS):
+        if other != RANK:
+            while tl.atomic_cas(flags + mine + other, 1, 0, sem="acquire", scope="sys") == 0:
+                pass
+    at = program * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    total = tl.load(hidden_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    for rank in tl.static_range(RANKS):
+        share = tl.load(shares_ptr + rank).to(tl.pointer_type(hidden_ptr.dtype.element_ty))
+        total += tl.load(tl.multiple_of(share, 16) + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(hidden_ptr + at, total.to(hidden_ptr.dtype.element_ty), mask=inside)
