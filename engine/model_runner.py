@@ -98,11 +98,15 @@ class ModelRunner:
             raise ConfigError(f"kernels='fused' needs 16-bit weights and a GPU with {SHARED_BYTES >> 10} KiB of shared "
                               f"memory a program, found {self.config.dtype} on {self.device}; use kernels='auto'")
         if wanted == "torch" or not able:
+            if self.device.type == "cuda":
+                logger.info("the model's own layers compute its steps: kernels=%r, %s", wanted, self.config.dtype)
             return None
         from engine.models.fused_dense import FusedDense  # triton exists only where CUDA does
 
         try:
-            return FusedDense(self.model, self.kv, self.config.max_num_seqs, self.config.max_num_batched_tokens)
+            fused = FusedDense(self.model, self.kv, self.config.max_num_seqs, self.config.max_num_batched_tokens)
+            logger.info("the engine's kernels compute the model's steps")
+            return fused
         except ModelError as error:  # a hosted model that is no plain dense decoder computes by itself
             if wanted == "fused":
                 raise ConfigError(f"kernels='fused' can't compute this model: {error}; use kernels='auto'") from error

@@ -17,7 +17,7 @@ import pickle
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -38,6 +38,7 @@ from graph_cache.manifest import Manifest
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 LOOK_SECONDS = 0.1
 # Calls that may end in an EngineError, which is then the same on all ranks. Any other error leaves them apart.
 REFUSING = frozenset({"add", "update_weights", "weights_changed", "operations.load_weights"})
@@ -103,7 +104,8 @@ def leading_loop(config: EngineConfig, source: ModelSource, eos_token_ids: tuple
         pages = min(pages, *(loaded.num_pages for loaded in followers.hear(Loaded)))
         manifest = manifest_of(shard.sized, source, plan.weight_format)
         followers.tell(Begin(pages, manifest))
-        loop = shard.loop(pages, manifest, functools.partial(LeadingLoop, followers=followers, shard=shard))
+        make = functools.partial(LeadingLoop, followers=followers, shard=shard)
+        loop = _while_all_live(followers, lambda: shard.loop(pages, manifest, make))  # its kernels' memory is shared
         followers.hear(Following)
         followers.watch(shard.abandon)
         atexit.register(loop.close)  # a process that ends with captured communicators may hang
@@ -115,24 +117,27 @@ def leading_loop(config: EngineConfig, source: ModelSource, eos_token_ids: tuple
         raise
 
 
-def _while_all_live(followers: Followers, meet: Callable[[], None]) -> None:
-    """Meet the other ranks; raises EngineDead if one ends meanwhile, for which it would wait."""
-    ended: list[BaseException | None] = []
+def _while_all_live(followers: Followers, meet: Callable[[], T]) -> T:
+    """What `meet` gives, which the other ranks call too; raises EngineDead if one of them ends meanwhile, for which it
+    would wait.
+    """
+    ended: list[tuple[T | None, BaseException | None]] = []
 
     def run() -> None:
         try:
-            meet()
-            ended.append(None)
+            ended.append((meet(), None))
         except BaseException as error:
-            ended.append(error)
+            ended.append((None, error))
 
     thread = threading.Thread(target=run, daemon=True, name="encore-meet")
     thread.start()
     while thread.is_alive():
         thread.join(LOOK_SECONDS)
         followers.look()
-    if ended[0] is not None:
-        raise ended[0]
+    found, error = ended[0]
+    if error is not None:
+        raise error
+    return found
 
 
 def _portable_style() -> tuple[bytes, int]:

@@ -52,8 +52,9 @@ def page_bytes(model: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
 def step_bytes(model: ModelConfig, seqs: int, batched: int, dtype: torch.dtype) -> int:
     """Bytes of what a step of `batched` tokens and `seqs` rows of logits holds between its kernels, about."""
     heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    return dtype.itemsize * (batched * (3 * model.hidden_size + heads + 3 * model.intermediate_size)
-                             + 2 * seqs * model.vocab_size)
+    split = 4096 * max(model.hidden_size, 2 * model.intermediate_size)  # 4 float32 sums of 256 rows, split products'
+    return split + dtype.itemsize * (batched * (4 * model.hidden_size + heads + 3 * model.intermediate_size)
+                                     + 4 * seqs * model.vocab_size)
 
 
 def _affordable_pages(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype,

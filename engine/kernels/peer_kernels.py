@@ -31,7 +31,8 @@ def add_up_kernel(
     for other in tl.static_range(RANKS):
         if other != RANK:
             flags = tl.load(flags_ptr + other).to(tl.pointer_type(tl.int32))
-            tl.atomic_xchg(flags + mine + RANK, 1, sem="release", scope="sys")
+            # Only a 0: a 2 stays, or a rank that was let go would wait again.
+            tl.atomic_cas(flags + mine + RANK, 0, 1, sem="release", scope="sys")
     flags = tl.load(flags_ptr + RANK).to(tl.pointer_type(tl.int32))
     for other in tl.static_range(RANKS):
         if other != RANK:

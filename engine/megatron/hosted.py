@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from engine.attention.base import Attention
 from engine.errors import ModelError
 from engine.layers.slot import WeightSlot
-from engine.megatron.layout import listed, unwrapped, weight_slots
-from engine.megatron.tensors import HostedTensors, uncommon
+from engine.megatron.layout import unwrapped, weight_slots
+from engine.megatron.plain import dense_tensors
 from engine.models.config import ModelConfig
 from engine.models.exchange import gathered_columns
 from engine.models.tensors import DenseTensors
@@ -106,9 +106,7 @@ class HostedModel(nn.Module):
         """What kernels need of the model that compute a step in its place. Raises ModelError, listing all in which it
         differs from what such kernels compute.
         """
-        if problems := uncommon(self):
-            raise ModelError(f"{type(self.gpt).__name__} is no plain dense decoder: {listed(problems)}")
-        return HostedTensors(self)
+        return dense_tensors(self)
 
     def _paged(self, index: int, trained: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """The core attention of layer `index`: over pages inside a step of the engine, else as it was."""

@@ -145,7 +145,11 @@ class Shard:
 
     def loop(self, num_pages: int, manifest: Manifest | None,
              make: Callable[..., EngineLoop] = EngineLoop) -> EngineLoop:
-        """The loop of this rank; number of pages and manifest are the same for all, as is all that they decide."""
+        """The loop of this rank, which meets the others again; number of pages and manifest are the same for all, as is
+        all that they decide.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # as in `join`
         sized = dataclasses.replace(self._sized, num_pages=num_pages)
         plan = self.plan
         loop = loop_of(sized, self._model, plan.source.name, plan.ends, plan.weight_format, manifest, make)

@@ -153,7 +153,7 @@ class FusedDense:
             return F.embedding(tokens, table)
         here = tokens - self.tensors.first_token
         is_here = (here >= 0) & (here < len(table))
-        hidden = F.embedding(here * is_here, table) * is_here.unsqueeze(1)
+        hidden = F.embedding(here * is_here, table).masked_fill_(~is_here.unsqueeze(1), 0)
         self.exchange.all_reduce(hidden)
         return hidden
 

@@ -68,7 +68,7 @@ class PeerMemory:
 
     def abandon(self) -> None:
         """Let go of launches that wait for a rank that is gone; what they give then is of no use. From any thread."""
-        with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream(self._flags.device)):
+        with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream(self._flags.device, priority=-1)):
             self._flags.fill_(_ALONE)
 
 

@@ -59,7 +59,7 @@ class LayerTensors(NamedTuple):
 
 
 class DenseTensors(Protocol):
-    """The tensors of a model, read from it anew at each access: they are where the model has them at that time.
+    """The tensors of a model. Parameters are read from it at each access: they are where the model has them then.
 
     With a `group` of several ranks they are this rank's: heads, columns of the MLP, and rows of the vocabulary from
     `first_token` on, in both the embedding and the head. What `o` and `down` give is to be added up over the ranks.

@@ -31,9 +31,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.interpretable, pytest.mark.filterwarn
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 ROWS, TOKENS, PAGES = 3, 24, 4
 KINDS = {
-    "qwen3": {"vocab_size": 511},  # padded over two ranks
+    "qwen3": {"vocab_size": 511},  # padded
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": False},
     "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+    "llama-biases": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": True,
+                     "mlp_bias": True},
 }
 
 
@@ -74,7 +76,7 @@ def hosted(kind: str, ranks: int, device: torch.device) -> HostedModel:
     """The same model as a GPTModel, this rank's part of it."""
     model = native(kind)
     arguments = gpt_model_arguments(model.config)
-    arguments["vocab_size"] += -arguments["vocab_size"] % ranks
+    arguments["vocab_size"] = 512
     gpt = empty_gpt_model(transformer_config_values(model.config), arguments, ranks=ranks, dtype=DTYPE, device=device)
     found = HostedModel(gpt, 256, model.config.vocab_size)
     weights = dict(model.named_weights())

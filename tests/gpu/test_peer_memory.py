@@ -131,7 +131,7 @@ def test_a_rank_that_waits_for_one_that_is_gone_can_be_let_go(tmp_path):
 
 
 @pytest.mark.skipif(INTERPRETED or GPUS == 0, reason="needs a CUDA device")
-def test_shares_of_a_turn_and_flags_lie_apart():
+def test_shares_of_two_turns_lie_apart():
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
         memory = PeerMemory(dist.group.WORLD, WIDTH, DTYPE, torch.device("cuda", 0))

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from megatron.core.transformer.torch_norm import L2Norm
 
+from engine import Engine, EngineConfig
 from engine.errors import ModelError
 from engine.megatron.hosted import HostedModel
 from engine.models.tensors import DenseTensors, HeadLayout
@@ -102,6 +105,63 @@ def test_an_adapter_in_a_projections_place_is_refused():
     layer.mlp.linear_fc2 = Adapter(layer.mlp.linear_fc2)
     with pytest.raises(ModelError, match="layers.1.mlp.linear_fc2 is a .*Adapter"):
         hosted.tensors()
+
+
+def with_l2_norms(model):
+    for layer in model.decoder.layers:
+        layer.self_attention.q_layernorm = L2Norm(8)
+
+
+def with_no_norm(model):
+    model.decoder.layers[0].pre_mlp_layernorm = IdentityOp()
+
+
+def with_a_side_branch(model):
+    linear = model.decoder.layers[0].mlp.linear_fc1
+    linear.lora = torch.nn.Linear(32, 96)
+
+
+def with_a_forward_of_its_own(model):
+    linear = model.decoder.layers[0].mlp.linear_fc1
+    own = linear.forward
+    linear.forward = lambda x: own(2 * x)
+
+
+def with_another_eps(model):
+    model.decoder.layers[1].input_layernorm.eps = 0.5
+
+
+def without_a_residual(model):
+    model.decoder.layers[1].mlp_bda = IdentityFuncOp()
+
+
+@pytest.mark.parametrize(("change", "says"), [
+    (with_l2_norms, "L2Norm as q_layernorm"), (with_no_norm, "post_norm of layer 0 is missing"),
+    (with_a_side_branch, "lora.weight is a parameter"), (with_a_forward_of_its_own, "linear_fc1 has a forward"),
+    (with_another_eps, "input_layernorm has an eps of 0.5"), (without_a_residual, "residual of mlp_bda"),
+])
+def test_a_model_that_was_changed_by_hand_is_refused(change, says):
+    model = gpt()
+    hosted = HostedModel(model)
+    hosted.tensors()
+    change(model)
+    with pytest.raises(ModelError, match=says):
+        hosted.tensors()
+
+
+def test_a_model_whose_training_graphs_are_attached_is_plain_still():
+    model = gpt()
+    training = Engine(EngineConfig(mode="training"))
+    training.attach(model)
+    HostedModel(model).tensors()
+    training.detach()
+
+
+def test_of_a_padded_vocabulary_the_head_has_what_is_served():
+    model = gpt()
+    hosted = HostedModel(model, vocab_size=90)
+    head = hosted.tensors().head
+    assert head.shape == (90, 32) and head.data_ptr() == model.output_layer.weight.data_ptr()
 
 
 def test_parameters_that_are_no_plain_tensors_of_the_models_dtype_are_refused():
