@@ -111,7 +111,7 @@ def error_of_first_row(case: Case, out: torch.Tensor) -> float:
 
 
 def time_triton(case: Case, ways: tuple[str, ...], num_splits=None, tiling=None) -> dict[str, float]:
-    """Microseconds per call: 'decode', 'fused' (append and decode in one launch), 'apart' (in two)."""
+    """Microseconds per call: 'decode', 'fused' (with the append of the step's keys and values)."""
     from engine.attention import triton_decode as td
 
     options = {"num_splits": num_splits, "tiling": tiling}
@@ -121,8 +121,6 @@ def time_triton(case: Case, ways: tuple[str, ...], num_splits=None, tiling=None)
 
     def call(table: torch.Tensor, way: str) -> Callable[[], object]:
         def run() -> None:
-            if way == "apart":
-                td.append_kv(*new_kv, case.k_cache, case.v_cache, table, case.positions)
             td.paged_decode(
                 case.q, case.k_cache, case.v_cache, table, case.positions, DIM**-0.5,
                 new_kv=new_kv if way == "fused" else None, out=out, workspace=workspace, **options,
@@ -209,13 +207,13 @@ def main() -> None:
     }  # fmt: skip
     flashinfer_error = "left out" if args.no_flashinfer else None
     scratch = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    print("heads  batch  keys  floor us  decode   fused   apart  % of floor (fused)  flashinfer us", flush=True)
+    print("heads  batch  keys  floor us  decode   fused  % of floor (fused)  flashinfer us", flush=True)
     for shape in QUICK_SHAPES if args.quick else SHAPES:
         case = make_case(*shape, args.context)
         floor = case.bytes / args.bandwidth * 1e6
         row = {"heads": case.heads, "kv_heads": case.kv_heads, "batch": case.batch, "keys": case.keys}
         row |= {"floor_us": round(floor, 2)} | {
-            f"{way}_us": round(us, 2) for way, us in time_triton(case, ("decode", "fused", "apart")).items()
+            f"{way}_us": round(us, 2) for way, us in time_triton(case, ("decode", "fused")).items()
         }
         row["fraction_of_floor"] = round(floor / row["fused_us"], 3)
         if flashinfer_error is None:
@@ -227,7 +225,7 @@ def main() -> None:
         result["rows"].append(row)
         print(
             f"{case.heads:>2}/{case.kv_heads}  {case.batch:>6} {case.keys:>5} {floor:>9.1f} {row['decode_us']:>7.1f} "
-            f"{row['fused_us']:>7.1f} {row['apart_us']:>7.1f} {100 * row['fraction_of_floor']:>12.0f} % "
+            f"{row['fused_us']:>7.1f} {100 * row['fraction_of_floor']:>12.0f} % "
             f"{row.get('flashinfer_us', '-'):>18}",
             flush=True,
         )

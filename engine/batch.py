@@ -50,21 +50,7 @@ class Batch:
         return bool(self.decodes or self.prefills)
 
     @property
-    def is_decode_only(self) -> bool:
-        """Whether the step may be one replay of a decode graph."""
-        return bool(self.decodes) and not self.prefills
-
-    @property
     def sampled(self) -> list[tuple[Request, int]]:
         """The requests whose next token this step gives, each with its lease: decodes first, then prompts' ends."""
         ends = [(chunk.request, chunk.lease) for chunk in self.prefills if chunk.is_last]
         return [*zip(self.decodes, self.leases, strict=True), *ends]
-
-    @property
-    def num_prefill_tokens(self) -> int:
-        return sum(chunk.length for chunk in self.prefills)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens computed in this step, padding not counted."""
-        return len(self.decodes) + self.num_prefill_tokens

@@ -128,16 +128,3 @@ class PrefillAttention:
                 values = sdpa.gather_pages(self.kv.v[layer], table)[: start + length]
             outs.append(sdpa.prefill(q[rows], keys, values, mask, self.scale))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
-
-
-class MixedAttention:
-    """A step of both kinds: the first `decodes` rows go to `decode`, the others to `prefill`."""
-
-    def __init__(self, decode: DecodeAttention, decodes: int, prefill: PrefillAttention):
-        self.decode, self.decodes, self.prefill = decode, decodes, prefill
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        split = self.decodes
-        one = self.decode(layer, q[:split], k[:split], v[:split])
-        many = self.prefill(layer, q[split:], k[split:], v[split:])
-        return torch.cat((one, many))

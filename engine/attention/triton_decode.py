@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import triton
 
-from engine.attention.triton_decode_kernels import append_kernel, decode_kernel
+from engine.attention.triton_decode_kernels import decode_kernel
 from engine.kernels.launching import launch_options, overlaps
 
 if TYPE_CHECKING:
@@ -97,32 +97,6 @@ def choose_tiling(head_dim: int, dtype: torch.dtype, programs: int) -> Tiling:
     return Tiling(block_keys, 1 if row_bytes <= 256 else 2, 2 if programs > 512 else 4)
 
 
-def append_kv(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    page_table: torch.Tensor,
-    positions: torch.Tensor,
-) -> None:
-    """Write row i's key and value, `k[i]` and `v[i]` of [b, KV, D], at `positions[i]` of its pages, in the caches.
-
-    Caches are [num_pages, page_size, KV, D], changed in place; `page_table` is [b, P] int32 or int64 and `positions`
-    [b] int64. Rows may be strided views (of a fused projection); the last dimension must be dense. One launch, no
-    host read. Positions beyond the page table are not detected. Raises ValueError for shapes that do not fit.
-    """
-    batch, kv_heads, dim = k.shape
-    _check_cache(k_cache, v_cache, kv_heads, dim, page_table, positions, batch)
-    _check_rows("k", k, (batch, kv_heads, dim))
-    _check_rows("v", v, (batch, kv_heads, dim))
-    append_kernel[(batch,)](
-        k, v, k_cache, v_cache, page_table, positions,
-        k.stride(0), k.stride(1), v.stride(0), v.stride(1), *k_cache.stride()[:3], page_table.stride(0),
-        KV_HEADS=kv_heads, HEADS_PAD=triton.next_power_of_2(kv_heads), DIM=dim, DIM_PAD=triton.next_power_of_2(dim),
-        PAGE=k_cache.shape[1], num_warps=4,
-    )  # fmt: skip
-
-
 def paged_decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -142,12 +116,13 @@ def paged_decode(
     """Return softmax(scale * q K^T) V for one query token per row, over keys 0..positions[i] of its pages: [b, H, D].
 
     `q` is [b, H, D] with H a multiple of KV (query head h reads KV head h // (H/KV)), or [b, KV, H/KV, D] where the
-    heads of each KV head lie apart from the next one's; caches, `page_table` and
-    `positions` are as in `append_kv`. `new_kv` = (k, v), each [b, KV, D], is first written at `positions`, as
-    `append_kv` would, in the same launch. With `slots` int64 [b], row i's pages are row slots[i] of `page_table`. With
-    `rotation`, q and the new keys are raw projections and are normed and rotated first. `out` [b, H, D] must be
-    contiguous; one is allocated in q's dtype where it is None. `workspace` comes from `decode_workspace` for the same
-    shapes and `num_splits`; None allocates one.
+    heads of each KV head lie apart from the next one's. Caches are [num_pages, page_size, KV, D], `page_table` is
+    [b, P] int32 or int64 and `positions` [b] int64; positions beyond the table are not detected. `new_kv` = (k, v),
+    each [b, KV, D], is first written at `positions`, into the caches, in the same launch; rows may be strided. With
+    `slots` int64 [b], row i's pages are row slots[i] of `page_table`. With `rotation`, q and the new keys are raw
+    projections and are normed and rotated first. `out` [b, H, D] must be contiguous; one is allocated in q's dtype
+    where it is None. `workspace` comes from `decode_workspace` for the same shapes and `num_splits`; None allocates
+    one.
     One launch on the current stream, its grid fixed by shapes; safe to capture. Raises ValueError for shapes that do
     not fit.
     """

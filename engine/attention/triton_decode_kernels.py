@@ -13,25 +13,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def append_kernel(
-    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, table_ptr, positions_ptr,
-    k_row, k_head, v_row, v_head, cache_page, cache_slot, cache_head, table_row,
-    KV_HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    position = tl.load(positions_ptr + row)
-    page = tl.load(table_ptr + row * table_row + position // PAGE).to(tl.int64)
-    heads = tl.arange(0, HEADS_PAD)[:, None]
-    dims = tl.arange(0, DIM_PAD)[None, :]
-    mask = (heads < KV_HEADS) & (dims < DIM)
-    target = page * cache_page + (position % PAGE) * cache_slot + heads * cache_head + dims
-    k = tl.load(k_ptr + row * k_row + heads * k_head + dims, mask=mask)
-    v = tl.load(v_ptr + row * v_row + heads * v_head + dims, mask=mask)
-    tl.store(k_cache_ptr + target, k.to(k_cache_ptr.dtype.element_ty), mask=mask)
-    tl.store(v_cache_ptr + target, v.to(v_cache_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def _combine(
     acc_ptr, lse_ptr, out_ptr, active, max_parts,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PARTS_PAD: tl.constexpr,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.attention import DecodeAttention, KVCache, MixedAttention, PrefillAttention
+from engine.attention import DecodeAttention, KVCache, PrefillAttention
 from engine.errors import ConfigError
 
 PAGE, DIM = 4, 16
@@ -109,24 +109,6 @@ def test_decode_equals_prefill_of_one_token() -> None:
     prefilled = PrefillAttention(other, [(9, 1)], [[3, 7, 1]])(0, q, k, v)
     torch.testing.assert_close(decoded, prefilled, atol=1e-4, rtol=0)
     assert torch.equal(one.k[0], other.k[0]) and torch.equal(one.v[0], other.v[0])
-
-
-def test_a_mixed_step_equals_its_two_halves() -> None:
-    heads, kv_heads = HEADS["gqa"]
-    q, k, v = rows(7, heads, kv_heads)
-    halves, mixed = make_cache(kv_heads), make_cache(kv_heads)
-    for mine, theirs in zip((*halves.k, *halves.v), (*mixed.k, *mixed.v), strict=True):
-        theirs.copy_(mine)
-    table, positions = torch.tensor([[1, 2], [3, 4]]), torch.tensor([5, 3])
-
-    def build(cache: KVCache) -> tuple[DecodeAttention, PrefillAttention]:
-        return DecodeAttention(cache, table, positions), PrefillAttention(cache, [(0, 5)], [[6, 8]])
-
-    decode, prefill = build(halves)
-    expected = torch.cat((decode(0, q[:2], k[:2], v[:2]), prefill(0, q[2:], k[2:], v[2:])))
-    decode, prefill = build(mixed)
-    assert torch.equal(MixedAttention(decode, 2, prefill)(0, q, k, v), expected)
-    assert torch.equal(halves.k[0], mixed.k[0])
 
 
 def test_each_layers_keys_and_values_have_storage_of_their_own() -> None:

@@ -67,10 +67,11 @@ def test_prompt_is_prefilled_then_decoded_to_its_end():
     request = add(scheduler, "a", 10, max_tokens=3)
     assert request.state is RequestState.WAITING and scheduler.num_waiting == 1
     batch = step(scheduler)
-    assert chunks(batch) == [("a", 0, 10, True)] and names(batch.admitted) == ["a"] and not batch.is_decode_only
+    assert chunks(batch) == [("a", 0, 10, True)] and names(batch.admitted) == ["a"] and not batch.decodes
     assert request.state is RequestState.RUNNING and request.num_computed == 10 and request.output_len == 1
-    assert step(scheduler).is_decode_only
-    assert step(scheduler).num_tokens == 1
+    for _ in range(2):
+        batch = step(scheduler)
+        assert names(batch.decodes) == ["a"] and not batch.prefills
     assert request.state is RequestState.FINISHED and request.token_ids[10:] == [7, 7, 7]
     assert not scheduler.has_work and scheduler.ended == {"length": 1}
     assert not scheduler.schedule()
@@ -96,7 +97,6 @@ def test_decodes_come_first_and_cost_one_token_each():
     add(scheduler, "long", 40)
     batch = step(scheduler)
     assert names(batch.decodes) == ["a", "b", "c"] and chunks(batch) == [("long", 0, 5, False)]
-    assert batch.num_tokens == 8 and batch.num_prefill_tokens == 5
 
 
 def test_prefill_keeps_a_token_even_when_the_budget_is_one_per_slot():
@@ -117,7 +117,7 @@ def test_last_token_of_a_prompt_is_a_decode():
     add(scheduler, "nine", 9)
     assert chunks(step(scheduler)) == [("nine", 0, 8, False)]
     batch = step(scheduler)
-    assert names(batch.decodes) == ["nine"] and batch.is_decode_only
+    assert names(batch.decodes) == ["nine"] and not batch.prefills
 
 
 def test_one_token_prompts_are_counted_in_the_budget():

@@ -62,7 +62,7 @@ def test_gpu_decode_is_enqueued_without_waiting_for_the_device(model, kind):
         launch, launched = loop.runner.launch, []
 
         def watched(batch):
-            assert batch.is_decode_only
+            assert batch.decodes and not batch.prefills
             torch.cuda.set_sync_debug_mode("error")  # raises at any call that waits
             try:
                 launched.append(launch(batch))
