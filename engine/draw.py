@@ -124,8 +124,8 @@ def _draw_ranked(
     limit = torch.where(top_k > 0, top_k, float(z.shape[1])).to(torch.int64)
     within = cumulative.gather(1, (limit.clamp(max=count) - 1).unsqueeze(1)).squeeze(1)
     mass = torch.where(limit <= count, within, weights.sum(dim=1))
-    before = (cumulative - best).to(torch.float64)
-    keep = (before < (top_p * mass).unsqueeze(1)) | (top_p >= 1.0).unsqueeze(1)
+    goal = (top_p * mass).ceil().to(torch.int64)  # an integer: sums that float64 would round are compared exactly
+    keep = (cumulative - best < goal.unsqueeze(1)) | (top_p >= 1.0).unsqueeze(1)
     keep &= torch.arange(count, device=z.device) < limit.unsqueeze(1)
     keep &= best >= _least_weight(min_p)
     kept = keep.sum(dim=1).clamp(min=1)

@@ -24,7 +24,7 @@ def peak_kernel(logits_ptr, temperature_ptr, peak_ptr, stride, step, V: tl.const
     tile = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     if tl.load(temperature_ptr + row * step) > 0:
-        x = _tile(logits_ptr + row * stride, tile, V, TILE)
+        x = logits_tile(logits_ptr + row * stride, tile, V, TILE)
         best = tl.max(tl.where(x == x, x, float("inf")), 0)
         tl.store(peak_ptr + row * tl.num_programs(0) + tile, best)
 
@@ -39,8 +39,8 @@ def weigh_kernel(
     row = tl.program_id(1).to(tl.int64)
     temperature = tl.load(temperature_ptr + row * step)
     if temperature > 0:
-        x = _tile(logits_ptr + row * stride, tile, V, TILE)
-        best = _best(peak_ptr + row * TILES, TILES, WIDTH)
+        x = logits_tile(logits_ptr + row * stride, tile, V, TILE)
+        best = row_best(peak_ptr + row * TILES, TILES, WIDTH)
         if tl.abs(best) < float("inf"):
             weights = _weights(x, best, temperature, tl.load(min_p_ptr + row * step))
             tl.store(sum_ptr + row * TILES + tile, tl.sum(weights, 0))
@@ -55,7 +55,7 @@ def pick_kernel(
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + row * step)
     if temperature > 0:
-        best = _best(peak_ptr + row * TILES, TILES, WIDTH)
+        best = row_best(peak_ptr + row * TILES, TILES, WIDTH)
         if tl.abs(best) < float("inf"):
             tiles = tl.arange(0, WIDTH)
             sums = tl.load(sum_ptr + row * TILES + tiles, mask=tiles < TILES, other=0)
@@ -63,7 +63,7 @@ def pick_kernel(
             target = (tl.load(u_ptr + row * step) * tl.sum(sums, 0).to(tl.float64)).to(tl.int64)
             tile = tl.sum((tl.cumsum(sums, 0) <= target).to(tl.int32), 0)
             target -= tl.sum(tl.where(tiles < tile, sums, 0), 0)
-            x = _tile(logits_ptr + row * stride, tile, V, TILE)
+            x = logits_tile(logits_ptr + row * stride, tile, V, TILE)
             weights = _weights(x, best, temperature, tl.load(min_p_ptr + row * step))
             column = tl.sum((tl.cumsum(weights, 0) <= target).to(tl.int32), 0)
             tl.store(out_ptr + row, (tile * TILE + column).to(tl.int64))
@@ -72,28 +72,46 @@ def pick_kernel(
 
 
 @triton.jit
-def _tile(row_ptr, tile, V: tl.constexpr, TILE: tl.constexpr):
+def logits_tile(row_ptr, tile, V: tl.constexpr, TILE: tl.constexpr):
     """Logits of one tile as float32 [TILE]; -inf, which weighs nothing, beyond the vocabulary."""
     cols = tile * TILE + tl.arange(0, TILE)
     return tl.load(row_ptr + cols, mask=cols < V, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
-def _best(peak_ptr, TILES: tl.constexpr, WIDTH: tl.constexpr):
+def row_best(peak_ptr, TILES: tl.constexpr, WIDTH: tl.constexpr):
     """The best logit of a row, from its tiles' best ones."""
     tiles = tl.arange(0, WIDTH)
     return tl.max(tl.load(peak_ptr + tiles, mask=tiles < TILES, other=float("-inf")), 0)
 
 
 @triton.jit
-def _weights(x, best, temperature, min_p):
-    """Integer weights int64 of logits x float32 <= best, and 0 for those below min_p times the best's."""
+def scaled(x, best, temperature):
+    """z float32 <= 0 of logits x float32 <= best."""
     z = x - best
     if temperature != 1.0:  # the default, and a rounded division takes more instructions than exp
         z = tl.div_rn(z, temperature.to(tl.float32))
+    return z
+
+
+@triton.jit
+def weights_of(z):
+    """Integer weights int64 of z float32 <= 0."""
     if _HAS_LIBDEVICE:
         shares = libdevice.exp(z)
     else:
         shares = tl.exp(z)
-    weights = (shares * _ONE).to(tl.int64)
-    return tl.where(weights < tl.ceil(min_p * _ONE).to(tl.int64), 0, weights)
+    return (shares * _ONE).to(tl.int64)
+
+
+@triton.jit
+def least_weight(min_p):
+    """The integer weight below which min-p float64 drops a token."""
+    return tl.ceil(min_p * _ONE).to(tl.int64)
+
+
+@triton.jit
+def _weights(x, best, temperature, min_p):
+    """Integer weights int64 of logits x float32 <= best, and 0 for those below min_p times the best's."""
+    weights = weights_of(scaled(x, best, temperature))
+    return tl.where(weights < least_weight(min_p), 0, weights)

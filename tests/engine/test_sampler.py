@@ -218,7 +218,7 @@ VARIED = [
 
 @pytest.mark.parametrize("part", [2**12, 2**26], ids=["many parts", "one part"])
 def test_row_is_drawn_the_same_in_every_batch(monkeypatch, part):
-    monkeypatch.setattr("engine.sampler._PART_NUMBERS", (part, part))
+    monkeypatch.setattr("engine.choice._PART_NUMBERS", (part, part))
     vocab_size, rows = 3000, len(VARIED)
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(rows, vocab_size, generator=generator) * 2).to(torch.bfloat16)

@@ -10,6 +10,7 @@ import torch
 from tests.gpu.kernels import DEVICE, INTERPRETED  # isort: skip  (before what imports triton)
 
 from engine import draw
+from engine.kernels import fused_draw
 from engine.kernels.fused_draw import TILE, draw_rows
 from engine.request import SamplingParams, mix64
 from engine.sampler import SamplingState
@@ -206,19 +207,26 @@ PARAMS = [
     SamplingParams(temperature=1.5, presence_penalty=1.0, repetition_penalty=1.3, logit_bias={5: 30.0, 6: 30.0}),
     SamplingParams(temperature=3.0, min_tokens=500, max_tokens=None, stop_token_ids=list(range(90))),
     SamplingParams(min_p=0.9),
+    SamplingParams(temperature=0.6, top_k=20, top_p=0.95),
+    SamplingParams(temperature=2.0, top_k=5, logit_bias={7: 9.0}),
+    SamplingParams(temperature=5.0, top_p=0.8, min_p=0.1, logprobs=1),
 ]
 
 
 def sampler_with(params, rows, vocab_size, *, fused):
-    """A sampler whose untruncated rows without logprobs are drawn by the kernels, or by torch."""
+    """A sampler whose rows without logprobs are drawn by the kernels, or by torch."""
     state = SamplingState(rows, vocab_size, DEVICE, eos_token_ids=(2,))
-    state._fused_draw = draw_rows if fused else None
+    state._choice._kernels = fused_draw if fused else None
     for slot in range(rows):
         state.set_slot(slot, params[slot % len(params)], slot, [1, 2, 3], [4, 5])
     return state
 
 
-@pytest.mark.parametrize("params", [PARAMS, PARAMS[:2], PARAMS[5:6]], ids=["mixed", "fused alone", "adjusted"])
+@pytest.mark.parametrize(
+    "params",
+    [PARAMS, PARAMS[:2], PARAMS[5:6], PARAMS[8:10], [PARAMS[0], PARAMS[8]]],
+    ids=["mixed", "whole", "adjusted", "truncated", "whole and truncated"],
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sampler_chooses_the_same_with_and_without_the_kernels(params, dtype):
     rows, vocab_size = (24 if INTERPRETED else 400), 97

@@ -80,8 +80,22 @@ def test_gpu_tokens_count_the_same_one_by_one_and_all_at_once():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("fields", [{}, {"temperature": 0.6}, {"min_p": 0.02}, {"logit_bias": {5: 4.0}}], ids=str)
-def test_gpu_draws_whole_distributions_as_the_cpu_whatever_the_logits_type(fields, dtype):
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"temperature": 0.6},
+        {"min_p": 0.02},
+        {"logit_bias": {5: 4.0}},
+        {"top_k": 20, "top_p": 0.95},
+        {"top_k": 50, "logit_bias": {5: 4.0}},
+        {"top_p": 0.9, "temperature": 0.7},
+        {"top_p": 0.99, "temperature": 2.0, "min_p": 0.001},
+        {"top_p": 0.99, "temperature": 2.0},  # more than the candidates
+    ],
+    ids=str,
+)
+def test_gpu_draws_as_the_cpu_whatever_the_logits_type(fields, dtype):
     rows, vocab_size = 500, 32000
     logits = (torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(2)) * 3).to(dtype)
     params = [SamplingParams(**fields)]
@@ -89,12 +103,16 @@ def test_gpu_draws_whole_distributions_as_the_cpu_whatever_the_logits_type(field
     positions = range(rows)
     wanted = on_cpu.sample(logits, range(rows), positions).token_ids
     found = on_gpu.sample(logits.cuda(), range(rows), positions).token_ids.cpu()
-    assert (found == wanted).sum() >= 0.999 * rows  # exp differs in its last bit between the two
+    assert (found == wanted).sum() >= rows - 1  # exp differs in its last bit between the two
     assert len(set(found.tolist())) > rows / 4
 
 
-@pytest.mark.parametrize("fields", [{}, {"temperature": 0.6, "min_p": 0.02}], ids=str)
-def test_gpu_draws_whole_distributions_without_a_copy_of_the_logits(fields):
+@pytest.mark.parametrize(
+    ("fields", "share"),
+    [({}, 0.05), ({"temperature": 0.6, "min_p": 0.02}, 0.05), ({"top_k": 20, "top_p": 0.95}, 0.2)],
+    ids=str,
+)
+def test_gpu_draws_without_a_copy_of_the_logits(fields, share):
     rows, vocab_size = 64, 151936
     state = state_with("cuda", rows, vocab_size, [SamplingParams(**fields)])
     logits = torch.randn(rows, vocab_size, device="cuda", dtype=torch.bfloat16)
@@ -103,13 +121,13 @@ def test_gpu_draws_whole_distributions_without_a_copy_of_the_logits(fields):
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     state.sample(logits, range(rows), [5] * rows)
-    assert torch.cuda.max_memory_allocated() - before < logits.nbytes / 20
+    assert torch.cuda.max_memory_allocated() - before < logits.nbytes * share
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_gpu_step_is_enqueued_without_waiting_for_the_device():
     rows, vocab_size = 64, 32000
-    kinds = [params for params in PARAMS if not (params.top_p < 1.0 and not params.top_k)]
+    kinds = [p for p in PARAMS if p.logprobs is None or p.top_p == 1.0 or p.top_k]  # of the others torch reads a flag
     state = state_with("cuda", rows, vocab_size, kinds)
     logits = torch.randn(rows, vocab_size, device="cuda")
     state.sample(logits, range(rows), [5] * rows)
@@ -123,7 +141,9 @@ def test_gpu_step_is_enqueued_without_waiting_for_the_device():
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"top_k": 50}, {"top_p": 0.95}, {"min_p": 0.05}, {"presence_penalty": 1.0}], ids=str
+    "fields",
+    [{}, {"top_k": 50}, {"top_p": 0.95}, {"top_k": 20, "top_p": 0.95}, {"min_p": 0.05}, {"presence_penalty": 1.0}],
+    ids=str,
 )
 def test_gpu_step_of_256_rows_takes_milliseconds(fields, capsys):
     rows, vocab_size = 256, 151936
