@@ -30,6 +30,11 @@ def sampled(value: int) -> int:
     return value % VOCAB
 
 
+def tokens_of(batch: Batch) -> int:
+    """What the step computes, padding not counted."""
+    return len(batch.decodes) + sum(chunk.length for chunk in batch.prefills)
+
+
 class Simulation:
     """A scheduler driven as the loop drives it, over simulated page contents.
 
@@ -124,7 +129,7 @@ class Simulation:
         scheduler.check()
         if not self.under_way:
             assert bool(batch) == scheduler.has_work, "a step with live requests computes something"
-        assert batch.num_tokens <= config.max_num_batched_tokens
+        assert tokens_of(batch) <= config.max_num_batched_tokens
         listed = batch.decodes + [chunk.request for chunk in batch.prefills]
         assert len(set(listed)) == len(listed)
         assert all(request.state is RequestState.RUNNING for request in [*listed, *batch.admitted])
@@ -148,7 +153,7 @@ class Simulation:
         assert all(self.order[request] < self.order[waiting[0]] for request in batch.admitted), "nobody overtakes"
         first = min(running, key=self.order.__getitem__)
         assert first not in batch.preempted
-        idle_budget = batch.num_tokens < self.scheduler.config.max_num_batched_tokens
+        idle_budget = tokens_of(batch) < self.scheduler.config.max_num_batched_tokens
         if idle_budget and waiting[0] not in batch.preempted and len(running) < self.scheduler.config.max_num_seqs:
             # Preempted at most num_preemptions times: more free pages than this must have let the head in.
             share = 1 << min(self.scheduler.num_preemptions, 16)
