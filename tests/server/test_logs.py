@@ -44,10 +44,15 @@ def test_a_request_is_one_record_with_tokens_times_and_buckets(server, records):
 
 
 def test_streams_refusals_and_unknown_routes_are_logged_with_their_outcome(server, records):
+    def recorded(count):  # a record comes after its answer, and may come after the next one's
+        server.wait(lambda: len(records()) == count, "the records")
+
     server.events("/v1/completions", BODY | {"stream": True})
+    recorded(1)
     server.post("/v1/completions", BODY | {"n": 0})
+    recorded(2)
     server.http.get("/nothing%0Aforged")
-    server.wait(lambda: len(records()) == 3, "the records")
+    recorded(3)
     stream, refused, unknown = records()
     assert stream["completion_tokens"] == 12 and stream["status"] == 200
     assert refused["status"] == 400 and "completion_tokens" not in refused
