@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from engine.errors import ModelError
 from engine.megatron.layout import listed
 from engine.megatron.tensors import HostedTensors
-from engine.models.tensors import LayerTensors
 
 if TYPE_CHECKING:
     from engine.megatron.hosted import HostedModel
@@ -38,9 +37,10 @@ def dense_tensors(hosted: HostedModel) -> HostedTensors:
     problems = _otherwise_configured(hosted) + _foreign(hosted.gpt)
     if not problems:  # the parameters of others have other names
         tensors = HostedTensors(hosted)
-        problems = _misshapen(hosted, tensors) + _left_over(hosted.gpt, tensors)
+        problems = _unreadable(hosted, tensors) + _left_over(hosted.gpt, tensors)
     if problems:
         raise ModelError(f"{type(hosted.gpt).__name__} is no plain dense decoder: {listed(problems)}")
+    hosted.weight_slots()  # refuses parameters of other shapes
     return tensors
 
 
@@ -87,33 +87,15 @@ def _foreign(gpt: nn.Module) -> list[str]:
     return sorted(found)
 
 
-def _misshapen(hosted: HostedModel, tensors: HostedTensors) -> list[str]:
+def _unreadable(hosted: HostedModel, tensors: HostedTensors) -> list[str]:
     """Parameters that aren't there, or that kernels can't read as they lie."""
-    config = hosted.config
-    hidden, width, heads = config.hidden_size, config.intermediate_size, tensors.heads
-    attended = heads.heads * heads.dim
-    shapes = LayerTensors(
-        input_norm=(hidden,), qkv=(heads.width, hidden), qkv_bias=(heads.width,), q_norm=(heads.dim,),
-        k_norm=(heads.dim,), o=(hidden, attended), o_bias=(hidden,), post_norm=(hidden,), gate_up=(2 * width, hidden),
-        gate_up_bias=(2 * width,), down=(hidden, width), down_bias=(hidden,),
-    )._asdict()
-    found = []
-
-    def need(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> None:
-        if not _is_plain(tensor, shape, hosted.dtype):
-            found.append(f"{name} is {_described(tensor)}, a contiguous parameter {list(shape)} of {hosted.dtype} is "
-                         "needed")
-
-    for index in range(config.num_layers):
-        for name, tensor in tensors.layer(index)._asdict().items():
-            if tensor is not None or name not in _OPTIONAL:
-                need(f"{name} of layer {index}", tensor, shapes[name])
-    need("the last norm", tensors.norm, (hidden,))
-    vocab = len(tensors.embedding)
-    need("the embedding", tensors.embedding, (vocab, hidden))
-    if not config.tie_word_embeddings:
-        need("the head", hosted.gpt.output_layer.weight, (vocab, hidden))
-    return found
+    named = [(f"{name} of layer {index}", tensor) for index in range(hosted.config.num_layers)
+             for name, tensor in tensors.layer(index)._asdict().items() if tensor is not None or name not in _OPTIONAL]
+    named += [("the last norm", tensors.norm), ("the embedding", tensors.embedding)]
+    if not hosted.config.tie_word_embeddings:
+        named.append(("the head", hosted.gpt.output_layer.weight))
+    return [f"{name} is {_described(tensor)}, a contiguous parameter of {hosted.dtype} is needed"
+            for name, tensor in named if not _is_plain(tensor, hosted.dtype)]
 
 
 def _left_over(gpt: nn.Module, tensors: HostedTensors) -> list[str]:
@@ -125,9 +107,9 @@ def _left_over(gpt: nn.Module, tensors: HostedTensors) -> list[str]:
             if parameter.numel() and parameter.data_ptr() not in read]
 
 
-def _is_plain(tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+def _is_plain(tensor: Tensor | None, dtype: torch.dtype) -> bool:
     return (isinstance(tensor, nn.Parameter) and type(tensor.data) is Tensor and tensor.dtype == dtype
-            and tuple(tensor.shape) == shape and tensor.is_contiguous())
+            and tensor.is_contiguous())
 
 
 def _described(tensor: Tensor | None) -> str:

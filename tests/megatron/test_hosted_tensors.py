@@ -171,3 +171,12 @@ def test_parameters_that_are_no_plain_tensors_of_the_models_dtype_are_refused():
     weight.data = weight.data.double()
     with pytest.raises(ModelError, match="o of layer 0 is a Tensor .*float64"):
         hosted.tensors()
+
+
+def test_a_parameter_of_another_shape_is_refused():
+    model = gpt()
+    hosted = HostedModel(model)
+    fc2 = model.decoder.layers[1].mlp.linear_fc2
+    fc2.weight = torch.nn.Parameter(fc2.weight.data[:, :40].clone())
+    with pytest.raises(ModelError, match=r"linear_fc2.weight has shape \[32, 40\], \[32, 48\] is needed"):
+        hosted.tensors()
