@@ -35,12 +35,8 @@ def draw_rows(
     -inf. Grids depend on shapes alone and nothing waits, so it can be captured.
     """
     step = _one_stride(temperature=temperature, min_p=min_p, u=u)
-    logits = _with_rows(logits)
-    rows, sizes, across = _sizes(logits, tile)
-    strides, tiles = (logits.stride(0), step), across["TILES"]
-    peaks = torch.empty(rows, tiles, dtype=torch.float32, device=logits.device)
-    sums = torch.empty(rows, tiles, dtype=torch.int64, device=logits.device)
-    peak_kernel[(tiles, rows)](logits, temperature, peaks, *strides, **sizes)
+    logits, peaks, sums, sizes, across = _with_peaks(logits, temperature, tile)
+    (rows, tiles), strides = peaks.shape, (logits.stride(0), step)
     weigh_kernel[(tiles, rows)](logits, temperature, min_p, peaks, sums, *strides, **sizes, **across)
     pick_kernel[(rows,)](logits, temperature, min_p, u, peaks, sums, token_ids, *strides, **sizes, **across)
 
@@ -62,15 +58,11 @@ def draw_truncated_rows(
     """
     numbers = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "u": u}
     step = _one_stride(**numbers)
-    logits = _with_rows(logits)
-    rows, sizes, across = _sizes(logits, tile)
-    strides, tiles = (logits.stride(0), step), across["TILES"]
-    peaks = torch.empty(rows, tiles, dtype=torch.float32, device=logits.device)
-    sums = torch.empty(rows, tiles, dtype=torch.int64, device=logits.device)
+    logits, peaks, sums, sizes, across = _with_peaks(logits, temperature, tile)
+    (rows, tiles), strides = peaks.shape, (logits.stride(0), step)
     counts = torch.zeros(rows, BINS + 1, dtype=torch.int32, device=logits.device)
     places = torch.empty(rows, candidates, dtype=torch.int64, device=logits.device)
     limits = {"CAP": candidates, "ID_BITS": (logits.shape[1] - 1).bit_length()}
-    peak_kernel[(tiles, rows)](logits, temperature, peaks, *strides, **sizes)
     count_kernel[(tiles, rows)](logits, temperature, top_k, peaks, sums, counts, *strides, **sizes, **across)
     gather_kernel[(tiles, rows)](
         logits, temperature, top_k, peaks, counts, places, *strides, **sizes, **across, **limits
@@ -91,15 +83,19 @@ def _one_stride(**numbers: Tensor) -> int:
     return steps.pop()
 
 
-def _with_rows(logits: Tensor) -> Tensor:
-    """The logits with each row's side by side."""
-    return logits if logits.stride(1) == 1 else logits.contiguous()
-
-
-def _sizes(logits: Tensor, tile: int) -> tuple[int, dict[str, int], dict[str, int]]:
-    """Rows; what kernels must know of one tile of the vocabulary, and of a row's tiles."""
+def _with_peaks(
+    logits: Tensor, temperature: Tensor, tile: int
+) -> tuple[Tensor, Tensor, Tensor, dict[str, int], dict[str, int]]:
+    """What both draws begin with: logits with each row's side by side, the best of each tile float32 [rows, tiles],
+    room for as many sums, what kernels must know of one tile, and of a row's tiles.
+    """
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
     rows, vocab_size = logits.shape
     tiles = triton.cdiv(vocab_size, tile)
     # No more threads than logits: a histogram may count a number once for each thread that holds it.
     sizes = {"V": vocab_size, "TILE": tile, "num_warps": max(1, min(_WARPS, tile // 32))}
-    return rows, sizes, {"TILES": tiles, "WIDTH": triton.next_power_of_2(tiles)}
+    peaks = torch.empty(rows, tiles, dtype=torch.float32, device=logits.device)
+    peak_kernel[(tiles, rows)](logits, temperature, peaks, logits.stride(0), temperature.stride(0), **sizes)
+    return logits, peaks, peaks.new_empty(rows, tiles, dtype=torch.int64), sizes, {
+        "TILES": tiles, "WIDTH": triton.next_power_of_2(tiles)}

@@ -12,8 +12,9 @@ from tests.gpu.kernels import DEVICE, INTERPRETED  # isort: skip  (before what i
 from engine import draw
 from engine.kernels import fused_draw
 from engine.kernels.fused_draw import TILE, draw_rows
-from engine.request import SamplingParams, mix64
+from engine.request import SamplingParams
 from engine.sampler import SamplingState
+from tests.gpu.draws import LEFT, assert_nearly_all_equal, random_logits, scaled_logits, uniforms
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,12 +25,6 @@ INF, NAN = math.inf, math.nan
 ROWS = 120 if INTERPRETED else 2000
 VOCABULARIES = [1, 2, 17, 777, TILE, TILE + 1] + ([] if INTERPRETED else [50257, 151936])
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-LEFT = -7  # what a row holds that nobody drew
-
-
-def random_logits(rows, vocab_size, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(rows, vocab_size, generator=generator) * 3).to(DEVICE, dtype)
 
 
 def numbers_of(rows, seed=0, temperature=None, min_p=0.0, u=None):
@@ -38,7 +33,7 @@ def numbers_of(rows, seed=0, temperature=None, min_p=0.0, u=None):
     some = torch.tensor([1.0, 0.7, 0.25, 1.3, 100.0], dtype=torch.float64)
     numbers[:, 0] = some[torch.arange(rows) % len(some)] if temperature is None else temperature
     numbers[:, 1] = min_p
-    numbers[:, 2] = draw.uniform(torch.tensor([mix64(seed)]), torch.arange(rows)) if u is None else u
+    numbers[:, 2] = uniforms(rows, seed) if u is None else u
     return numbers.to(DEVICE)
 
 
@@ -49,14 +44,8 @@ def drawn(logits, numbers, tile=TILE):
 
 
 def expected(logits, numbers):
-    x = logits.float()
-    z = (x - x.amax(1, keepdim=True)) / numbers[:, 0].float().unsqueeze(1)
+    z = scaled_logits(logits, numbers[:, 0])
     return draw.draw_whole(draw.weights_of(z), numbers[:, 1], numbers[:, 2]).token_ids
-
-
-def assert_nearly_all_equal(found, wanted):
-    """exp may differ in its last bit from torch's, which moves a draw once in millions."""
-    assert (found == wanted).sum() >= 0.999 * len(wanted)
 
 
 @pytest.mark.parametrize("vocab_size", VOCABULARIES)

@@ -12,7 +12,7 @@ from tests.gpu.kernels import DEVICE, INTERPRETED  # isort: skip  (before what i
 from engine import draw
 from engine.kernels import fused_draw
 from engine.kernels.fused_draw import CANDIDATES, TILE, draw_truncated_rows
-from engine.request import mix64
+from tests.gpu.draws import LEFT, assert_nearly_all_equal, random_logits, scaled_logits, uniforms
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,7 +23,6 @@ INF, NAN = math.inf, math.nan
 ROWS = 18 if INTERPRETED else 2000  # a row takes the interpreter a tenth of a second
 VOCABULARIES = [1, 17, 777, TILE + 1] + ([] if INTERPRETED else [2, 50257, 151936])
 DTYPES = [torch.float32, torch.bfloat16] + ([] if INTERPRETED else [torch.float16])
-LEFT = -7  # what a row holds that nobody drew
 LAST = 1 - 2.0**-53  # the greatest random number
 RECIPES = [  # top_k, top_p, min_p
     (20, 0.95, 0.0),
@@ -38,18 +37,13 @@ RECIPES = [  # top_k, top_p, min_p
 ]
 
 
-def random_logits(rows, vocab_size, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(rows, vocab_size, generator=generator) * 3).to(DEVICE, dtype)
-
-
 def numbers_of(rows, recipes=RECIPES, seed=0, temperature=None, u=None):
     """float64 [rows, 5]: temperatures (of all sizes unless given), top_k, top_p, min_p, random numbers unless given."""
     numbers = torch.empty(rows, 5, dtype=torch.float64)
     some = torch.tensor([1.0, 0.7, 0.25, 2.0, 100.0], dtype=torch.float64)
     numbers[:, 0] = some[torch.arange(rows) % len(some)] if temperature is None else temperature
     numbers[:, 1:4] = torch.tensor(recipes, dtype=torch.float64)[torch.arange(rows) % len(recipes)]
-    numbers[:, 4] = draw.uniform(torch.tensor([mix64(seed)]), torch.arange(rows)) if u is None else u
+    numbers[:, 4] = uniforms(rows, seed) if u is None else u
     return numbers.to(DEVICE)
 
 
@@ -60,14 +54,8 @@ def drawn(logits, numbers, tile=TILE, candidates=CANDIDATES):
 
 
 def expected(logits, numbers):
-    x = logits.float()
-    z = (x - x.amax(1, keepdim=True)) / numbers[:, 0].float().unsqueeze(1)
+    z = scaled_logits(logits, numbers[:, 0])
     return draw.draw_truncated(z, draw.weights_of(z), *numbers.unbind(1)[1:], 0).token_ids
-
-
-def assert_nearly_all_equal(found, wanted):
-    """exp may differ in its last bit from torch's, which moves a draw once in millions."""
-    assert (found == wanted).sum() >= 0.999 * len(wanted)
 
 
 @pytest.mark.parametrize("vocab_size", VOCABULARIES)

@@ -1,0 +1,32 @@
+"""What the tests of drawing kernels share: logits, random numbers, and how near to torch's draws they must come."""
+
+from __future__ import annotations
+
+import torch
+
+from engine import draw
+from engine.request import mix64
+from tests.gpu.kernels import DEVICE
+
+LEFT = -7  # what a row holds that nobody drew
+
+
+def random_logits(rows, vocab_size, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(rows, vocab_size, generator=generator) * 3).to(DEVICE, dtype)
+
+
+def uniforms(rows, seed):
+    """A random number for each row: float64 [rows]."""
+    return draw.uniform(torch.tensor([mix64(seed)]), torch.arange(rows))
+
+
+def scaled_logits(logits, temperatures):
+    """z float32 [rows, V] as the sampler has it, row maximum 0."""
+    x = logits.float()
+    return (x - x.amax(1, keepdim=True)) / temperatures.float().unsqueeze(1)
+
+
+def assert_nearly_all_equal(found, wanted):
+    """exp may differ in its last bit from torch's, which moves a draw once in millions."""
+    assert (found == wanted).sum() >= 0.999 * len(wanted)
