@@ -96,7 +96,7 @@ class Scratch:
 
     def __init__(self, max_tokens: int, max_rows: int, hidden: int, widest: int, vocab: int, dtype: torch.dtype,
                  device: torch.device):
-        self.normed = torch.empty(max_tokens, hidden, dtype=dtype, device=device)
+        self.normed = torch.empty(max_tokens * hidden, dtype=dtype, device=device)
         self.wide = torch.empty(max_tokens * widest, dtype=dtype, device=device)
         split_rows = min(max(128, triton.next_power_of_2(max_tokens)), MOST_SPLIT_ROWS)
         cells = triton.cdiv(max(hidden, widest), TILE_OUTPUTS) * triton.cdiv(split_rows, 16)
@@ -109,6 +109,10 @@ class Scratch:
         self.best = torch.empty(best, dtype=torch.float32, device=device)
         self.best_at = torch.empty_like(self.best, dtype=torch.int32)
         self.squares = torch.empty(split_rows * triton.cdiv(hidden, TILE_OUTPUTS), dtype=torch.float32, device=device)
+
+    def normed_rows(self, rows: int, width: int) -> Tensor:
+        """Where normed rows lie, [rows, width], side by side whatever the width."""
+        return self.normed[: rows * width].view(rows, width)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
@@ -147,9 +151,9 @@ def linear(x: Tensor, weight: Tensor, out: Tensor, scratch: Scratch, *, norm: Te
             NORM=norm is not None, **flags)
         return tiles
     if squares:
-        x = scratch.normed[:rows]
+        x = scratch.normed_rows(rows, inputs)
     elif norm is not None:
-        x = rms_norm(x, norm, eps, scratch.normed[:rows])
+        x = rms_norm(x, norm, eps, scratch.normed_rows(rows, inputs))
     scaled = next_norm is not None and half_normed(rows, outputs, inputs, out.dtype) > 0
     matrix_kernel[(tiles, pick.splits, triton.cdiv(rows, pick.tile_rows))](
         x, weight, x if bias is None else bias, out, scratch.best, scratch.best_at,
@@ -163,9 +167,9 @@ def linear(x: Tensor, weight: Tensor, out: Tensor, scratch: Scratch, *, norm: Te
 def _by_library(x: Tensor, weight: Tensor, out: Tensor, scratch: Scratch, norm: Tensor | None, eps: float,
                 bias: Tensor | None, gated: bool, add: bool, best: bool) -> int:
     """What `linear` says, by cuBLAS."""
-    rows, pdl = len(x), overlaps(x)
+    (rows, inputs), pdl = x.shape, overlaps(x)
     if norm is not None:
-        x = rms_norm(x, norm, eps, scratch.normed[:rows])
+        x = rms_norm(x, norm, eps, scratch.normed_rows(rows, inputs))
     wide = scratch.wide[: rows * len(weight)].view(rows, len(weight)) if gated else out
     if add:
         out.addmm_(x, weight.T)

@@ -6,13 +6,16 @@ stream into one memory pool, so that graphs share memory as large as the largest
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
+from graph_cache.backends.cuda_nodes import pageable_copies
 from graph_cache.errors import CaptureError, CaptureRefused, GraphClosed
 from graph_cache.reference import Reference
 
@@ -56,7 +59,7 @@ class CudaMemory:
 
     def growth(self) -> int:
         """Measure the pool anew (a walk over its segments), and return by how much it grew."""
-        before, self._measured = self._measured, sum(part["total_size"] for part in torch.cuda.memory_snapshot(self.id))
+        before, self._measured = self._measured, sum(part["total_size"] for part in segments_of(self.id))
         return max(0, self._measured - before)
 
     def trim(self) -> None:
@@ -66,6 +69,23 @@ class CudaMemory:
         torch.cuda.empty_cache()
         if self._live:
             self.growth()  # what an evicted graph held alone is gone from the pool
+
+
+def segments_of(pool_id: tuple[int, int]) -> list[dict]:
+    """What the allocator holds for a pool, as `torch.cuda.memory_snapshot` gives it.
+
+    That function gives away a reference to each number of the id that was never its own (pytorch/pytorch#196366):
+    numbers above 256 are then freed while in use, which ends a process that has made as many pools. They are counted
+    here before and after, and given back.
+    """
+    first, second = pool_id
+    before = sys.getrefcount(first), sys.getrefcount(second)
+    segments = torch.cuda.memory_snapshot(pool_id)
+    after = sys.getrefcount(first), sys.getrefcount(second)
+    for place, number in enumerate(pool_id):
+        for _ in range(before[place] - after[place]):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(number))
+    return segments
 
 
 class CudaBackendGraph:
@@ -148,6 +168,7 @@ class CudaBackend:
             graph = self._begin(memory, generators)
             try:
                 fn()
+                self._refuse_copies_of_the_host()
                 graph.capture_end()
             except BaseException as error:
                 self._abandon(graph, memory, generators)
@@ -172,6 +193,13 @@ class CudaBackend:
                 logger.warning("the allocator refuses the graph pool; a fresh one is used from now on: %s", error)
                 memory.renew()
         raise CaptureError(f"the capture could not begin: {failure}") from failure
+
+    def _refuse_copies_of_the_host(self) -> None:
+        if copies := pageable_copies(self.stream.cuda_stream):
+            raise CaptureRefused(
+                f"it copies {', '.join(copies)}: pageable memory of the host, which may be gone or hold something else "
+                "when the graph is replayed. Copy from pinned memory that outlives the graph; where a library does it, "
+                "as cuDNN's attention backward does for short sequences, other shapes or another backend may not")
 
     def _new_graph(self, generators: Sequence[torch.Generator]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()

@@ -58,9 +58,9 @@ def test_gpu_samples_as_the_cpu(vocab_size):
 def test_gpu_row_is_drawn_the_same_in_every_batch(vocab_size):
     rows = 120
     logits = torch.randn(rows, vocab_size, device="cuda") * 3
-    state = state_with("cuda", rows, vocab_size, PARAMS)
-    whole = state.sample(logits, range(rows), [5] * rows)
+    whole = state_with("cuda", rows, vocab_size, PARAMS).sample(logits, range(rows), [5] * rows)
     for seed in range(8):
+        state = state_with("cuda", rows, vocab_size, PARAMS)  # anew: penalties count what was drawn
         some = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))[: 1 + 17 * seed].tolist()
         part = state.sample(logits[some], some, [5] * len(some))
         assert part.token_ids.equal(whole.token_ids[some])

@@ -1,0 +1,89 @@
+"""What a CUDA capture has recorded that no replay could repeat: copies between the device and pageable host memory.
+
+Such a node keeps the bare address of the host's memory. Who copies from a local variable (cuDNN's attention backward
+does, for some shapes) has freed it by the time of a replay, which then reads, or overwrites, whatever lies there. Asks
+the driver, whose calls have kept their form since CUDA 11.3; PyTorch has none for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
+
+from graph_cache.errors import CaptureError
+
+_MEMCPY, _CHILD_GRAPH = 1, 4  # of CUgraphNodeType
+_HOST, _UNIFIED = 1, 4  # of CUmemorytype
+_MEMORY_TYPE = 2  # of CUpointer_attribute: known of everything but pageable memory
+_INVALID_VALUE = 1  # of CUresult
+
+
+class _Side(ctypes.Structure):
+    """One side of a CUDA_MEMCPY3D."""
+
+    _fields_ = [("x", c_size_t), ("y", c_size_t), ("z", c_size_t), ("lod", c_size_t), ("memory_type", c_int),
+                ("host", c_void_p), ("device", c_void_p), ("array", c_void_p), ("reserved", c_void_p),
+                ("pitch", c_size_t), ("height", c_size_t)]
+
+    @property
+    def address(self) -> int | None:
+        """Where it lies, if it may be the host's memory."""
+        return {_HOST: self.host, _UNIFIED: self.device}.get(self.memory_type)
+
+
+class _Copy(ctypes.Structure):
+    """CUDA_MEMCPY3D."""
+
+    _fields_ = [("source", _Side), ("target", _Side), ("width", c_size_t), ("height", c_size_t), ("depth", c_size_t)]
+
+
+def pageable_copies(stream: int) -> list[str]:
+    """The copies from and to pageable host memory that the capture under way on this CUstream holds so far, in words.
+
+    Raises CaptureError where the driver doesn't answer.
+    """
+    driver = ctypes.CDLL("libcuda.so.1")
+    status, number, graph, after, count = c_int(), c_uint64(), c_void_p(), c_void_p(), c_size_t()
+    _checked(driver.cuStreamGetCaptureInfo_v2(
+        c_void_p(stream), byref(status), byref(number), byref(graph), byref(after), byref(count)))
+    found = []
+    for copy in _copies(driver, graph):
+        size = copy.width * copy.height * copy.depth
+        if _is_pageable(driver, copy.source.address):
+            found.append(f"{size} bytes from {copy.source.address:#x}")
+        if _is_pageable(driver, copy.target.address):
+            found.append(f"{size} bytes to {copy.target.address:#x}")
+    return found
+
+
+def _copies(driver: ctypes.CDLL, graph: c_void_p) -> Iterator[_Copy]:
+    count = c_size_t()
+    _checked(driver.cuGraphGetNodes(graph, None, byref(count)))
+    nodes = (c_void_p * count.value)()
+    _checked(driver.cuGraphGetNodes(graph, nodes, byref(count)))
+    kind = c_int()
+    for node in map(c_void_p, nodes):
+        _checked(driver.cuGraphNodeGetType(node, byref(kind)))
+        if kind.value == _MEMCPY:
+            copy = _Copy()
+            _checked(driver.cuGraphMemcpyNodeGetParams(node, byref(copy)))
+            yield copy
+        elif kind.value == _CHILD_GRAPH:
+            child = c_void_p()
+            _checked(driver.cuGraphChildGraphNodeGetGraph(node, byref(child)))
+            yield from _copies(driver, child)
+
+
+def _is_pageable(driver: ctypes.CDLL, address: int | None) -> bool:
+    if address is None:
+        return False
+    answer = driver.cuPointerGetAttribute(byref(c_int()), c_int(_MEMORY_TYPE), c_uint64(address))
+    if answer != _INVALID_VALUE:
+        _checked(answer)
+    return answer == _INVALID_VALUE
+
+
+def _checked(answer: int) -> None:
+    if answer:
+        raise CaptureError(f"the driver did not say what was captured: CUresult {answer}")

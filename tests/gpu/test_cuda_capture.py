@@ -1,0 +1,82 @@
+"""What only a CUDA capture can get wrong: memory of the host inside a graph, and the allocator's account of a pool."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+import pytest
+import torch
+
+from graph_cache.backends import backend_for
+from graph_cache.backends.cuda import segments_of
+from graph_cache.errors import CaptureRefused
+from graph_cache.pool import GraphPool
+from graph_cache.runner import GraphRunner
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def pool():
+    return GraphPool(backend_for(torch.device("cuda")))
+
+
+def runner(pool, fn, *statics):
+    return GraphRunner(fn, pool, statics=lambda: list(statics))
+
+
+def enqueue(name, *arguments):
+    """A copy by the driver itself: PyTorch's own refuse pageable memory, a library's don't."""
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    assert getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments, ctypes.c_size_t(4000), stream) == 0
+
+
+def test_a_copy_from_pageable_memory_is_refused_and_the_device_goes_on(pool):
+    target, host = torch.zeros(1000, device="cuda"), (ctypes.c_float * 1000)(*[3.0] * 1000)
+
+    def fn():
+        enqueue("cuMemcpyHtoDAsync_v2", ctypes.c_uint64(target.data_ptr()), host)
+
+    with pytest.raises(CaptureRefused, match=r"copies 4000 bytes from 0x\w+: pageable memory of the host"):
+        runner(pool, fn, target).capture()
+    assert target.sum() == 0  # as it was before the warm-up
+    again = runner(pool, lambda: target.add_(1.0), target)
+    again.capture()
+    again.replay()
+    assert target.sum() == 1000
+
+
+def test_a_copy_to_pageable_memory_is_refused(pool):
+    source, host = torch.ones(1000, device="cuda"), (ctypes.c_float * 1000)()
+
+    def fn():
+        source.add_(1.0)
+        enqueue("cuMemcpyDtoHAsync_v2", host, ctypes.c_uint64(source.data_ptr()))
+
+    with pytest.raises(CaptureRefused, match=r"copies 4000 bytes to 0x\w+: pageable memory of the host"):
+        runner(pool, fn, source).capture()
+
+
+def test_a_copy_from_pinned_memory_is_captured_and_reads_what_lies_there_at_the_replay(pool):
+    target, source = torch.zeros(1000, device="cuda"), torch.ones(1000, pin_memory=True)
+    captured = runner(pool, lambda: target.copy_(source, non_blocking=True), target)
+    captured.capture()
+    source.fill_(5.0)
+    captured.replay()
+    assert target.sum() == 5000
+
+
+def test_measuring_a_pool_keeps_the_numbers_of_its_id_alive(pool):
+    while pool.memory.id[1] <= 300:  # smaller numbers are never freed
+        pool.memory.renew()
+    x = torch.zeros(10, device="cuda")
+    captured = runner(pool, lambda: x.add_(torch.ones_like(x)), x)
+    captured.capture()
+    references = sys.getrefcount(pool.memory.id[1])
+    for _ in range(20):
+        assert segments_of(pool.memory.id)
+    after = sys.getrefcount(pool.memory.id[1])  # not inside the assert, which would hold one more
+    assert after == references
+    captured.replay()
+    assert x.sum() == 10
