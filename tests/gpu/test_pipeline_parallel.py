@@ -1,0 +1,45 @@
+"""Two pipeline stages on two GPUs by Megatron's interleaved schedule: graphs against eager, and processes that end."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+LACKING = [name for name in ("transformer_engine", "megatron") if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS < 2, reason=f"needs 2 CUDA devices: torch.cuda.device_count() is {GPUS}"),
+    pytest.mark.skipif(bool(LACKING), reason=f"needs {' and '.join(LACKING)}"),
+]
+WORKER = Path(__file__).with_name("pipeline_worker.py")
+
+
+def test_virtual_stages_with_overlapped_reduction_train_as_eager_and_exit(tmp_path):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(WORKER.parents[2]), *sys.path])}
+    ranks = [subprocess.Popen([sys.executable, str(WORKER), str(rank), str(tmp_path)], stdout=subprocess.PIPE,
+                              text=True, env=environment) for rank in range(2)]
+    try:
+        found = [json.loads(rank.stdout.readline()) for rank in ranks]
+        began = time.monotonic()
+        for rank in ranks:
+            assert rank.wait(10) == 0
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert time.monotonic() - began < 10
+    assert [one["losses"] for one in found] == [0, 4]  # one for each microbatch, where they are computed
+    for one in found:
+        assert one["same"] == [True] * 8
+        assert len(one["rows"]) == 4  # two layers of each chunk
+        for row in one["rows"]:
+            assert row["graphs"] >= 1 and row["replays"] > 0 and row["failed"] == 0, row
