@@ -7,6 +7,7 @@ eager.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,10 +22,12 @@ from graph_cache.training.call import CallKey, Expected
 from graph_cache.training.graphed_call import GraphedCall
 from graph_cache.training.instance_order import InstanceOrder
 from graph_cache.training.job import Job
+from graph_cache.training.stand_ins import trainable
 
 logger = logging.getLogger(__name__)
 
 SCOPE = "module"
+COPIED_SHARE = 0.25  # of the gradients' bytes
 Kind = tuple[AttachedModule, CallKey, tuple[bool, ...]]  # what one pair of graphs serves: `state` of the module is last
 Source = tuple[int, int]  # (place, output) of an earlier call of the same chain
 
@@ -84,6 +87,7 @@ class Chain:
         self._memory = job.pool.new_memory()
         self._retired = False
         self._samples: list[Sample] = []
+        self._copying: set[AttachedModule] = set()
         self._recorded: dict[int, Source] = {}  # address of a recorded output -> where it came from
         self._alive: dict[int, list[Tensor]] = {}  # those outputs, by place, so that their addresses name nothing else
 
@@ -125,6 +129,7 @@ class Chain:
 
     def capture(self) -> None:
         """Capture what was recorded. A call whose capture fails has no pair, and is refused from then on."""
+        self._copying = self._first_modules()
         for place, sample in enumerate(self._samples):
             owner, _, state = self.order.kind(place)
             if owner.may_be(state):
@@ -136,6 +141,16 @@ class Chain:
             if self.order.pairs[place] is not None:
                 self._try(place, lambda p=place: self._capture_backward(p))
         self._samples = []
+
+    def _first_modules(self) -> set[AttachedModule]:
+        """Those whose gradients are copies, which go when the job clears them. What is handed out without a copy keeps
+        its memory for good, also through the forward, where eager has none: of all of it a peak 1.18 times eager's was
+        measured. The first modules' backward runs last, when the memory of the loss is free again.
+        """
+        owners = list(dict.fromkeys(self.order.kind(place)[0] for place in range(len(self._samples))))
+        sizes = [sum(parameter.nbytes for parameter in trainable(owner.scope)) for owner in owners]
+        return {owner for owner, upto in zip(owners, itertools.accumulate(sizes), strict=True)
+                if upto <= COPIED_SHARE * sum(sizes)}
 
     def _capture_forward(self, place: int, sample: Sample) -> None:
         owner, key, state = self.order.kind(place)
@@ -149,7 +164,7 @@ class Chain:
             elif producer is not None:
                 taken.append((len(inputs), static.data_ptr()))
             inputs.append(static.requires_grad_(signature[4]))
-        hands_out = owner.handing_out is None
+        hands_out = owner.handing_out is None and owner not in self._copying
         pair = GraphedCall(owner, key, inputs, self._job, self._memory, hands_out=hands_out)
         if hands_out:  # of several instances the first: the others' gradients are added to what it handed out
             owner.handing_out = pair

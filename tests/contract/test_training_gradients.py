@@ -198,3 +198,13 @@ def test_an_input_gradient_never_lies_where_a_parameters_is_handed_out(device):
     inputs, grads = room.settle(found[:1], found[1:])
     assert_same([[*inputs, *grads]], [expected])
     assert len({tensor.data_ptr() for tensor in (*inputs, *grads)}) == 3
+
+
+def test_the_first_quarter_of_the_gradients_is_copied_and_the_rest_lies_still(pool, device):
+    eager, graphed = twins(lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)]), device)
+    graphs, stats = attached(graphed, ["0", "1", "2", "3"], pool)
+    data = batches(5, device, micro=1)
+    assert_same(train(graphed, data), train(eager, data))
+    assert sum(stats.replays.values()) == 12
+    entries = graphs._programs[0].entries()
+    assert [entry.owner.handing_out is entry.pair for entry in entries] == [False, True, True, True]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.shapes import write_shape
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.megatron.shard import plan_shards
@@ -42,7 +43,7 @@ from engine.model_source import resolve_model
 from engine.ranks import leading_loop
 from engine.request import EngineRequest, SamplingParams
 
-settings, loses = json.loads(sys.argv[1])
+settings, loses, greedy = json.loads(sys.argv[1])
 config = EngineConfig(**settings)
 source = resolve_model(config.model)
 shard = None
@@ -55,7 +56,8 @@ else:
 loop.warm()
 texts = {}
 for number in range(12):
-    params = SamplingParams(max_tokens=60 + number, temperature=0 if number % 2 else 0.8, top_p=0.9, ignore_eos=True)
+    params = SamplingParams(max_tokens=60 + number, temperature=0 if greedy or number % 2 else 0.8, top_p=0.9,
+                            ignore_eos=True)
     loop.add(EngineRequest(request_id=str(number), prompt_token_ids=[7 * number + 1] * (5 * number + 1), params=params,
                            seed=number))
 found = {}
@@ -91,16 +93,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(folder: Path, ranks: int, scope: str = "block", loses: bool = False,
-        dtype: str = "float32") -> tuple[dict[str, Any], float]:
+def run(folder: Path, ranks: int, scope: str = "block", loses: bool = False, dtype: str = "float32",
+        greedy: bool = False) -> tuple[dict[str, Any], float]:
     """What the script found, and the seconds from there to the end of its process."""
     settings = {
         "model": str(folder), "load_format": "dummy", "seed": 5, "dtype": dtype, "device": "cuda:0",
         "tensor_parallel_size": ranks, "max_num_seqs": 8, "max_model_len": 512, "num_pages": 400,
         "inference_cuda_graph_scope": scope, "warmup": "full", "graph_manifest": "none",
     }
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT, json.dumps([settings, loses])], stdout=subprocess.PIPE,
-                               text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    command = [sys.executable, "-c", SCRIPT, json.dumps([settings, loses, greedy])]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+                               env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
     try:
         found = json.loads(process.stdout.readline())
         began = time.monotonic()
@@ -123,15 +126,32 @@ def test_two_gpus_give_one_gpus_tokens_from_graphs_on_both_and_exit(folder, scop
     assert seconds < 10 and not any(Path(f"/proc/{pid}").exists() for pid in two["pids"])
 
 
+def same_beginnings(one: dict[str, Any], two: dict[str, Any], tokens: int) -> int:
+    """Of how many texts the first tokens are the same."""
+    assert {name: len(text) for name, text in two["texts"].items()} == {
+        name: len(text) for name, text in one["texts"].items()}
+    return sum(two["texts"][name][:tokens] == text[:tokens] for name, text in one["texts"].items())
+
+
 @pytest.mark.parametrize("scope", ["block", "layer"])
 def test_our_kernels_on_two_gpus_capture_prefill_too_and_choose_as_on_one(folder, scope):
-    one, _ = run(folder, 1, scope, dtype="bfloat16")
-    two, seconds = run(folder, 2, scope, dtype="bfloat16")
+    one, _ = run(folder, 1, scope, dtype="bfloat16", greedy=True)
+    two, seconds = run(folder, 2, scope, dtype="bfloat16", greedy=True)
     assert two["captures"] == one["captures"] > 0 and two["failed"] == [] and two["fallbacks"] == []
-    assert {name: len(tokens) for name, tokens in two["texts"].items()} == {
-        name: len(tokens) for name, tokens in one["texts"].items()}
-    # The sums round otherwise: texts part where two tokens are nearly as good, but seldom at once.
-    assert sum(two["texts"][name][:3] == tokens[:3] for name, tokens in one["texts"].items()) >= 9
+    # The sums round otherwise, and where weights are random the best token is seldom far ahead: texts part one by one.
+    assert same_beginnings(one, two, 1) >= 9 and same_beginnings(one, two, 3) >= 6
+    assert seconds < 10 and not any(Path(f"/proc/{pid}").exists() for pid in two["pids"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_of_8b_gives_one_gpus_tokens(tmp_path, dtype):
+    folder = Path(write_shape("qwen3-8b", tmp_path))
+    one, _ = run(folder, 1, dtype=dtype, greedy=True)
+    two, seconds = run(folder, 2, dtype=dtype, greedy=True)
+    print(dtype, [sum(map(int.__eq__, two["texts"][name], text)) for name, text in one["texts"].items()])
+    if dtype == "float32":  # of 786 tokens; one that is as good as another may end a text's likeness
+        assert same_beginnings(one, two, 100) >= 11
+    assert same_beginnings(one, two, 1) >= 9
     assert seconds < 10 and not any(Path(f"/proc/{pid}").exists() for pid in two["pids"])
 
 
