@@ -17,7 +17,7 @@ from server.inference import Service
 from server.keys import KeyGuard, Keys
 from server.logs import RequestLog
 from server.metrics import CountResponses, EngineCollector, ServiceCollector, response_counts
-from server.middleware import BodyLimit, RequestIds
+from server.middleware import BodyLimit, Farewell, RequestIds
 from server.openapi import describe
 from server.process_metrics import ProcessesCollector
 from server.status import StatusBoard
@@ -74,6 +74,7 @@ def create_app(
     app.add_middleware(KeyGuard, keys=keys or Keys())
     app.add_middleware(RequestLog)
     app.add_middleware(RequestIds)
+    app.add_middleware(Farewell, is_draining=lambda: service.draining)
     app.add_middleware(CountResponses, answers=responses)
     # FastAPI tries them in this order, at every request: what is asked most stands first.
     for routes in (routes_openai, routes_generate, routes_tokens, routes_control, routes_status, routes_admin):

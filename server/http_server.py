@@ -27,6 +27,7 @@ from server.inference import Service
 
 log = logging.getLogger("encore.server")
 LAST_WORDS_SECONDS = 5  # for answers that are complete and not sent yet when the drain is over
+FIRST_WORDS_SECONDS = 0.5  # for a request on a connection that was taken and has brought none yet, at the very end
 FILES_BESIDE_CONNECTIONS = 256
 AHEAD = 2  # connections by which a front may be ahead of another before it leaves a new one to it
 YIELD_SECONDS = 0.004  # how long it leaves it: the other may be busy, or hang
@@ -139,14 +140,28 @@ class Server(uvicorn.Server):
                 config=self.config, server_state=self.server_state, app_state=self.lifespan.state))  # type: ignore[call-arg]
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, which leaves the lifespan to be cancelled, with a traceback, after a second signal."""
+        """As uvicorn's, which closes new connections with no answer, and leaves the lifespan to be cancelled, with a
+        traceback, after a second signal.
+        """
         if self._door is not None:
-            self._door.close()
+            await self._door.close()
+        for server in self.servers:
+            server.close()
+        await self._hear_who_has_come()
         await super().shutdown(sockets)
         if self.force_exit:
             await self.lifespan.shutdown()  # ends the engine, and so every answer under way
             if self.server_state.tasks:
                 await asyncio.wait(self.server_state.tasks, timeout=1.0)
+
+    async def _hear_who_has_come(self) -> None:
+        """Let the requests arrive whose connections were just taken: they are told why they aren't served."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + FIRST_WORDS_SECONDS
+        while loop.time() < until and not self.force_exit:
+            if all(connection.cycle is not None for connection in self.server_state.connections):
+                return
+            await asyncio.sleep(0.01)
 
     async def _drained(self) -> None:
         """Refuse what is new with 503, wait for what runs, then end; who runs past the limit is told so."""
@@ -184,13 +199,14 @@ class Door:
         self._connections.begin()
         self._loop.add_reader(self._listener.fileno(), self._someone_is_there)
 
-    def close(self) -> None:
-        """Take no more."""
+    async def close(self) -> None:
+        """Take no more; those that were taken are there when it returns."""
         self._opening.cancel()
         self._connections.end()
         self._loop.remove_reader(self._listener.fileno())
         if self._pause is not None:
             self._pause.cancel()
+        await asyncio.gather(*self._arrivals, return_exceptions=True)
 
     def _someone_is_there(self) -> None:
         if not self._waited and self._connections.ahead() > AHEAD:

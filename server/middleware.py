@@ -1,4 +1,5 @@
-"""What every request passes before its route: an id, and a body of bounded size. Plain ASGI, no model of requests.
+"""What every request passes before its route: an id, a body of bounded size, a connection that ends with a drain. Plain
+ASGI, no model of requests.
 
 The body is read whole here, so that a chunked upload is cut off like a declared one and no route can forget it.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
+from collections.abc import Callable
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -44,6 +46,24 @@ class RequestIds:
             await send(message)
 
         await self.app(scope, receive, send_with_id)
+
+
+class Farewell:
+    """Ends the connection with the answer to a request that comes while the server drains: the client's next one then
+    goes to another server, not into a connection that is about to be closed.
+    """
+
+    def __init__(self, app: ASGIApp, is_draining: Callable[[], bool]):
+        self.app, self.is_draining = app, is_draining
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_and_end(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["Connection"] = "close"
+            await send(message)
+
+        ends = scope["type"] == "http" and self.is_draining()
+        await self.app(scope, receive, send_and_end if ends else send)
 
 
 class BodyLimit:

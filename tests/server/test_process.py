@@ -17,9 +17,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from engine.client import make_client
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from server.app import create_app
 from server.config import ServerConfig
+from server.http_server import Server, listen, uvicorn_config
 from server.main import serve
 
 Serve = Callable[..., subprocess.Popen[str]]
@@ -87,13 +90,37 @@ def test_while_it_drains_new_requests_are_a_503_and_a_second_signal_ends_it_at_o
         assert httpx.get(url + "/health").status_code == 200
         refused = httpx.post(url + "/v1/completions", json={"prompt": "red"})
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "draining"
-        assert int(refused.headers["retry-after"]) >= 1
+        assert int(refused.headers["retry-after"]) >= 1 and refused.headers["connection"] == "close"
         began = time.monotonic()
         process.send_signal(signal.SIGTERM)
         _, log = process.communicate(timeout=30)
     assert time.monotonic() - began < 20  # not the drain limit; a loaded machine takes seconds to end Python
     assert process.returncode == 0, log
     assert "stopping at once" in log and "Traceback" not in log
+
+
+async def test_a_request_on_a_connection_taken_before_the_end_is_answered(tiny_model: Path, monkeypatch) -> None:
+    monkeypatch.setattr("server.http_server.FIRST_WORDS_SECONDS", 60.0)  # of a machine that is as slow as it likes
+    engine = EngineConfig(model=str(tiny_model), num_threads=1, warmup="lazy", graph_manifest="none")
+    config = ServerConfig(engine=engine, in_process=True)
+    app = create_app(make_client(engine, in_process=True), config)
+    listener = listen("127.0.0.1", 0)
+    server = Server(uvicorn_config(app, config), app.state.service)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    while not server.started:
+        await asyncio.sleep(0.01)
+    reader, writer = await asyncio.open_connection(*listener.getsockname())
+    while not server.server_state.connections:
+        await asyncio.sleep(0.01)
+    server.ask_to_end(at_once=False)
+    while not server.should_exit:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.4)  # uvicorn sees that it should every 0.1 s
+    writer.write(b"GET /ready HTTP/1.1\r\nHost: here\r\n\r\n")
+    answer = await reader.read()
+    assert answer.startswith(b"HTTP/1.1 503 ") and b"\r\nconnection: close\r\n" in answer.lower()
+    writer.close()
+    await serving
 
 
 def test_who_runs_past_the_drain_limit_is_told_and_the_exit_is_clean(start: Serve, tiny_model: Path) -> None:
