@@ -23,10 +23,13 @@ def timed(step: Callable[[int], torch.Tensor], engines: Sequence[Engine], warm: 
     """Figures of a function that runs step number n and returns its loss.
 
     ms: a step among others, with one wait at the end of `steps` of them, as a job that logs now and then has it (median
-    of three). synced_ms: a step that is waited for; host_ms: until its last call returned. Peaks in MiB. The losses
-    must agree between ways.
+    of three). synced_ms: a step that is waited for; host_ms: until its last call returned. Peaks in MiB, of the whole
+    run and ("steady") of the steps after the warm-up, in which graphs are captured. The losses must agree between ways.
     """
     losses = [step(index).item() for index in range(warm)]
+    whole = _peaks()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
     synced, host, windows = [], [], []
     for index in range(steps):
         started = time.perf_counter()
@@ -42,15 +45,22 @@ def timed(step: Callable[[int], torch.Tensor], engines: Sequence[Engine], warm: 
         windows.append((time.perf_counter() - started) * 1e3 / steps)
     found = {"ms": round(statistics.median(windows), 3), "synced_ms": round(statistics.median(synced), 3),
              "host_ms": round(statistics.median(host), 3), "last_losses": [round(loss, 4) for loss in losses[-3:]]}
-    if torch.cuda.is_available():
-        # Allocated counts live tensors alone: memory that graphs use between tensors is in the reserved bytes only.
-        found["peak_mib"] = torch.cuda.max_memory_allocated() >> 20
-        found["peak_reserved_mib"] = torch.cuda.max_memory_reserved() >> 20
+    steady = _peaks()
+    found |= {name: max(whole[name], peak) for name, peak in steady.items()}
+    found |= {f"steady_{name}": peak for name, peak in steady.items()}
     for engine in engines:
         rows = engine.graphs()
         found["replays"], found["failed"] = sum(row["replays"] for row in rows), sum(row["failed"] for row in rows)
         engine.detach()
     return found
+
+
+def _peaks() -> dict[str, int]:
+    """Allocated counts live tensors alone: memory that graphs use between tensors is in the reserved bytes only."""
+    if not torch.cuda.is_available():
+        return {}
+    return {"peak_mib": torch.cuda.max_memory_allocated() >> 20,
+            "peak_reserved_mib": torch.cuda.max_memory_reserved() >> 20}
 
 
 def compared(module: str, ways: Sequence[str], batches: Sequence[int], options: Sequence[str]) -> list[dict[str, Any]]:
@@ -69,9 +79,8 @@ def compared(module: str, ways: Sequence[str], batches: Sequence[int], options: 
             eager = next((one for one in rows if one["batch"] == batch and one["way"] == "eager"), {})
             if "ms" in row and "ms" in eager:
                 row["times_eager"] = round(eager["ms"] / row["ms"], 2)
-                for name in ("peak_mib", "peak_reserved_mib"):
-                    if name in row and name in eager:
-                        row[f"{name}_over_eager"] = round(row[name] / eager[name], 3)
+                row |= {f"{name}_over_eager": round(peak / eager[name], 3) for name, peak in row.items()
+                        if "peak" in name}
             print(json.dumps(row), flush=True)
     return rows
 

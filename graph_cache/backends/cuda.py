@@ -21,7 +21,7 @@ from graph_cache.reference import Reference
 
 logger = logging.getLogger(__name__)
 
-# What the driver says when an operation can't be part of a graph (a synchronisation, a pageable copy, a host read).
+# What the driver or PyTorch says when an operation can't be part of a graph (a synchronisation, a host read).
 REFUSALS = ("operation not permitted when stream is capturing", "capture", "cudaErrorStreamCapture")
 
 
@@ -80,12 +80,13 @@ def segments_of(pool_id: tuple[int, int]) -> list[dict]:
     """
     first, second = pool_id
     before = sys.getrefcount(first), sys.getrefcount(second)
-    segments = torch.cuda.memory_snapshot(pool_id)
-    after = sys.getrefcount(first), sys.getrefcount(second)
-    for place, number in enumerate(pool_id):
-        for _ in range(before[place] - after[place]):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(number))
-    return segments
+    try:
+        return torch.cuda.memory_snapshot(pool_id)
+    finally:
+        after = sys.getrefcount(first), sys.getrefcount(second)
+        for place, number in enumerate(pool_id):
+            for _ in range(before[place] - after[place]):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(number))
 
 
 class CudaBackendGraph:
@@ -168,7 +169,7 @@ class CudaBackend:
             graph = self._begin(memory, generators)
             try:
                 fn()
-                self._refuse_copies_of_the_host()
+                self.refuse_copies_of_the_host()
                 graph.capture_end()
             except BaseException as error:
                 self._abandon(graph, memory, generators)
@@ -194,12 +195,14 @@ class CudaBackend:
                 memory.renew()
         raise CaptureError(f"the capture could not begin: {failure}") from failure
 
-    def _refuse_copies_of_the_host(self) -> None:
-        if copies := pageable_copies(self.stream.cuda_stream):
+    def refuse_copies_of_the_host(self) -> None:
+        """Raise CaptureRefused if the capture under way on the current stream copies pageable memory of the host."""
+        if copies := pageable_copies(torch.cuda.current_stream(self.device).cuda_stream):
             raise CaptureRefused(
                 f"it copies {', '.join(copies)}: pageable memory of the host, which may be gone or hold something else "
-                "when the graph is replayed. Copy from pinned memory that outlives the graph; where a library does it, "
-                "as cuDNN's attention backward does for short sequences, other shapes or another backend may not")
+                "when the graph is replayed. Copy from pinned memory that outlives the graph. Where it is a library's "
+                "doing, another shape or implementation may do without: cuDNN's attention copies in its backward at "
+                "sequence lengths that are no multiple of 128")
 
     def _new_graph(self, generators: Sequence[torch.Generator]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()

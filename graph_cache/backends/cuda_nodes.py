@@ -1,18 +1,20 @@
 """What a CUDA capture has recorded that no replay could repeat: copies between the device and pageable host memory.
 
 Such a node keeps the bare address of the host's memory. Who copies from a local variable (cuDNN's attention backward
-does, for some shapes) has freed it by the time of a replay, which then reads, or overwrites, whatever lies there. Asks
-the driver, whose calls have kept their form since CUDA 11.3; PyTorch has none for it.
+does, at lengths that it pads) has freed it by the time of a replay, which then reads, or overwrites, whatever lies
+there. Asks the driver, whose calls have kept their form since CUDA 11.3; PyTorch has none for it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Iterator
 from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
 
 from graph_cache.errors import CaptureError
 
+_ACTIVE = 1  # of CUstreamCaptureStatus
 _MEMCPY, _CHILD_GRAPH = 1, 4  # of CUgraphNodeType
 _HOST, _UNIFIED = 1, 4  # of CUmemorytype
 _MEMORY_TYPE = 2  # of CUpointer_attribute: known of everything but pageable memory
@@ -41,13 +43,17 @@ class _Copy(ctypes.Structure):
 def pageable_copies(stream: int) -> list[str]:
     """The copies from and to pageable host memory that the capture under way on this CUstream holds so far, in words.
 
-    Raises CaptureError where the driver doesn't answer.
+    Empty where no capture is under way, as after one that was invalidated. Nothing is said of what conditional nodes
+    hold. Raises CaptureError where the driver doesn't answer.
     """
-    driver = ctypes.CDLL("libcuda.so.1")
-    status, number, graph, after, count = c_int(), c_uint64(), c_void_p(), c_void_p(), c_size_t()
+    driver = _driver()
+    status, number, graph = c_int(), c_uint64(), c_void_p()
+    # No dependencies are asked for: a capture whose last edges carry data could not answer.
     _checked(driver.cuStreamGetCaptureInfo_v2(
-        c_void_p(stream), byref(status), byref(number), byref(graph), byref(after), byref(count)))
+        c_void_p(stream), byref(status), byref(number), byref(graph), None, None))
     found = []
+    if status.value != _ACTIVE:
+        return found
     for copy in _copies(driver, graph):
         size = copy.width * copy.height * copy.depth
         if _is_pageable(driver, copy.source.address):
@@ -57,7 +63,13 @@ def pageable_copies(stream: int) -> list[str]:
     return found
 
 
-def _copies(driver: ctypes.CDLL, graph: c_void_p) -> Iterator[_Copy]:
+@functools.cache
+def _driver() -> ctypes.PyDLL:
+    """The driver, called with the interpreter's lock held: its calls take a microsecond, and there are thousands."""
+    return ctypes.PyDLL("libcuda.so.1")
+
+
+def _copies(driver: ctypes.PyDLL, graph: c_void_p) -> Iterator[_Copy]:
     count = c_size_t()
     _checked(driver.cuGraphGetNodes(graph, None, byref(count)))
     nodes = (c_void_p * count.value)()
@@ -75,7 +87,7 @@ def _copies(driver: ctypes.CDLL, graph: c_void_p) -> Iterator[_Copy]:
             yield from _copies(driver, child)
 
 
-def _is_pageable(driver: ctypes.CDLL, address: int | None) -> bool:
+def _is_pageable(driver: ctypes.PyDLL, address: int | None) -> bool:
     if address is None:
         return False
     answer = driver.cuPointerGetAttribute(byref(c_int()), c_int(_MEMORY_TYPE), c_uint64(address))

@@ -60,6 +60,10 @@ class InstanceOrder(Generic[Pair]):
         self.pairs.append(None)
         return place
 
+    def serves(self, place: int) -> bool:
+        """Whether this place may serve calls, that is, was not removed."""
+        return place in self._places.get(self._kinds[place], ())
+
     def remove(self, place: int) -> None:
         """This place serves nothing any more: its capture failed."""
         places = self._places[self._kinds[place]]

@@ -166,6 +166,8 @@ class CapturedIteration:
 
     def _eager(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run the step, and note the modules that it runs."""
+        if self._seen.total() == 1:  # the first: what is cached for another stream is of no use on that of captures
+            self._pool.trim()
         handle = None if self._compiled else register_module_forward_pre_hook(self._note)
         try:
             # On the stream of captures: autograd ties the accumulation of gradients to the stream of its first use.

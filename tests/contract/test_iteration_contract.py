@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from graph_cache.stats import CacheStats
-from tests.contract.training_models import MODELS, assert_same, batches, iterate, iteration_of, mlp, twins
+from tests.contract.training_models import (
+    MODELS,
+    WIDTH,
+    assert_same,
+    batches,
+    iterate,
+    iteration_of,
+    mlp,
+    twins,
+)
 
 
 @pytest.mark.parametrize("options", [{}, {"inside": True}, {"inside": True, "step_inside": True}],
@@ -61,3 +70,182 @@ def test_a_step_that_reads_on_the_host_runs_eager(pool, device):
     assert stats.failed_captures
     assert not stats.replays
     assert len(ours) == len(theirs)
+
+
+# ---- ten steps of a job, with two microbatches outstanding -----------------------------------------------------------
+
+FINE = 0.05  # learning rate
+
+
+def outstanding_step(model, *, clear=False):
+    """A step function whose forwards all run before the first backward; without gradients it has no backward."""
+    def step(micro):
+        if clear:
+            model.zero_grad()
+        losses = [model(x).pow(2).mean() for x in micro]
+        if torch.is_grad_enabled():
+            for loss in losses:
+                loss.backward()
+        return [loss.detach() for loss in losses]
+    return step
+
+
+def gradients(model):
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def descend(model):
+    """An optimiser of one line: it finds parameters anew, so that they may be replaced."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.sub_(FINE * parameter.grad)
+
+
+def counted(stats):
+    """How many calls were captured, replayed, and run eager for a reason."""
+    return sum(stats.captures.values()), sum(stats.replays.values()), sum(stats.fallbacks.values())
+
+
+@pytest.mark.parametrize(("clearing", "counts"), [("before", (1, 7, 2)), ("inside", (1, 6, 3)), ("never", (1, 6, 3))])
+@pytest.mark.parametrize("name", ["mlp", "gpt", "encoder", "lstm"])
+def test_ten_steps_with_two_microbatches_outstanding_equal_eager(pool, device, name, clearing, counts):
+    """With gradients set to None before each call, by the step itself, or never, where they add up over all steps."""
+    eager, graphed = twins(MODELS[name][0], device)
+    data, stats = batches(10, device), CacheStats()
+
+    def job(model, run):
+        torch.manual_seed(1)
+        optimizer, log = torch.optim.SGD(model.parameters(), lr=FINE, momentum=0.9), []
+        for micro in data:
+            if clearing == "before":
+                optimizer.zero_grad()
+            log.append([*(loss.clone() for loss in run(micro)), *gradients(model)])
+            optimizer.step()
+        return log
+
+    expected = job(eager, outstanding_step(eager, clear=clearing == "inside"))
+    run = iteration_of(pool, stats, outstanding_step(graphed, clear=clearing == "inside"))
+    assert_same(job(graphed, run), expected)
+    assert len(expected[0]) == 2 + len(list(eager.parameters()))
+    assert counted(stats) == counts
+    assert all(torch.equal(graphed.state_dict()[key], value) for key, value in eager.state_dict().items())
+
+
+@pytest.mark.parametrize(("evaluates", "without_gradients"), [(True, True), (True, False), (False, True)],
+                         ids=["eval_under_no_grad", "eval_alone", "no_grad_alone"])
+@pytest.mark.parametrize("name", ["gpt", "batch_norm"])
+def test_validation_has_a_graph_of_its_own_and_training_goes_on_from_its_own(pool, device, name, evaluates,
+                                                                             without_gradients):
+    eager, graphed = twins(MODELS[name][0], device)
+    data, others, stats = batches(10, device), batches(20, device)[10:], CacheStats()
+    holder = iteration_of(pool, stats, outstanding_step(graphed))
+
+    def job(model, run):
+        torch.manual_seed(1)
+        log = []
+        for micro, other in zip(data, others, strict=True):
+            model.zero_grad()
+            log.append([*run(micro), *gradients(model)])
+            model.train(not evaluates)
+            with torch.set_grad_enabled(not without_gradients):
+                log.append([*run(other), *gradients(model), *(buffer.clone() for buffer in model.buffers())])
+            model.train()
+            descend(model)
+        return log
+
+    assert_same(job(graphed, holder), job(eager, outstanding_step(eager)))
+    assert len(holder.table()) == 2
+    assert counted(stats) == (2, 14, 4)
+    assert not stats.invalidations
+
+
+# ---- calls that differ from the capture ------------------------------------------------------------------------------
+
+
+def differing(model, device):
+    """A step whose result depends on the dtype of its argument, and on a keyword's value and type."""
+    def step(x, *, factor=None, reduce="mean"):
+        counting = torch.arange(WIDTH, device=device)
+        weights = counting if factor is None else counting * factor  # another dtype for 2 than for 2.0
+        out = model((x / 3).float()).pow(2) * (weights / 7)
+        loss = out.mean() if reduce == "mean" else out.sum() * 1e-3
+        loss.backward()
+        return loss.detach(), weights
+    return step
+
+
+@pytest.mark.parametrize("changed", [
+    {"dtype": torch.bfloat16}, {"dtype": torch.float64}, {"factor": 3}, {"factor": 2.0}, {"factor": True},
+    {"factor": None}, {"reduce": "sum"}, {"left_out": True},
+], ids=lambda changed: "_".join(map(str, next(iter(changed.items())))))
+def test_a_changed_dtype_or_keyword_is_never_served_by_the_other_kinds_graph(pool, device, changed):
+    eager, graphed = twins(mlp, device)
+    stats, data = CacheStats(), [micro[0] for micro in batches(15, device, micro=1)]
+    plain = {"dtype": torch.float32, "factor": 2 if changed.get("factor") is not True else 1, "reduce": "mean",
+             "left_out": False}
+
+    def job(model, run):
+        torch.manual_seed(1)
+        log = []
+        for index, x in enumerate(data):
+            settings = dict(plain | changed if index // 5 == 1 else plain)
+            x = x.to(settings.pop("dtype"))
+            if settings.pop("left_out"):
+                settings.pop("factor")
+            model.zero_grad()
+            loss, weights = run(x, **settings)
+            log.append([loss, weights, *gradients(model)])
+            assert weights.dtype is (torch.float32 if isinstance(settings.get("factor"), float) else torch.int64)
+            descend(model)
+        return log
+
+    run = iteration_of(pool, stats, differing(graphed, device))
+    assert_same(job(graphed, run), job(eager, differing(eager, device)))
+    assert len(run.table()) == 2
+    assert counted(stats) == (2, 9, 4)  # those of the first kind replay again at the end
+    assert stats.fallbacks == {("iteration", "full_iteration", "warming_up"): 4}
+
+
+def moved_storage(model):
+    model.linear.weight.data = model.linear.weight.data * 2
+
+
+def replaced_parameter(model):
+    model.linear.weight = torch.nn.Parameter(model.linear.weight.detach() * 2)
+
+
+def replaced_buffer(model):
+    model.norm.running_mean = model.norm.running_mean * 2
+
+
+def frozen_parameter_moved(model):
+    model.norm.bias.data = model.norm.bias.data + 1
+
+
+@pytest.mark.parametrize("move", [moved_storage, replaced_parameter, replaced_buffer, frozen_parameter_moved],
+                         ids=lambda move: move.__name__)
+def test_what_moved_to_other_storage_is_noticed_and_captured_again(pool, device, move):
+    eager, graphed = twins(MODELS["batch_norm"][0], device)
+    data, stats = batches(12, device), CacheStats()
+    for model in (eager, graphed):
+        model.norm.bias.requires_grad_(False)
+
+    def job(model, run):
+        log = []
+        for index, micro in enumerate(data):
+            if index == 6:
+                before = model.linear.weight  # alive: nothing new takes its address
+                move(model)
+            model.zero_grad()
+            log.append([*run(micro), *gradients(model), *(buffer.clone() for buffer in model.buffers())])
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.requires_grad:
+                        parameter.sub_(FINE * parameter.grad)
+        return log, before
+
+    run = iteration_of(pool, stats, outstanding_step(graphed))
+    assert_same(job(graphed, run)[0], job(eager, outstanding_step(eager))[0])
+    assert stats.invalidations == {"stale_address": 1}
+    assert counted(stats) == (2, 8, 2)
+    assert len(run.table()) == 1

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from graph_cache.errors import GraphConfigError, GraphError
+from graph_cache.errors import CaptureRefused, GraphConfigError, GraphError
+from graph_cache.training.graphed_call import GraphedCall
 from tests.contract.training_models import WIDTH, assert_same, attached, batches, mlp, train, twins
 
 
@@ -165,3 +166,23 @@ def test_attaching_twice_is_refused(pool, device):
     with pytest.raises(GraphConfigError, match="replaced already"):
         attached(graphed, ["1", "0"], pool)
     assert "forward" not in vars(graphed[1])
+
+
+@pytest.mark.parametrize("refused", [{"0"}, {"3"}, {"0", "2", "4"}], ids=["first", "middle", "every_other"])
+def test_a_backward_that_cannot_be_captured_costs_its_own_module_only(pool, device, refused, monkeypatch):
+    eager, graphed = twins(
+        lambda: nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)]), device)
+    graphs, stats = attached(graphed, [str(index) for index in range(6)], pool)
+    run_backward = GraphedCall._run_backward
+
+    def run(call):
+        if call.name in refused:
+            raise CaptureRefused("as a library's copy from the host would be")
+        run_backward(call)
+
+    monkeypatch.setattr(GraphedCall, "_run_backward", run)
+    data = batches(8, device)
+    assert_same(train(graphed, data), train(eager, data))
+    replays = {name: count for (name, *_), count in stats.replays.items()}
+    assert replays == {str(index): 12 for index in range(6) if str(index) not in refused}
+    assert {name for name, _, reason in stats.fallbacks if reason == "capture_failed"} == refused

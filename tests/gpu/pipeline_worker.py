@@ -1,7 +1,7 @@
 """One rank of two pipeline stages of two virtual stages each: Megatron's own schedule, data parallelism and optimizer.
 
 `python pipeline_worker.py RANK FOLDER` prints one line of JSON before it tears everything down: whether all losses and
-gradients of this rank are eager's, step by step, and the rows of what was captured.
+gradients of this rank are eager's, step by step, the rows of what was captured, and the system's monotonic clock.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import warnings
 
 import torch
@@ -104,7 +105,7 @@ def main(rank: int, folder: str) -> None:
         found, rows = train(True)
     same = [all(map(torch.equal, ours, theirs)) for ours, theirs in zip(found, expected, strict=True)]
     losses = sum(one.dim() == 0 for one in expected[0])
-    print(json.dumps({"same": same, "losses": losses, "rows": rows}), flush=True)
+    print(json.dumps({"same": same, "losses": losses, "rows": rows, "done_at": time.monotonic()}), flush=True)
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 

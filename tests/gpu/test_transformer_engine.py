@@ -25,7 +25,7 @@ from graph_cache.training.job import Job  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # its modules and their compilers warn at will
 
-WIDTH, INNER, LENGTH, BATCH = 256, 512, 32, 2
+WIDTH, INNER, LENGTH, BATCH = 256, 512, 128, 2
 ONE_AT_A_TIME = [1, -1]
 TWO_OUTSTANDING = [1, 1, -1, 1, -1, 1, -1, -1]  # 4 microbatches, the first of two stages
 needs_fp8 = pytest.mark.skipif(torch.cuda.get_device_capability() < (8, 9), reason="fp8 needs compute capability 8.9")

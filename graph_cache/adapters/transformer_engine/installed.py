@@ -69,6 +69,7 @@ class Installed:
         self._options = dict(options)
         known = inspect.signature(self._make).parameters
         lacking = [name for name in NEEDED if name not in known]
+        lacking += [name for name in ("_graph_context_wrapper",) if not hasattr(graph, name)]
         if lacking:
             raise _refusal(f"{PACKAGE} {self.version}, whose make_graphed_callables has no {', '.join(lacking)}")
         refused = [name for name in options if name not in known or name in OURS]
@@ -112,7 +113,7 @@ class Installed:
         recipe = plan.precision.recipe if any(plan.enabled) else None
         options = {"allow_unused_input": True} | self._options
         try:
-            with (torch.cuda.device(self._backend.device), self._flag_of(plan),
+            with (torch.cuda.device(self._backend.device), self._flag_of(plan), self._host_copies_refused(),
                   self._put_back_on_failure(plan.modules, recipe, memory)):
                 calls = self._make(
                     plan.modules, tuple(() for _ in plan.samples), sample_kwargs=tuple(plan.samples),
@@ -126,6 +127,23 @@ class Installed:
                                "go of the last step's losses before the capturing step, and build wrappers for data "
                                "parallelism on a stream of their own") from error
         return Captured(calls, memory, Quantizers(plan.modules))
+
+    @contextmanager
+    def _host_copies_refused(self) -> Iterator[None]:
+        """Each of its captures is looked at before it ends, as our own are."""
+        capture = self._graph._graph_context_wrapper
+
+        @contextmanager
+        def looked_at(*args: Any, **kwargs: Any) -> Iterator[None]:
+            with capture(*args, **kwargs):
+                yield
+                self._backend.refuse_copies_of_the_host()
+
+        self._graph._graph_context_wrapper = looked_at
+        try:
+            yield
+        finally:
+            self._graph._graph_context_wrapper = capture
 
     @contextmanager
     def _flag_of(self, plan: Plan) -> Iterator[None]:

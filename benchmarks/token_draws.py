@@ -1,0 +1,90 @@
+"""Tokens drawn from a batch's logits: our kernels beside torch's operations, alternating in one process.
+
+`python -m benchmarks.token_draws --top-k 20 --top-p 0.95` on a GPU; bf16 logits of 151,936 tokens. device_ms: between
+events around a call that was enqueued behind a sleeping kernel, so that no gap of the host's is in it. call_ms: until
+`sample` returns; wall_ms: until its tokens are there. `--confident`: 100 tokens lie 15 above the others, which makes a
+nucleus small. `TRITON_INTERPRET=1 … --device cpu --vocab 3000 --rows 1,4 --repeats 2` tries it without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+
+import torch
+
+from engine.kernels import fused_draw
+from engine.request import SamplingParams
+from engine.sampler import SamplingState
+
+
+def sampler(args: argparse.Namespace, rows: int, fused: bool) -> SamplingState:
+    """A state whose slots all draw in the way that is asked for."""
+    made = SamplingState(rows, args.vocab, args.device)
+    made._choice._kernels = fused_draw if fused else None
+    params = SamplingParams(temperature=args.temperature, min_p=args.min_p, top_k=args.top_k, top_p=args.top_p)
+    for slot in range(rows):
+        made.set_slot(slot, params, slot, [1], [])
+    return made
+
+
+def times(state: SamplingState, logits: torch.Tensor, position: int) -> tuple[float, float, float]:
+    """device_ms (0 without a GPU), call_ms and wall_ms of one call."""
+    call = logits, range(len(logits)), [position] * len(logits)
+    device = 0.0
+    if logits.is_cuda:
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(20_000_000)  # some 10 ms, in which the host enqueues all of the call
+        first.record()
+        state.sample(*call)
+        last.record()
+        torch.cuda.synchronize()
+        device = first.elapsed_time(last)
+    started = time.perf_counter()
+    found = state.sample(*call)
+    called = time.perf_counter()
+    found.token_ids.cpu()
+    return device, (called - started) * 1e3, (time.perf_counter() - started) * 1e3
+
+
+@torch.inference_mode()
+def measured(args: argparse.Namespace, rows: int) -> dict[str, object]:
+    """Medians of both ways, and the share of tokens that are the same."""
+    logits = torch.randn(rows, args.vocab, device=args.device) * 3
+    if args.confident:
+        logits[:, : min(100, args.vocab // 2)] += 15
+    logits = logits.to(torch.bfloat16)
+    states = {"torch": sampler(args, rows, False), "kernels": sampler(args, rows, True)}
+    tokens = [torch.stack([state.sample(logits, range(rows), [position] * rows).token_ids for position in range(5)])
+              for state in states.values()]
+    taken: dict[str, list] = {name: [] for name in states}
+    for position in range(args.repeats):
+        for name, state in states.items():
+            taken[name].append(times(state, logits, position))
+    row: dict[str, object] = {"rows": rows, "same_tokens": (tokens[0] == tokens[1]).double().mean().item()}
+    for name, found in taken.items():
+        medians = (round(statistics.median(column), 4) for column in zip(*found, strict=True))
+        row[name] = dict(zip(("device_ms", "call_ms", "wall_ms"), medians, strict=True))
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--vocab", type=int, default=151936)
+    parser.add_argument("--rows", default="1,32,256")
+    parser.add_argument("--repeats", type=int, default=40)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--min-p", type=float, default=0.0)
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--confident", action="store_true")
+    args = parser.parse_args()
+    for rows in map(int, args.rows.split(",")):
+        print(json.dumps(measured(args, rows)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
