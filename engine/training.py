@@ -172,7 +172,9 @@ class TrainingEngine:
         return iteration
 
     def graphs(self) -> list[dict[str, Any]]:
-        """For each module or iteration: graphs held, replays, captures, and eager calls by reason."""
+        """For each module or iteration: graphs held, replays, failed captures, why the last of them failed, and eager calls
+        by reason.
+        """
         holders = [*([self._modules] if self._modules else []), *self._iterations]
         rows = [row for holder in holders for row in holder.table()]
         names = {labels[0] for counter in (self.stats.replays, self.stats.fallbacks, self.stats.failed_captures)
@@ -184,6 +186,7 @@ class TrainingEngine:
             "engine": next((row["engine"] for row in rows if row["module"] == name), ""),
             "replays": sum(count for labels, count in self.stats.replays.items() if labels[0] == name),
             "failed": sum(count for labels, count in self.stats.failed_captures.items() if labels[0] == name),
+            "failure": self.stats.failures.get(name, ""),
             "eager": {labels[2]: count for labels, count in self.stats.fallbacks.items() if labels[0] == name},
         } for name in sorted(names)]
 

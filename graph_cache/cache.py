@@ -282,7 +282,7 @@ class GraphCache:
                 if self.must_capture:
                     raise
                 entry.failure = str(error)
-                self.stats.failed_captures[site.name, site.scope] += 1
+                self.stats.capture_failed(site.name, site.scope, error)
             except BaseException:
                 self._drop(entry)
                 raise

@@ -110,7 +110,8 @@ def _nan_checks_read_the_host(config: GraphConfig) -> str | None:
         return None
     return (
         "check_for_nan_in_loss_and_grad waits for the device, which a graph of a whole iteration can't: "
-        "set check_for_nan_in_loss_and_grad=False, or cuda_graph_impl='local'"
+        "set check_for_nan_in_loss_and_grad=False and return torch.isfinite(loss) beside the loss, a check on the "
+        "device; or take cuda_graph_impl='local'"
     )
 
 

@@ -23,6 +23,7 @@ class CacheStats:
         self.fallbacks: Counter[tuple[str, str, str]] = Counter()  # site, phase, reason
         self.captures: Counter[tuple[str, str, str]] = Counter()  # site, scope, reason
         self.failed_captures: Counter[tuple[str, str]] = Counter()  # site, scope
+        self.failures: dict[str, str] = {}  # site -> why its last failed capture did
         self.invalidations: Counter[str] = Counter()  # reason
         self.real_tokens: Counter[str] = Counter()  # phase
         self.padded_tokens: Counter[str] = Counter()  # phase
@@ -34,6 +35,11 @@ class CacheStats:
         """One capture took this long."""
         self.capture_seconds_counts[bisect.bisect_left(CAPTURE_SECONDS_BOUNDS, seconds)] += 1
         self.capture_seconds_sum += seconds
+
+    def capture_failed(self, site: str, scope: str, reason: object) -> None:
+        """A capture failed; `reason` says why, in words."""
+        self.failed_captures[site, scope] += 1
+        self.failures[site] = str(reason)
 
     def observe_batch(self, site: str, phase: str, rows: int, padding: int) -> None:
         """One batch ran with this many real rows and this many rows of padding."""

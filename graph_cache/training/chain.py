@@ -219,7 +219,7 @@ class Chain:
         except Exception as error:  # of the capture, or for want of memory for what it needs
             logger.error("capture of %s failed, it will run eager: %s", owner.name, error,
                          exc_info=not isinstance(error, CaptureError))
-            self._job.stats.failed_captures[owner.name, SCOPE] += 1
+            self._job.stats.capture_failed(owner.name, SCOPE, error)
             owner.refused.add(kind)
             self.order.remove(place)
             entry, self.order.pairs[place] = self.order.pairs[place], None

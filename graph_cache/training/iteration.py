@@ -201,7 +201,7 @@ class CapturedIteration:
             before.restore()
             logger.error("capture of %s failed, it will run eager: %s", self.name, error)
             self._failed[kind] = str(error)
-            self._stats.failed_captures[self.name, SCOPE] += 1
+            self._stats.capture_failed(self.name, SCOPE, error)
             self._stats.fallbacks[self.name, SCOPE, FAILED] += 1
             return self._eager(args, kwargs)
         captured.runner = runner

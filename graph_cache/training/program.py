@@ -61,7 +61,7 @@ class Program:
         return None
 
     def _in_turn(self) -> Iterator[Chain]:
-        """The microbatch that is under way, then the others from the first, whose gradients need no copy."""
+        """The microbatch that is under way, then the others from the first, most of whose gradients need no copy."""
         if self.current is not None and self.current.order.awaiting:
             yield self.current
         yield from self.chains

@@ -186,3 +186,4 @@ def test_a_backward_that_cannot_be_captured_costs_its_own_module_only(pool, devi
     replays = {name: count for (name, *_), count in stats.replays.items()}
     assert replays == {str(index): 12 for index in range(6) if str(index) not in refused}
     assert {name for name, _, reason in stats.fallbacks if reason == "capture_failed"} == refused
+    assert set(stats.failures) == refused and "a library's copy" in stats.failures[min(refused)]
