@@ -124,8 +124,9 @@ class EngineConfig:
         Raises GraphConfigError for combinations that Megatron refuses too. Build the model itself with
         `cuda_graph_impl="none"`.
         """
-        training = {"inference_cuda_graph_scope": "none"} if overrides.get("mode") == "training" else {}
-        graphs = GraphConfig.from_megatron(source, **training)
+        trains = overrides.get("mode") == "training"
+        graphs = GraphConfig.from_megatron(source, training=trains,
+                                           **({"inference_cuda_graph_scope": "none"} if trains else {}))
         return cls(**({
             "cuda_graph_impl": graphs.cuda_graph_impl,
             "inference_cuda_graph_scope": graphs.inference_cuda_graph_scope,

@@ -54,7 +54,8 @@ class Engine:
         source = resolve_model(self.config.model) if named else None
         self.tokenizer = Tokenizer.try_load(source) if source else None
         ends = self.tokenizer.eos_token_ids if self.tokenizer else ()
-        self._loop = build_loop(self.config, source, ends) if model is None else host_loop(self.config, model, ends)
+        self._loop = build_loop(self.config, source, ends) if model is None else host_loop(
+            self.config, model, ends, source)
         self._numbers = itertools.count()
         self._seeds = itertools.count(1)
         self._closed = False

@@ -53,15 +53,17 @@ def build_loop(config: EngineConfig, source: ModelSource | None = None,
     return loop_of(sized, model, source.name, ends, weight_format, manifest_of(sized, source, weight_format))
 
 
-def host_loop(config: EngineConfig, model: nn.Module, eos_token_ids: tuple[int, ...] = ()) -> EngineLoop:
+def host_loop(config: EngineConfig, model: nn.Module, eos_token_ids: tuple[int, ...] = (),
+              source: ModelSource | None = None) -> EngineLoop:
     """Put the engine together around a GPTModel of Megatron-Core that exists already; nothing is copied or captured.
 
-    Device and dtype are the model's. Raises ConfigError or ModelError.
+    Device and dtype are the model's; `source`, if given, says how many tokens of a padded vocabulary there are. Raises
+    ConfigError or ModelError.
     """
     if config.tensor_parallel_size > 1:
         raise ConfigError(f"tensor_parallel_size={config.tensor_parallel_size} is for models that the engine loads, "
                           "and this one exists already: leave it out")
-    hosted = HostedModel(model, config.max_model_len)
+    hosted = HostedModel(model, config.max_model_len, _vocabulary(source) if source else None)
     try:
         for name, given, found in (("device", config.device, str(hosted.device)),
                                    ("dtype", config.dtype, hosted.config.dtype),
@@ -74,6 +76,13 @@ def host_loop(config: EngineConfig, model: nn.Module, eos_token_ids: tuple[int, 
     except BaseException:
         hosted.release()
         raise
+
+
+def _vocabulary(source: ModelSource) -> int | None:
+    """How many tokens the model there has; None for a folder that holds a tokenizer alone."""
+    if source.kind == "hf" and not os.path.exists(os.path.join(source.path, "config.json")):
+        return None
+    return _read_config(source)[0].vocab_size
 
 
 def loop_of(config: EngineConfig, model: DenseModel | HostedModel, name: str, ends: tuple[int, ...],

@@ -105,7 +105,7 @@ class TrainingEngine:
             from graph_cache.adapters.megatron.schedule import stage_plan, told_of_captures
 
             settings = next(one.config for model in models for one in model.modules() if hasattr(one, "config"))
-            plan = stage_plan(found.parts, settings, self._graph_config.cuda_graph_modules, microbatches,
+            plan = stage_plan(found.parts, len(models), settings, self._graph_config.cuda_graph_modules, microbatches,
                               installed_version())
             parts, order, caches, told = plan.parts, plan.order, plan.caches_weights, told_of_captures
 
@@ -130,7 +130,9 @@ class TrainingEngine:
     def _named_parts(self, models: Sequence[nn.Module], modules: Iterable[str] | None) -> list[Part]:
         """The submodules of one model by these paths, or by those that the model itself names."""
         if len(models) != 1:
-            raise ConfigError(f"attach() takes one model, or the chunks of one of Megatron-Core's; found {len(models)}")
+            raise ConfigError(f"attach() takes one model, or the chunks of one of Megatron-Core's without modules=…, "
+                              f"which names submodules of one model; found {len(models)} models: leave modules out, or "
+                              "attach one chunk with an engine of its own")
         (model,), parts = models, []
         for path in self._paths(model) if modules is None else modules:
             try:
@@ -172,7 +174,7 @@ class TrainingEngine:
         return iteration
 
     def graphs(self) -> list[dict[str, Any]]:
-        """For each module or iteration: graphs held, replays, failed captures, why the last of them failed, and eager calls
+        """For each module or iteration: graphs held, replays, failed captures, why the last one failed, and eager calls
         by reason.
         """
         holders = [*([self._modules] if self._modules else []), *self._iterations]

@@ -164,6 +164,9 @@ def _rank_of(gpt: nn.Module) -> tuple[int, int]:
 def _config_of(gpt: nn.Module, vocab_size: int | None) -> ModelConfig:
     """Sizes as the engine needs them: heads and KV heads are this rank's."""
     config = gpt.config
+    if vocab_size is not None and vocab_size > gpt.vocab_size:
+        raise ModelError(f"a vocabulary of {vocab_size} tokens was given for a model of {gpt.vocab_size}: name the "
+                         "model whose weights these are")
     ranks = config.tensor_model_parallel_size
     return ModelConfig(
         architecture=type(gpt).__name__,

@@ -162,6 +162,8 @@ class CapturedIteration:
                      "; ".join(map(str, moved)))
         self._stats.invalidations[keys.STALE] += 1
         self.clear()
+        if not captured.addresses.has_its_modules():
+            self._seen.clear()  # only eager calls note which modules there are now
         return False
 
     def _eager(self, args: tuple, kwargs: dict[str, Any]) -> Any:

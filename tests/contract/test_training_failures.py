@@ -4,6 +4,7 @@ nothing that goes wrong stops a job.
 
 from __future__ import annotations
 
+import copy
 import gc
 
 import pytest
@@ -187,3 +188,15 @@ def test_a_backward_that_cannot_be_captured_costs_its_own_module_only(pool, devi
     assert replays == {str(index): 12 for index in range(6) if str(index) not in refused}
     assert {name for name, _, reason in stats.fallbacks if reason == "capture_failed"} == refused
     assert set(stats.failures) == refused and "a library's copy" in stats.failures[min(refused)]
+
+
+def test_another_submodule_inside_a_captured_module_is_noticed(pool, device):
+    eager, graphed = twins(mlp, device)
+    graphs, stats = attached(graphed, ["0", "1", "2"], pool)
+    before, after = batches(4, device, micro=1), batches(6, device, micro=1)
+    assert_same(train(graphed, before), train(eager, before))
+    for model in (eager, graphed):
+        model[1][0] = copy.deepcopy(model[2][0])
+    assert_same(train(graphed, after), train(eager, after))
+    assert stats.invalidations == {"stale_address": 1}
+    assert stats.replays["1", "module", "forward", 4] > 2  # with graphs of their own again

@@ -1,4 +1,4 @@
-"""Gradients of parameters are handed out where the graph leaves them: whoever holds one keeps its values, as in eager,
+"""Gradients of parameters, where the graph leaves them or as copies: whoever holds one keeps its values, as in eager,
 through accumulation, hooks that keep what they see, and whatever is frozen between two steps.
 """
 
@@ -19,6 +19,21 @@ from tests.contract.training_models import (
     train,
     twins,
 )
+
+
+def eight():
+    """Equal blocks: the gradients of the first two are copied, those of the others are handed out in place."""
+    return nn.Sequential(*[
+        nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1)) for _ in range(8)
+    ])
+
+
+EIGHT = [str(index) for index in range(8)]
+
+
+def in_place(graphs):
+    """For each captured pair, whether its gradients are handed out where its graph leaves them."""
+    return [entry.owner.handing_out is entry.pair for entry in graphs._programs[0].entries()]
 
 
 def lived(model, data, *, accumulate=1, set_to_none=True, keep=False, clear_late=False):
@@ -43,9 +58,12 @@ def lived(model, data, *, accumulate=1, set_to_none=True, keep=False, clear_late
     return [*log, *held]
 
 
-@pytest.mark.parametrize("options", [
+HOLDING = pytest.mark.parametrize("options", [
     {"accumulate": 3}, {"set_to_none": False}, {"keep": True}, {"clear_late": True}, {"accumulate": 2, "keep": True},
 ], ids=["accumulated", "zeroed_in_place", "kept_by_a_hook", "cleared_before_backward", "accumulated_and_kept"])
+
+
+@HOLDING
 def test_gradients_that_somebody_holds_keep_their_values(pool, device, options):
     eager, graphed = twins(SmallGPT, device)
     data = batches(9, device, micro=1)
@@ -53,6 +71,31 @@ def test_gradients_that_somebody_holds_keep_their_values(pool, device, options):
     _, stats = attached(graphed, ["layers.0", "layers.1"], pool)
     assert_same(lived(graphed, data, **options), expected)
     assert sum(stats.replays.values()) == 14
+
+
+@HOLDING
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["to_none", "to_zero"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_copied_gradients_of_the_first_modules_keep_their_values_too(pool, device, dtype, set_to_none, options):
+    eager, graphed = twins(lambda: eight().to(dtype), device)
+    data = [[x.to(dtype) for x in micro] for micro in batches(10, device, micro=1)]
+    options = {"set_to_none": set_to_none} | options
+    expected = lived(eager, data, **options)
+    graphs, stats = attached(graphed, EIGHT, pool)
+    assert_same(lived(graphed, data, **options), expected)
+    assert sum(stats.replays.values()) == 8 * 8
+    assert in_place(graphs) == [False] * 2 + [True] * 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_ten_steps_of_copied_and_handed_out_gradients_equal_eager_with_two_outstanding(pool, device, dtype):
+    eager, graphed = twins(lambda: eight().to(dtype), device)
+    data = [[x.to(dtype) for x in micro] for micro in batches(10, device)]
+    expected = train(eager, data)
+    graphs, stats = attached(graphed, EIGHT, pool)
+    assert_same(train(graphed, data), expected)
+    assert sum(stats.replays.values()) == 8 * 2 * 8
+    assert sum(in_place(graphs)) == 6
 
 
 def test_gradients_need_no_copy_where_nobody_holds_the_last_ones(pool, device):
@@ -66,9 +109,10 @@ def test_gradients_need_no_copy_where_nobody_holds_the_last_ones(pool, device):
         assert graphed[0][0].weight.grad.data_ptr() == pair.parameter_grads[0].data_ptr()
 
 
-def test_a_gradient_outlives_the_graphs(pool, device):
-    eager, graphed = twins(mlp, device)
-    graphs, _ = attached(graphed, ["0", "1", "2"], pool)
+@pytest.mark.parametrize(("build", "paths"), [(mlp, ["0", "1", "2"]), (eight, EIGHT)], ids=["mlp", "eight"])
+def test_a_gradient_outlives_the_graphs(pool, device, build, paths):
+    eager, graphed = twins(build, device)
+    graphs, _ = attached(graphed, paths, pool)
     data = batches(4, device, micro=1)
     assert_same(train(graphed, data), train(eager, data))
     before = [parameter.grad.clone() for parameter in graphed.parameters()]
@@ -91,10 +135,11 @@ class Passing(nn.Module):
         return x + self.one + self.two + self.scale
 
 
-def test_what_is_handed_out_survives_every_other_graph(pool, device):
+@pytest.mark.parametrize("blocks", [4, 8])
+def test_what_is_handed_out_survives_every_other_graph(pool, device, blocks):
     """Gradients that a job keeps lie where no other backward leaves anything, and later replays go round them."""
-    _, graphed = twins(lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)]), device)
-    attached(graphed, ["0", "1", "2", "3"], pool)
+    _, graphed = twins(lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(blocks)]), device)
+    attached(graphed, [str(index) for index in range(blocks)], pool)
     kept = []
     for micro in batches(6, device, micro=2):
         graphed.zero_grad()
@@ -206,5 +251,4 @@ def test_the_first_quarter_of_the_gradients_is_copied_and_the_rest_lies_still(po
     data = batches(5, device, micro=1)
     assert_same(train(graphed, data), train(eager, data))
     assert sum(stats.replays.values()) == 12
-    entries = graphs._programs[0].entries()
-    assert [entry.owner.handing_out is entry.pair for entry in entries] == [False, True, True, True]
+    assert in_place(graphs) == [False, True, True, True]

@@ -51,6 +51,19 @@ def plain():
     return nn.Sequential(nn.Sequential(*block), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())).bfloat16()
 
 
+def eight_plain():
+    """Equal blocks: the gradients of the first two are copied, those of the others are handed out in place."""
+    return nn.Sequential(*[nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1))
+                           for _ in range(8)]).bfloat16()
+
+
+def eight_fused():
+    return nn.Sequential(*[Fused() for _ in range(8)]).bfloat16()
+
+
+EIGHT = [str(index) for index in range(8)]
+
+
 def with_main_grads(model, flag):
     """What Megatron's DistributedDataParallel does: a buffer per parameter, and a hook on each accumulation."""
     accumulators, seen = [], []
@@ -62,7 +75,7 @@ def with_main_grads(model, flag):
 
         def hook(*_, parameter=parameter):
             added = getattr(parameter, "grad_added_to_main_grad", False)
-            seen.append(added)
+            seen.append((added, parameter.grad is not None))
             if parameter.grad is not None and not added:
                 parameter.main_grad.add_(parameter.grad.data)
             parameter.grad = None
@@ -99,8 +112,10 @@ def assert_same(ours, theirs):
 
 
 @pytest.mark.parametrize("flag", [True, False], ids=["flagged", "unflagged"])
-@pytest.mark.parametrize(("build", "paths"), [(plain, ["0", "1"]), (fused, ["0", "2"])], ids=["hook_adds", "fused"])
-def test_main_grads_equal_eagers_bit_for_bit(pool, device, build, paths, flag):
+@pytest.mark.parametrize(("build", "paths", "copied"), [
+    (plain, ["0", "1"], 0), (fused, ["0", "2"], 0), (eight_plain, EIGHT, 2), (eight_fused, EIGHT, 2),
+], ids=["hook_adds", "fused", "hook_adds_to_eight", "eight_fused"])
+def test_main_grads_equal_eagers_bit_for_bit(pool, device, build, paths, copied, flag):
     eager, graphed = twins(build, device)
     keep = [with_main_grads(model, flag) for model in (eager, graphed)]
     data = batches(STEPS, device)
@@ -109,14 +124,18 @@ def test_main_grads_equal_eagers_bit_for_bit(pool, device, build, paths, flag):
     assert_same(train(graphed, data), expected)
     assert sum(stats.replays.values()) == (STEPS - 2) * 2 * len(paths)
     assert not stats.failed_captures
-    assert keep[1][1] == keep[0][1]  # the hooks ran as often, and saw the same flags
+    entries = list(graphs._programs[0].entries())
+    assert [entry.owner.handing_out is entry.pair for entry in entries[:len(paths)]] == [
+        index >= copied for index in range(len(paths))]
+    assert keep[1][1] == keep[0][1]  # the hooks ran as often, and saw the same flags and dummies
     graphs.detach()
 
 
-def test_a_main_grad_that_moved_is_noticed(pool, device):
-    eager, graphed = twins(fused, device)
+@pytest.mark.parametrize(("build", "paths"), [(fused, ["0", "2"]), (eight_fused, EIGHT)], ids=["fused", "eight_fused"])
+def test_a_main_grad_that_moved_is_noticed(pool, device, build, paths):
+    eager, graphed = twins(build, device)
     keep = [with_main_grads(model, True) for model in (eager, graphed)]
-    graphs, stats = attached(graphed, ["0", "2"], pool)
+    graphs, stats = attached(graphed, paths, pool)
     data = batches(4, device)
     assert_same(train(graphed, data), train(eager, data))
     graphed[0].weight.main_grad = torch.zeros_like(graphed[0].weight.main_grad)

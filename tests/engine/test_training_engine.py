@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from engine import Engine, EngineConfig, SamplingParams
 from engine.errors import ConfigError, WeightUpdateError
 from engine.models import build_model, config_from_dict
+from tests.contract.training_models import assert_same, batches, train, twins
 
 WIDTH = 32
 
@@ -67,6 +69,61 @@ def test_attn_alone_means_attention_alone():
     engine.detach()
     assert "forward" not in vars(graphed.layers[0]["attn"])
     assert steps(graphed, 2) == steps(eager, 2)
+
+
+class Decoder(nn.Module):
+    """Layers of two parts each, with dropout; norms and residuals belong to neither part."""
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv, self.out, self.drop = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)
+
+        def forward(self, x):
+            rows, length, _ = x.shape
+            q, k, v = self.qkv(x).view(rows, length, 3, 4, WIDTH // 4).permute(2, 0, 3, 1, 4)
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return self.drop(self.out(attended.transpose(1, 2).reshape(x.shape)))
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({
+            "attn": self.Attention(), "norm": nn.LayerNorm(WIDTH),
+            "mlp": nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, WIDTH)),
+        }) for _ in range(3))
+
+    def cuda_graph_modules(self):
+        return {name: [f"layers.{index}.{name}" for index in range(3)] for name in ("attn", "mlp")}
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer["attn"](x)
+            x = x + layer["mlp"](layer["norm"](x))
+        return x
+
+
+@pytest.mark.parametrize("device", [
+    "cpu",
+    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]),
+])
+@pytest.mark.parametrize("names", [("attn",), ("mlp",), ("attn", "mlp")], ids="_".join)
+def test_ten_steps_of_parts_of_layers_with_two_microbatches_outstanding_equal_eager(device, names):
+    eager, graphed = twins(Decoder, torch.device(device))
+    data = batches(10, torch.device(device))
+    expected = train(eager, data)
+    with training(cuda_graph_modules=names) as engine:
+        paths = engine.attach(graphed)
+        assert paths == [f"layers.{index}.{name}" for name in names for index in range(3)]
+        assert_same(train(graphed, data), expected)
+        rows = {row["module"]: row for row in engine.graphs()}
+        assert set(rows) == set(paths)
+        # An instance for each microbatch, and of each all steps but the two that warm up.
+        assert all((row["graphs"], row["replays"], row["failed"], row["eager"]) == (2, 16, 0, {"warming_up": 4})
+                   for row in rows.values())
+        replaced = {path for path, module in graphed.named_modules() if "forward" in vars(module)}
+        assert replaced == set(paths)
+    assert len(expected[0]) == 2 + len(list(eager.parameters()))
+    assert_same(train(graphed, data[:2]), train(eager, data[:2]))
 
 
 def test_a_model_without_a_mapping_is_captured_whole_and_refuses_names():
@@ -207,6 +264,66 @@ def test_interleaved_generation_leaves_gradients_as_they_would_be(llama):
             for (name, one), other in zip(trainer.named_parameters(), twin.parameters(), strict=True):
                 assert torch.equal(one.grad, other.grad), name
         assert sum(row["replays"] for row in graphs.graphs()) == 6
+        graphs.detach()
+
+
+OPTIMIZERS = {
+    "momentum": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    "adamw": functools.partial(torch.optim.AdamW, lr=1e-2),
+}
+
+
+def shared_steps(trainer, optimizer, first, count, between=None):
+    """Steps with two microbatches outstanding; the log holds losses, gradients, and what the optimiser leaves."""
+    log = []
+    for step in range(first, first + count):
+        generator = torch.Generator().manual_seed(step)
+        optimizer.zero_grad()
+        losses = [trainer(input_ids=tokens, labels=tokens).loss
+                  for tokens in torch.randint(3, 96, (2, 2, 16), generator=generator)]
+        if between is not None:
+            between()
+        for loss in losses:
+            loss.backward()
+        log.append([*(loss.detach().clone() for loss in losses),
+                    *(parameter.grad.clone() for parameter in trainer.parameters())])
+        optimizer.step()
+        states = [value for parameter in trainer.parameters() for value in optimizer.state[parameter].values()]
+        log[-1] += [tensor.detach().clone() for tensor in (*trainer.parameters(), *states)]
+    return log
+
+
+@pytest.mark.parametrize("attached_first", [False, True], ids=["shared_then_attached", "attached_then_shared"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_with_state_goes_on_over_shared_weights_as_if_never_shared(llama, name, attached_first):
+    trainer, folder = llama
+    twin = copy.deepcopy(trainer)
+    optimizer, other = (OPTIMIZERS[name](model.parameters()) for model in (trainer, twin))
+    with inference(folder) as engine:
+        graphs = Engine(EngineConfig(mode="training", cuda_graph_warmup_steps=2), pool=engine.pool)
+        paths = [f"model.layers.{index}.mlp" for index in range(2)]
+        if attached_first:
+            graphs.attach(trainer, modules=paths)
+        assert_same(shared_steps(trainer, optimizer, 0, 4), shared_steps(twin, other, 0, 4))
+        engine.share_weights(trainer, version="shared")
+        addresses = [parameter.data_ptr() for parameter in trainer.parameters()]
+        if not attached_first:
+            graphs.attach(trainer, modules=paths)
+        captures, replays = dict(engine.stats().graphs["captures"]), dict(graphs.stats.replays)
+
+        def generate():  # what the forwards saved must outlive it
+            engine.generate(prompt_token_ids=PROMPTS, sampling_params=GREEDY)
+
+        assert_same(shared_steps(trainer, optimizer, 4, 10, generate), shared_steps(twin, other, 4, 10))
+        engine.weights_changed("trained")
+        assert [parameter.data_ptr() for parameter in trainer.parameters()] == addresses
+        assert dict(engine.stats().graphs["captures"]) == captures
+        assert graphs.stats.invalidations == ({"stale_address": 1} if attached_first else {})
+        assert sum(graphs.stats.replays.values()) - sum(replays.values()) >= 7 * 2 * len(paths)
+        seen = engine.generate(prompt_token_ids=PROMPTS, sampling_params=GREEDY)
+        expected = [twin.generate(torch.tensor([prompt]), max_new_tokens=8, min_new_tokens=8, do_sample=False)
+                    [0, len(prompt):].tolist() for prompt in PROMPTS]
+        assert [output.token_ids for output in seen] == expected
         graphs.detach()
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from graph_cache.addresses import AddressBook
+from graph_cache.addresses import PARTS, AddressBook
 
 
 def model():
@@ -109,3 +109,18 @@ def test_a_partial_check_finds_a_move_within_its_turns():
         assert [book.unchanged(part) for part in range(PARTS)].count(False) == 1
         table[name] = kept
     assert all(book.unchanged(part) for part in range(PARTS))
+
+
+def test_a_submodule_that_is_another_or_gone_is_noticed_and_accepted():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Tanh(), nn.Linear(2, 2)))
+    book = AddressBook()
+    book.watch(model, prefix="model.")
+    assert book.unchanged() and book.has_its_modules() and book.moved() == []
+    model[1][0] = nn.GELU()
+    assert not book.unchanged() and not book.has_its_modules()
+    assert [one.name for one in book.moved()] == ["model.1.0"]
+    assert [part for part in range(PARTS) if not book.unchanged(part)] == [2]  # of 0, 1, 1.0, 1.1
+    book.accept()
+    assert book.unchanged()
+    del model[1][0]
+    assert [str(one) for one in book.moved() if one.name == "model.1.0"][0].endswith(" -> gone")

@@ -10,10 +10,11 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.tensor_parallel import random as rng
 from torch import nn
+from torch.utils import _pytree
 
 from engine import Engine, EngineConfig
 from engine.errors import ConfigError
-from graph_cache.adapters.megatron.attachment import attachment
+from graph_cache.adapters.megatron.attachment import attachment, register_packed_sequences
 from graph_cache.adapters.megatron.parts import parts_of
 from graph_cache.config import GraphConfig
 from graph_cache.errors import GraphConfigError
@@ -352,3 +353,35 @@ def test_selective_recompute_is_left_out_of_captures_and_back_afterwards():
     assert layer.recompute_mlp and layer.self_attention.checkpoint_core_attention
     assert attachment([gpt()], GraphConfig(cuda_graph_impl="local", inference_cuda_graph_scope="none")
                       ).surroundings is None
+
+
+@pytest.mark.parametrize(("name", "says"), [
+    ("delay_wgrad_compute", "take full_iteration"),
+    ("fine_grained_activation_offloading", "moves storage"),
+    ("overlap_moe_expert_parallel_comm", "name parts by cuda_graph_modules"),
+])
+def test_settings_that_graphs_of_layers_cannot_honour_are_refused(name, says):
+    model = gpt()
+    object.__setattr__(model.config, name, True)
+    with pytest.raises(GraphConfigError, match=f"{name}=True .*{says}"):
+        Engine(EngineConfig(mode="training")).attach(model)
+
+
+def test_an_inference_engine_takes_megatrons_settings_without_its_rules_for_training():
+    source = {"cuda_graph_impl": "local", "hidden_dropout": 0.1, "recompute_granularity": "full"}
+    assert EngineConfig.from_megatron(source).cuda_graph_impl == "local"
+    with pytest.raises(GraphConfigError, match="recompute_granularity"):
+        EngineConfig.from_megatron(source, mode="training")
+
+
+def test_packed_sequences_are_put_together_as_they_were():
+    """Version 0.19 computes further tensors from `total_tokens` when one is made: a capture may not make one."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    register_packed_sequences()
+    packed = PackedSeqParams(qkv_format="sbhd", cu_seqlens_q=torch.tensor([0, 5, 12]), max_seqlen_q=7)
+    packed.made_later = None
+    values, spec = _pytree.tree_flatten(packed)
+    again = _pytree.tree_unflatten(values, spec)
+    assert type(again) is PackedSeqParams and again.cu_seqlens_q is packed.cu_seqlens_q
+    assert again.qkv_format == "sbhd" and again.max_seqlen_q == 7 and not hasattr(again, "made_later")

@@ -8,15 +8,17 @@ import torch
 from engine import Engine, EngineConfig, SamplingParams
 from engine.errors import ConfigError, ModelError
 from engine.megatron.layout import named_weights
-from engine.megatron.weights import save_checkpoint
+from engine.megatron.weights import load_checkpoint, save_checkpoint
+from tests.megatron.checkpoints import checkpoint, gpt_for, stored
 from tests.megatron.models import VOCAB, gpt, loss_of, tokens
 
 PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9], [11] * 20, [40]]
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 
 
-def serve(model, **options):
-    return Engine(EngineConfig(**{"max_num_seqs": 4, "page_size": 16, "graph_manifest": "none"} | options), model=model)
+def serve(hosted, **options):
+    settings = {"max_num_seqs": 4, "page_size": 16, "graph_manifest": "none"} | options
+    return Engine(EngineConfig(**settings), model=hosted)
 
 
 def greedy(model, prompt, count):
@@ -95,6 +97,24 @@ def test_weights_are_updated_by_their_hugging_face_names():
         before = generated(engine)
         engine.update_weights(((name, tensor.clone()) for name, tensor in named_weights(other)), version="other")
         assert generated(engine) == [greedy(other, prompt, 12) for prompt in PROMPTS] != before
+
+
+def test_a_padded_vocabularys_tokens_are_never_drawn_and_its_checkpoints_fit(tmp_path):
+    checkpoint(tmp_path, "qwen3")
+    model = gpt_for(tmp_path, vocab_size=128)
+    load_checkpoint(model, tmp_path)  # which leaves the padding at zero: better than any token that is unlikely
+    with serve(model, model=str(tmp_path)) as engine:
+        assert engine.info.vocab_size == 96
+        params = SamplingParams(max_tokens=30, temperature=1.5, ignore_eos=True)
+        drawn = engine.generate(prompt_token_ids=PROMPTS * 2, sampling_params=params)
+        assert max(token for output in drawn for token in output.token_ids) < 96
+        assert engine.update_weights(stored(tmp_path).items(), version="again") > 0
+
+
+def test_the_vocabulary_of_another_model_is_refused(tmp_path):
+    checkpoint(tmp_path, "qwen3", vocab_size=200)
+    with pytest.raises(ModelError, match="a vocabulary of 200 tokens was given for a model of 96"):
+        serve(gpt(), model=str(tmp_path))
 
 
 def test_closing_gives_the_model_back_as_it_was():

@@ -33,7 +33,7 @@ LAYERS = {
 class Mixer(nn.Module):
     """[s, b, h] -> ([s, b, h], None): each position from its four last ones."""
 
-    def __init__(self, config, d_model, layer_number, pg_collection, pp_layer_offset=0):
+    def __init__(self, config, d_model, layer_number, pg_collection, pp_layer_offset=0, **more):
         super().__init__()
         self.conv = nn.Conv1d(d_model, d_model, 4, groups=d_model)
         self.gate = nn.Linear(d_model, d_model)

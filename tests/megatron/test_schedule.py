@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from megatron.core import parallel_state
 from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
 from graph_cache.adapters.megatron.parts import parts_of
@@ -214,11 +215,20 @@ def test_megatron_tells_layers_their_microbatch():
 def test_a_stages_plan_follows_this_process_and_megatrons_configuration():
     model = gpt()
     parts = parts_of([model], [])
-    plan = stage_plan(parts, model.config, [], 8, None)
+    plan = stage_plan(parts, 1, model.config, [], 8, None)
     assert plan.order == [1, -1] and plan.parts == parts and not plan.caches_weights
     object.__setattr__(model.config, "overlap_moe_expert_parallel_comm", True)
     with pytest.raises(GraphConfigError, match="expert_model_parallel_size is 1"):
-        stage_plan(parts, model.config, ["attn"], 8, None)
+        stage_plan(parts, 1, model.config, ["attn"], 8, None)
+
+
+def test_a_virtual_stage_without_a_captured_part_counts_in_the_order(monkeypatch):
+    chunks = [gpt(post_process=False), gpt(1, pre_process=False)]
+    for name, value in (("world_size", 2), ("rank", 0)):
+        monkeypatch.setattr(parallel_state, f"get_pipeline_model_parallel_{name}", lambda value=value: value)
+    parts = [part for part in parts_of(chunks, ["attn"]) if part.chunk == 0]  # as if the other had no attention
+    group_size = chunks[0].config.microbatch_group_size_per_vp_stage
+    assert stage_plan(parts, 2, chunks[0].config, ["attn"], 4, None).order == order_of(Stage(2, 0, 2), 4, group_size)
 
 
 def test_megatron_knows_of_captures_by_others():

@@ -4,7 +4,8 @@ which generators draw, and what state outside of modules a capture must leave as
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ def attachment(models: Sequence[nn.Module], config: GraphConfig, parts: Sequence
 
     Raises GraphConfigError for what a graph can't hold, saying what to change: Megatron's own graphs on the same model,
     random draws that no graph can register, hooks inside that a replay would leave out, recompute of whole layers,
-    offloading, fp4 without the hardware.
+    offloading, weight gradients apart from the backward, fp4 without the hardware.
     """
     settings = {id(layer.module.config): layer.module.config for layer in layers_of(models)}
     for one in settings.values():
@@ -53,6 +54,15 @@ def check(model_config: Any, config: GraphConfig) -> None:
     GraphConfig.from_megatron(model_config, cuda_graph_impl=config.cuda_graph_impl, cuda_graph_scope=None,
                               cuda_graph_modules=config.cuda_graph_modules, inference_cuda_graph_scope="none",
                               use_cudagraphable_rng=True)  # `generators` looks at the tracker itself
+    if getattr(model_config, "fine_grained_activation_offloading", False):
+        raise GraphConfigError("fine_grained_activation_offloading=True moves storage that a graph reads: set it False")
+    if getattr(model_config, "delay_wgrad_compute", False) and config.cuda_graph_impl != "full_iteration":
+        raise GraphConfigError("delay_wgrad_compute=True parts the gradients of weights from a layer's backward, which "
+                               "Encore's graphs of layers keep together: set it False, or take full_iteration")
+    if getattr(model_config, "overlap_moe_expert_parallel_comm", False) and config.cuda_graph_impl == "local" and (
+            not config.cuda_graph_modules):
+        raise GraphConfigError("overlap_moe_expert_parallel_comm=True calls the parts of a layer and never the layer, "
+                               "whose graphs would lie idle: name parts by cuda_graph_modules (attn, moe_router)")
     if getattr(model_config, "fp4", None):
         found = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
         if found is None or found < FP4_NEEDS:
@@ -124,6 +134,21 @@ def _check_hooks(part: Part) -> None:
 
 
 def register_packed_sequences() -> None:
-    """Let the tensors of PackedSeqParams be inputs of a graph, and its numbers part of what must equal."""
-    if PackedSeqParams not in _pytree.SUPPORTED_NODES:
-        _pytree.register_dataclass(PackedSeqParams)
+    """Let the tensors of PackedSeqParams be inputs of a graph, and its numbers part of what must equal.
+
+    Put together again as they were: its own construction computes further tensors (0.19's `seq_idx`) of a shape that
+    depends on data, which no graph can hold.
+    """
+    if PackedSeqParams in _pytree.SUPPORTED_NODES:
+        return
+    names = [field.name for field in dataclasses.fields(PackedSeqParams)]
+
+    def apart(packed: PackedSeqParams) -> tuple[list[Any], None]:
+        return [getattr(packed, name) for name in names], None
+
+    def together(values: Iterable[Any], _: None) -> PackedSeqParams:
+        packed = object.__new__(PackedSeqParams)
+        vars(packed).update(zip(names, values, strict=True))
+        return packed
+
+    _pytree.register_pytree_node(PackedSeqParams, apart, together)

@@ -126,10 +126,11 @@ class StagePlan:
     caches_weights: bool
 
 
-def stage_plan(parts: Sequence[Part], config: Any, modules: Sequence[str], microbatches: int,
+def stage_plan(parts: Sequence[Part], chunks: int, config: Any, modules: Sequence[str], microbatches: int,
                te_version: str | None) -> StagePlan:
-    """The plan of the stage that this process is, with `microbatches` a step. Raises GraphConfigError."""
-    chunks = 1 + max(part.chunk for part in parts)
+    """The plan of the stage that this process is, of `chunks` model chunks, some perhaps without a part, with
+    `microbatches` a step. Raises GraphConfigError.
+    """
     stage = Stage(parallel_state.get_pipeline_model_parallel_world_size(),
                   parallel_state.get_pipeline_model_parallel_rank(), chunks)
     group_size = getattr(config, "microbatch_group_size_per_vp_stage", None) if chunks > 1 else None
