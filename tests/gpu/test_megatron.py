@@ -180,6 +180,27 @@ def test_routers_are_captured_and_auxiliary_losses_are_as_if_they_were_not():
     assert_same(found[1], found[0])
 
 
+def test_experts_of_a_fixed_capacity_are_captured_and_equal_eager():
+    fixed = MOE | {"moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True}
+    rows = compare(["attn", "moe"], steps=6, **fixed)
+    assert any(row["module"].endswith("moe") for row in rows), rows
+
+
+@pytest.mark.parametrize("precision", ["bf16", "delayed"])
+@pytest.mark.parametrize("modules", [(), ("attn", "mlp")], ids=["layers", "both"])
+def test_transformer_engines_graphs_of_a_model_have_the_losses_of_eager_ones(precision, modules):
+    changes = FP8.get(precision, {})
+    expected = train(build(**changes), micro=3, outstanding=False)
+    model = build(**changes)
+    with training(modules, cuda_graph_impl="transformer_engine") as engine:
+        engine.attach(model)
+        found = train(model, micro=3, outstanding=False)
+        rows = engine.graphs()
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours[:3], theirs[:3], rtol=2e-2, atol=2e-2)
+    assert all(row["failed"] == 0 and row["replays"] > 0 for row in rows), rows
+
+
 def test_loss_curves_of_a_hundred_steps_are_eagers():
     for precision in ({}, FP8["delayed"]):
         expected = train(build(**precision), 100, 1)

@@ -1,4 +1,4 @@
-"""Two pipeline stages on two GPUs by Megatron's interleaved schedule: graphs against eager, and processes that end."""
+"""Megatron on two GPUs, by pipeline stages and by data: graphs against eager, and processes that end."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ pytestmark = [
     pytest.mark.skipif(GPUS < 2, reason=f"needs 2 CUDA devices: torch.cuda.device_count() is {GPUS}"),
     pytest.mark.skipif(bool(LACKING), reason=f"needs {' and '.join(LACKING)}"),
 ]
-WORKER = Path(__file__).with_name("pipeline_worker.py")
+WORKER = Path(__file__).with_name("megatron_worker.py")
 
 
-def test_virtual_stages_with_overlapped_reduction_train_as_eager_and_exit(tmp_path):
+def trained(layout, folder):
+    """What both ranks found, once they have ended, in time."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(WORKER.parents[2]), *sys.path])}
-    ranks = [subprocess.Popen([sys.executable, str(WORKER), str(rank), str(tmp_path)], stdout=subprocess.PIPE,
+    ranks = [subprocess.Popen([sys.executable, str(WORKER), str(rank), str(folder), layout], stdout=subprocess.PIPE,
                               text=True, env=environment) for rank in range(2)]
     try:
         found = [json.loads(rank.communicate(timeout=180)[0]) for rank in ranks]
@@ -36,9 +37,19 @@ def test_virtual_stages_with_overlapped_reduction_train_as_eager_and_exit(tmp_pa
             rank.wait()
     assert [rank.returncode for rank in ranks] == [0, 0]
     assert all(ended - one["done_at"] < 10 for one in found)
-    assert [one["losses"] for one in found] == [0, 4]  # one for each microbatch, where they are computed
     for one in found:
         assert one["same"] == [True] * 8
-        assert len(one["rows"]) == 4  # two layers of each chunk
-        for row in one["rows"]:
-            assert row["graphs"] >= 1 and row["replays"] > 0 and row["failed"] == 0, row
+        assert all(row["graphs"] >= 1 and row["replays"] > 0 and row["failed"] == 0 for row in one["rows"]), one["rows"]
+    return found
+
+
+def test_virtual_stages_with_overlapped_reduction_train_as_eager_and_exit(tmp_path):
+    found = trained("pipeline", tmp_path)
+    assert [one["losses"] for one in found] == [0, 4]  # one for each microbatch, where they are computed
+    assert [len(one["rows"]) for one in found] == [4, 4]  # two layers of each chunk
+
+
+def test_replicas_with_overlapped_reduction_and_gathering_train_as_eager_and_exit(tmp_path):
+    found = trained("data", tmp_path)
+    assert [one["losses"] for one in found] == [4, 4]
+    assert [len(one["rows"]) for one in found] == [8, 8]
