@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import warnings
 
 import pytest
@@ -39,6 +40,9 @@ LENGTH, ROWS, VOCAB = 128, 2, 512  # cuDNN 9.14's attention can be captured at m
 FP8 = {"delayed": {"fp8": "hybrid", "fp8_recipe": "delayed"}, "current": {"fp8": "hybrid", "fp8_recipe": "tensorwise"}}
 MOE = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.01, "moe_token_dispatcher_type": "alltoall",
        "moe_router_load_balancing_type": "aux_loss", "moe_ffn_hidden_size": 128, "moe_grouped_gemm": False}
+
+PLAIN = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "num_query_groups": 2,
+         "qk_layernorm": True}  # what the engine's own kernels can compute
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -300,9 +304,7 @@ def test_one_model_trains_and_generates_on_a_gpu(is_plain):
     """By the model's own layers, or by our kernels where it is a plain dense decoder."""
     prompts = [[1, 2, 3], [5, 6, 7, 8, 9], [11] * 40]
     greedy = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
-    plain = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "num_query_groups": 2,
-             "qk_layernorm": True}
-    model = build(**(plain if is_plain else {}))
+    model = build(**(PLAIN if is_plain else {}))
     with Engine(EngineConfig(max_num_seqs=4, warmup="full", max_model_len=128, num_pages=64), model=model) as engine:
         assert (engine._loop.runner.prefill is not None) == is_plain
         trainer = Engine(EngineConfig(mode="training", cuda_graph_warmup_steps=2), pool=engine.pool)
@@ -323,3 +325,33 @@ def test_one_model_trains_and_generates_on_a_gpu(is_plain):
                 # Kernels of another shape round otherwise: the token is the best, or as good as it in bf16.
                 assert logits[place, token] >= logits[place].max() - 0.05
         trainer.detach()
+
+
+def test_an_engine_that_generates_in_another_thread_survives_transformer_engines_captures():
+    """They are in CUDA's global mode, which any other thread's allocation would break: its loop is held off."""
+    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    served, model, stop, found = build(**PLAIN), build(), threading.Event(), []
+    with Engine(EngineConfig(max_num_seqs=4, warmup="full", max_model_len=128, num_pages=64), model=served) as engine:
+        def tokens():
+            outputs = engine.generate(prompt_token_ids=[[1, 2, 3], [11] * 40], sampling_params=params)
+            return [list(output.token_ids) for output in outputs]
+
+        def serve():
+            while not stop.is_set():
+                found.append(tokens())
+
+        alone = tokens()
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            trainer = Engine(EngineConfig(mode="training", cuda_graph_impl="transformer_engine",
+                                          cuda_graph_warmup_steps=2), pool=engine.pool)
+            trainer.attach(model)
+            train(model, steps=8, micro=1, outstanding=False)
+            rows = trainer.graphs()
+            trainer.detach()
+        finally:
+            stop.set()
+            thread.join()
+    assert len(found) > 1 and all(one == alone for one in found)
+    assert all(row["failed"] == 0 and row["replays"] > 0 for row in rows), rows
