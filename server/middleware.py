@@ -39,13 +39,7 @@ class RequestIds:
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else new_request_id()
         scope.setdefault("state", {})["request_id"] = request_id
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
-            await send(message)
-
-        await self.app(scope, receive, send_with_id)
+        await self.app(scope, receive, _with_header(send, "X-Request-Id", request_id))
 
 
 class Farewell:
@@ -57,13 +51,18 @@ class Farewell:
         self.app, self.is_draining = app, is_draining
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_and_end(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["Connection"] = "close"
-            await send(message)
-
         ends = scope["type"] == "http" and self.is_draining()
-        await self.app(scope, receive, send_and_end if ends else send)
+        await self.app(scope, receive, _with_header(send, "Connection", "close") if ends else send)
+
+
+def _with_header(send: Send, name: str, value: str) -> Send:
+    """`send`, with this header in the answer."""
+    async def send_with_it(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message)[name] = value
+        await send(message)
+
+    return send_with_it
 
 
 class BodyLimit:

@@ -110,9 +110,10 @@ class Scratch:
         self.best_at = torch.empty_like(self.best, dtype=torch.int32)
         self.squares = torch.empty(split_rows * triton.cdiv(hidden, TILE_OUTPUTS), dtype=torch.float32, device=device)
 
-    def normed_rows(self, rows: int, width: int) -> Tensor:
-        """Where normed rows lie, [rows, width], side by side whatever the width."""
-        return self.normed[: rows * width].view(rows, width)
+
+def _first_rows(room: Tensor, rows: int, width: int) -> Tensor:
+    """The beginning of a flat scratch tensor as [rows, width]."""
+    return room[: rows * width].view(rows, width)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
@@ -151,9 +152,9 @@ def linear(x: Tensor, weight: Tensor, out: Tensor, scratch: Scratch, *, norm: Te
             NORM=norm is not None, **flags)
         return tiles
     if squares:
-        x = scratch.normed_rows(rows, inputs)
+        x = _first_rows(scratch.normed, rows, inputs)
     elif norm is not None:
-        x = rms_norm(x, norm, eps, scratch.normed_rows(rows, inputs))
+        x = rms_norm(x, norm, eps, _first_rows(scratch.normed, rows, inputs))
     scaled = next_norm is not None and half_normed(rows, outputs, inputs, out.dtype) > 0
     matrix_kernel[(tiles, pick.splits, triton.cdiv(rows, pick.tile_rows))](
         x, weight, x if bias is None else bias, out, scratch.best, scratch.best_at,
@@ -169,8 +170,8 @@ def _by_library(x: Tensor, weight: Tensor, out: Tensor, scratch: Scratch, norm: 
     """What `linear` says, by cuBLAS."""
     (rows, inputs), pdl = x.shape, overlaps(x)
     if norm is not None:
-        x = rms_norm(x, norm, eps, scratch.normed_rows(rows, inputs))
-    wide = scratch.wide[: rows * len(weight)].view(rows, len(weight)) if gated else out
+        x = rms_norm(x, norm, eps, _first_rows(scratch.normed, rows, inputs))
+    wide = _first_rows(scratch.wide, rows, len(weight)) if gated else out
     if add:
         out.addmm_(x, weight.T)
         if bias is not None:

@@ -132,9 +132,7 @@ class Chain:
         self._copying = self._first_modules()
         self._capture_forwards()
         while not self._capture_backwards():
-            for entry in self.entries():
-                entry.close()
-            self.order.pairs = [None] * len(self.order)
+            self._close_all()
             self._capture_forwards()
         self._samples = []
 
@@ -244,6 +242,9 @@ class Chain:
 
     def _close_if_idle(self) -> None:
         if not self.order.awaiting:
-            for entry in self.entries():
-                entry.close()
-            self.order.pairs = []
+            self._close_all()
+
+    def _close_all(self) -> None:
+        for entry in self.entries():
+            entry.close()
+        self.order.pairs = [None] * len(self.order)

@@ -69,7 +69,7 @@ class CapturedIteration:
         self._memory = pool.new_memory()
         self._seen: Counter[Hashable] = Counter()
         self._captured: dict[Hashable, _Captured] = {}
-        self._failed: dict[Hashable, str] = {}
+        self._failed: set[Hashable] = set()
         # Weakly, as a step may make modules anew at every call.
         self._modules: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -202,7 +202,7 @@ class CapturedIteration:
         except CaptureError as error:
             before.restore()
             logger.error("capture of %s failed, it will run eager: %s", self.name, error)
-            self._failed[kind] = str(error)
+            self._failed.add(kind)
             self._stats.capture_failed(self.name, SCOPE, error)
             self._stats.fallbacks[self.name, SCOPE, FAILED] += 1
             return self._eager(args, kwargs)

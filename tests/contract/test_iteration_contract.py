@@ -101,7 +101,8 @@ def descend(model):
     """An optimiser of one line: it finds parameters anew, so that they may be replaced."""
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.sub_(RATE * parameter.grad)
+            if parameter.requires_grad:
+                parameter.sub_(RATE * parameter.grad)
 
 
 def counted(stats):
@@ -240,10 +241,7 @@ def test_what_moved_to_other_storage_is_noticed_and_captured_again(pool, device,
                 move(model)
             model.zero_grad()
             log.append([*run(micro), *gradients(model), *(buffer.clone() for buffer in model.buffers())])
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    if parameter.requires_grad:
-                        parameter.sub_(RATE * parameter.grad)
+            descend(model)
         return log
 
     run = iteration_of(pool, stats, outstanding_step(graphed))

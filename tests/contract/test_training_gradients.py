@@ -15,6 +15,7 @@ from tests.contract.training_models import (
     assert_same,
     attached,
     batches,
+    in_place,
     mlp,
     train,
     twins,
@@ -29,11 +30,6 @@ def eight():
 
 
 EIGHT = [str(index) for index in range(8)]
-
-
-def in_place(graphs):
-    """For each captured pair, whether its gradients are handed out where its graph leaves them."""
-    return [entry.owner.handing_out is entry.pair for entry in graphs._programs[0].entries()]
 
 
 def lived(model, data, *, accumulate=1, set_to_none=True, keep=False, clear_late=False):

@@ -136,6 +136,11 @@ def train(model, data, *, outstanding=True):
     return log
 
 
+def in_place(graphs):
+    """For each captured pair, whether its gradients are handed out where its graph leaves them."""
+    return [entry.owner.handing_out is entry.pair for entry in graphs._programs[0].entries()]
+
+
 def assert_same(ours, theirs):
     assert len(ours) == len(theirs)
     for step, (left, right) in enumerate(zip(ours, theirs, strict=True)):

@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.ranks import outputs_of
+
 ROOT = Path(__file__).parents[2]
 
 
 def run_ranks(tmp_path, *extra):
     environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
-    ranks = [
-        subprocess.Popen([sys.executable, str(Path(__file__).with_name("ddp_worker.py")), str(rank), "2",
-                          str(tmp_path / "rendezvous"), *extra],
-                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-        for rank in range(2)
-    ]
-    try:
-        ended = [rank.communicate(timeout=120) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for rank, (output, errors) in zip(ranks, ended, strict=True):
-        assert rank.returncode == 0, errors[-2000:]
+    worker = str(Path(__file__).with_name("ddp_worker.py"))
+    commands = [[sys.executable, worker, str(rank), "2", str(tmp_path / "rendezvous"), *extra] for rank in range(2)]
+    for output in outputs_of(commands, 120, env=environment):
         # 16 forwards of 3 layers; a microbatch is a round, and two of those warm up.
         assert output.split() == ["same", "42"]
 

@@ -27,6 +27,20 @@ def scaled_logits(logits, temperatures):
     return (x - x.amax(1, keepdim=True)) / temperatures.float().unsqueeze(1)
 
 
+def assert_replays_follow(draw, drawn, logits, numbers_of):
+    """A captured `draw` gives what `drawn` gives after logits and numbers changed between two replays."""
+    (rows, vocab_size), numbers = logits.shape, numbers_of(len(logits))
+    token_ids = drawn(logits, numbers)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        draw(logits, *numbers.unbind(1), token_ids)
+    for seed in range(3):
+        logits.copy_(random_logits(rows, vocab_size, logits.dtype, seed))
+        numbers.copy_(numbers_of(rows, seed=seed))
+        graph.replay()
+        assert token_ids.equal(drawn(logits, numbers))
+
+
 def assert_nearly_all_equal(found, wanted):
     """exp may differ in its last bit from torch's, which moves a draw once in millions."""
     assert (found == wanted).sum() >= 0.999 * len(wanted)

@@ -14,7 +14,14 @@ from engine.kernels import fused_draw
 from engine.kernels.fused_draw import TILE, draw_rows
 from engine.request import SamplingParams
 from engine.sampler import SamplingState
-from tests.gpu.draws import LEFT, assert_nearly_all_equal, random_logits, scaled_logits, uniforms
+from tests.gpu.draws import (
+    LEFT,
+    assert_nearly_all_equal,
+    assert_replays_follow,
+    random_logits,
+    scaled_logits,
+    uniforms,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -174,17 +181,7 @@ def test_numbers_of_different_strides_are_refused():
 
 @pytest.mark.skipif(INTERPRETED, reason="captures a CUDA graph")
 def test_captured_draw_follows_logits_and_numbers_changed_between_replays():
-    rows, vocab_size = 16, 151936
-    logits, numbers = random_logits(rows, vocab_size, torch.bfloat16), numbers_of(rows)
-    token_ids = drawn(logits, numbers)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        draw_rows(logits, *numbers.unbind(1), token_ids)
-    for seed in range(3):
-        logits.copy_(random_logits(rows, vocab_size, torch.bfloat16, seed))
-        numbers.copy_(numbers_of(rows, seed))
-        graph.replay()
-        assert token_ids.equal(drawn(logits, numbers))
+    assert_replays_follow(draw_rows, drawn, random_logits(16, 151936, torch.bfloat16), numbers_of)
 
 
 PARAMS = [

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.ranks import outputs_of
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 LACKING = [name for name in ("transformer_engine", "megatron") if importlib.util.find_spec(name) is None]
@@ -26,16 +27,9 @@ WORKER = Path(__file__).with_name("megatron_worker.py")
 def trained(layout, folder):
     """What both ranks found, once they have ended, in time."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(WORKER.parents[2]), *sys.path])}
-    ranks = [subprocess.Popen([sys.executable, str(WORKER), str(rank), str(folder), layout], stdout=subprocess.PIPE,
-                              text=True, env=environment) for rank in range(2)]
-    try:
-        found = [json.loads(rank.communicate(timeout=180)[0]) for rank in ranks]
-        ended = time.monotonic()
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert [rank.returncode for rank in ranks] == [0, 0]
+    commands = [[sys.executable, str(WORKER), str(rank), str(folder), layout] for rank in range(2)]
+    found = list(map(json.loads, outputs_of(commands, 180, env=environment)))
+    ended = time.monotonic()
     assert all(ended - one["done_at"] < 10 for one in found)
     for one in found:
         assert one["same"] == [True] * 8

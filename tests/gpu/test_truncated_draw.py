@@ -12,7 +12,14 @@ from tests.gpu.kernels import DEVICE, INTERPRETED  # isort: skip  (before what i
 from engine import draw
 from engine.kernels import fused_draw
 from engine.kernels.fused_draw import CANDIDATES, TILE, draw_truncated_rows
-from tests.gpu.draws import LEFT, assert_nearly_all_equal, random_logits, scaled_logits, uniforms
+from tests.gpu.draws import (
+    LEFT,
+    assert_nearly_all_equal,
+    assert_replays_follow,
+    random_logits,
+    scaled_logits,
+    uniforms,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -236,14 +243,4 @@ def test_frequencies_are_those_of_what_is_kept():
 
 @pytest.mark.skipif(INTERPRETED, reason="captures a CUDA graph")
 def test_captured_draw_follows_logits_and_numbers_changed_between_replays():
-    rows, vocab_size = 18, 151936
-    logits, numbers = random_logits(rows, vocab_size, torch.bfloat16), numbers_of(rows)
-    token_ids = drawn(logits, numbers)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        draw_truncated_rows(logits, *numbers.unbind(1), token_ids)
-    for seed in range(3):
-        logits.copy_(random_logits(rows, vocab_size, torch.bfloat16, seed))
-        numbers.copy_(numbers_of(rows, seed=seed))
-        graph.replay()
-        assert token_ids.equal(drawn(logits, numbers))
+    assert_replays_follow(draw_truncated_rows, drawn, random_logits(18, 151936, torch.bfloat16), numbers_of)

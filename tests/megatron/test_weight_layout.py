@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from engine.megatron.weights import load_checkpoint, save_checkpoint, whole_shap
 from engine.models import config_from_dict
 from tests.megatron import models
 from tests.megatron.checkpoints import SIZES, TOLERANCE, checkpoint, gpt_for, hf_config, same, stored
+from tests.ranks import outputs_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -181,14 +181,7 @@ def test_two_real_ranks_load_compute_and_save_as_one(tmp_path: Path) -> None:
     """
     theirs = {case: checkpoint(tmp_path / case, case, vocab_size=size) for case, size in RANKS_OF_TWO.items()}
     command = [sys.executable, "-c", "from tests.megatron.test_weight_layout import rank_of_two; rank_of_two()"]
-    ranks = [subprocess.Popen([*command, str(rank), str(tmp_path)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
-             for rank in range(2)]
-    try:
-        ends = [rank.communicate(timeout=60)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], ends
+    outputs_of([[*command, str(rank), str(tmp_path)] for rank in range(2)], 60, cwd=ROOT)
     for case in ("qwen3", "qwen3-tied"):
         assert same(stored(tmp_path / case), stored(tmp_path / f"{case}-saved"))
         found = torch.cat([load_file(tmp_path / f"{case}.{rank}")["logits"] for rank in range(2)], -1)

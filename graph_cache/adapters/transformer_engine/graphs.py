@@ -247,19 +247,18 @@ class TransformerEngineGraphs:
             self._warm_rounds = 0
             return
         self.job.pool.trim()  # what the eager rounds left cached is of no use to the graphs' own memory
-        failure = ""
         self._busy = True
         try:
             made, added = self._make(chunks, modules)
         except CaptureError as error:
             logger.error("the capture by Transformer Engine failed, its layers will run eager: %s", error)
-            self._failed, failure = True, str(error)
+            self._failed = True
+            for layer in self._layers:
+                self.job.stats.capture_failed(layer.name, SCOPE, error)
         finally:
             self._busy = False
         if self._failed:  # the error is gone by now, and with it what it held of the capture
             self.job.pool.trim()
-            for layer in self._layers:
-                self.job.stats.capture_failed(layer.name, SCOPE, failure)
             return
         self._capture_seconds = time.perf_counter() - started
         self._take(made, chunks, added)

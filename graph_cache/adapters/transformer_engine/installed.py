@@ -69,7 +69,8 @@ class Installed:
         self._options = dict(options)
         known = inspect.signature(self._make).parameters
         lacking = [name for name in NEEDED if name not in known]
-        lacking += [name for name in ("_graph_context_wrapper",) if not hasattr(graph, name)]
+        if not hasattr(graph, "_graph_context_wrapper"):
+            lacking.append("_graph_context_wrapper")
         if lacking:
             raise _refusal(f"{PACKAGE} {self.version}, whose make_graphed_callables has no {', '.join(lacking)}")
         refused = [name for name in options if name not in known or name in OURS]
