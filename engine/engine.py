@@ -115,23 +115,25 @@ class Engine:
                 self._loop.add(request)
             self._run(processor, outputs, len(requests), use_tqdm)
         finally:
-            self._loop.abort([request.request_id for request in requests])  # after an interruption or a refusal
-            self._loop.drop_events()
+            with self.pool.turn():
+                self._loop.abort([request.request_id for request in requests])  # after an interruption or a refusal
+                self._loop.drop_events()
         return list(outputs.values())
 
     def _run(self, processor: OutputProcessor, outputs: dict[str, RequestOutput], total: int, use_tqdm: bool) -> None:
         with tqdm(total=total, disable=not use_tqdm, unit="seq") as bar:
             while self._loop.has_work:
-                for event in self._loop.step():
-                    delta = processor.process(event)
-                    if delta is None:
-                        continue
-                    outputs[delta.request_id].add(delta)
-                    if delta.abort:
-                        self._loop.abort([delta.child_id])
-                    if delta.finish_reason is not None:
-                        bar.update()
-                self._loop.capture_between_steps()
+                with self.pool.turn():
+                    for event in self._loop.step():
+                        delta = processor.process(event)
+                        if delta is None:
+                            continue
+                        outputs[delta.request_id].add(delta)
+                        if delta.abort:
+                            self._loop.abort([delta.child_id])
+                        if delta.finish_reason is not None:
+                            bar.update()
+                    self._loop.capture_between_steps()
 
     def _seed(self, params: SamplingParams) -> int:
         """A request's own seed, or the next of the engine's sequence: an offline run repeats itself."""
@@ -144,7 +146,8 @@ class Engine:
         problem, with the old weights untouched.
         """
         self._require_open()
-        return self._loop.update_weights(weights, version)
+        with self.pool.turn():
+            return self._loop.update_weights(weights, version)
 
     def share_weights(self, trainer: torch.nn.Module, *, version: str) -> int:
         """Make a trainer's parameters (by Hugging Face names) views of this engine's storage; returns how many.
@@ -156,14 +159,16 @@ class Engine:
         if self.config.tensor_parallel_size > 1:
             raise WeightUpdateError("this engine's weights are split over several processes, and a trainer's can't be "
                                     "views of them; use update_weights")
-        shared = share_weights(trainer, self._loop.runner.model)
-        self._loop.weights_changed(version)
+        with self.pool.turn():
+            shared = share_weights(trainer, self._loop.runner.model)
+            self._loop.weights_changed(version)
         return shared
 
     def weights_changed(self, version: str) -> None:
         """The weights were written in place by somebody else: KV of the old ones is dropped, graphs stay."""
         self._require_open()
-        self._loop.weights_changed(version)
+        with self.pool.turn():
+            self._loop.weights_changed(version)
 
     @property
     def pool(self) -> GraphPool:
@@ -173,7 +178,8 @@ class Engine:
     def warm(self) -> None:
         """Capture every graph that is wanted ahead, now, with a progress bar on a terminal."""
         self._require_open()
-        self._loop.warm(WarmProgress())
+        with self.pool.turn():
+            self._loop.warm(WarmProgress())
 
     def graphs(self) -> list[dict[str, Any]]:
         """The graph cache as rows of plain values: site, bucket, state, replays, padding, bytes, seconds."""
@@ -192,7 +198,8 @@ class Engine:
         if not self._closed:
             self._closed = True
             self._loop.save_manifest()
-            self._loop.close()
+            with self.pool.turn():
+                self._loop.close()
 
     def _require_open(self) -> None:
         if self._closed:

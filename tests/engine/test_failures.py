@@ -153,6 +153,20 @@ def test_broken_books_still_end_in_a_dead(make_engine, monkeypatch):
     loop.drop_events()
 
 
+def test_a_thread_that_generates_stands_still_while_somebody_else_needs_the_device_quiet(make_engine):
+    engine, steps, outputs = make_engine(), [], []
+    step = engine._loop.step
+    engine._loop.step = lambda: [steps.append(None), step()][1]
+    thread = threading.Thread(target=lambda: outputs.extend(
+        engine.generate(prompt_token_ids=[PROMPTS[0]], sampling_params=greedy(20))))
+    with engine.pool.quiet():
+        thread.start()
+        time.sleep(0.2)
+        assert not steps
+    thread.join(10)
+    assert len(outputs[0].token_ids) == 20
+
+
 def test_a_serving_loop_stands_still_while_somebody_else_needs_the_device_quiet(make_engine):
     loop = make_engine()._loop
     commands, reports = queue.Queue(), []

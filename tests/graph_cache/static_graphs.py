@@ -6,7 +6,10 @@ was captured after it, and the gradient of an input is overwritten when the back
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
 from math import ceil
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +19,14 @@ from graph_cache.errors import CaptureError
 from graph_cache.training.call import Result
 
 
+class Nodes(list):
+    """A list that may be referred to weakly."""
+
+
 class StaticMaker:
-    """Records what it was asked: `plan`, `weights` (each word on whether they are new) and `made`."""
+    """Records what it was asked: `plan`, `weights` (each word on whether they are new), `made`, and `accumulating` (the
+    accumulators that it gave, for as long as they are kept).
+    """
 
     def __init__(self, fails: bool = False):
         self.fails = fails
@@ -28,6 +37,11 @@ class StaticMaker:
 
     def precision(self) -> Precision | None:
         return self.now
+
+    def accumulators(self, parameters: Iterable[Tensor]) -> list[Any]:
+        kept = Nodes(parameter.expand_as(parameter).grad_fn.next_functions[0][0] for parameter in parameters)
+        self.accumulating = weakref.ref(kept)
+        return kept
 
     def update_weights(self, are_new: bool) -> None:
         self.weights.append(are_new)

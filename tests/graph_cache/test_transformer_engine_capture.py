@@ -293,6 +293,25 @@ def test_closing_restores_the_layers_and_resets_the_graphs_once():
     again.detach()
 
 
+def test_gradients_add_up_by_the_makers_nodes_until_the_capture():
+    """Those of steps before would break it: a loop's `loss` is the last step's while the next one's is computed."""
+    model, maker = stack(), StaticMaker()
+    graphs = attached(model, maker=maker)
+    for _ in range(2):
+        assert len(maker.accumulating()) == sum(1 for _ in model.layers.parameters())
+        loss = model(batch(1)).sum()
+        loss.backward()
+        nodes = list(maker.accumulating())
+        assert [node.variable.grad is not None for node in nodes] == [True] * len(nodes)
+        while not graphs.table():
+            loss = model(batch(2)).sum()
+            loss.backward()
+        assert maker.accumulating() is None
+        graphs.clear()
+    graphs.detach()
+    assert maker.accumulating() is None
+
+
 def test_cleared_graphs_warm_up_and_are_captured_again():
     model, maker = stack(), StaticMaker()
     graphs = warmed(model, maker=maker)

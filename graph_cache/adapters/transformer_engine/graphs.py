@@ -87,6 +87,7 @@ class TransformerEngineGraphs:
         self._rounds = 0
         self._outstanding = 0  # eager calls whose backward is to come
         self._busy = False  # inside a capture or a layer: nested layers run eager
+        self._accumulators: list[Any] = []  # until the capture
         self._forget()
 
     def _forget(self) -> None:
@@ -99,6 +100,8 @@ class TransformerEngineGraphs:
         self._weights_are_new: bool | None = None
         for layer in self._layers:
             layer.forget()
+        self._accumulators = self._maker.accumulators(
+            parameter for layer in self._layers for parameter in layer.attached.parameters if parameter.requires_grad)
 
     # ---- calls -----------------------------------------------------------------------------------------------------
 
@@ -257,6 +260,7 @@ class TransformerEngineGraphs:
                 self.job.stats.capture_failed(layer.name, SCOPE, error)
         finally:
             self._busy = False
+            self._accumulators = []  # replays and eager calls need none of a stream of their own
         if self._failed:  # the error is gone by now, and with it what it held of the capture
             self.job.pool.trim()
             return
@@ -323,7 +327,7 @@ class TransformerEngineGraphs:
         self.clear()
         for layer in self._layers:
             layer.attached.give_back()
-        self._layers = []
+        self._layers, self._accumulators = [], []
 
     def table(self) -> list[dict[str, Any]]:
         """Every pair of graphs as plain values; bytes and seconds are shares of the one capture."""

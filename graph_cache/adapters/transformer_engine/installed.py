@@ -11,12 +11,12 @@ import importlib.metadata
 import importlib.util
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from graph_cache.adapters.transformer_engine.maker import Plan, Precision
 from graph_cache.adapters.transformer_engine.quantizers import Quantizers
@@ -80,6 +80,7 @@ class Installed:
                                    f"{self.version}: what may be is {free}")
         self._check_generators(job.generators)
         self._nothing = torch.zeros(1, device=self._backend.device)
+        self._stream = torch.cuda.Stream(self._backend.device)  # of the captures
 
     def _check_generators(self, generators: Sequence[torch.Generator]) -> None:
         registered = [self._backend.default_generator, *self._tracked_generators()]
@@ -114,7 +115,7 @@ class Installed:
         recipe = plan.precision.recipe if any(plan.enabled) else None
         options = {"allow_unused_input": True} | self._options
         try:
-            with (torch.cuda.device(self._backend.device), self._flag_of(plan), self._host_copies_refused(),
+            with (torch.cuda.device(self._backend.device), self._flag_of(plan), self._captures_as_ours(),
                   self._put_back_on_failure(plan.modules, recipe, memory)):
                 calls = self._make(
                     plan.modules, tuple(() for _ in plan.samples), sample_kwargs=tuple(plan.samples),
@@ -124,19 +125,24 @@ class Installed:
                     _reuse_graph_input_output_buffers=True, clone_param_grads_on_return=True, **options)
         except Exception as error:
             raise CaptureError(f"make_graphed_callables of Transformer Engine {self.version} raised "
-                               f"{type(error).__name__}: {error}. It captures into the parameters' own gradients: let "
-                               "go of the last step's losses before the capturing step, and build wrappers for data "
-                               "parallelism on a stream of their own") from error
+                               f"{type(error).__name__}: {error}. It captures into the parameters' own gradients: "
+                               "attach a model when no loss of earlier steps is held any more, and build wrappers for "
+                               "data parallelism on a stream of their own") from error
         return Captured(calls, memory, Quantizers(plan.modules))
 
+    def accumulators(self, parameters: Iterable[Tensor]) -> list[Any]:
+        """They work on the stream where they are made: on the default one, a capture would depend on what isn't."""
+        with torch.cuda.stream(self._stream), torch.enable_grad():
+            return [parameter.expand_as(parameter).grad_fn.next_functions[0][0] for parameter in parameters]
+
     @contextmanager
-    def _host_copies_refused(self) -> Iterator[None]:
-        """Each of its captures is looked at before it ends, as our own are."""
+    def _captures_as_ours(self) -> Iterator[None]:
+        """Each of its captures is on our stream, and looked at before it ends, as our own are."""
         capture = self._graph._graph_context_wrapper
 
         @contextmanager
         def looked_at(*args: Any, **kwargs: Any) -> Iterator[None]:
-            with capture(*args, **kwargs):
+            with capture(*args, stream=self._stream, **kwargs):
                 yield
                 self._backend.refuse_copies_of_the_host()
 

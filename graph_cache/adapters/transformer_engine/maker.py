@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -60,6 +60,13 @@ class Maker(Protocol):
         """Capture all of it, with generators as before. Raises CaptureError; then nothing is left of it.
 
         What it runs before the capture adds gradients and changes buffers: the caller puts back what is the model's.
+        """
+
+    def accumulators(self, parameters: Iterable[Tensor]) -> list[Any]:
+        """The nodes of autograd that add up these parameters' gradients, made so that a capture may hold them.
+
+        One lives as long as the loss of any step does. Those made by the job's own steps would break the capture; while
+        these are kept, the steps go by them.
         """
 
     def precision(self) -> Precision | None:
