@@ -6,7 +6,6 @@ was captured after it, and the gradient of an input is overwritten when the back
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from math import ceil
 from typing import Any
@@ -14,19 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graph_cache.adapters.transformer_engine.installed import new_accumulators
 from graph_cache.adapters.transformer_engine.maker import Plan, Precision
 from graph_cache.errors import CaptureError
 from graph_cache.training.call import Result
 
 
-class Nodes(list):
-    """A list that may be referred to weakly."""
-
-
 class StaticMaker:
-    """Records what it was asked: `plan`, `weights` (each word on whether they are new), `made`, and `accumulating` (the
-    accumulators that it gave, for as long as they are kept).
-    """
+    """Records what it was asked: `plan`, `weights` (each word on whether they are new) and `made`."""
 
     def __init__(self, fails: bool = False):
         self.fails = fails
@@ -38,10 +32,8 @@ class StaticMaker:
     def precision(self) -> Precision | None:
         return self.now
 
-    def accumulators(self, parameters: Iterable[Tensor]) -> list[Any]:
-        kept = Nodes(parameter.expand_as(parameter).grad_fn.next_functions[0][0] for parameter in parameters)
-        self.accumulating = weakref.ref(kept)
-        return kept
+    def accumulators(self, parameters: Iterable[Tensor]) -> dict[Tensor, Any]:
+        return new_accumulators(parameters)
 
     def update_weights(self, are_new: bool) -> None:
         self.weights.append(are_new)
@@ -119,15 +111,11 @@ class StaticCall:
         self.beside: dict[str, set[StaticCall]] = {}
         self.input_grads: list[Tensor] = []
         self.outputs: list[Tensor] = []
-        self.result: Result | None = None
         self.weight_gradients = 0
 
     def __call__(self, is_first_microbatch: bool | None = None, **given: Tensor):
         assert list(given) == list(self.statics)
-        return self.result_of(_Run.apply(self, *given.values(), *self.module.parameters()))
-
-    def result_of(self, outputs):
-        return self.result.build(outputs)
+        return _Run.apply(self, *given.values(), *self.module.parameters())
 
     def backward_dw(self) -> None:
         self.graphs.runs(self, "weights")
@@ -147,7 +135,8 @@ class StaticCall:
             registered.clear()
         flag = vars(layer).get("is_first_microbatch")
         with torch.enable_grad():
-            self.result, self.outputs = Result.of(type(layer).forward(layer, *args, **kwargs))
+            outputs = self.module.taken_apart(type(layer).forward(layer, *args, **kwargs))
+        self.outputs = [tensor for tensor in outputs if tensor is not None]
         if flag is not None:
             layer.is_first_microbatch = flag
         for registered, before in hooks:

@@ -8,8 +8,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from graph_cache.adapters.transformer_engine import TransformerEngineGraphs
+from graph_cache.adapters.transformer_engine.installed import new_accumulators
 from graph_cache.adapters.transformer_engine.maker import Precision
 from graph_cache.adapters.transformer_engine.order import Places
 from graph_cache.adapters.transformer_engine.quantizers import Quantizers
@@ -293,23 +295,73 @@ def test_closing_restores_the_layers_and_resets_the_graphs_once():
     again.detach()
 
 
-def test_gradients_add_up_by_the_makers_nodes_until_the_capture():
-    """Those of steps before would break it: a loop's `loss` is the last step's while the next one's is computed."""
-    model, maker = stack(), StaticMaker()
-    graphs = attached(model, maker=maker)
+def test_gradients_add_up_by_the_makers_nodes_while_layers_warm_up():
+    """Those of the steps would break it: a loop's `loss` is the last step's while the next one's is computed."""
+    model = stack()
+    graphs = attached(model)
+    parameters = list(model.layers.parameters())
     for _ in range(2):
-        assert len(maker.accumulating()) == sum(1 for _ in model.layers.parameters())
-        loss = model(batch(1)).sum()
-        loss.backward()
-        nodes = list(maker.accumulating())
-        assert [node.variable.grad is not None for node in nodes] == [True] * len(nodes)
         while not graphs.table():
             loss = model(batch(2)).sum()
             loss.backward()
-        assert maker.accumulating() is None
+            del loss
+            assert new_accumulators(parameters) == {}, "all of them live on without a loss"
         graphs.clear()
     graphs.detach()
-    assert maker.accumulating() is None
+
+
+def test_nodes_that_live_already_are_left_as_they_are():
+    linear = nn.Linear(2, 2)
+    loss = (linear(torch.ones(2)) * linear.weight).sum()
+    assert new_accumulators(linear.parameters()) == {}
+    assert new_accumulators(linear.parameters()) == {}  # the mark of the first look is gone
+    del loss
+    found = new_accumulators(linear.parameters())
+    assert list(found) == list(linear.parameters())
+    linear(torch.ones(2)).sum().backward()
+    assert all(node.variable.grad is not None for node in found.values())
+
+
+def test_what_is_captured_returns_as_many_tensors_of_each_layer_those_with_gradients_first():
+    """Transformer Engine takes one graph's gradients of outputs for another's where shapes of the former are equal."""
+
+    class One(nn.Module):
+        def __init__(self, kind):
+            super().__init__()
+            self.linear, self.kind = nn.Linear(WIDTH, WIDTH), kind
+
+        def forward(self, x):
+            y = self.linear(x)
+            return (y, {"none": None, "no": x.detach() + 1, "both": (y.detach(), y * 2)}[self.kind])
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(map(One, ("none", "no", "both", "none")))
+
+        def forward(self, x):
+            total = 0
+            for layer in self.layers:
+                x, other = layer(x)
+                total = total + x.sum() + sum(one.sum() for one in pytree.tree_leaves(other) if one is not None)
+            return total
+
+    torch.manual_seed(3)
+    model, maker = Model(), StaticMaker()
+    eager = copy.deepcopy(model)
+    graphs = attached(model, maker=maker)
+    for number in range(6):
+        losses = [one(batch(number)) for one in (model, eager)]
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward()
+    for one, other in zip(model.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+    kinds = [[value is not None and value.requires_grad for value in module(**statics)]
+             for module, statics in zip(maker.plan.modules, maker.plan.samples, strict=True)]
+    assert kinds == [[True, False], [True, False], [True, True, False], [True, False]]
+    assert replays(graphs) == 4 * 4
+    graphs.detach()
 
 
 def test_cleared_graphs_warm_up_and_are_captured_again():

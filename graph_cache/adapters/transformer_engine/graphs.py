@@ -7,6 +7,7 @@ backward is outstanding. One thread runs the forwards.
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -87,7 +88,6 @@ class TransformerEngineGraphs:
         self._rounds = 0
         self._outstanding = 0  # eager calls whose backward is to come
         self._busy = False  # inside a capture or a layer: nested layers run eager
-        self._accumulators: list[Any] = []  # until the capture
         self._forget()
 
     def _forget(self) -> None:
@@ -100,8 +100,7 @@ class TransformerEngineGraphs:
         self._weights_are_new: bool | None = None
         for layer in self._layers:
             layer.forget()
-        self._accumulators = self._maker.accumulators(
-            parameter for layer in self._layers for parameter in layer.attached.parameters if parameter.requires_grad)
+        self._accumulators: dict[Tensor, Any] = {}  # until the capture
 
     # ---- calls -----------------------------------------------------------------------------------------------------
 
@@ -234,17 +233,23 @@ class TransformerEngineGraphs:
         if self._noted:
             self._warm_rounds += 1
             self._noted = False
-        if self._warm_rounds >= self._warmup_rounds and self._made is None and not self._failed:
-            self._capture()
+        if self._made is None and not self._failed:
+            self._accumulators |= self._maker.accumulators(
+                parameter for layer in self._layers for parameter in layer.attached.parameters
+                if parameter.requires_grad and parameter not in self._accumulators)
+            if self._warm_rounds >= self._warmup_rounds:
+                self._capture()
 
     def _capture(self) -> None:
         started = time.perf_counter()
+        gc.collect()  # histories of earlier steps, whose nodes the capture would meet
         samples = settle([layer.take_calls() for layer in self._layers])
         chunks: list[list[Layer]] = [[] for _ in self._chunks]
         modules: list[StandIn] = []
+        without = max((sample.seen.differentiable.count(False) for sample in samples if sample is not None), default=0)
         for layer, sample in zip(self._layers, samples, strict=True):
             if sample is not None and not layer.attached.hooks_inside:
-                modules.append(layer.stand_in(sample, len(chunks[layer.chunk])))
+                modules.append(layer.stand_in(sample, len(chunks[layer.chunk]), without))
                 chunks[layer.chunk].append(layer)
         if not modules:  # hooks came up in all of them since
             self._warm_rounds = 0
@@ -260,7 +265,7 @@ class TransformerEngineGraphs:
                 self.job.stats.capture_failed(layer.name, SCOPE, error)
         finally:
             self._busy = False
-            self._accumulators = []  # replays and eager calls need none of a stream of their own
+            self._accumulators = {}  # replays and eager calls need none of a stream of their own
         if self._failed:  # the error is gone by now, and with it what it held of the capture
             self.job.pool.trim()
             return
@@ -327,7 +332,7 @@ class TransformerEngineGraphs:
         self.clear()
         for layer in self._layers:
             layer.attached.give_back()
-        self._layers, self._accumulators = [], []
+        self._layers = []
 
     def table(self) -> list[dict[str, Any]]:
         """Every pair of graphs as plain values; bytes and seconds are shares of the one capture."""

@@ -124,16 +124,19 @@ class Installed:
                     _num_layers_per_chunk=plan.layers_per_chunk, pool=memory.id,
                     _reuse_graph_input_output_buffers=True, clone_param_grads_on_return=True, **options)
         except Exception as error:
+            cause: BaseException = error  # of an end of the capture that failed, what went wrong in it
+            while cause.__context__ is not None:
+                cause = cause.__context__
             raise CaptureError(f"make_graphed_callables of Transformer Engine {self.version} raised "
-                               f"{type(error).__name__}: {error}. It captures into the parameters' own gradients: "
+                               f"{type(cause).__name__}: {cause}. It captures into the parameters' own gradients: "
                                "attach a model when no loss of earlier steps is held any more, and build wrappers for "
                                "data parallelism on a stream of their own") from error
         return Captured(calls, memory, Quantizers(plan.modules))
 
-    def accumulators(self, parameters: Iterable[Tensor]) -> list[Any]:
+    def accumulators(self, parameters: Iterable[Tensor]) -> dict[Tensor, Any]:
         """They work on the stream where they are made: on the default one, a capture would depend on what isn't."""
-        with torch.cuda.stream(self._stream), torch.enable_grad():
-            return [parameter.expand_as(parameter).grad_fn.next_functions[0][0] for parameter in parameters]
+        with torch.cuda.stream(self._stream):
+            return new_accumulators(parameters)
 
     @contextmanager
     def _captures_as_ours(self) -> Iterator[None]:
@@ -234,6 +237,20 @@ class Captured:
         if self._quantizers is not None:
             self._quantizers = None
             self._memory.release()
+
+
+def new_accumulators(parameters: Iterable[Tensor]) -> dict[Tensor, Any]:
+    """For each parameter whose gradients no living node adds up, one that does, of the current stream."""
+    parameters, seen = list(parameters), "seen by Encore"
+    for parameter in parameters:
+        _accumulator(parameter).metadata[seen] = True  # gone with the node, where nobody else holds it
+    found = {parameter: _accumulator(parameter) for parameter in parameters}
+    return {parameter: node for parameter, node in found.items() if node.metadata.pop(seen, None) is None}
+
+
+@torch.enable_grad()
+def _accumulator(parameter: Tensor) -> Any:
+    return parameter.expand_as(parameter).grad_fn.next_functions[0][0]
 
 
 def installed_version() -> str | None:

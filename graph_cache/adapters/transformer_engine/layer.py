@@ -17,7 +17,6 @@ from graph_cache.adapters.transformer_engine.maker import Precision
 from graph_cache.adapters.transformer_engine.samples import Calls, Sample, StandIn, names_of
 from graph_cache.errors import GraphError
 from graph_cache.training.attached import FORWARD, AttachedModule, Hook, Part, put_back
-from graph_cache.training.call import Result
 
 REPLAYED = "replayed_by_encore"  # on a node of autograd: (whose places, place) of the replay that it stands for
 
@@ -32,6 +31,7 @@ class Layer:
         self.calls = Calls()
         self.index = 0
         self.sample: Sample | None = None
+        self._stand_in: StandIn | None = None
         self.added: list[Tensor] = []  # parameters whose gradients the graph adds to their main_grad itself
         self.graphs: list[tuple[Callable[..., Any], list[str]]] = []  # for each microbatch: the graph, its keywords
         self.label = (part.name, "", "", 0)  # under which its replays are counted
@@ -57,10 +57,11 @@ class Layer:
         noted, self.calls = self.calls, Calls()
         return noted
 
-    def stand_in(self, sample: Sample, index: int) -> StandIn:
-        """What is captured in its place."""
+    def stand_in(self, sample: Sample, index: int, without: int) -> StandIn:
+        """What is captured in its place; `without`: see there."""
         self.sample, self.index, self._state = sample, index, self.attached.state
-        return StandIn(self.attached, self._call, sample)
+        self._stand_in = StandIn(self.attached, self._call, sample, without)
+        return self._stand_in
 
     def captured(self, calls: Sequence[Callable[..., Any]], slots: Sequence[int], added: set[int], scope: str) -> None:
         """Take its graphs, one for each microbatch; `added`: see Kept."""
@@ -72,7 +73,7 @@ class Layer:
 
     def forget(self) -> None:
         """Be as before the first call."""
-        self.calls, self.sample, self.graphs, self.added = Calls(), None, [], []
+        self.calls, self.sample, self.graphs, self.added, self._stand_in = Calls(), None, [], [], None
 
     def fits(self, args: tuple, kwargs: dict[str, Any], precision: Precision | None) -> Sequence[Tensor] | None:
         """The tensors of a call that its graphs serve; None for another, or if the layer has changed since."""
@@ -104,19 +105,9 @@ class Layer:
         for attributes in self._flagged:
             attributes[FIRST] = False
 
-    def returned(self, value: Any) -> tuple[Any, Any]:
-        """What a graph returned, without history where the layer gives none, and the node where its backward begins."""
-        wanted = self.sample.seen.differentiable
-        if all(wanted):  # then the first tensor that is found will do, mostly without a walk over the tree
-            for one in (value,) if isinstance(value, Tensor) else value if type(value) is tuple else ():
-                if isinstance(one, Tensor):
-                    return value, one.grad_fn
-        result, tensors = Result.of(value)
-        node = next((tensor.grad_fn for tensor, want in zip(tensors, wanted, strict=True) if want), None)
-        if all(wanted):
-            return value, node
-        return result.build([tensor if want else tensor.detach()
-                             for tensor, want in zip(tensors, wanted, strict=True)]), node
+    def returned(self, outputs: Sequence[Tensor]) -> tuple[Any, Any]:
+        """What the layer would have returned, from what a graph did, and the node where its backward begins."""
+        return self._stand_in.put_together(outputs), outputs[0].grad_fn
 
 
 class Arrival:

@@ -43,8 +43,8 @@ class Made(Protocol):
     nbytes: int
     calls: Sequence[Callable[..., Any]]
     """One for each of the plan's samples: takes its keywords, and `is_first_microbatch` (whether weights are new) where
-    weights are cached; copies what is not there already, replays, and returns what the module did, from static memory,
-    as outputs of one node of autograd. `backward_dw()` of it replays the weight gradients."""
+    weights are cached; copies what is not there already, replays, and returns the tensors that the module did, from
+    static memory, as outputs of one node of autograd. `backward_dw()` of it replays the weight gradients."""
 
     def are_current(self) -> bool:
         """Whether what the graphs read beside parameters and inputs is still what the modules use."""
@@ -62,11 +62,11 @@ class Maker(Protocol):
         What it runs before the capture adds gradients and changes buffers: the caller puts back what is the model's.
         """
 
-    def accumulators(self, parameters: Iterable[Tensor]) -> list[Any]:
-        """The nodes of autograd that add up these parameters' gradients, made so that a capture may hold them.
+    def accumulators(self, parameters: Iterable[Tensor]) -> dict[Tensor, Any]:
+        """New nodes of autograd that add up gradients, such as a capture may hold, for parameters that have none now.
 
-        One lives as long as the loss of any step does. Those made by the job's own steps would break the capture; while
-        these are kept, the steps go by them.
+        While one is kept, all steps go by it. One that a step made would break a capture for as long as that step's
+        loss is held, and the next step's, which goes by it too.
         """
 
     def precision(self) -> Precision | None:

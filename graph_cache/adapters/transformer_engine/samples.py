@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from graph_cache.adapters.transformer_engine.maker import Precision
+from graph_cache.errors import CaptureError
 from graph_cache.training.attached import AttachedModule
-from graph_cache.training.call import CallKey, Expected, put_together, take_apart
+from graph_cache.training.call import CallKey, Expected, Result, put_together, take_apart
 
 # Values that a graph may hold: they are compared at each call. An object of another kind may change under a graph.
 CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum)
@@ -196,21 +197,46 @@ def _static(signature: tuple) -> Tensor:
 
 class StandIn(nn.Module):
     """What Transformer Engine is given in a layer's place: called with the moving tensors by keyword, it makes the call
-    that was recorded.
+    that was recorded, and returns its tensors: those with a gradient, `without` of no gradient, None where there are
+    fewer.
 
-    Has the parameters and submodules of the part of the layer that is captured, and none of its own hooks.
+    By the shapes of the first Transformer Engine 2.20 takes one graph's gradients of outputs for another's, which must
+    then be at the same places among as many outputs. Has the parameters and submodules of the part of the layer that
+    is captured, and none of its own hooks.
     """
 
-    def __init__(self, attached: AttachedModule, call: Callable[..., Any], sample: Sample):
+    def __init__(self, attached: AttachedModule, call: Callable[..., Any], sample: Sample, without: int):
         super().__init__()
         self.scope = attached.scope
         self._call = functools.partial(call)  # a module by itself would become a part of this one
         self._sample = sample
+        self._without = without
+        wanted = sample.seen.differentiable
+        self._places = sorted(range(len(wanted)), key=lambda index: not wanted[index])  # of what is returned, in it
+        self._result: Result | None = None
 
-    def forward(self, **moving: Tensor) -> Any:
+    def forward(self, **moving: Tensor) -> tuple[Tensor | None, ...]:
         args, kwargs = self._sample.arguments(list(moving.values()))
         with _autocast(self._sample.key):
-            return self._call(*args, **kwargs)
+            return self.taken_apart(self._call(*args, **kwargs))
+
+    def taken_apart(self, value: Any) -> tuple[Tensor | None, ...]:
+        """The tensors of what the layer returned, in the order of a graph."""
+        self._result, tensors = Result.of(value)
+        wanted = self._sample.seen.differentiable
+        if len(tensors) != len(wanted):
+            raise CaptureError(f"the layer returned {len(tensors)} tensors, and {len(wanted)} in the recorded call")
+        return (*[tensors[place] for place in self._places], *[None] * (self._without - wanted.count(False)))
+
+    def put_together(self, outputs: Sequence[Tensor]) -> Any:
+        """What the layer would have returned, from a replay's outputs, without history where it gives none."""
+        if self._result.is_tensor:
+            return outputs[0]
+        count = sum(self._sample.seen.differentiable)
+        tensors: list[Any] = [None] * len(self._places)
+        for index, place in enumerate(self._places):
+            tensors[place] = outputs[index] if index < count else outputs[index].detach()
+        return self._result.build(tensors)
 
 
 def _autocast(key: CallKey) -> AbstractContextManager:
