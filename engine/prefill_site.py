@@ -23,8 +23,10 @@ from graph_cache.buffers import BATCH, BufferSpec, StaticBuffers
 from graph_cache.site import Site
 
 SITE = "prefill"
-TOKEN_BUCKETS = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
-"""Those below the most tokens that a step may have; that number is a bucket too."""
+TOKEN_BUCKETS = (*range(64, 1024, 64), *range(1024, 2048, 128), *range(2048, 4096, 512), *range(4096, 8193, 1024))
+"""Those below the most tokens that a step may have; that number is a bucket too. While requests wait, each one that
+ends is followed by a prompt of a few hundred tokens in a step of its own: padding there is paid at nearly every step.
+"""
 
 LEAST_CHUNKS, TOKENS_A_CHUNK = 8, 32
 """A bucket has room for a chunk per so many tokens: each is a row of the vocabulary's product, there or not."""

@@ -14,7 +14,8 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.models.config import ModelConfig
 
-CPU_MAX_NUM_SEQS, CUDA_MAX_NUM_SEQS = 16, 256
+CPU_MAX_NUM_SEQS, CUDA_MAX_NUM_SEQS, LARGE_CUDA_MAX_NUM_SEQS = 16, 256, 1024
+LARGE_CUDA_BYTES = 70 << 30  # of a GPU on which memory for more sequences is there (an H100's 80 GB, an H200's 141)
 CPU_BATCHED_TOKENS, CUDA_BATCHED_TOKENS = 512, 8192
 CPU_KV_BYTES = 1 << 30
 CPU_KV_SHARE = 0.25  # of the machine's memory, when that is less
@@ -29,7 +30,7 @@ def resolve(config: EngineConfig, model: ModelConfig, device: torch.device, dtyp
     context = config.max_model_len or model.context_length
     if context > model.context_length:
         raise ConfigError(f"max_model_len={context} exceeds the model's context of {model.context_length} tokens")
-    seqs = config.max_num_seqs or (CUDA_MAX_NUM_SEQS if on_gpu else CPU_MAX_NUM_SEQS)
+    seqs = config.max_num_seqs or _usual_seqs(device)
     batched = config.max_num_batched_tokens or max(seqs, CUDA_BATCHED_TOKENS if on_gpu else CPU_BATCHED_TOKENS)
     if batched < seqs:
         raise ConfigError(f"max_num_batched_tokens={batched} is below max_num_seqs={seqs}: every running sequence "
@@ -42,6 +43,14 @@ def resolve(config: EngineConfig, model: ModelConfig, device: torch.device, dtyp
         max_num_batched_tokens=batched, num_pages=pages,
         async_scheduling=on_gpu if config.async_scheduling is None else config.async_scheduling,
     )
+
+
+def _usual_seqs(device: torch.device) -> int:
+    """How many sequences run at once unless told. A step's products cost about as much for many rows as for few."""
+    if device.type != "cuda":
+        return CPU_MAX_NUM_SEQS
+    _, total = torch.cuda.mem_get_info(device)
+    return LARGE_CUDA_MAX_NUM_SEQS if total >= LARGE_CUDA_BYTES else CUDA_MAX_NUM_SEQS
 
 
 def page_bytes(model: ModelConfig, page_size: int, dtype: torch.dtype) -> int:

@@ -49,6 +49,12 @@ def test_a_budget_of_tokens_grows_with_the_sequences(model):
     assert resolved(model, max_num_seqs=1000).max_num_batched_tokens >= 1000
 
 
+@pytest.mark.parametrize("total, seqs", [(24 << 30, 256), (79 << 30, 1024), (141 << 30, 1024)])
+def test_a_large_gpu_runs_more_sequences_at_once(model, monkeypatch, total, seqs):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (total - (1 << 30), total))
+    assert resolve(EngineConfig(), model, torch.device("cuda"), torch.bfloat16).max_num_seqs == seqs
+
+
 @pytest.mark.parametrize("settings, words", [
     ({"max_model_len": 4097}, "max_model_len=4097 exceeds the model's context of 4096"),
     ({"max_num_seqs": 8, "max_num_batched_tokens": 7}, "max_num_batched_tokens=7 is below max_num_seqs=8"),

@@ -76,6 +76,27 @@ def test_gpu_more_chunks_than_a_graph_takes_run_eager_and_are_counted(model):
     assert fallbacks == {("prefill", "prefill", "more_chunks_than_a_graph_takes"): 1}
 
 
+def test_gpu_more_rows_than_split_products_take_have_the_tokens_of_few(model):
+    """Beyond 256 rows products are cuBLAS's: replay equals eager, and nearly all tokens those of other kernels."""
+    rng = random.Random(2)
+    many = [[rng.randrange(3, 200) for _ in range(rng.randrange(1, 24))] for _ in range(600)]
+    wanted = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+    def tokens(**options):
+        settings = SETTINGS | {"dtype": "bfloat16", "num_pages": 2000, "max_num_seqs": 640,
+                               "max_num_batched_tokens": 2048, "graph_buckets": (64, 256, 512, 640)} | options
+        with Engine(EngineConfig(model=model, **settings)) as engine:
+            outputs = engine.generate(prompt_token_ids=many, sampling_params=wanted)
+            replays = dict(engine.stats().graphs["replays"])
+        return torch.tensor([output.token_ids for output in outputs]), replays
+
+    replayed, replays = tokens()
+    assert any(labels[2] == "decode" and labels[3] > 512 for labels in replays), replays
+    assert torch.equal(tokens(cuda_graph_impl="none")[0], replayed)
+    few = tokens(max_num_seqs=48, graph_buckets=(48,))[0]
+    assert (few[:, 0] == replayed[:, 0]).float().mean() > 0.97
+
+
 def test_gpu_fused_kernels_are_refused_for_float32(model):
     with pytest.raises(ConfigError, match="16-bit"):
         Engine(EngineConfig(model=model, **(SETTINGS | {"dtype": "float32", "kernels": "fused"})))
