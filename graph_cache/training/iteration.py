@@ -217,6 +217,7 @@ class CapturedIteration:
         self._captured[kind] = captured
         self._stats.captures[self.name, SCOPE, "recorded"] += 1
         self._stats.observe_capture(runner.capture_seconds)
+        self._pool.trim()  # gradients that the step cleared inside: no graph can use what is cached outside of it
         if not self._pool.backend.capture_runs:
             runner.replay()
         return captured.result.build([output.detach().clone() for output in captured.outputs])

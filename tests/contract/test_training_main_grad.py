@@ -113,7 +113,7 @@ def assert_same(ours, theirs):
 
 @pytest.mark.parametrize("flag", [True, False], ids=["flagged", "unflagged"])
 @pytest.mark.parametrize(("build", "paths", "copied"), [
-    (plain, ["0", "1"], 0), (fused, ["0", "2"], 0), (eight_plain, EIGHT, 2), (eight_fused, EIGHT, 2),
+    (plain, ["0", "1"], 0), (fused, ["0", "2"], 1), (eight_plain, EIGHT, 4), (eight_fused, EIGHT, 4),
 ], ids=["hook_adds", "fused", "hook_adds_to_eight", "eight_fused"])
 def test_main_grads_equal_eagers_bit_for_bit(pool, device, build, paths, copied, flag):
     eager, graphed = twins(build, device)
