@@ -15,8 +15,29 @@ from torch import Tensor
 from engine.attention.triton_decode import _LOG2_E, Rotation
 from engine.attention.triton_prefill_kernels import prefill_kernel, turn_kernel
 
-QUERIES = KEYS = 64
-"""Queries of one program, and keys of one of its steps: what an H200 is fastest with at head sizes of 64 and 128."""
+KEYS = 64
+"""Keys of one step of a program."""
+
+FILLS = 256
+"""Programs from which any device is full, so that each may be large."""
+
+
+class Tile(NamedTuple):
+    """What one program computes: `rows` queries, of which `pack` at a time are heads of one token that share a KV head.
+    """
+
+    rows: int
+    pack: int
+    warps: int
+    stages: int
+
+
+def choose_tile(tokens: int, heads: int, group: int, dim: int) -> Tile:
+    """By shapes alone. Packed heads read their keys once, and a tile of fewer tokens has less above the diagonal."""
+    pack = min(group & -group, 4)
+    stages = 3 if dim <= 128 else 2
+    large = heads // pack * triton.cdiv(tokens, 128 // pack) >= FILLS
+    return Tile(128, pack, 8, stages) if large else Tile(64, pack, 4, stages)
 
 
 class Packing(NamedTuple):
@@ -62,7 +83,7 @@ def turn_and_append(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: T
 
 
 def paged_prefill(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, packing: Packing, scale: float,
-                  out: Tensor) -> Tensor:
+                  out: Tensor, tile: Tile | None = None) -> Tensor:
     """out [T, H * D] = causal attention of the (rotated) queries q [T, KV, H/KV, D] over their sequences' pages.
 
     A query at position p of its sequence reads keys 0..p from the pages, its own chunk's included, which must be there.
@@ -74,13 +95,14 @@ def paged_prefill(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tenso
     if out.shape != (tokens, heads * dim) or not out.is_contiguous():
         raise ValueError(f"out must be contiguous [{tokens}, {heads * dim}], found {tuple(out.shape)}")
     chunks = len(packing.ends)
-    dim_pad = max(16, triton.next_power_of_2(dim))
+    tile = tile or choose_tile(tokens, heads, group, dim)
     # a chunk ends in a part of a tile: one more tile each at most
-    tiles = triton.cdiv(tokens, QUERIES) + chunks
-    prefill_kernel[(heads, tiles)](
+    tiles = triton.cdiv(tokens, tile.rows // tile.pack) + chunks
+    prefill_kernel[(heads // tile.pack, tiles)](
         q, k_cache, v_cache, page_table, packing.ends, packing.starts, packing.slots, out, chunks, scale * _LOG2_E,
         *q.stride()[:3], *k_cache.stride()[:3], page_table.stride(0),
-        HEADS=heads, GROUP=group, DIM=dim, DIM_PAD=dim_pad, PAGE=page_size,
-        CHUNKS_PAD=triton.next_power_of_2(chunks), ROWS=QUERIES, BLOCK=KEYS, num_warps=4, num_stages=3,
+        HEADS=heads, GROUP=group, PACK=tile.pack, DIM=dim, DIM_PAD=max(16, triton.next_power_of_2(dim)), PAGE=page_size,
+        CHUNKS_PAD=triton.next_power_of_2(chunks), ROWS=tile.rows, BLOCK=KEYS, num_warps=tile.warps,
+        num_stages=tile.stages,
     )  # fmt: skip
     return out

@@ -52,21 +52,28 @@ def _attend(
     acc, total, top, q, k_base, v_base, table, rows, first, last, end, scale_log2, cache_page, cache_slot,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Keys first..last (a multiple of BLOCK apart, except where MASKED) added to a running softmax."""
-    dims = tl.arange(0, DIM_PAD)
+    """Keys first..last (a multiple of BLOCK apart, except where MASKED) added to a running softmax.
+
+    The pages of each block are looked up in the turn before it: keys at an address that the same turn looks up could
+    not be asked for ahead.
+    """
+    dims = tl.arange(0, DIM_PAD)[None, :]
     keys = tl.arange(0, BLOCK)
+    page = tl.load(table + (first + keys) // PAGE, mask=first + keys < end, other=0)
     for start in range(first, last, BLOCK):
         place = start + keys
-        if MASKED:
-            page = tl.load(table + place // PAGE, mask=place < end, other=0)
-        else:
-            page = tl.load(table + place // PAGE)
-        slots = (page.to(tl.int64) * cache_page + (place % PAGE) * cache_slot)[:, None] + dims[None, :]
-        ok = (place < end)[:, None] & (dims < DIM)[None, :]
+        at = (page.to(tl.int64) * cache_page + (place % PAGE) * cache_slot)[:, None] + dims
+        following = place + BLOCK
+        page = tl.load(table + following // PAGE, mask=following < end, other=0)
+        ok = dims < DIM
+        if MASKED:  # a stale slot may hold NaN, and 0 * NaN would reach the sum
+            ok = (place < end)[:, None] & ok
         if MASKED or DIM < DIM_PAD:
-            k = tl.load(k_base + slots, mask=ok, other=0.0)
+            k = tl.load(k_base + at, mask=ok, other=0.0)
+            v = tl.load(v_base + at, mask=ok, other=0.0)
         else:
-            k = tl.load(k_base + slots)
+            k = tl.load(k_base + at)
+            v = tl.load(v_base + at)
         scores = tl.dot(q, tl.trans(k)) * scale_log2
         if MASKED:
             scores = tl.where(place[None, :] <= rows[:, None], scores, float("-inf"))
@@ -74,10 +81,6 @@ def _attend(
         weights = tl.exp2(scores - new_top[:, None])
         shrink = tl.exp2(top - new_top)
         total = total * shrink + tl.sum(weights, 1)
-        if MASKED or DIM < DIM_PAD:  # a stale slot may hold NaN, and 0 * NaN would reach the sum
-            v = tl.load(v_base + slots, mask=ok, other=0.0)
-        else:
-            v = tl.load(v_base + slots)
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
         top = new_top
     return acc, total, top
@@ -87,15 +90,19 @@ def _attend(
 def prefill_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, table_ptr, ends_ptr, starts_ptr, slots_ptr, out_ptr, chunks, scale_log2,
     q_row, q_group, q_head, cache_page, cache_slot, cache_head, table_row,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr,
-    CHUNKS_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    PAGE: tl.constexpr, CHUNKS_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """ROWS queries of one chunk and head. Chunk c's tokens end before ends[c]; starts[c] tokens lie in its pages."""
+    """ROWS / PACK queries of one chunk, each with PACK heads that share a KV head.
+
+    Chunk c's tokens end before ends[c]; starts[c] tokens of its sequence come before them.
+    """
     which = tl.arange(0, CHUNKS_PAD)
-    end = tl.load(ends_ptr + which, mask=which < chunks, other=0)
-    begin = tl.load(ends_ptr + which - 1, mask=(which > 0) & (which < chunks), other=0)
+    end = tl.load(ends_ptr + which, mask=which < chunks, other=0).to(tl.int32)
+    begin = tl.load(ends_ptr + which - 1, mask=(which > 0) & (which < chunks), other=0).to(tl.int32)
     length = tl.where(which < chunks, end - begin, 0)
-    tiles = tl.cdiv(length, ROWS)
+    QUERIES: tl.constexpr = ROWS // PACK
+    tiles = tl.cdiv(length, QUERIES)
     upto = tl.cumsum(tiles, 0)
     tile = tl.program_id(1)
     chunk = tl.sum((upto <= tile).to(tl.int32), 0)
@@ -104,27 +111,28 @@ def prefill_kernel(
     mine = which == chunk
     first_token = tl.sum(tl.where(mine, begin, 0), 0)
     count = tl.sum(tl.where(mine, length, 0), 0)
-    local = (tile - tl.sum(tl.where(mine, upto - tiles, 0), 0)) * ROWS
-    past = tl.load(starts_ptr + chunk)
-    head = tl.program_id(0)
-    dims = tl.arange(0, DIM_PAD)
-    place = local + tl.arange(0, ROWS)
-    token = first_token + place
+    local = (tile - tl.sum(tl.where(mine, upto - tiles, 0), 0)) * QUERIES
+    past = tl.load(starts_ptr + chunk).to(tl.int32)
+    dims, rows = tl.arange(0, DIM_PAD), tl.arange(0, ROWS)
+    group = tl.program_id(0) * PACK // GROUP
+    head = tl.program_id(0) * PACK + rows % PACK
+    place = local + rows // PACK  # of each query in its chunk
+    token = (first_token + place).to(tl.int64)
     ok = (place < count)[:, None] & (dims < DIM)[None, :]
-    q_at = q_ptr + token[:, None] * q_row + (head // GROUP) * q_group + (head % GROUP) * q_head
-    q = tl.load(q_at + dims[None, :], mask=ok, other=0.0)
+    q_at = q_ptr + token * q_row + group * q_group + (head % GROUP) * q_head
+    q = tl.load(q_at[:, None] + dims[None, :], mask=ok, other=0.0)
     table = table_ptr + tl.load(slots_ptr + chunk) * table_row
-    k_base = k_cache_ptr + (head // GROUP) * cache_head
-    v_base = v_cache_ptr + (head // GROUP) * cache_head
-    rows = past + place  # where each query is in its sequence
+    k_base = k_cache_ptr + group * cache_head
+    v_base = v_cache_ptr + group * cache_head
+    at = past + place  # where each query is in its sequence
     everyone = (past + local + 1) // BLOCK * BLOCK  # keys that every query here sees
-    stop = past + tl.minimum(local + ROWS, count)
+    stop = past + tl.minimum(local + QUERIES, count)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
-    acc, total, top = _attend(acc, total, top, q, k_base, v_base, table, rows, 0, everyone, stop, scale_log2,
+    acc, total, top = _attend(acc, total, top, q, k_base, v_base, table, at, 0, everyone, stop, scale_log2,
                               cache_page, cache_slot, DIM, DIM_PAD, PAGE, BLOCK, False)  # fmt: skip
-    acc, total, top = _attend(acc, total, top, q, k_base, v_base, table, rows, everyone, stop, stop, scale_log2,
+    acc, total, top = _attend(acc, total, top, q, k_base, v_base, table, at, everyone, stop, stop, scale_log2,
                               cache_page, cache_slot, DIM, DIM_PAD, PAGE, BLOCK, True)  # fmt: skip
-    out = out_ptr + token[:, None] * HEADS * DIM + head * DIM + dims[None, :]
+    out = out_ptr + (token * HEADS + head)[:, None] * DIM + dims[None, :]
     tl.store(out, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=ok)
