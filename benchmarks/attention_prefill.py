@@ -1,0 +1,115 @@
+"""Time of the Triton prefill attention inside a CUDA graph, and its rate in TFLOP/s over the products that count.
+
+`python -m benchmarks.attention_prefill --out result.json [--sweep]`. Bf16, head size 128, pages of 16 tokens in random
+order. A shape is query heads, KV heads, and for each chunk how many tokens come before it and how many it has. Products
+above the diagonal don't count. Each result is first compared with float64's. Needs a CUDA device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.attention_decode import DIM, DTYPE, PAGE, graph_microseconds
+from engine.attention.triton_prefill import Packing, Tile, choose_tile, paged_prefill
+
+CALLS = 8  # in one graph
+SHAPES = [(heads, 8, chunks) for heads in (16, 32) for chunks in
+          ([(0, 512)], [(0, 1024)] * 8, [(0, 128)] * 16, [(3072, 1024)], [(16384, 4096)])]
+SWEEP = [Tile(rows, pack, warps, stages) for rows, warps in ((64, 4), (128, 8), (128, 4)) for pack in (1, 2, 4)
+         for stages in (2, 3, 4)]
+
+
+class Case:
+    """Queries, pages and packing of one shape."""
+
+    def __init__(self, heads: int, kv_heads: int, chunks: list[tuple[int, int]]):
+        self.heads, self.kv_heads, self.chunks = heads, kv_heads, chunks
+        pages_each = -(-max(start + length for start, length in chunks) // PAGE)
+        pages = len(chunks) * pages_each
+        self.k_cache = torch.randn(pages + 1, PAGE, kv_heads, DIM, device="cuda", dtype=DTYPE)
+        self.v_cache = torch.randn_like(self.k_cache)
+        self.table = torch.zeros(len(chunks) + 1, pages_each, dtype=torch.int64, device="cuda")
+        self.table[1:] = (1 + torch.randperm(pages, device="cuda")).view(len(chunks), pages_each)
+        lengths = torch.tensor([length for _, length in chunks])
+        tokens = int(lengths.sum())
+        projected = torch.randn(tokens, kv_heads * (heads // kv_heads + 2), DIM, device="cuda", dtype=DTYPE)
+        self.q = projected[:, :heads].unflatten(1, (kv_heads, heads // kv_heads))
+        self.out = torch.empty(tokens, heads * DIM, device="cuda", dtype=DTYPE)
+        places = torch.cat([torch.arange(start, start + length) for start, length in chunks])
+        rows = torch.repeat_interleave(torch.arange(1, len(chunks) + 1), lengths)
+        starts = torch.tensor([start for start, _ in chunks])
+        self.packing = Packing(*(part.cuda() for part in (places, rows, lengths.cumsum(0), starts,
+                                                          torch.arange(1, len(chunks) + 1))))
+
+    @property
+    def flops(self) -> int:
+        """Of both products, up to the diagonal."""
+        pairs = sum(length * start + length * (length + 1) // 2 for start, length in self.chunks)
+        return 4 * DIM * self.heads * pairs
+
+    def run(self, tile: Tile | None = None) -> None:
+        paged_prefill(self.q, self.k_cache, self.v_cache, self.table, self.packing, DIM**-0.5, self.out, tile)
+
+    def error(self) -> float:
+        """Relative error of the last chunk's last 64 tokens against float64."""
+        start, length = self.chunks[-1]
+        count, stop = min(64, length), start + length
+        table = self.table[-1]
+        k, v = (cache[table].reshape(-1, self.kv_heads, DIM)[:stop].double() for cache in (self.k_cache, self.v_cache))
+        scores = torch.einsum("qkgd,nkd->kgqn", self.q[-count:].double(), k) * DIM**-0.5
+        place = torch.arange(stop - count, stop, device="cuda")
+        hidden = torch.arange(stop, device="cuda")[None] > place[:, None]
+        wanted = torch.einsum("kgqn,nkd->qkgd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
+        found = self.out[-count:].double().view_as(wanted)
+        return float((found - wanted).norm() / wanted.norm())
+
+
+def measured(case: Case, tile: Tile | None) -> dict[str, Any]:
+    """Microseconds a call, and the rate. Raises where the result is wrong."""
+    case.out.fill_(float("nan"))
+    case.run(tile)
+    error = case.error()
+    if not error < 2e-2:
+        raise RuntimeError(f"wrong attention: relative error {error} at {case.heads} heads, {case.chunks}, {tile}")
+    us = graph_microseconds([lambda: case.run(tile)] * CALLS)
+    return {"us": round(us, 2), "tflops": round(case.flops / us / 1e6, 1)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="where to write JSON")
+    parser.add_argument("--sweep", action="store_true", help="also time other tiles")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device: torch.cuda.is_available() is False")
+    torch.manual_seed(0)
+    rows = []
+    for heads, kv_heads, chunks in SHAPES:
+        case = Case(heads, kv_heads, chunks)
+        row = {"heads": heads, "kv_heads": kv_heads, "chunks": f"{len(chunks)} x {chunks[0]}",
+               "tile": choose_tile(len(case.q), heads, heads // kv_heads, DIM), **measured(case, None)}
+        if args.sweep:
+            row["sweep"] = []
+            for tile in SWEEP:
+                if tile.pack > heads // kv_heads:
+                    continue
+                try:
+                    row["sweep"].append({"tile": tile, **measured(case, tile)})
+                except Exception as error:  # a tile beyond the shared memory: the sweep goes on without it
+                    row["sweep"].append({"tile": tile, "error": f"{type(error).__name__}: {error}"[:200]})
+            row["sweep"].sort(key=lambda one: one.get("us", float("inf")))
+        rows.append(row)
+        print(json.dumps({**row, "sweep": row.get("sweep", [])[:4]}), flush=True)
+    if args.out:
+        args.out.write_text(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__,
+                                        "command": " ".join(sys.argv), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
