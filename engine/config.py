@@ -125,8 +125,9 @@ class EngineConfig:
         `cuda_graph_impl="none"`.
         """
         trains = overrides.get("mode") == "training"
-        graphs = GraphConfig.from_megatron(source, training=trains,
-                                           **({"inference_cuda_graph_scope": "none"} if trains else {}))
+        # `attach` and `capture_forward_backward` look at the random states' tracker themselves.
+        graphs = GraphConfig.from_megatron(source, training=trains, **(
+            {"inference_cuda_graph_scope": "none", "use_cudagraphable_rng": True} if trains else {}))
         return cls(**({
             "cuda_graph_impl": graphs.cuda_graph_impl,
             "inference_cuda_graph_scope": graphs.inference_cuda_graph_scope,

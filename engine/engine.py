@@ -146,6 +146,7 @@ class Engine:
         problem, with the old weights untouched.
         """
         self._require_open()
+        weights = list(weights)  # whoever yields them may need the device, or somebody who waits for this turn to end
         with self.pool.turn():
             return self._loop.update_weights(weights, version)
 
@@ -191,7 +192,8 @@ class Engine:
 
     def idle_check(self) -> None:
         """Raise, listing every leak, unless all pages, slots and maps are back."""
-        self._loop.idle_check()
+        with self.pool.turn():
+            self._loop.idle_check()
 
     def close(self) -> None:
         """Drop the graphs, let the model go, and end the processes of its other parts. Closing twice does nothing."""

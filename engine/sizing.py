@@ -30,7 +30,8 @@ def resolve(config: EngineConfig, model: ModelConfig, device: torch.device, dtyp
     context = config.max_model_len or model.context_length
     if context > model.context_length:
         raise ConfigError(f"max_model_len={context} exceeds the model's context of {model.context_length} tokens")
-    seqs = config.max_num_seqs or _usual_seqs(device)
+    usual = _usual_seqs(device)
+    seqs = config.max_num_seqs or min(usual, config.max_num_batched_tokens or usual)
     batched = config.max_num_batched_tokens or max(seqs, CUDA_BATCHED_TOKENS if on_gpu else CPU_BATCHED_TOKENS)
     if batched < seqs:
         raise ConfigError(f"max_num_batched_tokens={batched} is below max_num_seqs={seqs}: every running sequence "

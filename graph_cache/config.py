@@ -119,6 +119,10 @@ class GraphConfig:
         for name in ("cuda_graph_impl", "cuda_graph_modules", *_DEPRECATED):
             if name in values and _is_megatron_default(name, values[name]):
                 del values[name]
+        if "inference_cuda_graph_scope" in overrides and "cuda_graph_scope" in values:
+            words = _words("cuda_graph_scope", values.pop("cuda_graph_scope"))
+            if rest := [word for word in words if word != "full_iteration_inference"]:
+                values["cuda_graph_scope"] = rest
         return cls.from_inputs(**(values | overrides))
 
     @property
@@ -196,7 +200,7 @@ class _Choice:
             if not isinstance(flag, bool):
                 raise GraphConfigError(f"{name} is {flag!r}: give True or False, or better cuda_graph_impl={impl!r}")
             _warn(f"{name} is deprecated: use cuda_graph_impl={impl!r}" + ("" if flag else ", or leave it out"))
-            if flag:
+            if flag and not (impl == "local" and self.impl == "full_iteration"):  # as Megatron leaves the two
                 self._become("impl", impl, name)
             elif self.impl == impl:
                 raise GraphConfigError(f"{name}=False contradicts cuda_graph_impl={impl!r}: leave out {name}")

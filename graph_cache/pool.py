@@ -78,13 +78,14 @@ class GraphPool:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """What a thread that runs an engine holds while it calls the device, for `quiet` to wait for."""
-        with self._gate:
-            self._turn.acquire()
-        try:
+        """What a thread that runs an engine holds while it calls the device, for `quiet` to wait for. Nests."""
+        if self._turn._is_owned():  # whoever waits for its end holds the gate
             yield
-        finally:
-            self._turn.release()
+            return
+        with self._gate:
+            pass
+        with self._turn:
+            yield
 
     @contextmanager
     def quiet(self) -> Iterator[None]:

@@ -184,6 +184,35 @@ def decode_workspace(
     return _allocate(q, _splits(q, page_table.shape[1] * page_size, tiling, num_splits))
 
 
+class DecodeScratch:
+    """The workspaces of all launches of up to `max_rows` rows on one stream, in the memory of the largest."""
+
+    def __init__(self, max_rows: int, q: torch.Tensor, k_cache: torch.Tensor, page_table: torch.Tensor) -> None:
+        _, page_size, kv_heads, dim = k_cache.shape
+        q = by_kv_head(q, kv_heads)
+        self._heads, self._kv_heads, self._dim = kv_heads * q.shape[2], kv_heads, dim
+        keys, processors = page_table.shape[1] * page_size, _multiprocessors(q.device)
+        self._splits = [
+            choose_splits(rows, kv_heads, keys, processors,
+                          choose_tiling(dim, k_cache.dtype, rows * kv_heads).block_keys).count
+            for rows in range(1, max_rows + 1)]
+        parts = [self._heads * rows * count for rows, count in enumerate(self._splits, 1)]
+        combined = max((part for part, count in zip(parts, self._splits, strict=True) if count > 1), default=0)
+        self._acc = torch.empty(combined * dim, dtype=torch.float32, device=q.device)
+        self._lse = torch.empty(max(parts), dtype=torch.float32, device=q.device)
+        self._arrivals = torch.zeros(max_rows * kv_heads, dtype=torch.int32, device=q.device)
+
+    def of(self, rows: int) -> DecodeWorkspace:
+        """The workspace of a launch of that many rows."""
+        splits = self._splits[rows - 1]
+        parts = rows * self._heads * splits
+        lse = self._lse[:parts].view(rows, self._heads, splits)
+        arrivals = self._arrivals[: rows * self._kv_heads].view(rows, self._kv_heads)
+        if splits == 1:  # nothing is combined
+            return DecodeWorkspace(lse, lse, arrivals)
+        return DecodeWorkspace(self._acc[: parts * self._dim].view(rows, self._heads, splits, self._dim), lse, arrivals)
+
+
 def by_kv_head(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """A view of queries [T, H, D] as [T, KV, H/KV, D], which they may be already. Raises ValueError."""
     if q.dim() == 4 and q.shape[1] == kv_heads:

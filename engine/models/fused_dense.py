@@ -18,7 +18,7 @@ import triton
 from torch import Tensor
 
 from engine.attention.base import KVCache
-from engine.attention.triton_decode import DecodeWorkspace, Rotation, decode_workspace, paged_decode
+from engine.attention.triton_decode import DecodeScratch, DecodeWorkspace, Rotation, paged_decode
 from engine.attention.triton_prefill import Packing, paged_prefill, turn_and_append
 from engine.kernels.launching import launch_options, overlaps
 from engine.kernels.skinny_linear import Scratch, best_of_tiles, half_normed, linear
@@ -57,7 +57,8 @@ class FusedDense:
                                 config.vocab_size, dtype, device)
         group = self.tensors.group
         self.exchange = None if group is None else Exchange(group, max_rows, self.tensors.head)
-        self._workspaces: dict[int, DecodeWorkspace] = {}
+        self._max_rows = max_rows
+        self._decode_scratch: DecodeScratch | None = None
 
     def embed_rows(self, state: SlotState, hidden: Tensor) -> None:
         """hidden [b, h]: the embedding of each row's newest token."""
@@ -161,7 +162,7 @@ class FusedDense:
         return Rotation(self.tensors.cos, self.tensors.sin, layer.q_norm, layer.k_norm, self.eps)
 
     def _workspace(self, q: Tensor, page_table: Tensor) -> DecodeWorkspace:
-        """Of a row count, made in its warm-up run: scratch made inside a capture would belong to that graph alone."""
-        if len(q) not in self._workspaces:
-            self._workspaces[len(q)] = decode_workspace(q, self.kv.k[0], page_table)
-        return self._workspaces[len(q)]
+        """Made in the first warm-up run: scratch made inside a capture would belong to that graph alone."""
+        if self._decode_scratch is None:
+            self._decode_scratch = DecodeScratch(self._max_rows, q, self.kv.k[0], page_table)
+        return self._decode_scratch.of(len(q))

@@ -153,18 +153,47 @@ def test_broken_books_still_end_in_a_dead(make_engine, monkeypatch):
     loop.drop_events()
 
 
-def test_a_thread_that_generates_stands_still_while_somebody_else_needs_the_device_quiet(make_engine):
-    engine, steps, outputs = make_engine(), [], []
-    step = engine._loop.step
-    engine._loop.step = lambda: [steps.append(None), step()][1]
-    thread = threading.Thread(target=lambda: outputs.extend(
-        engine.generate(prompt_token_ids=[PROMPTS[0]], sampling_params=greedy(20))))
+@pytest.mark.parametrize("call", [
+    lambda engine: engine.generate(prompt_token_ids=[PROMPTS[0]], sampling_params=greedy(20)),
+    lambda engine: engine.update_weights(weights_of(engine), version="next"),
+    lambda engine: engine.weights_changed("next"),
+    lambda engine: engine.warm(),
+    lambda engine: engine.idle_check(),
+    lambda engine: engine.close(),
+], ids=["generate", "update_weights", "weights_changed", "warm", "idle_check", "close"])
+def test_a_thread_stands_still_while_somebody_else_needs_the_device_quiet(make_engine, call):
+    engine, done = make_engine(), []
+    thread = threading.Thread(target=lambda: [call(engine), done.append(True)])
     with engine.pool.quiet():
         thread.start()
         time.sleep(0.2)
-        assert not steps
-    thread.join(10)
-    assert len(outputs[0].token_ids) == 20
+        assert not done
+    thread.join(20)
+    assert done
+
+
+def weights_of(engine):
+    return [(name, slot.read().clone()) for name, slot in engine._loop.runner.model.weight_slots().items()]
+
+
+def test_weights_that_come_late_hold_nobody_off(make_engine):
+    engine, box = make_engine(), queue.Queue()
+    weights = weights_of(engine)
+    updating = threading.Thread(target=lambda: engine.update_weights(iter(box.get, None), version="next"), daemon=True)
+    updating.start()
+    time.sleep(0.1)
+
+    def capture_and_send():
+        with engine.pool.quiet():
+            pass
+        for pair in (*weights, None):
+            box.put(pair)
+
+    sending = threading.Thread(target=capture_and_send, daemon=True)
+    sending.start()
+    sending.join(5)
+    updating.join(5)
+    assert not sending.is_alive() and engine.weight_version == "next"
 
 
 def test_a_serving_loop_stands_still_while_somebody_else_needs_the_device_quiet(make_engine):

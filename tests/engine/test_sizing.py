@@ -53,6 +53,8 @@ def test_a_budget_of_tokens_grows_with_the_sequences(model):
 def test_a_large_gpu_runs_more_sequences_at_once(model, monkeypatch, total, seqs):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (total - (1 << 30), total))
     assert resolve(EngineConfig(), model, torch.device("cuda"), torch.bfloat16).max_num_seqs == seqs
+    fewer = resolve(EngineConfig(max_num_batched_tokens=200), model, torch.device("cuda"), torch.bfloat16)
+    assert (fewer.max_num_seqs, fewer.max_num_batched_tokens) == (200, 200)
 
 
 @pytest.mark.parametrize("settings, words", [

@@ -197,6 +197,22 @@ def test_workspace_of_another_shape_is_refused(device):
 
 
 @pytest.mark.interpretable
+def test_launches_of_all_row_counts_share_one_scratch(device):
+    case = make_case(device, [200, 40, 1, 90, 17], 4, 2, 64, torch.float32)
+    scratch = td.DecodeScratch(5, case.q, case.k_cache, case.page_table)
+    wanted = expected(case)
+    for rows in (5, 1, 3, 2, 5, 4):
+        scratch._acc.fill_(float("nan"))
+        scratch._lse.fill_(float("nan"))
+        found = td.paged_decode(case.q[:rows], case.k_cache, case.v_cache, case.page_table[:rows],
+                                case.positions[:rows], 64**-0.5, workspace=scratch.of(rows))
+        assert relative_error(found, wanted[:rows]) < TOLERANCE[torch.float32]
+    alone = [td.decode_workspace(case.q[:rows], case.k_cache, case.page_table) for rows in range(1, 6)]
+    assert scratch._acc.numel() == max(one.acc.numel() for one in alone if one.lse.shape[2] > 1)
+    assert [scratch.of(rows).lse.shape for rows in range(1, 6)] == [one.lse.shape for one in alone]
+
+
+@pytest.mark.interpretable
 def test_splits_fill_the_device_and_never_outnumber_the_blocks():
     assert td.choose_splits(1, 8, 4096, 132, 64).count == td.MAX_SPLITS
     assert td.choose_splits(1, 8, 128, 132, 64).count == 2

@@ -336,6 +336,21 @@ def test_an_older_megatron_config_with_a_deprecated_flag_works():
     assert config.cuda_graph_impl == "local" and len(caught) == 1
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_flag_beside_the_whole_iteration_that_megatron_made_of_it_is_no_contradiction():
+    source = types.SimpleNamespace(enable_cuda_graph=True, cuda_graph_impl="full_iteration")
+    assert GraphConfig.from_megatron(source).cuda_graph_impl == "full_iteration"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(("scope", "modules"), [(["full_iteration_inference"], ()),
+                                                (["attn", "full_iteration_inference"], ("attn",))])
+def test_a_scope_of_inference_that_is_overridden_is_no_contradiction(scope, modules):
+    source = types.SimpleNamespace(cuda_graph_impl="local", cuda_graph_scope=scope)
+    config = GraphConfig.from_megatron(source, inference_cuda_graph_scope="none")
+    assert (config.inference_cuda_graph_scope, config.cuda_graph_modules) == ("none", modules)
+
+
 def test_a_megatron_config_is_refused_where_its_facts_forbid_a_graph():
     with pytest.raises(GraphConfigError, match="check_for_nan"):
         GraphConfig.from_megatron({"cuda_graph_impl": "full_iteration", "check_for_nan_in_grad": True})

@@ -193,3 +193,27 @@ def test_quiet_waits_for_a_turn_to_end_and_holds_the_next_one_off(pool):
         order.append("still quiet")
     thread.join(5)
     assert order == ["turn", "quiet", "still quiet", "next turn"]
+
+
+def test_a_turn_within_a_turn_does_not_wait_for_one_who_waits_for_its_end(pool):
+    begun, waits, order = threading.Event(), threading.Event(), []
+
+    def run():
+        with pool.turn():
+            begun.set()
+            assert waits.wait(5)
+            time.sleep(0.05)  # until the other waits for this turn
+            with pool.turn():
+                order.append("inner")
+        order.append("turn")
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert begun.wait(5)
+    waits.set()
+    taken = []
+    other = threading.Thread(target=lambda: [pool.quiet().__enter__(), taken.append(True)], daemon=True)
+    other.start()
+    thread.join(5)
+    other.join(5)
+    assert order == ["inner", "turn"] and taken

@@ -7,8 +7,10 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.tensor_parallel import random as rng
+from megatron.core.transformer.module import MegatronModule
 from torch import nn
 from torch.utils import _pytree
 
@@ -209,6 +211,24 @@ def test_random_states_on_the_host_are_refused_and_generators_are_registered(tra
     with training() as engine:
         engine.attach(gpt())
         assert generator in engine._modules.job.generators
+
+
+def test_dropout_is_left_to_attach_which_sees_the_tracker():
+    """Settings of a model don't say which tracker it draws from."""
+    source = config(cuda_graph_impl="local", hidden_dropout=0.1)
+    assert EngineConfig.from_megatron(source, mode="training").cuda_graph_impl == "local"
+
+
+def test_a_stage_without_layers_has_nothing_to_capture(monkeypatch):
+    stage = MegatronModule(config())
+    stage.embedding = nn.Embedding(4, 4)
+    with pytest.raises(GraphConfigError, match="no TransformerLayer"):
+        parts_of([stage], ())
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 2)
+    assert parts_of([stage], ()) == []
+    assert parts_of([gpt()], ["moe"]) == []
+    with training() as engine:
+        assert engine.attach(stage) == [] and engine.graphs() == []
 
 
 @pytest.mark.parametrize("given", [

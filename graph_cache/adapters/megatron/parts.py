@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 
+from megatron.core import parallel_state
 from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -42,13 +43,15 @@ def parts_of(models: Sequence[nn.Module], modules: Sequence[str]) -> list[Part]:
     """What to capture of the models: `modules` in Megatron's words, none for whole layers.
 
     `moe_preprocess` stays eager, with a warning. Raises GraphConfigError for models without layers, and for modules
-    that no layer has.
+    that no layer has; of a pipeline's stages some may have none.
     """
     layers = layers_of(models)
     if not layers:
+        if _is_one_stage_of_several():
+            return []
         names = ", ".join(type(model).__name__ for model in models)
-        raise GraphConfigError(f"{names}: found no TransformerLayer and no MambaLayer to capture; a pipeline stage "
-                               "without layers needs no attach()")
+        raise GraphConfigError(f"{names}: found no TransformerLayer and no MambaLayer to capture, give attach() a "
+                               "model of Megatron-Core's that has some, or name submodules by modules=…")
     if not modules:
         return layers
     if "moe_preprocess" in modules:
@@ -58,10 +61,14 @@ def parts_of(models: Sequence[nn.Module], modules: Sequence[str]) -> list[Part]:
                        "and shared experts are captured")
     found = [part._replace(chunk=layer.chunk)
              for layer in layers for part in _inside(layer.name, layer.module, modules)]
-    if not found:
+    if not found and not _is_one_stage_of_several():
         raise GraphConfigError(f"cuda_graph_modules={','.join(modules)}: none of the {len(layers)} layers has one of "
                                f"these ({', '.join(sorted({type(layer.module).__name__ for layer in layers}))})")
     return found
+
+
+def _is_one_stage_of_several() -> bool:
+    return parallel_state.is_initialized() and parallel_state.get_pipeline_model_parallel_world_size() > 1
 
 
 def _inside(path: str, layer: nn.Module, modules: Sequence[str]) -> Iterator[Part]:

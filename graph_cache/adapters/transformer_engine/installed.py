@@ -11,6 +11,8 @@ import importlib.metadata
 import importlib.util
 import inspect
 import logging
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 
 from graph_cache.adapters.transformer_engine.maker import Plan, Precision
 from graph_cache.adapters.transformer_engine.quantizers import Quantizers
-from graph_cache.backends.cuda import CudaMemory
+from graph_cache.backends.cuda import REFUSALS, CudaMemory
 from graph_cache.errors import CaptureError, GraphConfigError
 from graph_cache.training.job import Job
 
@@ -114,6 +116,7 @@ class Installed:
         memory = self._job.pool.new_memory()
         recipe = plan.precision.recipe if any(plan.enabled) else None
         options = {"allow_unused_input": True} | self._options
+        handled = sys.exception()  # by the caller, which has no part in what goes wrong here
         try:
             with (torch.cuda.device(self._backend.device), self._flag_of(plan), self._captures_as_ours(),
                   self._put_back_on_failure(plan.modules, recipe, memory)):
@@ -124,9 +127,7 @@ class Installed:
                     _num_layers_per_chunk=plan.layers_per_chunk, pool=memory.id,
                     _reuse_graph_input_output_buffers=True, clone_param_grads_on_return=True, **options)
         except Exception as error:
-            cause: BaseException = error  # of an end of the capture that failed, what went wrong in it
-            while cause.__context__ is not None:
-                cause = cause.__context__
+            cause = _within(error, handled)
             raise CaptureError(f"make_graphed_callables of Transformer Engine {self.version} raised "
                                f"{type(cause).__name__}: {cause}. It captures into the parameters' own gradients: "
                                "attach a model when no loss of earlier steps is held any more, and build wrappers for "
@@ -135,6 +136,8 @@ class Installed:
 
     def accumulators(self, parameters: Iterable[Tensor]) -> dict[Tensor, Any]:
         """They work on the stream where they are made: on the default one, a capture would depend on what isn't."""
+        # PyTorch warns of them, once: that they are of another stream than the steps is what they are for.
+        warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
         with torch.cuda.stream(self._stream):
             return new_accumulators(parameters)
 
@@ -237,6 +240,15 @@ class Captured:
         if self._quantizers is not None:
             self._quantizers = None
             self._memory.release()
+
+
+def _within(error: BaseException, handled: BaseException | None) -> BaseException:
+    """What went wrong in a capture, where `error` is that its end failed too."""
+    within = error.__context__
+    if within is None or within is handled or error.__suppress_context__ or not any(
+            word in str(error) for word in REFUSALS):
+        return error
+    return _within(within, handled)
 
 
 def new_accumulators(parameters: Iterable[Tensor]) -> dict[Tensor, Any]:
