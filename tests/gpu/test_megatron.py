@@ -54,8 +54,8 @@ def one_process():
     dist.destroy_process_group()
 
 
-def build(**changes):
-    """The same small model for the same settings, weights and random states alike."""
+def build(pattern=None, **changes):
+    """The same small model for the same settings, weights and random states alike; with a pattern a hybrid one."""
     torch.manual_seed(0)
     model_parallel_cuda_manual_seed(1, te_rng_tracker=True, force_reset_rng=True)
     values = {
@@ -65,6 +65,13 @@ def build(**changes):
     } | changes
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        if pattern is not None:
+            from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+            from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+            config = TransformerConfig(**values | {"num_layers": len(pattern), "is_hybrid_model": True})
+            return HybridModel(config, hybrid_stack_spec, VOCAB, 256, hybrid_layer_pattern=pattern,
+                               position_embedding_type="rope").cuda().bfloat16()
         config = TransformerConfig(**values)
         spec = get_gpt_layer_with_transformer_engine_spec(num_experts=config.num_moe_experts,
                                                           qk_layernorm=config.qk_layernorm)
@@ -151,6 +158,13 @@ def test_one_microbatch_after_the_other_equals_eager(precision):
     assert len(rows) == 3
 
 
+@pytest.mark.parametrize("modules", [(), ("attn", "mlp")], ids=["layers", "both"])
+def test_a_hybrid_model_equals_eager(modules):
+    """Without Mamba layers, whose mixer needs a library of its own."""
+    rows = compare(modules, steps=6, pattern="*-*-")
+    assert len({row["module"] for row in rows}) == 4, rows
+
+
 def test_dropout_by_the_tracker_draws_fresh_numbers_and_equals_eager():
     compare(hidden_dropout=0.1, attention_dropout=0.1)
 
@@ -222,8 +236,8 @@ OVERLAPS = {
 }
 
 
-def parallel_steps(graphed, overlap, fused, steps=8):
-    """Training by Megatron's own wrapper, schedule and optimizer."""
+def parallel_steps(impl, overlap, fused, steps=8):
+    """Training by Megatron's own wrapper, schedule and optimizer; with graphs of `impl`, or none."""
     model = build()
     for module in model.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):  # Transformer Engine's own; the head's would need Apex
@@ -236,9 +250,11 @@ def parallel_steps(graphed, overlap, fused, steps=8):
         optimizer="adam", lr=1e-3, bf16=True, params_dtype=torch.bfloat16, clip_grad=1.0,
         use_distributed_optimizer=OVERLAPS[overlap].get("use_distributed_optimizer", False),
         overlap_param_gather=OVERLAPS[overlap].get("overlap_param_gather", False)), [wrapped])
-    engine = training() if graphed else None
-    if engine is not None:
+    engine, run = training(cuda_graph_impl=impl or "none"), forward_backward_no_pipelining
+    if impl == "local":
         engine.attach(wrapped)
+    elif impl == "full_iteration":
+        run = engine.capture_forward_backward(run)
 
     def forward_step(iterator, chunk):
         ids, positions, labels = next(iterator)
@@ -248,30 +264,37 @@ def parallel_steps(graphed, overlap, fused, steps=8):
     for step in range(steps):
         wrapped.zero_grad_buffer()
         optimizer.zero_grad()
-        found = forward_backward_no_pipelining(
-            forward_step_func=forward_step, data_iterator=iter([batch(step, micro) for micro in range(2)]),
-            model=wrapped, num_microbatches=2, seq_length=LENGTH, micro_batch_size=ROWS, forward_only=False)
+        found = run(forward_step_func=forward_step, data_iterator=iter([batch(step, micro) for micro in range(2)]),
+                    model=wrapped, num_microbatches=2, seq_length=LENGTH, micro_batch_size=ROWS, forward_only=False)
         log.append([one["loss"].detach().clone() for one in found]
                    + [parameter.main_grad.clone() for parameter in model.parameters()])
         optimizer.step()
-    rows = engine.graphs() if engine is not None else []
-    if engine is not None:
-        engine.detach()
+    rows = engine.graphs()
+    engine.detach()
     return log, rows
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["added_by_hooks", "fused_weight_gradients"])
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_megatrons_data_parallelism_and_optimizer_see_what_they_would_of_eager(overlap, fused):
-    expected, _ = parallel_steps(False, overlap, fused)
-    found, rows = parallel_steps(True, overlap, fused)
+    expected, _ = parallel_steps(None, overlap, fused)
+    found, rows = parallel_steps("local", overlap, fused)
     assert_same(found, expected)
     assert all(row["failed"] == 0 and row["replays"] > 0 for row in rows), rows
 
 
-def test_a_whole_iteration_equals_eager_and_validation_has_its_own_graph():
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_a_whole_iteration_of_a_wrapped_model_equals_eager(overlap):
+    expected, _ = parallel_steps(None, overlap, fused=True)
+    found, rows = parallel_steps("full_iteration", overlap, fused=True)
+    assert_same(found, expected)
+    assert rows[0]["failed"] == 0 and rows[0]["replays"] > 0, rows
+
+
+@pytest.mark.parametrize("precision", ["bf16", "delayed", "current"])
+def test_a_whole_iteration_equals_eager_and_validation_has_its_own_graph(precision):
     def steps(graphed):
-        model = build()
+        model = build(**FP8.get(precision, {}))
         engine = Engine(EngineConfig(mode="training", cuda_graph_impl="full_iteration", cuda_graph_warmup_steps=2))
         run = engine.capture_forward_backward(forward_backward_no_pipelining) if graphed else (
             forward_backward_no_pipelining)
