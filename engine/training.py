@@ -27,6 +27,7 @@ from graph_cache.training.modules import TrainingGraphs
 
 if TYPE_CHECKING:
     from graph_cache.adapters.megatron.iteration import FullIteration  # it imports megatron
+    from graph_cache.adapters.megatron.packed import PackedDocuments
     from graph_cache.adapters.transformer_engine.graphs import TransformerEngineGraphs  # for those who ask for it
 
 WHOLE_LAYER = "layer"
@@ -46,6 +47,7 @@ class TrainingEngine:
         self.stats = CacheStats()
         self._pool = pool
         self._modules: TrainingGraphs | TransformerEngineGraphs | None = None
+        self._packed: PackedDocuments | None = None
         self._iterations: list[CapturedIteration | FullIteration] = []
 
     def __enter__(self) -> TrainingEngine:
@@ -66,7 +68,8 @@ class TrainingEngine:
         return self._pool
 
     def attach(self, model: nn.Module | Sequence[nn.Module], modules: Iterable[str] | None = None,
-               generators: Sequence[torch.Generator] = (), *, microbatches: int = 1) -> list[str]:
+               generators: Sequence[torch.Generator] = (), *, microbatches: int | None = None,
+               packed_documents: int | None = None) -> list[str]:
         """Capture parts of a model from here on; returns their names. Plain training code goes on as before.
 
         `modules` names submodules by their path ("layers.3.attn"; "" is the model itself). Without it a model of
@@ -74,7 +77,10 @@ class TrainingEngine:
         `cuda_graph_modules` of the configuration lists. Another model's own `cuda_graph_modules()` is asked, a mapping
         from these names (attn, mlp, …, and "layer" for whole layers) to paths; a model without one is captured whole.
         `generators` beside the device's own are registered with every graph. `microbatches` of a step: what Transformer
-        Engine's captures need to know of a pipeline's schedule; ours see it.
+        Engine's captures need to know of a schedule in which several are outstanding at a time, as in a pipeline; ours
+        see it. There it must be given. `packed_documents`: packed sequences of a model of Megatron-Core's are padded to
+        this many documents, and their max_seqlen to the batch's tokens, so that all batches are one kind of call; those
+        of more documents stay as they are. None leaves all of them alone.
         """
         if self._graph_config.cuda_graph_impl not in ("local", "transformer_engine"):
             raise ConfigError(f"attach() captures modules, for cuda_graph_impl='local' or 'transformer_engine'; found "
@@ -83,6 +89,7 @@ class TrainingEngine:
             raise ConfigError("a model is attached already; detach() it first")
         models = [model] if isinstance(model, nn.Module) else list(model)
         found = self._attachment(models, modules)
+        packed = None if packed_documents is None else self._packed_documents(models, packed_documents)
         pool = self._pool_for(next(parameter for one in models for parameter in one.parameters()).device)
         drawn = (*generators, *found.generators, *(own for one in models for own in _generators_of(one)))
         job = Job(pool, self.stats, self._registered(pool, drawn), found.state)
@@ -92,22 +99,26 @@ class TrainingEngine:
             graphs = TrainingGraphs(job, warmup_rounds=self._graph_config.cuda_graph_warmup_steps)
             graphs.attach(found)
             self._modules = graphs
+        if packed is not None:
+            packed.begin()
+        self._packed = packed
         return [part.name for part in found.parts]
 
     def _by_transformer_engine(self, models: Sequence[nn.Module], found: Attachment, job: Job,
-                               microbatches: int) -> TransformerEngineGraphs:
+                               microbatches: int | None) -> TransformerEngineGraphs:
         """Graphs that Transformer Engine captures; of a model of Megatron-Core in the order of this pipeline stage."""
         from graph_cache.adapters.transformer_engine.graphs import TransformerEngineGraphs
         from graph_cache.adapters.transformer_engine.installed import installed_version
 
-        parts, order, caches, told = found.parts, [1, -1], False, nullcontext
+        parts, order, holders, caches, told = found.parts, [1, -1], {}, False, nullcontext
         if any(map(is_megatron, models)):
             from graph_cache.adapters.megatron.schedule import stage_plan, told_of_captures
 
             settings = next(one.config for model in models for one in model.modules() if hasattr(one, "config"))
-            plan = stage_plan(found.parts, len(models), settings, self._graph_config.cuda_graph_modules, microbatches,
+            plan = stage_plan(found.parts, models, settings, self._graph_config.cuda_graph_modules, microbatches,
                               installed_version())
-            parts, order, caches, told = plan.parts, plan.order, plan.caches_weights, told_of_captures
+            parts, order, holders, caches = plan.parts, plan.order, plan.holders, plan.caches_weights
+            told = told_of_captures
 
         @contextmanager
         def paused() -> Iterator[None]:
@@ -115,8 +126,18 @@ class TrainingEngine:
                 yield
 
         return TransformerEngineGraphs(
-            parts, order, job, fired=found.fired, warmup_rounds=self._graph_config.cuda_graph_warmup_steps,
-            caches_weights=caches, paused=paused)
+            parts, order, job, holders=holders, fired=found.fired,
+            warmup_rounds=self._graph_config.cuda_graph_warmup_steps, caches_weights=caches, paused=paused)
+
+    def _packed_documents(self, models: Sequence[nn.Module], documents: int) -> PackedDocuments:
+        """What pads these models' packed sequences."""
+        others = [type(model).__name__ for model in models if not is_megatron(model)]
+        if others:
+            raise ConfigError(f"packed_documents={documents!r} pads packed sequences of Megatron-Core's models; found "
+                              f"{', '.join(others)}: leave it out")
+        from graph_cache.adapters.megatron.packed import PackedDocuments  # megatron is there: the models are its own
+
+        return PackedDocuments(models, documents)
 
     def _attachment(self, models: Sequence[nn.Module], modules: Iterable[str] | None) -> Attachment:
         """What of these models is captured, and what that takes."""
@@ -205,6 +226,9 @@ class TrainingEngine:
         if self._modules is not None:
             self._modules.detach()
             self._modules = None
+        if self._packed is not None:
+            self._packed.end()
+            self._packed = None
         self._iterations = []
 
     def _paths(self, model: nn.Module) -> list[str]:

@@ -5,6 +5,7 @@ Owns taking arguments apart into tensors and the rest, and putting results toget
 
 from __future__ import annotations
 
+import enum
 import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+# Of exactly these types: a subclass may be equal by a rule of its own.
+PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device))
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,20 @@ class CallKey:
     around: Hashable = None
 
     def __hash__(self) -> int:
-        return hash((self.tensors, self.training, self.grad, self.autocast, self.around))
+        return self._hash  # one call is looked up in several places
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        """Of constants among the values, too: kinds that differ in nothing else are many where a value keeps changing.
+
+        Other values stay out: they may have no hash, or be equal by rules of their own.
+        """
+        constants = tuple([value for value in self.values if type(value) in PLAIN or _is_hashable_enum(value)])
+        return hash((constants, self.types, self.tensors, self.training, self.grad, self.autocast, self.around))
+
+
+def _is_hashable_enum(value: Any) -> bool:
+    return isinstance(value, enum.Enum) and isinstance(value, Hashable)
 
 
 TENSOR = "<tensor>"  # stands where a tensor argument was, among the values

@@ -6,6 +6,7 @@ was captured after it, and the gradient of an input is overwritten when the back
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from math import ceil
 from typing import Any
@@ -128,14 +129,17 @@ class StaticCall:
             if static.data_ptr() != tensor.data_ptr():
                 static.copy_(tensor)  # raises later if a backward that is to come saved it
         # A replay passes by the layer's hooks and by what took its forward over: so does this.
-        layer = self.module._call.func
+        call = self.module._call.func
+        layer = getattr(call, "__self__", call)  # a part may be a method of it
+        if call is layer:
+            call = functools.partial(type(layer).forward, layer)
         args, kwargs = self.module._sample.arguments(list(self.statics.values()))
         hooks = [(one._forward_pre_hooks, dict(one._forward_pre_hooks)) for one in layer.modules()]
         for registered, _ in hooks:
             registered.clear()
         flag = vars(layer).get("is_first_microbatch")
         with torch.enable_grad():
-            outputs = self.module.taken_apart(type(layer).forward(layer, *args, **kwargs))
+            outputs = self.module.taken_apart(call(*args, **kwargs))
         self.outputs = [tensor for tensor in outputs if tensor is not None]
         if flag is not None:
             layer.is_first_microbatch = flag

@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from graph_cache.adapters.transformer_engine import TransformerEngineGraphs
-from graph_cache.adapters.transformer_engine.installed import new_accumulators
 from graph_cache.adapters.transformer_engine.maker import Precision
 from graph_cache.adapters.transformer_engine.order import Places
 from graph_cache.adapters.transformer_engine.quantizers import Quantizers
@@ -293,33 +292,6 @@ def test_closing_restores_the_layers_and_resets_the_graphs_once():
     assert list(model.state_dict()) == keys
     again = attached(model)  # nothing is in the way of another
     again.detach()
-
-
-def test_gradients_add_up_by_the_makers_nodes_while_layers_warm_up():
-    """Those of the steps would break it: a loop's `loss` is the last step's while the next one's is computed."""
-    model = stack()
-    graphs = attached(model)
-    parameters = list(model.layers.parameters())
-    for _ in range(2):
-        while not graphs.table():
-            loss = model(batch(2)).sum()
-            loss.backward()
-            del loss
-            assert new_accumulators(parameters) == {}, "all of them live on without a loss"
-        graphs.clear()
-    graphs.detach()
-
-
-def test_nodes_that_live_already_are_left_as_they_are():
-    linear = nn.Linear(2, 2)
-    loss = (linear(torch.ones(2)) * linear.weight).sum()
-    assert new_accumulators(linear.parameters()) == {}
-    assert new_accumulators(linear.parameters()) == {}  # the mark of the first look is gone
-    del loss
-    found = new_accumulators(linear.parameters())
-    assert list(found) == list(linear.parameters())
-    linear(torch.ones(2)).sum().backward()
-    assert all(node.variable.grad is not None for node in found.values())
 
 
 def test_what_is_captured_returns_as_many_tensors_of_each_layer_those_with_gradients_first():

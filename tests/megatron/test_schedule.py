@@ -10,7 +10,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from megatron.core import parallel_state
 from megatron.core.transformer.cuda_graphs import is_graph_capturing
+from torch import nn
 
+from engine import Engine, EngineConfig
+from graph_cache.adapters.megatron import schedule
 from graph_cache.adapters.megatron.parts import parts_of
 from graph_cache.adapters.megatron.schedule import (
     Stage,
@@ -25,8 +28,12 @@ from graph_cache.adapters.megatron.schedule import (
     warmup_of,
     weights_in_graphs,
 )
+from graph_cache.adapters.transformer_engine import TransformerEngineGraphs
 from graph_cache.errors import GraphConfigError
-from tests.megatron.models import config, gpt
+from graph_cache.training.attached import Part
+from tests.graph_cache.static_graphs import StaticMaker
+from tests.graph_cache.te_stack import job, reasons, replays
+from tests.megatron.models import config, gpt, loss_of, tokens
 
 FIVE = [1, 1, 1, 2, 2, 2, -2, 1, -2, 1, -2, 2, -1, 2, -1, -1, -2, -2, -1, -1]  # 5 microbatches, 2 chunks, groups of 3
 
@@ -206,6 +213,11 @@ def test_weights_belong_to_graphs_by_what_is_captured():
     assert not weights_in_graphs(overlapping(delay_wgrad_compute=False), ["attn"])
 
 
+def be_stage(monkeypatch, size: int, rank: int) -> None:
+    for name, value in (("world_size", size), ("rank", rank)):
+        monkeypatch.setattr(parallel_state, f"get_pipeline_model_parallel_{name}", lambda value=value: value)
+
+
 def test_megatron_tells_layers_their_microbatch():
     model = gpt()
     set_current_microbatch(model, 3)
@@ -215,20 +227,82 @@ def test_megatron_tells_layers_their_microbatch():
 def test_a_stages_plan_follows_this_process_and_megatrons_configuration():
     model = gpt()
     parts = parts_of([model], [])
-    plan = stage_plan(parts, 1, model.config, [], 8, None)
-    assert plan.order == [1, -1] and plan.parts == parts and not plan.caches_weights
+    for microbatches in (8, None):
+        plan = stage_plan(parts, [model], model.config, [], microbatches, None)
+        assert plan.order == [1, -1] and plan.parts == parts and not plan.caches_weights
     object.__setattr__(model.config, "overlap_moe_expert_parallel_comm", True)
     with pytest.raises(GraphConfigError, match="expert_model_parallel_size is 1"):
-        stage_plan(parts, 1, model.config, ["attn"], 8, None)
+        stage_plan(parts, [model], model.config, ["attn"], 8, None)
+
+
+def test_without_a_number_of_microbatches_a_pipeline_or_the_overlap_is_refused(monkeypatch):
+    model = gpt()
+    parts = parts_of([model], ["attn"])
+    with monkeypatch.context() as patched:
+        patched.setattr(schedule, "check_expert_overlap", lambda *args: None)
+        overlapped = SimpleNamespace(overlap_moe_expert_parallel_comm=True)
+        with pytest.raises(GraphConfigError, match=r"found overlap_moe_expert.*attach\(model, microbatches=…\)"):
+            stage_plan(parts, [model], overlapped, ["attn"], None, None)
+    be_stage(monkeypatch, 2, 0)
+    with pytest.raises(GraphConfigError, match=r"found a pipeline of 2 stages.*attach\(model, microbatches=…\)"):
+        Engine(EngineConfig(mode="training", cuda_graph_impl="transformer_engine")).attach(model)
+    assert all("forward" not in vars(layer) for layer in model.decoder.layers)
+    assert stage_plan(parts, [model], model.config, ["attn"], 4, None).order == order_of(Stage(2, 0), 4)
+
+
+def of_a_layer(path: str, layer: nn.Module) -> list[Part]:
+    """A method of a layer, and submodules, as cuda_graph_modules=attn,moe_router makes of it."""
+    return [Part(f"{path}.attn", layer, "_forward_attention", (layer.input_layernorm, layer.self_attention)),
+            Part(f"{path}.norm", layer.pre_mlp_layernorm), Part(f"{path}.mlp", layer.mlp)]
+
+
+def test_overlapped_parts_are_numbered_by_their_layer(monkeypatch):
+    monkeypatch.setattr(schedule, "check_expert_overlap", lambda *args: None)
+    be_stage(monkeypatch, 2, 0)
+    chunks = [gpt(post_process=False), gpt(1, pre_process=False)]
+    parts = [part._replace(chunk=chunk) for chunk, model in enumerate(chunks)
+             for number, layer in enumerate(model.decoder.layers) for part in of_a_layer(f"{chunk}.{number}", layer)]
+    settings = SimpleNamespace(overlap_moe_expert_parallel_comm=True)
+    plan = stage_plan(parts, chunks, settings, ["attn", "moe_router"], 4, None)
+    assert [part.chunk for part in plan.parts] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert plan.order == expert_overlap_order(Stage(2, 0, 2), 4, [2, 2], weights_in_graphs=False)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_parts_of_a_layer_go_by_its_microbatch_on_each_stage(monkeypatch, rank):
+    be_stage(monkeypatch, 2, rank)
+    model, eager = gpt(), gpt()
+    parts = [Part("embedding", model.embedding), *(part for number, layer in enumerate(model.decoder.layers)
+                                                   for part in of_a_layer(str(number), layer))]
+    plan = stage_plan(parts, [model], model.config, [], 4, None)
+    layers = model.decoder.layers
+    assert list(plan.holders.values()) == [model.embedding, *[layers[0]] * 3, *[layers[1]] * 3]
+    graphs = TransformerEngineGraphs(plan.parts[1:], plan.order, job(), holders=plan.holders, maker=StaticMaker())
+    for number in range(5):
+        for one in (model, eager):
+            losses, begun = [], 0
+            for entry in plan.order:
+                if entry > 0:
+                    set_current_microbatch(one, begun)
+                    losses.append(loss_of(one, *tokens(10 * number + begun)))
+                    begun += 1
+                else:
+                    losses.pop(0).backward()
+    for one, other in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)  # those of a residual are added up in the other order
+    assert set(reasons(graphs)) == {"warming_up"} and replays(graphs) == 6 * 4 * 5 - reasons(graphs)["warming_up"]
+    graphs.detach()
+    held = stage_plan([Part("decoder", model.decoder)], [model], model.config, [], 4, None).holders
+    assert held == {"decoder": layers[0]}  # of a part that holds layers any of them
 
 
 def test_a_virtual_stage_without_a_captured_part_counts_in_the_order(monkeypatch):
     chunks = [gpt(post_process=False), gpt(1, pre_process=False)]
-    for name, value in (("world_size", 2), ("rank", 0)):
-        monkeypatch.setattr(parallel_state, f"get_pipeline_model_parallel_{name}", lambda value=value: value)
+    be_stage(monkeypatch, 2, 0)
     parts = [part for part in parts_of(chunks, ["attn"]) if part.chunk == 0]  # as if the other had no attention
     group_size = chunks[0].config.microbatch_group_size_per_vp_stage
-    assert stage_plan(parts, 2, chunks[0].config, ["attn"], 4, None).order == order_of(Stage(2, 0, 2), 4, group_size)
+    plan = stage_plan(parts, chunks, chunks[0].config, ["attn"], 4, None)
+    assert plan.order == order_of(Stage(2, 0, 2), 4, group_size)
 
 
 def test_megatron_knows_of_captures_by_others():

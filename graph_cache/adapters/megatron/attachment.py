@@ -4,18 +4,16 @@ which generators draw, and what state outside of modules a capture must leave as
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from megatron.core.distributed import distributed_data_parallel
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import random as rng
 from megatron.core.transformer.moe import moe_utils
 from torch import Tensor, nn
-from torch.utils import _pytree
 
+from graph_cache.adapters.megatron.packed import register_packed_sequences
 from graph_cache.adapters.megatron.parts import layers_of, parts_of
 from graph_cache.adapters.megatron.surroundings import MegatronSurroundings
 from graph_cache.config import GraphConfig
@@ -131,24 +129,3 @@ def _check_hooks(part: Part) -> None:
         raise GraphConfigError(f"{part.name} has hooks inside that a replay would leave out: "
                                f"{', '.join(sorted(names))}; remove them, or leave this part out by "
                                "cuda_graph_modules")
-
-
-def register_packed_sequences() -> None:
-    """Let the tensors of PackedSeqParams be inputs of a graph, and its numbers part of what must equal.
-
-    Put together again as they were: its own construction computes further tensors (0.19's `seq_idx`) of a shape that
-    depends on data, which no graph can hold.
-    """
-    if PackedSeqParams in _pytree.SUPPORTED_NODES:
-        return
-    names = [field.name for field in dataclasses.fields(PackedSeqParams)]
-
-    def apart(packed: PackedSeqParams) -> tuple[list[Any], None]:
-        return [getattr(packed, name) for name in names], None
-
-    def together(values: Iterable[Any], _: None) -> PackedSeqParams:
-        packed = object.__new__(PackedSeqParams)
-        vars(packed).update(zip(names, values, strict=True))
-        return packed
-
-    _pytree.register_pytree_node(PackedSeqParams, apart, together)

@@ -6,7 +6,8 @@ Owns no schedule: which microbatch runs when is Megatron's, of whichever version
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +25,10 @@ from megatron.core.transformer.cuda_graphs import (
     convert_schedule_table_to_order,
     get_overlap_moe_expert_parallel_comm_order,
 )
+from torch import nn
 from torch.torch_version import TorchVersion
 
+from graph_cache.adapters.megatron.parts import layers_of
 from graph_cache.adapters.transformer_engine.order import events, outstanding, slots
 from graph_cache.errors import GraphConfigError
 from graph_cache.training.attached import Part
@@ -119,31 +122,55 @@ def expert_overlap_order(stage: Stage, microbatches: int, layers_per_chunk: Sequ
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What a pipeline stage's capture by Transformer Engine takes of Megatron: its parts by chunk, and their order."""
+    """What a pipeline stage's capture by Transformer Engine takes of Megatron: its parts by chunk, their order, and by
+    their names the layers that hold them, which Megatron tells the microbatch.
+    """
 
     parts: list[Part]
     order: list[float]
+    holders: Mapping[str, nn.Module]
     caches_weights: bool
 
 
-def stage_plan(parts: Sequence[Part], chunks: int, config: Any, modules: Sequence[str], microbatches: int,
-               te_version: str | None) -> StagePlan:
-    """The plan of the stage that this process is, of `chunks` model chunks, some perhaps without a part, with
-    `microbatches` a step. Raises GraphConfigError.
+def stage_plan(parts: Sequence[Part], models: Sequence[nn.Module], config: Any, modules: Sequence[str],
+               microbatches: int | None, te_version: str | None) -> StagePlan:
+    """The plan of the stage that this process is, of these model chunks, some perhaps without a part, with
+    `microbatches` a step; None only where one is outstanding at a time. Raises GraphConfigError.
     """
     stage = Stage(parallel_state.get_pipeline_model_parallel_world_size(),
-                  parallel_state.get_pipeline_model_parallel_rank(), chunks)
-    group_size = getattr(config, "microbatch_group_size_per_vp_stage", None) if chunks > 1 else None
-    caches_weights = bool(getattr(config, "fp8", None))
-    if not getattr(config, "overlap_moe_expert_parallel_comm", False):
-        return StagePlan(list(parts), order_of(stage, microbatches, group_size), caches_weights)
-    check_expert_overlap(config, modules, te_version)
-    layers = list({id(part.module): part for part in parts}.values())
-    numbers = {id(part.module): index for index, part in enumerate(layers)}
-    order = expert_overlap_order(stage, microbatches, [sum(one.chunk == chunk for one in layers)
-                                                       for chunk in range(chunks)],
+                  parallel_state.get_pipeline_model_parallel_rank(), len(models))
+    group_size = getattr(config, "microbatch_group_size_per_vp_stage", None) if len(models) > 1 else None
+    caches_weights, holders = bool(getattr(config, "fp8", None)), _holders(parts, models)
+    overlaps = getattr(config, "overlap_moe_expert_parallel_comm", False)
+    if overlaps:
+        check_expert_overlap(config, modules, te_version)
+    if microbatches is None:
+        _check_one_at_a_time(stage, overlaps)
+        microbatches = 1
+    if not overlaps:
+        return StagePlan(list(parts), order_of(stage, microbatches, group_size), holders, caches_weights)
+    chunk_of = {holders[part.name]: part.chunk for part in parts}
+    numbers, counts = {layer: number for number, layer in enumerate(chunk_of)}, Counter(chunk_of.values())
+    order = expert_overlap_order(stage, microbatches, [counts[chunk] for chunk in range(len(models))],
                                  weights_in_graphs=weights_in_graphs(config, modules), group_size=group_size)
-    return StagePlan([part._replace(chunk=numbers[id(part.module)]) for part in parts], order, caches_weights)
+    return StagePlan([part._replace(chunk=numbers[holders[part.name]]) for part in parts], order, holders,
+                     caches_weights)
+
+
+def _holders(parts: Sequence[Part], models: Sequence[nn.Module]) -> dict[str, nn.Module]:
+    """For each part by name the layer that it is or is in, else the first layer inside it, else its own module."""
+    layer_of = {module: layer.module for layer in layers_of(models) for module in layer.module.modules()}
+    return {part.name: next((layer_of[one] for one in part.module.modules() if one in layer_of), part.module)
+            for part in parts}
+
+
+def _check_one_at_a_time(stage: Stage, overlaps: bool) -> None:
+    if stage.pipeline_size > 1 or overlaps:
+        found = "overlap_moe_expert_parallel_comm" if overlaps else f"a pipeline of {stage.pipeline_size} stages"
+        raise GraphConfigError("cuda_graph_impl='transformer_engine' was asked for without a number of microbatches; "
+                               f"found {found}, where several are outstanding at a time, in an order that its captures "
+                               "must know: call attach(model, microbatches=…) with how many a step has, or take "
+                               "cuda_graph_impl='local', which sees the order itself")
 
 
 @contextmanager

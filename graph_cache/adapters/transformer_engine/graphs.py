@@ -40,10 +40,11 @@ SCOPE = "module"
 class TransformerEngineGraphs:
     """Forward and backward graphs of a pipeline stage's layers, captured in the order in which the stage runs them.
 
-    `layers`: parts of the stage's model chunks, those of a chunk in the order in which they run. `order` is that of the
-    stage's forwards and backwards (`adapters.megatron.schedule` asks Megatron for it; [1, -1] for one microbatch at a
-    time). A layer's microbatch is its attribute `current_microbatch`; where there is none, calls are counted from the
-    begin of the round.
+    `layers`: parts of the stage's model chunks; those of a chunk are captured in the order in which they first ran.
+    `order` is that of the stage's forwards and backwards (`adapters.megatron.schedule` asks Megatron for it; [1, -1]
+    for one microbatch at a time). The microbatch of a call is the attribute `current_microbatch` of the part's module,
+    or of the one that `holders` has under the part's name; where there is none, calls are counted from the begin of the
+    round.
 
     The first `warmup_rounds` rounds run eager, and say what to capture: arguments, modes, and the precision of
     Transformer Engine's autocast around each layer. With `caches_weights` weights in reduced precision are quantized
@@ -59,7 +60,8 @@ class TransformerEngineGraphs:
     """
 
     def __init__(self, layers: Iterable[Part | tuple[str, nn.Module]], order: Sequence[float], job: Job, *,
-                 fired: Callable[[Hook], bool] | None = None, warmup_rounds: int = 3, caches_weights: bool = False,
+                 holders: Mapping[str, nn.Module] | None = None, fired: Callable[[Hook], bool] | None = None,
+                 warmup_rounds: int = 3, caches_weights: bool = False,
                  paused: Callable[[], AbstractContextManager] = nullcontext,
                  options: Mapping[str, Any] | None = None, maker: Maker | None = None):
         if maker is None:
@@ -74,7 +76,8 @@ class TransformerEngineGraphs:
         self._warmup_rounds = max(1, warmup_rounds)
         self._caches_weights = caches_weights
         self._paused = paused
-        self._layers = sorted((Layer(Part(*part), fired) for part in layers), key=lambda layer: layer.chunk)
+        holders, parts = holders or {}, [Part(*part) for part in layers]
+        self._layers = [Layer(part, fired, holders.get(part.name, part.module)) for part in parts]
         self._by_name = {layer.name: layer for layer in self._layers}
         if len(self._by_name) != len(self._layers):
             raise GraphConfigError("two layers have one name: give each a name of its own")
@@ -98,6 +101,7 @@ class TransformerEngineGraphs:
         self._warm_rounds = 0
         self._noted = self._failed = self._caches = False
         self._weights_are_new: bool | None = None
+        self._run_order: dict[Layer, None] = {}  # those of which calls were noted, as they first ran
         for layer in self._layers:
             layer.forget()
         self._accumulators: dict[Tensor, Any] = {}  # until the capture
@@ -140,10 +144,13 @@ class TransformerEngineGraphs:
         if not layer.attached.wants_gradients(tensors):
             return self._eager(layer, args, kwargs, NO_GRAD)
         seen = layer.calls.note(key, tensors, args, plain, self._maker.precision())
+        if seen is not None and not self._noted:
+            self._hold_accumulators()
         value = self._eager(layer, args, kwargs, WARMING)
         found = Result.of(value)[1]
         if seen is not None:
             self._noted = True
+            self._run_order.setdefault(layer)
             seen.differentiable = tuple(tensor.requires_grad for tensor in found)
         self._wait_for_backward(found)
         return value
@@ -233,27 +240,31 @@ class TransformerEngineGraphs:
         if self._noted:
             self._warm_rounds += 1
             self._noted = False
-        if self._made is None and not self._failed:
-            self._accumulators |= self._maker.accumulators(
-                parameter for layer in self._layers for parameter in layer.attached.parameters
-                if parameter.requires_grad and parameter not in self._accumulators)
-            if self._warm_rounds >= self._warmup_rounds:
-                self._capture()
+        if self._made is None and not self._failed and self._warm_rounds >= self._warmup_rounds:
+            self._capture()
+
+    def _hold_accumulators(self) -> None:
+        """From the first recorded call on until the capture, which may meet these nodes and no others (see Maker)."""
+        self._accumulators |= self._maker.accumulators(
+            parameter for layer in self._layers for parameter in layer.attached.parameters
+            if parameter.requires_grad and parameter not in self._accumulators)
 
     def _capture(self) -> None:
         started = time.perf_counter()
         gc.collect()  # histories of earlier steps, whose nodes the capture would meet
-        samples = settle([layer.take_calls() for layer in self._layers])
+        ran = sorted(self._run_order, key=lambda layer: layer.chunk)
+        samples = settle([layer.take_calls() for layer in ran])
         chunks: list[list[Layer]] = [[] for _ in self._chunks]
         modules: list[StandIn] = []
         without = max((sample.seen.differentiable.count(False) for sample in samples if sample is not None), default=0)
-        for layer, sample in zip(self._layers, samples, strict=True):
+        for layer, sample in zip(ran, samples, strict=True):
             if sample is not None and not layer.attached.hooks_inside:
                 modules.append(layer.stand_in(sample, len(chunks[layer.chunk]), without))
                 chunks[layer.chunk].append(layer)
         if not modules:  # hooks came up in all of them since
-            self._warm_rounds = 0
+            self._forget()
             return
+        self._hold_accumulators()
         self.job.pool.trim()  # what the eager rounds left cached is of no use to the graphs' own memory
         self._busy = True
         try:

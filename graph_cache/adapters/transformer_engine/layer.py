@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from graph_cache.adapters.transformer_engine.kept import FIRST
 from graph_cache.adapters.transformer_engine.maker import Precision
@@ -22,9 +22,11 @@ REPLAYED = "replayed_by_encore"  # on a node of autograd: (whose places, place) 
 
 
 class Layer:
-    """One part of a model chunk. `index`: its number among those of its chunk that were captured."""
+    """One part of a model chunk. `index`: its number among those of its chunk that were captured. `holder`: the module
+    that is told the microbatch.
+    """
 
-    def __init__(self, part: Part, fired: Callable[[Hook], bool] | None):
+    def __init__(self, part: Part, fired: Callable[[Hook], bool] | None, holder: nn.Module):
         self.attached = AttachedModule(part, fired)
         self.name = part.name
         self.chunk = part.chunk
@@ -37,6 +39,7 @@ class Layer:
         self.label = (part.name, "", "", 0)  # under which its replays are counted
         self._flagged = [vars(one) for one in self.attached.submodules if FIRST in vars(one)]
         self._fired = fired
+        self._holder = holder
         self._state: tuple[bool, ...] = ()
         self._round = self._calls_in_round = 0
         # Called as a module, so that Transformer Engine, which hooks what is called, sees it.
@@ -49,7 +52,7 @@ class Layer:
         if this_round != self._round:
             self._round, self._calls_in_round = this_round, 0
         self._calls_in_round += 1
-        said = getattr(self.attached.module, "current_microbatch", None)
+        said = getattr(self._holder, "current_microbatch", None)
         return self._calls_in_round - 1 if said is None else said
 
     def take_calls(self) -> Calls:

@@ -1,0 +1,74 @@
+"""What tells kinds of calls apart, and that telling many of them apart stays cheap."""
+
+from __future__ import annotations
+
+import enum
+
+import pytest
+import torch
+
+from graph_cache.training.call import CallKey, take_apart
+
+X = torch.zeros(2, 3)
+
+
+class Color(enum.Enum):
+    RED, BLUE = 1, 2
+
+
+class Loose(enum.Enum):
+    """Equal by a rule of its own, so it has no hash."""
+
+    ONE, TWO = 1, 2
+
+    def __eq__(self, other):
+        return True
+
+
+class Unhashable:
+    def __init__(self, value):
+        self.value = value
+
+    def __eq__(self, other):
+        return self.value == other.value
+
+
+class Mine(str):
+    """A plain value's subclass with an equality of its own."""
+
+    __hash__ = None
+
+    def __eq__(self, other):
+        return True
+
+
+def key_of(**values) -> CallKey:
+    return take_apart((X,), values, True)[0]
+
+
+@pytest.mark.parametrize("values", [
+    range(100), [0.5 * index for index in range(100)], [complex(0, index) for index in range(100)],
+    [str(index) for index in range(100)], [b"%d" % index for index in range(100)],
+    [None, True, torch.float16, torch.bfloat16, torch.device("cpu"), torch.device("meta"), *Color],
+], ids=["int", "float", "complex", "str", "bytes", "others"])
+def test_kinds_that_differ_in_a_plain_value_have_hashes_of_their_own(values):
+    """An endless stream of kinds (a new `max_seqlen` at each step) would else be compared with all before it."""
+    assert len({hash(key_of(value=value)) for value in values}) == len(list(values))
+
+
+@pytest.mark.parametrize(("one", "other"), [(2, 2.0), (1, True), (0, False), (1, Color.RED)])
+def test_values_that_compare_equal_and_compute_differently_are_told_apart(one, other):
+    assert key_of(value=one) != key_of(value=other) and hash(key_of(value=one)) != hash(key_of(value=other))
+
+
+@pytest.mark.parametrize("make", [
+    lambda: Unhashable(3), lambda: Loose.ONE, lambda: Mine("x"), lambda: [1, {"a": Unhashable(2)}], lambda: Color.BLUE,
+    lambda: "mask",
+])
+def test_equal_keys_have_one_hash_whatever_is_among_the_values(make):
+    assert key_of(value=make()) == key_of(value=make()) and hash(key_of(value=make())) == hash(key_of(value=make()))
+
+
+def test_values_that_are_equal_by_rules_of_their_own_stay_equal():
+    for one, other in ((Loose.ONE, Loose.TWO), (Mine("x"), Mine("y"))):
+        assert key_of(value=one) == key_of(value=other) and hash(key_of(value=one)) == hash(key_of(value=other))
