@@ -16,7 +16,7 @@ from torch.utils import _pytree
 
 from engine import Engine, EngineConfig
 from engine.errors import ConfigError
-from graph_cache.adapters.megatron.attachment import attachment, register_packed_sequences
+from graph_cache.adapters.megatron.attachment import attachment, check, register_packed_sequences
 from graph_cache.adapters.megatron.parts import parts_of
 from graph_cache.config import GraphConfig
 from graph_cache.errors import GraphConfigError
@@ -385,6 +385,22 @@ def test_settings_that_graphs_of_layers_cannot_honour_are_refused(name, says):
     object.__setattr__(model.config, name, True)
     with pytest.raises(GraphConfigError, match=f"{name}=True .*{says}"):
         Engine(EngineConfig(mode="training")).attach(model)
+
+
+@pytest.mark.parametrize(("modules", "shared", "goes"), [
+    (["moe_router"], None, True), (["moe_router"], 64, False), (["attn", "moe_router"], None, False),
+    (["moe"], None, False),
+])
+def test_delayed_weight_gradients_go_with_parts_that_have_none(modules, shared, goes):
+    source = config()
+    object.__setattr__(source, "delay_wgrad_compute", True)
+    object.__setattr__(source, "num_moe_experts", 2)
+    object.__setattr__(source, "moe_pad_expert_input_to_capacity", True)
+    object.__setattr__(source, "moe_shared_expert_intermediate_size", shared)
+    graphs = GraphConfig(cuda_graph_impl="local", inference_cuda_graph_scope="none", cuda_graph_modules=modules,
+                         num_moe_experts=2, moe_pad_expert_input_to_capacity=True)
+    with nullcontext() if goes else pytest.raises(GraphConfigError, match="delay_wgrad_compute"):
+        check(source, graphs)
 
 
 def test_an_inference_engine_takes_megatrons_settings_without_its_rules_for_training():

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 
 from graph_cache.adapters.megatron.packed import register_packed_sequences
 from graph_cache.adapters.megatron.parts import layers_of, parts_of
+from graph_cache.adapters.megatron.schedule import weights_in_graphs
 from graph_cache.adapters.megatron.surroundings import MegatronSurroundings
 from graph_cache.config import GraphConfig
 from graph_cache.errors import GraphConfigError
 from graph_cache.training.attached import AttachedModule, Attachment, Hook, Part, Surroundings
 
+WITHOUT_DELAY = {"moe_router", "moe_preprocess"}  # parts whose own weights Megatron never delays
 FP4_NEEDS = (10, 0)  # the compute capability of the first GPUs with fp4
 
 
@@ -54,9 +56,13 @@ def check(model_config: Any, config: GraphConfig) -> None:
                               use_cudagraphable_rng=True)  # `generators` looks at the tracker itself
     if getattr(model_config, "fine_grained_activation_offloading", False):
         raise GraphConfigError("fine_grained_activation_offloading=True moves storage that a graph reads: set it False")
-    if getattr(model_config, "delay_wgrad_compute", False) and config.cuda_graph_impl != "full_iteration":
+    if getattr(model_config, "delay_wgrad_compute", False) and config.cuda_graph_impl != "full_iteration" and (
+            set(config.cuda_graph_modules) - WITHOUT_DELAY or not config.cuda_graph_modules
+            or weights_in_graphs(model_config, config.cuda_graph_modules)):
         raise GraphConfigError("delay_wgrad_compute=True parts the gradients of weights from a layer's backward, which "
-                               "Encore's graphs of layers keep together: set it False, or take full_iteration")
+                               "Encore's graphs of layers keep together: set it False, capture nothing whose weights "
+                               "are delayed (cuda_graph_modules=['moe_router'], without shared experts), or take "
+                               "full_iteration")
     if getattr(model_config, "overlap_moe_expert_parallel_comm", False) and config.cuda_graph_impl == "local" and (
             not config.cuda_graph_modules):
         raise GraphConfigError("overlap_moe_expert_parallel_comm=True calls the parts of a layer and never the layer, "
