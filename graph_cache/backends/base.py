@@ -70,6 +70,12 @@ class Backend(Protocol):
     def is_capturing(self) -> bool:
         """Whether the calling thread is inside a capture."""
 
+    def has_captured(self) -> bool:
+        """Whether the capture that the calling thread is inside of may have recorded anything that touches memory.
+
+        True where that isn't known, as outside of a capture.
+        """
+
     def synchronize(self) -> None:
         """Wait for everything enqueued."""
 

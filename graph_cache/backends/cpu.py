@@ -57,6 +57,7 @@ class CpuBackend:
         self.default_generator = torch.default_generator
         self._replay_lock = threading.Lock()
         self._capturing_thread: int | None = None
+        self._recorder: TapeRecorder | None = None  # of the capture under way
 
     def new_memory(self) -> Arena:
         return Arena()
@@ -66,6 +67,9 @@ class CpuBackend:
 
     def is_capturing(self) -> bool:
         return self._capturing_thread == threading.get_ident()
+
+    def has_captured(self) -> bool:
+        return not self.is_capturing() or self._recorder.touched_memory()
 
     def synchronize(self) -> None:
         """Everything on a CPU is done when its call returns."""
@@ -86,13 +90,13 @@ class CpuBackend:
 
         What the run leaves alive (what a forward saves for its backward, gradients) stays where the run put it.
         """
-        recorder = TapeRecorder(generators)
+        recorder = self._recorder = TapeRecorder(generators)
         self._capturing_thread = threading.get_ident()
         try:
             with recorder:
                 fn()
         finally:
-            self._capturing_thread = None
+            self._capturing_thread = self._recorder = None
         recorder.keep_what_lives()
         if reference is not None and (faults := reference.differences()):
             raise CaptureError(f"two eager runs from the same inputs differ in {faults} outputs: something in the "

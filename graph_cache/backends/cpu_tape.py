@@ -125,6 +125,10 @@ class TapeRecorder(TorchDispatchMode):
             self._record(func, args, kwargs, inputs, result, known)
         return result  # if not recorded, a view: its geometry is in the Refs of whoever uses it
 
+    def touched_memory(self) -> bool:
+        """Whether a recorded call read or wrote a tensor: an optimizer's marks for the profiler are calls, too."""
+        return bool(self.tape.buffers or self._aliases)
+
     def keep_what_lives(self) -> None:
         """Call after the run: memory that something still holds stays where it is, out of every other graph's reach."""
         for buffer, reference in enumerate(self._pinned):

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import torch
 
-from graph_cache.backends.cuda_nodes import pageable_copies
+from graph_cache.backends.cuda_nodes import has_nodes, pageable_copies
 from graph_cache.errors import CaptureError, CaptureRefused, GraphClosed
 from graph_cache.reference import Reference
 
@@ -142,6 +142,10 @@ class CudaBackend:
 
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
+
+    def has_captured(self) -> bool:
+        # Nobody but the capturing thread, or one that it waits for, may ask the driver: it is changing the graph.
+        return not self.is_capturing() or has_nodes(self.stream.cuda_stream)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

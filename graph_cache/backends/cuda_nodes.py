@@ -1,8 +1,9 @@
-"""What a CUDA capture has recorded that no replay could repeat: copies between the device and pageable host memory.
+"""What a CUDA capture has recorded: anything at all, and copies between the device and pageable host memory.
 
-Such a node keeps the bare address of the host's memory. Who copies from a local variable (cuDNN's attention backward
-does, at lengths that it pads) has freed it by the time of a replay, which then reads, or overwrites, whatever lies
-there. Asks the driver, whose calls have kept their form since CUDA 11.3; PyTorch has none for it.
+No replay could repeat such a copy: its node keeps the bare address of the host's memory. Who copies from a local
+variable (cuDNN's attention backward does, at lengths that it pads) has freed it by the time of a replay, which then
+reads, or overwrites, whatever lies there. Asks the driver, whose calls have kept their form since CUDA 11.3; PyTorch
+has none for it.
 """
 
 from __future__ import annotations
@@ -40,6 +41,19 @@ class _Copy(ctypes.Structure):
     _fields_ = [("source", _Side), ("target", _Side), ("width", c_size_t), ("height", c_size_t), ("depth", c_size_t)]
 
 
+def has_nodes(stream: int) -> bool:
+    """Whether the capture under way on this CUstream holds anything so far.
+
+    True where that isn't known: no capture is under way, or the driver doesn't answer.
+    """
+    driver = _driver()
+    try:
+        graph = _under_way(driver, stream)
+        return graph is None or _count(driver, graph) > 0
+    except CaptureError:
+        return True
+
+
 def pageable_copies(stream: int) -> list[str]:
     """The copies from and to pageable host memory that the capture under way on this CUstream holds so far, in words.
 
@@ -47,12 +61,9 @@ def pageable_copies(stream: int) -> list[str]:
     hold. Raises CaptureError where the driver doesn't answer.
     """
     driver = _driver()
-    status, number, graph = c_int(), c_uint64(), c_void_p()
-    # No dependencies are asked for: a capture whose last edges carry data could not answer.
-    _checked(driver.cuStreamGetCaptureInfo_v2(
-        c_void_p(stream), byref(status), byref(number), byref(graph), None, None))
+    graph = _under_way(driver, stream)
     found = []
-    if status.value != _ACTIVE:
+    if graph is None:
         return found
     for copy in _copies(driver, graph):
         size = copy.width * copy.height * copy.depth
@@ -69,9 +80,23 @@ def _driver() -> ctypes.PyDLL:
     return ctypes.PyDLL("libcuda.so.1")
 
 
-def _copies(driver: ctypes.PyDLL, graph: c_void_p) -> Iterator[_Copy]:
+def _under_way(driver: ctypes.PyDLL, stream: int) -> c_void_p | None:
+    """The graph that this CUstream is being captured into."""
+    status, number, graph = c_int(), c_uint64(), c_void_p()
+    # No dependencies are asked for: a capture whose last edges carry data could not answer.
+    _checked(driver.cuStreamGetCaptureInfo_v2(
+        c_void_p(stream), byref(status), byref(number), byref(graph), None, None))
+    return graph if status.value == _ACTIVE else None
+
+
+def _count(driver: ctypes.PyDLL, graph: c_void_p) -> int:
     count = c_size_t()
     _checked(driver.cuGraphGetNodes(graph, None, byref(count)))
+    return count.value
+
+
+def _copies(driver: ctypes.PyDLL, graph: c_void_p) -> Iterator[_Copy]:
+    count = c_size_t(_count(driver, graph))
     nodes = (c_void_p * count.value)()
     _checked(driver.cuGraphGetNodes(graph, nodes, byref(count)))
     kind = c_int()

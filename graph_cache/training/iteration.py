@@ -18,6 +18,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from graph_cache import keys
 from graph_cache.addresses import AddressBook
+from graph_cache.backends.base import Backend
 from graph_cache.errors import CaptureError
 from graph_cache.pool import GraphPool
 from graph_cache.runner import GraphRunner
@@ -109,9 +110,13 @@ class CapturedIteration:
                 for index, captured in enumerate(self._captured.values())]
 
     def _state(self) -> Hashable:
-        """What of the model is baked into a graph: the mode of each module, and where gradients are wanted and are."""
+        """What of the model is baked into a graph: the mode of each module, where gradients are wanted and are, and of
+        how many tensors those are: parameters may share one."""
+        parameters = self._all_parameters()
+        grads = [parameter.grad for parameter in parameters]
         return (tuple([module.training for module in self._known()]),
-                tuple([(parameter.requires_grad, parameter.grad is not None) for parameter in self._all_parameters()]))
+                tuple([(parameter.requires_grad, grad is not None)
+                       for parameter, grad in zip(parameters, grads, strict=True)]), len(set(map(id, grads))))
 
     def _look_at(self, given: Sequence[nn.Module]) -> None:
         """Note the modules among the arguments, and whether something is compiled: a hook that notes modules would be
@@ -141,9 +146,9 @@ class CapturedIteration:
                 if parameter is not None]
 
     def _parameters(self) -> list[nn.Parameter]:
-        """Those that want gradients, each once."""
+        """Those that want gradients or have one left, each once."""
         found = {id(parameter): parameter for parameter in self._all_parameters()}
-        return [parameter for parameter in found.values() if parameter.requires_grad]
+        return [parameter for parameter in found.values() if parameter.requires_grad or parameter.grad is not None]
 
     def _count_warming(self, kind: Hashable) -> None:
         held = len(self._captured) + len(self._failed)
@@ -187,7 +192,7 @@ class CapturedIteration:
         parameters = self._parameters()
         with torch.inference_mode(False):  # what is made in that mode can't be written to by a replay outside of it
             captured = _Captured(key, tensors)
-            before = _GradsBefore(parameters, copied=self._pool.backend.capture_runs)
+            before = _GradsBefore(parameters, self._pool.backend)
 
         def body() -> None:
             static_args, static_kwargs = put_together(key, captured.inputs)
@@ -208,7 +213,7 @@ class CapturedIteration:
             return self._eager(args, kwargs)
         captured.runner = runner
         captured.grads_after = [(parameter, parameter.grad) for parameter in parameters]
-        captured.grads_before = before.accumulated()
+        captured.grads_before = before.read()
         for other in [other for other in self._captured if other[0] == key and len(other[1][0]) != len(kind[1][0])]:
             self._drop(other)  # from before some module was known: no call would find it again
         for root in self._roots:
@@ -235,28 +240,66 @@ class CapturedIteration:
 
 
 class _GradsBefore:
-    """The gradients that a capture starts from. They are not held: a step that clears them frees their memory."""
+    """The gradients that a capture starts from, and which of them its replays start from, too.
 
-    def __init__(self, parameters: Sequence[nn.Parameter], copied: bool):
-        self._originals: list[tuple[nn.Parameter, Any]] = []
+    The step is given an alias of each, so that we see when it drops one. What it drops before anything was captured no
+    graph reads: we let go of that at once, so that a step that clears gradients first frees their memory as it does in
+    eager. The others are held, whether the step leaves them or, like an optimizer before `zero_grad`, consumes them.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], backend: Backend):
+        # For each parameter its gradient as it was and as the graph reads it; nothing if there was none or we let go.
+        self._held: list[tuple[nn.Parameter, list[Tensor]]] = []
+        self._watches: list[weakref.ref[Tensor]] = []
+        users: dict[int, int] = {}
+        aliases: dict[int, tuple[Tensor, list[Tensor]]] = {}  # by the gradient, which several parameters may share
         for parameter in parameters:
             grad = parameter.grad
             if grad is None:
-                self._originals.append((parameter, lambda: None))
-            elif copied:  # the capture itself adds to them, and a failed one must be able to go back
-                self._originals.append((parameter, lambda grad=grad: grad))
-                parameter.grad = grad.detach().clone()
-            else:
-                self._originals.append((parameter, weakref.ref(grad)))
-        self._statics = [(parameter, weakref.ref(parameter.grad)) for parameter in parameters
-                         if parameter.grad is not None]
+                self._held.append((parameter, []))
+                continue
+            if id(grad) not in aliases:
+                # Where the capture itself adds to gradients, to a copy: a failed one must be able to go back.
+                read = grad.detach().clone() if backend.capture_runs else grad
+                aliases[id(grad)] = read.detach(), [grad, read]
+                self._watches.append(_watch(*aliases[id(grad)], users, backend))
+            parameter.grad, held = aliases[id(grad)]
+            self._held.append((parameter, held))
+        for _, held in aliases.values():
+            users[_storage(held[-1])] = _users(_storage(held[-1]))
 
     def restore(self) -> None:
-        """As before a capture that failed; what the step had cleared by then stays cleared."""
-        for parameter, grad in self._originals:
-            parameter.grad = grad()
+        """As before a capture that failed; what the step had cleared before anything was captured stays cleared."""
+        for parameter, held in self._held:
+            parameter.grad = held[0] if held else None
 
-    def accumulated(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Those that the captured step added to, which every replay starts from."""
-        return [(parameter, parameter.grad) for parameter, grad in self._statics
-                if parameter.grad is not None and parameter.grad is grad()]
+    def read(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Those that a graph may read, to be loaded before every replay."""
+        return [(parameter, held[-1]) for parameter, held in self._held if held]
+
+
+def _watch(alias: Tensor, held: list[Tensor], users: dict[int, int], backend: Backend) -> weakref.ref[Tensor]:
+    """Empty `held` when this alias dies, unless a graph may read the memory by then or later.
+
+    `users`: how many tensors hold each storage, as far as we know; one more is a tensor that the step made of the
+    gradient and may still read.
+    """
+    storage = _storage(held[-1])
+
+    def dropped(_: weakref.ref[Tensor]) -> None:
+        others = _users(storage) > users[storage]
+        users[storage] -= 1
+        if not others and not backend.has_captured():
+            users[storage] -= 1
+            held.clear()
+
+    return weakref.ref(alias, dropped)
+
+
+def _storage(grad: Tensor) -> int:
+    """The address of its storage object; a sparse gradient's is that of its values."""
+    return (grad._values() if grad.is_sparse else grad).untyped_storage()._cdata
+
+
+def _users(storage: int) -> int:
+    return torch._C._storage_Use_Count(storage)  # a tensor whose Python object is dying is still counted

@@ -1,0 +1,260 @@
+"""A whole training iteration that finds gradients from before it: what its graph reads of them, and which live on."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from graph_cache.stats import CacheStats
+from tests.contract.training_models import assert_same, batches, iteration_of, mlp, twins
+
+RATE = 0.05
+WARMING = 3  # eager calls before the first capture: the very first, which shows which modules there are, and two more
+
+
+def gradients(model):
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def counted(stats):
+    """How many calls were captured, replayed, and run eager for a reason."""
+    return sum(stats.captures.values()), sum(stats.replays.values()), sum(stats.fallbacks.values())
+
+
+# ---- steps that do with them what training code does -----------------------------------------------------------------
+
+
+def consumed_last(model, optimizer, x):
+    loss = model(x).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def consumed_first(model, optimizer, x):
+    optimizer.step()
+    optimizer.zero_grad()
+    loss = model(x).pow(2).mean()
+    loss.backward()
+    return loss.detach()
+
+
+def cleared_first(model, optimizer, x):
+    optimizer.zero_grad()
+    loss = model(x).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def cleared_after_the_forward(model, optimizer, x):
+    loss = model(x).pow(2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def zeroed(model, optimizer, x):
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    loss = model(x).pow(2).mean()
+    loss.backward()
+    return loss.detach()
+
+
+def halve(parameter):
+    parameter.grad = parameter.grad / 2
+
+
+def replaced(model, optimizer, x):
+    """By a hook of every parameter, as what communicates gradients does."""
+    handles = [parameter.register_post_accumulate_grad_hook(halve) for parameter in model.parameters()]
+    loss = model(x).pow(2).mean()
+    loss.backward()
+    for handle in handles:
+        handle.remove()
+    optimizer.step()
+    return loss.detach()
+
+
+def put_aside(model, optimizer, x):
+    """Cleared before anything ran, and read afterwards all the same: by the tensors themselves, and by others of their
+    memory."""
+    aside = [parameter.grad if index % 2 else parameter.grad.detach()
+             for index, parameter in enumerate(model.parameters()) if parameter.grad is not None]
+    optimizer.zero_grad()
+    loss = model(x).pow(2).mean()
+    loss.backward()
+    with torch.no_grad():
+        for parameter, old in zip(model.parameters(), aside, strict=False):
+            parameter.grad.add_(old, alpha=0.5)
+    optimizer.step()
+    return loss.detach()
+
+
+# ---- what replays read ---------------------------------------------------------------------------------------------
+
+STEPS = [consumed_last, consumed_first, cleared_first, cleared_after_the_forward, zeroed, replaced, put_aside]
+
+
+def run_after_others(model, data, step, run, *, accumulating=True):
+    """Calls that find gradients: of an eager backward before each, or else what the call before left. Returns the loss,
+    gradients and parameters of each."""
+    torch.manual_seed(1)
+    optimizer, log = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9), []
+    called = run(lambda x: step(model, optimizer, x))
+    for before, x in data:
+        if accumulating:
+            model(before).pow(2).mean().backward()
+        log.append([called(x), *gradients(model), *(parameter.detach().clone() for parameter in model.parameters())])
+    return log
+
+
+@pytest.mark.parametrize("accumulating", [True, False], ids=["after_a_backward", "after_a_call"])
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_gradients_from_before_a_call_are_read_anew_by_every_replay(pool, device, step, accumulating):
+    eager, graphed = twins(mlp, device)
+    data, stats = batches(12, device), CacheStats()
+    expected = run_after_others(eager, data, step, lambda step: step, accumulating=accumulating)
+    ours = run_after_others(graphed, data, step, lambda step: iteration_of(pool, stats, step),
+                            accumulating=accumulating)
+    assert_same(ours, expected)
+    assert sum(stats.replays.values()) >= 6
+    assert not stats.failed_captures
+
+
+def storages(model):
+    return [StorageWeakRef(parameter.grad.untyped_storage()) for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("is_a_view", [False, True], ids=["alone", "views_of_a_bucket"])
+def test_a_step_that_clears_first_keeps_no_old_gradient(pool, device, is_a_view):
+    """Neither the gradients nor copies of them, from the moment that they are cleared."""
+    model, stats = mlp().to(device), CacheStats()
+    optimizer, alive = torch.optim.SGD(model.parameters(), lr=RATE), []
+
+    def step(x):
+        inside = storages(model)
+        optimizer.zero_grad()
+        alive.append(sum(not storage.expired() for storage in (*before, *inside)))
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        return loss.detach()
+
+    run = iteration_of(pool, stats, step)
+    for x, _ in batches(WARMING + 1, device):
+        bucket = torch.zeros(sum(parameter.numel() for parameter in model.parameters()), device=device)
+        shares = bucket.split([parameter.numel() for parameter in model.parameters()])
+        for parameter, share in zip(model.parameters(), shares, strict=True):
+            parameter.grad = share.view_as(parameter) if is_a_view else share.view_as(parameter).clone()
+        del bucket, shares, parameter, share
+        before = storages(model)
+        run(x)
+    assert sum(stats.captures.values()) == 1 and not stats.replays
+    assert alive == [0] * (WARMING + 1)
+    assert all(storage.expired() for storage in before)
+
+
+@pytest.mark.parametrize("clears", ["first", "after_the_forward", "last", "never"])
+def test_a_capture_that_fails_leaves_gradients_as_they_were(pool, device, clears):
+    """But those that the step had cleared before anything ran stay cleared: it would clear them again."""
+    found, stats = [], CacheStats()
+
+    def job(model, run):
+        def step(x):
+            found.append(sum(parameter.grad is not None for parameter in model.parameters()))
+            if clears == "first":
+                model.zero_grad()
+            loss = model(x).pow(2).mean()
+            if clears == "after_the_forward":
+                model.zero_grad()
+            loss.backward()
+            total = sum(parameter.grad.abs().sum() for parameter in model.parameters())
+            if clears == "last":
+                model.zero_grad()
+            return torch.tensor(total.item())
+
+        called, log = run(step), []
+        for before, x in batches(WARMING + 3, device):
+            model(before).pow(2).mean().backward()
+            log.append([called(x), *gradients(model)])
+        return log
+
+    eager, graphed = twins(lambda: mlp().eval(), device)  # no dropout: a failed capture has drawn its numbers
+    ours = job(graphed, lambda step: iteration_of(pool, stats, step))
+    assert stats.failed_captures
+    everywhere = len(list(eager.parameters()))
+    ran_after_the_failure = found.pop(WARMING + 1)
+    assert ran_after_the_failure == (0 if clears == "first" else everywhere)
+    assert found == [everywhere] * (WARMING + 3)
+    assert_same(ours, job(eager, lambda step: step))
+
+
+def test_parameters_that_share_a_gradient_and_those_that_stop_to_are_two_kinds_of_calls(pool, device):
+    eager, graphed = twins(mlp, device)
+    data, stats = batches(16, device), CacheStats()
+
+    def job(model, run):
+        first, second = model[0][0].weight, model[1][0].weight
+
+        def step(x):
+            loss = model(x).pow(2).mean()
+            loss.backward()
+            return loss.detach()
+
+        torch.manual_seed(1)
+        called, log = run(step), []
+        for index, (x, _) in enumerate(data):
+            model.zero_grad()
+            first.grad = torch.ones_like(first)
+            second.grad = first.grad if index < 8 else torch.ones_like(second)
+            log.append([called(x), *gradients(model)])
+        return log
+
+    assert_same(job(graphed, lambda step: iteration_of(pool, stats, step)), job(eager, lambda step: step))
+    assert counted(stats) == (2, 16 - WARMING - 2 - 2, WARMING + 2)
+
+
+def test_a_frozen_parameters_gradient_is_read_anew_too(pool, device):
+    """An optimizer asks only whether there is one."""
+    eager, graphed = twins(mlp, device)
+    data, stats = batches(10, device), CacheStats()
+
+    def job(model, run):
+        optimizer, weight = torch.optim.SGD(model.parameters(), lr=RATE), model[1][0].weight.requires_grad_(False)
+        torch.manual_seed(1)
+        called, log = run(lambda x: consumed_last(model, optimizer, x)), []
+        for index, (x, _) in enumerate(data):
+            weight.grad = torch.full_like(weight, index)
+            log.append([called(x), weight.clone(), torch.tensor(weight.grad is None)])
+        return log
+
+    assert_same(job(graphed, lambda step: iteration_of(pool, stats, step)), job(eager, lambda step: step))
+    assert counted(stats) == (1, 10 - WARMING - 1, WARMING)
+
+
+def test_a_backend_tells_whether_anything_was_captured(pool, device):
+    """To the thread that captures; to any other, and outside of captures, it says that it may be so."""
+    model, answers = mlp().to(device), []
+    optimizer, asked = torch.optim.SGD(model.parameters(), lr=RATE), pool.backend.has_captured
+
+    def step(x):
+        optimizer.zero_grad()
+        said = [asked()]
+        thread = threading.Thread(target=lambda: said.append(asked()))
+        thread.start()
+        thread.join()
+        x.add_(1)
+        answers.append((*said, asked()))
+        return x
+
+    run = iteration_of(pool, CacheStats(), step)
+    for x, _ in batches(4, device):
+        run(x)
+    assert answers == [(True, True, True)] * 2 + [(False, True, True)]
+    assert asked()
