@@ -101,6 +101,8 @@ class TapeRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if any(kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for kind in types):
+            return NotImplemented  # a class that computes by operations on tensors of its own: those come here next
         if _is_composite(func):
             # Composite operations arrive whole under inference mode: take them apart, so that what they allocate
             # inside is placed in the arena too. By the C++ kernel that eager runs: the Python decompositions that

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 # Of exactly these types: a subclass may be equal by a rule of its own.
@@ -54,6 +54,7 @@ def _is_hashable_enum(value: Any) -> bool:
     return isinstance(value, enum.Enum) and isinstance(value, Hashable)
 
 
+OF_ITS_OWN_MEMORY = (Tensor, nn.Parameter)  # other classes take a closer look
 TENSOR = "<tensor>"  # stands where a tensor argument was, among the values
 
 
@@ -116,7 +117,7 @@ class Expected:
         if tensors is None:
             return None
         for tensor, signature in zip(tensors, self._signatures, strict=True):
-            if not isinstance(tensor, Tensor) or signature != (
+            if type(tensor) not in OF_ITS_OWN_MEMORY or signature != (
                     tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad):
                 return None
         return tensors
@@ -169,5 +170,10 @@ class Result:
 def load(statics: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     """Copy into static tensors what isn't there already."""
     for static, tensor in zip(statics, tensors, strict=True):
-        if static.data_ptr() != tensor.data_ptr():
+        if static.data_ptr() != tensor.data_ptr() or lacks_memory(static):
             static.data.copy_(tensor)
+
+
+def lacks_memory(tensor: Tensor) -> bool:
+    """Whether it is made of other tensors, as a DTensor is, and so has no address by which to know it again."""
+    return not tensor.data_ptr() and tensor.numel() > 0

@@ -18,7 +18,7 @@ from torch import Tensor
 from graph_cache.errors import GraphConfigError
 from graph_cache.training.attached import AttachedModule, Attachment, Watched
 from graph_cache.training.autograd import Lease, probe, replay
-from graph_cache.training.call import Result, take_apart
+from graph_cache.training.call import Result, lacks_memory, take_apart
 from graph_cache.training.chain import Chain, Entry, Kind
 from graph_cache.training.compiled import keeping_history
 from graph_cache.training.job import Job
@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 WARMING = "warming_up"
 UNSEEN = "unseen_signature"
 NO_INSTANCE = "no_free_instance"
+NO_MEMORY = "argument_without_memory"
 FAILED = "capture_failed"
 HOOKS = "hooks_inside"
 NO_GRAD = "no_gradient"
@@ -121,6 +122,8 @@ class TrainingGraphs:
         attached.refresh()
         if not key.grad or not attached.wants_gradients(tensors):
             return self._eager(attached, args, kwargs, NO_GRAD)
+        if any(map(lacks_memory, tensors)):
+            return self._eager(attached, args, kwargs, NO_MEMORY, tracked=True)
         if self.outstanding == 0:
             self._begin_round()
         kind = (attached, key, attached.state)

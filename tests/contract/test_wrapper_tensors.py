@@ -1,0 +1,64 @@
+"""Tensors made of others, which have no address, as a DTensor has none: a stale one is never taken for the new."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+from graph_cache.stats import CacheStats
+from graph_cache.training.call import lacks_memory
+from graph_cache.training.modules import NO_MEMORY
+from tests.contract.training_models import WIDTH, attached, iteration_of, twins
+
+
+def pair(step, device, requires_grad=False):
+    generator = torch.Generator().manual_seed(step)
+    both = [torch.randn(4, WIDTH, generator=generator).to(device) for _ in range(2)]
+    return TwoTensor(*both).requires_grad_(requires_grad)
+
+
+def parts(value):
+    return [value.a.clone(), value.b.clone()]
+
+
+def test_calls_with_such_arguments_run_eager_between_those_that_replay(pool, device):
+    eager, graphed = twins(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)), device)
+    _, stats = attached(graphed, ["0", "2"], pool)
+    for step in range(8):
+        plain = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 + step)).to(device)
+        found = []
+        for model in (eager, graphed):
+            model.zero_grad()
+            model(plain).pow(2).sum().backward()
+            made = model(pair(step, device))
+            found.append([*[parameter.grad.clone() for parameter in model.parameters()], *parts(made.detach())])
+        assert all(map(torch.equal, *found)), f"step {step}"
+    assert stats.fallbacks["0", "forward", NO_MEMORY] == stats.fallbacks["2", "forward", NO_MEMORY] == 8
+    assert sum(stats.replays.values()) > 0 and not stats.failed_captures
+
+
+@pytest.mark.parametrize("scale", [1.0, torch.ones(())], ids=["a_number", "a_tensor"])
+def test_an_iteration_reads_those_of_its_own_call(pool, device, scale):
+    eager, graphed = twins(lambda: nn.Linear(WIDTH, WIDTH), device)
+
+    def step_of(model):
+        def step(x, scale):
+            model.zero_grad()
+            made = model(x) * scale
+            loss = made.a.pow(2).sum() + made.b.sum()
+            return loss.detach()
+
+        return step
+
+    stats = CacheStats()
+    run, alone = iteration_of(pool, stats, step_of(graphed)), step_of(eager)
+    scale = scale.to(device) if isinstance(scale, torch.Tensor) else scale
+    for step in range(7):
+        assert torch.equal(run(pair(step, device), scale), alone(pair(step, device), scale)), f"step {step}"
+    assert sum(stats.replays.values()) >= 2 and not stats.failed_captures
+
+
+def test_an_empty_tensor_lacks_no_memory(device):
+    assert lacks_memory(pair(0, device)) and not lacks_memory(torch.empty(0, device=device))
