@@ -1,5 +1,5 @@
-"""GPTModels with Transformer Engine's layers on a GPU: our graphs against eager, in bf16 and fp8, with Megatron's own
-data parallelism, optimizer, recompute and experts.
+"""GPTModels with Transformer Engine's layers on a GPU: our graphs against eager, in bf16 and fp8, with recompute,
+experts, packed sequences, and beside a server.
 
 Needs megatron-core 0.19 and Transformer Engine; run alone (`pytest tests/gpu/test_megatron.py -m gpu`), since Megatron
 keeps one parallel state in a process.
@@ -7,136 +7,26 @@ keeps one parallel state in a process.
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
-import warnings
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA device: torch.cuda.is_available() is False", allow_module_level=True)
-os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # attention's backward too must round alike twice
-pytest.importorskip("transformer_engine", reason="needs Transformer Engine")
-pytest.importorskip("megatron.core", reason="needs megatron-core")
+from tests.gpu import megatron_models  # isort: skip  (before what imports megatron)
+from tests.gpu.megatron_models import (  # isort: skip  (before what imports megatron)
+    FP8, MOE, PLAIN, VOCAB, assert_same, build, compare, equal_to_eager, loss_of, one_process, train,
+    training,
+)
 
-import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from engine import Engine, EngineConfig, SamplingParams
 from graph_cache.errors import GraphConfigError
 
+__all__ = ["one_process"]  # a fixture
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
-LENGTH, ROWS, VOCAB = 128, 2, 512  # cuDNN 9.14's attention can be captured at multiples of 128 only
-FP8 = {"delayed": {"fp8": "hybrid", "fp8_recipe": "delayed"}, "current": {"fp8": "hybrid", "fp8_recipe": "tensorwise"}}
-MOE = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.01, "moe_token_dispatcher_type": "alltoall",
-       "moe_router_load_balancing_type": "aux_loss", "moe_ffn_hidden_size": 128, "moe_grouped_gemm": False}
-
-PLAIN = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "num_query_groups": 2,
-         "qk_layernorm": True}  # what the engine's own kernels can compute
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_process():
-    dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore())
-    parallel_state.initialize_model_parallel()
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
-
-
-def build(pattern=None, **changes):
-    """The same small model for the same settings, weights and random states alike; with a pattern a hybrid one."""
-    torch.manual_seed(0)
-    model_parallel_cuda_manual_seed(1, te_rng_tracker=True, force_reset_rng=True)
-    values = {
-        "num_layers": 3, "hidden_size": 256, "num_attention_heads": 4, "ffn_hidden_size": 512, "hidden_dropout": 0.0,
-        "attention_dropout": 0.0, "add_bias_linear": False, "normalization": "RMSNorm", "bf16": True,
-        "params_dtype": torch.bfloat16, "gradient_accumulation_fusion": False,
-    } | changes
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        if pattern is not None:
-            from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
-            from megatron.core.models.hybrid.hybrid_model import HybridModel
-
-            config = TransformerConfig(**values | {"num_layers": len(pattern), "is_hybrid_model": True})
-            return HybridModel(config, hybrid_stack_spec, VOCAB, 256, hybrid_layer_pattern=pattern,
-                               position_embedding_type="rope").cuda().bfloat16()
-        config = TransformerConfig(**values)
-        spec = get_gpt_layer_with_transformer_engine_spec(num_experts=config.num_moe_experts,
-                                                          qk_layernorm=config.qk_layernorm)
-        model = GPTModel(config, spec, vocab_size=VOCAB, max_sequence_length=256, position_embedding_type="rope",
-                         share_embeddings_and_output_weights=False)
-    return model.cuda().bfloat16()
-
-
-def batch(step, micro=0):
-    generator = torch.Generator().manual_seed(97 * step + micro)
-    ids = torch.randint(VOCAB, (ROWS, LENGTH + 1), generator=generator).cuda()
-    return ids[:, :-1], torch.arange(LENGTH, device="cuda").expand(ROWS, -1), ids[:, 1:]
-
-
-def loss_of(model, step, micro=0):
-    ids, positions, labels = batch(step, micro)
-    return model(ids, positions, None, labels=labels).float().mean()
-
-
-def train(model, steps=10, micro=2, outstanding=True):
-    """Losses and gradients of each step."""
-    torch.manual_seed(2)
-    optimizer, log = torch.optim.AdamW(model.parameters(), lr=1e-3), []
-    for step in range(steps):
-        optimizer.zero_grad()
-        model.set_is_first_microbatch()
-        losses = []
-        for index in range(micro):
-            losses.append(loss_of(model, step, index))
-            if not outstanding:
-                losses[-1].backward()
-        for loss in losses if outstanding else ():
-            loss.backward()
-        log.append([loss.detach().clone() for loss in losses]
-                   + [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
-        optimizer.step()
-    return log
-
-
-def assert_same(ours, theirs):
-    for step, (left, right) in enumerate(zip(ours, theirs, strict=True)):
-        for index, (one, other) in enumerate(zip(left, right, strict=True)):
-            difference = (one.float() - other.float()).abs().max().item()
-            assert difference == 0, f"step {step}, value {index}: {difference}"
-
-
-def training(modules=(), **options):
-    return Engine(EngineConfig(mode="training", cuda_graph_modules=list(modules), cuda_graph_warmup_steps=2, **options))
-
-
-def equal_to_eager(modules=(), steps=10, micro=2, outstanding=True, **changes):
-    """Rows of what was captured or refused, after the run was found equal to eager's."""
-    expected = train(build(**changes), steps, micro, outstanding)
-    model = build(**changes)
-    with training(modules) as engine:
-        engine.attach(model)
-        assert_same(train(model, steps, micro, outstanding), expected)
-        return engine.graphs()
-
-
-def compare(*args, **kwargs):
-    """The same where everything is to be captured."""
-    rows = equal_to_eager(*args, **kwargs)
-    assert all(row["failed"] == 0 and row["replays"] > 0 for row in rows), rows
-    return rows
 
 
 @pytest.mark.parametrize("precision", ["bf16", "delayed", "current"])
@@ -146,7 +36,7 @@ def test_parts_equal_eager(precision, modules):
 
 
 def test_a_length_whose_attention_copies_from_the_host_equals_eager(monkeypatch):
-    monkeypatch.setattr(sys.modules[__name__], "LENGTH", 64)
+    monkeypatch.setattr(megatron_models, "LENGTH", 64)
     rows = equal_to_eager()
     assert len(rows) == 3
     assert all(row["replays"] if row["failed"] == 0 else not row["replays"] for row in rows), rows
@@ -156,6 +46,34 @@ def test_a_length_whose_attention_copies_from_the_host_equals_eager(monkeypatch)
 def test_one_microbatch_after_the_other_equals_eager(precision):
     rows = compare(outstanding=False, micro=3, **FP8.get(precision, {}))
     assert len(rows) == 3
+
+
+def packed_losses(model, steps=10):
+    """Losses of batches of 256 tokens that hold from one to eight documents."""
+    optimizer, log = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        cuts = torch.randperm(255, generator=generator)[: step % 8].sort().values + 1
+        ends = torch.cat([torch.tensor([0]), cuts, torch.tensor([256])])
+        longest = int(ends.diff().max())
+        ends = ends.to("cuda", torch.int32)
+        ids = torch.randint(VOCAB, (1, 257), generator=generator).cuda()
+        optimizer.zero_grad()
+        loss = model(ids[:, :-1], torch.arange(256, device="cuda")[None], None, labels=ids[:, 1:],
+                     packed_seq_params=PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends,
+                                                       max_seqlen_q=longest, max_seqlen_kv=longest)).float().mean()
+        loss.backward()
+        optimizer.step()
+        log.append(loss.detach().clone())
+    return torch.stack(log)
+
+
+def test_packed_sequences_of_any_number_of_documents_replay():
+    expected, model = packed_losses(build(apply_rope_fusion=True)), build(apply_rope_fusion=True)
+    with training() as engine:
+        engine.attach(model, packed_documents=8)
+        torch.testing.assert_close(packed_losses(model), expected, rtol=2e-2, atol=2e-2)
+        assert all(row["failed"] == 0 and row["replays"] == 8 for row in engine.graphs()), engine.graphs()
 
 
 @pytest.mark.parametrize("modules", [(), ("attn", "mlp")], ids=["layers", "both"])
@@ -227,100 +145,6 @@ def test_loss_curves_of_a_hundred_steps_are_eagers():
         with training() as engine:
             engine.attach(model)
             assert_same([row[:1] for row in train(model, 100, 1)], [row[:1] for row in expected])
-
-
-OVERLAPS = {
-    "plain": {},
-    "grad_reduce": {"overlap_grad_reduce": True},
-    "param_gather": {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
-}
-
-
-def parallel_steps(impl, overlap, fused, steps=8):
-    """Training by Megatron's own wrapper, schedule and optimizer; with graphs of `impl`, or none."""
-    model = build()
-    for module in model.modules():
-        if hasattr(module, "fuse_wgrad_accumulation"):  # Transformer Engine's own; the head's would need Apex
-            module.fuse_wgrad_accumulation = fused
-    wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, **OVERLAPS[overlap]), model)
-    model.config.no_sync_func = wrapped.no_sync
-    model.config.finalize_model_grads_func = lambda models, *rest, **more: [one.finish_grad_sync() for one in models]
-    optimizer = get_megatron_optimizer(OptimizerConfig(
-        optimizer="adam", lr=1e-3, bf16=True, params_dtype=torch.bfloat16, clip_grad=1.0,
-        use_distributed_optimizer=OVERLAPS[overlap].get("use_distributed_optimizer", False),
-        overlap_param_gather=OVERLAPS[overlap].get("overlap_param_gather", False)), [wrapped])
-    engine, run = training(cuda_graph_impl=impl or "none"), forward_backward_no_pipelining
-    if impl == "local":
-        engine.attach(wrapped)
-    elif impl == "full_iteration":
-        run = engine.capture_forward_backward(run)
-
-    def forward_step(iterator, chunk):
-        ids, positions, labels = next(iterator)
-        return chunk(ids, positions, None, labels=labels), lambda out: (out.float().mean(), {"loss": out.mean()})
-
-    log = []
-    for step in range(steps):
-        wrapped.zero_grad_buffer()
-        optimizer.zero_grad()
-        found = run(forward_step_func=forward_step, data_iterator=iter([batch(step, micro) for micro in range(2)]),
-                    model=wrapped, num_microbatches=2, seq_length=LENGTH, micro_batch_size=ROWS, forward_only=False)
-        log.append([one["loss"].detach().clone() for one in found]
-                   + [parameter.main_grad.clone() for parameter in model.parameters()])
-        optimizer.step()
-    rows = engine.graphs()
-    engine.detach()
-    return log, rows
-
-
-@pytest.mark.parametrize("fused", [False, True], ids=["added_by_hooks", "fused_weight_gradients"])
-@pytest.mark.parametrize("overlap", OVERLAPS)
-def test_megatrons_data_parallelism_and_optimizer_see_what_they_would_of_eager(overlap, fused):
-    expected, _ = parallel_steps(None, overlap, fused)
-    found, rows = parallel_steps("local", overlap, fused)
-    assert_same(found, expected)
-    assert all(row["failed"] == 0 and row["replays"] > 0 for row in rows), rows
-
-
-@pytest.mark.parametrize("overlap", OVERLAPS)
-def test_a_whole_iteration_of_a_wrapped_model_equals_eager(overlap):
-    expected, _ = parallel_steps(None, overlap, fused=True)
-    found, rows = parallel_steps("full_iteration", overlap, fused=True)
-    assert_same(found, expected)
-    assert rows[0]["failed"] == 0 and rows[0]["replays"] > 0, rows
-
-
-@pytest.mark.parametrize("precision", ["bf16", "delayed", "current"])
-def test_a_whole_iteration_equals_eager_and_validation_has_its_own_graph(precision):
-    def steps(graphed):
-        model = build(**FP8.get(precision, {}))
-        engine = Engine(EngineConfig(mode="training", cuda_graph_impl="full_iteration", cuda_graph_warmup_steps=2))
-        run = engine.capture_forward_backward(forward_backward_no_pipelining) if graphed else (
-            forward_backward_no_pipelining)
-
-        def forward_step(iterator, chunk):
-            ids, positions, labels = next(iterator)
-            return chunk(ids, positions, None, labels=labels), lambda out: (out.float().mean(), {"loss": out.mean()})
-
-        optimizer, log = torch.optim.SGD(model.parameters(), lr=0.05), []
-        for step in range(8):
-            for forward_only in (False, True):
-                found = run(forward_step_func=forward_step, model=model, num_microbatches=2, seq_length=LENGTH,
-                            data_iterator=iter([batch(step, micro) for micro in range(2)]), micro_batch_size=ROWS,
-                            forward_only=forward_only)
-                log.append([one["loss"].detach().clone() for one in found])
-            log[-1] += [parameter.grad.clone() for parameter in model.parameters()]
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-        rows = engine.graphs()
-        engine.detach()
-        return log, rows
-
-    expected, _ = steps(False)
-    found, rows = steps(True)
-    assert_same(found, expected)
-    assert rows[0]["graphs"] == 2 and rows[0]["failed"] == 0, rows
 
 
 @pytest.mark.parametrize("is_plain", [False, True])
