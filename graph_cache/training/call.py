@@ -54,6 +54,7 @@ def _is_hashable_enum(value: Any) -> bool:
     return isinstance(value, enum.Enum) and isinstance(value, Hashable)
 
 
+NO_MEMORY = "argument_without_memory"  # why a call runs eager
 OF_ITS_OWN_MEMORY = (Tensor, nn.Parameter)  # other classes take a closer look
 TENSOR = "<tensor>"  # stands where a tensor argument was, among the values
 
@@ -117,7 +118,7 @@ class Expected:
         if tensors is None:
             return None
         for tensor, signature in zip(tensors, self._signatures, strict=True):
-            if type(tensor) not in OF_ITS_OWN_MEMORY or signature != (
+            if type(tensor) not in OF_ITS_OWN_MEMORY or is_sparse(tensor) or signature != (
                     tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad):
                 return None
         return tensors
@@ -170,10 +171,15 @@ class Result:
 def load(statics: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     """Copy into static tensors what isn't there already."""
     for static, tensor in zip(statics, tensors, strict=True):
-        if static.data_ptr() != tensor.data_ptr() or lacks_memory(static):
+        if lacks_memory(static) or static.data_ptr() != tensor.data_ptr():
             static.data.copy_(tensor)
+
+
+def is_sparse(tensor: Tensor) -> bool:
+    """Whether how much memory it takes depends on its values: no graph can be given another one."""
+    return tensor.layout is not torch.strided
 
 
 def lacks_memory(tensor: Tensor) -> bool:
     """Whether it is made of other tensors, as a DTensor is, and so has no address by which to know it again."""
-    return not tensor.data_ptr() and tensor.numel() > 0
+    return is_sparse(tensor) or (not tensor.data_ptr() and tensor.numel() > 0)

@@ -23,7 +23,7 @@ from graph_cache.errors import CaptureError
 from graph_cache.pool import GraphPool
 from graph_cache.runner import GraphRunner
 from graph_cache.stats import CacheStats
-from graph_cache.training.call import CallKey, Result, load, put_together, take_apart
+from graph_cache.training.call import NO_MEMORY, CallKey, Result, is_sparse, load, put_together, take_apart
 from graph_cache.training.compiled import is_compiled, reached_from, without_compiling
 from graph_cache.training.stand_ins import MainGrads
 
@@ -79,6 +79,9 @@ class CapturedIteration:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one iteration."""
         key, tensors = take_apart(args, kwargs, training=True)
+        if any(map(is_sparse, tensors)):
+            self._stats.fallbacks[self.name, SCOPE, NO_MEMORY] += 1
+            return self._eager(args, kwargs)
         self._look_at([value for value in key.values if isinstance(value, nn.Module)])
         kind = (key, self._state())
         captured = self._captured.get(kind)

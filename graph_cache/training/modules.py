@@ -18,7 +18,7 @@ from torch import Tensor
 from graph_cache.errors import GraphConfigError
 from graph_cache.training.attached import AttachedModule, Attachment, Watched
 from graph_cache.training.autograd import Lease, probe, replay
-from graph_cache.training.call import Result, lacks_memory, take_apart
+from graph_cache.training.call import NO_MEMORY, Result, lacks_memory, take_apart
 from graph_cache.training.chain import Chain, Entry, Kind
 from graph_cache.training.compiled import keeping_history
 from graph_cache.training.job import Job
@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 WARMING = "warming_up"
 UNSEEN = "unseen_signature"
 NO_INSTANCE = "no_free_instance"
-NO_MEMORY = "argument_without_memory"
 FAILED = "capture_failed"
 HOOKS = "hooks_inside"
 NO_GRAD = "no_gradient"

@@ -1,4 +1,4 @@
-"""Tensors made of others, which have no address, as a DTensor has none: a stale one is never taken for the new."""
+"""Sparse tensors and those made of others, which have no address: a stale one is never taken for the new."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from graph_cache.stats import CacheStats
-from graph_cache.training.call import lacks_memory
-from graph_cache.training.modules import NO_MEMORY
+from graph_cache.training.call import NO_MEMORY, lacks_memory
 from tests.contract.training_models import WIDTH, attached, iteration_of, twins
 
 
@@ -58,6 +57,35 @@ def test_an_iteration_reads_those_of_its_own_call(pool, device, scale):
     for step in range(7):
         assert torch.equal(run(pair(step, device), scale), alone(pair(step, device), scale)), f"step {step}"
     assert sum(stats.replays.values()) >= 2 and not stats.failed_captures
+
+
+class Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x):
+        return torch.sparse.mm(x, self.weight)
+
+
+def test_sparse_arguments_run_eager_and_right(pool, device):
+    eager, graphed = twins(Sparse, device)
+    _, stats = attached(graphed, [""], pool)
+    whole = iteration_of(pool, stats, lambda x: graphed(x).pow(2).sum().detach())
+    for step in range(6):
+        generator = torch.Generator().manual_seed(step)
+        x = (torch.randn(4, WIDTH, generator=generator) * (torch.rand(4, WIDTH, generator=generator) < 0.3)).to(device)
+        found = []
+        for model in (eager, graphed):
+            model.zero_grad()
+            loss = model(x.to_sparse()).pow(2).sum()
+            loss.backward()
+            found.append([loss.detach(), model.weight.grad.clone()])
+        assert all(map(torch.equal, *found)), f"step {step}"
+        assert torch.equal(whole(x.to_sparse()), found[0][0])
+    assert stats.fallbacks["model", "forward", NO_MEMORY] == 6 + 6  # the iteration runs the module too
+    assert stats.fallbacks["iteration", "full_iteration", NO_MEMORY] == 6
+    assert not stats.replays
 
 
 def test_an_empty_tensor_lacks_no_memory(device):
