@@ -90,11 +90,18 @@ class CpuBackend:
 
         What the run leaves alive (what a forward saves for its backward, gradients) stays where the run put it.
         """
-        recorder = self._recorder = TapeRecorder(generators)
+        # Without a reference nobody else can take the run back.
+        states = [] if reference is not None else [(generator, generator.get_state()) for generator in generators]
+        recorder = self._recorder = TapeRecorder(generators, can_undo=reference is None)
         self._capturing_thread = threading.get_ident()
         try:
             with recorder:
                 fn()
+        except BaseException:
+            recorder.undo()
+            for generator, state in states:
+                generator.set_state(state)
+            raise
         finally:
             self._capturing_thread = self._recorder = None
         recorder.keep_what_lives()

@@ -84,9 +84,11 @@ class TapeRecorder(TorchDispatchMode):
     otherwise than eager does.
     """
 
-    def __init__(self, generators: Sequence[torch.Generator] = ()):
+    def __init__(self, generators: Sequence[torch.Generator] = (), can_undo: bool = False):
         super().__init__()
         self.tape = Tape()
+        # With `can_undo`, by address: memory from before the run that it wrote to, and what was there.
+        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] | None = {} if can_undo else None
         # By their C++ object: the dispatcher wraps a generator anew for every call.
         self._generators = {generator._cdata for generator in generators}
         self._buffer_of: dict[int, int] = {}
@@ -116,6 +118,8 @@ class TapeRecorder(TorchDispatchMode):
             func = aten.clone.default
         inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
         known = {tensor.untyped_storage()._cdata for tensor in inputs}
+        if self._before is not None:
+            self._remember(func, args, kwargs)
         result = func(*args, **kwargs)
         if lifted:
             self._numbers.add(result.untyped_storage()._cdata)
@@ -126,6 +130,23 @@ class TapeRecorder(TorchDispatchMode):
         if fresh or func._schema.is_mutable or not results:
             self._record(func, args, kwargs, inputs, result, known)
         return result  # if not recorded, a view: its geometry is in the Refs of whoever uses it
+
+    def _remember(self, func, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Keep what the call is about to overwrite of memory that isn't the run's own."""
+        names = _written_by(func)
+        if not names:
+            return
+        given = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
+        for tensor in tree_flatten([given.get(name) for name in names])[0]:
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._buffer_of and storage._cdata not in self._before:
+                    self._before[storage._cdata] = storage, storage.clone()
+
+    def undo(self) -> None:
+        """Take back what the run wrote to memory from before it."""
+        for storage, before in (self._before or {}).values():
+            storage.copy_(before)
 
     def touched_memory(self) -> bool:
         """Whether a recorded call read or wrote a tensor: an optimizer's marks for the profiler are calls, too."""
@@ -219,6 +240,13 @@ class TapeRecorder(TorchDispatchMode):
             return True
         generator = given.get("generator")
         return (torch.default_generator if generator is None else generator)._cdata in self._generators
+
+
+@functools.cache
+def _written_by(func: torch._ops.OpOverload) -> list[str]:
+    """The arguments that an operation writes to; of a batch norm's running statistics its schema doesn't say so."""
+    names = [one.name for one in func._schema.arguments if one.alias_info and one.alias_info.is_write]
+    return names + ["running_mean", "running_var"] if func is aten.native_batch_norm.default else names
 
 
 @functools.cache

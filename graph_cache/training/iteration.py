@@ -23,7 +23,16 @@ from graph_cache.errors import CaptureError
 from graph_cache.pool import GraphPool
 from graph_cache.runner import GraphRunner
 from graph_cache.stats import CacheStats
-from graph_cache.training.call import NO_MEMORY, CallKey, Result, is_sparse, load, put_together, take_apart
+from graph_cache.training.call import (
+    NO_MEMORY,
+    CallKey,
+    Result,
+    is_sparse,
+    lacks_memory,
+    load,
+    put_together,
+    take_apart,
+)
 from graph_cache.training.compiled import is_compiled, reached_from, without_compiling
 from graph_cache.training.stand_ins import MainGrads
 
@@ -113,13 +122,13 @@ class CapturedIteration:
                 for index, captured in enumerate(self._captured.values())]
 
     def _state(self) -> Hashable:
-        """What of the model is baked into a graph: the mode of each module, where gradients are wanted and are, and of
-        how many tensors those are: parameters may share one."""
-        parameters = self._all_parameters()
-        grads = [parameter.grad for parameter in parameters]
+        """What of the model is baked into a graph: the mode of each module, where gradients are wanted and are, and
+        which parameters share one.
+        """
+        parameters, numbers = self._all_parameters(), {id(None): 0}
+        grads = [numbers.setdefault(id(parameter.grad), len(numbers)) for parameter in parameters]
         return (tuple([module.training for module in self._known()]),
-                tuple([(parameter.requires_grad, grad is not None)
-                       for parameter, grad in zip(parameters, grads, strict=True)]), len(set(map(id, grads))))
+                tuple([parameter.requires_grad for parameter in parameters]), tuple(grads))
 
     def _look_at(self, given: Sequence[nn.Module]) -> None:
         """Note the modules among the arguments, and whether something is compiled: a hook that notes modules would be
@@ -269,7 +278,8 @@ class _GradsBefore:
             parameter.grad, held = aliases[id(grad)]
             self._held.append((parameter, held))
         for _, held in aliases.values():
-            users[_storage(held[-1])] = _users(_storage(held[-1]))
+            if not lacks_memory(held[-1]):
+                users[_storage(held[-1])] = _users(_storage(held[-1]))
 
     def restore(self) -> None:
         """As before a capture that failed; what the step had cleared before anything was captured stays cleared."""
@@ -287,6 +297,8 @@ def _watch(alias: Tensor, held: list[Tensor], users: dict[int, int], backend: Ba
     `users`: how many tensors hold each storage, as far as we know; one more is a tensor that the step made of the
     gradient and may still read.
     """
+    if lacks_memory(held[-1]):  # who reads what it is made of isn't counted: it is held
+        return weakref.ref(alias)
     storage = _storage(held[-1])
 
     def dropped(_: weakref.ref[Tensor]) -> None:
@@ -300,8 +312,8 @@ def _watch(alias: Tensor, held: list[Tensor], users: dict[int, int], backend: Ba
 
 
 def _storage(grad: Tensor) -> int:
-    """The address of its storage object; a sparse gradient's is that of its values."""
-    return (grad._values() if grad.is_sparse else grad).untyped_storage()._cdata
+    """The address of its storage object."""
+    return grad.untyped_storage()._cdata
 
 
 def _users(storage: int) -> int:

@@ -121,10 +121,10 @@ class TrainingGraphs:
         attached.refresh()
         if not key.grad or not attached.wants_gradients(tensors):
             return self._eager(attached, args, kwargs, NO_GRAD)
-        if any(map(lacks_memory, tensors)):
-            return self._eager(attached, args, kwargs, NO_MEMORY, tracked=True)
         if self.outstanding == 0:
             self._begin_round()
+        if any(map(lacks_memory, tensors)):
+            return self._eager(attached, args, kwargs, NO_MEMORY, tracked=True)
         kind = (attached, key, attached.state)
         if kind in attached.refused:
             return self._eager(attached, args, kwargs, FAILED)

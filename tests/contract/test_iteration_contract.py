@@ -271,3 +271,25 @@ def test_another_submodule_in_the_place_of_one_is_noticed(pool, device, is_kept)
     if is_kept:  # else there is a module less: another kind of call
         assert stats.invalidations == {"stale_address": 1}
     assert sum(stats.replays.values()) > 3
+
+
+@pytest.mark.parametrize("name", ["mlp", "batch_norm"])
+def test_a_step_that_is_refused_at_its_end_is_not_taken_twice(pool, device, name):
+    """A capture on a CPU runs the step: what it wrote and drew by then is taken back before the step runs eager."""
+    eager, graphed = twins(MODELS[name][0], device)
+    data, stats, logs = batches(6, device, micro=1), CacheStats(), []
+    for model in (eager, graphed):
+        torch.manual_seed(1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+        def step(x, model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = model(x).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach(), loss.item()
+
+        run = step if model is eager else iteration_of(pool, stats, step)
+        logs.append([[run(x)[0], *[value.clone() for value in model.state_dict().values()]] for (x,) in data])
+    assert_same(*logs)
+    assert sum(stats.failed_captures.values()) == 1 and not stats.replays

@@ -88,5 +88,24 @@ def test_sparse_arguments_run_eager_and_right(pool, device):
     assert not stats.replays
 
 
+def test_other_modules_are_captured_beside_one_that_begins_each_step_with_such_an_argument(pool, device):
+    torch.manual_seed(0)
+    model = nn.ModuleList([Sparse(), nn.Linear(WIDTH, WIDTH)]).to(device)
+    _, stats = attached(model, ["0", "1"], pool)
+    x = torch.eye(WIDTH, device=device).to_sparse()
+    for _ in range(6):
+        model.zero_grad()
+        model[1](model[0](x)).pow(2).sum().backward()
+    assert stats.fallbacks["0", "forward", NO_MEMORY] == 6
+    assert sum(stats.replays.values()) == 4
+
+
+def test_an_attached_model_can_be_exported(pool, device):
+    eager, graphed = twins(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), device)
+    attached(graphed, ["0"], pool)
+    x = torch.ones(2, WIDTH, device=device)
+    assert torch.equal(torch.export.export(graphed, (x,)).module()(x), eager(x))
+
+
 def test_an_empty_tensor_lacks_no_memory(device):
     assert lacks_memory(pair(0, device)) and not lacks_memory(torch.empty(0, device=device))
