@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from graph_cache.adapters.transformer_engine.maker import Precision
 from graph_cache.errors import CaptureError
 from graph_cache.training.attached import AttachedModule
-from graph_cache.training.call import CallKey, Expected, Result, put_together, take_apart
+from graph_cache.training.call import PLAIN, CallKey, Expected, Result, put_together, take_apart
 
 # Values that a graph may hold: they are compared at each call. An object of another kind may change under a graph.
-CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum)
+CONSTANTS = (*PLAIN, enum.Enum)
 
 
 @dataclass
