@@ -23,6 +23,10 @@ logger = logging.getLogger(__name__)
 
 # What the driver or PyTorch says when an operation can't be part of a graph (a synchronisation, a host read).
 REFUSALS = ("operation not permitted when stream is capturing", "capture", "cudaErrorStreamCapture")
+LEGACY = "legacy stream depend on a capturing"
+REMEDY = ("something works on the default stream, which no capture can wait for. If that is a wrapper for data "
+          "parallelism, whose gradients add up on the stream where it was made, make it on another: `with "
+          "torch.cuda.stream(torch.cuda.Stream()): model = DistributedDataParallel(…)`. ")
 
 
 class CudaMemory:
@@ -179,7 +183,8 @@ class CudaBackend:
                 self._abandon(graph, memory, generators)
                 if isinstance(error, RuntimeError):
                     kind = CaptureRefused if any(word in str(error) for word in REFUSALS) else CaptureError
-                    raise kind(f"the driver refused the capture: {error}") from error
+                    remedy = REMEDY if LEGACY in str(error) else ""
+                    raise kind(f"the driver refused the capture: {remedy}{error}") from error
                 raise
         torch.cuda.synchronize(self.device)
         return CudaBackendGraph(graph, memory)

@@ -31,14 +31,19 @@ OVERLAPS = {
 }
 
 
-def parallel_steps(impl, overlap, fused, steps=8):
-    """Training by Megatron's own wrapper, schedule and optimizer; with graphs of `impl`, or none."""
+def parallel_steps(impl, overlap, fused, steps=8, stream=None):
+    """Training by Megatron's own wrapper, schedule and optimizer; with graphs of `impl`, or none.
+
+    `stream`: where the wrapper is made, and so adds up gradients; the default one if None.
+    """
     model = build()
     for module in model.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):  # Transformer Engine's own; the head's would need Apex
             module.fuse_wgrad_accumulation = fused
-    wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, **OVERLAPS[overlap]), model)
+    with torch.cuda.stream(stream):
+        wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, **OVERLAPS[overlap]), model)
+    torch.cuda.synchronize()
     model.config.no_sync_func = wrapped.no_sync
     model.config.finalize_model_grads_func = lambda models, *rest, **more: [one.finish_grad_sync() for one in models]
     optimizer = get_megatron_optimizer(OptimizerConfig(
@@ -81,9 +86,17 @@ def test_megatrons_data_parallelism_and_optimizer_see_what_they_would_of_eager(o
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_a_whole_iteration_of_a_wrapped_model_equals_eager(overlap):
     expected, _ = parallel_steps(None, overlap, fused=True)
-    found, rows = parallel_steps("full_iteration", overlap, fused=True)
+    found, rows = parallel_steps("full_iteration", overlap, fused=True, stream=torch.cuda.Stream())
     assert_same(found, expected)
     assert rows[0]["failed"] == 0 and rows[0]["replays"] > 0, rows
+
+
+def test_a_wrapper_made_on_the_default_stream_runs_eager_and_the_row_says_what_to_change():
+    expected, _ = parallel_steps(None, "plain", fused=True)
+    found, rows = parallel_steps("full_iteration", "plain", fused=True)
+    assert_same(found, expected)
+    assert rows[0]["failed"] == 1 and rows[0]["replays"] == 0, rows
+    assert "make it on another: `with torch.cuda.stream" in rows[0]["failure"], rows
 
 
 @pytest.mark.parametrize("precision", ["bf16", "delayed", "current"])
