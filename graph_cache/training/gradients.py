@@ -10,9 +10,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch._utils import _unflatten_dense_tensors as unflatten_dense_tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _users = torch._C._storage_Use_Count
+ALIGNED = 64  # bytes
 
 
 class HandedOut:
@@ -24,6 +26,7 @@ class HandedOut:
 
     def __init__(self, grads: Sequence[Tensor]):
         self._grads = list(grads)
+        self._copies = Copies(grads)
         self._storages = [grad.untyped_storage()._cdata for grad in self._grads]
         self._unheld: list[int] | None = None
 
@@ -38,7 +41,7 @@ class HandedOut:
         if all(now <= unheld for now, unheld in zip(users, self._unheld, strict=True)):
             self._unheld = users
             return None
-        return copies_of(self._grads)
+        return self._copies()
 
     def restore(self, saved: Sequence[Tensor]) -> None:
         """Give those who hold gradients their values back."""
@@ -119,23 +122,34 @@ class _ProductsInto(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def copies_of(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Contiguous copies; those of one dtype share one allocation, which is what takes the time."""
-    found = [grad for grad in grads if grad is not None]
-    if not found:
-        return list(grads)
-    copies = _empty_like(found)
-    torch._foreach_copy_(copies, found)
-    rest = iter(copies)
-    return [None if grad is None else next(rest) for grad in grads]
+class Copies:
+    """Makes contiguous copies of the same static gradients again and again; what can be known before is known.
 
+    Those of one dtype share one allocation, as making tensors is what takes the time, if each begins where a vector
+    load may begin, as in an allocation of its own: kernels round otherwise from other addresses.
+    """
 
-def _empty_like(tensors: Sequence[Tensor]) -> list[Tensor]:
-    if any(tensor.dtype != tensors[0].dtype for tensor in tensors):
-        return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
-    # Each begins where a vector load may begin, as it would in an allocation of its own: kernels round otherwise from
-    # other addresses.
-    sizes = [-(-tensor.numel() * tensor.itemsize // 64) * 64 // tensor.itemsize for tensor in tensors]
-    whole = torch.empty(sum(sizes), dtype=tensors[0].dtype, device=tensors[0].device)
-    parts = whole.split_with_sizes(sizes)
-    return [part[:tensor.numel()].view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+    def __init__(self, grads: Sequence[Tensor | None]):
+        self._places = [index for index, grad in enumerate(grads) if grad is not None]
+        self._grads = [grads[index] for index in self._places]
+        self._nothing: list[Tensor | None] = [None] * len(grads)
+        even = [index for index, grad in enumerate(self._grads) if grad.nbytes % ALIGNED == 0]
+        self._alone = [index for index in range(len(self._grads)) if index not in even]
+        self._together = []
+        for dtype in dict.fromkeys(self._grads[index].dtype for index in even):
+            group = [index for index in even if self._grads[index].dtype == dtype]
+            alike = [self._grads[index] for index in group]
+            self._together.append((group, alike, sum(grad.numel() for grad in alike)))
+
+    def __call__(self) -> list[Tensor | None]:
+        """Copies of what the gradients hold now, in order."""
+        copies = self._nothing.copy()
+        for group, alike, size in self._together:
+            parts = unflatten_dense_tensors(alike[0].new_empty(size), alike)
+            for index, part in zip(group, parts, strict=True):
+                copies[self._places[index]] = part
+        for index in self._alone:
+            copies[self._places[index]] = torch.empty_like(self._grads[index], memory_format=torch.contiguous_format)
+        if self._grads:
+            torch._foreach_copy_([copies[place] for place in self._places], self._grads)
+        return copies

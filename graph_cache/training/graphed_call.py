@@ -18,7 +18,7 @@ from graph_cache.errors import CaptureRefused
 from graph_cache.runner import GraphRunner
 from graph_cache.training.attached import AttachedModule
 from graph_cache.training.call import CallKey, Result, put_together
-from graph_cache.training.gradients import HandedOut, Room, copies_of
+from graph_cache.training.gradients import Copies, HandedOut, Room
 from graph_cache.training.job import Job
 from graph_cache.training.stand_ins import ADDED, MainGrads, StandIns, trainable
 
@@ -55,6 +55,7 @@ class GraphedCall:
         self._added: list[nn.Parameter] = []  # whose gradient the backward itself adds to their main_grad
         self._dummies: list[Tensor | None] = []  # what it returns for those, of undefined contents
         self._handed_out: HandedOut | None = None
+        self._copies = Copies(())
         self._hands_out = hands_out
         self._room: Room | None = None  # for the gradients that are handed out
         self._pool = pool = job.pool
@@ -115,6 +116,7 @@ class GraphedCall:
         else:  # read right after each replay, before any other graph runs: their memory may serve other backwards
             self.parameter_grads = [None if grad is None else self._pool.backend.borrow(grad)
                                     for grad in self.parameter_grads]
+        self._copies = Copies(self.parameter_grads)
         self._found = [*self.input_grads, *self._with_dummies(self.parameter_grads)]
         self._replay_backward = self._backward_graph.bare_replay
         self._grads_at = [(index, static.data_ptr(), static)
@@ -201,7 +203,7 @@ class GraphedCall:
         if self._handed_out is not None and held is None:
             return [None if grad is None else grad.detach() for grad in self._found]
         given = [None if grad is None else grad.detach() for grad in self.input_grads]
-        given += self._with_dummies(copies_of(self.parameter_grads))
+        given += self._with_dummies(self._copies())
         if held is not None:
             self._handed_out.restore(held)
         return given
@@ -219,4 +221,4 @@ class GraphedCall:
         self._backward_graph.close()
         self.inputs = self.outputs = self.grad_outputs = []
         self.input_grads = self.parameter_grads = self._dummies = self._found = []
-        self._inputs_at, self._grads_at, self._room, self._handed_out = [], [], None, None
+        self._inputs_at, self._grads_at, self._room, self._handed_out, self._copies = [], [], None, None, Copies(())
