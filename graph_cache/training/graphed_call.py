@@ -30,12 +30,13 @@ class GraphedCall:
 
     `inputs` are the static inputs: fresh tensors, or another call's static outputs, which then need no copy. The
     module's parameters take part by stand-ins on the same storage; its buffers (running statistics) and the parameters'
-    `main_grad` a capture leaves as it found them. With `hands_out`, parameter gradients are handed out where the graph
-    leaves them, in memory of their own, else as copies.
+    `main_grad` a capture leaves as it found them. With `hands_out`, set before the capture of the backward, parameter
+    gradients are handed out where the graph leaves them, in memory of their own, else as copies.
     """
 
-    def __init__(self, owner: AttachedModule, key: CallKey, inputs: Sequence[Tensor], job: Job, memory: Memory, *,
-                 hands_out: bool):
+    hands_out = False
+
+    def __init__(self, owner: AttachedModule, key: CallKey, inputs: Sequence[Tensor], job: Job, memory: Memory):
         self.name = owner.name
         self.key = key
         self.inputs = list(inputs)
@@ -56,7 +57,6 @@ class GraphedCall:
         self._dummies: list[Tensor | None] = []  # what it returns for those, of undefined contents
         self._handed_out: HandedOut | None = None
         self._copies = Copies(())
-        self._hands_out = hands_out
         self._room: Room | None = None  # for the gradients that are handed out
         self._pool = pool = job.pool
         self._generators = list(job.generators) if pool.backend.capture_runs else []
@@ -98,7 +98,7 @@ class GraphedCall:
         """
         self.grad_outputs = [arriving[index] if index in arriving else torch.ones_like(self.outputs[index])
                              for index in self.differentiable]
-        if self._hands_out:
+        if self.hands_out:
             self._room = Room(self.parameters)
         # From another random state than the forward's: a backward that goes back to the forward's state by itself, as
         # checkpointing does, then differs from its replay, which can't, and is refused.

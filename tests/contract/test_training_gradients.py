@@ -10,6 +10,7 @@ from torch import nn
 
 from graph_cache.training.gradients import Room
 from tests.contract.training_models import (
+    MANY,
     WIDTH,
     SmallGPT,
     assert_same,
@@ -74,7 +75,7 @@ def test_gradients_that_somebody_holds_keep_their_values(pool, device, options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_copied_gradients_of_the_first_modules_keep_their_values_too(pool, device, dtype, set_to_none, options):
     eager, graphed = twins(lambda: eight().to(dtype), device)
-    data = [[x.to(dtype) for x in micro] for micro in batches(10, device, micro=1)]
+    data = [[x.to(dtype) for x in micro] for micro in batches(10, device, micro=1, rows=MANY)]
     options = {"set_to_none": set_to_none} | options
     expected = lived(eager, data, **options)
     graphs, stats = attached(graphed, EIGHT, pool)
@@ -86,7 +87,7 @@ def test_copied_gradients_of_the_first_modules_keep_their_values_too(pool, devic
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_ten_steps_of_copied_and_handed_out_gradients_equal_eager_with_two_outstanding(pool, device, dtype):
     eager, graphed = twins(lambda: eight().to(dtype), device)
-    data = [[x.to(dtype) for x in micro] for micro in batches(10, device)]
+    data = [[x.to(dtype) for x in micro] for micro in batches(10, device, rows=MANY)]
     expected = train(eager, data)
     graphs, stats = attached(graphed, EIGHT, pool)
     assert_same(train(graphed, data), expected)
@@ -241,10 +242,19 @@ def test_an_input_gradient_never_lies_where_a_parameters_is_handed_out(device):
     assert len({tensor.data_ptr() for tensor in (*inputs, *grads)}) == 3
 
 
-def test_the_first_half_of_the_gradients_is_copied_and_the_rest_lies_still(pool, device):
+def test_where_much_is_saved_the_first_half_of_the_gradients_is_copied(pool, device):
     eager, graphed = twins(lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)]), device)
     graphs, stats = attached(graphed, ["0", "1", "2", "3"], pool)
-    data = batches(5, device, micro=1)
+    data = batches(5, device, micro=1, rows=MANY)
     assert_same(train(graphed, data), train(eager, data))
     assert sum(stats.replays.values()) == 12
     assert in_place(graphs) == [False, False, True, True]
+
+
+def test_where_little_is_saved_every_gradient_lies_still(pool, device):
+    eager, graphed = twins(lambda: nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]), device)
+    graphs, stats = attached(graphed, ["0", "1", "2", "3"], pool)
+    data = [[torch.randn(2, 512, device=device)] for _ in range(5)]
+    assert_same(train(graphed, data), train(eager, data))
+    assert sum(stats.replays.values()) == 12
+    assert in_place(graphs) == [True] * 4

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.contract.training_models import WIDTH, attached, batches, in_place, twins
+from tests.contract.training_models import MANY, WIDTH, attached, batches, in_place, twins
 
 STEPS = 10
 
@@ -118,7 +118,7 @@ def assert_same(ours, theirs):
 def test_main_grads_equal_eagers_bit_for_bit(pool, device, build, paths, copied, flag):
     eager, graphed = twins(build, device)
     keep = [with_main_grads(model, flag) for model in (eager, graphed)]
-    data = batches(STEPS, device)
+    data = batches(STEPS, device, rows=MANY)
     expected = train(eager, data)
     graphs, stats = attached(graphed, paths, pool)
     assert_same(train(graphed, data), expected)

@@ -14,7 +14,7 @@ from graph_cache.stats import CacheStats
 from graph_cache.training.attached import Attachment, Part
 from graph_cache.training.job import Job
 from graph_cache.training.modules import TrainingGraphs
-from tests.contract.training_models import WIDTH, assert_same, attached, batches, in_place, mlp, train, twins
+from tests.contract.training_models import MANY, WIDTH, assert_same, attached, batches, in_place, mlp, train, twins
 
 BLOCKS = ["0", "1", "2"]
 
@@ -122,7 +122,7 @@ def test_shapes_that_never_come_back_get_no_graphs_and_those_that_do_get_theirs(
 def test_an_interruption_of_a_capture_leaves_training_as_it_was(pool, device):
     eager, graphed = twins(mlp, device)
     graphs, stats = attached(graphed, BLOCKS, pool)
-    data = batches(7, device, micro=1)
+    data = batches(7, device, micro=1, rows=MANY)
     expected = train(eager, data)
     forward, interrupted = type(graphed[1]).forward, []
 

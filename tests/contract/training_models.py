@@ -15,6 +15,7 @@ from graph_cache.training.job import Job
 from graph_cache.training.modules import TrainingGraphs
 
 WIDTH, LENGTH, ROWS = 32, 8, 4
+MANY = 64  # rows, of which forwards save more than all gradients take: then half of those are copies
 
 
 class Recurrent(nn.Module):
