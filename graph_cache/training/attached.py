@@ -45,11 +45,29 @@ class Surroundings(Protocol):
         """A forward was replayed: change what a call would have changed."""
 
 
+class Carry(Protocol):
+    """Of a part that leaves something beside its result where later code finds it: what makes a replay leave it, too.
+    """
+
+    def gather(self, call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The call's result and what it left, as a tree; what is an argument stands there as a value that says so."""
+
+    def put(self, gathered: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Leave what was gathered in a call like this one, and return its result."""
+
+    def begin(self) -> None:
+        """The part is taken over."""
+
+    def end(self) -> None:
+        """It is given back."""
+
+
 class Part(NamedTuple):
     """What of a model is captured under `name`: a module's calls, or those of another of its methods.
 
     `submodules`: what the method uses of the module, whose parameters then take part; none: all of it. `chunk`: parts
-    of different model chunks are never of one microbatch's forward, whatever runs between them.
+    of different model chunks are never of one microbatch's forward, whatever runs between them. `carry`: what calls
+    leave beside their results.
     """
 
     name: str
@@ -57,6 +75,7 @@ class Part(NamedTuple):
     method: str = FORWARD
     submodules: tuple[nn.Module, ...] = ()
     chunk: int = 0
+    carry: Carry | None = None
 
 
 @dataclass(frozen=True)
@@ -80,7 +99,9 @@ class Seam:
         self._attached, self._call = attached, call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(self._attached, args, kwargs)
+        carry = self._attached.carry
+        value = self._call(self._attached, args, kwargs)
+        return value if carry is None else carry.put(value, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         attached = self._attached
@@ -118,6 +139,9 @@ class AttachedModule:
         if isinstance(self.before, Seam):
             raise GraphConfigError(f"{name}: it is attached already; detach it first")
         self.eager: Callable[..., Any] = getattr(module, self._seam)
+        self.carry = part.carry
+        if part.carry is not None:
+            self.eager = lambda *args, call=self.eager, **kwargs: part.carry.gather(call, args, kwargs)
         self.refused: set[Hashable] = set()  # kinds of calls whose capture failed
         self.handing_out: Any = None  # the pair that hands out its gradients where they are; others copy
         self.parameters = list(self.scope.parameters())
@@ -135,9 +159,13 @@ class AttachedModule:
     def take_over(self, call: Callable[[Any, tuple, dict[str, Any]], Any]) -> None:
         """From here on calls of the module are calls of this, with this object, the arguments and the keywords."""
         setattr(self.module, self._seam, Seam(self, call))
+        if self.carry is not None:
+            self.carry.begin()
 
     def give_back(self) -> None:
         """The module as it was."""
+        if self.carry is not None:
+            self.carry.end()
         if self.before is None:
             delattr(self.module, self._seam)
         else:

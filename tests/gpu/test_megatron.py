@@ -123,6 +123,14 @@ def test_experts_of_a_fixed_capacity_are_captured_and_equal_eager():
     assert any(row["module"].endswith("moe") for row in rows), rows
 
 
+@pytest.mark.parametrize("changes", [
+    {"moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True}, {"moe_permute_fusion": True},
+], ids=["fixed_capacity", "fused_permutation"])
+def test_what_comes_between_router_and_experts_is_captured_and_equals_eager(changes):
+    rows = compare(["attn", "moe_router", "moe_preprocess"], steps=6, **MOE | changes)
+    assert any(row["module"].endswith("moe_preprocess") for row in rows), rows
+
+
 @pytest.mark.parametrize("precision", ["bf16", "delayed"])
 @pytest.mark.parametrize("modules", [(), ("attn", "mlp")], ids=["layers", "both"])
 def test_transformer_engines_graphs_of_a_model_have_the_losses_of_eager_ones(precision, modules):

@@ -13,6 +13,13 @@ from torch import Tensor
 from graph_cache.adapters.megatron.cpu import keep_rotary_in_place, layer_spec
 
 VOCAB = 96
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 48, "moe_grouped_gemm": False,
+           "moe_token_dispatcher_type": "alltoall", "moe_router_load_balancing_type": "none"}
+FIXED = EXPERTS | {"moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True,
+                   "normalization": "LayerNorm"}
+"""Layers of experts, each with the same number of tokens, whatever the router says. LayerNorm, since RMSNorm in plain
+torch uses its input twice: captured by itself, it adds up gradients in another order than eager does.
+"""
 
 
 def config(**changes: Any) -> TransformerConfig:
@@ -33,7 +40,8 @@ def gpt(seed: int = 0, *, tied: bool = False, pre_process: bool = True, post_pro
     """A GPTModel with random weights of this seed, in training mode."""
     torch.manual_seed(seed)
     cfg = config(**changes)
-    spec = layer_spec(normalization=cfg.normalization, qk_layernorm=cfg.qk_layernorm)
+    spec = layer_spec(normalization=cfg.normalization, qk_layernorm=cfg.qk_layernorm, num_experts=cfg.num_moe_experts,
+                      moe_grouped_gemm=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = GPTModel(cfg, spec, vocab_size=VOCAB, max_sequence_length=64, position_embedding_type="rope",

@@ -359,12 +359,6 @@ def test_settings_for_experts_wait_for_the_model_to_be_judged():
             "moe_router", "moe_preprocess")
 
 
-def test_what_goes_on_to_the_experts_by_attributes_stays_eager_with_a_warning(caplog):
-    assert [part.name for part in parts_of([gpt()], ["attn", "moe_router", "moe_preprocess"])] == [
-        "decoder.layers.0.attn", "decoder.layers.1.attn"]
-    assert "runs eager" in caplog.text
-
-
 def test_selective_recompute_is_left_out_of_captures_and_back_afterwards():
     model = gpt(recompute_granularity="selective", recompute_modules=["core_attn", "mlp"])
     layer = model.decoder.layers[0]

@@ -4,6 +4,7 @@ which generators draw, and what state outside of modules a capture must leave as
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,10 @@ from graph_cache.config import GraphConfig
 from graph_cache.errors import GraphConfigError
 from graph_cache.training.attached import AttachedModule, Attachment, Hook, Part, Surroundings
 
-WITHOUT_DELAY = {"moe_router", "moe_preprocess"}  # parts whose own weights Megatron never delays
+logger = logging.getLogger(__name__)
+
+PREPROCESS = "moe_preprocess"
+WITHOUT_DELAY = {"moe_router", PREPROCESS}  # parts whose own weights Megatron never delays
 FP4_NEEDS = (10, 0)  # the compute capability of the first GPUs with fp4
 
 
@@ -37,11 +41,21 @@ def attachment(models: Sequence[nn.Module], config: GraphConfig, parts: Sequence
     for one in settings.values():
         check(one, config)
     if parts is None:
-        parts = parts_of(models, config.cuda_graph_modules)
+        parts = parts_of(models, _capturable(config))
     for part in parts:
         _check_hooks(part)
     register_packed_sequences()
     return Attachment(parts, generators(), AuxLosses(), is_param_gather, _surroundings(settings.values()))
+
+
+def _capturable(config: GraphConfig) -> list[str]:
+    """The modules that are asked for, without what this way of capturing has no way to pass on."""
+    modules = list(config.cuda_graph_modules)
+    if config.cuda_graph_impl == "transformer_engine" and PREPROCESS in modules:
+        modules.remove(PREPROCESS)
+        logger.warning("moe_preprocess runs eager under cuda_graph_impl='transformer_engine': what it leaves with the "
+                       "token dispatcher goes by Encore's own graphs alone (cuda_graph_impl='local')")
+    return modules
 
 
 def check(model_config: Any, config: GraphConfig) -> None:

@@ -16,6 +16,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
+from graph_cache.adapters.megatron.dispatch import DispatchState, why_not
 from graph_cache.errors import GraphConfigError
 from graph_cache.training.attached import Part
 
@@ -42,8 +43,8 @@ def layers_of(models: Sequence[nn.Module]) -> list[Part]:
 def parts_of(models: Sequence[nn.Module], modules: Sequence[str]) -> list[Part]:
     """What to capture of the models: `modules` in Megatron's words, none for whole layers.
 
-    `moe_preprocess` stays eager, with a warning. Raises GraphConfigError for models without layers, and for modules
-    that no layer has; of a pipeline's stages some may have none.
+    Where no graph can hold `moe_preprocess` it stays eager, with a warning. Raises GraphConfigError for models without
+    layers, and for modules that no layer has; of a pipeline's stages some may have none.
     """
     layers = layers_of(models)
     if not layers:
@@ -54,11 +55,6 @@ def parts_of(models: Sequence[nn.Module], modules: Sequence[str]) -> list[Part]:
                                "model of Megatron-Core's that has some, or name submodules by modules=…")
     if not modules:
         return layers
-    if "moe_preprocess" in modules:
-        # Megatron 0.16 adds it to moe_router by itself. Its results go by the token dispatcher's attributes, out of
-        # autograd's sight, where a graph of it alone can't hand on gradients.
-        logger.warning("cuda_graph_modules has 'moe_preprocess', which runs eager: of MoE layers the norm, the router "
-                       "and shared experts are captured")
     found = [part._replace(chunk=layer.chunk)
              for layer in layers for part in _inside(layer.name, layer.module, modules)]
     if not found and not _is_one_stage_of_several():
@@ -87,6 +83,18 @@ def _inside(path: str, layer: nn.Module, modules: Sequence[str]) -> Iterator[Par
         yield Part(f"{path}.{wanted}", layer, "_forward_mlp", (layer.pre_mlp_layernorm, layer.mlp))
     elif is_moe and "moe_router" in modules:
         yield from _router(path, layer)
+        if "moe_preprocess" in modules:
+            yield from _preprocess(path, layer.mlp)
+
+
+def _preprocess(path: str, layer: MoELayer) -> Iterator[Part]:
+    """What the token dispatcher does before it communicates."""
+    reason = why_not(layer)
+    if reason:  # Megatron 0.16 adds it to moe_router by itself: few have asked for it
+        logger.warning("%s.moe_preprocess runs eager: %s", path, reason)
+        return
+    projection = getattr(layer, "fc1_latent_proj", None) or nn.Identity()  # it uses no other weights of the layer's
+    yield Part(f"{path}.moe_preprocess", layer, "preprocess", (projection,), carry=DispatchState(layer))
 
 
 def _router(path: str, layer: nn.Module) -> Iterator[Part]:
