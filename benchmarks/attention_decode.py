@@ -31,9 +31,10 @@ SHAPES = [(16, 8, batch, keys) for keys in (512, 2048) for batch in (1, 8, 32, 1
     (32, 8, batch, keys) for keys in (512, 2048) for batch in (1, 8, 32, 128, 256)
 ]
 QUICK_SHAPES = [(16, 8, 1, 512), (16, 8, 32, 512), (16, 8, 256, 512)]
-SWEEP_SHAPES = [(16, 8, batch, keys) for keys in (512, 2048) for batch in (1, 32, 256)]
-SWEEP_TILINGS = [(32, 4, 3), (32, 4, 4), (64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 8, 3), (128, 4, 2), (128, 8, 3)]
-SWEEP_SPLITS = [1, 2, 3, 4, 8, 16, 32]
+SWEEP_SHAPES = [(16, 8, batch, 608) for batch in (1, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 128, 192, 256)] + [
+    (16, 8, batch, 2048) for batch in (8, 32, 64, 128)]
+SWEEP_TILINGS = [(32, 1, 2), (32, 1, 3), (32, 1, 4)]
+SWEEP_SPLITS = [1, 2, 4, 8, 16, 32]
 
 
 @dataclass
@@ -172,7 +173,7 @@ def sweep(context: int) -> list[dict]:
         tried = []
         for tiling in SWEEP_TILINGS:
             for splits in SWEEP_SPLITS:
-                if splits * tiling[0] > 2 * case.keys or (case.batch >= 128 and splits > 4):
+                if splits * tiling[0] > 2 * case.keys or case.batch * splits > 512:
                     continue
                 row = {"shape": shape, "tiling": tiling, "splits": splits}
                 try:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from engine.kernels.skinny_linear import WIDE, Pick, Scratch, linear
+from engine.kernels.skinny_linear import WIDE, Pick, Scratch, choose, linear, suits_library
 
 LAYERS = 24
 
@@ -46,8 +46,9 @@ SHAPES = {
 
 
 def candidates(case: Case, rows: int) -> list[Pick]:
-    """Launch parameters worth trying."""
-    found: list[Pick] = []
+    """Launch parameters worth trying, what the engine would choose among them."""
+    found: list[Pick] = [] if suits_library(rows, case.n, case.k, case.gated) else [
+        choose(rows, case.n, case.k, case.gated)]
     big = case.n > 50000
     if rows <= 8:
         for bn, bk, warps in itertools.product((2, 4, 8, 16, 32), (512, 1024, 2048, 4096), (4, 8)):
@@ -57,7 +58,7 @@ def candidates(case: Case, rows: int) -> list[Pick]:
                 continue  # spills, or compiles for minutes
             found.append(Pick(0, bn, bk, 1, warps, 1))
     if rows == 1:
-        return found
+        return list(dict.fromkeys(found))
     full = max(16, 1 << (rows - 1).bit_length())
     tiles = [full] if full <= 64 else [size for size in (64, 128, 256) if size <= full]
     for padded, bn, bk, splits, warps, stages in itertools.product(
@@ -73,7 +74,7 @@ def candidates(case: Case, rows: int) -> list[Pick]:
         if programs < 60 or programs > 2000 and splits > 1:
             continue
         found.append(Pick(padded, bn, bk, splits, warps, stages))
-    return found
+    return list(dict.fromkeys(found))
 
 
 def launch(case: Case, pick: Pick, buffers: dict[str, Any], layer: int) -> None:
@@ -180,6 +181,8 @@ def measure(case: Case, rows: int, bandwidth: float) -> dict[str, Any]:
             continue
         row["ours"].append([round(fast, 2), round(error, 4), pick])
     row["ours"].sort(key=lambda entry: entry[0])
+    row["chosen"] = None if suits_library(rows, case.n, case.k, case.gated) else next(
+        (us for us, _, pick in row["ours"] if pick == choose(rows, case.n, case.k, case.gated)), "failed")
     row["tried"] = len(row["ours"])
     row["ours"] = row["ours"][:8]
     return row
@@ -203,7 +206,7 @@ def main() -> None:
         for case in SHAPES[shape]:
             row = {"shape": shape} | measure(case, rows, args.bandwidth)
             table.append(row)
-            print(f"{shape} M={rows} {case.name}: floor {row['floor']} cublas {row['cublas']} "
+            print(f"{shape} M={rows} {case.name}: floor {row['floor']} cublas {row['cublas']} chosen {row['chosen']} "
                   f"tried {row['tried']} failed {len(row['failed'])} "
                   + " | ".join(f"{us} e{error} {pick}" for us, error, pick in row["ours"][: args.top]), flush=True)
     if args.out:
