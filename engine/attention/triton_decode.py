@@ -33,8 +33,8 @@ BALANCE_SPLITS = 4
 """Most parts in that case: programs that find no work cost time too."""
 
 STAGES = ((256, 4), (400, 3), (512, 4), (900, 3), (math.inf, 2))
-"""Pipeline stages for up to so many programs. Three where 40 and 48 rows of 8 KV heads are 9 to 11% faster with them and
-96 are 8%, while 64 are 12% slower: they leave room for four programs a multiprocessor, four stages for three.
+"""Pipeline stages for up to so many programs. With three, 40 and 48 rows of 8 KV heads are 9 to 11% faster and 96 are
+8%, while 64 are 12% slower: they leave room for four programs a multiprocessor, four stages for three.
 """
 
 _INTERPRETED_MULTIPROCESSORS = 132
