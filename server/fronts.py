@@ -133,6 +133,8 @@ class Fronts:
         for seat in self._seats:
             seat.retry_at = None
             if seat.process is not None:
+                if not self._tally.row_gauge(seat.row, front.BEAT):  # it loads, and would read no order for seconds yet
+                    seat.process.kill()
                 try:
                     seat.orders.send_bytes(order)
                 except OSError as gone:  # its end is about to be noticed
