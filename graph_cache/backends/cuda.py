@@ -25,8 +25,9 @@ logger = logging.getLogger(__name__)
 REFUSALS = ("operation not permitted when stream is capturing", "capture", "cudaErrorStreamCapture")
 LEGACY = "legacy stream depend on a capturing"
 REMEDY = ("something works on the default stream, which no capture can wait for. If that is a wrapper for data "
-          "parallelism, whose gradients add up on the stream where it was made, make it on another: `with "
-          "torch.cuda.stream(torch.cuda.Stream()): model = DistributedDataParallel(…)`. ")
+          "parallelism, whose gradients add up on the stream where it was made, make it on another: `stream = "
+          "torch.cuda.Stream(); stream.wait_stream(torch.cuda.current_stream()); with torch.cuda.stream(stream): "
+          "model = DistributedDataParallel(…)`, and torch.cuda.current_stream().wait_stream(stream). ")
 
 
 class CudaMemory:

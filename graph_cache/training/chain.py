@@ -18,7 +18,7 @@ from torch import Tensor
 
 from graph_cache.errors import CaptureError
 from graph_cache.training.attached import AttachedModule
-from graph_cache.training.call import CallKey, Expected
+from graph_cache.training.call import CallKey, Expected, is_sparse
 from graph_cache.training.graphed_call import GraphedCall
 from graph_cache.training.instance_order import InstanceOrder
 from graph_cache.training.job import Job
@@ -115,6 +115,7 @@ class Chain:
 
     def came_out(self, place: int, outputs: Sequence[Tensor]) -> None:
         """Note where a recorded call left its outputs, so that those who take them are known."""
+        outputs = [output for output in outputs if not is_sparse(output)]  # which no graph returns
         for tensor in self._alive.pop(place, ()):  # of the microbatch that had this place before
             self._recorded.pop(tensor.data_ptr(), None)
         self._alive[place] = [tensor.detach() for tensor in outputs]
@@ -171,7 +172,7 @@ class Chain:
         entries = list(self.entries())
         owners = list(dict.fromkeys(entry.owner for entry in entries))
         sizes = [sum(parameter.nbytes for parameter in trainable(owner.scope)) for owner in owners]
-        left = sum(entry.pair.nbytes + sum(output.nbytes for output in entry.pair.outputs) for entry in entries)
+        left = sum(entry.pair.left for entry in entries)
         copied = min(COPIED_SHARE * sum(sizes), LOSS_SHARE * left)
         copying = {owner for owner, upto in zip(owners, itertools.accumulate(sizes), strict=True) if upto <= copied}
         for entry in entries:

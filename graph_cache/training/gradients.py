@@ -56,7 +56,7 @@ class Room:
     def __init__(self, parameters: Sequence[Tensor]):
         self._places = [torch.empty_like(parameter, memory_format=torch.contiguous_format, requires_grad=False)
                         for parameter in parameters]
-        self._at = {place.data_ptr(): place for place in self._places}
+        self._at = {place.data_ptr(): place for place in self._places if place.numel()}
         self._used: set[int] = set()  # addresses that the backward writes to
 
     def filling(self) -> TorchDispatchMode:
@@ -65,7 +65,7 @@ class Room:
 
     def let_go_of_the_rest(self) -> None:
         """Keep no more than what the backward writes to: some parameters may have no gradient in it."""
-        self._places = [place for place in self._places if place.data_ptr() in self._used]
+        self._places = [place for place in self._places if place.numel() and place.data_ptr() in self._used]
         self._at = {place.data_ptr(): place for place in self._places}
 
     def settle(self, inputs: Sequence[Tensor | None],
@@ -76,7 +76,9 @@ class Room:
         free = dict(self._at)
         settled: list[Tensor | None] = [None] * len(found)
         for index, grad in enumerate(found):
-            if grad is not None and grad.is_contiguous():
+            if grad is not None and not grad.numel():
+                settled[index] = torch.empty_like(grad, memory_format=torch.contiguous_format)  # of no address
+            elif grad is not None and grad.is_contiguous():
                 place = free.get(grad.data_ptr())
                 if place is not None and place.shape == grad.shape and place.dtype == grad.dtype:
                     settled[index] = free.pop(grad.data_ptr())

@@ -17,7 +17,7 @@ from graph_cache.backends.base import Memory
 from graph_cache.errors import CaptureRefused
 from graph_cache.runner import GraphRunner
 from graph_cache.training.attached import AttachedModule
-from graph_cache.training.call import CallKey, Result, put_together
+from graph_cache.training.call import CallKey, Result, is_sparse, put_together
 from graph_cache.training.gradients import Copies, HandedOut, Room
 from graph_cache.training.job import Job
 from graph_cache.training.stand_ins import ADDED, MainGrads, StandIns, trainable
@@ -70,6 +70,12 @@ class GraphedCall:
     def nbytes(self) -> int:
         """Bytes that the two captures took of the pool."""
         return self._forward_graph.nbytes + self._backward_graph.nbytes
+
+    @property
+    def left(self) -> int:
+        """Bytes that the forward leaves, about: on a CPU its outputs lie outside of the pool, and what it saves too."""
+        outside = sum(output.nbytes for output in self.outputs) if self._pool.backend.capture_runs else 0
+        return self._forward_graph.nbytes + outside
 
     @property
     def capture_seconds(self) -> float:
@@ -126,6 +132,8 @@ class GraphedCall:
         args, kwargs = put_together(self.key, self.inputs)
         with self._surrounded(self.key.around), self._stand_ins:
             self.result, self.outputs = Result.of(self._forward(*args, **kwargs))
+        if any(map(is_sparse, self.outputs)):
+            raise CaptureRefused(f"{self.name} returns a sparse tensor, which has no memory of its own to find it in")
 
     def _run_backward(self) -> None:
         leaves = self._stand_ins.trainable

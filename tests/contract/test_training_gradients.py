@@ -258,3 +258,20 @@ def test_where_little_is_saved_every_gradient_lies_still(pool, device):
     assert_same(train(graphed, data), train(eager, data))
     assert sum(stats.replays.values()) == 12
     assert in_place(graphs) == [True] * 4
+
+
+def test_parameters_without_elements_are_captured_with_the_others(pool, device):
+    class Padded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.none, self.nor_here = nn.Parameter(torch.empty(0, WIDTH)), nn.Parameter(torch.empty(0, WIDTH))
+
+        def forward(self, x):
+            return self.linear(x) + self.none.sum() + self.nor_here.sum()
+
+    eager, graphed = twins(Padded, device)
+    _, stats = attached(graphed, [""], pool)
+    data = batches(5, device, micro=1)
+    assert_same(train(graphed, data), train(eager, data))
+    assert sum(stats.replays.values()) == 3 and not stats.failed_captures

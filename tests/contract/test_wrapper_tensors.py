@@ -109,3 +109,23 @@ def test_an_attached_model_can_be_exported(pool, device):
 
 def test_an_empty_tensor_lacks_no_memory(device):
     assert lacks_memory(pair(0, device)) and not lacks_memory(torch.empty(0, device=device))
+
+
+def test_a_module_that_returns_a_sparse_tensor_runs_eager(pool, device):
+    class ToSparse(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x):
+            return (x * self.weight).to_sparse()
+
+    eager, graphed = twins(ToSparse, device)
+    _, stats = attached(graphed, [""], pool)
+    for step in range(5):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step)).to(device)
+        for model in (eager, graphed):
+            model.zero_grad()
+            model(x).to_dense().pow(2).sum().backward()
+        assert torch.equal(graphed.weight.grad, eager.weight.grad)
+    assert not stats.replays and sum(stats.failed_captures.values()) == 1

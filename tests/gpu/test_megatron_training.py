@@ -40,6 +40,7 @@ def parallel_steps(impl, overlap, fused, steps=8, stream=None):
     for module in model.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):  # Transformer Engine's own; the head's would need Apex
             module.fuse_wgrad_accumulation = fused
+    torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, **OVERLAPS[overlap]), model)
@@ -96,7 +97,7 @@ def test_a_wrapper_made_on_the_default_stream_runs_eager_and_the_row_says_what_t
     found, rows = parallel_steps("full_iteration", "plain", fused=True)
     assert_same(found, expected)
     assert rows[0]["failed"] == 1 and rows[0]["replays"] == 0, rows
-    assert "make it on another: `with torch.cuda.stream" in rows[0]["failure"], rows
+    assert "make it on another: `stream = torch.cuda.Stream()" in rows[0]["failure"], rows
 
 
 @pytest.mark.parametrize("precision", ["bf16", "delayed", "current"])

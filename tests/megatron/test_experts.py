@@ -108,3 +108,9 @@ def test_transformer_engines_graphs_leave_preprocessing_out_with_a_warning(caplo
     names = [part.name for part in attachment([gpt(**FIXED)], config).parts]
     assert names == [f"decoder.layers.{layer}.{name}" for layer in range(2) for name in ROUTED]
     assert "runs eager under cuda_graph_impl='transformer_engine'" in caplog.text
+
+
+def test_an_overlapped_exchange_of_experts_which_frees_what_goes_to_them_keeps_it_eager():
+    model = gpt(**FIXED)
+    object.__setattr__(model.config, "overlap_moe_expert_parallel_comm", True)
+    assert "gives the memory" in why_not(model.decoder.layers[0].mlp)

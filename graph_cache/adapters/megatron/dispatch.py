@@ -30,6 +30,8 @@ def why_not(layer: MoELayer) -> str:
         return f"{type(dispatcher).__name__} does little before it communicates"
     if dispatcher.shared_experts is not None:
         return "shared experts that overlap with the dispatch begin in it (moe_shared_expert_overlap)"
+    if getattr(config, "overlap_moe_expert_parallel_comm", False):
+        return "overlap_moe_expert_parallel_comm gives the memory of what goes to the experts back, which is a graph's"
     if config.moe_pad_expert_input_to_capacity:
         return ""
     if config.moe_expert_capacity_factor is not None or getattr(config, "moe_router_padding_for_quantization", False):
@@ -48,9 +50,10 @@ class DispatchState:
     def __init__(self, layer: MoELayer):
         self._dispatcher = layer.token_dispatcher
         self._names = tuple(dict.fromkeys([*self._dispatcher.cudagraph_attrs, *LEFT]))
-        self._copied_at = self._dispatcher.cuda_dtoh_point
+        self._copied_at = ""
 
     def begin(self) -> None:
+        self._copied_at = self._dispatcher.cuda_dtoh_point
         self._dispatcher.cuda_dtoh_point = COUNTS_TO_HOST
 
     def end(self) -> None:
