@@ -1,7 +1,7 @@
 """What graphs cost and give: replay against eager, capture time, memory, recapture. One table and one JSON file.
 
-`python benchmarks/graph_capture.py --shape qwen3-0.6b --out results.json` on a GPU; `--shape tiny` anywhere. Random
-weights. Each row says what was asked of it, where a bound exists.
+`python -m benchmarks.graph_capture --shape qwen3-0.6b --out results.json` on a GPU; on a CPU `--shape tiny
+--max-num-seqs 8 --repeats 5`. Random weights. Each row says what was asked of it, where a bound exists.
 """
 
 from __future__ import annotations

@@ -32,13 +32,13 @@ class EngineConfig:
 
     `mode` "training" makes an engine for a training job (docs/training.md), which uses the graph settings only.
     `model` is the default model's name, a local folder in Hugging Face layout, a `.gguf` file, or a hub name.
-    `seed` seeds requests that bring none. `async_scheduling` enqueues each step before the last one's tokens were
-    read, by default on a GPU only. `kernels` says how a GPU computes a step: "fused" by the engine's own kernels,
-    "torch" by the model's layers around the paged attention; "auto" takes the fused ones for 16-bit weights on GPUs
-    that hold their tiles (Hopper). `tensor_parallel_size`: GPUs of this host that the model is split over, a process
-    each (on a CPU processes without graphs). The graph settings have Megatron's names and values; a scope that is not
-    given is `block` under `local` (Megatron's own default is `layer`), else `none`. Raises ConfigError for a value that
-    can't be meant.
+    `seed` seeds requests of an offline engine that bring none; a server draws theirs. `async_scheduling` enqueues each
+    step before the last one's tokens were read, by default on a GPU only. `kernels` says how a GPU computes a step:
+    "fused" by the engine's own kernels, "torch" by the model's layers around the paged attention; "auto" takes the
+    fused ones for 16-bit weights on GPUs that hold their tiles (Hopper). `tensor_parallel_size`: GPUs of this host that
+    the model is split over, a process each (on a CPU processes without graphs). The graph settings have Megatron's
+    names and values; a scope that is not given is `block` under `local` (Megatron's own default is `layer`), else
+    `none`. Raises ConfigError for a value that can't be meant.
     """
 
     mode: str = "inference"

@@ -59,7 +59,7 @@ ENGINE_HELP = {
     "warmup": "full captures all before it is ready, background while serving, lazy when needed",
     "graph_manifest": "file that remembers which graphs traffic used",
     "logprobs_mode": "of the distribution sampled from, or of the model's own",
-    "seed": "seed of requests that bring none",
+    "seed": "seed of offline requests that bring none; a server draws theirs",
 }
 CHOICES = {
     "dtype": engine_config.DTYPES,
