@@ -26,6 +26,7 @@ UNDEFINED_CONTENTS = {"aten::empty", "aten::empty_like", "aten::new_empty", "ate
 BYTE_MASKS = (torch.bool, torch.uint8)
 INDEXING = {"aten::index", "aten::_unsafe_index", "aten::index_put_", "aten::index_put", "aten::_unsafe_index_put",
             "aten::_index_put_impl_"}
+EXCHANGES = ("c10d::", "_c10d_functional::")  # between processes
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +212,9 @@ class TapeRecorder(TorchDispatchMode):
                                  "read it again. Keep it in a tensor, or make it a keyword of the graph's key")
         if torch.Tag.dynamic_output_shape in func.tags and name not in INDEXING:
             raise CaptureRefused(f"{func}: the shape of its output depends on data, and a graph's shapes are fixed")
+        if name.startswith(EXCHANGES) and not _changes_nothing(name, args):
+            raise CaptureRefused(f"{func}: processes exchange tensors here, which a graph on a CPU can't do again. "
+                                 "Leave it out of what is captured")
         if name in MOVES_STORAGE:
             raise CaptureRefused(f"{func}: it moves storage, and a graph's addresses are fixed")
         if name in INDEXING:
@@ -254,3 +258,8 @@ def _is_composite(func: torch._ops.OpOverload) -> bool:
     """True for an operation that eager, too, runs as other operations."""
     registered = torch._C._dispatch_has_kernel_for_dispatch_key
     return registered(func.name(), "CompositeImplicitAutograd") and not registered(func.name(), "CPU")
+
+
+def _changes_nothing(name: str, args: tuple) -> bool:
+    """Whether an exchange between processes is a sum in place, over one process alone."""
+    return name == "c10d::allreduce_" and torch.distributed.ProcessGroup.unbox(args[1]).size() == 1

@@ -14,17 +14,25 @@ from tests.ranks import outputs_of
 ROOT = Path(__file__).parents[2]
 
 
-def run_ranks(tmp_path, *extra):
+def outputs_of_two(worker, tmp_path, *extra):
     environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
-    worker = str(Path(__file__).with_name("ddp_worker.py"))
-    commands = [[sys.executable, worker, str(rank), "2", str(tmp_path / "rendezvous"), *extra] for rank in range(2)]
-    for output in outputs_of(commands, 120, env=environment):
+    path = str(Path(__file__).with_name(worker))
+    commands = [[sys.executable, path, str(rank), "2", str(tmp_path / "rendezvous"), *extra] for rank in range(2)]
+    return outputs_of(commands, 120, env=environment)
+
+
+def run_ranks(tmp_path, *extra):
+    for output in outputs_of_two("ddp_worker.py", tmp_path, *extra):
         # 16 forwards of 3 layers; a microbatch is a round, and two of those warm up.
         assert output.split() == ["same", "42"]
 
 
 def test_two_processes_train_as_they_would_eager(tmp_path):
     run_ranks(tmp_path)
+
+
+def test_an_exchange_between_processes_is_refused_by_a_cpus_graph_and_runs_eager(tmp_path):
+    assert [output.split() for output in outputs_of_two("exchange_worker.py", tmp_path)] == [["0", "1", "True"]] * 2
 
 
 @pytest.mark.gpu

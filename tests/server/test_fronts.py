@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -44,9 +45,17 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 def children(pid: int) -> list[int]:
     """Child processes, whichever thread began them, Python's resource tracker left out."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    found = [int(child) for task in tasks for child in (task / "children").read_text().split()]
-    return [child for child in found if "resource_tracker" not in Path(f"/proc/{child}/cmdline").read_text()]
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread, or a child, that has just ended
+            found += [int(child) for child in (task / "children").read_text().split()]
+    return [child for child in found if not _is_tracker(child)]
+
+
+def _is_tracker(pid: int) -> bool:
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return "resource_tracker" in Path(f"/proc/{pid}/cmdline").read_text()
+    return False
 
 
 def fronts(server: Serving) -> list[int]:
