@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MAX_SPLITS = 32
 """Most parts one sequence's keys are cut into; the combining program holds that many partial rows in registers."""
 
-PROGRAMS_PER_MULTIPROCESSOR = 2
+PROGRAMS_PER_MULTIPROCESSOR = 3
 """How many programs per multiprocessor a small batch is cut into: more of them cost more to combine than they gain."""
 
 BALANCE_KEYS = 4096
@@ -32,10 +32,15 @@ BALANCE_KEYS = 4096
 BALANCE_SPLITS = 4
 """Most parts in that case: programs that find no work cost time too."""
 
-STAGES = ((256, 4), (400, 3), (512, 4), (900, 3), (math.inf, 2))
-"""Pipeline stages for up to so many programs. With three, 40 and 48 rows of 8 KV heads are 9 to 11% faster and 96 are
-8%, while 64 are 12% slower: they leave room for four programs a multiprocessor, four stages for three.
+STAGES = ((900, 3), (math.inf, 2))
+"""Pipeline stages for up to so many programs, of a batch; one row takes ALONE_STAGES.
+
+Measured where the launch stands, between two products (benchmarks/decode_step.py), not among its like: what it takes
+of a multiprocessor's memory decides what else is there. With two stages beside the products of one row, which take
+none, a step of Qwen3-8B's shape is 6.5% faster than with four.
 """
+
+ALONE_STAGES = 2
 
 _INTERPRETED_MULTIPROCESSORS = 132
 _LOG2_E = 1.4426950408889634
@@ -92,15 +97,15 @@ def choose_splits(batch: int, kv_heads: int, max_keys: int, multiprocessors: int
     return Splits(min(MAX_SPLITS, wanted // whole, blocks), block_keys)
 
 
-def choose_tiling(head_dim: int, dtype: torch.dtype, programs: int) -> Tiling:
-    """Return the tile for a launch of that many programs, measured on an H200 (benchmarks/attention_decode.py).
+def choose_tiling(head_dim: int, dtype: torch.dtype, rows: int, kv_heads: int) -> Tiling:
+    """Return the tile for a launch of so many rows, measured on an H200 (benchmarks/attention_decode.py).
 
     Programs of one warp, many to a multiprocessor, hide each other's waits best; where there are few, each keeps more
     tiles in flight.
     """
     row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
     block_keys = max(16, min(64, 8192 // row_bytes))
-    stages = next(stages for most, stages in STAGES if programs <= most)
+    stages = ALONE_STAGES if rows == 1 else next(stages for most, stages in STAGES if rows * kv_heads <= most)
     return Tiling(block_keys, 1 if row_bytes <= 256 else 2, stages)
 
 
@@ -148,7 +153,7 @@ def paged_decode(
     elif out.shape != (batch, heads, dim) or not out.is_contiguous():
         raise ValueError(f"out must be contiguous {(batch, heads, dim)}, found {tuple(out.shape)} with strides "
                          f"{out.stride()}")
-    tiling = tiling or choose_tiling(dim, k_cache.dtype, batch * kv_heads)
+    tiling = tiling or choose_tiling(dim, k_cache.dtype, batch, kv_heads)
     splits = _splits(q, page_table.shape[1] * page_size, tiling, num_splits)
     if workspace is None:
         workspace = _allocate(q, splits)
@@ -187,7 +192,7 @@ def decode_workspace(
     """Return scratch for `paged_decode` calls of these shapes; of the tensors only shape, dtype and device are read."""
     _, page_size, kv_heads, dim = k_cache.shape
     q = by_kv_head(q, kv_heads)
-    tiling = tiling or choose_tiling(dim, k_cache.dtype, len(q) * kv_heads)
+    tiling = tiling or choose_tiling(dim, k_cache.dtype, len(q), kv_heads)
     return _allocate(q, _splits(q, page_table.shape[1] * page_size, tiling, num_splits))
 
 
@@ -201,7 +206,7 @@ class DecodeScratch:
         keys, processors = page_table.shape[1] * page_size, _multiprocessors(q.device)
         self._splits = [
             choose_splits(rows, kv_heads, keys, processors,
-                          choose_tiling(dim, k_cache.dtype, rows * kv_heads).block_keys).count
+                          choose_tiling(dim, k_cache.dtype, rows, kv_heads).block_keys).count
             for rows in range(1, max_rows + 1)]
         parts = [self._heads * rows * count for rows, count in enumerate(self._splits, 1)]
         combined = max((part for part, count in zip(parts, self._splits, strict=True) if count > 1), default=0)

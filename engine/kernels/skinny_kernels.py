@@ -4,7 +4,9 @@ Up to 8 rows are multiplied and added by ordinary arithmetic, more go through th
 multiple of 16. The norm before the product and what follows it (gate, residual, the best token of a tile) are part of
 the launch, since at these sizes a launch costs as much as the bytes. Weights are asked for before the previous kernel
 has ended (programmatic dependent launch): nothing that a kernel before wrote may be read, and nothing written, above
-`gdc_wait`. Imports triton at the top: for CUDA (or Triton's interpreter) only.
+`gdc_wait`. With LATE the next launch may begin only once these programs have multiplied: many small programs would
+otherwise crowd the multiprocessors that are free, while those that work here get few. Imports triton at the top: for
+CUDA (or Triton's interpreter) only.
 """
 
 from __future__ import annotations
@@ -58,13 +60,13 @@ def vector_kernel(
     x_ptr, w_ptr, norm_ptr, bias_ptr, out_ptr, best_ptr, where_ptr, n_count, eps,
     M: tl.constexpr, MP: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, BEST: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """M rows of x [M, K], MP the next power of two. Program i owns outputs from i * BN.
 
     GATED: W is [2 * n_count, K], the gate's rows before those of what it gates.
     """
-    if PDL:
+    if PDL and not LATE:
         gdc_launch_dependents()
     tile = tl.program_id(0)
     rows_n = tile * BN + tl.arange(0, BN)
@@ -104,6 +106,8 @@ def vector_kernel(
             w = tl.load(w_at + start + BK, mask=more, other=0.0)
             if GATED:
                 up = tl.load(up_at + start + BK, mask=more, other=0.0)
+    if PDL and LATE:
+        gdc_launch_dependents()
     if NORM:
         root = tl.rsqrt(squares / K + eps)[None, :]
         acc *= root
@@ -120,13 +124,14 @@ def matrix_kernel(
     K: tl.constexpr, MP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
     GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, BEST: tl.constexpr, SCALE: tl.constexpr,
     SQUARES: tl.constexpr, SQUARES_PAD: tl.constexpr, PDL: tl.constexpr,
+    LATE: tl.constexpr,
 ):  # fmt: skip
     """MP rows of x [M, K] on the tensor cores, W's rows as the left operand; SPLITS programs share a tile's K.
 
     With SPLITS > 1 every program leaves a partial sum and the last to arrive adds them in order: the result doesn't
     depend on who that was. SQUARES > 0: x is scaled already, and that many sums of squares a row complete its norm.
     """
-    if PDL:
+    if PDL and not LATE:
         gdc_launch_dependents()
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -158,6 +163,8 @@ def matrix_kernel(
         if GATED:
             up = tl.load(up_at + step * BK, mask=ok_n & ok_k[None, :], other=0.0)
             acc_up = tl.dot(up, x, acc_up)
+    if PDL and LATE:
+        gdc_launch_dependents()
     if SQUARES > 0:
         which = tl.arange(0, SQUARES_PAD)
         at = squares_ptr + rows_m.to(tl.int64)[:, None] * SQUARES + which[None, :]

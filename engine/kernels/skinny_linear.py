@@ -21,6 +21,9 @@ MAX_SPLITS = 4
 MOST_SPLIT_ROWS = 256
 """Above it products are cuBLAS's."""
 
+MULTIPROCESSORS = 132
+"""Of the device that tiles were measured on."""
+
 WIDE = 32768
 """Outputs from which a product's tiles alone fill any device: a vocabulary."""
 
@@ -56,19 +59,37 @@ def choose(rows: int, outputs: int, inputs: int, gated: bool) -> Pick:
         tile_rows = 128
     if outputs >= WIDE:
         return Pick(tile_rows, TILE_OUTPUTS, 64, 1, 4, 5)
-    # few tiles leave multiprocessors without work; parts of under 256 columns cost more to add up than they gain
     tiles = across * triton.cdiv(rows, tile_rows)
-    splits = 4 if tiles <= (64 if rows <= 64 else 32) else 2 if tiles <= 64 else 1
-    while splits > 1 and (inputs < 256 * splits or inputs % (128 * splits)):
-        splits //= 2
+    splits = _splits(tiles, rows, inputs)
     share = inputs // splits
     columns = 128 if tile_rows <= 64 else 64
     if tile_rows <= 32 and share % 256 == 0 and share <= (256 if gated else 768):
         columns = 256
+    # two programs to a multiprocessor where there are more than one each: the rest would wait for a second turn
+    paired = rows <= 64 and tiles * splits > MULTIPROCESSORS and (splits > 1 or rows > 32)
+    if paired and rows > 32:
+        columns = 64
     stage_bytes = (TILE_OUTPUTS * (2 if gated else 1) + tile_rows) * columns * 2
+    room = SHARED_BYTES // 2 if paired else SHARED_BYTES
     # the first tile of weights takes room beside the stages
-    stages = min(5, triton.cdiv(share, columns), SHARED_BYTES // stage_bytes - 1)
+    stages = min(5, triton.cdiv(share, columns), room // stage_bytes - 1)
     return Pick(tile_rows, TILE_OUTPUTS, columns, splits, 4, max(2, stages))
+
+
+def _splits(tiles: int, rows: int, inputs: int) -> int:
+    """Into how many parts of its columns a product goes.
+
+    Few tiles leave multiprocessors without work; parts of under 256 columns cost more to add up than they gain.
+    """
+    if tiles > 64 or tiles == 64 and rows <= 64 and inputs < 2048:
+        splits = 1
+    elif tiles <= 32 or tiles < 64 and rows <= 16:
+        splits = 4
+    else:
+        splits = 2
+    while splits > 1 and (inputs < 256 * splits or inputs % (128 * splits)):
+        splits //= 2
+    return splits
 
 
 def half_normed(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> int:
@@ -127,14 +148,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, out: Tensor, scratch: Scratch, *, norm: Tensor | None = None, eps: float = 0.0,
            bias: Tensor | None = None, gated: bool = False, add: bool = False, best: bool = False,
-           next_norm: Tensor | None = None, squares: int = 0, pick: Pick | None = None) -> int:
+           next_norm: Tensor | None = None, squares: int = 0, late: bool = False, pick: Pick | None = None) -> int:
     """Write y = rms_norm(x) Wᵀ + bias into `out` [M, n], x [M, k] and W [n, k] contiguous; returns the tiles of n.
 
     `norm` is the RMSNorm's weight (None: x as it is). `gated`: W is [2n, k], the gate's rows first, and y is
     silu(gate) * up. `add`: y is added to what `out` holds. `best`: each tile's best output and its index go to
     `scratch.best` and `scratch.best_at`, [M, tiles]. `next_norm`: the weight with which `out` will be normed next;
     where `half_normed` says so, half of that norm is done here, and the call that norms `out` is given its answer as
-    `squares`. One to three launches; grids depend on shapes alone, no host read: safe to capture.
+    `squares`. `late`: what is launched next has many small programs and little to fetch ahead; it is not let in early.
+    One to three launches; grids depend on shapes alone, no host read: safe to capture.
     """
     rows, inputs = x.shape
     outputs = out.shape[1]
@@ -143,7 +165,7 @@ def linear(x: Tensor, weight: Tensor, out: Tensor, scratch: Scratch, *, norm: Te
     pick = pick or choose(rows, outputs, inputs, gated)
     tiles = triton.cdiv(outputs, pick.tile_outputs)
     pdl = overlaps(x)
-    flags = {"GATED": gated, "ADD": add, "BIAS": bias is not None, "BEST": best, "PDL": pdl,
+    flags = {"GATED": gated, "ADD": add, "BIAS": bias is not None, "BEST": best, "PDL": pdl, "LATE": late,
              "num_warps": pick.warps, **launch_options(pdl)}
     if pick.tile_rows == 0:
         vector_kernel[(tiles,)](

@@ -74,7 +74,7 @@ class FusedDense:
         layer, rows, scratch = self.tensors.layer(index), len(hidden), self._scratch
         qkv, attended, gated = self._qkv[:rows], self._attended[:rows], self._gated[:rows]
         linear(hidden, layer.qkv, qkv, scratch, norm=layer.input_norm, eps=self.eps, bias=layer.qkv_bias,
-               squares=self._left_by_layer(rows) if index else 0)
+               squares=self._left_by_layer(rows) if index else 0, late=True)
         attend(index, layer, qkv, attended)
         self._onto(hidden, attended, layer.o, layer.o_bias, layer.post_norm, turn=0)
         linear(hidden, layer.gate_up, gated, scratch, norm=layer.post_norm, eps=self.eps, bias=layer.gate_up_bias,
