@@ -336,7 +336,10 @@ class GraphCache:
         return moved
 
     def invalidate(self, reason: str, site: str | None = None) -> int:
-        """Drop all graphs (of one site): what they read may have moved. Returns how many; counted under `reason`."""
+        """Drop all graphs (of one site): what they read may have moved. Returns how many; counted under `reason`.
+
+        Keys whose capture failed are dropped too, to be tried again: they are returned but no graphs, so not counted.
+        """
         return self._drop_where(lambda key: site is None or key.site == site, keys.STALE, reason)
 
     def evict(self, key: GraphKey) -> bool:
@@ -363,7 +366,7 @@ class GraphCache:
             self._drop(entry)
             del self._entries[entry.key]
         if counted is not None:
-            self.stats.invalidations[counted] += 1
+            self.stats.invalidations[counted] += sum(entry.captured for entry in found)
         self._changed()
         return len(found)
 

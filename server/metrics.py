@@ -236,7 +236,7 @@ _GRAPH_COUNTERS = (
     ("graph_fallbacks", "Steps that ran eager, by reason.", ("site", "phase", "reason"), "fallbacks"),
     ("graph_captures", "Graphs captured.", ("site", "scope", "reason"), "captures"),
     ("graph_failed_captures", "Captures that failed.", ("site", "scope"), "failed_captures"),
-    ("graph_invalidations", "Graphs given up because what they read has moved.", ("reason",), "invalidations"),
+    ("graph_invalidations", "Graphs given up: what they read has moved, or asked.", ("reason",), "invalidations"),
     ("graph_real_tokens", "Rows that carried a token.", ("phase",), "real_tokens"),
     ("graph_padded_tokens", "Rows that were padding.", ("phase",), "padded_tokens"),
     ("graph_batch_rows", "Steps by real rows, beyond 512 by bucket.", ("site", "phase", "rows"), "batch_rows"),

@@ -186,7 +186,7 @@ def test_moved_tensors_are_all_named_and_never_replayed(pool, device, moves):
     assert torch.equal(run(x=x), padded(model, x, 4))
     assert sum(cache.stats.replays.values()) == before + 1
     assert cache.stats.captures["net", "block", "stale_address"] == 2  # the largest first, then the one asked for
-    assert cache.stats.invalidations == {"stale_address": 1}
+    assert cache.stats.invalidations == {"stale_address": 4}  # every bucket's graph
 
 
 def test_a_replaced_parameter_object_is_noticed(pool, device):

@@ -63,7 +63,8 @@ def test_plans_are_remembered_until_graphs_come_or_go():
     assert cache.plan("fn", 1).is_graph
     assert cache.invalidate("test") == 2
     assert cache.plan("fn", 1).reason == "stale_address"
-    assert cache.stats.invalidations == {"test": 1}
+    assert cache.stats.invalidations == {"test": 2}  # graphs, not calls
+    assert cache.invalidate("test") == 0 and cache.stats.invalidations == {"test": 2}
 
 
 def test_invalidating_one_site_leaves_the_others():
@@ -246,6 +247,7 @@ def test_a_failure_is_tried_once_and_again_only_after_an_invalidation():
     assert cache.stats.failed_captures == {("fn", "block"): 1}
     cache.invalidate("reload")
     assert cache.plan("fn", 2).reason == "not_captured"
+    assert not cache.stats.invalidations["reload"]  # there was no graph
 
 
 def test_padding_and_replays_are_counted_per_graph():

@@ -46,6 +46,7 @@ def test_graphs_are_dropped_and_recaptured_without_a_request(server):
     dropped = server.answer("/graphs/invalidate", None)["dropped"]
     assert dropped >= 1 and captured(server) == 0
     server.wait(lambda: 'reason="asked"' in server.http.get("/metrics").text, "the count")
+    assert server.metric("encore_graph_invalidations_total", reason="asked") == dropped
     pending = server.answer("/graphs/warm", None)["pending"]
     assert pending == 2  # buckets 1 and 2
     server.wait(lambda: captured(server) >= pending, "the captures")
