@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import ConfigError
+from graph_cache.buckets import Buckets
 from graph_cache.config import GraphConfig
+from graph_cache.errors import GraphConfigError
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 CPU_WEIGHT_FORMATS = ("auto", "bf16", "fp32", "int4")
@@ -93,6 +95,7 @@ class EngineConfig:
             self._check_parallel()
         if self.graph_buckets is not None:
             object.__setattr__(self, "graph_buckets", tuple(self.graph_buckets))
+            self._check_buckets()
         self.graph_config()
 
     def _check_parallel(self) -> None:
@@ -101,6 +104,16 @@ class EngineConfig:
             raise ConfigError(f"{asked} is for inference; in a training job Megatron-Core splits the model")
         if self.cpu_weight_format == "int4":
             raise ConfigError(f"cpu_weight_format='int4' can't be split, found {asked}; use auto, bf16 or fp32")
+
+    def _check_buckets(self) -> None:
+        """Against max_num_seqs too, once that is known: at the latest when `resolve()` has chosen it."""
+        try:
+            if self.max_num_seqs is None:
+                Buckets(self.graph_buckets)
+            else:
+                Buckets.for_limit(self.max_num_seqs, self.graph_buckets)
+        except GraphConfigError as error:
+            raise ConfigError(f"graph_buckets={','.join(map(str, self.graph_buckets))}: {error}") from error
 
     def graph_config(self) -> GraphConfig:
         """The capture core's view of these settings; its refusals are raised here, at construction."""

@@ -61,6 +61,7 @@ def test_a_large_gpu_runs_more_sequences_at_once(model, monkeypatch, total, seqs
     ({"max_model_len": 4097}, "max_model_len=4097 exceeds the model's context of 4096"),
     ({"max_num_seqs": 8, "max_num_batched_tokens": 7}, "max_num_batched_tokens=7 is below max_num_seqs=8"),
     ({"num_pages": 1}, "num_pages=1"),
+    ({"graph_buckets": (1, 64)}, r"graph_buckets=1,64: .*\[64\] are larger than max_num_seqs=16"),
 ])
 def test_sizes_that_contradict_the_model_or_each_other_are_refused(model, settings, words):
     with pytest.raises(ConfigError, match=words):
