@@ -39,8 +39,8 @@ class EngineConfig:
     "fused" by the engine's own kernels, "torch" by the model's layers around the paged attention; "auto" takes the
     fused ones for 16-bit weights on GPUs that hold their tiles (Hopper). `tensor_parallel_size`: GPUs of this host that
     the model is split over, a process each (on a CPU processes without graphs). The graph settings have Megatron's
-    names and values; a scope that is not given is `block` under `local` (Megatron's own default is `layer`), else
-    `none`. Raises ConfigError for a value that can't be meant.
+    names and values, of which inference takes the impls `none` and `local`; a scope that is not given is `block` under
+    `local` (Megatron's own default is `layer`), else `none`. Raises ConfigError for a value that can't be meant.
     """
 
     mode: str = "inference"
@@ -96,7 +96,10 @@ class EngineConfig:
         if self.graph_buckets is not None:
             object.__setattr__(self, "graph_buckets", tuple(self.graph_buckets))
             self._check_buckets()
-        self.graph_config()
+        impl = self.graph_config().cuda_graph_impl
+        if self.mode == "inference" and impl not in ("none", "local"):
+            raise ConfigError(f"cuda_graph_impl={impl!r} captures training only, and inference would run without "
+                              "graphs: take 'local', or 'none' to run without")
 
     def _check_parallel(self) -> None:
         asked = f"tensor_parallel_size={self.tensor_parallel_size}"

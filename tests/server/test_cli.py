@@ -97,6 +97,8 @@ def test_running_without_graphs_needs_one_flag_only():
         (("serve", "--gpu-memory-utilization", "7"), "gpu_memory_utilization"),
         (("serve", "--prot", "1"), "--prot"),
         (("serve", "--cuda-graph-impl", "none", "--inference-cuda-graph-scope", "block"), "inference_cuda_graph_scope"),
+        (("serve", "--cuda-graph-impl", "transformer_engine"), "take 'local', or 'none'"),
+        (("serve", "--cuda-graph-impl", "full_iteration"), "take 'local', or 'none'"),
         (("generate",), "prompt"),
         (("generate", "red", "--temperature", "-1"), "temperature"),
         (("generate", "red", "--max-tokens", "-1"), "max_tokens"),
