@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -269,7 +269,7 @@ class EngineClient:
         if self._death is not None:
             reason = self._death
         elif self._info is None:
-            reason = "the model is being loaded"
+            reason = _start_of(self._stats.warm)
         elif silent > self.hang_seconds:
             reason = f"the engine has not reported for {silent:.0f} s"
         return Health(alive=not self._is_final, ready=not reason, reason=reason, warm=dict(self._stats.warm),
@@ -365,3 +365,11 @@ class EngineClient:
         self._lose(reason)
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(refused or EngineDead(f"the engine ended: {reason}"))
+
+
+def _start_of(warm: Mapping[str, Any]) -> str:
+    """How far a start is: there is a progress of captures only once the model is loaded."""
+    if not warm:
+        return "the model is being loaded"
+    captured = warm["captured"]
+    return f"graphs are being captured: {captured} of {captured + warm['pending']} so far"

@@ -64,6 +64,7 @@ def run_loop(config: EngineConfig, receive: Callable[[float], Command | None], s
                 shown(done, total, key)
                 send(Snapshot(loop.stats()))  # for who asks whether this server is ready
 
+            send(Snapshot(loop.stats()))  # the first capture is the slowest
             loop.warm(progress)
     except EngineDead as error:  # one of its processes ended: nothing that another try must meet again
         return send(Dead(f"the engine did not start: {error}"))

@@ -127,7 +127,7 @@ class Service:
         if self._tokens is None:
             self._require_started()
             raise WireError(
-                503, "the model is being loaded; try again soon", type="service_unavailable_error", code="loading",
+                503, f"{self._why_not_started()}; try again soon", type="service_unavailable_error", code="loading",
                 retry_after=2,
             )  # fmt: skip
         return self._tokens
@@ -140,7 +140,7 @@ class Service:
             return [f"the engine did not start: {self.startup_error}"]
         loading = self.tally.total_gauge(TAKES_CONNECTIONS) - self.tally.total_gauge(STARTED)
         if not self.started or loading > 0:  # another front may be the one to get the next request
-            return ["the model is being loaded"]
+            return [self._why_not_started()]
         health = self.client.health()
         return [] if health.ready else [health.reason or "the engine is not ready"]
 
@@ -276,3 +276,7 @@ class Service:
     def _require_started(self) -> None:
         if self.startup_error is not None:
             raise EngineDead(f"the engine did not start: {self.startup_error}")
+
+    def _why_not_started(self) -> str:
+        """What the start is at; where the engine is ready already, this front or another one still loads."""
+        return self.client.health().reason or "the model is being loaded"

@@ -28,9 +28,16 @@ def test_ready_tells_how_warm_the_cache_is(server):
 
 def test_a_full_warm_up_shows_its_progress_before_it_is_ready(start_server):
     server = start_server(wait_ready=False, warmup="full", max_num_seqs=32, graph_buckets=tuple(range(1, 33)))
-    seen = []
+    seen, told = [], {}
     while (ready := server.http.get("/ready")).status_code == 503:
-        seen += [warm["captured"]] if (warm := ready.json()["warm"]) else []
+        [reason], warm = ready.json()["reasons"], ready.json()["warm"]
+        seen += [warm["captured"]] if warm else []
+        if not warm:
+            assert reason == "the model is being loaded"
+        elif warm["pending"]:
+            assert reason == f"graphs are being captured: {warm['captured']} of 32 so far"
+            told = told or server.post("/generate", {"text": "red"}).json()["error"]
+    assert told["code"] == "loading" and "of 32 so far; try again soon" in told["message"]
     assert seen == sorted(seen) and len(set(seen)) > 2
     assert ready.json()["warm"]["captured"] == 32 > seen[0]
 
