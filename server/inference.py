@@ -177,10 +177,15 @@ class Service:
         room = self.client.info().max_num_seqs + self.config.max_waiting
         if sequences > room:
             raise RequestError(f"the request asks for {sequences} sequences at once, and {room} are possible", "n")
-        waiting = self.client.stats().num_waiting
         self._take_places(sequences)  # before looking: of two fronts that do it at once, none overlooks the other
         try:
-            if self.all_in_flight > room or (waiting >= self.config.max_waiting > 0):
+            others, waiting = self.all_in_flight - sequences, self.client.stats().num_waiting
+            if others + sequences > room:
+                raise QueueFull(
+                    f"the request asks for {sequences} sequences beside {others} under way, and at most {room} may run "
+                    "and wait; try later"
+                )
+            if waiting >= self.config.max_waiting > 0:
                 raise QueueFull(
                     f"{waiting} sequences wait already, and at most {self.config.max_waiting} may; try later"
                 )

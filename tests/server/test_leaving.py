@@ -60,6 +60,21 @@ def test_a_full_queue_is_a_429_with_retry_after_and_the_next_one_is_served(start
     assert server.post("/generate", {"text": "red"}).status_code == 200
 
 
+def test_a_429_counts_what_is_under_way_and_what_the_request_brings(start_server):
+    server = start_server(max_num_seqs=1, max_waiting=3, max_model_len=4096)
+    long = {"text": "red", "sampling_params": LONG, "stream": True}
+    with server.http.stream("POST", "/generate", json=long) as one:
+        lines = one.iter_lines()
+        next(lines)
+        for body in ({"prompt": "red", "n": 4}, {"prompt": ["red", "blue"], "n": 2}):
+            refused = httpx.post(server.url + "/v1/completions", json=body)
+            assert refused.status_code == 429
+            assert refused.json()["error"]["message"] == (
+                "the request asks for 4 sequences beside 1 under way, and at most 4 may run and wait; try later"
+            )
+        assert server.service.in_flight == 1
+
+
 def test_more_sequences_than_can_ever_wait_are_a_400(start_server):
     server = start_server(max_num_seqs=1, max_waiting=2)
     refused = server.post("/generate", {"text": "red", "sampling_params": {"n": 4}})
