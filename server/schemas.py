@@ -201,7 +201,8 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "bad_words": ([],), "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (),
     "structured_outputs": (), "logits_processors": ([],), "vllm_xargs": ({},), "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,), "kv_transfer_params": ({},), "prompt_embeds": (), "lora_path": (),
-    "spaces_between_special_tokens": (True,), "thinking_token_budget": (),
+    "spaces_between_special_tokens": (True,), "thinking_token_budget": (), "tools": ([],), "functions": ([],),
+    "function_call": ("none", "auto"), "tool_choice": ("none", "auto"),
 }  # fmt: skip
 
 
@@ -215,6 +216,15 @@ class CompletionBody(OpenAISampling):
     logprobs: int | None = _described("logprobs")
     best_of: int | None = Field(default=None, description="only as many as n")
     add_special_tokens: bool = True
+
+    def refuse_unsupported(self) -> None:
+        """As for both OpenAI routes; also refuses the limit of a chat by its name there."""
+        super().refuse_unsupported()
+        if (self.model_extra or {}).get("max_completion_tokens") is not None:
+            raise RequestError(
+                "max_completion_tokens is a parameter of /v1/chat/completions; give max_tokens here",
+                param="max_completion_tokens",
+            )
 
     def sampling(self) -> SamplingParams:
         """The parameters; max_tokens is 16 unless given, as OpenAI has it."""
@@ -268,8 +278,7 @@ class ChatBody(OpenAISampling):
     """Body of POST /v1/chat/completions."""
 
     unsupported = {
-        **_UNSUPPORTED, "tools": ([],), "functions": ([],), "function_call": ("none", "auto"),
-        "tool_choice": ("none", "auto"), "audio": (), "modalities": (["text"],), "web_search_options": (),
+        **_UNSUPPORTED, "audio": (), "modalities": (["text"],), "web_search_options": (),
         "chat_template": (), "chat_template_kwargs": ({},), "continue_final_message": (False,), "echo": (False,),
         "add_special_tokens": (False,), "documents": ([],), "reasoning_effort": ("none",), "verbosity": ("medium",),
         "prediction": (),

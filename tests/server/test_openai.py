@@ -210,11 +210,22 @@ def test_unknown_model_is_a_404(server, path):
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"best_of": 4}, "best_of"),
         ({"suffix": "end"}, "suffix"),
+        ({"max_completion_tokens": 4}, "max_completion_tokens"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"functions": [{"name": "f"}]}, "functions"),
         ({"model": 3}, "model"),
     ],
 )
 def test_bad_completion_is_a_400_that_names_the_field(server, options, param):
     assert_refused(server, "/v1/completions", BASE | options, param)
+
+
+def test_a_chats_limit_on_a_completion_is_refused_with_the_name_of_its_own(server):
+    refused = server.post("/v1/completions", BASE | {"max_completion_tokens": 4})
+    assert "give max_tokens here" in refused.json()["error"]["message"]
+    harmless = {"max_completion_tokens": None, "tools": [], "tool_choice": "none"}
+    assert server.post("/v1/completions", BASE | harmless).status_code == 200
 
 
 @pytest.mark.parametrize(
