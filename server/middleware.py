@@ -7,6 +7,7 @@ The body is read whole here, so that a chunked upload is cut off like a declared
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import secrets
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from server.errors import WireError, error_response
 
 BODY_SECONDS = 60.0  # a body that takes longer to arrive is given up: a stalled upload must not hold its memory
-DISCARD_BYTES = 64 * 1024 * 1024  # of an oversized body read and thrown away, so that the client hears the refusal
+DISCARD_BYTES = 64 * 1024 * 1024  # of a refused body read and thrown away, so that the client hears the refusal
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 
 
@@ -86,6 +87,11 @@ class BodyLimit:
             slow = WireError(408, f"the body did not arrive within {BODY_SECONDS:.0f} seconds", code="body_timeout")
             await error_response(slow)(scope, receive, send)
             return
+        except _TooLarge as refusal:
+            if refusal.goes_on:
+                send = _with_header(_at_once(receive, send), "Connection", "close")
+            await error_response(refusal)(scope, receive, send)
+            return
         except WireError as refusal:
             await error_response(refusal)(scope, receive, send)
             return
@@ -99,26 +105,57 @@ class BodyLimit:
         await self.app(scope, replay, send)
 
     async def _read(self, receive: Receive) -> bytes | None:
-        """The whole body, or None if the client left; of a body beyond the limit nothing is kept."""
+        """The whole body, or None if the client left. Raises _TooLarge as soon as the limit is passed."""
         chunks: list[bytes] = []
         size = 0
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
-            chunk = message.get("body", b"")
-            size += len(chunk)
-            if size <= self.max_bytes:
-                chunks.append(chunk)
-            else:
-                chunks.clear()
+            chunks.append(message.get("body", b""))
+            size += len(chunks[-1])
             more = message.get("more_body", False)
-            if size > self.max_bytes and (not more or size > DISCARD_BYTES):
-                raise WireError(
-                    413, f"the body is larger than the limit of {self.max_bytes} bytes", code="body_too_large"
-                )
+            if size > self.max_bytes:
+                chunks.clear()  # the error keeps this frame while the rest is read
+                raise _TooLarge(self.max_bytes, more)
             if not more:
                 return b"".join(chunks)
+
+
+class _TooLarge(WireError):
+    """A body beyond the limit; it `goes_on` where its end has not come yet."""
+
+    def __init__(self, limit: int, goes_on: bool):
+        super().__init__(413, f"the body is larger than the limit of {limit} bytes", code="body_too_large")
+        self.goes_on = goes_on
+
+
+def _at_once(receive: Receive, send: Send) -> Send:
+    """`send` for an answer that doesn't wait for the end of its request: what still comes is read after it.
+
+    A connection that is closed on who still sends is reset, and the answer may be lost with it.
+    """
+
+    async def send_and_discard(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            await send(message | {"more_body": True})
+            await _discard(receive)
+            message = {"type": "http.response.body", "body": b""}
+        await send(message)
+
+    return send_and_discard
+
+
+async def _discard(receive: Receive) -> None:
+    """Read the rest of a body, as long and as much as any."""
+    size = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(BODY_SECONDS):
+            while size < DISCARD_BYTES:
+                message = await receive()
+                if not message.get("more_body", False):  # its end, or the client's
+                    return
+                size += len(message["body"])
 
 
 def _check_content_type(headers: Headers) -> None:

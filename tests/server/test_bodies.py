@@ -58,6 +58,31 @@ def test_a_chunked_body_of_10_mb_is_a_413_and_nothing_of_it_is_kept(server):
     assert error_of(server.http.post("/generate", content=chunks(), headers=JSON), 413)["code"] == "body_too_large"
 
 
+CHUNK = b"1000\r\n" + b"a" * 4096 + b"\r\n"
+
+
+@pytest.mark.parametrize(
+    ("header", "begun", "rest"),
+    [
+        (b"Transfer-Encoding: chunked", CHUNK, CHUNK * 200 + b"0\r\n\r\n"),
+        (b"Content-Length: 1000000", b"a" * 4096, b"a" * (1_000_000 - 4096)),
+    ],
+    ids=["chunked", "declared"],
+)
+def test_a_413_doesnt_wait_for_the_end_of_the_body(start_server, header, begun, rest):
+    server = start_server(max_body_bytes=2048)
+    host, port = server.url.removeprefix("http://").split(":")
+    head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n" + header + b"\r\n\r\n"
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(head + begun)
+        answer = b""
+        while not answer.endswith(b"}}"):
+            answer += connection.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 413 ") and b"\r\nconnection: close\r\n" in answer.lower()
+        connection.sendall(rest)  # who goes on sending is read, not reset
+        assert connection.recv(65536) == b""
+
+
 def test_a_body_at_the_limit_is_read_and_one_byte_more_is_not(start_server):
     server = start_server(max_body_bytes=2048)
     text = "a" * (2048 - len('{"text": ""}'))
