@@ -14,7 +14,8 @@ from engine.model_runner import ModelRunner
 from engine.request import EngineRequest, Request, RequestState, TokenEvent
 from engine.scheduler import Scheduler
 
-NOT_FINITE = "the model's logits are not finite (NaN or infinity) for this request: check the weights"
+NOT_FINITE = ("the model's logits are not finite (NaN or infinity) at position {position} of this request, "
+              "whose prompt has {prompt} tokens: check the weights")
 
 
 class Judge:
@@ -72,8 +73,9 @@ class Judge:
         A next step of it may be enqueued already, and write NaN to those pages again: the cleaning is enqueued after.
         """
         pages = list(request.pages)
+        error = NOT_FINITE.format(position=len(request.token_ids), prompt=request.prompt_len)
         self.end(request, RequestState.FAILED, TokenEvent(request_id=request.request_id, finish_reason="error",
-                                                          error=NOT_FINITE, graph_bucket=bucket))
+                                                          error=error, graph_bucket=bucket))
         self.runner.scrub([page for page in pages if not self.scheduler.pool.count(page)])
 
     def _finish(self, request: Request, event: TokenEvent, reason: str) -> None:

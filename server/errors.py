@@ -14,6 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from engine.errors import (
     EngineDead,
@@ -23,6 +24,7 @@ from engine.errors import (
     RequestError,
     WeightUpdateError,
 )
+from server.logs import FIELDS
 
 log = logging.getLogger("encore.server")
 
@@ -94,6 +96,14 @@ def error_response(exc: Exception) -> JSONResponse:
     return JSONResponse(body, status_code=status, headers=headers)
 
 
+def log_failure(exc: Exception, scope: Scope) -> None:
+    """One line of a request that failed, under its id. Only of what nobody foresaw it also says where it was raised."""
+    foreseen = isinstance(exc, (EngineError, WireError))
+    fields = {"request_id": scope.get("state", {}).get("request_id")}
+    log.error("a request failed: %s: %s", type(exc).__name__, exc, exc_info=None if foreseen else exc,
+              extra={FIELDS: fields})
+
+
 def install_error_handlers(app: FastAPI) -> None:
     """Make every exception of a route, and of routing itself, answer with the one body."""
 
@@ -101,7 +111,10 @@ def install_error_handlers(app: FastAPI) -> None:
         if isinstance(exc, HTTPException) and exc.status_code in (404, 405):
             what = "there is no such route" if exc.status_code == 404 else "this route does not take that method"
             exc = HTTPException(exc.status_code, f"{what}: {request.method} {request.url.path}", exc.headers)
-        return error_response(exc)
+        response = error_response(exc)
+        if response.status_code == INTERNAL.status:
+            log_failure(exc, request.scope)
+        return response
 
     async def invalid(request: Request, exc: RequestValidationError) -> JSONResponse:
         message, param = _first_fault(exc)

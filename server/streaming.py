@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -16,9 +15,8 @@ from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from server.errors import body_of, error_response
+from server.errors import body_of, error_response, log_failure
 
-log = logging.getLogger("encore.server")
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
@@ -58,7 +56,7 @@ class EventStream(Response):
             try:
                 first = await anext(events, None)
             except Exception as exc:
-                _log_if_internal(exc)
+                _log_failure(exc, scope)
                 await error_response(exc)(scope, receive, send)
                 return
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -70,7 +68,7 @@ class EventStream(Response):
             except OSError:  # the connection broke under a send
                 return
             except Exception as exc:
-                _log_if_internal(exc)
+                _log_failure(exc, scope)
                 await send({"type": "http.response.body", "body": event(body_of(exc)[1]).encode(), "more_body": True})
             await send({"type": "http.response.body", "body": DONE, "more_body": False})
 
@@ -141,7 +139,6 @@ async def _first_of(task: asyncio.Task[Any], watcher: asyncio.Task[Any]) -> None
         task.result()
 
 
-def _log_if_internal(exc: Exception) -> None:
-    status = body_of(exc)[0]
-    if status >= 500:  # a 503 ends every stream under way at once: one line each, and where it was raised says nothing
-        log.error("a request failed: %s: %s", type(exc).__name__, exc, exc_info=exc if status == 500 else None)
+def _log_failure(exc: Exception, scope: Scope) -> None:
+    if body_of(exc)[0] >= 500:  # also a 503, which ends every stream under way at once
+        log_failure(exc, scope)

@@ -212,4 +212,5 @@ def test_a_running_request_that_meets_nan_fails_with_the_tokens_it_had(make_engi
         events += loop.step()
     assert [token for event in events for token in event.token_ids] == reference.greedy(PROMPT, 5)
     assert events[-1].finish_reason == "error" and "not finite" in events[-1].error
+    assert f" at position {len(PROMPT) + 5} of " in events[-1].error
     assert len(events) == 6

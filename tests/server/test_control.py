@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
+
+from server.logs import FIELDS
 
 from .conftest import running, tiny_config
 from .test_bodies import error_of
@@ -72,6 +75,21 @@ def test_weights_from_disk_change_the_answers_and_their_version(server, tiny_mod
     assert server.answer("/weights/update", {"path": str(tiny_model), "version": "v3"})["weight_version"] == "v3"
     again = generated(server)
     assert again["output_ids"] == before["output_ids"]
+
+
+@pytest.mark.parametrize("options", [{}, {"stream": True}, {"n": 2}], ids=["whole", "stream", "several"])
+def test_logits_that_are_not_finite_are_logged_with_request_and_position(server, tiny_model, tmp_path, caplog, options):
+    prompt_tokens = server.answer("/v1/completions", BODY)["usage"]["prompt_tokens"]
+    weights = safetensors.torch.load_file(tiny_model / "model.safetensors")
+    weights["model.norm.weight"].fill_(float("nan"))
+    safetensors.torch.save_file(weights, tmp_path / "spoiled.safetensors")
+    server.answer("/weights/update", {"path": str(tmp_path / "spoiled.safetensors"), "version": "spoiled"})
+    failed = server.post("/v1/completions", BODY | options, headers={"X-Request-Id": "mine"})
+    server.answer("/weights/update", {"path": str(tiny_model), "version": "good"})
+    assert error_of(failed, 500)["code"] == "engine_error"
+    [line] = [one for one in caplog.records if one.name == "encore.server" and one.levelno >= logging.WARNING]
+    assert "logits are not finite" in line.getMessage() and f" at position {prompt_tokens} of" in line.getMessage()
+    assert getattr(line, FIELDS) == {"request_id": "mine"} and not line.exc_info
 
 
 @pytest.mark.parametrize("what", ["missing", "empty folder", "no tensors", "wrong shape"])
