@@ -110,9 +110,11 @@ class Manifest:
         """How many replays of `key` were counted, in this run and the remembered ones."""
         return self._replays[key]
 
-    def captured_sizes(self, site: str, phase: str) -> tuple[int, ...]:
-        """The bucket sizes that were captured, ascending."""
-        return tuple(sorted(self._captured.get((site, phase), ())))
+    def captured_sizes(self, site: str | None = None, phase: str | None = None) -> tuple[int, ...]:
+        """The bucket sizes that were captured, ascending; None takes those of every site or phase."""
+        chosen = (sizes for (of_site, of_phase), sizes in self._captured.items()
+                  if site in (None, of_site) and phase in (None, of_phase))
+        return tuple(sorted(set().union(*chosen)))
 
     def order(self, keys: Iterable[GraphKey]) -> list[GraphKey]:
         """`keys` by use, the most used first and among equals the largest; unused ones come last.

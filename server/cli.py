@@ -147,8 +147,11 @@ def _tune_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--metrics", metavar="FILE|URL", help="a saved /metrics page, or its address")
     parser.add_argument("--site", metavar="NAME", help="count this site only")
     parser.add_argument("--phase", default="decode", help="count this phase only (default: %(default)s)")
-    parser.add_argument("--max-size", type=int, metavar="N", help="largest batch to hold (default: largest observed)")
-    parser.add_argument("--max-graphs", type=int, metavar="N", help="at most this many graphs")
+    parser.add_argument(
+        "--max-size", type=int, metavar="N",
+        help="largest batch to hold, always a bucket (default: the server's max_num_seqs, else the largest observed)",
+    )  # fmt: skip
+    parser.add_argument("--max-graphs", type=int, metavar="N", help="at most this many graphs, the largest counted too")
     parser.add_argument("--max-bytes", type=int, metavar="N", help="at most this many bytes; needs --graphs")
     parser.add_argument("--graphs", metavar="FILE|URL", help="a saved /graphs answer, or its address: bytes per graph")
     parser.add_argument("--json", action="store_true", help="print JSON")

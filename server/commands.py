@@ -109,10 +109,13 @@ def tune(args: argparse.Namespace) -> int:
     from graph_cache.tuner import expected_padding
     from graph_cache.tuner import tune as best_buckets
 
-    histogram = _histogram(args)
+    histogram, largest = _observed(args)
     if not histogram:
         raise ConfigError("no batch sizes were observed there yet; take it from a server that has answered requests")
-    max_size = args.max_size if args.max_size is not None else max(histogram)
+    max_size = args.max_size if args.max_size is not None else max(largest, *histogram)
+    if args.max_size is None and not largest:
+        print(f"{max_size} is the largest batch observed; a server's --max-num-seqs is always one of its buckets: give "
+              "it as --max-size if it is more", file=sys.stderr)
     bytes_of = _bytes_of(args) if args.max_bytes is not None else None
     found = best_buckets(
         histogram, max_size=max_size, max_graphs=args.max_graphs, max_bytes=args.max_bytes, bytes_of=bytes_of
@@ -156,15 +159,29 @@ def _tune_text(report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _histogram(args: argparse.Namespace) -> dict[int, int]:
+def _observed(args: argparse.Namespace) -> tuple[dict[int, int], int]:
+    """The steps by their rows, and the largest bucket of the server that counted them, 0 where nothing says it."""
     from graph_cache.manifest import Manifest, histogram_from_metrics
 
     if args.metrics is not None:
-        return histogram_from_metrics(_read(args.metrics), site=args.site, phase=args.phase)
+        text = _read(args.metrics)
+        return histogram_from_metrics(text, site=args.site, phase=args.phase), _max_num_seqs(text, args.phase)
     fingerprint = _json(_read(args.manifest), args.manifest).get("fingerprint")
     if not isinstance(fingerprint, str):
         raise ConfigError(f"{args.manifest} is no manifest: it has no fingerprint")
-    return Manifest.load(args.manifest, fingerprint).histogram(site=args.site, phase=args.phase)
+    manifest = Manifest.load(args.manifest, fingerprint)
+    # The largest bucket is captured first, so it is among them if there is any.
+    captured = manifest.captured_sizes(site=args.site, phase=args.phase)
+    return manifest.histogram(site=args.site, phase=args.phase), max(captured, default=0)
+
+
+def _max_num_seqs(metrics: str, phase: str) -> int:
+    """Of a /metrics page: the last bucket of every server's decode graphs, whatever its list says."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    samples = (sample for family in text_string_to_metric_families(metrics) for sample in family.samples)
+    known = (int(sample.value) for sample in samples if sample.name == "encore_max_num_seqs" and phase == "decode")
+    return max(known, default=0)
 
 
 def _bytes_of(args: argparse.Namespace) -> Callable[[int], int]:

@@ -11,6 +11,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from graph_cache.buckets import Buckets
 from graph_cache.manifest import Manifest
 from server import cli
 from server.commands import graph_table, interpolated
@@ -200,9 +201,35 @@ def test_tune_from_a_live_server_within_a_budget_of_bytes(capsys, server):
     server.wait_idle()
     code, out, _ = status(capsys, "tune", "--metrics", server.url + "/metrics", "--max-bytes", str(2**40), "--json")
     report = json.loads(out)
-    assert code == 0 and report["max_size"] >= 3 and report["bytes"] > 0
+    assert code == 0 and report["max_size"] == 8 and report["bytes"] > 0
     code, _, err = status(capsys, "tune", "--metrics", server.url + "/metrics", "--max-bytes", "1")
     assert code == 2 and "bytes" in err
+
+
+@pytest.mark.parametrize("graphs", [1, 2, 3])
+def test_tunes_graphs_are_all_that_a_server_with_its_buckets_has(capsys, server, tmp_path, graphs):
+    server.answer("/v1/completions", {"prompt": "red", "n": 3, "max_tokens": 8, "ignore_eos": True})
+    server.wait_idle()
+    (tmp_path / "metrics").write_text(server.http.get("/metrics").text)
+    code, out, err = status(
+        capsys, "tune", "--metrics", str(tmp_path / "metrics"), "--max-graphs", str(graphs), "--json"
+    )
+    report = json.loads(out)
+    assert code == 0 and err == "" and report["graphs"] == len(report["buckets"]) <= graphs
+    # The server's limit is 8, more than any batch was: encore serve adds what isn't there.
+    assert Buckets.for_limit(8, report["buckets"]).sizes == tuple(report["buckets"])
+    assert report["default_ladder"]["buckets"] == [1, 2, 4, 8]
+
+
+def test_tune_from_a_manifest_takes_the_largest_graph_or_says_that_it_knows_none(capsys, manifest):
+    code, out, err = status(capsys, "tune", "--manifest", str(manifest), "--json")
+    assert code == 0 and json.loads(out)["max_size"] == 33 and "--max-size" in err and len(err.splitlines()) == 1
+    kept = Manifest.read(manifest)
+    for phase, size in (("decode", 64), ("decode", 8), ("prefill", 512)):
+        kept.captured("decode", phase, size)
+    kept.save()
+    code, out, err = status(capsys, "tune", "--manifest", str(manifest), "--max-graphs", "2", "--json")
+    assert (code, err) == (0, "") and json.loads(out)["buckets"] == [6, 64]
 
 
 def test_tune_by_bytes_needs_to_know_them(capsys, manifest):
