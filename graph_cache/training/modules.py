@@ -133,14 +133,15 @@ class TrainingGraphs:
             if found is not None:
                 program.current, place, entry = found
                 return self._replay(program.current, place, entry, tensors)
-        if any(program.knows(kind) for program in self._programs):
-            return self._eager(attached, args, kwargs, NO_INSTANCE)
         if attached.hooks_inside:
             return self._eager(attached, args, kwargs, HOOKS)
         self._unserved.add(kind)
         if self._rounds_of[kind] >= self._warmup_rounds - 1 and self._may_record():
             return self._record(self._recording, kind, tensors, args, kwargs)
-        return self._eager(attached, args, kwargs, UNSEEN if self._programs else WARMING, tracked=True)
+        reason = UNSEEN if self._programs else WARMING
+        if any(program.knows(kind) for program in self._programs):
+            reason = NO_INSTANCE  # if rounds go on to want more than were recorded, those are recorded beside them
+        return self._eager(attached, args, kwargs, reason, tracked=True)
 
     def _may_record(self) -> bool:
         """Begin to record in this round, unless there are more kinds of step than could ever pay."""
@@ -161,13 +162,13 @@ class TrainingGraphs:
                 self.stats.invalidations[STALE] += 1
                 self._programs.remove(program)
                 program.retire()
-        if self._recording is not None:
-            recorded, self._recording = self._recording, None
-            self._capture(recorded)
         self._rounds_of.update(self._unserved)
         self._unserved.clear()
         if len(self._rounds_of) > MOST_KINDS:  # of shapes that never come back
             self._rounds_of.clear()
+        if self._recording is not None:
+            recorded, self._recording = self._recording, None
+            self._capture(recorded)
 
     def _capture(self, program: Program) -> None:
         self._busy = True
@@ -179,6 +180,8 @@ class TrainingGraphs:
         finally:
             self._busy = False
         self._programs.append(program)
+        for kind in program.kinds():
+            del self._rounds_of[kind]
 
     def _eager(self, attached: AttachedModule, args: tuple, kwargs: dict[str, Any], reason: str,
                tracked: bool = False) -> Any:
@@ -229,7 +232,11 @@ class TrainingGraphs:
         attached = kind[0]
         self.stats.fallbacks[attached.name, "forward", WARMING] += 1
         chain, place = program.record(kind, tensors, args, kwargs)
-        result, outputs = Result.of(self._inside(attached, args, kwargs))
+        try:
+            result, outputs = Result.of(self._inside(attached, args, kwargs))
+        except BaseException:
+            self._recording = None  # the next round records anew: a graph of half a step serves no whole one
+            raise
         wanted = [index for index, tensor in enumerate(outputs) if tensor.requires_grad]
         if wanted:
             chain.order.await_backward(place)

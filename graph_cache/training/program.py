@@ -48,6 +48,10 @@ class Program:
         """Whether any chain serves such calls, free or not."""
         return any(chain.order.knows(kind) for chain in self.chains)
 
+    def kinds(self) -> set[Kind]:
+        """The calls that any chain serves."""
+        return set().union(*(chain.order.kinds() for chain in self.chains))
+
     def entries(self) -> list[Entry]:
         """What was captured, chain by chain."""
         return [entry for chain in self.chains for entry in chain.entries()]

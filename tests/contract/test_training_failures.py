@@ -86,6 +86,33 @@ def test_a_step_interrupted_before_its_backward_gives_its_pairs_back(pool, devic
     assert_same(train(graphed, data), train(eager, data))
 
 
+@pytest.mark.parametrize("where", ["between", "inside"])
+def test_a_step_that_fails_while_it_is_recorded_costs_later_ones_nothing(pool, device, where):
+    eager, graphed = twins(mlp, device)
+    graphs, stats = attached(graphed, ["0", "1", "2"], pool)
+    data = batches(8, device)
+
+    def failing(model):
+        """The second microbatch fails before its second module, or in it."""
+        sum(model(x).square().mean() for x in data[0][:1])
+        hidden = model[0](data[0][1])
+        if where == "between":
+            raise ArithmeticError("interrupted")
+        model[1](hidden[..., : WIDTH // 2])
+
+    for model in (graphed, eager):
+        train(model, data[:1])
+        model.zero_grad()
+        with pytest.raises((ArithmeticError, RuntimeError)):
+            failing(model)
+        gc.collect()
+    assert_same(train(graphed, data), train(eager, data))
+    before = sum(stats.replays.values())
+    assert_same(train(graphed, data), train(eager, data))
+    assert sum(stats.replays.values()) - before == len(data) * 2 * 3
+    assert not stats.failed_captures
+
+
 def test_a_moved_parameter_is_noticed_and_recaptured(pool, device):
     eager, graphed = twins(mlp, device)
     graphs, stats = attached(graphed, ["0", "1", "2"], pool)

@@ -105,6 +105,23 @@ def test_more_outstanding_microbatches_than_were_recorded_run_eager_beside_the_g
     assert stats.fallbacks["chunks.0.layers.0", "forward", "no_free_instance"] == 1
 
 
+@pytest.mark.parametrize("order", [[1, 1, 1, -1, -1, -1, 2, -2], [1, 2, -2, -1], [2, 1, -1, -2]], ids=str)
+def test_a_schedule_that_goes_on_to_want_other_instances_gets_them_beside_the_first(pool, device, order):
+    eager, graphed = twins(lambda: Chunks(2), device)
+    paths = [f"chunks.{chunk}.layers.{layer}" for chunk in range(2) for layer in range(2)]
+    graphs, stats = attached(graphed, paths, pool)
+    log = []
+    for model in (graphed, eager):
+        log.append([*run(model, [1, -1, 2, -2], 3, device), *run(model, order, 4, device),
+                    *run(model, [1, -1, 2, -2], 1, device)])
+    assert_same(*log)
+    late = [labels for labels in stats.fallbacks if labels[2] != "warming_up"]
+    assert all(stats.fallbacks[labels] <= 2 * 2 for labels in late), stats.fallbacks  # in two rounds, two calls each
+    before = dict(stats.replays)
+    assert_same(run(graphed, order, 1, device), run(eager, order, 1, device))
+    assert sum(stats.replays.values()) - sum(before.values()) == 2 * sum(step > 0 for step in order)
+
+
 def test_microbatches_that_go_layer_by_layer_side_by_side_equal_eager(pool, device):
     eager, graphed = twins(SmallGPT, device)
     graphs, stats = attached(graphed, ["layers.0", "layers.1"], pool)
