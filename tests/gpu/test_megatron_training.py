@@ -92,9 +92,10 @@ def test_a_whole_iteration_of_a_wrapped_model_equals_eager(overlap):
     assert rows[0]["failed"] == 0 and rows[0]["replays"] > 0, rows
 
 
-def test_a_wrapper_made_on_the_default_stream_runs_eager_and_the_row_says_what_to_change():
-    expected, _ = parallel_steps(None, "plain", fused=True)
-    found, rows = parallel_steps("full_iteration", "plain", fused=True)
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_a_wrapper_made_on_the_default_stream_runs_eager_and_the_row_says_what_to_change(overlap):
+    expected, _ = parallel_steps(None, overlap, fused=True)
+    found, rows = parallel_steps("full_iteration", overlap, fused=True)
     assert_same(found, expected)
     assert rows[0]["failed"] == 1 and rows[0]["replays"] == 0, rows
     assert "make it on another: `stream = torch.cuda.Stream()" in rows[0]["failure"], rows

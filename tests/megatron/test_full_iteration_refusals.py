@@ -8,6 +8,7 @@ import logging
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucket, _ParamAndGradBucketGroup
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.transformer.enums import CudaGraphScope
 from torch import nn
@@ -49,6 +50,31 @@ def with_ddp(model, **settings):
     wrapper = nn.Module()
     wrapper.module, wrapper.ddp_config = model, DistributedDataParallelConfig(**settings)
     return wrapper
+
+
+def test_gradients_that_arrived_in_a_capture_that_fails_are_not_counted_as_arrived():
+    model = nn.Linear(2, 2)
+    wrapper = with_ddp(model, overlap_grad_reduce=True)
+    bucket = _ParamAndGradBucket(list(model.parameters()), None, torch.zeros(6), 0, 6, 1.0, 0)
+    group = _ParamAndGradBucketGroup([bucket], wrapper.ddp_config, None, 1)
+    wrapper.bucket_groups, arrived = [group], []
+
+    def function(*, forward_step_func, data_iterator, model, num_microbatches, forward_only):
+        arrived.append(len(group.per_param_grad_ready_counts))
+        loss = model.module(next(data_iterator)).sum()
+        for parameter in bucket.params_list:
+            group.register_grad_ready(parameter)
+        found = loss.item()  # on the host, which no graph can
+        group.is_first_batch = True  # so that nothing is reduced, as there is nobody to reduce with
+        group.reset()
+        return [found]
+
+    run, stats = graphed(function)
+    for _ in range(4):
+        run(forward_step_func=None, data_iterator=iter([torch.ones(2)]), model=wrapper, num_microbatches=1)
+        group.is_first_batch = True
+    assert sum(stats.failed_captures.values()) == 1
+    assert arrived == [0] * 5
 
 
 def with_attribute(model, name, value):

@@ -7,6 +7,7 @@ function has Megatron's calling convention is captured as it is, with its gradie
 
 from __future__ import annotations
 
+import copy
 import enum
 import inspect
 import types
@@ -142,7 +143,7 @@ class FullIteration:
              call: _Call) -> Any:
         """The function itself, over these batches: what runs eager, and what is captured."""
         iterators = [None if given is None else _Microbatches(given) for given in batches]
-        with _scaled(_configs(chunks), scales):
+        with _scaled(_configs(chunks), scales), _reductions_put_back(chunks):
             result = self._function(data_iterator=iterators if call.many_iterators else iterators[0],
                                     model=chunks if call.many_chunks else chunks[0], **call.keywords)
         for index, iterator in enumerate(iterators):
@@ -290,6 +291,23 @@ def _times(scale: Tensor) -> Callable[[Tensor], Tensor]:
 
 def _always(scale: Tensor) -> Callable[[], Tensor]:
     return lambda: scale
+
+
+@contextmanager
+def _reductions_put_back(chunks: Iterable[nn.Module]) -> Iterator[None]:
+    """Where the block ends half way, as a capture may, gradients that arrived in it have not arrived: Megatron's DDP
+    counts them to know when to reduce them, and the step that runs eager instead would find them counted."""
+    groups = [group for inner in _wrapped(chunks) for name in ("bucket_groups", "expert_parallel_bucket_groups")
+              for group in getattr(inner, name, ())]
+    before = [{name: copy.copy(value) if isinstance(value, (dict, list, set)) else value
+               for name, value in vars(group).items()} for group in groups]
+    try:
+        yield
+    except BaseException:
+        for group, kept in zip(groups, before, strict=True):
+            vars(group).clear()
+            vars(group).update(kept)
+        raise
 
 
 @contextmanager
