@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from graph_cache.backends.cpu_arena import Arena, Claim, plan_layout
+from graph_cache.backends.cpu_host_reads import refused_host_reads
 from graph_cache.backends.cpu_program import Call, bind, loop_program, torchscript_program
 from graph_cache.backends.cpu_tape import TapeRecorder
 from graph_cache.errors import CaptureError, GraphClosed
@@ -95,7 +96,7 @@ class CpuBackend:
         recorder = self._recorder = TapeRecorder(generators, can_undo=reference is None)
         self._capturing_thread = threading.get_ident()
         try:
-            with recorder:
+            with recorder, refused_host_reads(recorder.is_constant):
                 fn()
         except BaseException:
             recorder.undo()

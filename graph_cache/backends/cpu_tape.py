@@ -80,9 +80,7 @@ class Tape:
 class TapeRecorder(TorchDispatchMode):
     """Runs operations and writes them down. Use as a context manager; then read `tape`.
 
-    Sees what reaches the dispatcher: `numpy()` and `tolist()` read a CPU tensor behind its back and can't be refused.
-    A mode that could see them would also switch off fast paths of torch.nn, so that the recorded run would round
-    otherwise than eager does.
+    Sees what reaches the dispatcher; what reads a CPU's tensor behind its back, cpu_host_reads.py refuses.
     """
 
     def __init__(self, generators: Sequence[torch.Generator] = (), can_undo: bool = False):
@@ -94,6 +92,7 @@ class TapeRecorder(TorchDispatchMode):
         self._generators = {generator._cdata for generator in generators}
         self._buffer_of: dict[int, int] = {}
         self._numbers: set[int] = set()  # storages of tensors made from Python values
+        self._constant: set[int] = set()  # storages whose contents came of no tensor from before the run, and no draw
         # A weak reference to each storage keeps its address from being used again, so an address names one buffer.
         self._pinned: list[StorageWeakRef] = []
         self._aliases: dict[tuple, torch.Tensor] = {}
@@ -127,6 +126,11 @@ class TapeRecorder(TorchDispatchMode):
         if torch.Tag.inplace_view in func.tags:
             return result  # changes how a tensor object sees its memory, which is in the Refs of whoever uses it
         results = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
+        touched = known | {tensor.untyped_storage()._cdata for tensor in results}
+        if lifted or (known <= self._constant and torch.Tag.nondeterministic_seeded not in func.tags):
+            self._constant |= touched
+        elif func._schema.is_mutable:
+            self._constant -= touched
         fresh = any(tensor.untyped_storage()._cdata not in known for tensor in results)
         if fresh or func._schema.is_mutable or not results:
             self._record(func, args, kwargs, inputs, result, known)
@@ -148,6 +152,10 @@ class TapeRecorder(TorchDispatchMode):
         """Take back what the run wrote to memory from before it."""
         for storage, before in (self._before or {}).values():
             storage.copy_(before)
+
+    def is_constant(self, tensor: torch.Tensor) -> bool:
+        """Whether every run would find there what this one does, so that the host may read it."""
+        return tensor.untyped_storage()._cdata in self._constant
 
     def touched_memory(self) -> bool:
         """Whether a recorded call read or wrote a tensor: an optimizer's marks for the profiler are calls, too."""

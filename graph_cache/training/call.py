@@ -55,6 +55,7 @@ def _is_hashable_enum(value: Any) -> bool:
 
 
 NO_MEMORY = "argument_without_memory"  # why a call runs eager
+ELSEWHERE = "argument_elsewhere"
 OF_ITS_OWN_MEMORY = (Tensor, nn.Parameter)  # other classes take a closer look
 TENSOR = "<tensor>"  # stands where a tensor argument was, among the values
 
@@ -178,6 +179,17 @@ def load(statics: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
 def is_sparse(tensor: Tensor) -> bool:
     """Whether how much memory it takes depends on its values: no graph can be given another one."""
     return tensor.layout is not torch.strided
+
+
+def why_no_input(tensors: Sequence[Tensor], device: torch.device) -> str:
+    """Why a graph can't be given one of these; empty where it can.
+
+    What is on the host is as good as read there: a GPU is given a single number with the launch, and a list of counts
+    becomes shapes.
+    """
+    if any(map(lacks_memory, tensors)):
+        return NO_MEMORY
+    return ELSEWHERE if any(tensor.device.type != device.type for tensor in tensors) else ""
 
 
 def lacks_memory(tensor: Tensor) -> bool:

@@ -24,6 +24,7 @@ from graph_cache.pool import GraphPool
 from graph_cache.runner import GraphRunner
 from graph_cache.stats import CacheStats
 from graph_cache.training.call import (
+    ELSEWHERE,
     NO_MEMORY,
     CallKey,
     Result,
@@ -90,6 +91,9 @@ class CapturedIteration:
         key, tensors = take_apart(args, kwargs, training=True)
         if any(map(is_sparse, tensors)):
             self._stats.fallbacks[self.name, SCOPE, NO_MEMORY] += 1
+            return self._eager(args, kwargs)
+        if any(tensor.device.type != self._pool.backend.device.type for tensor in tensors):
+            self._stats.fallbacks[self.name, SCOPE, ELSEWHERE] += 1
             return self._eager(args, kwargs)
         self._look_at([value for value in key.values if isinstance(value, nn.Module)])
         kind = (key, self._state())

@@ -18,7 +18,7 @@ from torch import Tensor
 from graph_cache.errors import GraphConfigError
 from graph_cache.training.attached import AttachedModule, Attachment, Watched
 from graph_cache.training.autograd import Lease, probe, replay
-from graph_cache.training.call import NO_MEMORY, Result, lacks_memory, take_apart
+from graph_cache.training.call import Result, take_apart, why_no_input
 from graph_cache.training.chain import Chain, Entry, Kind
 from graph_cache.training.compiled import keeping_history
 from graph_cache.training.job import Job
@@ -123,8 +123,8 @@ class TrainingGraphs:
             return self._eager(attached, args, kwargs, NO_GRAD)
         if self.outstanding == 0:
             self._begin_round()
-        if any(map(lacks_memory, tensors)):
-            return self._eager(attached, args, kwargs, NO_MEMORY, tracked=True)
+        if reason := why_no_input(tensors, self.job.pool.backend.device):
+            return self._eager(attached, args, kwargs, reason, tracked=True)
         kind = (attached, key, attached.state)
         if kind in attached.refused:
             return self._eager(attached, args, kwargs, FAILED)

@@ -1,4 +1,6 @@
-"""Sparse tensors and those made of others, which have no address: a stale one is never taken for the new."""
+"""Sparse tensors and those made of others, which have no address, and those on the host: a stale one is never taken for
+the new.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from graph_cache.stats import CacheStats
-from graph_cache.training.call import NO_MEMORY, lacks_memory
+from graph_cache.training.call import ELSEWHERE, NO_MEMORY, lacks_memory
 from tests.contract.training_models import WIDTH, attached, iteration_of, twins
 
 
@@ -98,6 +100,31 @@ def test_other_modules_are_captured_beside_one_that_begins_each_step_with_such_a
         model[1](model[0](x)).pow(2).sum().backward()
     assert stats.fallbacks["0", "forward", NO_MEMORY] == 6
     assert sum(stats.replays.values()) == 4
+
+
+class Scaled(nn.Linear):
+    def forward(self, x, scale):
+        return super().forward(x) * scale
+
+
+def test_a_number_in_a_tensor_on_the_host_is_never_stale(pool, device):
+    eager, graphed = twins(lambda: Scaled(WIDTH, WIDTH), device)
+    _, stats = attached(graphed, [""], pool)
+    whole = iteration_of(pool, stats, lambda x, scale: (eager(x, scale)).sum().detach())
+    x = torch.ones(4, WIDTH, device=device)
+    for step in range(6):
+        scale, found = torch.tensor(float(step)), []
+        for model in (eager, graphed):
+            model.zero_grad()
+            model(x, scale).pow(2).sum().backward()
+            found.append(model.weight.grad.clone())
+        assert torch.equal(*found), f"step {step}"
+        with torch.no_grad():
+            assert torch.equal(whole(x, scale), eager(x, scale).sum()), f"step {step}"
+    on_host = 0 if device.type == "cpu" else 6
+    assert stats.fallbacks["model", "forward", ELSEWHERE] == stats.fallbacks["iteration", "full_iteration", ELSEWHERE]
+    assert stats.fallbacks["model", "forward", ELSEWHERE] == on_host
+    assert bool(stats.replays) is not bool(on_host)
 
 
 def test_an_attached_model_can_be_exported(pool, device):

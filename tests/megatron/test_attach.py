@@ -375,6 +375,7 @@ def test_selective_recompute_is_left_out_of_captures_and_back_afterwards():
     ("delay_wgrad_compute", "take full_iteration"),
     ("fine_grained_activation_offloading", "moves storage"),
     ("overlap_moe_expert_parallel_comm", "name parts by cuda_graph_modules"),
+    ("moe_enable_routing_replay", "capture no router"),
 ])
 def test_settings_that_graphs_of_layers_cannot_honour_are_refused(name, says):
     model = gpt()

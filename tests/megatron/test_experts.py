@@ -114,3 +114,12 @@ def test_an_overlapped_exchange_of_experts_which_frees_what_goes_to_them_keeps_i
     model = gpt(**FIXED)
     object.__setattr__(model.config, "overlap_moe_expert_parallel_comm", True)
     assert "gives the memory" in why_not(model.decoder.layers[0].mlp)
+
+
+def test_experts_that_are_named_by_themselves_never_take_the_counts_of_their_capture():
+    every_token_to_any = EXPERTS | {"moe_token_dispatcher_type": "allgather"}
+    model, twin = gpt(**every_token_to_any), gpt(**every_token_to_any)
+    with training() as engine:
+        engine.attach(model, modules=[f"decoder.layers.{layer}.mlp.experts" for layer in range(2)])
+        assert_same(train(model), train(twin))
+        assert all(row["graphs"] == 0 and "tolist" in row["failure"] for row in engine.graphs())

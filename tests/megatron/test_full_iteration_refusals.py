@@ -82,10 +82,16 @@ def with_attribute(model, name, value):
     return model
 
 
+def with_routing_replay(model):
+    object.__setattr__(model.config, "moe_enable_routing_replay", True)
+    return model
+
+
 REFUSED = {
     "check_for_nan_in_grad": lambda: with_ddp(gpt(), check_for_nan_in_grad=True),
     "check_for_large_grads": lambda: with_ddp(gpt(), check_for_large_grads=True),
     "report_nan_in_param_grad": lambda: with_attribute(gpt(), "report_nan_in_param_grad", True),
+    "moe_enable_routing_replay=True .*'local'": lambda: with_routing_replay(gpt()),
     "cuda_graph_impl='transformer_engine'": lambda: with_attribute(
         gpt(), "config", type("Config", (), {"__init__": lambda self: vars(self).update(
             cuda_graph_impl="transformer_engine")})()),

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 PREPROCESS = "moe_preprocess"
 WITHOUT_DELAY = {"moe_router", PREPROCESS}  # parts whose own weights Megatron never delays
+ROUTING_REPLAY = ("moe_enable_routing_replay=True has the host tell routers to record or to replay, and hand them what "
+                  "to replay: a graph would do for ever what it was told at its capture. Set it False")
 FP4_NEEDS = (10, 0)  # the compute capability of the first GPUs with fp4
 
 
@@ -81,6 +83,9 @@ def check(model_config: Any, config: GraphConfig) -> None:
             not config.cuda_graph_modules):
         raise GraphConfigError("overlap_moe_expert_parallel_comm=True calls the parts of a layer and never the layer, "
                                "whose graphs would lie idle: name parts by cuda_graph_modules (attn, moe_router)")
+    if getattr(model_config, "moe_enable_routing_replay", False) and (
+            not config.cuda_graph_modules or {"moe", "moe_router"} & set(config.cuda_graph_modules)):
+        raise GraphConfigError(ROUTING_REPLAY + ", or capture no router (cuda_graph_modules=['attn'])")
     if getattr(model_config, "fp4", None):
         found = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
         if found is None or found < FP4_NEEDS:

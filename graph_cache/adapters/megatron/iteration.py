@@ -21,8 +21,8 @@ from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from graph_cache.adapters.megatron.attachment import ROUTING_REPLAY, register_packed_sequences
 from graph_cache.adapters.megatron.attachment import generators as tracked_generators
-from graph_cache.adapters.megatron.attachment import register_packed_sequences
 from graph_cache.errors import GraphConfigError, GraphError
 from graph_cache.pool import GraphPool
 from graph_cache.stats import CacheStats
@@ -199,8 +199,11 @@ class _Same:
 
 
 def refuse(settings: Any) -> None:
-    """Raise GraphConfigError for settings that a graph of a whole iteration can't hold: checks for NaN that read the
-    host, and graphs of Megatron's own inside. `settings`: any object or mapping with Megatron's names."""
+    """Raise GraphConfigError for settings that a graph of a whole iteration can't hold.
+
+    Checks for NaN that read the host, routing that the host directs, and graphs of Megatron's own inside. `settings`:
+    any object or mapping with Megatron's names.
+    """
     given = settings if isinstance(settings, Mapping) else vars(settings)
     asked = [name for name in NAN_CHECKS if given.get(name)]
     if asked:
@@ -208,6 +211,9 @@ def refuse(settings: Any) -> None:
             f"{' and '.join(asked)} would read losses or gradients on the host, which a graph of a whole iteration "
             "can't: turn it off, and return torch.isfinite(loss) beside the loss from the loss function, a check on the"
             " device that you read after the iteration; or use cuda_graph_impl='local'")
+    if given.get("moe_enable_routing_replay"):
+        raise GraphConfigError(ROUTING_REPLAY + ", or capture layers without their routers (cuda_graph_impl='local', "
+                               "cuda_graph_modules=['attn'])")
     impl, scope = given.get("cuda_graph_impl"), given.get("cuda_graph_scope") or ()
     whole = "full_iteration" in [getattr(one, "name", one) for one in ([scope] if isinstance(scope, str) else scope)]
     if impl not in (None, "none", "full_iteration") and not (impl == "local" and whole):

@@ -1,0 +1,53 @@
+"""Refuses `numpy()` and `tolist()` while a tape is recorded: they read a CPU's tensor behind the dispatcher's back.
+
+A tensor on a GPU can't be read so at all, or only with a wait that ends a capture.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from graph_cache.errors import CaptureRefused
+
+READERS = ("numpy", "tolist")
+
+_allowed: dict[int, Callable[[torch.Tensor], bool]] = {}  # by the thread that records now
+_lock = threading.Lock()
+
+
+@contextmanager
+def refused_host_reads(allowed: Callable[[torch.Tensor], bool]) -> Iterator[None]:
+    """Within the block reads by this thread raise CaptureRefused, but of what is allowed; others read as ever."""
+    me = threading.get_ident()
+    with _lock:
+        if not _allowed:
+            for name in READERS:
+                # Over what torch.Tensor inherits: a mode that sees functions would switch off fast paths of torch.nn.
+                setattr(torch.Tensor, name, _refusing(name, getattr(torch.Tensor, name)))
+        _allowed[me] = allowed
+    try:
+        yield
+    finally:
+        with _lock:
+            del _allowed[me]
+            if not _allowed:
+                for name in READERS:
+                    delattr(torch.Tensor, name)
+
+
+def _refusing(name: str, before: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(before)
+    def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        allowed = _allowed.get(threading.get_ident())
+        if allowed is not None and not allowed(tensor):
+            raise CaptureRefused(f"Tensor.{name}(): the host reads a tensor's values here, and a replay would not read "
+                                 "them again. Keep them in a tensor, or make them a keyword of the graph's key")
+        return before(tensor, *args, **kwargs)
+
+    return read

@@ -1,0 +1,79 @@
+"""What reads a CPU's tensor behind the dispatcher's back is refused in a capture, and nowhere else."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from graph_cache.backends import backend_for
+from graph_cache.backends.cpu_host_reads import refused_host_reads
+from graph_cache.errors import CaptureRefused
+from graph_cache.pool import GraphPool
+from graph_cache.runner import GraphRunner
+
+READS = {"tolist": lambda x: x.tolist(), "numpy": lambda x: x.numpy(), "asarray": np.asarray,
+         "of_what_was_computed": lambda x: x.sum(0).tolist()}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_capture_that_reads_a_tensor_is_refused(read, grad):
+    x = torch.ones(2, 3)
+    runner = GraphRunner(lambda: x.mul_(len(read(x))), GraphPool(backend_for("cpu")), statics=lambda: [x], grad=grad,
+                         checked=not grad)
+    with pytest.raises(CaptureRefused, match="the host reads a tensor's values"):
+        runner.capture()
+    assert x.tolist() == [[1.0] * 3] * 2  # as it was, and to be read again
+    assert not {"tolist", "numpy"} & set(vars(torch.Tensor))
+
+
+def test_what_every_run_computes_alike_may_be_read():
+    x = torch.ones(4)
+
+    def double():
+        counts = torch.full((2,), 1)
+        counts[1] = torch.tensor(2)
+        x.mul_(sum((counts + 1).tolist()[:1]))
+
+    runner = GraphRunner(double, GraphPool(backend_for("cpu")), statics=lambda: [x])
+    runner.capture()
+    runner.replay()
+    assert x.tolist() == [2.0] * 4
+
+
+def test_a_constant_that_was_overwritten_is_none_any_more():
+    x = torch.ones(2)
+
+    def step():
+        counts = torch.zeros(2)
+        counts.copy_(x)
+        x.mul_(counts.tolist()[0])
+
+    runner = GraphRunner(step, GraphPool(backend_for("cpu")), statics=lambda: [x])
+    with pytest.raises(CaptureRefused, match="tolist"):
+        runner.capture()
+
+
+def test_other_threads_read_as_ever_and_the_last_to_record_puts_back():
+    found, entered, go_on = [], threading.Event(), threading.Event()
+
+    def record():
+        with refused_host_reads(lambda tensor: False):
+            entered.set()
+            go_on.wait(10)
+            with pytest.raises(CaptureRefused):
+                torch.ones(1).tolist()
+            found.append("refused")
+
+    other = threading.Thread(target=record)
+    with refused_host_reads(lambda tensor: False):
+        other.start()
+        assert entered.wait(10)
+    found.append(torch.ones(1).tolist())  # the other one records still
+    go_on.set()
+    other.join(10)
+    assert found == [[1.0], "refused"]
+    assert not {"tolist", "numpy"} & set(vars(torch.Tensor))
