@@ -133,7 +133,7 @@ class AttachedModule:
         self._seam = COMPILED_CALL if is_inside else part.method
         self.before = vars(module).get(self._seam)
         wraps = part.method == FORWARD and is_compiled(module)  # a compiled call of another module's
-        if self._seam == part.method and self.before is not None and not wraps:
+        if self._seam == part.method and self.before is not None and not (wraps or self._is_its_own(self.before)):
             raise GraphConfigError(f"{name}: its {part.method} is replaced already ({self.before!r}); detach whatever "
                                    "did so first")
         if isinstance(self.before, Seam):
@@ -155,6 +155,11 @@ class AttachedModule:
         self.surroundings = surroundings
         self._to_fire: list[tuple[nn.Module, Hook]] = []
         self.refresh()
+
+    def _is_its_own(self, call: Any) -> bool:
+        """Whether it is the method that the class has: so a deep copy of an attached module has it."""
+        return isinstance(call, MethodType) and call.__self__ is self.module and (
+            call.__func__ is getattr(type(self.module), self.method, None))
 
     def take_over(self, call: Callable[[Any, tuple, dict[str, Any]], Any]) -> None:
         """From here on calls of the module are calls of this, with this object, the arguments and the keywords."""

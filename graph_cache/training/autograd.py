@@ -47,7 +47,7 @@ def _replayed(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         raise GraphError(f"the backward of {call.name} was run twice: a graph's backward runs once, since the next "
                          "forward reuses its memory; detach the module from its graphs to retain it")
     found = call.replay_backward(grads)
-    for index in ctx.leaves:
+    for index in ctx.copied:
         if found[index] is not None:
             found[index] = found[index].clone()
     lease.end()
@@ -61,8 +61,10 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: GraphedCall, lease: Lease, *tensors: Tensor) -> Any:
         ctx.call, ctx.lease = call, lease
-        # A leaf's .grad may become the very tensor that is returned for it, so leaves get copies.
-        ctx.leaves = [index for index in call.wanting if tensors[index].is_leaf]
+        # What is returned for an input may become the .grad of a leaf before it, or be sent away while the next graph
+        # runs, whose temporaries may lie there: copies, but where another pair's backward reads it at once.
+        ctx.copied = [index for index in call.wanting
+                      if index not in call.passed_on or type(tensors[index].grad_fn) is not _PAIR]
         outputs = call.replay_forward(tensors)
         if call.undifferentiable:
             ctx.mark_non_differentiable(*[outputs[index] for index in call.undifferentiable])
@@ -73,6 +75,8 @@ class _Replay(torch.autograd.Function):
         # The guard against a second differentiation costs as much as a replay; nobody can ask for one without a graph.
         return _replayed_once(ctx, *grads) if torch.is_grad_enabled() else _replayed(ctx, *grads)
 
+
+_PAIR = _Replay._backward_cls
 
 # What `Function.apply` comes to without functorch, without its walk over all arguments in Python.
 _apply = super(torch.autograd.Function, _Replay).apply

@@ -211,6 +211,7 @@ class Chain:
             if grad is not None and (grad.shape, grad.stride(), grad.dtype) == (
                     output.shape, output.stride(), output.dtype):
                 arriving[index] = grad
+                taker.pair.passed_on.add(takers[0][1])
         pair.capture_backward(arriving)
 
     def _try(self, place: int, capture: Callable[[], None]) -> None:

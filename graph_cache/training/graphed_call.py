@@ -48,6 +48,7 @@ class GraphedCall:
         self.wanting = [index for index, tensor in enumerate(self.inputs) if tensor.requires_grad]
         self.grad_outputs: list[Tensor] = []
         self.input_grads: list[Tensor | None] = []
+        self.passed_on: set[int] = set()  # inputs whose gradients another pair's backward reads where they are
         self.parameter_grads: list[Tensor | None] = []
         self._stand_ins = StandIns(owner.scope)
         self._forward, self._surrounded = owner.eager, owner.surrounded
@@ -197,8 +198,8 @@ class GraphedCall:
     def replay_backward(self, grads: Sequence[Tensor]) -> list[Tensor | None]:
         """Gradients of inputs, then of parameters, from those of all outputs.
 
-        Input gradients are static: the next backward of this pair overwrites them. Parameter gradients stay as they are
-        for as long as somebody holds them.
+        Input gradients are static: the next graph of this memory may overwrite them. Parameter gradients stay as they
+        are for as long as somebody holds them.
         """
         held = self._handed_out.save() if self._handed_out is not None else None
         for index, address, static in self._grads_at:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ class _Captured:
         self.key = key
         self.inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
         self.addresses = AddressBook()
+        self.outside: set[str] = set()  # names of tensors outside of modules
         self.result: Result | None = None
         self.outputs: list[Tensor] = []
         self.grads_before: list[tuple[nn.Parameter, Tensor]] = []
@@ -65,14 +66,17 @@ class CapturedIteration:
     A kind is the structure of the arguments, the shapes and dtypes of tensors, every other value, whether gradients are
     enabled, and of each module train or eval, which parameters want a gradient, and which have one already; modules
     among the arguments count with those that the step runs. Calls run eager `warmup_steps` times per kind (at least
-    one), then are captured. A graph whose parameters, buffers or main_grads moved is dropped. Tensors that the step
-    returns come back without history, from a replay as copies; `.grad` is left as the step leaves it.
+    one), then are captured. A graph is dropped when parameters, buffers or main_grads moved, or tensors of `state`,
+    which the step reads or writes beside them. Tensors that the step returns come back without history, from a replay
+    as copies; `.grad` is left as the step leaves it.
     """
 
     def __init__(self, step: Callable[..., Any], pool: GraphPool, stats: CacheStats, *, name: str = "iteration",
-                 warmup_steps: int = 3, generators: Sequence[torch.Generator] = ()):
+                 warmup_steps: int = 3, generators: Sequence[torch.Generator] = (),
+                 state: Mapping[str, Tensor] | None = None):
         self.name = name
         self._step = step
+        self._outside = {} if state is None else state
         self._pool = pool
         self._stats = stats
         self._warmup_steps = max(1, warmup_steps)
@@ -183,8 +187,8 @@ class CapturedIteration:
                      "; ".join(map(str, moved)))
         self._stats.invalidations[keys.STALE] += 1
         self.clear()
-        if not captured.addresses.has_its_modules():
-            self._seen.clear()  # only eager calls note which modules there are now
+        if not captured.addresses.has_its_modules() or set(self._outside) != captured.outside:
+            self._seen.clear()  # only eager calls note which modules there are now, and make state that is gone
         return False
 
     def _eager(self, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -235,6 +239,8 @@ class CapturedIteration:
         for root in self._roots:
             captured.addresses.watch(root, prefix=f"{type(root).__name__}.")
             captured.addresses.watch(MainGrads(root), prefix=f"{type(root).__name__}.main_grad of ")
+        captured.addresses.watch(self._outside)
+        captured.outside = set(self._outside)
         self._captured[kind] = captured
         self._stats.captures[self.name, SCOPE, "recorded"] += 1
         self._stats.observe_capture(runner.capture_seconds)

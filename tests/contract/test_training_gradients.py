@@ -7,10 +7,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from graph_cache.training.gradients import Room
 from tests.contract.training_models import (
+    LENGTH,
     MANY,
+    ROWS,
     WIDTH,
     SmallGPT,
     assert_same,
@@ -68,6 +71,83 @@ def test_gradients_that_somebody_holds_keep_their_values(pool, device, options):
     _, stats = attached(graphed, ["layers.0", "layers.1"], pool)
     assert_same(lived(graphed, data, **options), expected)
     assert sum(stats.replays.values()) == 14
+
+
+class Placed(nn.Module):
+    """Parameters of an activation's very shape, added to what enters a graphed block: its input's gradient is theirs.
+
+    `seen` as they are, or through a view.
+    """
+
+    def __init__(self, seen):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(3))
+        self.places = nn.ParameterList(torch.randn(ROWS, LENGTH, WIDTH) for _ in range(3))
+        self.seen = seen
+
+    def forward(self, x):
+        for block, place in zip(self.blocks, self.places, strict=True):
+            x = block(x + (place if self.seen == "whole" else place.flatten(0, 1).view_as(place)))
+        return x
+
+
+@HOLDING
+@pytest.mark.parametrize("seen", ["whole", "through_a_view"])
+def test_what_is_added_to_a_graphed_modules_input_has_a_gradient_of_its_own(pool, device, seen, options):
+    eager, graphed = twins(lambda: Placed(seen), device)
+    data = batches(9, device, micro=1)
+    expected = lived(eager, data, **options)
+    _, stats = attached(graphed, [f"blocks.{index}" for index in range(3)], pool)
+    assert_same(lived(graphed, data, **options), expected)
+    assert sum(stats.replays.values()) == 21
+
+
+@pytest.mark.parametrize("through", ["detached", "viewed"])
+def test_a_leaf_where_an_earlier_graph_left_its_output_has_a_gradient_of_its_own(pool, device, through):
+    """As a stage's input is beside another stage's output, or a checkpoint's beside the block before it."""
+    def steps(model):
+        torch.manual_seed(1)
+        found = []
+        for step in range(6):
+            model.zero_grad()
+            leaves = []
+            for micro in range(2):
+                x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(2 * step + micro)).to(device)
+                first = model[0](x)
+                leaf = first.detach().requires_grad_()
+                leaves.append(leaf)
+                second = model[1](leaf if through == "detached" else leaf.view_as(leaf))
+                second.pow(2).sum().backward()
+                first.backward(2 * leaf.grad)
+            found.append([*[leaf.grad.clone() for leaf in leaves], *[p.grad.clone() for p in model[:2].parameters()]])
+        return found
+
+    eager, graphed = twins(mlp, device)
+    _, stats = attached(graphed, ["0", "1"], pool)
+    assert_same(steps(graphed), steps(eager))
+    assert sum(stats.replays.values()) >= 3 * 2 * 2
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_graphed_blocks_under_a_checkpoint_equal_eager(pool, device, reentrant):
+    """A reentrant one runs forwards inside of the backward, between a graph's input gradient and who takes it."""
+    def steps(model):
+        found = []
+        for step in range(8):
+            model.zero_grad()
+            generator = torch.Generator().manual_seed(step)
+            x = torch.randn(ROWS, LENGTH, WIDTH, generator=generator).to(device).requires_grad_()
+            out = x
+            for block in model.blocks:
+                out = checkpoint(block, 2 * out, use_reentrant=reentrant)
+            out.pow(2).sum().backward()
+            found.append([x.grad.clone(), *[p.grad.clone() for p in model.blocks.parameters()]])
+        return found
+
+    eager, graphed = twins(lambda: Placed("whole"), device)
+    _, stats = attached(graphed, [f"blocks.{index}" for index in range(3)], pool)
+    assert_same(steps(graphed), steps(eager))
+    assert bool(stats.replays) is reentrant
 
 
 @HOLDING

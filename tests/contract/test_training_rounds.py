@@ -179,6 +179,10 @@ def test_a_deep_copy_of_an_attached_model_is_a_model_of_its_own(pool, device):
     assert torch.equal(copied(x), before) and not torch.equal(graphed.eval()(x), before)
     graphs.detach()
     assert torch.equal(copied(x), before)
+    data, twin = batches(4, device, micro=1), copy.deepcopy(copied)
+    _, stats = attached(copied, BLOCKS, pool)
+    assert_same(train(copied, data), train(twin, data))
+    assert sum(stats.replays.values()) == 2 * len(BLOCKS)
 
 
 def test_hooks_that_were_removed_run_no_more(pool, device):

@@ -8,15 +8,18 @@ import pytest
 import torch
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from graph_cache.adapters.megatron.attachment import attachment
 from graph_cache.adapters.megatron.dispatch import LEFT, why_not
 from graph_cache.adapters.megatron.parts import parts_of
 from graph_cache.config import GraphConfig
+from tests.megatron import loops
 from tests.megatron.models import EXPERTS, FIXED, gpt, loss_of, tokens
 from tests.megatron.test_attach import assert_same, train, training
 
+BALANCED = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
 ROUTED = ["pre_mlp_layernorm", "moe_router"]
 
 
@@ -123,3 +126,23 @@ def test_experts_that_are_named_by_themselves_never_take_the_counts_of_their_cap
         engine.attach(model, modules=[f"decoder.layers.{layer}.mlp.experts" for layer in range(2)])
         assert_same(train(model), train(twin))
         assert all(row["graphs"] == 0 and "tolist" in row["failure"] for row in engine.graphs())
+
+
+@pytest.mark.parametrize("replaced", ["sums", "scale"])
+def test_a_whole_iteration_notices_that_sums_of_losses_or_their_scale_are_other_tensors(replaced):
+    def before(model, step):
+        if step == 0 or (step == 5 and replaced == "sums"):
+            moe_utils.get_moe_layer_wise_logging_tracker().clear()
+        if step == 0 or (step == 5 and replaced == "scale"):
+            MoEAuxLossAutoScaler.main_loss_backward_scale = torch.tensor([0.5 * (step + 1)])
+
+    def steps(run):
+        log = loops.train(run, gpt(**FIXED | BALANCED), steps=10, before=before)
+        sums = moe_utils.get_moe_layer_wise_logging_tracker()["load_balancing_loss"]["values"]
+        return log, sums.clone(), MoEAuxLossAutoScaler.main_loss_backward_scale.clone()
+
+    run, stats = loops.graphed()
+    loops.assert_same(steps(run), steps(loops.no_pipelining))
+    again = 2 if replaced == "sums" else 0  # what is gone, eager calls make anew
+    assert loops.counts(stats) == (2, 10 - 2 - 2 - again, {"warming_up": 2 + again})
+    assert stats.invalidations == {"stale_address": 1}

@@ -127,13 +127,22 @@ def is_param_gather(hook: Hook) -> bool:
 
 
 class AuxLosses(Mapping[str, Tensor]):
-    """Megatron's sums of auxiliary losses, which routers add to: those that there are at the time of asking."""
+    """Megatron's sums of auxiliary losses, which routers add to, and the scale of their gradients: those that there are
+    at the time of asking.
+    """
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._sums()[name]
+        return self._there()[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter([name for name, values in self._sums().items() if isinstance(values, Tensor)])
+        return iter(self._there())
+
+    def __len__(self) -> int:
+        return len(self._there())
+
+    def _there(self) -> dict[str, Tensor]:
+        found = self._sums() | {"main_loss_backward_scale": moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale}
+        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
     def _sums(self) -> dict[str, Tensor | None]:
         metrics = getattr(moe_utils, "get_moe_metrics_tracker", None)
@@ -141,9 +150,6 @@ class AuxLosses(Mapping[str, Tensor]):
             return {name: one.values for name, one in metrics().metrics.items()}
         tracker = moe_utils.get_moe_layer_wise_logging_tracker()
         return {name: one.get("values") for name, one in tracker.items()}
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
 
 
 def _check_hooks(part: Part) -> None:

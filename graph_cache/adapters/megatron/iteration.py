@@ -21,7 +21,7 @@ from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from graph_cache.adapters.megatron.attachment import ROUTING_REPLAY, register_packed_sequences
+from graph_cache.adapters.megatron.attachment import ROUTING_REPLAY, AuxLosses, register_packed_sequences
 from graph_cache.adapters.megatron.attachment import generators as tracked_generators
 from graph_cache.errors import GraphConfigError, GraphError
 from graph_cache.pool import GraphPool
@@ -112,7 +112,8 @@ class FullIteration:
         """At the first call, not before: by then Megatron's generators are seeded."""
         tracked = tracked_generators() if self._pool.backend.name == "cuda" else []
         self._iteration = CapturedIteration(self._run, self._pool, self._stats, name=self.name,
-                                            warmup_steps=self._warmup_steps, generators=(*self._generators, *tracked))
+                                            warmup_steps=self._warmup_steps, generators=(*self._generators, *tracked),
+                                            state=AuxLosses())
         return self._iteration
 
     def _read(self, data_iterator: Any, chunks: int, count: int) -> list[list[Any] | None]:
