@@ -23,11 +23,14 @@ if TYPE_CHECKING:
 MAX_SPLITS = 32
 """Most parts one sequence's keys are cut into; the combining program holds that many partial rows in registers."""
 
-PROGRAMS_PER_MULTIPROCESSOR = 3
+PROGRAMS_PER_MULTIPROCESSOR = 4
 """How many programs per multiprocessor a small batch is cut into: more of them cost more to combine than they gain."""
 
+WHOLE_PER_MULTIPROCESSOR = 1.5
+"""From so many uncut programs per multiprocessor on the batch alone fills the device."""
+
 BALANCE_KEYS = 4096
-"""Where the batch alone fills the device, one cut per so many keys bounds the longest program."""
+"""Where it does, one cut per so many keys bounds the longest program."""
 
 BALANCE_SPLITS = 4
 """Most parts in that case: programs that find no work cost time too."""
@@ -89,12 +92,11 @@ class DecodeWorkspace(NamedTuple):
 
 def choose_splits(batch: int, kv_heads: int, max_keys: int, multiprocessors: int, block_keys: int) -> Splits:
     """Return how to cut sequences of up to `max_keys` keys; a function of shapes alone, hence fixed in a capture."""
-    wanted = PROGRAMS_PER_MULTIPROCESSOR * multiprocessors
     whole = batch * kv_heads
-    if 2 * whole > wanted:
+    if whole > WHOLE_PER_MULTIPROCESSOR * multiprocessors:
         return Splits(max(1, min(BALANCE_SPLITS, max_keys // BALANCE_KEYS)), BALANCE_KEYS // 2)
     blocks = max(1, triton.cdiv(max_keys, block_keys))
-    return Splits(min(MAX_SPLITS, wanted // whole, blocks), block_keys)
+    return Splits(min(MAX_SPLITS, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // whole, blocks), block_keys)
 
 
 def choose_tiling(head_dim: int, dtype: torch.dtype, rows: int, kv_heads: int) -> Tiling:

@@ -216,7 +216,7 @@ def test_launches_of_all_row_counts_share_one_scratch(device):
 def test_splits_fill_the_device_and_never_outnumber_the_blocks():
     assert td.choose_splits(1, 8, 4096, 132, 64).count == td.MAX_SPLITS
     assert td.choose_splits(1, 8, 128, 132, 64).count == 2
-    assert td.choose_splits(8, 8, 4096, 132, 64).count == 6
+    assert td.choose_splits(8, 8, 4096, 132, 64).count == 8
     assert td.choose_splits(32, 8, 4096, 132, 64).count == 1
     assert td.choose_splits(256, 8, 4096, 132, 64).count == 1
     assert td.choose_splits(256, 8, 1 << 17, 132, 64).count == td.BALANCE_SPLITS
