@@ -9,17 +9,21 @@ import copy
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from operator import attrgetter
+from operator import attrgetter, getitem, is_
 from types import MethodType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as hooks_of_modules
 
 from graph_cache.errors import GraphConfigError
 from graph_cache.training.compiled import COMPILED_CALL, is_compiled
+from graph_cache.training.side_effects import numbers_of
 
 FORWARD = "forward"
+GLOBAL_HOOKS = [hooks_of_modules._global_forward_hooks, hooks_of_modules._global_forward_pre_hooks,
+                hooks_of_modules._global_backward_hooks, hooks_of_modules._global_backward_pre_hooks]
 Hook = Callable[..., Any]
 
 
@@ -144,13 +148,16 @@ class AttachedModule:
             self.eager = lambda *args, call=self.eager, **kwargs: part.carry.gather(call, args, kwargs)
         self.refused: set[Hashable] = set()  # kinds of calls whose capture failed
         self.handing_out: Any = None  # the pair that hands out its gradients where they are; others copy
-        self.parameters = list(self.scope.parameters())
+        self.reread_parameters()
         self.submodules = list(self.scope.modules())
         if part.submodules:
             self.submodules[0] = module  # of a list of submodules the mode says nothing
         self._inner = self.submodules if is_inside else self.submodules[1:]
         self.hooks = [hooks for one in self._inner for hooks in (one._forward_hooks, one._forward_pre_hooks,
                                                                  one._backward_hooks, one._backward_pre_hooks)]
+        self.hooks += GLOBAL_HOOKS
+        found = [(vars(module), name) for module in self.submodules for name in numbers_of(module, (float,))]
+        self.numbers, self.numbers_names = zip(*found, strict=True) if found else ((), ())
         self._fired = fired
         self.surroundings = surroundings
         self._to_fire: list[tuple[nn.Module, Hook]] = []
@@ -177,7 +184,9 @@ class AttachedModule:
             setattr(self.module, self._seam, self.before)
 
     def refresh(self) -> None:
-        """Look again at what may change between two steps: which parameters are frozen, modes of submodules, hooks."""
+        """Look again at what may change between two steps: which parameters are frozen, modes of submodules, hooks, and
+        floating-point attributes of submodules, such as the rate of a dropout.
+        """
         found = [hook for hooks in self.hooks if hooks for hook in hooks.values()]
         if found and self._fired is not None:
             self._to_fire = [(one, hook) for one in self._inner for hook in self._pre_hooks(one).values()]
@@ -187,22 +196,39 @@ class AttachedModule:
         self.hooks_inside = bool(found)  # a replay would leave them out
         trained = [parameter.requires_grad for parameter in self.parameters]
         self.frozen = True not in trained
-        self.state = (self.hooks_inside, *trained, *[module.training for module in self.submodules])
+        self.state = (self.hooks_inside, *trained, *[module.training for module in self.submodules],
+                      *map(dict.get, self.numbers, self.numbers_names))
 
     def _pre_hooks(self, module: nn.Module) -> dict[int, Hook]:
         """Those hooks of a submodule that run before a replay."""
         return {key: hook for key, hook in module._forward_pre_hooks.items() if self._fired(hook)}
 
+    def reread_parameters(self) -> None:
+        """Take the parameters that the modules have now as their own."""
+        self.parameters = list(self.scope.parameters())
+        found = [(module._parameters, name, parameter) for module in self.scope.modules()
+                 for name, parameter in module._parameters.items()]
+        self._registries, self._names, self._registered = zip(*found, strict=True) if found else ((), (), ())
+
+    def has_its_parameters(self) -> bool:
+        """Whether the modules have the parameters that they had at the begin of this round: `functional_call` puts
+        others in their place, for one call. Looked at in C loops, at every call."""
+        try:
+            return all(map(is_, map(getitem, self._registries, self._names), self._registered))
+        except KeyError:  # one is gone
+            return False
+
     def may_be(self, state: tuple[bool, ...]) -> bool:
         """Whether the module as it is now differs from this state in modes at most."""
-        count = 1 + len(self.parameters)
-        return self.state[:count] == state[:count]
+        first, last = 1 + len(self.parameters), len(self.state) - len(self.numbers)
+        return (self.state[:first], self.state[last:]) == (state[:first], state[last:])
 
     @contextmanager
     def in_modes_of(self, state: tuple[bool, ...]) -> Iterator[None]:
         """The modes of this state within the block: a capture may come while a job evaluates."""
         before = [module.training for module in self.submodules]
-        for module, training in zip(self.submodules, state[1 + len(self.parameters):], strict=True):
+        first = 1 + len(self.parameters)
+        for module, training in zip(self.submodules, state[first:first + len(self.submodules)], strict=True):
             module.training = training
         try:
             yield
@@ -269,12 +295,14 @@ class Watched:
         self._parameters = [parameter for attached in modules for parameter in attached.parameters]
         self._submodules = [module for attached in modules for module in attached.submodules]
         self._hooks = [hooks for attached in modules for hooks in attached.hooks]
+        self._numbers = [owner for attached in modules for owner in attached.numbers]
+        self._names = [name for attached in modules for name in attached.numbers_names]
         self._seen: tuple[list[Any], ...] = ()
 
     def refresh(self) -> None:
         """Bring the state of each module up to date."""
         now = (list(map(_requires_grad, self._parameters)), list(map(_training, self._submodules)),
-               list(map(len, self._hooks)))
+               list(map(len, self._hooks)), list(map(dict.get, self._numbers, self._names)))
         if now != self._seen:
             self._seen = now
             for attached in self._modules:

@@ -19,12 +19,15 @@ from graph_cache.training.graphed_call import GraphedCall
 
 
 class Lease:
-    """A pair's use by one forward: ended by its backward, or when autograd lets go of a history that never ran it."""
+    """A pair's use by one forward: ended by its backward, or when autograd lets go of a history that never ran it, of
+    which `abandon` is told instead, if given.
+    """
 
-    __slots__ = ("_place", "_release")
+    __slots__ = ("_abandon", "_place", "_release")
 
-    def __init__(self, release: Callable[[int], None], place: int = 0):
+    def __init__(self, release: Callable[[int], None], place: int = 0, abandon: Callable[[int], None] | None = None):
         self._release: Callable[[int], None] | None = release
+        self._abandon = abandon
         self._place = place
 
     @property
@@ -38,10 +41,12 @@ class Lease:
             release(self._place)
 
     def __del__(self) -> None:
+        if self._release is not None and self._abandon is not None:
+            self._release = self._abandon
         self.end()
 
 
-def _replayed(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+def _replayed(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     call, lease = ctx.call, ctx.lease
     if lease.ended:
         raise GraphError(f"the backward of {call.name} was run twice: a graph's backward runs once, since the next "
@@ -66,12 +71,13 @@ class _Replay(torch.autograd.Function):
         ctx.copied = [index for index in call.wanting
                       if index not in call.passed_on or type(tensors[index].grad_fn) is not _PAIR]
         outputs = call.replay_forward(tensors)
+        ctx.set_materialize_grads(False)  # an output that no loss used has no gradient, and not one of zeros
         if call.undifferentiable:
             ctx.mark_non_differentiable(*[outputs[index] for index in call.undifferentiable])
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         # The guard against a second differentiation costs as much as a replay; nobody can ask for one without a graph.
         return _replayed_once(ctx, *grads) if torch.is_grad_enabled() else _replayed(ctx, *grads)
 
@@ -94,10 +100,11 @@ class _Probe(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, lease: Lease, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.lease = lease
+        ctx.set_materialize_grads(False)
         return tuple([tensor.detach() for tensor in tensors])  # no views: some may not be written to or let go of
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         ctx.lease.end()
         return (None, *grads)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +90,21 @@ def _autocast(device: str) -> tuple[bool, torch.dtype | None]:
     return enabled, torch.get_autocast_dtype(device) if enabled else None
 
 
+def autocast_as(key: CallKey) -> AbstractContextManager:
+    """PyTorch's autocast as it was around the call. Without its cache of casts, which is no graph's to use."""
+    enabled, dtype = key.autocast
+    return torch.autocast(_device_of(key), dtype=dtype, enabled=enabled, cache_enabled=False)
+
+
+def no_autocast(key: CallKey) -> AbstractContextManager:
+    """No autocast, as around a backward, which computes as its forward did."""
+    return torch.autocast(_device_of(key), enabled=False)
+
+
+def _device_of(key: CallKey) -> str:
+    return key.tensors[0][3].type if key.tensors else "cpu"
+
+
 class Expected:
     """What calls of one key look like. Asked at every call of a step: a fraction of the cost of making a key.
 
@@ -99,7 +115,7 @@ class Expected:
         self._plain = key.structure == _flat_structure(len(args), tuple(kwargs))
         self._count, self._names = len(args), tuple(kwargs)
         self._training, self._autocast, self._around = key.training, key.autocast, key.around
-        self._device = key.tensors[0][3].type if key.tensors else "cpu"
+        self._device = _device_of(key)
         self._only_tensors = all(value is TENSOR for value in key.values) and not kwargs
         self._signatures = key.tensors
         self._values = list(zip(key.values, key.types, strict=True))
@@ -119,7 +135,7 @@ class Expected:
         if tensors is None:
             return None
         for tensor, signature in zip(tensors, self._signatures, strict=True):
-            if type(tensor) not in OF_ITS_OWN_MEMORY or is_sparse(tensor) or signature != (
+            if type(tensor) not in OF_ITS_OWN_MEMORY or is_sparse(tensor) or is_lazy(tensor) or signature != (
                     tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad):
                 return None
         return tensors
@@ -181,6 +197,11 @@ def is_sparse(tensor: Tensor) -> bool:
     return tensor.layout is not torch.strided
 
 
+def is_lazy(tensor: Tensor) -> bool:
+    """Whether it is a conjugate or a negative that is computed by who reads it: its memory holds something else."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
 def why_no_input(tensors: Sequence[Tensor], device: torch.device) -> str:
     """Why a graph can't be given one of these; empty where it can.
 
@@ -193,8 +214,9 @@ def why_no_input(tensors: Sequence[Tensor], device: torch.device) -> str:
 
 
 def lacks_memory(tensor: Tensor) -> bool:
-    """Whether it is made of other tensors, as a DTensor is, and so has no address by which to know it again."""
+    """Whether it is made of other tensors, as a DTensor is, and so has no address by which to know it again; or has one
+    that it shares with what it was made of."""
     try:
-        return is_sparse(tensor) or (not tensor.data_ptr() and tensor.numel() > 0)
+        return is_sparse(tensor) or is_lazy(tensor) or (not tensor.data_ptr() and tensor.numel() > 0)
     except RuntimeError:  # those by which PyTorch traces (torch.export, torch.func) refuse to tell theirs
         return True

@@ -27,6 +27,7 @@ from graph_cache.training.stand_ins import trainable
 logger = logging.getLogger(__name__)
 
 SCOPE = "module"
+SMALL = 4096  # bytes of an output that is copied for who takes it
 COPIED_SHARE, LOSS_SHARE = 0.5, 0.25  # of the gradients' bytes, and of what forwards leave
 Kind = tuple[AttachedModule, CallKey, tuple[bool, ...]]  # what one pair of graphs serves: `state` of the module is last
 Source = tuple[int, int]  # (place, output) of an earlier call of the same chain
@@ -55,7 +56,7 @@ class Entry:
 
     def tensors(self, owner: AttachedModule, args: tuple, kwargs: dict[str, Any]) -> Sequence[Tensor] | None:
         """The tensors of a call that this pair serves; None for another."""
-        if owner is not self.owner or owner.state != self.state:
+        if owner is not self.owner or owner.state != self.state or not owner.has_its_parameters():
             return None
         tensors = self.expected.tensors(args, kwargs, owner.module.training, owner.around())
         return tensors if tensors is not None and self.finds(tensors) else None
@@ -88,11 +89,32 @@ class Chain:
         self._retired = False
         self._samples: list[Sample] = []
         self._recorded: dict[int, Source] = {}  # address of a recorded output -> where it came from
+        self.abandoned: set[int] = set()  # places whose last forward had no backward: its output may still be held
         self._alive: dict[int, list[Tensor]] = {}  # those outputs, by place, so that their addresses name nothing else
 
     def entries(self) -> Iterator[Entry]:
         """What was captured."""
         return (entry for entry in self.order.pairs if entry is not None)
+
+    def find(self, kind: Kind) -> int | None:
+        """A place that may serve such a call now."""
+        place = self.order.find(kind)
+        while place is not None and self.is_held(place):
+            place = self.order.find(kind, behind=place)
+        return place
+
+    def is_held(self, place: int) -> bool:
+        """Whether somebody still has the output of a forward from this place that will have no backward.
+
+        Of one that had its backward we don't ask: a training loop's variable holds the last loss as long as it does.
+        """
+        if place not in self.abandoned:
+            return False
+        entry = self.order.pairs[place]
+        if entry is not None and entry.pair.is_held():
+            return True
+        self.abandoned.discard(place)
+        return False
 
     # ---- recording -------------------------------------------------------------------------------------------------
 
@@ -133,6 +155,7 @@ class Chain:
         while not self._capture_backwards():
             self._close_all()
             self._capture_forwards()
+        self._choose_who_hands_copies()
         self._samples = []
 
     def _capture_forwards(self) -> None:
@@ -179,6 +202,14 @@ class Chain:
             entry.pair.hands_out = entry.owner.handing_out is None and entry.owner not in copying
             if entry.pair.hands_out:
                 entry.owner.handing_out = entry.pair
+
+    def _choose_who_hands_copies(self) -> None:
+        """A loss or a metric may be kept in a list until the step ends, while the next microbatch's takes its place."""
+        taken = {source for sample in self._samples for source in sample.sources}
+        for place, entry in enumerate(self.order.pairs):
+            if entry is not None:
+                entry.pair.copied = {index for index, output in enumerate(entry.pair.outputs)
+                                     if output.nbytes <= SMALL and (place, index) not in taken}
 
     def _capture_forward(self, place: int, sample: Sample) -> None:
         owner, key, state = self.order.kind(place)
@@ -234,10 +265,15 @@ class Chain:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def release(self, place: int) -> None:
-        """The backward of a forward from this place is done, or will never come."""
+        """The backward of a forward from this place is done, or never began."""
         self.order.release(place)
         if self._retired:
             self._close_if_idle()
+
+    def abandon(self, place: int) -> None:
+        """The backward of a forward from this place will never come, but what it returned may be in use."""
+        self.abandoned.add(place)
+        self.release(place)
 
     def retire(self) -> None:
         """Serve no more forwards; the graphs go once outstanding backwards are done."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._utils import _unflatten_dense_tensors as unflatten_dense_tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_users = torch._C._storage_Use_Count
+storage_users = torch._C._storage_Use_Count
 ALIGNED = 64  # bytes
 
 
@@ -32,7 +32,7 @@ class HandedOut:
 
     def save(self) -> list[Tensor] | None:
         """Copies of the gradients if anybody holds one, else None. Call before a replay."""
-        users = list(map(_users, self._storages))
+        users = list(map(storage_users, self._storages))
         if users == self._unheld:
             return None
         if self._unheld is None:  # before the first replay nobody can hold any
@@ -155,3 +155,20 @@ class Copies:
         if self._grads:
             torch._foreach_copy_([copies[place] for place in self._places], self._grads)
         return copies
+
+
+def reached(output: Tensor, leaves: Sequence[Tensor]) -> set[int]:
+    """Which of these leaves an output's history leads to, by their place."""
+    places = {id(leaf): place for place, leaf in enumerate(leaves)}
+    if output.grad_fn is None:  # a leaf itself
+        return {place for place, leaf in enumerate(leaves) if leaf is output}
+    found, seen, waiting = set(), set(), [output.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable") and id(node.variable) in places:
+            found.add(places[id(node.variable)])
+        waiting += [following for following, _ in node.next_functions if following is not None]
+    return found

@@ -17,9 +17,10 @@ from graph_cache.backends.base import Memory
 from graph_cache.errors import CaptureRefused
 from graph_cache.runner import GraphRunner
 from graph_cache.training.attached import AttachedModule
-from graph_cache.training.call import CallKey, Result, is_sparse, put_together
-from graph_cache.training.gradients import Copies, HandedOut, Room
+from graph_cache.training.call import CallKey, Result, autocast_as, is_sparse, lacks_memory, no_autocast, put_together
+from graph_cache.training.gradients import Copies, HandedOut, Room, reached, storage_users
 from graph_cache.training.job import Job
+from graph_cache.training.side_effects import refused_side_effects
 from graph_cache.training.stand_ins import ADDED, MainGrads, StandIns, trainable
 
 ELSEWHERE = 0x5EED  # any seed but the job's own
@@ -48,12 +49,15 @@ class GraphedCall:
         self.wanting = [index for index, tensor in enumerate(self.inputs) if tensor.requires_grad]
         self.grad_outputs: list[Tensor] = []
         self.input_grads: list[Tensor | None] = []
+        self.copied: set[int] = set()  # outputs that are handed out as copies
         self.passed_on: set[int] = set()  # inputs whose gradients another pair's backward reads where they are
         self.parameter_grads: list[Tensor | None] = []
-        self._stand_ins = StandIns(owner.scope)
+        self._scope, self._stand_ins = owner.scope, StandIns(owner.scope)
         self._forward, self._surrounded = owner.eager, owner.surrounded
         self._state = [*owner.scope.buffers(), *job.state.values()]
         self._main_grads = list(MainGrads(owner.scope).values())
+        self._unheld: list[tuple[int, int]] | None = None  # storages of outputs, and users of each if nobody holds one
+        self._reached: dict[int, set[int]] = {}  # by the differentiable output: inputs and parameters with a part in it
         self._added: list[nn.Parameter] = []  # whose gradient the backward itself adds to their main_grad
         self._dummies: list[Tensor | None] = []  # what it returns for those, of undefined contents
         self._handed_out: HandedOut | None = None
@@ -96,6 +100,9 @@ class GraphedCall:
         self.undifferentiable = [index for index, output in enumerate(self.outputs) if not output.requires_grad]
         self._replay_forward = self._forward_graph.bare_replay
         self._inputs_at = [(tensor.data_ptr(), tensor.data) for tensor in self.inputs]
+        if len(self.differentiable) > 1:
+            leaves = [*self.inputs, *self._stand_ins.trainable]
+            self._reached = {index: reached(self.outputs[index], leaves) for index in self.differentiable}
 
     def capture_backward(self, arriving: Mapping[int, Tensor]) -> None:
         """Capture the backward of the captured forward. Raises CaptureError.
@@ -131,7 +138,8 @@ class GraphedCall:
 
     def _run_forward(self) -> None:
         args, kwargs = put_together(self.key, self.inputs)
-        with self._surrounded(self.key.around), self._stand_ins:
+        with (self._surrounded(self.key.around), autocast_as(self.key), self._stand_ins,
+              refused_side_effects(self.name, self._scope, self.inputs)):
             self.result, self.outputs = Result.of(self._forward(*args, **kwargs))
         if any(map(is_sparse, self.outputs)):
             raise CaptureRefused(f"{self.name} returns a sparse tensor, which has no memory of its own to find it in")
@@ -140,7 +148,8 @@ class GraphedCall:
         leaves = self._stand_ins.trainable
         wanted = [tensor for tensor in (*self.inputs, *leaves) if tensor.requires_grad]
         self.input_grads = self.parameter_grads = []
-        with self._no_other_gradients(), self._room.filling() if self._room is not None else nullcontext():
+        room = self._room.filling() if self._room is not None else nullcontext()
+        with self._no_other_gradients(), no_autocast(self.key), room:
             found = list(torch.autograd.grad(
                 [self.outputs[index] for index in self.differentiable], wanted, self.grad_outputs,
                 retain_graph=True, allow_unused=True,  # retained: what was saved must never be lent to another graph
@@ -192,30 +201,55 @@ class GraphedCall:
         for (address, static), tensor in zip(self._inputs_at, tensors, strict=False):
             if tensor.data_ptr() != address:
                 static.copy_(tensor)
+        if self._unheld is None:
+            self._unheld = self._users_of_outputs()
         self._replay_forward()
+        if self.copied:
+            return tuple([output.detach().clone() if index in self.copied else output.detach()
+                          for index, output in enumerate(self.outputs)])
         return tuple([output.detach() for output in self.outputs])
 
-    def replay_backward(self, grads: Sequence[Tensor]) -> list[Tensor | None]:
-        """Gradients of inputs, then of parameters, from those of all outputs.
+    def is_held(self) -> bool:
+        """Whether anybody still has an output of the last forward."""
+        return any(now > unheld for (_, now), (_, unheld) in zip(self._users_of_outputs(), self._unheld, strict=True))
+
+    def _users_of_outputs(self) -> list[tuple[int, int]]:
+        """Of the memory of outputs that is no input's and no parameter's."""
+        others = {tensor.untyped_storage()._cdata for tensor in (*self.inputs, *self.parameters, *self._state)}
+        storages = {output.untyped_storage()._cdata for output in self.outputs if not lacks_memory(output)} - others
+        return [(storage, storage_users(storage)) for storage in sorted(storages)]
+
+    def replay_backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Gradients of inputs, then of parameters, from those of all outputs, None where an output has none.
 
         Input gradients are static: the next graph of this memory may overwrite them. Parameter gradients stay as they
         are for as long as somebody holds them.
         """
         held = self._handed_out.save() if self._handed_out is not None else None
+        unused = []
         for index, address, static in self._grads_at:
             grad = grads[index]
-            if grad.data_ptr() != address:
+            if grad is None:
+                unused.append(index)
+                static.zero_()
+            elif grad.data_ptr() != address:
                 static.copy_(grad)
         self._replay_backward()
         for parameter in self._added:
             setattr(parameter, ADDED, True)
         if self._handed_out is not None and held is None:
-            return [None if grad is None else grad.detach() for grad in self._found]
+            given = [None if grad is None else grad.detach() for grad in self._found]
+            return self._without(unused, given) if unused else given
         given = [None if grad is None else grad.detach() for grad in self.input_grads]
         given += self._with_dummies(self._copies())
         if held is not None:
             self._handed_out.restore(held)
-        return given
+        return self._without(unused, given) if unused else given
+
+    def _without(self, unused: Sequence[int], given: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """None, as eager has it, for whatever has a part in outputs without a gradient alone."""
+        used = set().union(*(self._reached[index] for index in self.differentiable if index not in unused))
+        return [grad if place in used else None for place, grad in enumerate(given)]
 
     def _with_dummies(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Gradients of parameters, and for those that were added to a main_grad what the backward returned."""

@@ -47,9 +47,10 @@ class InstanceOrder(Generic[Pair]):
         """The place behind the last that awaits its backward, which a step repeated as recorded asks for; 0 if none."""
         return self._last + 1
 
-    def find(self, kind: Hashable) -> int | None:
-        """The first place that may serve a call of this kind now."""
-        return next((place for place in self._places.get(kind, ()) if place > self._last), None)
+    def find(self, kind: Hashable, behind: int = -1) -> int | None:
+        """The first place that may serve a call of this kind now, and lies behind the given one."""
+        first = max(self._last, behind)
+        return next((place for place in self._places.get(kind, ()) if place > first), None)
 
     def add(self, kind: Hashable) -> int:
         """A new last place for calls of this kind."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
 
 from graph_cache import keys
 from graph_cache.addresses import AddressBook
@@ -35,6 +36,8 @@ from graph_cache.training.call import (
     take_apart,
 )
 from graph_cache.training.compiled import is_compiled, reached_from, without_compiling
+from graph_cache.training.optimizers import OptimizerState, noted_steps, settings_of
+from graph_cache.training.side_effects import numbers_of, refused_buffers
 from graph_cache.training.stand_ins import MainGrads
 
 logger = logging.getLogger(__name__)
@@ -64,8 +67,9 @@ class CapturedIteration:
     """`step(*args, **kwargs)` from a graph, one for each kind of call.
 
     A kind is the structure of the arguments, the shapes and dtypes of tensors, every other value, whether gradients are
-    enabled, and of each module train or eval, which parameters want a gradient, and which have one already; modules
-    among the arguments count with those that the step runs. Calls run eager `warmup_steps` times per kind (at least
+    enabled, of each module train or eval and its floating-point attributes, which parameters want a gradient, and which
+    have one already, and the settings of optimizers that step inside; modules among the arguments count with those that
+    the step runs. Calls run eager `warmup_steps` times per kind (at least
     one), then are captured. A graph is dropped when parameters, buffers or main_grads moved, or tensors of `state`,
     which the step reads or writes beside them. Tensors that the step returns come back without history, from a replay
     as copies; `.grad` is left as the step leaves it.
@@ -87,8 +91,9 @@ class CapturedIteration:
         self._failed: set[Hashable] = set()
         # Weakly, as a step may make modules anew at every call.
         self._modules: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # that take their step inside
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._looked = self._compiled = False
+        self._looked = self._compiled = self._told = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one iteration."""
@@ -104,6 +109,7 @@ class CapturedIteration:
         captured = self._captured.get(kind)
         if captured is not None and self._in_place(captured):
             return self._replay(captured, tensors)
+        self._tell_of_settings(kind)
         if kind in self._failed or self._seen[kind] < self._warmup_steps:
             self._count_warming(kind)
             self._stats.fallbacks[self.name, SCOPE, FAILED if kind in self._failed else WARMING] += 1
@@ -135,8 +141,19 @@ class CapturedIteration:
         """
         parameters, numbers = self._all_parameters(), {id(None): 0}
         grads = [numbers.setdefault(id(parameter.grad), len(numbers)) for parameter in parameters]
-        return (tuple([module.training for module in self._known()]),
-                tuple([parameter.requires_grad for parameter in parameters]), tuple(grads))
+        known = self._known()
+        return (tuple([module.training for module in known]),
+                tuple([parameter.requires_grad for parameter in parameters]), tuple(grads),
+                tuple([number for module in known for number in numbers_of(module, (float,)).values()]),
+                tuple(map(settings_of, self._optimizers)))
+
+    def _tell_of_settings(self, kind: Hashable) -> None:
+        """Once, where an optimizer's settings are all that this kind has other than one with a graph."""
+        if not self._told and any(key == kind[0] and state[:-1] == kind[1][:-1] for key, state in self._captured):
+            self._told = True
+            logger.warning("%s: settings of an optimizer inside changed, constants of a graph: each value gets "
+                           "one of its own. A learning rate that changes belongs in a tensor (lr=torch.tensor(…), "
+                           "capturable=True), which a scheduler fills and every replay reads", self.name)
 
     def _look_at(self, given: Sequence[nn.Module]) -> None:
         """Note the modules among the arguments, and whether something is compiled: a hook that notes modules would be
@@ -198,7 +215,7 @@ class CapturedIteration:
         handle = None if self._compiled else register_module_forward_pre_hook(self._note)
         try:
             # On the stream of captures: autograd ties the accumulation of gradients to the stream of its first use.
-            with self._pool.backend.on_capture_stream():
+            with self._pool.backend.on_capture_stream(), noted_steps(self._optimizers.add):
                 result, outputs = Result.of(self._step(*args, **kwargs))
         finally:
             if handle is not None:
@@ -216,7 +233,7 @@ class CapturedIteration:
 
         def body() -> None:
             static_args, static_kwargs = put_together(key, captured.inputs)
-            with torch.set_grad_enabled(key.grad):
+            with torch.set_grad_enabled(key.grad), refused_buffers(self.name, self._known()):
                 captured.result, captured.outputs = Result.of(self._step(*static_args, **static_kwargs))
 
         runner = GraphRunner(body, self._pool, statics=list, generators=self._generators, memory=self._memory,
@@ -239,6 +256,8 @@ class CapturedIteration:
         for root in self._roots:
             captured.addresses.watch(root, prefix=f"{type(root).__name__}.")
             captured.addresses.watch(MainGrads(root), prefix=f"{type(root).__name__}.main_grad of ")
+        for optimizer in self._optimizers:
+            captured.addresses.watch(OptimizerState(optimizer), prefix=f"{type(optimizer).__name__}.")
         captured.addresses.watch(self._outside)
         captured.outside = set(self._outside)
         self._captured[kind] = captured

@@ -34,6 +34,7 @@ HOOKS = "hooks_inside"
 NO_GRAD = "no_gradient"
 STALE = "stale_address"
 HOOKED = "saved_tensor_hooks"
+OTHER_PARAMETERS = "other_parameters"
 MOST_PROGRAMS, MOST_KINDS = 64, 4096  # kinds of step with graphs, and kinds of calls that are counted towards some
 
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -110,6 +111,8 @@ class TrainingGraphs:
                 chain = program.current
                 place = chain.order.following()
                 entry = chain.order.pairs[place] if 0 < place < len(chain.order.pairs) else None
+                if chain.abandoned and chain.is_held(place):
+                    continue
                 tensors = entry.tensors(attached, args, kwargs) if entry is not None else None
                 if tensors is not None:
                     return self._replay(chain, place, entry, tensors)
@@ -123,6 +126,8 @@ class TrainingGraphs:
             return self._eager(attached, args, kwargs, NO_GRAD)
         if self.outstanding == 0:
             self._begin_round()
+        if not attached.has_its_parameters():
+            return self._eager(attached, args, kwargs, OTHER_PARAMETERS, tracked=True)
         if reason := why_no_input(tensors, self.job.pool.backend.device):
             return self._eager(attached, args, kwargs, reason, tracked=True)
         kind = (attached, key, attached.state)
@@ -155,6 +160,9 @@ class TrainingGraphs:
     def _begin_round(self) -> None:
         """Between two steps: capture what was recorded, count warm-up, and look whether anything changed or moved."""
         self._watched.refresh()
+        for attached in self.modules:
+            if not attached.has_its_parameters():
+                attached.reread_parameters()
         for program in list(self._programs):
             if moved := program.moved():
                 logger.error("%d tensors moved under training graphs, which were dropped: %s", len(moved),
@@ -217,7 +225,7 @@ class TrainingGraphs:
     def _replay(self, chain: Chain, place: int, entry: Entry, tensors: Sequence[Tensor]) -> Any:
         entry.owner.before_replay()
         chain.order.await_backward(place)
-        lease = Lease(chain.release, place)
+        lease = Lease(chain.release, place, chain.abandon)
         try:
             outputs = replay(entry.pair, lease, tensors)
         except BaseException:

@@ -59,7 +59,7 @@ class Program:
     def find(self, kind: Kind, tensors: Sequence[Tensor]) -> tuple[Chain, int, Entry] | None:
         """Where a call with these tensors may be served now."""
         for chain in self._in_turn():
-            place = chain.order.find(kind)
+            place = chain.find(kind)
             if place is not None and chain.order.pairs[place].finds(tensors):
                 return chain, place, chain.order.pairs[place]
         return None

@@ -9,7 +9,6 @@ import enum
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from graph_cache.adapters.transformer_engine.maker import Precision
 from graph_cache.errors import CaptureError
 from graph_cache.training.attached import AttachedModule
-from graph_cache.training.call import PLAIN, CallKey, Expected, Result, put_together, take_apart
+from graph_cache.training.call import PLAIN, CallKey, Expected, Result, autocast_as, put_together, take_apart
 
 # Values that a graph may hold: they are compared at each call. An object of another kind may change under a graph.
 CONSTANTS = (*PLAIN, enum.Enum)
@@ -217,7 +216,7 @@ class StandIn(nn.Module):
 
     def forward(self, **moving: Tensor) -> tuple[Tensor | None, ...]:
         args, kwargs = self._sample.arguments(list(moving.values()))
-        with _autocast(self._sample.key):
+        with autocast_as(self._sample.key):
             return self.taken_apart(self._call(*args, **kwargs))
 
     def taken_apart(self, value: Any) -> tuple[Tensor | None, ...]:
@@ -237,10 +236,3 @@ class StandIn(nn.Module):
         for index, place in enumerate(self._places):
             tensors[place] = outputs[index] if index < count else outputs[index].detach()
         return self._result.build(tensors)
-
-
-def _autocast(key: CallKey) -> AbstractContextManager:
-    """PyTorch's autocast as it was around the recorded call. Without its cache of casts, which is no graph's to use."""
-    enabled, dtype = key.autocast
-    device = key.tensors[0][3].type if key.tensors else "cpu"
-    return torch.autocast(device, dtype=dtype, cache_enabled=False) if enabled else nullcontext()

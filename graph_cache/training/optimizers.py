@@ -1,0 +1,58 @@
+"""Optimizers that take their step inside of a captured iteration: what a graph bakes in of them, and what it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+
+@contextmanager
+def noted_steps(note: Callable[[Optimizer], None]) -> Iterator[None]:
+    """Within the block `note` is called with every optimizer that takes a step."""
+    handle = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: note(optimizer))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def settings_of(optimizer: Optimizer) -> Hashable:
+    """What a graph has as constants: learning rates, betas, and which parameters each group has. Tensors it reads: of
+    them only which they are."""
+    return tuple([(name, _constant(group[name])) for group in optimizer.param_groups for name in sorted(group)])
+
+
+def _constant(value: Any) -> Hashable:
+    if isinstance(value, (list, tuple)):
+        return tuple([_constant(one) for one in value])
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return type(value), value
+    return id(value)
+
+
+class OptimizerState(Mapping[str, Tensor]):
+    """The tensors that an optimizer keeps of its parameters (moments, steps), by name, looked up at the time of asking.
+
+    Those that it had when this was made.
+    """
+
+    def __init__(self, optimizer: Optimizer):
+        self._optimizer = optimizer
+        self._places = {f"{number}.{name}": (parameter, name)
+                        for number, (parameter, state) in enumerate(optimizer.state.items())
+                        for name, value in state.items() if isinstance(value, Tensor)}
+
+    def __getitem__(self, name: str) -> Tensor:
+        parameter, key = self._places[name]
+        return self._optimizer.state[parameter][key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)

@@ -1,0 +1,110 @@
+"""What a forward does beside returning a value and a replay would not do again: seen at the capture, undone, refused.
+
+Owns the look at a module's attributes and buffers, and at what it was given. Its parameters are the stand-ins' matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from graph_cache.errors import CaptureRefused
+
+
+@contextmanager
+def refused_side_effects(name: str, scope: nn.Module, inputs: Sequence[Tensor]) -> Iterator[None]:
+    """The block is the forward of `scope` on `inputs`. Raises CaptureRefused after it, with modules as they were, if it
+
+    - leaves a tensor with a history on a module: its gradient would go to the capture's parameters;
+    - puts another tensor in the place of a buffer, or another number in that of one, which replays would not;
+    - writes to an input, which is the graph's copy, and not the caller's tensor;
+    - or if its hooks compute a tensor before each call and leave it on the module, where a graph reads the first.
+    """
+    modules = list(scope.modules())
+    hooked = _with_history(scope) if scope._forward_pre_hooks else {}
+    before = [(module, _with_history(module), numbers_of(module, (int, float))) for module in modules]
+    versions = [None if tensor.is_inference() else tensor._version for tensor in inputs]
+    found: list[str] = []
+    try:
+        with refused_buffers(name, modules):
+            yield
+    finally:
+        for module, left, numbers in before:
+            kind = type(module).__name__
+            found += [f"leaves a tensor with a history in {kind}.{attribute}: return it"
+                      for attribute in _put_back(module, left)]
+            found += [f"changes {kind}.{attribute}: keep it in a buffer, and write to that in place"
+                      for attribute, number in numbers.items() if vars(module).get(attribute) != number]
+            vars(module).update(numbers)
+    found += [f"reads {attribute}, which a hook computes before each call" for attribute in hooked]
+    found += [f"writes to its argument number {place}: return what it computes"
+              for place, (tensor, version) in enumerate(zip(inputs, versions, strict=True))
+              if version is not None and tensor._version != version]
+    if found:
+        raise CaptureRefused(f"{name} {'; '.join(found)}. A replay would not do so again")
+
+
+@contextmanager
+def refused_buffers(name: str, modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Raises CaptureRefused, with the buffers as they were, if the block puts another tensor in the place of one."""
+    before = [(module, dict(module._buffers)) for module in modules]
+    found: list[str] = []
+    try:
+        yield
+    finally:
+        for module, buffers in before:
+            found += [f"{type(module).__name__}.{buffer}" for buffer, value in buffers.items()
+                      if module._buffers.get(buffer) is not value]
+            module._buffers.update(buffers)
+    if found:
+        raise CaptureRefused(f"{name} puts another tensor in the place of {', '.join(found)}, which a replay would not "
+                             "do again: write to the buffer in place (copy_, add_)")
+
+
+def numbers_of(module: nn.Module, kinds: tuple[type, ...]) -> dict[str, int | float]:
+    """Its attributes of exactly these types."""
+    return {attribute: value for attribute, value in vars(module).items() if type(value) in kinds}
+
+
+def _with_history(module: nn.Module) -> dict[str, Any]:
+    """Attributes that are tensors with a history, or lists and dicts with one inside: the very object, or a copy."""
+    found: dict[str, Any] = {}
+    for attribute, value in vars(module).items():
+        if isinstance(value, Tensor) and value.grad_fn is not None:
+            found[attribute] = value
+        elif isinstance(value, (list, dict)) and any(
+                isinstance(one, Tensor) and one.grad_fn is not None
+                for one in (value.values() if isinstance(value, dict) else value)):
+            found[attribute] = value.copy()
+    return found
+
+
+def _put_back(module: nn.Module, before: dict[str, Any]) -> list[str]:
+    """Which attributes hold another tensor with a history than before; they hold what they held again."""
+    now = _with_history(module)
+    changed = [attribute for attribute, value in now.items() if not _same(value, before.get(attribute))]
+    for attribute in changed:
+        value, kept = vars(module)[attribute], before.get(attribute)
+        if isinstance(value, list):
+            value[:] = kept or []
+        elif isinstance(value, dict):
+            value.clear()
+            value.update(kept or {})
+        elif kept is not None:
+            vars(module)[attribute] = kept
+        else:
+            del vars(module)[attribute]
+    return changed
+
+
+def _same(value: Any, other: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value is other
+    if type(value) is not type(other) or len(value) != len(other):
+        return False
+    if isinstance(value, list):
+        return all(one is another for one, another in zip(value, other, strict=True))
+    return all(key in other and other[key] is one for key, one in value.items())

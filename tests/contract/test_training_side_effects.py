@@ -1,0 +1,329 @@
+"""What a forward does beside returning a value, and what surrounds it: as in eager, or refused with its reason."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from graph_cache.stats import CacheStats
+from tests.contract.training_models import WIDTH, assert_same, attached, iteration_of, twins
+
+STEPS = 8
+
+
+def linear():
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def two():
+    return nn.Sequential(linear(), linear())
+
+
+def train(model, loss_of, device, see=lambda model: []):
+    """Losses, gradients (None where there is none) and what `see` finds, of every step."""
+    generator, optimizer = torch.Generator().manual_seed(1), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    torch.manual_seed(1)
+    log = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(model, torch.randn(4, WIDTH, generator=generator).to(device), step)
+        loss.backward()
+        log.append((loss.detach().clone(), [None if p.grad is None else p.grad.clone() for p in model.parameters()],
+                    see(model)))
+        optimizer.step()
+    return log
+
+
+def both(build, paths, loss_of, pool, device, see=lambda model: []):
+    torch.manual_seed(0)
+    eager = build().to(device)
+    torch.manual_seed(0)
+    graphed = build().to(device)
+    graphs, stats = attached(graphed, paths, pool)
+    found, wanted = train(graphed, loss_of, device, see), train(eager, loss_of, device, see)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    return graphs, stats
+
+
+# ---- what surrounds a call ---------------------------------------------------------------------------------------
+
+def autocast_first(model, x, step):
+    with torch.autocast(x.device.type, torch.bfloat16):
+        hidden = model[0](x)
+    return model[1](hidden.float()).pow(2).mean()
+
+
+def autocast_last(model, x, step):
+    hidden = model[0](x)
+    with torch.autocast(x.device.type, torch.bfloat16):
+        return model[1](hidden).float().pow(2).mean()
+
+
+def autocast_all(model, x, step):
+    with torch.autocast(x.device.type, torch.bfloat16):
+        return model(x).float().pow(2).mean()
+
+
+def autocast_now_and_then(model, x, step):
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=step % 3 == 0):
+        return model(x).float().pow(2).mean()
+
+
+@pytest.mark.parametrize("loss_of", [autocast_first, autocast_last, autocast_all, autocast_now_and_then])
+def test_each_module_is_captured_under_its_own_autocast(pool, device, loss_of):
+    _, stats = both(two, ["0", "1"], loss_of, pool, device)
+    assert sum(stats.replays.values()) >= 2 * 3 and not stats.failed_captures
+
+
+def test_a_region_without_autocast_inside_a_module_has_a_backward_without_it(pool, device):
+    class Inner(nn.Linear):
+        def forward(self, x):
+            with torch.autocast(x.device.type, enabled=False):
+                return super().forward(x.float())
+
+    both(lambda: nn.Sequential(linear(), Inner(WIDTH, WIDTH)), [""], autocast_all, pool, device)
+
+
+def test_the_rate_of_a_dropout_is_looked_at_in_every_round(pool, device):
+    def loss_of(model, x, step):
+        model[1].p = 0.25 if step < 5 else 0.75
+        return model(x).pow(2).mean()
+
+    _, stats = both(lambda: nn.Sequential(linear(), nn.Dropout(0.5)), [""], loss_of, pool, device)
+    assert sum(stats.replays.values()) == 3 + 1
+
+
+def test_hooks_on_all_modules_keep_modules_with_submodules_eager(pool, device):
+    eager, graphed = twins(two, device)
+    _, stats = attached(graphed, [""], pool)
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, output: output + 0.01)
+    try:
+        loss_of = lambda model, x, step: model(x).pow(2).mean()  # noqa: E731
+        torch.testing.assert_close(train(graphed, loss_of, device), train(eager, loss_of, device), rtol=0, atol=0)
+    finally:
+        handle.remove()
+    assert stats.fallbacks["model", "forward", "hooks_inside"] == STEPS
+
+
+def test_other_parameters_in_a_modules_place_are_never_replaced_by_its_own(pool, device):
+    def loss_of(model, x, step):
+        student = model(x)
+        teacher = {name: 0.5 * parameter.detach() for name, parameter in model.named_parameters()}
+        return (student - torch.func.functional_call(model, teacher, (x,))).pow(2).mean()
+
+    _, stats = both(two, [""], loss_of, pool, device)
+    assert stats.fallbacks["model", "forward", "other_parameters"] == STEPS
+    assert sum(stats.replays.values()) == STEPS - 2
+
+
+def test_a_conjugate_that_is_not_resolved_is_not_taken_for_what_it_is_made_of(pool, device):
+    class Complex(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=torch.complex64) for _ in range(2))
+
+        def forward(self, x):
+            return self.parts[1](self.parts[0](torch.complex(x, x + 1)).conj())
+
+    _, stats = both(Complex, ["parts.0", "parts.1"], lambda model, x, step: model(x).abs().mean(), pool, device)
+    assert stats.fallbacks["parts.1", "forward", "argument_without_memory"] == STEPS
+
+
+# ---- what a forward leaves behind --------------------------------------------------------------------------------
+
+class LeavesALoss(nn.Module):
+    def __init__(self, inside):
+        super().__init__()
+        self.main, self.router, self.inside = linear(), linear(), inside
+        self.aux = [] if inside == "a_list" else None
+
+    def forward(self, x):
+        aux = self.router(x).pow(2).mean()
+        if self.inside == "a_list":
+            self.aux[:] = [aux]
+        else:
+            self.aux = aux
+        return self.main(x)
+
+
+class Counts(nn.Module):
+    """Counts its calls, in a buffer that it replaces, or in an attribute."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.main, self.where, self.calls = linear(), where, 0
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        if self.where == "buffer":
+            self.count = self.count + 1
+        else:
+            self.calls += 1
+        return self.main(x) * (1 + (self.count if self.where == "buffer" else self.calls))
+
+
+class Writes(nn.Linear):
+    def forward(self, x):
+        x.mul_(2)
+        return super().forward(x)
+
+
+def with_aux(model, x, step):
+    out = model(x).pow(2).mean()
+    aux = model.aux[0] if model.inside == "a_list" else model.aux
+    return out + aux if step % 2 else out
+
+
+def against_input(model, x, step):
+    return (model(x) - x).pow(2).mean()
+
+
+REFUSED = {
+    "a_loss": (lambda: LeavesALoss("an_attribute"), with_aux, r"leaves a tensor with a history in LeavesALoss\.aux"),
+    "losses": (lambda: LeavesALoss("a_list"), with_aux, r"leaves a tensor with a history in LeavesALoss\.aux"),
+    "a_buffer": (lambda: Counts("buffer"), against_input, r"in the place of Counts\.count"),
+    "a_count": (lambda: Counts("attribute"), against_input, r"changes Counts\.calls"),
+    "its_argument": (lambda: Writes(WIDTH, WIDTH), against_input, "writes to its argument number 0"),
+    "weights_of_hooks": (lambda: nn.Sequential(nn.utils.weight_norm(linear())), against_input,
+                         "reads weight, which a hook computes"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("left", REFUSED)
+def test_what_a_replay_would_not_do_again_is_refused_and_nothing_of_it_stays(pool, device, left):
+    build, loss_of, said = REFUSED[left]
+    see = lambda model: [getattr(model, "calls", 0), *map(torch.clone, model.buffers())]  # noqa: E731
+    _, stats = both(build, ["0" if left == "weights_of_hooks" else ""], loss_of, pool, device, see)
+    assert sum(stats.failed_captures.values()) == 1 and not stats.replays
+    assert re.search(said, next(iter(stats.failures.values())))
+
+
+# ---- outputs that are kept, or used in part ----------------------------------------------------------------------
+
+def self_distilled(model, x, step):
+    return (model(x).detach() - model(x + 1)).pow(2).mean()
+
+
+def several_teachers(model, x, step):
+    held = [model(x + shift).detach() for shift in range(3)]
+    return sum((one - model(x)).pow(2).mean() for one in held)
+
+
+@pytest.mark.parametrize("loss_of", [self_distilled, several_teachers])
+def test_an_output_that_gets_no_backward_is_kept_while_it_is_held(pool, device, loss_of):
+    _, stats = both(two, ["0", "1"], loss_of, pool, device)
+    assert stats.replays
+
+
+def test_losses_that_a_module_returns_may_be_kept_until_the_step_ends(pool, device):
+    class Whole(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).pow(2).mean()
+
+    eager, graphed = twins(lambda: Whole(WIDTH, WIDTH), device)
+    _, stats = attached(graphed, [""], pool)
+    log = []
+    for model in (graphed, eager):
+        log.append([])
+        for step in range(6):
+            model.zero_grad()
+            kept = []
+            for micro in range(3):
+                generator = torch.Generator().manual_seed(3 * step + micro)
+                loss = model(torch.randn(4, WIDTH, generator=generator).to(device))
+                loss.backward()
+                kept.append(loss.detach())
+            log[-1].append([*map(torch.clone, kept), model.weight.grad.clone()])
+    assert_same(*log)
+    assert sum(stats.replays.values()) == 6 * 3 - 2  # a microbatch is a round here
+
+
+class Heads(nn.Module):
+    """Two outputs with a part each, and one that both have."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared, self.first, self.second = linear(), linear(), linear()
+
+    def forward(self, x):
+        hidden = self.shared(x)
+        return {"first": self.first(hidden), "second": (self.second(hidden), hidden)}
+
+
+@pytest.mark.parametrize("used", ["first", "second", "in_turn"])
+def test_what_has_a_part_in_unused_outputs_alone_has_no_gradient(pool, device, used):
+    def loss_of(model, x, step):
+        found = model(x)
+        name = used if used != "in_turn" else ("first", "second")[step % 2]
+        return (found[name] if name == "first" else found[name][0]).pow(2).mean()
+
+    _, stats = both(Heads, [""], loss_of, pool, device)
+    assert sum(stats.replays.values()) == STEPS - 2
+
+
+# ---- optimizers inside of an iteration ---------------------------------------------------------------------------
+
+def run_iterations(model, wrap, change, device, make=lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9)):
+    optimizer = make(model.parameters())
+
+    def step(x):
+        optimizer.zero_grad()
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    run, log, saved = wrap(step), [], None
+    for index in range(12):
+        if index == 4:
+            saved = {"state": {k: {n: v.clone() for n, v in one.items()} for k, one in
+                               optimizer.state_dict()["state"].items()},
+                     "param_groups": optimizer.state_dict()["param_groups"]}
+        if index == 7:
+            change(optimizer, saved)
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(index)).to(device)
+        log.append([run(x).clone(), *[parameter.detach().clone() for parameter in model.parameters()]])
+    return log
+
+
+def other_rate(optimizer, saved):
+    optimizer.param_groups[0]["lr"] = 0.01
+
+
+def earlier_state(optimizer, saved):
+    optimizer.load_state_dict(saved)
+
+
+def one_parameter_less(optimizer, saved):
+    del optimizer.param_groups[0]["params"][0]
+
+
+@pytest.mark.parametrize("change", [other_rate, earlier_state, one_parameter_less])
+def test_what_changes_in_an_optimizer_inside_of_an_iteration_is_noticed(pool, device, change, caplog):
+    eager, graphed = twins(two, device)
+    stats = CacheStats()
+    log = [run_iterations(graphed, lambda step: iteration_of(pool, stats, step), change, device),
+           run_iterations(eager, lambda step: step, change, device)]
+    assert_same(*log)
+    assert sum(stats.captures.values()) == 2 and sum(stats.replays.values()) >= 3
+    assert ("belongs in a tensor" in caplog.text) == (change is not earlier_state)
+
+
+def test_a_learning_rate_in_a_tensor_changes_without_another_graph(pool, device):
+    eager, graphed = twins(two, device)
+    stats = CacheStats()
+    if device.type == "cpu":
+        pytest.skip("PyTorch's optimizers read a learning rate in a tensor on the host there")
+
+    def adam(parameters):
+        return torch.optim.AdamW(parameters, lr=torch.tensor(0.1, device=device), capturable=True)
+
+    change = lambda optimizer, saved: optimizer.param_groups[0]["lr"].fill_(0.01)  # noqa: E731
+    log = [run_iterations(graphed, lambda step: iteration_of(pool, stats, step), change, device, adam),
+           run_iterations(eager, lambda step: step, change, device, adam)]
+    assert_same(*log)
+    assert sum(stats.captures.values()) == 1
