@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Hashable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,14 +91,28 @@ def _autocast(device: str) -> tuple[bool, torch.dtype | None]:
 
 
 def autocast_as(key: CallKey) -> AbstractContextManager:
-    """PyTorch's autocast as it was around the call. Without its cache of casts, which is no graph's to use."""
-    enabled, dtype = key.autocast
-    return torch.autocast(_device_of(key), dtype=dtype, enabled=enabled, cache_enabled=False)
+    """PyTorch's autocast as it was around the call."""
+    return _autocast_in(_device_of(key), *key.autocast)
 
 
 def no_autocast(key: CallKey) -> AbstractContextManager:
     """No autocast, as around a backward, which computes as its forward did."""
-    return torch.autocast(_device_of(key), enabled=False)
+    return _autocast_in(_device_of(key), False, None)
+
+
+@contextmanager
+def _autocast_in(device: str, enabled: bool, dtype: torch.dtype | None) -> Iterator[None]:
+    """Casts that were cached outside are none of a graph's, nor the other way round. What is off stays as it is, since
+    compiled code is told a mere change of the cache's setting, too, and would be compiled anew."""
+    if not enabled and not torch.is_autocast_enabled(device):
+        yield
+        return
+    with torch.autocast(device, dtype=dtype, enabled=enabled):
+        torch.clear_autocast_cache()
+        try:
+            yield
+        finally:
+            torch.clear_autocast_cache()
 
 
 def _device_of(key: CallKey) -> str:
