@@ -159,10 +159,11 @@ class TrainingGraphs:
 
     def _begin_round(self) -> None:
         """Between two steps: capture what was recorded, count warm-up, and look whether anything changed or moved."""
-        self._watched.refresh()
-        for attached in self.modules:
-            if not attached.has_its_parameters():
+        if not all([attached.has_its_parameters() for attached in self.modules]):
+            for attached in self.modules:
                 attached.reread_parameters()
+            self._watched = Watched(self.modules)
+        self._watched.refresh()
         for program in list(self._programs):
             if moved := program.moved():
                 logger.error("%d tensors moved under training graphs, which were dropped: %s", len(moved),

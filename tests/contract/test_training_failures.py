@@ -125,6 +125,23 @@ def test_a_moved_parameter_is_noticed_and_recaptured(pool, device):
     assert len(graphs.table()) == 3
 
 
+@pytest.mark.parametrize("change", ["another_weight", "no_bias"])
+def test_another_parameter_in_the_place_of_one_is_noticed_and_recaptured(pool, device, change):
+    eager, graphed = twins(mlp, device)
+    _, stats = attached(graphed, ["0", "1", "2"], pool)
+    data = batches(5, device, micro=1)
+    assert_same(train(graphed, data), train(eager, data))
+    for model in (graphed, eager):
+        if change == "no_bias":
+            model[1][0].bias = None
+        else:
+            model[1][0].weight = nn.Parameter(0.5 * model[1][0].weight.detach())
+    before = sum(stats.replays.values())
+    assert_same(train(graphed, data), train(eager, data))
+    assert sum(stats.replays.values()) - before == 3 * 3
+    assert not stats.fallbacks["1", "forward", "other_parameters"]
+
+
 def test_deleting_graphs_mid_training_goes_on_and_recaptures(pool, device):
     eager, graphed = twins(mlp, device)
     graphs, stats = attached(graphed, ["0", "1", "2"], pool)
