@@ -124,7 +124,8 @@ class TrainingGraphs:
         attached.refresh()
         if not key.grad or not attached.wants_gradients(tensors):
             return self._eager(attached, args, kwargs, NO_GRAD)
-        if self.outstanding == 0:
+        begins = self.outstanding == 0
+        if begins:
             self._begin_round()
         if not attached.has_its_parameters():
             return self._eager(attached, args, kwargs, OTHER_PARAMETERS, tracked=True)
@@ -133,11 +134,16 @@ class TrainingGraphs:
         kind = (attached, key, attached.state)
         if kind in attached.refused:
             return self._eager(attached, args, kwargs, FAILED)
-        for program in self._programs:
+        for program in list(self._programs):
             found = program.find(kind, tensors)
-            if found is not None:
-                program.current, place, entry = found
-                return self._replay(program.current, place, entry, tensors)
+            if found is None:
+                continue
+            if not begins and not found[0].order.awaiting:  # a microbatch begins, while others are outstanding
+                self._watched.refresh()
+                if self._drop_if_moved(program):
+                    continue
+            program.current, place, entry = found
+            return self._replay(program.current, place, entry, tensors)
         if attached.hooks_inside:
             return self._eager(attached, args, kwargs, HOOKS)
         self._unserved.add(kind)
@@ -165,12 +171,7 @@ class TrainingGraphs:
             self._watched = Watched(self.modules)
         self._watched.refresh()
         for program in list(self._programs):
-            if moved := program.moved():
-                logger.error("%d tensors moved under training graphs, which were dropped: %s", len(moved),
-                             "; ".join(moved))
-                self.stats.invalidations[STALE] += 1
-                self._programs.remove(program)
-                program.retire()
+            self._drop_if_moved(program)
         self._rounds_of.update(self._unserved)
         self._unserved.clear()
         if len(self._rounds_of) > MOST_KINDS:  # of shapes that never come back
@@ -178,6 +179,16 @@ class TrainingGraphs:
         if self._recording is not None:
             recorded, self._recording = self._recording, None
             self._capture(recorded)
+
+    def _drop_if_moved(self, program: Program) -> bool:
+        """Whether anything that these graphs read isn't where it was: they serve no more forwards then."""
+        moved = program.moved()
+        if moved:
+            logger.error("%d tensors moved under training graphs, which were dropped: %s", len(moved), "; ".join(moved))
+            self.stats.invalidations[STALE] += 1
+            self._programs.remove(program)
+            program.retire()
+        return bool(moved)
 
     def _capture(self, program: Program) -> None:
         self._busy = True

@@ -142,6 +142,23 @@ def test_another_parameter_in_the_place_of_one_is_noticed_and_recaptured(pool, d
     assert not stats.fallbacks["1", "forward", "other_parameters"]
 
 
+def test_what_changes_is_noticed_while_somebody_keeps_a_forward_without_its_backward(pool, device):
+    eager, graphed = twins(mlp, device)
+    attached(graphed, ["0", "1", "2"], pool)
+    data, log = batches(4, device, micro=2), []
+    assert_same(train(graphed, data), train(eager, data))
+    for model in (graphed, eager):
+        kept = model(data[0][0])
+        log.append(train(model, data, outstanding=False))
+        model[1][0].weight.data = 0.5 * model[1][0].weight.detach()
+        log[-1] += train(model, data, outstanding=False)
+        handle = model[2][0].register_forward_hook(lambda module, args, output: output + 1)
+        log[-1] += train(model, data, outstanding=False)
+        handle.remove()
+        del kept
+    assert_same(*log)
+
+
 def test_deleting_graphs_mid_training_goes_on_and_recaptures(pool, device):
     eager, graphed = twins(mlp, device)
     graphs, stats = attached(graphed, ["0", "1", "2"], pool)
