@@ -53,7 +53,7 @@ class Hub:
         line = Outbox(ours, f"encore-front-{front}")
         with self._lock:
             self._lines[front] = line
-            for kind in (Lost, Ready, Snapshot, Dead):
+            for kind in (Lost, Snapshot, Ready, Dead):  # by the time it is ready it knows the counts
                 if kind in self._known:
                     line.put(_pickled(self._known[kind]))
         threading.Thread(target=self._listen, args=(front, ours), daemon=True, name=f"encore-front-{front}-in").start()
