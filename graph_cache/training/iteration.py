@@ -91,7 +91,8 @@ class CapturedIteration:
         self._failed: set[Hashable] = set()
         # Weakly, as a step may make modules anew at every call.
         self._modules: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # that take their step inside
+        # Those that take their step inside, in the order of their first.
+        self._optimizers: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._looked = self._compiled = self._told = False
 
@@ -145,7 +146,7 @@ class CapturedIteration:
         return (tuple([module.training for module in known]),
                 tuple([parameter.requires_grad for parameter in parameters]), tuple(grads),
                 tuple([number for module in known for number in numbers_of(module, (float,)).values()]),
-                tuple(map(settings_of, self._optimizers)))
+                tuple(map(settings_of, self._optimizers.values())))
 
     def _tell_of_settings(self, kind: Hashable) -> None:
         """Once, where an optimizer's settings are all that this kind has other than one with a graph."""
@@ -173,6 +174,9 @@ class CapturedIteration:
         if id(module) not in self._modules:
             self._roots.add(module)
             self._modules.update((id(inner), inner) for inner in module.modules())
+
+    def _note_optimizer(self, optimizer: Optimizer) -> None:
+        self._optimizers.setdefault(id(optimizer), optimizer)
 
     def _known(self) -> list[nn.Module]:
         return [module for reference in self._modules.valuerefs() if (module := reference()) is not None]
@@ -215,7 +219,7 @@ class CapturedIteration:
         handle = None if self._compiled else register_module_forward_pre_hook(self._note)
         try:
             # On the stream of captures: autograd ties the accumulation of gradients to the stream of its first use.
-            with self._pool.backend.on_capture_stream(), noted_steps(self._optimizers.add):
+            with self._pool.backend.on_capture_stream(), noted_steps(self._note_optimizer):
                 result, outputs = Result.of(self._step(*args, **kwargs))
         finally:
             if handle is not None:
@@ -256,7 +260,7 @@ class CapturedIteration:
         for root in self._roots:
             captured.addresses.watch(root, prefix=f"{type(root).__name__}.")
             captured.addresses.watch(MainGrads(root), prefix=f"{type(root).__name__}.main_grad of ")
-        for optimizer in self._optimizers:
+        for optimizer in self._optimizers.values():
             captured.addresses.watch(OptimizerState(optimizer), prefix=f"{type(optimizer).__name__}.")
         captured.addresses.watch(self._outside)
         captured.outside = set(self._outside)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -38,18 +39,20 @@ def _constant(value: Any) -> Hashable:
 class OptimizerState(Mapping[str, Tensor]):
     """The tensors that an optimizer keeps of its parameters (moments, steps), by name, looked up at the time of asking.
 
-    Those that it had when this was made.
+    Those that it had when this was made; none once it is gone, which this doesn't keep it from.
     """
 
     def __init__(self, optimizer: Optimizer):
-        self._optimizer = optimizer
+        self._optimizer = weakref.ref(optimizer)
         self._places = {f"{number}.{name}": (parameter, name)
                         for number, (parameter, state) in enumerate(optimizer.state.items())
                         for name, value in state.items() if isinstance(value, Tensor)}
 
     def __getitem__(self, name: str) -> Tensor:
-        parameter, key = self._places[name]
-        return self._optimizer.state[parameter][key]
+        optimizer, (parameter, key) = self._optimizer(), self._places[name]
+        if optimizer is None or parameter not in optimizer.state:
+            raise KeyError(name)
+        return optimizer.state[parameter][key]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)

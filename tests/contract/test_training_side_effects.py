@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 
 import pytest
@@ -327,3 +328,30 @@ def test_a_learning_rate_in_a_tensor_changes_without_another_graph(pool, device)
            run_iterations(eager, lambda step: step, change, device, adam)]
     assert_same(*log)
     assert sum(stats.captures.values()) == 1
+
+
+def test_an_optimizer_that_is_made_anew_takes_the_old_ones_place_and_graph(pool, device):
+    eager, graphed = twins(two, device)
+    stats, log = CacheStats(), []
+    for model in (graphed, eager):
+        now, found = {}, []
+
+        def step(x, model=model, now=now):
+            now["optimizer"].zero_grad()
+            loss = model(x).pow(2).mean()
+            loss.backward()
+            now["optimizer"].step()
+            return loss.detach()
+
+        run = iteration_of(pool, stats, step) if model is graphed else step
+        for index in range(18):
+            if index % 6 == 0:
+                now["optimizer"] = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+                gc.collect()
+            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(index)).to(device)
+            found.append([run(x).clone(), *[parameter.detach().clone() for parameter in model.parameters()]])
+        log.append(found)
+        if model is graphed:
+            assert len(run.table()) == 1
+    assert_same(*log)
+    assert sum(stats.replays.values()) >= 3 * 2
