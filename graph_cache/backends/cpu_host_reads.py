@@ -18,6 +18,7 @@ from graph_cache.errors import CaptureRefused
 READERS = ("numpy", "tolist")
 
 _allowed: dict[int, Callable[[torch.Tensor], bool]] = {}  # by the thread that records now
+_patched: dict[str, Any] = {}  # what somebody else has put on torch.Tensor itself
 _lock = threading.Lock()
 
 
@@ -27,6 +28,7 @@ def refused_host_reads(allowed: Callable[[torch.Tensor], bool]) -> Iterator[None
     me = threading.get_ident()
     with _lock:
         if not _allowed:
+            _patched.update({name: vars(torch.Tensor)[name] for name in READERS if name in vars(torch.Tensor)})
             for name in READERS:
                 # Over what torch.Tensor inherits: a mode that sees functions would switch off fast paths of torch.nn.
                 setattr(torch.Tensor, name, _refusing(name, getattr(torch.Tensor, name)))
@@ -38,7 +40,10 @@ def refused_host_reads(allowed: Callable[[torch.Tensor], bool]) -> Iterator[None
             del _allowed[me]
             if not _allowed:
                 for name in READERS:
-                    delattr(torch.Tensor, name)
+                    if name in _patched:
+                        setattr(torch.Tensor, name, _patched.pop(name))
+                    else:
+                        delattr(torch.Tensor, name)
 
 
 def _refusing(name: str, before: Callable[..., Any]) -> Callable[..., Any]:

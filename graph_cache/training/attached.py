@@ -6,6 +6,8 @@ Owns the seam: the attribute of the module that is replaced, and put back at the
 from __future__ import annotations
 
 import copy
+import logging
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -19,9 +21,12 @@ from torch.nn.modules import module as hooks_of_modules
 
 from graph_cache.errors import GraphConfigError
 from graph_cache.training.compiled import COMPILED_CALL, is_compiled
-from graph_cache.training.side_effects import numbers_of
+from graph_cache.training.side_effects import floats_of, numbers_of
+
+logger = logging.getLogger(__name__)
 
 FORWARD = "forward"
+MANY_CHANGES = 8
 GLOBAL_HOOKS = [hooks_of_modules._global_forward_hooks, hooks_of_modules._global_forward_pre_hooks,
                 hooks_of_modules._global_backward_hooks, hooks_of_modules._global_backward_pre_hooks]
 Hook = Callable[..., Any]
@@ -197,7 +202,7 @@ class AttachedModule:
         trained = [parameter.requires_grad for parameter in self.parameters]
         self.frozen = True not in trained
         self.state = (self.hooks_inside, *trained, *[module.training for module in self.submodules],
-                      *map(dict.get, self.numbers, self.numbers_names))
+                      *floats_of(self.numbers, self.numbers_names))
 
     def _pre_hooks(self, module: nn.Module) -> dict[int, Hook]:
         """Those hooks of a submodule that run before a replay."""
@@ -298,12 +303,23 @@ class Watched:
         self._numbers = [owner for attached in modules for owner in attached.numbers]
         self._names = [name for attached in modules for name in attached.numbers_names]
         self._seen: tuple[list[Any], ...] = ()
+        self._changes: Counter[int] = Counter()  # of each number, by its place
+
+    def _count_changes(self, numbers: Sequence[Any]) -> None:
+        """Tell who sets a number at every step why nothing replays."""
+        for place, (before, now) in enumerate(zip(self._seen[-1] if self._seen else numbers, numbers, strict=True)):
+            self._changes[place] += before != now
+            if before != now and self._changes[place] == MANY_CHANGES:
+                logger.warning("the attribute %s of a graphed module changes again and again, and each value is a kind "
+                               "of call of its own: keep it elsewhere, or in a tensor if its forward reads it",
+                               self._names[place])
 
     def refresh(self) -> None:
         """Bring the state of each module up to date."""
         now = (list(map(_requires_grad, self._parameters)), list(map(_training, self._submodules)),
-               list(map(len, self._hooks)), list(map(dict.get, self._numbers, self._names)))
+               list(map(len, self._hooks)), floats_of(self._numbers, self._names))
         if now != self._seen:
+            self._count_changes(now[-1])
             self._seen = now
             for attached in self._modules:
                 attached.refresh()

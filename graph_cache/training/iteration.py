@@ -37,7 +37,7 @@ from graph_cache.training.call import (
 )
 from graph_cache.training.compiled import is_compiled, reached_from, without_compiling
 from graph_cache.training.optimizers import OptimizerState, noted_steps, settings_of
-from graph_cache.training.side_effects import numbers_of, refused_buffers
+from graph_cache.training.side_effects import floats_of, numbers_of, refused_buffers
 from graph_cache.training.stand_ins import MainGrads
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 SCOPE = "full_iteration"
 WARMING = "warming_up"
 FAILED = "capture_failed"
+MOST_SETTINGS = 4  # graphs that differ in settings of optimizers alone
 MOST_WARMING = 64  # kinds that are counted towards a capture at a time: what they were called with is held meanwhile
 
 
@@ -91,6 +92,7 @@ class CapturedIteration:
         self._failed: set[Hashable] = set()
         # Weakly, as a step may make modules anew at every call.
         self._modules: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+        self._floats: dict[int, tuple[str, ...]] = {}  # of each module by its id: attributes that were numbers
         # Those that take their step inside, in the order of their first.
         self._optimizers: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -145,7 +147,7 @@ class CapturedIteration:
         known = self._known()
         return (tuple([module.training for module in known]),
                 tuple([parameter.requires_grad for parameter in parameters]), tuple(grads),
-                tuple([number for module in known for number in numbers_of(module, (float,)).values()]),
+                tuple(floats_of(*self._floats_of(known))),
                 tuple(map(settings_of, self._optimizers.values())))
 
     def _tell_of_settings(self, kind: Hashable) -> None:
@@ -173,10 +175,25 @@ class CapturedIteration:
     def _note(self, module: nn.Module, inputs: Any = None) -> None:
         if id(module) not in self._modules:
             self._roots.add(module)
-            self._modules.update((id(inner), inner) for inner in module.modules())
+            for inner in module.modules():
+                self._modules[id(inner)] = inner
+                self._floats[id(inner)] = tuple(numbers_of(inner, (float,)))
+
+    def _floats_of(self, modules: Sequence[nn.Module]) -> tuple[list[dict[str, Any]], list[str]]:
+        found = [(vars(module), name) for module in modules for name in self._floats.get(id(module), ())]
+        return [owner for owner, _ in found], [name for _, name in found]
 
     def _note_optimizer(self, optimizer: Optimizer) -> None:
         self._optimizers.setdefault(id(optimizer), optimizer)
+
+    def _superseded_by(self, kind: Hashable) -> list[Hashable]:
+        """Kinds from before some module or optimizer was known, which no call would find again; and of those that
+        differ in settings of optimizers alone, as learning rates of a schedule do, all but the last few.
+        """
+        (key, state), sizes = kind, _sizes(kind[1])
+        unknown = [other for other in self._captured if other[0] == key and _sizes(other[1]) != sizes]
+        alike = [other for other in self._captured if other[0] == key and other[1][:-1] == state[:-1]]
+        return list(dict.fromkeys([*unknown, *alike[:max(0, len(alike) + 1 - MOST_SETTINGS)]]))
 
     def _known(self) -> list[nn.Module]:
         return [module for reference in self._modules.valuerefs() if (module := reference()) is not None]
@@ -195,7 +212,8 @@ class CapturedIteration:
         held = len(self._captured) + len(self._failed)
         if kind not in self._seen and len(self._seen) >= MOST_WARMING + held:
             logger.warning("%s: %d kinds of calls, and none came often enough to be captured: a shape or a value among "
-                           "its arguments changes with every call", self.name, len(self._seen) - held)
+                           "its arguments, a number in a module's attribute, or a setting of an optimizer changes",
+                           self.name, len(self._seen) - held)
             self._seen.clear()
         self._seen[kind] += 1
 
@@ -255,8 +273,8 @@ class CapturedIteration:
         captured.runner = runner
         captured.grads_after = [(parameter, parameter.grad) for parameter in parameters]
         captured.grads_before = before.read()
-        for other in [other for other in self._captured if other[0] == key and len(other[1][0]) != len(kind[1][0])]:
-            self._drop(other)  # from before some module was known: no call would find it again
+        for other in self._superseded_by(kind):
+            self._drop(other)
         for root in self._roots:
             captured.addresses.watch(root, prefix=f"{type(root).__name__}.")
             captured.addresses.watch(MainGrads(root), prefix=f"{type(root).__name__}.main_grad of ")
@@ -351,3 +369,8 @@ def _storage(grad: Tensor) -> int:
 
 def _users(storage: int) -> int:
     return torch._C._storage_Use_Count(storage)  # a tensor whose Python object is dying is still counted
+
+
+def _sizes(state: tuple) -> tuple[int, int]:
+    """How many modules and optimizers were known."""
+    return len(state[0]), len(state[-1])

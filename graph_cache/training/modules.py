@@ -80,7 +80,7 @@ class TrainingGraphs:
         """Give all modules their calls back, and drop the graphs once their backwards are done."""
         for attached in self.modules:
             attached.give_back()
-        self.modules = []
+        self.modules, self._watched = [], Watched(())
         self.clear()
 
     def clear(self) -> None:
@@ -165,10 +165,14 @@ class TrainingGraphs:
 
     def _begin_round(self) -> None:
         """Between two steps: capture what was recorded, count warm-up, and look whether anything changed or moved."""
-        if not all([attached.has_its_parameters() for attached in self.modules]):
-            for attached in self.modules:
+        changed = [attached for attached in self.modules if not attached.has_its_parameters()]
+        if changed:
+            for attached in changed:
                 attached.reread_parameters()
             self._watched = Watched(self.modules)
+            for program in list(self._programs):
+                if any(entry.owner in changed for entry in program.entries()):
+                    self._drop(program, [f"parameters of {attached.name}" for attached in changed])
         self._watched.refresh()
         for program in list(self._programs):
             self._drop_if_moved(program)
@@ -184,11 +188,14 @@ class TrainingGraphs:
         """Whether anything that these graphs read isn't where it was: they serve no more forwards then."""
         moved = program.moved()
         if moved:
-            logger.error("%d tensors moved under training graphs, which were dropped: %s", len(moved), "; ".join(moved))
-            self.stats.invalidations[STALE] += 1
-            self._programs.remove(program)
-            program.retire()
+            self._drop(program, moved)
         return bool(moved)
+
+    def _drop(self, program: Program, moved: Sequence[str]) -> None:
+        logger.error("%d tensors moved under training graphs, which were dropped: %s", len(moved), "; ".join(moved))
+        self.stats.invalidations[STALE] += 1
+        self._programs.remove(program)
+        program.retire()
 
     def _capture(self, program: Program) -> None:
         self._busy = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -25,7 +26,8 @@ def noted_steps(note: Callable[[Optimizer], None]) -> Iterator[None]:
 def settings_of(optimizer: Optimizer) -> Hashable:
     """What a graph has as constants: learning rates, betas, and which parameters each group has. Tensors it reads: of
     them only which they are."""
-    return tuple([(name, _constant(group[name])) for group in optimizer.param_groups for name in sorted(group)])
+    return tuple([(name, tuple(map(id, group[name])) if name == "params" else _constant(group[name]))
+                  for group in optimizer.param_groups for name in sorted(group)])
 
 
 def _constant(value: Any) -> Hashable:
@@ -33,7 +35,20 @@ def _constant(value: Any) -> Hashable:
         return tuple([_constant(one) for one in value])
     if isinstance(value, (bool, int, float, str, type(None))):
         return type(value), value
-    return id(value)
+    return _Same(value)
+
+
+@dataclass(frozen=True, eq=False)
+class _Same:
+    """Equal to another only if it holds the very same object, which lives as long: its address names nothing else."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return hash(type(self.value))
 
 
 class OptimizerState(Mapping[str, Tensor]):

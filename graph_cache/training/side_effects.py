@@ -37,7 +37,7 @@ def refused_side_effects(name: str, scope: nn.Module, inputs: Sequence[Tensor]) 
             found += [f"leaves a tensor with a history in {kind}.{attribute}: return it"
                       for attribute in _put_back(module, left)]
             found += [f"changes {kind}.{attribute}: keep it in a buffer, and write to that in place"
-                      for attribute, number in numbers.items() if vars(module).get(attribute) != number]
+                      for attribute, number in numbers.items() if not _is_still(vars(module).get(attribute), number)]
             vars(module).update(numbers)
     found += [f"reads {attribute}, which a hook computes before each call" for attribute in hooked]
     found += [f"writes to its argument number {place}: return what it computes"
@@ -67,6 +67,15 @@ def refused_buffers(name: str, modules: Sequence[nn.Module]) -> Iterator[None]:
 def numbers_of(module: nn.Module, kinds: tuple[type, ...]) -> dict[str, int | float]:
     """Its attributes of exactly these types."""
     return {attribute: value for attribute, value in vars(module).items() if type(value) in kinds}
+
+
+def floats_of(owners: Sequence[dict[str, Any]], names: Sequence[str]) -> list[float | type]:
+    """These attributes as they are now; of one that is no floating-point number any more, what it is instead."""
+    return [value if type(value) is float else type(value) for value in map(dict.get, owners, names)]
+
+
+def _is_still(value: Any, number: float) -> bool:
+    return value is number or (type(value) is type(number) and value == number)  # a NaN equals none
 
 
 def _with_history(module: nn.Module) -> dict[str, Any]:

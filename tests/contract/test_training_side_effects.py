@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import weakref
 
 import pytest
 import torch
@@ -203,6 +204,67 @@ def test_what_a_replay_would_not_do_again_is_refused_and_nothing_of_it_stays(poo
     assert re.search(said, next(iter(stats.failures.values())))
 
 
+class Remembers(nn.Linear):
+    """Keeps its last output where a number was, and a number that equals nothing."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+        self.last, self.best = 0.0, float("nan")
+
+    def forward(self, x):
+        out = super().forward(x)
+        self.last = out.detach()
+        return out
+
+
+def test_an_attribute_that_was_a_number_may_become_a_tensor(pool, device):
+    _, stats = both(lambda: nn.Sequential(Remembers(), linear()), ["0", "1"],
+                    lambda model, x, step: model(x).pow(2).mean(), pool, device)
+    assert not stats.failed_captures
+    assert sum(stats.replays.values()) >= 2 * (STEPS - 3)
+
+
+def test_a_number_that_is_set_at_every_step_keeps_its_module_eager_and_the_log_says_so(pool, device, caplog):
+    def loss_of(model, x, step):
+        loss = model(x).pow(2).mean()
+        model[0].last = loss.item()
+        return loss
+
+    def build():
+        model = two()
+        model[0].last = 0.0
+        return model
+
+    _, stats = both(build, ["0"], lambda *call: sum(loss_of(*call) for _ in range(2)), pool, device)
+    assert not stats.replays
+    train_more = build().to(device)
+    attached(train_more, ["0"], pool)
+    for _ in range(2):
+        train(train_more, loss_of, device)
+    assert "the attribute last of a graphed module changes again and again" in caplog.text
+
+
+def test_a_parameter_on_the_very_storage_of_another_gets_its_own_gradient(pool, device):
+    def loss_of(model, x, step):
+        if step == 4:
+            model[0].weight = nn.Parameter(model[0].weight.data)
+        return model(x).pow(2).mean()
+
+    _, stats = both(two, ["0", "1"], loss_of, pool, device)
+    assert stats.invalidations == {"stale_address": 1}
+
+
+def test_a_detached_model_can_be_freed(pool, device):
+    model = two().to(device)
+    graphs, _ = attached(model, ["0", "1"], pool)
+    train(model, lambda model, x, step: model(x).pow(2).mean(), device)
+    graphs.detach()
+    weight = weakref.ref(model[0].weight)
+    del model
+    gc.collect()
+    assert weight() is None
+
+
 # ---- outputs that are kept, or used in part ----------------------------------------------------------------------
 
 def self_distilled(model, x, step):
@@ -355,3 +417,22 @@ def test_an_optimizer_that_is_made_anew_takes_the_old_ones_place_and_graph(pool,
             assert len(run.table()) == 1
     assert_same(*log)
     assert sum(stats.replays.values()) >= 3 * 2
+
+
+def test_a_learning_rate_that_changes_now_and_then_holds_a_few_graphs_at_most(pool, device):
+    _, graphed = twins(two, device)
+    stats = CacheStats()
+    optimizer = torch.optim.SGD(graphed.parameters(), 0.1)
+
+    def step(x):
+        optimizer.zero_grad()
+        loss = graphed(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    run = iteration_of(pool, stats, step)
+    for index in range(40):
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + index // 4)
+        run(torch.ones(4, WIDTH, device=device))
+    assert sum(stats.captures.values()) == 10 and len(run.table()) == 4
