@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import types
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -172,6 +173,24 @@ def put_together(key: CallKey, tensors: Sequence[Tensor]) -> tuple[tuple, dict[s
     rest = iter(tensors)
     leaves = [next(rest) if value is TENSOR else value for value in key.values]
     return tree_unflatten(leaves, key.structure)
+
+
+@dataclass(frozen=True, eq=False)
+class Same:
+    """Part of a key: equal to another only if it holds the very same object, which lives as long, so that its address
+    names nothing else. A bound method is the same with the same owner.
+    """
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Same):
+            return NotImplemented
+        bound = isinstance(self.value, types.MethodType)
+        return self.value is other.value or bound and self.value == other.value
+
+    def __hash__(self) -> int:
+        return hash(type(self.value))
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from graph_cache.training.call import Same
 
 
 @contextmanager
@@ -35,20 +36,7 @@ def _constant(value: Any) -> Hashable:
         return tuple([_constant(one) for one in value])
     if isinstance(value, (bool, int, float, str, type(None))):
         return type(value), value
-    return _Same(value)
-
-
-@dataclass(frozen=True, eq=False)
-class _Same:
-    """Equal to another only if it holds the very same object, which lives as long: its address names nothing else."""
-
-    value: Any
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return hash(type(self.value))
+    return Same(value)
 
 
 class OptimizerState(Mapping[str, Tensor]):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import enum
 import inspect
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from graph_cache.adapters.megatron.attachment import generators as tracked_gener
 from graph_cache.errors import GraphConfigError, GraphError
 from graph_cache.pool import GraphPool
 from graph_cache.stats import CacheStats
+from graph_cache.training.call import Same
 from graph_cache.training.iteration import CapturedIteration
 
 PLAIN = (int, float, complex, bool, str, bytes, type(None))
@@ -183,22 +183,6 @@ class _Microbatches:
         return self._batches[-1 - self.left]
 
 
-@dataclass(frozen=True, eq=False)
-class _Same:
-    """Equal to another only if it holds the very same object; a bound method is the same with the same owner."""
-
-    value: Any
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Same):
-            return NotImplemented
-        bound = isinstance(self.value, types.MethodType)
-        return self.value is other.value or bound and self.value == other.value
-
-    def __hash__(self) -> int:
-        return hash(type(self.value))
-
-
 def refuse(settings: Any) -> None:
     """Raise GraphConfigError for settings that a graph of a whole iteration can't hold.
 
@@ -251,7 +235,7 @@ def _comparable(value: Any) -> Any:
         return kind, tuple([_comparable(one) for one in value])
     if kind is dict:
         return kind, tuple([(key, _comparable(one)) for key, one in value.items()])
-    return _Same(value)
+    return Same(value)
 
 
 def _moved(batch: Any, device: torch.device) -> Any:
