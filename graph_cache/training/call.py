@@ -236,14 +236,19 @@ def is_lazy(tensor: Tensor) -> bool:
 
 
 def why_no_input(tensors: Sequence[Tensor], device: torch.device) -> str:
-    """Why a graph can't be given one of these; empty where it can.
+    """Why a graph can't be given one of these; empty where it can."""
+    if any(map(lacks_memory, tensors)):
+        return NO_MEMORY
+    return ELSEWHERE if are_elsewhere(tensors, device) else ""
+
+
+def are_elsewhere(tensors: Sequence[Tensor], device: torch.device) -> bool:
+    """Whether one of these is not on a graph's device.
 
     What is on the host is as good as read there: a GPU is given a single number with the launch, and a list of counts
     becomes shapes.
     """
-    if any(map(lacks_memory, tensors)):
-        return NO_MEMORY
-    return ELSEWHERE if any(tensor.device.type != device.type for tensor in tensors) else ""
+    return any(tensor.device.type != device.type for tensor in tensors)
 
 
 def lacks_memory(tensor: Tensor) -> bool:

@@ -29,6 +29,7 @@ from graph_cache.training.call import (
     NO_MEMORY,
     CallKey,
     Result,
+    are_elsewhere,
     is_sparse,
     lacks_memory,
     load,
@@ -36,6 +37,7 @@ from graph_cache.training.call import (
     take_apart,
 )
 from graph_cache.training.compiled import is_compiled, reached_from, without_compiling
+from graph_cache.training.gradients import storage_users
 from graph_cache.training.optimizers import OptimizerState, noted_steps, settings_of
 from graph_cache.training.side_effects import floats_of, numbers_of, refused_buffers
 from graph_cache.training.stand_ins import MainGrads
@@ -104,7 +106,7 @@ class CapturedIteration:
         if any(map(is_sparse, tensors)):
             self._stats.fallbacks[self.name, SCOPE, NO_MEMORY] += 1
             return self._eager(args, kwargs)
-        if any(tensor.device.type != self._pool.backend.device.type for tensor in tensors):
+        if are_elsewhere(tensors, self._pool.backend.device):
             self._stats.fallbacks[self.name, SCOPE, ELSEWHERE] += 1
             return self._eager(args, kwargs)
         self._look_at([value for value in key.values if isinstance(value, nn.Module)])
@@ -330,7 +332,7 @@ class _GradsBefore:
             self._held.append((parameter, held))
         for _, held in aliases.values():
             if not lacks_memory(held[-1]):
-                users[_storage(held[-1])] = _users(_storage(held[-1]))
+                users[_storage(held[-1])] = storage_users(_storage(held[-1]))
 
     def restore(self) -> None:
         """As before a capture that failed; what the step had cleared before anything was captured stays cleared."""
@@ -353,7 +355,7 @@ def _watch(alias: Tensor, held: list[Tensor], users: dict[int, int], backend: Ba
     storage = _storage(held[-1])
 
     def dropped(_: weakref.ref[Tensor]) -> None:
-        others = _users(storage) > users[storage]
+        others = storage_users(storage) > users[storage]  # a tensor whose Python object is dying is still counted
         users[storage] -= 1
         if not others and not backend.has_captured():
             users[storage] -= 1
@@ -365,10 +367,6 @@ def _watch(alias: Tensor, held: list[Tensor], users: dict[int, int], backend: Ba
 def _storage(grad: Tensor) -> int:
     """The address of its storage object."""
     return grad.untyped_storage()._cdata
-
-
-def _users(storage: int) -> int:
-    return torch._C._storage_Use_Count(storage)  # a tensor whose Python object is dying is still counted
 
 
 def _sizes(state: tuple) -> tuple[int, int]:

@@ -16,17 +16,21 @@ def two():
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
 
 
-def run_iterations(model, wrap, change, device, make=lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9)):
-    optimizer = make(model.parameters())
-
+def step_of(model, optimizer_now):
+    """A step of training by the optimizer that there is at the time of the call."""
     def step(x):
-        optimizer.zero_grad()
+        optimizer_now().zero_grad()
         loss = model(x).pow(2).mean()
         loss.backward()
-        optimizer.step()
+        optimizer_now().step()
         return loss.detach()
 
-    run, log, saved = wrap(step), [], None
+    return step
+
+
+def run_iterations(model, wrap, change, device, make=lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9)):
+    optimizer = make(model.parameters())
+    run, log, saved = wrap(step_of(model, lambda: optimizer)), [], None
     for index in range(12):
         if index == 4:
             saved = {"state": {k: {n: v.clone() for n, v in one.items()} for k, one in
@@ -83,14 +87,7 @@ def test_an_optimizer_that_is_made_anew_takes_the_old_ones_place_and_graph(pool,
     stats, log = CacheStats(), []
     for model in (graphed, eager):
         now, found = {}, []
-
-        def step(x, model=model, now=now):
-            now["optimizer"].zero_grad()
-            loss = model(x).pow(2).mean()
-            loss.backward()
-            now["optimizer"].step()
-            return loss.detach()
-
+        step = step_of(model, lambda now=now: now["optimizer"])
         run = iteration_of(pool, stats, step) if model is graphed else step
         for index in range(18):
             if index % 6 == 0:
@@ -109,15 +106,7 @@ def test_a_learning_rate_that_changes_now_and_then_holds_a_few_graphs_at_most(po
     _, graphed = twins(two, device)
     stats = CacheStats()
     optimizer = torch.optim.SGD(graphed.parameters(), 0.1)
-
-    def step(x):
-        optimizer.zero_grad()
-        loss = graphed(x).pow(2).mean()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    run = iteration_of(pool, stats, step)
+    run = iteration_of(pool, stats, step_of(graphed, lambda: optimizer))
     for index in range(40):
         optimizer.param_groups[0]["lr"] = 0.1 / (1 + index // 4)
         run(torch.ones(4, WIDTH, device=device))
