@@ -32,7 +32,8 @@ SHAPES = [(16, 8, batch, keys) for keys in (512, 2048) for batch in (1, 8, 32, 1
 ]
 QUICK_SHAPES = [(16, 8, 1, 512), (16, 8, 32, 512), (16, 8, 256, 512)]
 SWEEP_SHAPES = [(16, 8, batch, 608) for batch in (1, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 128, 192, 256)] + [
-    (16, 8, batch, 2048) for batch in (8, 32, 64, 128)]
+    (16, 8, batch, 2048) for batch in (8, 32, 64, 128)
+]
 SWEEP_TILINGS = [(32, 1, 2), (32, 1, 3), (32, 1, 4)]
 SWEEP_SPLITS = [1, 2, 4, 8, 16, 32]
 

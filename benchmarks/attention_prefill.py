@@ -19,10 +19,17 @@ from benchmarks.attention_decode import DIM, DTYPE, PAGE, graph_microseconds
 from engine.attention.triton_prefill import Packing, Tile, choose_tile, paged_prefill
 
 CALLS = 8  # in one graph
-SHAPES = [(heads, 8, chunks) for heads in (16, 32) for chunks in
-          ([(0, 512)], [(0, 1024)] * 8, [(0, 128)] * 16, [(3072, 1024)], [(16384, 4096)])]
-SWEEP = [Tile(rows, pack, warps, stages) for rows, warps in ((64, 4), (128, 8), (128, 4)) for pack in (1, 2, 4)
-         for stages in (2, 3, 4)]
+SHAPES = [
+    (heads, 8, chunks)
+    for heads in (16, 32)
+    for chunks in ([(0, 512)], [(0, 1024)] * 8, [(0, 128)] * 16, [(3072, 1024)], [(16384, 4096)])
+]
+SWEEP = [
+    Tile(rows, pack, warps, stages)
+    for rows, warps in ((64, 4), (128, 8), (128, 4))
+    for pack in (1, 2, 4)
+    for stages in (2, 3, 4)
+]
 
 
 class Case:
@@ -44,8 +51,9 @@ class Case:
         places = torch.cat([torch.arange(start, start + length) for start, length in chunks])
         rows = torch.repeat_interleave(torch.arange(1, len(chunks) + 1), lengths)
         starts = torch.tensor([start for start, _ in chunks])
-        self.packing = Packing(*(part.cuda() for part in (places, rows, lengths.cumsum(0), starts,
-                                                          torch.arange(1, len(chunks) + 1))))
+        self.packing = Packing(
+            *(part.cuda() for part in (places, rows, lengths.cumsum(0), starts, torch.arange(1, len(chunks) + 1)))
+        )
 
     @property
     def flops(self) -> int:
@@ -92,8 +100,13 @@ def main() -> None:
     rows = []
     for heads, kv_heads, chunks in SHAPES:
         case = Case(heads, kv_heads, chunks)
-        row = {"heads": heads, "kv_heads": kv_heads, "chunks": f"{len(chunks)} x {chunks[0]}",
-               "tile": choose_tile(len(case.q), heads, heads // kv_heads, DIM), **measured(case, None)}
+        row = {
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "chunks": f"{len(chunks)} x {chunks[0]}",
+            "tile": choose_tile(len(case.q), heads, heads // kv_heads, DIM),
+            **measured(case, None),
+        }
         if args.sweep:
             row["sweep"] = []
             for tile in SWEEP:
@@ -107,8 +120,18 @@ def main() -> None:
         rows.append(row)
         print(json.dumps({**row, "sweep": row.get("sweep", [])[:4]}), flush=True)
     if args.out:
-        args.out.write_text(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__,
-                                        "command": " ".join(sys.argv), "rows": rows}, indent=1) + "\n")
+        args.out.write_text(
+            json.dumps(
+                {
+                    "device": torch.cuda.get_device_name(),
+                    "torch": torch.__version__,
+                    "command": " ".join(sys.argv),
+                    "rows": rows,
+                },
+                indent=1,
+            )
+            + "\n"
+        )
 
 
 if __name__ == "__main__":

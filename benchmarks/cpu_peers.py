@@ -71,8 +71,10 @@ def peers_of(args: argparse.Namespace, gguf: str, tiny: str) -> list[Peer]:
         Peer("llama.cpp 1 thread", "llama.cpp", {"model": gguf, "threads": 1}, args.llama_python),
         Peer("encore 1 thread", "encore", {"model": DEFAULT_MODEL, "threads": 1}),
         Peer("encore, default spin", "encore", {"model": DEFAULT_MODEL, "threads": two, "spin": "default"}),
-        *(Peer(f"encore, spin {spin}", "encore", {"model": DEFAULT_MODEL, "threads": two, "spin": spin})
-          for spin in args.spins),
+        *(
+            Peer(f"encore, spin {spin}", "encore", {"model": DEFAULT_MODEL, "threads": two, "spin": spin})
+            for spin in args.spins
+        ),
         Peer("encore tiny", "encore", {"model": tiny, "threads": two, "load_format": "dummy"}),
         Peer("encore tiny 1 thread", "encore", {"model": tiny, "threads": 1, "load_format": "dummy"}),
     ]
@@ -100,9 +102,12 @@ def take_turn(peer: Peer, batch: int, prompts: list[list[int]], tokens: int) -> 
     peer.tokens[batch], whole = peer.worker.call("generate", prompts=prompts[:batch], tokens=tokens)
     if any(len(row) != tokens for row in peer.tokens[batch]):
         raise SystemExit(f"{peer.name} gave {[len(row) for row in peer.tokens[batch]]} of {tokens} tokens")
-    peer.seconds.setdefault(batch, []).append({
-        "overall": batch * tokens / whole, "decode": batch * (tokens - short) / max(whole - brief, 1e-9),
-    })
+    peer.seconds.setdefault(batch, []).append(
+        {
+            "overall": batch * tokens / whole,
+            "decode": batch * (tokens - short) / max(whole - brief, 1e-9),
+        }
+    )
 
 
 def run_rounds(peers: list[Peer], args: argparse.Namespace, prompts: list[list[int]]) -> None:
@@ -168,8 +173,12 @@ def _against(ours: Peer, batch: int, peers: dict[str, Peer], names: tuple[str, .
 
 
 def _row(what: str, asked: float | None, ratios: list[float]) -> dict[str, Any]:
-    return {"what": what, "asked": asked, "measured": round(statistics.median(ratios), 3),
-            "range": [round(min(ratios), 3), round(max(ratios), 3)]}
+    return {
+        "what": what,
+        "asked": asked,
+        "measured": round(statistics.median(ratios), 3),
+        "range": [round(min(ratios), 3), round(max(ratios), 3)],
+    }
 
 
 def agreement(peers: dict[str, Peer], batch: int) -> dict[str, str]:
@@ -178,8 +187,10 @@ def agreement(peers: dict[str, Peer], batch: int) -> dict[str, str]:
     found = {}
     for name, peer in peers.items():
         if reference and peer.tokens.get(batch):
-            same = [next((i for i, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), len(y))
-                    for x, y in zip(peer.tokens[batch], reference, strict=True)]
+            same = [
+                next((i for i, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), len(y))
+                for x, y in zip(peer.tokens[batch], reference, strict=True)
+            ]
             whole = sum(length == len(reference[0]) for length in same)
             found[name] = f"{whole} of {batch} rows, {statistics.mean(same):.0f} tokens"
     return found
@@ -212,15 +223,19 @@ def print_tables(report: dict[str, Any], batches: list[int]) -> None:
         if entry["missing"]:
             print(f"{name:24}{entry['missing']}")
             continue
-        cells = [entry.get(f"batch_{batch}_{what}_tokens_per_second") for batch in batches
-                 for what in ("overall", "decode")]
+        cells = [
+            entry.get(f"batch_{batch}_{what}_tokens_per_second") for batch in batches for what in ("overall", "decode")
+        ]
         line = "".join(f"{'-' if cell is None else f'{cell:.1f}':>18}" for cell in cells)
         print(f"{name:24}{line}{entry.get('replay_ms', '-'):>12}{entry.get('eager_ms', '-'):>12}")
     print(f"\n{'ratio':58}{'asked':>8}{'measured':>10}   range")
     for row in report["ratios"]:
         asked = "-" if row["asked"] is None else f"{row['asked']:.1f}"
-        verdict = "" if row["asked"] is None or row["measured"] is None else (
-            "" if row["measured"] >= row["asked"] else "  BELOW")
+        verdict = (
+            ""
+            if row["asked"] is None or row["measured"] is None
+            else ("" if row["measured"] >= row["asked"] else "  BELOW")
+        )
         measured = "none" if row["measured"] is None else f"{row['measured']:.2f}"
         print(f"{row['what']:58}{asked:>8}{measured:>10}   {row['range'] or ''}{verdict}")
     print(f"\nsame tokens as transformers fp32: {json.dumps(report['same_tokens'])}")
@@ -235,8 +250,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=64, help="generated in the long run; a quarter in the short one")
     parser.add_argument("--llama-python", help="a Python that has llama-cpp-python")
-    parser.add_argument("--spins", type=lambda text: text.split(","), default=[], metavar="N,N",
-                        help="also run encore with these values of GOMP_SPINCOUNT")
+    parser.add_argument(
+        "--spins",
+        type=lambda text: text.split(","),
+        default=[],
+        metavar="N,N",
+        help="also run encore with these values of GOMP_SPINCOUNT",
+    )
     parser.add_argument("--only", help="peers to run, by the beginning of their names, comma-separated (default: all)")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -263,13 +283,23 @@ def main() -> None:
             run_rounds(peers, args, prompts)
             by_name = {peer.name: peer for peer in peers}
             report |= {
-                "settings": {"model": DEFAULT_MODEL, "rounds": args.rounds, "prompt_tokens": args.prompt_tokens,
-                             "tokens": args.tokens, "batches": args.batches, "greedy": True},
-                "idle_share": round(idle_share(peers), 4), "peers": summary(peers, args.batches),
+                "settings": {
+                    "model": DEFAULT_MODEL,
+                    "rounds": args.rounds,
+                    "prompt_tokens": args.prompt_tokens,
+                    "tokens": args.tokens,
+                    "batches": args.batches,
+                    "greedy": True,
+                },
+                "idle_share": round(idle_share(peers), 4),
+                "peers": summary(peers, args.batches),
                 "ratios": compare(by_name, args.batches, args.threads),
                 "same_tokens": agreement(by_name, max(args.batches)),
-                "decode_steps": {peer.name: peer.worker.call("steps")[0] for peer in peers
-                                 if peer.worker is not None and peer.kind == "encore"},
+                "decode_steps": {
+                    peer.name: peer.worker.call("steps")[0]
+                    for peer in peers
+                    if peer.worker is not None and peer.kind == "encore"
+                },
             }
         finally:
             for peer in peers:

@@ -41,8 +41,9 @@ def build(shape: str, rows: int, context: int) -> tuple[FusedDense, Any, Layout]
         if parameter.dim() == 1:
             parameter.data.add_(1)
     pages_each = -(-(context + 512) // PAGE)
-    kv = KVCache(config.num_layers, rows * pages_each + 1, PAGE, config.num_kv_heads, config.head_dim, torch.bfloat16,
-                 "cuda")
+    kv = KVCache(
+        config.num_layers, rows * pages_each + 1, PAGE, config.num_kv_heads, config.head_dim, torch.bfloat16, "cuda"
+    )
     for pages in (*kv.k, *kv.v):
         pages.normal_()
     layout = Layout(rows, 4096 // PAGE)
@@ -71,10 +72,15 @@ def measure(fused: FusedDense, state: Any, rows: int, context: int, args: argpar
     with torch.inference_mode():
         graph, times = timed(step, rewind, args.repeats)
         weights = sum(p.nbytes for p in {id(p): p for p in model.parameters()}.values()) - (
-            0 if model.config.tie_word_embeddings else model.embed.weight.nbytes)
+            0 if model.config.tie_word_embeddings else model.embed.weight.nbytes
+        )
         cache = rows * context * kv.nbytes / (kv.num_pages * PAGE)
-        found = {"batch": rows, "ms": round(statistics.median(times), 4), "least_ms": round(min(times), 4),
-                 "floor_ms": round((weights + cache) / 4.3e12 * 1e3, 3)}
+        found = {
+            "batch": rows,
+            "ms": round(statistics.median(times), 4),
+            "least_ms": round(min(times), 4),
+            "floor_ms": round((weights + cache) / 4.3e12 * 1e3, 3),
+        }
         if args.profile:
             found["kernels"] = kernels(graph, rewind)
         if args.ablate:
@@ -86,8 +92,9 @@ def measure(fused: FusedDense, state: Any, rows: int, context: int, args: argpar
     return found
 
 
-def timed(step: Callable[[], None], rewind: Callable[[], None],
-          repeats: int) -> tuple[torch.cuda.CUDAGraph, list[float]]:
+def timed(
+    step: Callable[[], None], rewind: Callable[[], None], repeats: int
+) -> tuple[torch.cuda.CUDAGraph, list[float]]:
     """The step as a graph, and ms of a replay, each of 20."""
     rewind()
     step()
@@ -115,7 +122,8 @@ def left_out(fused: FusedDense, part: str) -> Iterator[None]:
     without = {getattr(layer, part).data_ptr() for layer in layers} if part in PRODUCTS else set()
     linear, attend = fused_dense.linear, fused_dense.paged_decode
     fused_dense.linear = lambda x, weight, *rest, **more: (
-        0 if weight.data_ptr() in without else linear(x, weight, *rest, **more))
+        0 if weight.data_ptr() in without else linear(x, weight, *rest, **more)
+    )
     if part == "attention":
         fused_dense.paged_decode = lambda *rest, **more: None
     try:
@@ -157,8 +165,19 @@ def main() -> None:
         rows.append(measure(fused, state, batch, args.context, args))
         print(args.shape, json.dumps(rows[-1]), flush=True)
     if args.out:
-        args.out.write_text(json.dumps({"shape": args.shape, "context": args.context, "torch": torch.__version__,
-                                        "device": torch.cuda.get_device_name(), "rows": rows}, indent=1) + "\n")
+        args.out.write_text(
+            json.dumps(
+                {
+                    "shape": args.shape,
+                    "context": args.context,
+                    "torch": torch.__version__,
+                    "device": torch.cuda.get_device_name(),
+                    "rows": rows,
+                },
+                indent=1,
+            )
+            + "\n"
+        )
 
 
 if __name__ == "__main__":

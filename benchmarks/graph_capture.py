@@ -27,11 +27,22 @@ from engine.request import EngineRequest, SamplingParams
 
 def build(folder: str, scope: str, seqs: int, buckets: tuple[int, ...] | None = None) -> EngineLoop:
     """A loop over random weights, the same for every call."""
-    return build_loop(EngineConfig(
-        model=folder, load_format="dummy", max_num_seqs=seqs, max_model_len=1024, inference_cuda_graph_scope=scope,
-        cuda_graph_impl="local", graph_buckets=buckets, graph_manifest="none", warmup="full", num_pages=1 + seqs * 8,
-        enable_prefix_caching=False, gpu_memory_utilization=0.5,
-    ))
+    return build_loop(
+        EngineConfig(
+            model=folder,
+            load_format="dummy",
+            max_num_seqs=seqs,
+            max_model_len=1024,
+            inference_cuda_graph_scope=scope,
+            cuda_graph_impl="local",
+            graph_buckets=buckets,
+            graph_manifest="none",
+            warmup="full",
+            num_pages=1 + seqs * 8,
+            enable_prefix_caching=False,
+            gpu_memory_utilization=0.5,
+        )
+    )
 
 
 def wait() -> None:
@@ -57,8 +68,13 @@ def median_ms(run: Callable[[], Any], repeats: int) -> float:
 def tokens_of(loop: EngineLoop, prompts: list[list[int]], count: int) -> list[list[int]]:
     """Greedy continuations of all prompts in one batch."""
     for index, prompt in enumerate(prompts):
-        loop.add(EngineRequest(request_id=str(index), prompt_token_ids=prompt,
-                               params=SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)))
+        loop.add(
+            EngineRequest(
+                request_id=str(index),
+                prompt_token_ids=prompt,
+                params=SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True),
+            )
+        )
     found: dict[str, list[int]] = {}
     while loop.has_work:
         for event in loop.step():
@@ -83,8 +99,14 @@ def replay_against_eager(loop: EngineLoop, batches: list[int], repeats: int) -> 
         replay = median_ms(lambda plan=plan: cache.run(plan), repeats)
         with torch.inference_mode():
             eager = median_ms(lambda plan=plan: site.run_eager(plan.key), repeats)
-        rows.append({"batch": batch, "replay_ms": round(replay, 4), "eager_ms": round(eager, 4),
-                     "speedup": round(eager / replay, 2)})
+        rows.append(
+            {
+                "batch": batch,
+                "replay_ms": round(replay, 4),
+                "eager_ms": round(eager, 4),
+                "speedup": round(eager / replay, 2),
+            }
+        )
     return rows
 
 
@@ -148,8 +170,11 @@ def address_check(loop: EngineLoop, step_ms: float) -> dict[str, float]:
         plain.append(median_ms(lambda: cache.run(plan), 30))
         with_check.append(median_ms(checked, 30))
     added = statistics.median(with_check) - statistics.median(plain)
-    return {"tensors": len(site.addresses), "host_ms": round(host_ms, 4),
-            "added_share_of_step": round(added / step_ms, 4)}
+    return {
+        "tensors": len(site.addresses),
+        "host_ms": round(host_ms, 4),
+        "added_share_of_step": round(added / step_ms, 4),
+    }
 
 
 def main() -> None:
@@ -184,15 +209,20 @@ def main() -> None:
 
     small = {scope: build(folder, scope, 8) for scope in ("block", "layer", "none")}
     found["tokens_equal_eager"] = {
-        str(rows): {scope: tokens_of(small[scope], prompts_for(rows, vocab), 24)
-                    == tokens_of(small["none"], prompts_for(rows, vocab), 24) for scope in ("block", "layer")}
+        str(rows): {
+            scope: tokens_of(small[scope], prompts_for(rows, vocab), 24)
+            == tokens_of(small["none"], prompts_for(rows, vocab), 24)
+            for scope in ("block", "layer")
+        }
         for rows in (1, 3, 7)
     }
     del small
 
     found["recapture_bytes"] = recapture(loop, 5)
-    found["memory_drift"] = {name: round(max(abs(one - used[0]) for one in used) / max(1, used[0]), 5)
-                             for name, used in found["recapture_bytes"].items()}
+    found["memory_drift"] = {
+        name: round(max(abs(one - used[0]) for one in used) / max(1, used[0]), 5)
+        for name, used in found["recapture_bytes"].items()
+    }
     found["allocating_thread"] = with_allocating_thread(loop)
     if args.out:
         args.out.write_text(json.dumps(found, indent=1) + "\n")

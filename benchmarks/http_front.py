@@ -83,8 +83,13 @@ class Pace:
                 send(Snapshot(EngineStats(num_running=len(self._live), generation_tokens=self._given)))
 
 
-def run_pace(step_seconds: float, first_seconds: float, config: EngineConfig,
-             receive: Callable[[float], Command | None], send: Callable[[Report], None]) -> None:
+def run_pace(
+    step_seconds: float,
+    first_seconds: float,
+    config: EngineConfig,
+    receive: Callable[[float], Command | None],
+    send: Callable[[Report], None],
+) -> None:
     """What the engine's process runs."""
     Pace(step_seconds, first_seconds).serve(receive, send)
 
@@ -97,8 +102,9 @@ def main() -> int:
     parser.add_argument("--step-ms", type=float, default=4.0)
     parser.add_argument("--first-ms", type=float, default=0.0, help="what each new request adds to a step")
     found = parser.parse_args()
-    config = ServerConfig(engine=EngineConfig(model=found.model), port=found.port, http_workers=found.http_workers,
-                          log_level="warning")
+    config = ServerConfig(
+        engine=EngineConfig(model=found.model), port=found.port, http_workers=found.http_workers, log_level="warning"
+    )
     run(config, partial(run_pace, found.step_ms / 1e3, found.first_ms / 1e3))
     return 0
 

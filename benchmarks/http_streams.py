@@ -32,8 +32,10 @@ EVENT = b'data: {"'  # within a JSON string the quote would be escaped, so this 
 USAGE = re.compile(rb'"completion_tokens": ?(\d+)')
 KEPT = 4096  # bytes of a stream's end, in which its usage stands
 CEILING_TOKENS = 256
-CEILING_EVENT = (b'data: {"id":"cmpl-0","object":"text_completion","created":1700000000,"model":"ceiling","choices":'
-                 b'[{"index":0,"text":" token","logprobs":null,"finish_reason":null,"stop_reason":null}]}\n\n')
+CEILING_EVENT = (
+    b'data: {"id":"cmpl-0","object":"text_completion","created":1700000000,"model":"ceiling","choices":'
+    b'[{"index":0,"text":" token","logprobs":null,"finish_reason":null,"stop_reason":null}]}\n\n'
+)
 CEILING_LAST = b'data: {"choices":[],"usage":{"completion_tokens":%d}}\n\ndata: [DONE]\n\n' % CEILING_TOKENS
 
 
@@ -76,7 +78,7 @@ class Stream:
         if not data:
             return self._fail("the server closed the connection")
         seen = self._rest + data
-        self._rest = seen[1 - len(EVENT):]
+        self._rest = seen[1 - len(EVENT) :]
         count = seen.count(EVENT)
         self._end = (self._end + data)[-KEPT:]
         is_over = self._end.endswith(b"0\r\n\r\n") and b"[DONE]" in self._end
@@ -116,8 +118,10 @@ class Stream:
 def drive(address: tuple[str, int], path: str, bodies: list[list[bytes]], key: str, pipe: Connection) -> None:
     """One process: a stream per list of bodies, all begun when the pipe says so; sends its times back."""
     auth = f"Authorization: Bearer {key}\r\n" if key else ""
-    head = (f"POST {path} HTTP/1.1\r\nHost: {address[0]}\r\n{auth}Content-Type: application/json\r\n"
-            "Content-Length: %d\r\n\r\n").encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: {address[0]}\r\n{auth}Content-Type: application/json\r\n"
+        "Content-Length: %d\r\n\r\n"
+    ).encode()
     streams = [Stream(address, one, head) for one in bodies]
     pipe.send("ready")
     pipe.recv()
@@ -145,8 +149,17 @@ def drive(address: tuple[str, int], path: str, bodies: list[list[bytes]], key: s
     })  # fmt: skip
 
 
-def load(url: str, clients: int, requests: int, body: dict[str, Any], prompt_tokens: int, vocab: tuple[int, int],
-         processes: int, seed: int, key: str = "") -> dict[str, Any]:
+def load(
+    url: str,
+    clients: int,
+    requests: int,
+    body: dict[str, Any],
+    prompt_tokens: int,
+    vocab: tuple[int, int],
+    processes: int,
+    seed: int,
+    key: str = "",
+) -> dict[str, Any]:
     """`requests` streams by `clients` at a time; what came, when, and what this client's own processes spent on it."""
     parts = urlsplit(url)
     address, path = (parts.hostname or "127.0.0.1", parts.port or 80), parts.path.rstrip("/") + "/v1/completions"
@@ -160,8 +173,7 @@ def load(url: str, clients: int, requests: int, body: dict[str, Any], prompt_tok
     pipes, workers = [], []
     for number in range(count):
         ours, theirs = context.Pipe()
-        worker = context.Process(
-            target=drive, args=(address, path, shares[number::count], key, theirs), daemon=True)
+        worker = context.Process(target=drive, args=(address, path, shares[number::count], key, theirs), daemon=True)
         worker.start()
         theirs.close()
         pipes.append(ours)
@@ -261,8 +273,10 @@ def main() -> int:
     found = parser.parse_args()
     if found.ceiling:
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-        servers = [multiprocessing.get_context("fork").Process(target=ceiling_server, args=(listener,), daemon=True)
-                   for _ in range(found.processes)]
+        servers = [
+            multiprocessing.get_context("fork").Process(target=ceiling_server, args=(listener,), daemon=True)
+            for _ in range(found.processes)
+        ]
         for server in servers:
             server.start()
         found.url, found.model = "http://127.0.0.1:{1}".format(*listener.getsockname()), "ceiling"
@@ -276,8 +290,17 @@ def main() -> int:
     for clients in found.clients:
         for number in range(-found.warm_up, found.rounds):
             seed = found.seed + 1009 * clients + number
-            run = load(found.url, clients, clients * (1 if number < 0 else found.requests_per_client), body,
-                       found.prompt_tokens, tuple(found.vocab), found.processes, seed, found.key)
+            run = load(
+                found.url,
+                clients,
+                clients * (1 if number < 0 else found.requests_per_client),
+                body,
+                found.prompt_tokens,
+                tuple(found.vocab),
+                found.processes,
+                seed,
+                found.key,
+            )
             if number >= 0:
                 runs.append(run)
                 print(json.dumps(run), flush=True)

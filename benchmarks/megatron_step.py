@@ -41,18 +41,34 @@ def build(way: str, args: argparse.Namespace) -> GPTModel:
     own = {"megatron_local": "local", "megatron_transformer_engine": "transformer_engine"}.get(way, "none")
     fp8 = {"fp8": "hybrid", "fp8_recipe": {"delayed": "delayed", "current": "tensorwise"}[args.fp8]} if args.fp8 else {}
     config = TransformerConfig(
-        num_layers=args.layers, hidden_size=args.width, num_attention_heads=max(1, args.width // 64),
-        hidden_dropout=0.0, attention_dropout=0.0, add_bias_linear=False, normalization="RMSNorm",
-        params_dtype=torch.bfloat16, bf16=True, pipeline_dtype=torch.bfloat16, cuda_graph_impl=own,
-        bias_dropout_fusion=HAVE_TE, apply_rope_fusion=False, use_cpu_initialization=not torch.cuda.is_available(),
+        num_layers=args.layers,
+        hidden_size=args.width,
+        num_attention_heads=max(1, args.width // 64),
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        add_bias_linear=False,
+        normalization="RMSNorm",
+        params_dtype=torch.bfloat16,
+        bf16=True,
+        pipeline_dtype=torch.bfloat16,
+        cuda_graph_impl=own,
+        bias_dropout_fusion=HAVE_TE,
+        apply_rope_fusion=False,
+        use_cpu_initialization=not torch.cuda.is_available(),
         **fp8,
     )
     torch.manual_seed(0)
     if HAVE_TE:
         model_parallel_cuda_manual_seed(1, te_rng_tracker=True)
     spec = get_gpt_layer_with_transformer_engine_spec() if HAVE_TE else layer_spec(normalization="RMSNorm")
-    model = GPTModel(config, spec, vocab_size=VOCABULARY, max_sequence_length=args.length,
-                     position_embedding_type="rope", share_embeddings_and_output_weights=True)
+    model = GPTModel(
+        config,
+        spec,
+        vocab_size=VOCABULARY,
+        max_sequence_length=args.length,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=True,
+    )
     if not torch.cuda.is_available():
         keep_rotary_in_place(model)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").bfloat16()
@@ -60,15 +76,17 @@ def build(way: str, args: argparse.Namespace) -> GPTModel:
 
 def set_up(way: str, batch: int, args: argparse.Namespace) -> tuple[Callable[[int], torch.Tensor], list[Engine]]:
     """A function that runs step number n on data of its own, and what captures it."""
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", rank=0, world_size=1,
-                            store=dist.HashStore())
+    dist.init_process_group(
+        "nccl" if torch.cuda.is_available() else "gloo", rank=0, world_size=1, store=dist.HashStore()
+    )
     parallel_state.initialize_model_parallel()
     model = build(way, args)
     device = next(model.parameters()).device
     by_megatron = way.startswith("megatron")
     if by_megatron:  # its graphs leave gradients in main_grad, and ask for DDP and its number of microbatches
-        init_num_microbatches_calculator(rank=0, rampup_batch_size=None, global_batch_size=batch,
-                                         micro_batch_size=batch, data_parallel_size=1)
+        init_num_microbatches_calculator(
+            rank=0, rampup_batch_size=None, global_batch_size=batch, micro_batch_size=batch, data_parallel_size=1
+        )
         side = torch.cuda.Stream()  # as in Megatron's training loop: gradients may not be tied to the default stream
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -91,9 +109,15 @@ def set_up(way: str, batch: int, args: argparse.Namespace) -> tuple[Callable[[in
         else:
             optimizer.zero_grad(set_to_none=way != "iteration")
         getattr(model, "module", model).set_is_first_microbatch()
-        (found,) = forward_backward(forward_step_func=forward_step, data_iterator=iter([data[number % 4]]), model=model,
-                                    num_microbatches=1, seq_length=args.length, micro_batch_size=batch,
-                                    forward_only=False)
+        (found,) = forward_backward(
+            forward_step_func=forward_step,
+            data_iterator=iter([data[number % 4]]),
+            model=model,
+            num_microbatches=1,
+            seq_length=args.length,
+            micro_batch_size=batch,
+            forward_only=False,
+        )
         if by_megatron:
             for parameter in model.parameters():
                 parameter.grad = parameter.main_grad
@@ -106,8 +130,9 @@ def set_up(way: str, batch: int, args: argparse.Namespace) -> tuple[Callable[[in
     return step, engines
 
 
-def _forward_backward(way: str, model: GPTModel, batch: int,
-                      args: argparse.Namespace) -> tuple[Callable[..., Any], list[Engine]]:
+def _forward_backward(
+    way: str, model: GPTModel, batch: int, args: argparse.Namespace
+) -> tuple[Callable[..., Any], list[Engine]]:
     """Megatron's function for one stage, or a graph of it; and what captures inside."""
     run = forward_backward_no_pipelining if torch.cuda.is_available() else _loop
     if way == "iteration":
@@ -132,8 +157,14 @@ def _forward_backward(way: str, model: GPTModel, batch: int,
     return run, []
 
 
-def _loop(*, forward_step_func: Callable[..., Any], data_iterator: Iterator[Any], model: GPTModel,
-          num_microbatches: int, **_: Any) -> list[dict[str, torch.Tensor]]:
+def _loop(
+    *,
+    forward_step_func: Callable[..., Any],
+    data_iterator: Iterator[Any],
+    model: GPTModel,
+    num_microbatches: int,
+    **_: Any,
+) -> list[dict[str, torch.Tensor]]:
     """Megatron's schedules need a GPU; this is what one stage does of them."""
     found = []
     for _ in range(num_microbatches):

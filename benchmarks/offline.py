@@ -36,8 +36,17 @@ def encore(folder: str, args: argparse.Namespace, found: dict[str, Any]) -> Run:
     from engine import Engine, EngineConfig, SamplingParams
 
     context = min(CONTEXT, SHAPES[args.shape]["max_position_embeddings"])
-    engine = Engine(EngineConfig(model=folder, load_format="dummy", max_model_len=context, warmup="full",
-                                 graph_manifest="none", enable_prefix_caching=False, **json.loads(args.settings)))
+    engine = Engine(
+        EngineConfig(
+            model=folder,
+            load_format="dummy",
+            max_model_len=context,
+            warmup="full",
+            graph_manifest="none",
+            enable_prefix_caching=False,
+            **json.loads(args.settings),
+        )
+    )
 
     def run(prompts: list[list[int]], lengths: list[int]) -> tuple[float, int]:
         params = [SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True) for length in lengths]
@@ -62,10 +71,21 @@ def sglang(folder: str, args: argparse.Namespace, found: dict[str, Any]) -> Run:
     import sglang
 
     found["version"] = sglang.__version__
-    engine = sglang.Engine(**{
-        "model_path": folder, "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16",
-        "context_length": CONTEXT, "disable_radix_cache": True, "mem_fraction_static": 0.85, "random_seed": 0,
-        "attention_backend": "fa3", "log_level": "warning"} | json.loads(args.settings))
+    engine = sglang.Engine(
+        **{
+            "model_path": folder,
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "dtype": "bfloat16",
+            "context_length": CONTEXT,
+            "disable_radix_cache": True,
+            "mem_fraction_static": 0.85,
+            "random_seed": 0,
+            "attention_backend": "fa3",
+            "log_level": "warning",
+        }
+        | json.loads(args.settings)
+    )
 
     def run(prompts: list[list[int]], lengths: list[int]) -> tuple[float, int]:
         params = [{"max_new_tokens": length, "temperature": 0.0, "ignore_eos": True} for length in lengths]
@@ -80,14 +100,25 @@ def vllm(folder: str, args: argparse.Namespace, found: dict[str, Any]) -> Run:
     import vllm
 
     found["version"] = vllm.__version__
-    engine = vllm.LLM(**{
-        "model": folder, "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16",
-        "max_model_len": CONTEXT, "enable_prefix_caching": False, "gpu_memory_utilization": 0.85, "seed": 0,
-    } | json.loads(args.settings))
+    engine = vllm.LLM(
+        **{
+            "model": folder,
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "dtype": "bfloat16",
+            "max_model_len": CONTEXT,
+            "enable_prefix_caching": False,
+            "gpu_memory_utilization": 0.85,
+            "seed": 0,
+        }
+        | json.loads(args.settings)
+    )
 
     def run(prompts: list[list[int]], lengths: list[int]) -> tuple[float, int]:
-        params = [vllm.SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True, detokenize=False)
-                  for length in lengths]
+        params = [
+            vllm.SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True, detokenize=False)
+            for length in lengths
+        ]
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         started = time.perf_counter()
         outputs = engine.generate(inputs, params, use_tqdm=False)
@@ -116,8 +147,12 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         found["decode_ms"] = {}
         for batch in map(int, args.batches.split(",")):
             run(prompts([512] * batch), [4] * batch)
-            steps = [(run(prompts([512] * batch), [160] * batch)[0] - run(prompts([512] * batch), [32] * batch)[0])
-                     / 128 * 1e3 for _ in range(args.repeats)]
+            steps = [
+                (run(prompts([512] * batch), [160] * batch)[0] - run(prompts([512] * batch), [32] * batch)[0])
+                / 128
+                * 1e3
+                for _ in range(args.repeats)
+            ]
             found["decode_ms"][batch] = round(statistics.median(steps), 4)
     if "prefill" in phases:
         run(prompts([1024] * 32), [1] * 32)
@@ -144,9 +179,27 @@ def child(name: str, args: argparse.Namespace, paths: dict[str, str]) -> dict[st
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH", ""), paths[name])))
     settings = json.dumps(json.loads(args.settings).get(name, {}))
     with tempfile.NamedTemporaryFile("r", suffix=".json") as file:
-        command = [sys.executable, "-m", "benchmarks.offline", "--one", name, "--shape", args.shape, "--phases",
-                   args.phases, "--batches", args.batches, "--repeats", str(args.repeats), "--requests",
-                   str(args.requests), "--settings", settings, "--out", file.name]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.offline",
+            "--one",
+            name,
+            "--shape",
+            args.shape,
+            "--phases",
+            args.phases,
+            "--batches",
+            args.batches,
+            "--repeats",
+            str(args.repeats),
+            "--requests",
+            str(args.requests),
+            "--settings",
+            settings,
+            "--out",
+            file.name,
+        ]
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         text = Path(file.name).read_text()
     if not text:

@@ -35,10 +35,17 @@ class Encore:
             os.environ["GOMP_SPINCOUNT"] = spin  # read when torch loads OpenMP, below
         from engine import Engine, EngineConfig
 
-        self.engine = Engine(EngineConfig(
-            model=settings["model"], num_threads=settings["threads"], load_format=settings.get("load_format", "auto"),
-            device="cpu", warmup="lazy", graph_manifest="none", enable_prefix_caching=False,
-        ))
+        self.engine = Engine(
+            EngineConfig(
+                model=settings["model"],
+                num_threads=settings["threads"],
+                load_format=settings.get("load_format", "auto"),
+                device="cpu",
+                warmup="lazy",
+                graph_manifest="none",
+                enable_prefix_caching=False,
+            )
+        )
         info = self.engine.info
         self.about = {"weights": info.weight_format, "attention": self.engine._loop.runner.attention_impl}
 
@@ -78,15 +85,19 @@ class Transformers:
         weights = GGUFModel(GGUFFile(settings["model"]))
         config = {name: value for name, value in weights.config.items() if name not in ("architectures", "model_type")}
         theta = config.pop("rope_theta")
-        model = LlamaForCausalLM(LlamaConfig(**config, rope_parameters={"rope_type": "default", "rope_theta": theta},
-                                             pad_token_id=2))
+        model = LlamaForCausalLM(
+            LlamaConfig(**config, rope_parameters={"rope_type": "default", "rope_theta": theta}, pad_token_id=2)
+        )
         missing = model.load_state_dict(dict(weights.weights()), strict=False).missing_keys
         if missing != ["lm_head.weight"]:
             raise SystemExit(f"the file lacks weights that transformers' model has: {missing}")
         model.tie_weights()
         self.model = model.to(getattr(torch, settings["dtype"])).eval()
-        self.about = {"weights": settings["dtype"], "attention": self.model.config._attn_implementation,
-                      "version": version}
+        self.about = {
+            "weights": settings["dtype"],
+            "attention": self.model.config._attn_implementation,
+            "version": version,
+        }
 
     def generate(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
         """Greedy continuations of exactly `tokens` tokens each; all prompts must be of one length."""
@@ -94,9 +105,15 @@ class Transformers:
 
         ids = torch.tensor(prompts)
         with torch.inference_mode():
-            out = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False,
-                                      eos_token_id=None, pad_token_id=2)
-        return out[:, ids.shape[1]:].tolist()
+            out = self.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=tokens,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=2,
+            )
+        return out[:, ids.shape[1] :].tolist()
 
 
 class LlamaCpp:
@@ -123,8 +140,11 @@ class LlamaCpp:
             raise SystemExit(f"llama.cpp could not load {settings['model']}")
         self.vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
         self.contexts: dict[int, Any] = {}
-        self.about = {"weights": "Q4_1, as in the file", "version": llama_cpp.__version__,
-                      "use_extra_bufts": False if extra else "no such setting"}
+        self.about = {
+            "weights": "Q4_1, as in the file",
+            "version": llama_cpp.__version__,
+            "use_extra_bufts": False if extra else "no such setting",
+        }
 
     def generate(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
         """Greedy continuations of exactly `tokens` tokens each."""
@@ -136,8 +156,10 @@ class LlamaCpp:
             ends.append(len(items) - 1)
         outputs = [[token] for token in self._decode(context, items, ends)]
         for step in range(tokens - 1):
-            items = [(out[-1], len(prompt) + step, row, True)
-                     for row, (out, prompt) in enumerate(zip(outputs, prompts, strict=True))]
+            items = [
+                (out[-1], len(prompt) + step, row, True)
+                for row, (out, prompt) in enumerate(zip(outputs, prompts, strict=True))
+            ]
             for out, token in zip(outputs, self._decode(context, items, range(len(items))), strict=True):
                 out.append(token)
         return outputs
@@ -181,12 +203,18 @@ class Worker:
         threads = str(settings["threads"])
         # Teams of threads may spin for moments after their work, not for as long as other engines take their turns.
         environment = os.environ | {
-            "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "KMP_BLOCKTIME": "0",
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "KMP_BLOCKTIME": "0",
             "TOKENIZERS_PARALLELISM": "false",
         }
         self.process = subprocess.Popen(
-            [python, str(Path(__file__).resolve()), kind, json.dumps(dict(settings))], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment,
+            [python, str(Path(__file__).resolve()), kind, json.dumps(dict(settings))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=environment,
         )
         self.about = self._answer()
 

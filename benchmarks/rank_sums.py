@@ -85,8 +85,10 @@ def rank_main(rank: int, folder: str, sizes: list[int]) -> None:
         def layer(index: int, out: Tensor, add: bool, x: Tensor = x, scratch: Scratch = scratch) -> None:
             linear(x, weights[index], out, scratch, add=add)
 
-        found = {name: micros(fn, torch.zeros(rows, WIDTH, device=device, dtype=DTYPE))
-                 for name, fn in ways(memory, layer).items()}
+        found = {
+            name: micros(fn, torch.zeros(rows, WIDTH, device=device, dtype=DTYPE))
+            for name, fn in ways(memory, layer).items()
+        }
         added = {name: round(time - found["alone"], 2) for name, time in found.items() if name != "alone"}
         if rank == 0:
             print(json.dumps({"rows": rows, "layer_alone": round(found["alone"], 2), "added": added}), flush=True)

@@ -29,8 +29,9 @@ from engine.measure import circumstances  # noqa: E402
 ASKED_SECONDS = 8.0
 RETRY_SECONDS = 0.05
 GIVE_UP_SECONDS = 300.0
-BODY = json.dumps({"text": "The capital of France is", "stream": True,
-                   "sampling_params": {"max_new_tokens": 4, "temperature": 0.0}})
+BODY = json.dumps(
+    {"text": "The capital of France is", "stream": True, "sampling_params": {"max_new_tokens": 4, "temperature": 0.0}}
+)
 
 
 def first_token(host: str, port: int) -> tuple[int, str]:
@@ -89,11 +90,19 @@ def main() -> None:
     serve = [sys.executable, "-m", "server.cli", "serve", "--port", "0", "--warmup", "background", *more]
     one_start(serve)
     runs = [one_start(serve) for _ in range(args.runs)]
-    report |= {"serve": "encore serve --port 0 --warmup background " + " ".join(more), "runs": runs,
-               "median_seconds": round(statistics.median(run["seconds"] for run in runs), 3),
-               "asked_seconds": ASKED_SECONDS}
-    print("\n".join(f"{run['seconds']:.2f} s to the first token ({run['listening_seconds']:.2f} s to listening), "
-                    f"which is {run['first_text']!r}" for run in runs))
+    report |= {
+        "serve": "encore serve --port 0 --warmup background " + " ".join(more),
+        "runs": runs,
+        "median_seconds": round(statistics.median(run["seconds"] for run in runs), 3),
+        "asked_seconds": ASKED_SECONDS,
+    }
+    print(
+        "\n".join(
+            f"{run['seconds']:.2f} s to the first token ({run['listening_seconds']:.2f} s to listening), "
+            f"which is {run['first_text']!r}"
+            for run in runs
+        )
+    )
     print(f"median {report['median_seconds']:.2f} s, asked: under {ASKED_SECONDS:.0f} s")
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)

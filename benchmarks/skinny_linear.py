@@ -36,19 +36,28 @@ class Case(NamedTuple):
 
 
 SHAPES = {
-    "qwen3-0.6b": [Case("qkv", 4096, 1024, norm=True), Case("o", 1024, 2048, add=True),
-                   Case("gate_up", 3072, 1024, norm=True, gated=True), Case("down", 1024, 3072, add=True),
-                   Case("head", 151936, 1024, norm=True, best=True)],
-    "qwen3-8b": [Case("qkv", 6144, 4096, norm=True), Case("o", 4096, 4096, add=True),
-                 Case("gate_up", 12288, 4096, norm=True, gated=True), Case("down", 4096, 12288, add=True),
-                 Case("head", 151936, 4096, norm=True, best=True)],
+    "qwen3-0.6b": [
+        Case("qkv", 4096, 1024, norm=True),
+        Case("o", 1024, 2048, add=True),
+        Case("gate_up", 3072, 1024, norm=True, gated=True),
+        Case("down", 1024, 3072, add=True),
+        Case("head", 151936, 1024, norm=True, best=True),
+    ],
+    "qwen3-8b": [
+        Case("qkv", 6144, 4096, norm=True),
+        Case("o", 4096, 4096, add=True),
+        Case("gate_up", 12288, 4096, norm=True, gated=True),
+        Case("down", 4096, 12288, add=True),
+        Case("head", 151936, 4096, norm=True, best=True),
+    ],
 }
 
 
 def candidates(case: Case, rows: int) -> list[Pick]:
     """Launch parameters worth trying, what the engine would choose among them."""
-    found: list[Pick] = [] if suits_library(rows, case.n, case.k, case.gated) else [
-        choose(rows, case.n, case.k, case.gated)]
+    found: list[Pick] = (
+        [] if suits_library(rows, case.n, case.k, case.gated) else [choose(rows, case.n, case.k, case.gated)]
+    )
     big = case.n > 50000
     if rows <= 8:
         for bn, bk, warps in itertools.product((2, 4, 8, 16, 32), (512, 1024, 2048, 4096), (4, 8)):
@@ -62,7 +71,8 @@ def candidates(case: Case, rows: int) -> list[Pick]:
     full = max(16, 1 << (rows - 1).bit_length())
     tiles = [full] if full <= 64 else [size for size in (64, 128, 256) if size <= full]
     for padded, bn, bk, splits, warps, stages in itertools.product(
-            tiles, (64, 128), (64, 128, 256), (1, 2, 4), (4, 8), (3, 5)):
+        tiles, (64, 128), (64, 128, 256), (1, 2, 4), (4, 8), (3, 5)
+    ):
         steps = case.k // bk // splits
         if case.k % (bk * splits) or (big and splits > 1) or (steps <= 2 and stages > 3) or (warps == 8 and bn < 128):
             continue
@@ -79,9 +89,18 @@ def candidates(case: Case, rows: int) -> list[Pick]:
 
 def launch(case: Case, pick: Pick, buffers: dict[str, Any], layer: int) -> None:
     """One layer's product as the engine would launch it with this tile."""
-    linear(buffers["x"], buffers["w"][layer % len(buffers["w"])], buffers["out"], buffers["scratch"],
-           norm=buffers["norm"] if case.norm else None, eps=1e-6, gated=case.gated, add=case.add,
-           best=case.best, pick=pick)
+    linear(
+        buffers["x"],
+        buffers["w"][layer % len(buffers["w"])],
+        buffers["out"],
+        buffers["scratch"],
+        norm=buffers["norm"] if case.norm else None,
+        eps=1e-6,
+        gated=case.gated,
+        add=case.add,
+        best=case.best,
+        pick=pick,
+    )
 
 
 def make_buffers(case: Case, rows: int, layers: int) -> dict[str, Any]:
@@ -91,8 +110,13 @@ def make_buffers(case: Case, rows: int, layers: int) -> dict[str, Any]:
     # the vocabulary's product isn't split: its parts need no room
     widest = case.k if case.n >= WIDE else width
     scratch = Scratch(max(rows, 128), rows, case.k, widest, case.n * 8, torch.bfloat16, torch.device("cuda"))
-    return {"x": make(rows, case.k), "w": [make(width, case.k) for _ in range(layers)], "norm": make(case.k) + 1,
-            "out": torch.zeros(rows, case.n, device="cuda", dtype=torch.bfloat16), "scratch": scratch}
+    return {
+        "x": make(rows, case.k),
+        "w": [make(width, case.k) for _ in range(layers)],
+        "norm": make(case.k) + 1,
+        "out": torch.zeros(rows, case.n, device="cuda", dtype=torch.bfloat16),
+        "scratch": scratch,
+    }
 
 
 def reference(case: Case, buffers: dict[str, Any]) -> torch.Tensor:
@@ -168,8 +192,14 @@ def measure(case: Case, rows: int, bandwidth: float) -> dict[str, Any]:
     buffers = make_buffers(case, rows, layers)
     wanted = reference(case, buffers)
     floor = sum(w.nbytes for w in buffers["w"]) / layers / bandwidth / 1e3
-    row: dict[str, Any] = {"rows": rows, "case": case.name, "floor": round(floor, 2), "ours": [], "failed": [],
-                           "cublas": round(microseconds(cublas(case, buffers), layers), 2)}
+    row: dict[str, Any] = {
+        "rows": rows,
+        "case": case.name,
+        "floor": round(floor, 2),
+        "ours": [],
+        "failed": [],
+        "cublas": round(microseconds(cublas(case, buffers), layers), 2),
+    }
     for pick in candidates(case, rows):
         try:
             buffers["out"].zero_()
@@ -181,8 +211,11 @@ def measure(case: Case, rows: int, bandwidth: float) -> dict[str, Any]:
             continue
         row["ours"].append([round(fast, 2), round(error, 4), pick])
     row["ours"].sort(key=lambda entry: entry[0])
-    row["chosen"] = None if suits_library(rows, case.n, case.k, case.gated) else next(
-        (us for us, _, pick in row["ours"] if pick == choose(rows, case.n, case.k, case.gated)), "failed")
+    row["chosen"] = (
+        None
+        if suits_library(rows, case.n, case.k, case.gated)
+        else next((us for us, _, pick in row["ours"] if pick == choose(rows, case.n, case.k, case.gated)), "failed")
+    )
     row["tried"] = len(row["ours"])
     row["ours"] = row["ours"][:8]
     return row
@@ -197,8 +230,12 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=min(14, os.cpu_count() or 1))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    jobs = [(shape, int(rows), offset, args.processes) for shape in args.shapes.split(",")
-            for rows in args.rows.split(",") for offset in range(args.processes)]
+    jobs = [
+        (shape, int(rows), offset, args.processes)
+        for shape in args.shapes.split(",")
+        for rows in args.rows.split(",")
+        for offset in range(args.processes)
+    ]
     with ProcessPoolExecutor(args.processes) as pool:
         print("compiled", sum(pool.map(compile_some, jobs)), flush=True)
     table = []
@@ -206,12 +243,17 @@ def main() -> None:
         for case in SHAPES[shape]:
             row = {"shape": shape} | measure(case, rows, args.bandwidth)
             table.append(row)
-            print(f"{shape} M={rows} {case.name}: floor {row['floor']} cublas {row['cublas']} chosen {row['chosen']} "
-                  f"tried {row['tried']} failed {len(row['failed'])} "
-                  + " | ".join(f"{us} e{error} {pick}" for us, error, pick in row["ours"][: args.top]), flush=True)
+            print(
+                f"{shape} M={rows} {case.name}: floor {row['floor']} cublas {row['cublas']} chosen {row['chosen']} "
+                f"tried {row['tried']} failed {len(row['failed'])} "
+                + " | ".join(f"{us} e{error} {pick}" for us, error, pick in row["ours"][: args.top]),
+                flush=True,
+            )
     if args.out:
-        args.out.write_text(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__,
-                                        "rows": table}, indent=1) + "\n")
+        args.out.write_text(
+            json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": table}, indent=1)
+            + "\n"
+        )
 
 
 if __name__ == "__main__":

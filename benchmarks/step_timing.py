@@ -43,8 +43,12 @@ def timed(step: Callable[[int], torch.Tensor], engines: Sequence[Engine], warm: 
             loss = step(index)
         losses.append(loss.item())
         windows.append((time.perf_counter() - started) * 1e3 / steps)
-    found = {"ms": round(statistics.median(windows), 3), "synced_ms": round(statistics.median(synced), 3),
-             "host_ms": round(statistics.median(host), 3), "last_losses": [round(loss, 4) for loss in losses[-3:]]}
+    found = {
+        "ms": round(statistics.median(windows), 3),
+        "synced_ms": round(statistics.median(synced), 3),
+        "host_ms": round(statistics.median(host), 3),
+        "last_losses": [round(loss, 4) for loss in losses[-3:]],
+    }
     steady = _peaks()
     found |= {name: max(whole[name], peak) for name, peak in steady.items()}
     found |= {f"steady_{name}": peak for name, peak in steady.items()}
@@ -59,8 +63,10 @@ def _peaks() -> dict[str, int]:
     """Allocated counts live tensors alone: memory that graphs use between tensors is in the reserved bytes only."""
     if not torch.cuda.is_available():
         return {}
-    return {"peak_mib": torch.cuda.max_memory_allocated() >> 20,
-            "peak_reserved_mib": torch.cuda.max_memory_reserved() >> 20}
+    return {
+        "peak_mib": torch.cuda.max_memory_allocated() >> 20,
+        "peak_reserved_mib": torch.cuda.max_memory_reserved() >> 20,
+    }
 
 
 def compared(module: str, ways: Sequence[str], batches: Sequence[int], options: Sequence[str]) -> list[dict[str, Any]]:
@@ -79,8 +85,9 @@ def compared(module: str, ways: Sequence[str], batches: Sequence[int], options: 
             eager = next((one for one in rows if one["batch"] == batch and one["way"] == "eager"), {})
             if "ms" in row and "ms" in eager:
                 row["times_eager"] = round(eager["ms"] / row["ms"], 2)
-                row |= {f"{name}_over_eager": round(peak / eager[name], 3) for name, peak in row.items()
-                        if "peak" in name}
+                row |= {
+                    f"{name}_over_eager": round(peak / eager[name], 3) for name, peak in row.items() if "peak" in name
+                }
             print(json.dumps(row), flush=True)
     return rows
 

@@ -57,8 +57,10 @@ def measured(args: argparse.Namespace, rows: int) -> dict[str, object]:
         logits[:, : min(100, args.vocab // 2)] += 15
     logits = logits.to(torch.bfloat16)
     states = {"torch": sampler(args, rows, False), "kernels": sampler(args, rows, True)}
-    tokens = [torch.stack([state.sample(logits, range(rows), [position] * rows).token_ids for position in range(5)])
-              for state in states.values()]
+    tokens = [
+        torch.stack([state.sample(logits, range(rows), [position] * rows).token_ids for position in range(5)])
+        for state in states.values()
+    ]
     taken: dict[str, list] = {name: [] for name in states}
     for position in range(args.repeats):
         for name, state in states.items():

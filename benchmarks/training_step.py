@@ -74,8 +74,10 @@ def prepare(way: str, model: Model, batch: int, length: int) -> tuple[Callable[.
         called = torch.compile(model, mode="reduce-overhead")
     elif way == "make_graphed_callables":
         width = model.embed.embedding_dim
-        samples = tuple((torch.randn(batch, length, width, device=device, dtype=torch.bfloat16, requires_grad=True),)
-                        for _ in model.layers)
+        samples = tuple(
+            (torch.randn(batch, length, width, device=device, dtype=torch.bfloat16, requires_grad=True),)
+            for _ in model.layers
+        )
         torch.cuda.make_graphed_callables(tuple(model.layers), samples)
 
     def step(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -102,8 +104,10 @@ def set_up(way: str, batch: int, args: argparse.Namespace) -> tuple[Callable[[in
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = Model(args.layers, args.width, args.length).to(device).bfloat16()
     generator = torch.Generator().manual_seed(1)
-    data = [[torch.randint(VOCABULARY, (batch, args.length), generator=generator).to(device) for _ in range(2)]
-            for _ in range(4)]
+    data = [
+        [torch.randint(VOCABULARY, (batch, args.length), generator=generator).to(device) for _ in range(2)]
+        for _ in range(4)
+    ]
     run, engines = prepare(way, model, batch, args.length)
     return lambda number: run(*data[number % 4]), engines, model
 
@@ -126,8 +130,13 @@ def recapture(step: Callable[[int], torch.Tensor], engine: Engine, model: Model)
     last, first = rounds[-1]["without"], rounds[0]["without"]
     left = {name: round((last[name] - first[name]) / max(1, first[name]), 5) for name in first}
     engine.detach()
-    return {"one_pool": len(pools) == 1, "growth": growth, "growth_without": left,
-            "within_1_percent": max(*growth.values(), *left.values()) <= 0.01, "rounds": rounds}
+    return {
+        "one_pool": len(pools) == 1,
+        "growth": growth,
+        "growth_without": left,
+        "within_1_percent": max(*growth.values(), *left.values()) <= 0.01,
+        "rounds": rounds,
+    }
 
 
 def held(engine: Engine) -> dict[str, int]:

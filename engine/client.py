@@ -74,11 +74,25 @@ class Client(Protocol):
 
     async def close(self) -> None: ...
 
-    def generate(self, request_id: str, *, prompt: str | None = None, prompt_token_ids: list[int] | None = None,
-                 params: SamplingParams, priority: int = 0) -> AsyncIterator[OutputDelta]: ...
+    def generate(
+        self,
+        request_id: str,
+        *,
+        prompt: str | None = None,
+        prompt_token_ids: list[int] | None = None,
+        params: SamplingParams,
+        priority: int = 0,
+    ) -> AsyncIterator[OutputDelta]: ...
 
-    def stream(self, request_id: str, *, prompt: str | None = None, prompt_token_ids: list[int] | None = None,
-               params: SamplingParams, priority: int = 0) -> AsyncIterator[list[OutputDelta]]: ...
+    def stream(
+        self,
+        request_id: str,
+        *,
+        prompt: str | None = None,
+        prompt_token_ids: list[int] | None = None,
+        params: SamplingParams,
+        priority: int = 0,
+    ) -> AsyncIterator[list[OutputDelta]]: ...
 
     async def abort(self, request_id: str) -> None: ...
 
@@ -95,8 +109,9 @@ class Client(Protocol):
     def info(self) -> ModelInfo: ...
 
 
-def make_client(config: EngineConfig, *, in_process: bool = False, restarts: RestartPolicy | None = None,
-                run: Run = run_loop) -> EngineClient:
+def make_client(
+    config: EngineConfig, *, in_process: bool = False, restarts: RestartPolicy | None = None, run: Run = run_loop
+) -> EngineClient:
     """A client whose engine runs in its own process, replaced by the policy `restarts` when it dies or hangs.
 
     With `in_process` it runs in a thread of this one, which nothing replaces: what ends there stays ended. `run` is
@@ -165,18 +180,33 @@ class EngineClient:
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
-    async def generate(self, request_id: str, *, prompt: str | None = None, prompt_token_ids: list[int] | None = None,
-                       params: SamplingParams, priority: int = 0) -> AsyncIterator[OutputDelta]:
+    async def generate(
+        self,
+        request_id: str,
+        *,
+        prompt: str | None = None,
+        prompt_token_ids: list[int] | None = None,
+        params: SamplingParams,
+        priority: int = 0,
+    ) -> AsyncIterator[OutputDelta]:
         """As `stream`, a delta at a time. One holds what a step gave, or where the reader is behind several steps."""
-        pieces = self.stream(request_id, prompt=prompt, prompt_token_ids=prompt_token_ids, params=params,
-                             priority=priority)
+        pieces = self.stream(
+            request_id, prompt=prompt, prompt_token_ids=prompt_token_ids, params=params, priority=priority
+        )
         async with aclosing(pieces):
             async for deltas in pieces:
                 for delta in joined(deltas):
                     yield delta
 
-    async def stream(self, request_id: str, *, prompt: str | None = None, prompt_token_ids: list[int] | None = None,
-                     params: SamplingParams, priority: int = 0) -> AsyncIterator[list[OutputDelta]]:
+    async def stream(
+        self,
+        request_id: str,
+        *,
+        prompt: str | None = None,
+        prompt_token_ids: list[int] | None = None,
+        params: SamplingParams,
+        priority: int = 0,
+    ) -> AsyncIterator[list[OutputDelta]]:
         """Stream what the n sequences of a request give; deltas carry `.index`. Ends when all have ended.
 
         A delta is what one step gave one sequence; a list holds all that has come since the one before it. Closing the
@@ -195,10 +225,20 @@ class EngineClient:
             for child in children:
                 self._processor.add(child.request_id, child.params, ids, request_id=request_id, index=child.index)
                 self._parents[child.request_id] = request_id
-            self._transport.send(Submit([
-                EngineRequest(request_id=child.request_id, prompt_token_ids=ids, params=child.params, priority=priority,
-                              seed=child.seed) for child in children
-            ]))
+            self._transport.send(
+                Submit(
+                    [
+                        EngineRequest(
+                            request_id=child.request_id,
+                            prompt_token_ids=ids,
+                            params=child.params,
+                            priority=priority,
+                            seed=child.seed,
+                        )
+                        for child in children
+                    ]
+                )
+            )
             while open_children:
                 deltas, error = until_all_end(await queue.take(), open_children)
                 if deltas:
@@ -272,8 +312,14 @@ class EngineClient:
             reason = _start_of(self._stats.warm)
         elif silent > self.hang_seconds:
             reason = f"the engine has not reported for {silent:.0f} s"
-        return Health(alive=not self._is_final, ready=not reason, reason=reason, warm=dict(self._stats.warm),
-                      restarts=self._restarts, silent=silent)
+        return Health(
+            alive=not self._is_final,
+            ready=not reason,
+            reason=reason,
+            warm=dict(self._stats.warm),
+            restarts=self._restarts,
+            silent=silent,
+        )
 
     def _require_alive(self) -> None:
         if self._death is not None:

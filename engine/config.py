@@ -24,8 +24,15 @@ LOGPROBS_MODES = ("processed", "raw")
 LOAD_FORMATS = ("auto", "dummy")
 MODES = ("inference", "training")
 KERNELS = ("auto", "fused", "torch")
-_COUNTS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages", "num_threads",
-           "tensor_parallel_size")
+_COUNTS = (
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "page_size",
+    "num_pages",
+    "num_threads",
+    "tensor_parallel_size",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +82,13 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         choices = {
-            "dtype": DTYPES, "load_format": LOAD_FORMATS, "cpu_weight_format": CPU_WEIGHT_FORMATS,
-            "warmup": WARMUPS, "logprobs_mode": LOGPROBS_MODES, "mode": MODES, "kernels": KERNELS,
+            "dtype": DTYPES,
+            "load_format": LOAD_FORMATS,
+            "cpu_weight_format": CPU_WEIGHT_FORMATS,
+            "warmup": WARMUPS,
+            "logprobs_mode": LOGPROBS_MODES,
+            "mode": MODES,
+            "kernels": KERNELS,
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
@@ -98,8 +110,10 @@ class EngineConfig:
             self._check_buckets()
         impl = self.graph_config().cuda_graph_impl
         if self.mode == "inference" and impl not in ("none", "local"):
-            raise ConfigError(f"cuda_graph_impl={impl!r} captures training only, and inference would run without "
-                              "graphs: take 'local', or 'none' to run without")
+            raise ConfigError(
+                f"cuda_graph_impl={impl!r} captures training only, and inference would run without "
+                "graphs: take 'local', or 'none' to run without"
+            )
 
     def _check_parallel(self) -> None:
         asked = f"tensor_parallel_size={self.tensor_parallel_size}"
@@ -142,14 +156,22 @@ class EngineConfig:
         """
         trains = overrides.get("mode") == "training"
         # `attach` and `capture_forward_backward` look at the random states' tracker themselves.
-        graphs = GraphConfig.from_megatron(source, training=trains, **(
-            {"inference_cuda_graph_scope": "none", "use_cudagraphable_rng": True} if trains else {}))
-        return cls(**({
-            "cuda_graph_impl": graphs.cuda_graph_impl,
-            "inference_cuda_graph_scope": graphs.inference_cuda_graph_scope,
-            "cuda_graph_modules": graphs.cuda_graph_modules,
-            "cuda_graph_warmup_steps": graphs.cuda_graph_warmup_steps,
-        } | overrides))
+        graphs = GraphConfig.from_megatron(
+            source,
+            training=trains,
+            **({"inference_cuda_graph_scope": "none", "use_cudagraphable_rng": True} if trains else {}),
+        )
+        return cls(
+            **(
+                {
+                    "cuda_graph_impl": graphs.cuda_graph_impl,
+                    "inference_cuda_graph_scope": graphs.inference_cuda_graph_scope,
+                    "cuda_graph_modules": graphs.cuda_graph_modules,
+                    "cuda_graph_warmup_steps": graphs.cuda_graph_warmup_steps,
+                }
+                | overrides
+            )
+        )
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> EngineConfig:

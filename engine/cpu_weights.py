@@ -44,11 +44,13 @@ def choose_cpu_format(requested: str = "auto", dtype: str = "auto", is_4bit: boo
     if requested not in _DTYPE_OF_FORMAT:
         raise ConfigError(f"cpu_weight_format={requested!r} is not one of auto, {', '.join(_DTYPE_OF_FORMAT)}")
     if wanted == "fp32" and requested != "fp32" or wanted == "bf16" and requested == "fp32":
-        raise ConfigError(f"cpu_weight_format={requested!r} and dtype={dtype!r} contradict each other; leave one at "
-                          "auto")
+        raise ConfigError(
+            f"cpu_weight_format={requested!r} and dtype={dtype!r} contradict each other; leave one at auto"
+        )
     if requested == "int4" and not int4_available():
-        raise ConfigError("cpu_weight_format='int4' needs torch's 4-bit kernel and a CPU with AVX2 or AVX-512; "
-                          "use bf16 or fp32")
+        raise ConfigError(
+            "cpu_weight_format='int4' needs torch's 4-bit kernel and a CPU with AVX2 or AVX-512; use bf16 or fp32"
+        )
     return requested
 
 
@@ -63,8 +65,14 @@ def gguf_config(path: str) -> tuple[ModelConfig, bool]:
     return config_from_dict(model.config, path), model.is_mostly_4bit()
 
 
-def load_gguf(path: str, *, dtype: str = "auto", device: str | torch.device = "cpu", cpu_weight_format: str = "auto",
-              max_len: int | None = None) -> tuple[ModelConfig, DenseModel]:
+def load_gguf(
+    path: str,
+    *,
+    dtype: str = "auto",
+    device: str | torch.device = "cpu",
+    cpu_weight_format: str = "auto",
+    max_len: int | None = None,
+) -> tuple[ModelConfig, DenseModel]:
     """Read a GGUF file into a model on `device`.
 
     On a CPU `choose_cpu_format` decides; elsewhere weights are dense in `dtype` (auto: bfloat16). Q4_1 matrices go into
@@ -129,8 +137,11 @@ def _fill_int4(model: DenseModel, source: GGUFModel) -> set[str]:
 
 def _projection_prefixes(model: DenseModel) -> list[tuple[str, nn.Module]]:
     """Hugging Face's name prefix of every module that owns projections."""
-    return [(f"model.layers.{index}.{name}", module) for index, layer in enumerate(model.layers)
-            for name, module in (("self_attn", layer.attn), ("mlp", layer.mlp))]
+    return [
+        (f"model.layers.{index}.{name}", module)
+        for index, layer in enumerate(model.layers)
+        for name, module in (("self_attn", layer.attn), ("mlp", layer.mlp))
+    ]
 
 
 def _empty_int4(old: Linear, keep_dense: bool) -> Int4Linear:

@@ -28,9 +28,19 @@ SITE = "decode"
 Part = Callable[..., None]
 
 
-def decode_site(model: DenseModel | HostedModel, kv: KVCache, buffers: StaticBuffers, layout: Layout, buckets: Buckets,
-                *, scope: str, impl: str, contexts: Sequence[int], warm_contexts: Sequence[int],
-                fused: FusedDense | None = None) -> Site:
+def decode_site(
+    model: DenseModel | HostedModel,
+    kv: KVCache,
+    buffers: StaticBuffers,
+    layout: Layout,
+    buckets: Buckets,
+    *,
+    scope: str,
+    impl: str,
+    contexts: Sequence[int],
+    warm_contexts: Sequence[int],
+    fused: FusedDense | None = None,
+) -> Site:
     """Build the site over `buffers` (see `decode_buffers`). `contexts` are the widths that the attention may read, each
     a graph of its own; empty if the attention kernel reads lengths from device memory and needs none. `fused` computes
     the step in the model's place where it is given.
@@ -43,8 +53,17 @@ def decode_site(model: DenseModel | HostedModel, kv: KVCache, buffers: StaticBuf
         parts = make(fused, layout)
     else:
         parts = (_layer_parts if scope == "layer" else _block_part)(model, kv, layout, impl)
-    return Site(SITE, parts, buffers, buckets, scope="layer" if scope == "layer" else "block",
-                phase="decode", variants=variants, warm_variants=warm, addresses=book)
+    return Site(
+        SITE,
+        parts,
+        buffers,
+        buckets,
+        scope="layer" if scope == "layer" else "block",
+        phase="decode",
+        variants=variants,
+        warm_variants=warm,
+        addresses=book,
+    )
 
 
 def weights_and_pages(model: DenseModel | HostedModel, kv: KVCache) -> AddressBook:

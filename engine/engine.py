@@ -37,16 +37,18 @@ class Engine:
     `config.model`, where given, then only says whose tokenizer to use.
     """
 
-    def __new__(cls, config: EngineConfig | None = None, *, pool: GraphPool | None = None,
-                model: torch.nn.Module | None = None) -> Any:
+    def __new__(
+        cls, config: EngineConfig | None = None, *, pool: GraphPool | None = None, model: torch.nn.Module | None = None
+    ) -> Any:
         if config is not None and config.mode == "training":
             if model is not None:
                 raise ConfigError("model is for inference; give a training engine its model by attach(model)")
             return TrainingEngine(config, pool)
         return super().__new__(cls)
 
-    def __init__(self, config: EngineConfig | None = None, *, pool: GraphPool | None = None,
-                 model: torch.nn.Module | None = None):
+    def __init__(
+        self, config: EngineConfig | None = None, *, pool: GraphPool | None = None, model: torch.nn.Module | None = None
+    ):
         if pool is not None:
             raise ConfigError("pool is for mode='training'; an inference engine has its own, as engine.pool")
         self.config = config or EngineConfig()
@@ -54,8 +56,9 @@ class Engine:
         source = resolve_model(self.config.model) if named else None
         self.tokenizer = Tokenizer.try_load(source) if source else None
         ends = self.tokenizer.eos_token_ids if self.tokenizer else ()
-        self._loop = build_loop(self.config, source, ends) if model is None else host_loop(
-            self.config, model, ends, source)
+        self._loop = (
+            build_loop(self.config, source, ends) if model is None else host_loop(self.config, model, ends, source)
+        )
         self._numbers = itertools.count()
         self._seeds = itertools.count(1)
         self._closed = False
@@ -108,8 +111,11 @@ class Engine:
             outputs[name] = RequestOutput.empty(name, text, prompt, wanted.n)
             for child in split_n(name, wanted, self._seed(wanted)):
                 processor.add(child.request_id, child.params, prompt, request_id=name, index=child.index)
-                requests.append(EngineRequest(request_id=child.request_id, prompt_token_ids=prompt, params=child.params,
-                                              seed=child.seed))
+                requests.append(
+                    EngineRequest(
+                        request_id=child.request_id, prompt_token_ids=prompt, params=child.params, seed=child.seed
+                    )
+                )
         try:
             for request in requests:
                 self._loop.add(request)
@@ -158,8 +164,10 @@ class Engine:
         """
         self._require_open()
         if self.config.tensor_parallel_size > 1:
-            raise WeightUpdateError("this engine's weights are split over several processes, and a trainer's can't be "
-                                    "views of them; use update_weights")
+            raise WeightUpdateError(
+                "this engine's weights are split over several processes, and a trainer's can't be "
+                "views of them; use update_weights"
+            )
         with self.pool.turn():
             shared = share_weights(trainer, self._loop.runner.model)
             self._loop.weights_changed(version)
@@ -217,8 +225,10 @@ class Engine:
             each = [prompt_token_ids] if flat else prompt_token_ids
             for one in each:
                 if not isinstance(one, Iterable) or isinstance(one, str):
-                    raise RequestError(f"prompt_token_ids holds {one!r}: a list of lists of token ids is needed",
-                                       param="prompt_token_ids")
+                    raise RequestError(
+                        f"prompt_token_ids holds {one!r}: a list of lists of token ids is needed",
+                        param="prompt_token_ids",
+                    )
             return [None] * len(each), [list(one) for one in each]
         if not isinstance(prompts, Sequence):
             raise RequestError(f"prompts={prompts!r}: a text or a list of texts is needed", param="prompts")
@@ -235,6 +245,8 @@ class Engine:
             return [given or SamplingParams()] * count
         params = list(given) if isinstance(given, Sequence) else [given]
         if len(params) != count or not all(isinstance(one, SamplingParams) for one in params):
-            raise RequestError(f"{len(params)} sampling_params came for {count} prompts: give one SamplingParams for "
-                               "all, or one each", param="sampling_params")
+            raise RequestError(
+                f"{len(params)} sampling_params came for {count} prompts: give one SamplingParams for all, or one each",
+                param="sampling_params",
+            )
         return params

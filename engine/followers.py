@@ -94,10 +94,14 @@ class Followers:
         # Until it ignores them: rank 0 decides who ends.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
-            self._processes.append(subprocess.Popen(
-                [sys.executable, "-P", "-m", "engine.following", str(theirs.fileno()), self._folder],
-                stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env=os.environ | {"PYTHONPATH": path},
-            ))
+            self._processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-P", "-m", "engine.following", str(theirs.fileno()), self._folder],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(),),
+                    env=os.environ | {"PYTHONPATH": path},
+                )
+            )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()  # else the end of the process would not end the pipe

@@ -52,8 +52,10 @@ class _Cursor:
     def need(self, nbytes: int, what: str) -> None:
         left = len(self.data) - self.at
         if nbytes > left:
-            raise self.fail(f"{what} at byte {self.at} needs {nbytes} bytes and the file has {left} left; it is cut "
-                            "short or damaged, fetch it again")
+            raise self.fail(
+                f"{what} at byte {self.at} needs {nbytes} bytes and the file has {left} left; it is cut "
+                "short or damaged, fetch it again"
+            )
 
     def scalar(self, code: str, what: str) -> Any:
         size = struct.calcsize("<" + code)
@@ -65,7 +67,7 @@ class _Cursor:
     def string(self, what: str) -> str:
         length = self.scalar("Q", what)
         self.need(length, what)
-        raw = self.data[self.at:self.at + length]
+        raw = self.data[self.at : self.at + length]
         self.at += length
         try:
             return raw.decode("utf-8")
@@ -108,8 +110,9 @@ class GGUFFile:
         try:
             with open(self.path, "rb") as file:
                 if os.fstat(file.fileno()).st_size < 24:
-                    raise ModelError(f"{self.path}: not a usable GGUF file: only "
-                                     f"{os.fstat(file.fileno()).st_size} bytes long")
+                    raise ModelError(
+                        f"{self.path}: not a usable GGUF file: only {os.fstat(file.fileno()).st_size} bytes long"
+                    )
                 self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise ModelError(f"{self.path}: can't be read as a GGUF file: {error.strerror or error}") from error
@@ -129,8 +132,9 @@ class GGUFFile:
         tensor_count, metadata_count = cursor.scalar("Q", "the tensor count"), cursor.scalar("Q", "the metadata count")
         # The least an entry can take: 12 + 1 bytes of metadata, 24 of a tensor. A wild count fails here, not in a loop.
         if 13 * metadata_count + 24 * tensor_count > len(self._data):
-            raise cursor.fail(f"{metadata_count} metadata entries and {tensor_count} tensors don't fit in "
-                              f"{len(self._data)} bytes")
+            raise cursor.fail(
+                f"{metadata_count} metadata entries and {tensor_count} tensors don't fit in {len(self._data)} bytes"
+            )
         return tensor_count, metadata_count
 
     def _read_metadata(self, cursor: _Cursor, count: int) -> dict[str, Any]:
@@ -166,12 +170,17 @@ class GGUFFile:
                 raise cursor.fail(f"tensor {name!r} has the unknown type {type_id}") from error
             block, block_bytes = GGML_QUANT_SIZES[kind]
             if name in tensors or 0 in shape or shape[-1] % block:
-                raise cursor.fail(f"tensor {name!r} appears twice" if name in tensors else
-                                  f"tensor {name!r} has shape {shape}, which {kind.name} blocks of {block} can't fill")
+                raise cursor.fail(
+                    f"tensor {name!r} appears twice"
+                    if name in tensors
+                    else f"tensor {name!r} has shape {shape}, which {kind.name} blocks of {block} can't fill"
+                )
             nbytes = math.prod(shape) // block * block_bytes
             if start + offset + nbytes > len(self._data):
-                raise cursor.fail(f"tensor {name!r} ends at byte {start + offset + nbytes} and the file at "
-                                  f"{len(self._data)}; it is cut short, fetch it again")
+                raise cursor.fail(
+                    f"tensor {name!r} ends at byte {start + offset + nbytes} and the file at "
+                    f"{len(self._data)}; it is cut short, fetch it again"
+                )
             tensors[name] = TensorInfo(name, shape, type_id, kind.name, start + offset, nbytes)
         return tensors
 
@@ -197,8 +206,10 @@ class GGUFFile:
         try:
             values = quants.dequantize(self.raw(name), GGMLQuantizationType(info.type_id))
         except NotImplementedError as error:
-            raise ModelError(f"{self.path}: tensor {name!r} is quantised as {info.type_name}, which can't be read; "
-                             "use a file in Q4_1, Q8_0, F16 or F32") from error
+            raise ModelError(
+                f"{self.path}: tensor {name!r} is quantised as {info.type_name}, which can't be read; "
+                "use a file in Q4_1, Q8_0, F16 or F32"
+            ) from error
         return torch.from_numpy(np.array(values, dtype=np.float32).reshape(info.shape))
 
     def q4_1(self, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -218,6 +229,8 @@ class GGUFFile:
 
         info = self.info(name)
         if info.type_id != type_id or len(info.shape) != 2:
-            raise ModelError(f"{self.path}: tensor {name!r} is {info.type_name}{list(info.shape)}, not a matrix of the "
-                             "quantisation that was asked for")
+            raise ModelError(
+                f"{self.path}: tensor {name!r} is {info.type_name}{list(info.shape)}, not a matrix of the "
+                "quantisation that was asked for"
+            )
         return torch.from_numpy(np.array(self.raw(name))).view(info.shape[0], info.shape[1] // _GROUP, block_bytes)

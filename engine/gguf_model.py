@@ -24,10 +24,17 @@ _TOP_NAMES = {
     "output.weight": "lm_head.weight",
 }
 _LAYER_NAMES = {
-    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
 }
 _LAYER_PATTERN = re.compile(r"blk\.(\d+)\.([a-z_]+)\.(weight|bias)")
 
@@ -43,8 +50,10 @@ class GGUFModel:
         self.file = file
         self.architecture = file.metadata.get("general.architecture")
         if self.architecture not in SUPPORTED_ARCHITECTURES:
-            raise ModelError(f"{file.path}: architecture {self.architecture!r} is not supported; supported in GGUF "
-                             f"files: {', '.join(SUPPORTED_ARCHITECTURES)}")
+            raise ModelError(
+                f"{file.path}: architecture {self.architecture!r} is not supported; supported in GGUF "
+                f"files: {', '.join(SUPPORTED_ARCHITECTURES)}"
+            )
         self.config = self._read_config()
         self._sources = {self._hf_name(name): name for name in file.tensors}
         self._check_shapes()
@@ -69,33 +78,47 @@ class GGUFModel:
         self._refuse_unsupported(head_dim, layers)
         vocab_size, width = (self.file.info("token_embd.weight").shape + (0,))[:2]
         if width != hidden:
-            raise ModelError(f"{self.file.path}: token_embd.weight is {vocab_size} x {width}, but embedding_length is "
-                             f"{hidden}")
+            raise ModelError(
+                f"{self.file.path}: token_embd.weight is {vocab_size} x {width}, but embedding_length is {hidden}"
+            )
         tokens = metadata.get("tokenizer.ggml.tokens")
         if isinstance(tokens, list) and len(tokens) > vocab_size:
-            raise ModelError(f"{self.file.path}: the tokenizer has {len(tokens)} tokens, but token_embd.weight only "
-                             f"{vocab_size} rows")
-        eos = [metadata[key] for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
-               if isinstance(metadata.get(key), int)]
+            raise ModelError(
+                f"{self.file.path}: the tokenizer has {len(tokens)} tokens, but token_embd.weight only "
+                f"{vocab_size} rows"
+            )
+        eos = [
+            metadata[key]
+            for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+            if isinstance(metadata.get(key), int)
+        ]
         config = {
-            "architectures": [SUPPORTED_ARCHITECTURES[self.architecture]], "model_type": self.architecture,
-            "vocab_size": vocab_size, "hidden_size": hidden, "num_hidden_layers": layers,
+            "architectures": [SUPPORTED_ARCHITECTURES[self.architecture]],
+            "model_type": self.architecture,
+            "vocab_size": vocab_size,
+            "hidden_size": hidden,
+            "num_hidden_layers": layers,
             "num_attention_heads": heads,
-            "num_key_value_heads": self._number("attention.head_count_kv", default=heads), "head_dim": head_dim,
-            "intermediate_size": self._number("feed_forward_length"), "hidden_act": "silu",
+            "num_key_value_heads": self._number("attention.head_count_kv", default=heads),
+            "head_dim": head_dim,
+            "intermediate_size": self._number("feed_forward_length"),
+            "hidden_act": "silu",
             "max_position_embeddings": self._number("context_length"),
             "rms_norm_eps": self._number("attention.layer_norm_rms_epsilon", float),
             "rope_theta": self._number("rope.freq_base", float, default=10000.0),
-            "tie_word_embeddings": "output.weight" not in tensors, "attention_bias": "blk.0.attn_q.bias" in tensors,
+            "tie_word_embeddings": "output.weight" not in tensors,
+            "attention_bias": "blk.0.attn_q.bias" in tensors,
             "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
             "eos_token_id": list(dict.fromkeys(eos)) or None,
         }
         scaling = metadata.get(f"{self.architecture}.rope.scaling.type", "none")
         if scaling != "none":
             config["rope_scaling"] = {
-                "rope_type": scaling, "factor": self._number("rope.scaling.factor", float),
-                "original_max_position_embeddings": self._number("rope.scaling.original_context_length",
-                                                                 default=config["max_position_embeddings"]),
+                "rope_type": scaling,
+                "factor": self._number("rope.scaling.factor", float),
+                "original_max_position_embeddings": self._number(
+                    "rope.scaling.original_context_length", default=config["max_position_embeddings"]
+                ),
             }
         return config
 
@@ -106,11 +129,14 @@ class GGUFModel:
         if self._number("rope.dimension_count", default=head_dim) != head_dim:
             raise ModelError(f"{self.file.path}: rope on a part of each head (rope.dimension_count) is not supported")
         if "rope_freqs.weight" in self.file.tensors:
-            raise ModelError(f"{self.file.path}: per-frequency rope factors (rope_freqs.weight, as in Llama 3.1) are "
-                             "not supported from GGUF files; use the model's Hugging Face folder")
+            raise ModelError(
+                f"{self.file.path}: per-frequency rope factors (rope_freqs.weight, as in Llama 3.1) are "
+                "not supported from GGUF files; use the model's Hugging Face folder"
+            )
         if layers > len(self.file.tensors):
-            raise ModelError(f"{self.file.path}: block_count is {layers}, but there are only "
-                             f"{len(self.file.tensors)} tensors")
+            raise ModelError(
+                f"{self.file.path}: block_count is {layers}, but there are only {len(self.file.tensors)} tensors"
+            )
 
     def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of every weight that the config asks for, by Hugging Face name."""
@@ -118,15 +144,22 @@ class GGUFModel:
         hidden, wide, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
         q_rows, kv_rows = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
         layer: dict[str, tuple[int, ...]] = {
-            "input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,),
-            "self_attn.q_proj.weight": (q_rows, hidden), "self_attn.k_proj.weight": (kv_rows, hidden),
-            "self_attn.v_proj.weight": (kv_rows, hidden), "self_attn.o_proj.weight": (hidden, q_rows),
-            "mlp.gate_proj.weight": (wide, hidden), "mlp.up_proj.weight": (wide, hidden),
+            "input_layernorm.weight": (hidden,),
+            "post_attention_layernorm.weight": (hidden,),
+            "self_attn.q_proj.weight": (q_rows, hidden),
+            "self_attn.k_proj.weight": (kv_rows, hidden),
+            "self_attn.v_proj.weight": (kv_rows, hidden),
+            "self_attn.o_proj.weight": (hidden, q_rows),
+            "mlp.gate_proj.weight": (wide, hidden),
+            "mlp.up_proj.weight": (wide, hidden),
             "mlp.down_proj.weight": (hidden, wide),
         }
         if config["attention_bias"]:
-            layer |= {"self_attn.q_proj.bias": (q_rows,), "self_attn.k_proj.bias": (kv_rows,),
-                      "self_attn.v_proj.bias": (kv_rows,)}
+            layer |= {
+                "self_attn.q_proj.bias": (q_rows,),
+                "self_attn.k_proj.bias": (kv_rows,),
+                "self_attn.v_proj.bias": (kv_rows,),
+            }
         if self.architecture == "qwen3":
             layer |= {"self_attn.q_norm.weight": (head_dim,), "self_attn.k_norm.weight": (head_dim,)}
         shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden), "model.norm.weight": (hidden,)}
@@ -166,8 +199,9 @@ class GGUFModel:
         rows = self.file.info(self._sources[name]).shape[0]
         count = self.config[heads]
         if rows % (2 * count):
-            raise ModelError(f"{self.file.path}: {self._sources[name]!r} has {rows} rows, not a multiple of 2 x "
-                             f"{count} heads")
+            raise ModelError(
+                f"{self.file.path}: {self._sources[name]!r} has {rows} rows, not a multiple of 2 x {count} heads"
+            )
         return torch.arange(rows).view(count, rows // (2 * count), 2).transpose(1, 2).reshape(-1)
 
     def names(self) -> list[str]:

@@ -14,8 +14,10 @@ from engine.model_runner import ModelRunner
 from engine.request import EngineRequest, Request, RequestState, TokenEvent
 from engine.scheduler import Scheduler
 
-NOT_FINITE = ("the model's logits are not finite (NaN or infinity) at position {position} of this request, "
-              "whose prompt has {prompt} tokens: check the weights")
+NOT_FINITE = (
+    "the model's logits are not finite (NaN or infinity) at position {position} of this request, "
+    "whose prompt has {prompt} tokens: check the weights"
+)
 
 
 class Judge:
@@ -38,8 +40,13 @@ class Judge:
             if scores and chunk.request.lease == chunk.lease and not chunk.request.reported:
                 chunk.request.prompt_scores += scores
         sampled, tokens = batch.sampled, result.tokens
-        self.scheduler.complete(batch, [token if token >= 0 and request.wants_tokens else None
-                                        for (request, _), token in zip(sampled, tokens, strict=True)])
+        self.scheduler.complete(
+            batch,
+            [
+                token if token >= 0 and request.wants_tokens else None
+                for (request, _), token in zip(sampled, tokens, strict=True)
+            ],
+        )
         bucket, decodes, logprobs = result.graph_bucket, len(batch.decodes), result.logprobs
         for row, ((request, lease), token) in enumerate(zip(sampled, tokens, strict=True)):
             if request.lease != lease:
@@ -53,8 +60,12 @@ class Judge:
                 self._finish(request, TokenEvent(request_id=request.request_id, graph_bucket=bucket), "length")
                 continue
             self.generated += 1
-            event = TokenEvent(request_id=request.request_id, token_ids=[token], graph_bucket=bucket,
-                               logprobs=[logprobs[row]] if row in logprobs else None)
+            event = TokenEvent(
+                request_id=request.request_id,
+                token_ids=[token],
+                graph_bucket=bucket,
+                logprobs=[logprobs[row]] if row in logprobs else None,
+            )
             if token in request.ends_on and self._may_stop(request):
                 event.stop_reason = token if token in request.params.stop_token_ids else None
                 self._finish(request, event, "stop")
@@ -74,8 +85,11 @@ class Judge:
         """
         pages = list(request.pages)
         error = NOT_FINITE.format(position=len(request.token_ids), prompt=request.prompt_len)
-        self.end(request, RequestState.FAILED, TokenEvent(request_id=request.request_id, finish_reason="error",
-                                                          error=error, graph_bucket=bucket))
+        self.end(
+            request,
+            RequestState.FAILED,
+            TokenEvent(request_id=request.request_id, finish_reason="error", error=error, graph_bucket=bucket),
+        )
         self.runner.scrub([page for page in pages if not self.scheduler.pool.count(page)])
 
     def _finish(self, request: Request, event: TokenEvent, reason: str) -> None:
@@ -85,8 +99,15 @@ class Judge:
     def refuse(self, request: EngineRequest, error: EngineError, weight_version: str) -> None:
         """Answer a request that was never accepted."""
         self.ended["error"] += 1
-        self.events.append(TokenEvent(request_id=request.request_id, finish_reason="error", error=str(error),
-                                      refusal=error, weight_version=weight_version))
+        self.events.append(
+            TokenEvent(
+                request_id=request.request_id,
+                finish_reason="error",
+                error=str(error),
+                refusal=error,
+                weight_version=weight_version,
+            )
+        )
 
     def end(self, request: Request, state: RequestState, event: TokenEvent) -> None:
         """The one way out: sampling state, slot and pages come back, and the last event goes out."""

@@ -67,6 +67,7 @@ class Launched:
             for row, logprob in enumerate(sampled.logprobs or ()):
                 if logprob is not None:
                     result.logprobs[first + row] = logprob
-        result.prompt_logprobs = {name: [entry for part in parts for entry in part.read()]
-                                  for name, parts in self.prompt_scores.items()}
+        result.prompt_logprobs = {
+            name: [entry for part in parts for entry in part.read()] for name, parts in self.prompt_scores.items()
+        }
         return result

@@ -47,8 +47,11 @@ class Ledger:
     def complete(self, batch: Batch, new_tokens: Sequence[int | None]) -> None:
         """See Scheduler.complete."""
         if batch.completed or not batch.dispatched:
-            raise SchedulerInvariantError("this batch was completed before: its tokens would count twice"
-                                          if batch.completed else "a batch is completed after it was dispatched")
+            raise SchedulerInvariantError(
+                "this batch was completed before: its tokens would count twice"
+                if batch.completed
+                else "a batch is completed after it was dispatched"
+            )
         wanted = len(batch.decodes) + sum(chunk.is_last for chunk in batch.prefills)
         if len(new_tokens) != wanted:
             raise SchedulerInvariantError(f"{len(new_tokens)} tokens came for a batch that samples {wanted}")

@@ -30,8 +30,9 @@ from graph_cache.manifest import Manifest
 FIRST_WEIGHT_VERSION = "initial"
 
 
-def build_loop(config: EngineConfig, source: ModelSource | None = None,
-               eos_token_ids: tuple[int, ...] = ()) -> EngineLoop:
+def build_loop(
+    config: EngineConfig, source: ModelSource | None = None, eos_token_ids: tuple[int, ...] = ()
+) -> EngineLoop:
     """Load the model and put the engine together; nothing is captured yet.
 
     `eos_token_ids` (of the tokenizer) end a text beside the model's own. Raises ConfigError or ModelError, saying what
@@ -53,24 +54,30 @@ def build_loop(config: EngineConfig, source: ModelSource | None = None,
     return loop_of(sized, model, source.name, ends, weight_format, manifest_of(sized, source, weight_format))
 
 
-def host_loop(config: EngineConfig, model: nn.Module, eos_token_ids: tuple[int, ...] = (),
-              source: ModelSource | None = None) -> EngineLoop:
+def host_loop(
+    config: EngineConfig, model: nn.Module, eos_token_ids: tuple[int, ...] = (), source: ModelSource | None = None
+) -> EngineLoop:
     """Put the engine together around a GPTModel of Megatron-Core that exists already; nothing is copied or captured.
 
     Device and dtype are the model's; `source`, if given, says how many tokens of a padded vocabulary there are. Raises
     ConfigError or ModelError.
     """
     if config.tensor_parallel_size > 1:
-        raise ConfigError(f"tensor_parallel_size={config.tensor_parallel_size} is for models that the engine loads, "
-                          "and this one exists already: leave it out")
+        raise ConfigError(
+            f"tensor_parallel_size={config.tensor_parallel_size} is for models that the engine loads, "
+            "and this one exists already: leave it out"
+        )
     hosted = HostedModel(model, config.max_model_len, _vocabulary(source) if source else None)
     try:
-        for name, given, found in (("device", config.device, str(hosted.device)),
-                                   ("dtype", config.dtype, hosted.config.dtype),
-                                   ("cpu_weight_format", config.cpu_weight_format, "auto")):
+        for name, given, found in (
+            ("device", config.device, str(hosted.device)),
+            ("dtype", config.dtype, hosted.config.dtype),
+            ("cpu_weight_format", config.cpu_weight_format, "auto"),
+        ):
             if given not in ("auto", found):
-                raise ConfigError(f"{name}={given!r} was asked for, and the model that is to be served has {found}; "
-                                  "leave it out")
+                raise ConfigError(
+                    f"{name}={given!r} was asked for, and the model that is to be served has {found}; leave it out"
+                )
         sized = resolve(config, hosted.config, hosted.device, hosted.dtype)
         return loop_of(sized, hosted, hosted.config.architecture, eos_token_ids, hosted.config.dtype, None)
     except BaseException:
@@ -85,15 +92,30 @@ def _vocabulary(source: ModelSource) -> int | None:
     return _read_config(source)[0].vocab_size
 
 
-def loop_of(config: EngineConfig, model: DenseModel | HostedModel, name: str, ends: tuple[int, ...],
-            weight_format: str, manifest: Manifest | None, make: Callable[..., EngineLoop] = EngineLoop) -> EngineLoop:
+def loop_of(
+    config: EngineConfig,
+    model: DenseModel | HostedModel,
+    name: str,
+    ends: tuple[int, ...],
+    weight_format: str,
+    manifest: Manifest | None,
+    make: Callable[..., EngineLoop] = EngineLoop,
+) -> EngineLoop:
     """The runner and the loop of a loaded model. `config` has all its sizes; `make` takes what EngineLoop does."""
     runner = ModelRunner(config, model, ends, manifest)
     info = ModelInfo(
-        name=name, architecture=model.config.architecture, max_model_len=config.max_model_len,
-        max_num_seqs=config.max_num_seqs, vocab_size=model.config.vocab_size, eos_token_ids=ends, device=config.device,
-        dtype=config.dtype, weight_format=weight_format, weight_version=FIRST_WEIGHT_VERSION,
-        logprobs_mode=config.logprobs_mode, graph_buckets=runner.site.buckets.sizes,
+        name=name,
+        architecture=model.config.architecture,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        vocab_size=model.config.vocab_size,
+        eos_token_ids=ends,
+        device=config.device,
+        dtype=config.dtype,
+        weight_format=weight_format,
+        weight_version=FIRST_WEIGHT_VERSION,
+        logprobs_mode=config.logprobs_mode,
+        graph_buckets=runner.site.buckets.sizes,
     )
     return make(config, runner, info, manifest)
 
@@ -111,8 +133,9 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
-            raise ConfigError(f"device={name!r} was asked for, and torch sees {count} GPUs; give cpu, or install a "
-                              "torch with CUDA")
+            raise ConfigError(
+                f"device={name!r} was asked for, and torch sees {count} GPUs; give cpu, or install a torch with CUDA"
+            )
         return torch.device("cuda", device.index or 0)
     return device
 
@@ -122,8 +145,9 @@ def _read_config(source: ModelSource) -> tuple[ModelConfig, bool]:
     return gguf_config(source.path) if source.kind == "gguf" else (config_from_folder(source.path), False)
 
 
-def choose_format(config: EngineConfig, model: ModelConfig, device: torch.device,
-                  is_4bit: bool) -> tuple[str, torch.dtype]:
+def choose_format(
+    config: EngineConfig, model: ModelConfig, device: torch.device, is_4bit: bool
+) -> tuple[str, torch.dtype]:
     """The weights' format (for reports) and the activations' dtype."""
     if device.type == "cpu":
         chosen = choose_cpu_format(config.cpu_weight_format, config.dtype, is_4bit)
@@ -136,14 +160,25 @@ def choose_format(config: EngineConfig, model: ModelConfig, device: torch.device
     return name, getattr(torch, name)
 
 
-def _load_model(config: EngineConfig, source: ModelSource, model_config: ModelConfig, device: torch.device,
-                dtype: torch.dtype, weight_format: str) -> DenseModel:
+def _load_model(
+    config: EngineConfig,
+    source: ModelSource,
+    model_config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    weight_format: str,
+) -> DenseModel:
     if config.load_format == "dummy":
         model = build_model(model_config, dtype, device, config.max_model_len)
         load_dummy(model, config.seed)
     elif source.kind == "gguf":
-        return load_gguf(source.path, dtype=config.dtype, device=device, cpu_weight_format=weight_format
-                         if device.type == "cpu" else "auto", max_len=config.max_model_len)[1]
+        return load_gguf(
+            source.path,
+            dtype=config.dtype,
+            device=device,
+            cpu_weight_format=weight_format if device.type == "cpu" else "auto",
+            max_len=config.max_model_len,
+        )[1]
     else:
         _, model = load_hf_folder(source.path, dtype, device, config.max_model_len)
     if weight_format == "int4":

@@ -69,9 +69,14 @@ class EngineLoop:
         pool = PagePool(config.num_pages, config.page_size)
         self.prefix_cache = PrefixCache(pool) if config.enable_prefix_caching else None
         self.scheduler = Scheduler(
-            SchedulerConfig(max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
-                            max_model_len=config.max_model_len),
-            pool, self.prefix_cache, weight_version=self.weight_version,
+            SchedulerConfig(
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_model_len=config.max_model_len,
+            ),
+            pool,
+            self.prefix_cache,
+            weight_version=self.weight_version,
         )
         self.judge = Judge(self.scheduler, runner)
         self._eos = frozenset(info.eos_token_ids)
@@ -172,8 +177,9 @@ class EngineLoop:
 
     def _fail(self, batch: Batch, error: Exception) -> None:
         """Fail the requests of a batch that raised. The error is told to their callers, logged and kept for reports."""
-        logger.error("a step failed; its %d requests fail with it", len(batch.decodes) + len(batch.prefills),
-                     exc_info=error)
+        logger.error(
+            "a step failed; its %d requests fail with it", len(batch.decodes) + len(batch.prefills), exc_info=error
+        )
         self._under_way = deque(step for step in self._under_way if step[0] is not batch)
         self._last_error = f"{type(error).__name__}: {error}"
         self._failures += 1
@@ -184,14 +190,21 @@ class EngineLoop:
         involved = dict.fromkeys((*batch.decodes, *(chunk.request for chunk in batch.prefills), *batch.admitted))
         for request in involved:
             if not request.state.is_final:
-                self.judge.end(request, RequestState.FAILED, TokenEvent(
-                    request_id=request.request_id, finish_reason="error", error=f"the step failed: {self._last_error}",
-                ))
+                self.judge.end(
+                    request,
+                    RequestState.FAILED,
+                    TokenEvent(
+                        request_id=request.request_id,
+                        finish_reason="error",
+                        error=f"the step failed: {self._last_error}",
+                    ),
+                )
 
     # ---- between steps ---------------------------------------------------------------------------------------------
 
-    def warm(self, progress: Callable[[int, int, Any], None] | None = None,
-             wanted: Sequence[GraphKey] | None = None) -> None:
+    def warm(
+        self, progress: Callable[[int, int, Any], None] | None = None, wanted: Sequence[GraphKey] | None = None
+    ) -> None:
         """Capture every graph that is wanted ahead, or these."""
         self.runner.cache.warm(progress, wanted)
 
@@ -243,19 +256,31 @@ class EngineLoop:
         cache, scheduler = self.runner.cache, self.scheduler
         entries = Counter((row["site"], row["scope"]) for row in cache.table() if row["state"] == "captured")
         graphs = cache.stats.snapshot() | {
-            "entries": list(entries.items()), "pool_bytes": cache.pool_bytes, "warm_ratio": cache.warm_ratio(),
+            "entries": list(entries.items()),
+            "pool_bytes": cache.pool_bytes,
+            "warm_ratio": cache.warm_ratio(),
         }
         pending = len(cache.pending())
         return EngineStats(
-            num_running=scheduler.num_running, num_waiting=scheduler.num_waiting,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
             kv_cache_usage=scheduler.pool.usage,
             prefix_cache_queries=self.prefix_cache.queries if self.prefix_cache else 0,
             prefix_cache_hits=self.prefix_cache.hits if self.prefix_cache else 0,
-            num_preemptions=scheduler.num_preemptions, prompt_tokens=scheduler.prompt_tokens,
-            generation_tokens=self.judge.generated, steps=self._steps, ended=dict(self.judge.ended), graphs=graphs,
-            warm={"mode": self.config.warmup, "captured": sum(entries.values()), "pending": pending,
-                  "ratio": cache.warm_ratio()},
-            weight_version=self.weight_version, last_error=self._last_error,
+            num_preemptions=scheduler.num_preemptions,
+            prompt_tokens=scheduler.prompt_tokens,
+            generation_tokens=self.judge.generated,
+            steps=self._steps,
+            ended=dict(self.judge.ended),
+            graphs=graphs,
+            warm={
+                "mode": self.config.warmup,
+                "captured": sum(entries.values()),
+                "pending": pending,
+                "ratio": cache.warm_ratio(),
+            },
+            weight_version=self.weight_version,
+            last_error=self._last_error,
             idle_check_failures=self._idle_check_failures,
         )
 

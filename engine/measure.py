@@ -30,8 +30,9 @@ FIRST_PROMPT_ID = 3  # below are, in most vocabularies, the ids that begin and e
 
 def random_prompts(rng: random.Random, vocab_size: int, lengths: list[int]) -> list[list[int]]:
     """Prompts of these lengths, of random token ids: no two begin alike, so no cache of prefixes helps anybody."""
-    return [[rng.randrange(min(FIRST_PROMPT_ID, vocab_size - 1), vocab_size) for _ in range(length)]
-            for length in lengths]
+    return [
+        [rng.randrange(min(FIRST_PROMPT_ID, vocab_size - 1), vocab_size) for _ in range(length)] for length in lengths
+    ]
 
 
 def seconds_of(engine: Engine, prompts: list[list[int]], outputs: list[int]) -> float:
@@ -42,13 +43,16 @@ def seconds_of(engine: Engine, prompts: list[list[int]], outputs: list[int]) -> 
     seconds = time.perf_counter() - started
     for answer, count in zip(answers, outputs, strict=True):
         if len(answer.token_ids) != count:
-            raise EngineError(f"a sequence gave {len(answer.token_ids)} of {count} tokens ({answer.finish_reason}): "
-                              f"{answer.outputs[0].error or engine.stats().last_error or 'no error was reported'}")
+            raise EngineError(
+                f"a sequence gave {len(answer.token_ids)} of {count} tokens ({answer.finish_reason}): "
+                f"{answer.outputs[0].error or engine.stats().last_error or 'no error was reported'}"
+            )
     return seconds
 
 
-def measure_batch(engine: Engine, batch: int, prompt_tokens: int, output_tokens: int, repeats: int,
-                  rng: random.Random) -> dict[str, Any]:
+def measure_batch(
+    engine: Engine, batch: int, prompt_tokens: int, output_tokens: int, repeats: int, rng: random.Random
+) -> dict[str, Any]:
     """One batch size: medians over `repeats`, after an untimed run.
 
     first_token_ms: until every sequence of the batch has its first token. prefill_tokens_per_second: the prompts'
@@ -72,7 +76,9 @@ def measure_batch(engine: Engine, batch: int, prompt_tokens: int, output_tokens:
         step.append((whole[-1] - brief) / (output_tokens - short))
     first_s, whole_s, step_s = (statistics.median(times) for times in (first, whole, step))
     return {
-        "batch": batch, "prompt_tokens": prompt_tokens, "output_tokens": output_tokens,
+        "batch": batch,
+        "prompt_tokens": prompt_tokens,
+        "output_tokens": output_tokens,
         "first_token_ms": round(first_s * 1e3, 3),
         "prefill_tokens_per_second": round(batch * prompt_tokens / first_s, 1),
         "decode_ms_per_step": round(step_s * 1e3, 4) if step_s > 0 else None,
@@ -131,26 +137,34 @@ def measure_mixed(engine: Engine, requests: int, prompt_tokens: int, output_toke
     seconds = seconds_of(engine, prompts, outputs)
     after = engine.stats()
     return {
-        "requests": requests, "seed": seed, "prompt_tokens": sum(lengths), "output_tokens": sum(outputs),
-        "seconds": round(seconds, 4), "requests_per_second": round(requests / seconds, 3),
+        "requests": requests,
+        "seed": seed,
+        "prompt_tokens": sum(lengths),
+        "output_tokens": sum(outputs),
+        "seconds": round(seconds, 4),
+        "requests_per_second": round(requests / seconds, 3),
         "output_tokens_per_second": round(sum(outputs) / seconds, 1),
         "total_tokens_per_second": round((sum(lengths) + sum(outputs)) / seconds, 1),
-        "steps": after.steps - before.steps, "preemptions": after.num_preemptions - before.num_preemptions,
+        "steps": after.steps - before.steps,
+        "preemptions": after.num_preemptions - before.num_preemptions,
         **decode_shares(after.graphs, before.graphs),
     }
 
 
 def decode_shares(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     """Between two snapshots of the cache's counters: decode steps, which share of them replayed, and the padding."""
+
     def grown(counter: str, phase: int) -> int:
-        new, old = (sum(count for labels, count in stats[counter] if labels[phase] == "decode")
-                    for stats in (after, before))
+        new, old = (
+            sum(count for labels, count in stats[counter] if labels[phase] == "decode") for stats in (after, before)
+        )
         return new - old
 
     steps, eager = grown("batch_rows", 1), grown("fallbacks", 1)
     real, padded = grown("real_tokens", 0), grown("padded_tokens", 0)
     return {
-        "decode_steps": steps, "hit_rate": round((steps - eager) / steps, 4) if steps else None,
+        "decode_steps": steps,
+        "hit_rate": round((steps - eager) / steps, 4) if steps else None,
         "padding": round(padded / (real + padded), 4) if real + padded else None,
     }
 
@@ -172,10 +186,14 @@ def circumstances(command: list[str]) -> dict[str, Any]:
     """What a figure needs beside it: date, commit, hardware, versions, threads and the command."""
     found = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(command), "commit": _commit(), "cpu": _cpu_name(),
+        "command": shlex.join(command),
+        "commit": _commit(),
+        "cpu": _cpu_name(),
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "torch": torch.__version__, "python": platform.python_version(), "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
     }
     if hasattr(os, "getloadavg"):
         found["load_before"] = round(os.getloadavg()[0], 2)
@@ -184,9 +202,11 @@ def circumstances(command: list[str]) -> dict[str, Any]:
 
 def _commit() -> str | None:
     """The commit of this source tree, with "+" where files differ from it; None outside a repository."""
+
     def git(*words: str) -> str:
-        done = subprocess.run(["git", *words], cwd=Path(__file__).resolve().parent, capture_output=True, text=True,
-                              check=True, timeout=10)
+        done = subprocess.run(
+            ["git", *words], cwd=Path(__file__).resolve().parent, capture_output=True, text=True, check=True, timeout=10
+        )
         return done.stdout.strip()
 
     try:

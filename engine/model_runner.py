@@ -49,42 +49,64 @@ PROMPT_LOGPROB_ROWS = 256  # rows of full logits held at once while scoring a pr
 class ModelRunner:
     """Runs batches on one device. Everything here is used by one thread."""
 
-    def __init__(self, config: EngineConfig, model: DenseModel | HostedModel, eos_token_ids: Sequence[int],
-                 manifest: Manifest | None = None):
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: DenseModel | HostedModel,
+        eos_token_ids: Sequence[int],
+        manifest: Manifest | None = None,
+    ):
         spec, device = model.config, torch.device(config.device)
         self.config = config
         self.model = model
         self.device = device
         dtype = getattr(torch, config.dtype)
         self.attention_impl = "triton" if device.type == "cuda" else "sdpa"
-        self.kv = KVCache(spec.num_layers, config.num_pages, config.page_size, spec.num_kv_heads, spec.head_dim, dtype,
-                          device)
+        self.kv = KVCache(
+            spec.num_layers, config.num_pages, config.page_size, spec.num_kv_heads, spec.head_dim, dtype, device
+        )
         pages = -(-config.max_model_len // config.page_size)
         layout = Layout(config.max_num_seqs, pages)
         self.buffers = decode_buffers(layout, spec.hidden_size, spec.vocab_size, dtype, device)
         self.state = layout.views(self.buffers["state"])
         self.inputs = StepInputs(self.buffers["state"], layout, config.page_size)
         fused = self._fused_model(dtype)
-        self.cache = GraphCache(config.graph_config(), device, capture_on_miss=config.warmup == "lazy",
-                                manifest=manifest)
+        self.cache = GraphCache(
+            config.graph_config(), device, capture_on_miss=config.warmup == "lazy", manifest=manifest
+        )
         reads_lengths = self.attention_impl == "triton"  # from device memory: any context from one graph
         self.contexts = () if reads_lengths else context_buckets(config.max_model_len, config.page_size)
         buckets = Buckets.for_limit(config.max_num_seqs, config.graph_buckets)
-        self.site = self.cache.add_site(decode_site(
-            model, self.kv, self.buffers, layout, buckets, scope=self.cache.config.inference_cuda_graph_scope,
-            impl=self.attention_impl, contexts=self.contexts,
-            warm_contexts=[width for width in self.contexts if width <= WARM_CONTEXT] or self.contexts[:1], fused=fused,
-        ))
+        self.site = self.cache.add_site(
+            decode_site(
+                model,
+                self.kv,
+                self.buffers,
+                layout,
+                buckets,
+                scope=self.cache.config.inference_cuda_graph_scope,
+                impl=self.attention_impl,
+                contexts=self.contexts,
+                warm_contexts=[width for width in self.contexts if width <= WARM_CONTEXT] or self.contexts[:1],
+                fused=fused,
+            )
+        )
         self.prefill: Prefill | None = None
         self.exchange = None if fused is None else fused.exchange
         if fused is not None:
             from engine.prefill_site import Prefill
 
-            self.prefill = Prefill(fused, self.state.last_tokens, config.max_num_seqs, config.max_num_batched_tokens,
-                                   config.max_model_len)
+            self.prefill = Prefill(
+                fused, self.state.last_tokens, config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len
+            )
             self.cache.add_site(self.prefill.site())
-        self.sampling = SamplingState(config.max_num_seqs, spec.vocab_size, device, eos_token_ids=eos_token_ids,
-                                      logprobs_mode=config.logprobs_mode)
+        self.sampling = SamplingState(
+            config.max_num_seqs,
+            spec.vocab_size,
+            device,
+            eos_token_ids=eos_token_ids,
+            logprobs_mode=config.logprobs_mode,
+        )
         self.sampling.warm_up(self.buffers["logits"])
         # Two results a step, its decodes' and its prefills', for every step that may be unread at a time.
         self.ring = HostRing(self.cache.pool.backend, config.max_num_seqs, torch.int64, depth=2 * UNREAD_STEPS)
@@ -95,8 +117,10 @@ class ModelRunner:
         wanted, is_16_bit = self.config.kernels, dtype in (torch.bfloat16, torch.float16)
         able = self.device.type == "cuda" and is_16_bit and fits(self.device)
         if wanted == "fused" and not able:
-            raise ConfigError(f"kernels='fused' needs 16-bit weights and a GPU with {SHARED_BYTES >> 10} KiB of shared "
-                              f"memory a program, found {self.config.dtype} on {self.device}; use kernels='auto'")
+            raise ConfigError(
+                f"kernels='fused' needs 16-bit weights and a GPU with {SHARED_BYTES >> 10} KiB of shared "
+                f"memory a program, found {self.config.dtype} on {self.device}; use kernels='auto'"
+            )
         if wanted == "torch" or not able:
             if self.device.type == "cuda":
                 logger.info("the model's own layers compute its steps: kernels=%r, %s", wanted, self.config.dtype)
@@ -115,8 +139,9 @@ class ModelRunner:
 
     def admit(self, request: Request) -> None:
         """Give a request's slot its sampling parameters, and take nothing that the slot held for the request's."""
-        self.sampling.set_slot(request.slot, request.params, request.seed, request.request.prompt_token_ids,
-                               request.output_ids)
+        self.sampling.set_slot(
+            request.slot, request.params, request.seed, request.request.prompt_token_ids, request.output_ids
+        )
         self.inputs.take(request.slot)
 
     def launch(self, batch: Batch) -> Launched:
@@ -210,8 +235,9 @@ class ModelRunner:
         spans = [(chunk.request, range(chunk.start, chunk.start + chunk.length)) for chunk in chunks]
         tokens = [token for request, span in spans for token in request.token_ids[span.start : span.stop]]
         positions = [place for _, span in spans for place in span]
-        attention = PrefillAttention(self.kv, [(chunk.start, chunk.length) for chunk in chunks],
-                                     [chunk.request.pages for chunk in chunks])
+        attention = PrefillAttention(
+            self.kv, [(chunk.start, chunk.length) for chunk in chunks], [chunk.request.pages for chunk in chunks]
+        )
         hidden = self.model(ids_to(self.device, tokens), ids_to(self.device, positions), attention)
         self.cache.count_eager(PREFILL_SITE, "prefill", len(tokens), PREFILL_EAGER)
         if not ends:
@@ -220,8 +246,9 @@ class ModelRunner:
         rows = ids_to(self.device, [lasts[index] - 1 for index in ends])
         return hidden, self.model.logits(hidden.index_select(0, rows))
 
-    def _choose_first(self, ends: list[PrefillChunk], logits: Tensor, tokens: Tensor | None,
-                      launched: Launched) -> None:
+    def _choose_first(
+        self, ends: list[PrefillChunk], logits: Tensor, tokens: Tensor | None, launched: Launched
+    ) -> None:
         """The token after each of these chunks, from logits [len(ends), vocab]; left on the device for the decodes.
 
         `tokens`: their greedy choice, where it is made and left already.
@@ -237,8 +264,9 @@ class ModelRunner:
             best, ids = logits.max(dim=-1)
             chosen = torch.where(torch.isfinite(best), ids, -1)
         if chosen is not tokens:
-            self.state.last_tokens.index_copy_(0, ids_to(self.device, [slot + 1 for slot in slots]),
-                                               chosen.clamp(min=0))
+            self.state.last_tokens.index_copy_(
+                0, ids_to(self.device, [slot + 1 for slot in slots]), chosen.clamp(min=0)
+            )
         self.inputs.chose(slots, positions)
         launched.tickets.append(self.ring.push(chosen))
 

@@ -17,8 +17,10 @@ from engine.errors import ModelError
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*", "merges.txt", "vocab.txt"]
-_FORMS = (f"give {DEFAULT_MODEL!r}, a folder in Hugging Face layout (config.json, safetensors, tokenizer), a .gguf "
-          "file, or a hub name (owner/name)")
+_FORMS = (
+    f"give {DEFAULT_MODEL!r}, a folder in Hugging Face layout (config.json, safetensors, tokenizer), a .gguf "
+    "file, or a hub name (owner/name)"
+)
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ def _from_hub(name: str) -> str:
         return snapshot_download(name, allow_patterns=_HUB_FILES, etag_timeout=10)
     except Exception as error:  # the hub client's errors share no base: network, missing, gated, disk
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ModelError(f"model {name!r} is no local folder, is not in the hub's local cache, and could not be "
-                         f"fetched from the hub ({reason}); check the name and the network, set HF_TOKEN for a gated "
-                         "model, or download it elsewhere and give the folder") from error
+        raise ModelError(
+            f"model {name!r} is no local folder, is not in the hub's local cache, and could not be "
+            f"fetched from the hub ({reason}); check the name and the network, set HF_TOKEN for a gated "
+            "model, or download it elsewhere and give the folder"
+        ) from error

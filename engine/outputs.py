@@ -189,8 +189,11 @@ class OutputProcessor:
         if sequence is None:
             return None
         if sequence.stops is not None:
-            return self.process(TokenEvent(request_id=child_id, token_ids=[token_id], weight_version=weight_version,
-                                           graph_bucket=graph_bucket))
+            return self.process(
+                TokenEvent(
+                    request_id=child_id, token_ids=[token_id], weight_version=weight_version, graph_bucket=graph_bucket
+                )
+            )
         detokenizer = sequence.detokenizer
         return OutputDelta(
             request_id=sequence.request_id,

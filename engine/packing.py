@@ -88,5 +88,3 @@ def _by_front(report: Events) -> dict[int, Events]:
 
 def _pickled(report: Any) -> bytes:
     return pickle.dumps(report, pickle.HIGHEST_PROTOCOL)
-
-

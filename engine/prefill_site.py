@@ -80,12 +80,16 @@ class Prefill:
         self._rows = torch.arange(1, max_chunks + 1, device=device)
         self.buckets = Buckets([*(size for size in TOKEN_BUCKETS if size < max_tokens), max_tokens])
         most, layout = self.buckets.max, self.layout(self.buckets.max)
-        self.buffers = StaticBuffers({
-            "packed": BufferSpec((layout.token_start + 3 * most,), torch.int64),
-            "hidden": BufferSpec((BATCH, model.config.hidden_size), model.dtype, pad=None),
-            "logits": BufferSpec((layout.count, model.config.vocab_size), model.dtype, pad=None),
-            "next_tokens": BufferSpec((layout.count,), torch.int64, pad=None),
-        }, most, device)
+        self.buffers = StaticBuffers(
+            {
+                "packed": BufferSpec((layout.token_start + 3 * most,), torch.int64),
+                "hidden": BufferSpec((BATCH, model.config.hidden_size), model.dtype, pad=None),
+                "logits": BufferSpec((layout.count, model.config.vocab_size), model.dtype, pad=None),
+                "next_tokens": BufferSpec((layout.count,), torch.int64, pad=None),
+            },
+            most,
+            device,
+        )
 
     def layout(self, bucket: int) -> Chunks:
         """How a token bucket's inputs lie, and so how many chunks it takes."""
@@ -123,6 +127,7 @@ class Prefill:
         tokens, positions, rows = packed[layout.token_start :].view(-1, 3).t().contiguous()
         packing = Packing(positions, rows, ends, starts, self._rows[: layout.count])
         hidden = self._fused.prefill(tokens, packing, table)
-        self._fused.choose(entries, None, self._last_tokens, hidden.index_select(0, lasts), logits, next_tokens,
-                           after_layer=False)
+        self._fused.choose(
+            entries, None, self._last_tokens, hidden.index_select(0, lasts), logits, next_tokens, after_layer=False
+        )
         return hidden

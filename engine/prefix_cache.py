@@ -94,9 +94,7 @@ class PrefixCache:
         self.count(len(token_ids), len(pages) * self.pool.page_size)
         return pages
 
-    def insert(
-        self, chain: PrefixChain, token_ids: Sequence[int], pages: Sequence[int], start: int, stop: int
-    ) -> None:
+    def insert(self, chain: PrefixChain, token_ids: Sequence[int], pages: Sequence[int], start: int, stop: int) -> None:
         """Offer pages[start:stop], each full and computed, of the sequence `token_ids` that references `pages`.
 
         A prefix that is cached already keeps its page, and the offered one stays private. A chain from before a

@@ -82,9 +82,16 @@ class Books:
     def read(self) -> tuple:
         """The numbers as they are now."""
         loop, counted = self._loop, self._loop.runner.cache.stats
-        return (loop.scheduler.num_running, loop.scheduler.num_waiting, loop.scheduler.pool.num_free, self._tokens,
-                loop.weight_version, counted.captures.total(), counted.failed_captures.total(),
-                counted.replays.total())
+        return (
+            loop.scheduler.num_running,
+            loop.scheduler.num_waiting,
+            loop.scheduler.pool.num_free,
+            self._tokens,
+            loop.weight_version,
+            counted.captures.total(),
+            counted.failed_captures.total(),
+            counted.replays.total(),
+        )
 
 
 def leading_loop(config: EngineConfig, source: ModelSource, eos_token_ids: tuple[int, ...] = ()) -> LeadingLoop:
@@ -225,8 +232,9 @@ class LeadingLoop(EngineLoop):
 
     # In which order graphs are captured depends on when it was asked for: rank 0's order goes with the call.
 
-    def warm(self, progress: Callable[[int, int, Any], None] | None = None,
-             wanted: Sequence[GraphKey] | None = None) -> None:
+    def warm(
+        self, progress: Callable[[int, int, Any], None] | None = None, wanted: Sequence[GraphKey] | None = None
+    ) -> None:
         wanted = list(self.runner.cache.pending() if wanted is None else wanted)
         with self.told("warm", None, wanted):
             super().warm(progress, wanted)

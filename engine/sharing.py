@@ -29,11 +29,16 @@ def share_weights(trainer: nn.Module, model: DenseModel) -> int:
         if slot is None:
             continue
         if type(slot) is not WeightSlot:
-            problems.append(f"{name}: the engine keeps it quantised, or as part of another tensor; serve with "
-                            "cpu_weight_format bf16 or fp32, and host a model of Megatron-Core instead of sharing it")
+            problems.append(
+                f"{name}: the engine keeps it quantised, or as part of another tensor; serve with "
+                "cpu_weight_format bf16 or fp32, and host a model of Megatron-Core instead of sharing it"
+            )
             continue
-        for what, here, there in (("shape", tuple(parameter.shape), slot.shape), ("dtype", parameter.dtype, slot.dtype),
-                                  ("device", parameter.device, slot.target.device)):
+        for what, here, there in (
+            ("shape", tuple(parameter.shape), slot.shape),
+            ("dtype", parameter.dtype, slot.dtype),
+            ("device", parameter.device, slot.target.device),
+        ):
             if here != there:
                 problems.append(f"{name}: {what} {here} in the trainer, {there} in the engine")
     if problems:

@@ -34,14 +34,21 @@ def resolve(config: EngineConfig, model: ModelConfig, device: torch.device, dtyp
     seqs = config.max_num_seqs or min(usual, config.max_num_batched_tokens or usual)
     batched = config.max_num_batched_tokens or max(seqs, CUDA_BATCHED_TOKENS if on_gpu else CPU_BATCHED_TOKENS)
     if batched < seqs:
-        raise ConfigError(f"max_num_batched_tokens={batched} is below max_num_seqs={seqs}: every running sequence "
-                          "needs a token of each step's budget")
+        raise ConfigError(
+            f"max_num_batched_tokens={batched} is below max_num_seqs={seqs}: every running sequence "
+            "needs a token of each step's budget"
+        )
     pages = config.num_pages or _affordable_pages(config, model, device, dtype, seqs, batched, context)
     if pages < 2:
         raise ConfigError(f"num_pages={pages}: page 0 is the scratch page, so at least 2 are needed")
     return dataclasses.replace(
-        config, device=str(device), dtype=str(dtype).removeprefix("torch."), max_model_len=context, max_num_seqs=seqs,
-        max_num_batched_tokens=batched, num_pages=pages,
+        config,
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
+        max_model_len=context,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=batched,
+        num_pages=pages,
         async_scheduling=on_gpu if config.async_scheduling is None else config.async_scheduling,
     )
 
@@ -63,12 +70,20 @@ def step_bytes(model: ModelConfig, seqs: int, batched: int, dtype: torch.dtype) 
     """Bytes of what a step of `batched` tokens and `seqs` rows of logits holds between its kernels, about."""
     heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     split = 4096 * max(model.hidden_size, 2 * model.intermediate_size)  # 4 float32 sums of 256 rows, split products'
-    return split + dtype.itemsize * (batched * (4 * model.hidden_size + heads + 3 * model.intermediate_size)
-                                     + 4 * seqs * model.vocab_size)
+    return split + dtype.itemsize * (
+        batched * (4 * model.hidden_size + heads + 3 * model.intermediate_size) + 4 * seqs * model.vocab_size
+    )
 
 
-def _affordable_pages(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype,
-                      seqs: int, batched: int, context: int) -> int:
+def _affordable_pages(
+    config: EngineConfig,
+    model: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    seqs: int,
+    batched: int,
+    context: int,
+) -> int:
     size = page_bytes(model, config.page_size, dtype)
     per_sequence = -(-context // config.page_size)
     if device.type == "cuda":

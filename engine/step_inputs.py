@@ -55,12 +55,17 @@ class Layout(NamedTuple):
     def views(self, state: Any) -> SlotState:
         """The parts of a contiguous tensor or array [size], as aliases."""
         rows = self.max_num_seqs
-        return SlotState(state[:rows], state[rows : 2 * rows], state[2 * rows : self.page_start],
-                         state[self.page_start :].reshape(rows + 1, self.pages))
+        return SlotState(
+            state[:rows],
+            state[rows : 2 * rows],
+            state[2 * rows : self.page_start],
+            state[self.page_start :].reshape(rows + 1, self.pages),
+        )
 
 
-def decode_buffers(layout: Layout, hidden_size: int, vocab_size: int, dtype: torch.dtype,
-                   device: torch.device) -> StaticBuffers:
+def decode_buffers(
+    layout: Layout, hidden_size: int, vocab_size: int, dtype: torch.dtype, device: torch.device
+) -> StaticBuffers:
     """The decode site's static buffers.
 
     state int64 [layout.size]: see SlotState; all zeros is padding. hidden [b, hidden_size]: what passes between the
@@ -170,8 +175,10 @@ class StepInputs:
         unknown = np.flatnonzero(self._newest[slots] != wanted[1, :rows]).tolist()
         if unknown:
             self._newest[slots] = wanted[1, :rows]
-            self._write([layout.token_start + 1 + batch.decodes[row].slot for row in unknown],
-                        [batch.decodes[row].token_ids[batch.positions[row]] for row in unknown])
+            self._write(
+                [layout.token_start + 1 + batch.decodes[row].slot for row in unknown],
+                [batch.decodes[row].token_ids[batch.positions[row]] for row in unknown],
+            )
 
     def _write_pages(self, batch: Batch) -> None:
         """Write the pages of rows that come to need more, and see how long these will do."""

@@ -117,8 +117,11 @@ class Supervisor:
     def _compare_weights(self, ready: Ready) -> None:
         before = "" if self._before is None else self._before.weight_version
         if before and before != ready.info.weight_version:
-            logger.warning("the restarted engine serves the weights %r, as they were loaded; before it were %r",
-                           ready.info.weight_version, before)
+            logger.warning(
+                "the restarted engine serves the weights %r, as they were loaded; before it were %r",
+                ready.info.weight_version,
+                before,
+            )
 
     def _judge(self, dead: Dead) -> Dead | Lost:
         hung, self._hung = self._hung, ""

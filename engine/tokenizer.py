@@ -24,8 +24,10 @@ logger = logging.getLogger(__name__)
 
 _CONTROL, _USER_DEFINED = 3, 4
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-_QWEN2_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-                  r"|\s+(?!\S)|\s+")
+_QWEN2_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
 _IDS_WORK = "prompts given as token ids still work"
 
 
@@ -39,9 +41,17 @@ class Tokenizer:
     `backend` is the `tokenizers.Tokenizer` for incremental detokenisation, `eos_token_ids` the ids that end a text.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, *, name: str, eos_token_ids: Iterable[int] = (),
-                 bos_token: str | None = None, eos_token: str | None = None, chat_template: str | None = None,
-                 chat: Any = None):
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        name: str,
+        eos_token_ids: Iterable[int] = (),
+        bos_token: str | None = None,
+        eos_token: str | None = None,
+        chat_template: str | None = None,
+        chat: Any = None,
+    ):
         self.backend = backend
         self.name = name
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
@@ -85,8 +95,9 @@ class Tokenizer:
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise RequestError(f"the prompt is not valid Unicode: a lone surrogate at character {error.start}",
-                               param="prompt") from error
+            raise RequestError(
+                f"the prompt is not valid Unicode: a lone surrogate at character {error.start}", param="prompt"
+            ) from error
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -100,16 +111,18 @@ class Tokenizer:
         """The vocabulary's entry of each id, None for an id the tokenizer doesn't know."""
         return [self.backend.id_to_token(token_id) for token_id in ids]
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True,
-                            **variables: Any) -> list[int]:
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
+    ) -> list[int]:
         """Token ids of a conversation by the model's own template; `variables` (tools, …) are handed to it.
 
         Raises RequestError naming `messages` if the template refuses them or the model has none.
         """
         return self.encode(self.render_chat(messages, add_generation_prompt, **variables), add_special_tokens=False)
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True,
-                    **variables: Any) -> str:
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
         """The text that `apply_chat_template` encodes."""
         from jinja2.exceptions import TemplateError
 
@@ -119,10 +132,12 @@ class Tokenizer:
             raise RequestError("messages is empty; at least one message is needed", param="messages")
         try:
             return self.prepare_chat().apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **variables)
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **variables
+            )
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise RequestError(f"the model's chat template can't render these messages: {error}",
-                               param="messages") from error
+            raise RequestError(
+                f"the model's chat template can't render these messages: {error}", param="messages"
+            ) from error
 
     def prepare_chat(self) -> Any:
         """Import and build now what the first chat needs (about a second); returns the transformers tokenizer."""
@@ -131,8 +146,9 @@ class Tokenizer:
                 from transformers import PreTrainedTokenizerFast
 
                 special = {key: value for key, value in self._special.items() if value is not None}
-                self._chat = PreTrainedTokenizerFast(tokenizer_object=self.backend, chat_template=self._chat_template,
-                                                     **special)
+                self._chat = PreTrainedTokenizerFast(
+                    tokenizer_object=self.backend, chat_template=self._chat_template, **special
+                )
             return self._chat
 
 
@@ -142,9 +158,11 @@ def _from_gguf(source: ModelSource) -> Tokenizer:
     if kind is None:
         raise NoTokenizer(f"{source.path}: holds no tokenizer; {_IDS_WORK}")
     if kind != "gpt2" or flavour not in ("smollm", "gpt-2", "qwen2"):
-        raise NoTokenizer(f"{source.path}: tokenizer {kind!r} with pre-tokenizer {flavour!r} is not supported from "
-                          f"GGUF files (gpt2 with smollm, gpt-2 or qwen2 is); use the model's Hugging Face folder, or "
-                          f"token ids: {_IDS_WORK}")
+        raise NoTokenizer(
+            f"{source.path}: tokenizer {kind!r} with pre-tokenizer {flavour!r} is not supported from "
+            f"GGUF files (gpt2 with smollm, gpt-2 or qwen2 is); use the model's Hugging Face folder, or "
+            f"token ids: {_IDS_WORK}"
+        )
     tokens, template = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.chat_template")
     try:
         backend = _byte_level_bpe(tokens, metadata.get("tokenizer.ggml.merges"), flavour)
@@ -152,12 +170,19 @@ def _from_gguf(source: ModelSource) -> Tokenizer:
         names = {key: _token_named(metadata, tokens, key) for key in ("bos", "eos", "eot")}
         if metadata.get("tokenizer.ggml.add_bos_token") and names["bos"]:
             backend.post_processor = processors.TemplateProcessing(
-                single=f"{names['bos']} $A", special_tokens=[(names["bos"], tokens.index(names["bos"]))])
+                single=f"{names['bos']} $A", special_tokens=[(names["bos"], tokens.index(names["bos"]))]
+            )
     except Exception as error:  # the tokenizers library raises bare Exception for bad vocabularies and merges
         raise ModelError(f"{source.path}: the tokenizer in its metadata is damaged: {error}") from error
     eos = [tokens.index(names[key]) for key in ("eos", "eot") if names[key]]
-    return Tokenizer(backend, name=source.name, eos_token_ids=eos, bos_token=names["bos"], eos_token=names["eos"],
-                     chat_template=template if isinstance(template, str) else None)
+    return Tokenizer(
+        backend,
+        name=source.name,
+        eos_token_ids=eos,
+        bos_token=names["bos"],
+        eos_token=names["eos"],
+        chat_template=template if isinstance(template, str) else None,
+    )
 
 
 def _byte_level_bpe(tokens: list[str], merges: list[str], flavour: str) -> tokenizers.Tokenizer:
@@ -170,7 +195,8 @@ def _byte_level_bpe(tokens: list[str], merges: list[str], flavour: str) -> token
         backend.normalizer = normalizers.NFC()
         split = pre_tokenizers.Split(tokenizers.Regex(_QWEN2_PATTERN), behavior="isolated")
         backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+            [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        )
     else:
         steps = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
         if flavour == "smollm":
@@ -182,10 +208,12 @@ def _byte_level_bpe(tokens: list[str], merges: list[str], flavour: str) -> token
 
 def _add_special_tokens(backend: tokenizers.Tokenizer, tokens: list[str], types: list[int]) -> None:
     marked = list(zip(tokens, types, strict=False))
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False)
-                                for token, kind in marked if kind == _CONTROL])
-    backend.add_tokens([AddedToken(token, special=False, normalized=False)
-                        for token, kind in marked if kind == _USER_DEFINED])
+    backend.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token, kind in marked if kind == _CONTROL]
+    )
+    backend.add_tokens(
+        [AddedToken(token, special=False, normalized=False) for token, kind in marked if kind == _USER_DEFINED]
+    )
 
 
 def _token_named(metadata: dict[str, Any], tokens: list[str], key: str) -> str | None:
@@ -211,9 +239,15 @@ def _from_folder(source: ModelSource) -> Tokenizer:
     if backend is None:
         raise NoTokenizer(f"{source.path}: {type(tokenizer).__name__} has no fast form (tokenizer.json); {_IDS_WORK}")
     eos = [tokenizer.eos_token_id, *_generation_eos(source.path)]
-    return Tokenizer(backend, name=source.name, eos_token_ids=[index for index in eos if index is not None],
-                     bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token,
-                     chat_template=tokenizer.chat_template, chat=tokenizer)
+    return Tokenizer(
+        backend,
+        name=source.name,
+        eos_token_ids=[index for index in eos if index is not None],
+        bos_token=tokenizer.bos_token,
+        eos_token=tokenizer.eos_token,
+        chat_template=tokenizer.chat_template,
+        chat=tokenizer,
+    )
 
 
 def _generation_eos(folder: str) -> list[int]:

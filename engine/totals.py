@@ -26,8 +26,9 @@ def carried(ended: EngineStats, reason: str) -> EngineStats:
     """What stays of a process that ended: its counts, and why it ended as the last error; gauges are at zero."""
     counts = {name: getattr(ended, name) for name in COUNTS}
     graphs = {name: ended.graphs[name] for name in (*GRAPH_COUNTS, "capture_seconds") if name in ended.graphs}
-    return EngineStats(**counts, ended=dict(ended.ended), graphs=graphs, weight_version=ended.weight_version,
-                       last_error=reason)
+    return EngineStats(
+        **counts, ended=dict(ended.ended), graphs=graphs, weight_version=ended.weight_version, last_error=reason
+    )
 
 
 def added(before: EngineStats, now: EngineStats) -> EngineStats:
@@ -41,7 +42,10 @@ def added(before: EngineStats, now: EngineStats) -> EngineStats:
     if times:
         graphs["capture_seconds"] = times[0] if len(times) == 1 else _sum_histograms(*times)
     return dataclasses.replace(
-        now, **counts, ended=dict(Counter(before.ended) + Counter(now.ended)), graphs=graphs,
+        now,
+        **counts,
+        ended=dict(Counter(before.ended) + Counter(now.ended)),
+        graphs=graphs,
         last_error=now.last_error or before.last_error,
     )
 

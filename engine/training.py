@@ -58,8 +58,10 @@ class TrainingEngine:
 
     def __getattr__(self, name: str) -> Any:
         if name in INFERENCE_ONLY:
-            raise ConfigError(f"this engine is in mode 'training', where there is no {name}(); make one with "
-                              "EngineConfig(model=…) for inference")
+            raise ConfigError(
+                f"this engine is in mode 'training', where there is no {name}(); make one with "
+                "EngineConfig(model=…) for inference"
+            )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
@@ -67,9 +69,15 @@ class TrainingEngine:
         """The pool that it captures into; None before the first use."""
         return self._pool
 
-    def attach(self, model: nn.Module | Sequence[nn.Module], modules: Iterable[str] | None = None,
-               generators: Sequence[torch.Generator] = (), *, microbatches: int | None = None,
-               packed_documents: int | None = None) -> list[str]:
+    def attach(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        modules: Iterable[str] | None = None,
+        generators: Sequence[torch.Generator] = (),
+        *,
+        microbatches: int | None = None,
+        packed_documents: int | None = None,
+    ) -> list[str]:
         """Capture parts of a model from here on; returns their names. Plain training code goes on as before.
 
         `modules` names submodules by their path ("layers.3.attn"; "" is the model itself). Without it a model of
@@ -83,8 +91,10 @@ class TrainingEngine:
         of more documents stay as they are. None leaves all of them alone.
         """
         if self._graph_config.cuda_graph_impl not in ("local", "transformer_engine"):
-            raise ConfigError(f"attach() captures modules, for cuda_graph_impl='local' or 'transformer_engine'; found "
-                              f"{self._graph_config.cuda_graph_impl!r}. Use capture_iteration() for a whole iteration")
+            raise ConfigError(
+                f"attach() captures modules, for cuda_graph_impl='local' or 'transformer_engine'; found "
+                f"{self._graph_config.cuda_graph_impl!r}. Use capture_iteration() for a whole iteration"
+            )
         if self._modules is not None:
             raise ConfigError("a model is attached already; detach() it first")
         models = [model] if isinstance(model, nn.Module) else list(model)
@@ -104,8 +114,9 @@ class TrainingEngine:
         self._packed = packed
         return [part.name for part in found.parts]
 
-    def _by_transformer_engine(self, models: Sequence[nn.Module], found: Attachment, job: Job,
-                               microbatches: int | None) -> TransformerEngineGraphs:
+    def _by_transformer_engine(
+        self, models: Sequence[nn.Module], found: Attachment, job: Job, microbatches: int | None
+    ) -> TransformerEngineGraphs:
         """Graphs that Transformer Engine captures; of a model of Megatron-Core in the order of this pipeline stage."""
         from graph_cache.adapters.transformer_engine.graphs import TransformerEngineGraphs
         from graph_cache.adapters.transformer_engine.installed import installed_version
@@ -115,8 +126,9 @@ class TrainingEngine:
             from graph_cache.adapters.megatron.schedule import stage_plan, told_of_captures
 
             settings = next(one.config for model in models for one in model.modules() if hasattr(one, "config"))
-            plan = stage_plan(found.parts, models, settings, self._graph_config.cuda_graph_modules, microbatches,
-                              installed_version())
+            plan = stage_plan(
+                found.parts, models, settings, self._graph_config.cuda_graph_modules, microbatches, installed_version()
+            )
             parts, order, holders, caches = plan.parts, plan.order, plan.holders, plan.caches_weights
             told = told_of_captures
 
@@ -126,15 +138,24 @@ class TrainingEngine:
                 yield
 
         return TransformerEngineGraphs(
-            parts, order, job, holders=holders, fired=found.fired,
-            warmup_rounds=self._graph_config.cuda_graph_warmup_steps, caches_weights=caches, paused=paused)
+            parts,
+            order,
+            job,
+            holders=holders,
+            fired=found.fired,
+            warmup_rounds=self._graph_config.cuda_graph_warmup_steps,
+            caches_weights=caches,
+            paused=paused,
+        )
 
     def _packed_documents(self, models: Sequence[nn.Module], documents: int) -> PackedDocuments:
         """What pads these models' packed sequences."""
         others = [type(model).__name__ for model in models if not is_megatron(model)]
         if others:
-            raise ConfigError(f"packed_documents={documents!r} pads packed sequences of Megatron-Core's models; found "
-                              f"{', '.join(others)}: leave it out")
+            raise ConfigError(
+                f"packed_documents={documents!r} pads packed sequences of Megatron-Core's models; found "
+                f"{', '.join(others)}: leave it out"
+            )
         from graph_cache.adapters.megatron.packed import PackedDocuments  # megatron is there: the models are its own
 
         return PackedDocuments(models, documents)
@@ -151,9 +172,11 @@ class TrainingEngine:
     def _named_parts(self, models: Sequence[nn.Module], modules: Iterable[str] | None) -> list[Part]:
         """The submodules of one model by these paths, or by those that the model itself names."""
         if len(models) != 1:
-            raise ConfigError(f"attach() takes one model, or the chunks of one of Megatron-Core's without modules=…, "
-                              f"which names submodules of one model; found {len(models)} models: leave modules out, or "
-                              "attach one chunk with an engine of its own")
+            raise ConfigError(
+                f"attach() takes one model, or the chunks of one of Megatron-Core's without modules=…, "
+                f"which names submodules of one model; found {len(models)} models: leave modules out, or "
+                "attach one chunk with an engine of its own"
+            )
         (model,), parts = models, []
         for path in self._paths(model) if modules is None else modules:
             try:
@@ -162,14 +185,26 @@ class TrainingEngine:
                 raise ConfigError(f"modules: the model has no submodule {path!r} ({error})") from error
         return parts
 
-    def capture_iteration(self, step: Callable[..., Any], *, device: torch.device | str | None = None,
-                          name: str = "iteration", generators: Sequence[torch.Generator] = ()) -> CapturedIteration:
+    def capture_iteration(
+        self,
+        step: Callable[..., Any],
+        *,
+        device: torch.device | str | None = None,
+        name: str = "iteration",
+        generators: Sequence[torch.Generator] = (),
+    ) -> CapturedIteration:
         """`step(*args, **kwargs)` from one graph per kind of call: forward, backward and what else it does."""
         return self._whole(CapturedIteration, step, "capture_iteration", device, name, generators)
 
-    def capture_forward_backward(self, forward_backward_func: Callable[..., Any], *, settings: Iterable[Any] = (),
-                                 device: torch.device | str | None = None, name: str = "iteration",
-                                 generators: Sequence[torch.Generator] = ()) -> FullIteration:
+    def capture_forward_backward(
+        self,
+        forward_backward_func: Callable[..., Any],
+        *,
+        settings: Iterable[Any] = (),
+        device: torch.device | str | None = None,
+        name: str = "iteration",
+        generators: Sequence[torch.Generator] = (),
+    ) -> FullIteration:
         """What Megatron's `get_forward_backward_func()` returns, from one graph per kind of call; called as it is.
 
         `settings` (Megatron's arguments, say) are checked now for what a graph of an iteration can't hold; those of the
@@ -180,17 +215,32 @@ class TrainingEngine:
         make = functools.partial(FullIteration, settings=settings)
         return self._whole(make, forward_backward_func, "capture_forward_backward", device, name, generators)
 
-    def _whole(self, make: Callable[..., Iteration], function: Callable[..., Any], asked: str,
-               device: torch.device | str | None, name: str, generators: Sequence[torch.Generator]) -> Iteration:
+    def _whole(
+        self,
+        make: Callable[..., Iteration],
+        function: Callable[..., Any],
+        asked: str,
+        device: torch.device | str | None,
+        name: str,
+        generators: Sequence[torch.Generator],
+    ) -> Iteration:
         """An iteration of this engine's, by `make`."""
         if self._graph_config.cuda_graph_impl not in ("local", "full_iteration"):
-            raise ConfigError(f"{asked}() needs cuda_graph_impl='full_iteration' or 'local'; found "
-                              f"{self._graph_config.cuda_graph_impl!r}")
+            raise ConfigError(
+                f"{asked}() needs cuda_graph_impl='full_iteration' or 'local'; found "
+                f"{self._graph_config.cuda_graph_impl!r}"
+            )
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         pool = self._pool_for(torch.device(device))
-        iteration = make(function, pool, self.stats, name=name, generators=self._registered(pool, generators),
-                         warmup_steps=self._graph_config.cuda_graph_warmup_steps)
+        iteration = make(
+            function,
+            pool,
+            self.stats,
+            name=name,
+            generators=self._registered(pool, generators),
+            warmup_steps=self._graph_config.cuda_graph_warmup_steps,
+        )
         self._iterations.append(iteration)
         return iteration
 
@@ -200,18 +250,24 @@ class TrainingEngine:
         """
         holders = [*([self._modules] if self._modules else []), *self._iterations]
         rows = [row for holder in holders for row in holder.table()]
-        names = {labels[0] for counter in (self.stats.replays, self.stats.fallbacks, self.stats.failed_captures)
-                 for labels in counter} | {row["module"] for row in rows}
-        return [{
-            "module": name,
-            "graphs": sum(row["module"] == name for row in rows),
-            "bytes": sum(row["bytes"] for row in rows if row["module"] == name),
-            "engine": next((row["engine"] for row in rows if row["module"] == name), ""),
-            "replays": sum(count for labels, count in self.stats.replays.items() if labels[0] == name),
-            "failed": sum(count for labels, count in self.stats.failed_captures.items() if labels[0] == name),
-            "failure": self.stats.failures.get(name, ""),
-            "eager": {labels[2]: count for labels, count in self.stats.fallbacks.items() if labels[0] == name},
-        } for name in sorted(names)]
+        names = {
+            labels[0]
+            for counter in (self.stats.replays, self.stats.fallbacks, self.stats.failed_captures)
+            for labels in counter
+        } | {row["module"] for row in rows}
+        return [
+            {
+                "module": name,
+                "graphs": sum(row["module"] == name for row in rows),
+                "bytes": sum(row["bytes"] for row in rows if row["module"] == name),
+                "engine": next((row["engine"] for row in rows if row["module"] == name), ""),
+                "replays": sum(count for labels, count in self.stats.replays.items() if labels[0] == name),
+                "failed": sum(count for labels, count in self.stats.failed_captures.items() if labels[0] == name),
+                "failure": self.stats.failures.get(name, ""),
+                "eager": {labels[2]: count for labels, count in self.stats.fallbacks.items() if labels[0] == name},
+            }
+            for name in sorted(names)
+        ]
 
     def clear(self) -> None:
         """Drop all graphs and give their memory back; training goes on, and warms up and captures anew."""
@@ -236,14 +292,17 @@ class TrainingEngine:
         mapping = model.cuda_graph_modules() if hasattr(model, "cuda_graph_modules") else None
         if mapping is None:
             if wanted:
-                raise ConfigError(f"cuda_graph_modules={','.join(wanted)}: {type(model).__name__} has no "
-                                  "cuda_graph_modules() that says which submodules these are; add one, or name "
-                                  "submodules in attach(model, modules=[…])")
+                raise ConfigError(
+                    f"cuda_graph_modules={','.join(wanted)}: {type(model).__name__} has no "
+                    "cuda_graph_modules() that says which submodules these are; add one, or name "
+                    "submodules in attach(model, modules=[…])"
+                )
             return [""]
         missing = [name for name in wanted or (WHOLE_LAYER,) if name not in mapping]
         if missing:
-            raise ConfigError(f"cuda_graph_modules={','.join(missing)}: {type(model).__name__} has "
-                              f"{', '.join(sorted(mapping))}")
+            raise ConfigError(
+                f"cuda_graph_modules={','.join(missing)}: {type(model).__name__} has {', '.join(sorted(mapping))}"
+            )
         return [path for name in wanted or (WHOLE_LAYER,) for path in mapping[name]]
 
     def _pool_for(self, device: torch.device) -> GraphPool:

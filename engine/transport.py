@@ -86,8 +86,9 @@ class ThreadTransport:
         self._thread: threading.Thread | None = None
 
     def start(self, on_report: OnReport) -> None:
-        self._thread = threading.Thread(target=run_loop, args=(self._config, self._receive, on_report), daemon=True,
-                                        name="encore-loop")
+        self._thread = threading.Thread(
+            target=run_loop, args=(self._config, self._receive, on_report), daemon=True, name="encore-loop"
+        )
         self._thread.start()
 
     def _receive(self, timeout: float) -> Command | None:
@@ -167,8 +168,12 @@ class ProcessTransport:
     def start(self, on_report: OnReport) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe(duplex=True)
-        self._process = context.Process(target=_child, name="encore-engine", daemon=True,
-                                        args=(self._config, theirs, self._routed, self._run, *log_style()))
+        self._process = context.Process(
+            target=_child,
+            name="encore-engine",
+            daemon=True,
+            args=(self._config, theirs, self._routed, self._run, *log_style()),
+        )
         start_deaf(self._process)
         theirs.close()  # else the end of the child would not end the pipe
         self._reader = threading.Thread(target=self._read, args=(on_report,), daemon=True, name="encore-reports")
@@ -249,8 +254,14 @@ def log_style() -> tuple[logging.Formatter | None, int]:
     return formatter, logging.getLogger("engine").getEffectiveLevel()
 
 
-def _child(config: EngineConfig, connection: Connection, routed: bool, run: Run, formatter: logging.Formatter | None,
-           log_level: int) -> None:
+def _child(
+    config: EngineConfig,
+    connection: Connection,
+    routed: bool,
+    run: Run,
+    formatter: logging.Formatter | None,
+    log_level: int,
+) -> None:
     """The engine process. The front decides when it ends, and its death ends it."""
     calm_openmp()
     ignore_stop_signals()

@@ -142,8 +142,11 @@ def load_dummy(model: DenseModel, seed: int = 0) -> None:
 
 
 def stage_update(
-    slots: Mapping[str, Slot], tensors: Iterable[tuple[str, Tensor]], *, complete: bool = False,
-    check_finite: bool = False
+    slots: Mapping[str, Slot],
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    complete: bool = False,
+    check_finite: bool = False,
 ) -> int:
     """Replace weights in place, all or none; returns the count of tensors. Addresses stay as they were.
 

@@ -26,13 +26,29 @@ def build() -> GPTModel:
     """The same model each time. On a GPU take Megatron's own layer spec, and leave out what is for CPUs."""
     torch.manual_seed(0)
     config = TransformerConfig(
-        num_layers=4, hidden_size=64, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=128,
-        normalization="RMSNorm", gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False,
-        hidden_dropout=0.1, attention_dropout=0.0, bias_dropout_fusion=False, apply_rope_fusion=False,
+        num_layers=4,
+        hidden_size=64,
+        num_attention_heads=4,
+        num_query_groups=2,
+        ffn_hidden_size=128,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.1,
+        attention_dropout=0.0,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
         use_cpu_initialization=True,
     )
-    model = GPTModel(config, layer_spec(normalization="RMSNorm"), vocab_size=len(LETTERS), max_sequence_length=128,
-                     position_embedding_type="rope", share_embeddings_and_output_weights=False)
+    model = GPTModel(
+        config,
+        layer_spec(normalization="RMSNorm"),
+        vocab_size=len(LETTERS),
+        max_sequence_length=128,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )
     keep_rotary_in_place(model)
     return model
 
@@ -68,8 +84,9 @@ def main() -> None:
 
     model = build()
     inference = Engine(EngineConfig(max_num_seqs=4, warmup="full"), model=model)  # on the model's own parameters
-    training = Engine(EngineConfig(mode="training", cuda_graph_impl="local", cuda_graph_modules=["attn", "mlp"]),
-                      pool=inference.pool)
+    training = Engine(
+        EngineConfig(mode="training", cuda_graph_impl="local", cuda_graph_modules=["attn", "mlp"]), pool=inference.pool
+    )
     training.attach(model)
     started = time.perf_counter()
     losses = train(model)
@@ -79,8 +96,9 @@ def main() -> None:
 
     inference.weights_changed("trained")
     prompt = [LETTERS.index(letter) for letter in "the quick brown "]
-    (output,) = inference.generate(prompt_token_ids=[prompt],
-                                   sampling_params=SamplingParams(max_tokens=40, temperature=0, ignore_eos=True))
+    (output,) = inference.generate(
+        prompt_token_ids=[prompt], sampling_params=SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    )
     print("the quick brown " + "".join(LETTERS[token] for token in output.token_ids))
     training.detach()
     inference.close()

@@ -72,8 +72,11 @@ class _Watched:
         return [value for value in found if value is not None]
 
     def accept(self) -> None:
-        kept = [(label, owner, key) for label, owner, key in zip(self._names, self._owners, self._keys, strict=True)
-                if owner.get(key) is not None]
+        kept = [
+            (label, owner, key)
+            for label, owner, key in zip(self._names, self._owners, self._keys, strict=True)
+            if owner.get(key) is not None
+        ]
         self._names = [label for label, _, _ in kept]
         self._owners = [owner for _, owner, _ in kept]
         self._keys = [key for _, _, key in kept]

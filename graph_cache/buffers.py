@@ -82,10 +82,12 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
     def signature(self, rows: int, names: tuple[str, ...] | None = None) -> Signature:
         """What inputs of `rows` rows must look like to be copied in."""
         chosen = self.specs if names is None else names
-        return Signature({
-            name: TensorSignature(self.specs[name].resolve(rows), self._whole[name].dtype, self._whole[name].device)
-            for name in chosen
-        })
+        return Signature(
+            {
+                name: TensorSignature(self.specs[name].resolve(rows), self._whole[name].dtype, self._whole[name].device)
+                for name in chosen
+            }
+        )
 
     def load(self, tensors: Mapping[str, torch.Tensor], rows: int, bucket: int) -> None:
         """Copy `rows` rows of each tensor in and fill the rows up to `bucket` with padding.
@@ -107,8 +109,11 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
 
     def unpadded(self, rows: int) -> dict[str, torch.Tensor]:
         """Fresh tensors of `rows` rows in place of the buffers that the captured callable writes."""
-        return {name: torch.zeros(spec.resolve(rows), dtype=spec.dtype, device=self.device)
-                for name, spec in self.specs.items() if spec.pad is None}
+        return {
+            name: torch.zeros(spec.resolve(rows), dtype=spec.dtype, device=self.device)
+            for name, spec in self.specs.items()
+            if spec.pad is None
+        }
 
     def fill_padding(self, rows: int, bucket: int) -> None:
         """Give the rows from `rows` up to `bucket` their padding value."""

@@ -68,8 +68,15 @@ class GraphCache:
     `warm()` or `warm_next()` has captured it. `pool` may be shared by several caches on one device.
     """
 
-    def __init__(self, config: GraphConfig | None = None, device: torch.device | str = "cpu", *,
-                 pool: GraphPool | None = None, capture_on_miss: bool = True, manifest: Manifest | None = None):
+    def __init__(
+        self,
+        config: GraphConfig | None = None,
+        device: torch.device | str = "cpu",
+        *,
+        pool: GraphPool | None = None,
+        capture_on_miss: bool = True,
+        manifest: Manifest | None = None,
+    ):
         self.config = config or GraphConfig(cuda_graph_impl="local", inference_cuda_graph_scope="block", training=False)
         self.pool = pool or GraphPool(backend_for(device))
         self.capture_on_miss = capture_on_miss
@@ -95,9 +102,17 @@ class GraphCache:
         self._pending = None
         return site
 
-    def graphed(self, name: str, fn: Callable[..., Any], inputs: Mapping[str, BufferSpec], *,
-                buckets: Iterable[int], watch: torch.nn.Module | Mapping[str, torch.Tensor] | None = None,
-                generators: Sequence[torch.Generator] = (), **site_options: Any) -> Callable[..., Any]:
+    def graphed(
+        self,
+        name: str,
+        fn: Callable[..., Any],
+        inputs: Mapping[str, BufferSpec],
+        *,
+        buckets: Iterable[int],
+        watch: torch.nn.Module | Mapping[str, torch.Tensor] | None = None,
+        generators: Sequence[torch.Generator] = (),
+        **site_options: Any,
+    ) -> Callable[..., Any]:
         """Make `fn(**inputs)` run from graphs: returns a function of the same inputs, [rows, …] each.
 
         Its results are copies. `watch` names what `fn` reads besides its inputs, so that a moved tensor is noticed.
@@ -108,8 +123,17 @@ class GraphCache:
         if watch is not None:
             book.watch(watch)
         device = self.pool.backend.device
-        site = self.add_site(Site(name, [fn], StaticBuffers(inputs, sizes.max, device), sizes, addresses=book,
-                                  generators=generators, **site_options))
+        site = self.add_site(
+            Site(
+                name,
+                [fn],
+                StaticBuffers(inputs, sizes.max, device),
+                sizes,
+                addresses=book,
+                generators=generators,
+                **site_options,
+            )
+        )
         batched = next((label for label, spec in site.buffers.specs.items() if spec.batched), None)
 
         def call(**tensors: torch.Tensor) -> Any:
@@ -222,11 +246,16 @@ class GraphCache:
         """Keys beyond the warm ones that an earlier run's traffic used and that this site can still serve."""
         if self.manifest is None:
             return []
-        return [site.key(bucket, statics) for bucket in reversed(site.buckets.sizes) for statics in site.variants
-                if self.manifest.replays(site.key(bucket, statics))]
+        return [
+            site.key(bucket, statics)
+            for bucket in reversed(site.buckets.sizes)
+            for statics in site.variants
+            if self.manifest.replays(site.key(bucket, statics))
+        ]
 
-    def warm(self, progress: Callable[[int, int, GraphKey], None] | None = None,
-             wanted: Sequence[GraphKey] | None = None) -> None:
+    def warm(
+        self, progress: Callable[[int, int, GraphKey], None] | None = None, wanted: Sequence[GraphKey] | None = None
+    ) -> None:
         """Capture everything pending, or what of `wanted` is missing, in order. `progress(done, total, key)` is called
         after each.
         """
@@ -272,8 +301,13 @@ class GraphCache:
                 # Lazy loading is done by a site's first capture; a new shape picks its kernels in one run.
                 known = any(other.site == key.site for other in self._entries)
                 for body in site.bodies(key):
-                    runner = GraphRunner(body, self.pool, statics=lambda: site.static_tensors(key.bucket),
-                                         generators=site.generators, warmup_runs=1 if known else None)
+                    runner = GraphRunner(
+                        body,
+                        self.pool,
+                        statics=lambda: site.static_tensors(key.bucket),
+                        generators=site.generators,
+                        warmup_runs=1 if known else None,
+                    )
                     entry.runners.append(runner)
                     runner.capture()
             except CaptureError as error:
@@ -331,8 +365,9 @@ class GraphCache:
                 site.addresses.accept()
                 self.invalidate(keys.STALE, site.name)
         if moved:
-            logger.error("%d tensors moved under their graphs, which were dropped: %s",
-                         len(moved), "; ".join(map(str, moved)))
+            logger.error(
+                "%d tensors moved under their graphs, which were dropped: %s", len(moved), "; ".join(map(str, moved))
+            )
         return moved
 
     def invalidate(self, reason: str, site: str | None = None) -> int:
@@ -385,16 +420,21 @@ class GraphCache:
             entry = self._entries.get(key)
             captured = entry is not None and entry.captured
             runners = entry.runners if entry else []
-            rows.append({
-                "site": key.site, "scope": key.scope, "phase": key.phase, "bucket": key.bucket,
-                "statics": dict(key.statics),
-                "state": "captured" if captured else "failed" if entry else self._lost.get(key, keys.NOT_CAPTURED),
-                "replays": entry.replays if entry else 0,
-                "padded_rows": entry.replays * key.bucket - entry.real_rows if entry else 0,
-                "bytes": entry.nbytes if entry else 0,
-                "capture_seconds": round(sum(runner.capture_seconds for runner in runners), 6),
-                "engine": runners[0].engine if runners else "",
-                "graphs": len(runners),
-                "failure": entry.failure if entry else None,
-            })
+            rows.append(
+                {
+                    "site": key.site,
+                    "scope": key.scope,
+                    "phase": key.phase,
+                    "bucket": key.bucket,
+                    "statics": dict(key.statics),
+                    "state": "captured" if captured else "failed" if entry else self._lost.get(key, keys.NOT_CAPTURED),
+                    "replays": entry.replays if entry else 0,
+                    "padded_rows": entry.replays * key.bucket - entry.real_rows if entry else 0,
+                    "bytes": entry.nbytes if entry else 0,
+                    "capture_seconds": round(sum(runner.capture_seconds for runner in runners), 6),
+                    "engine": runners[0].engine if runners else "",
+                    "graphs": len(runners),
+                    "failure": entry.failure if entry else None,
+                }
+            )
         return sorted(rows, key=lambda row: (row["site"], row["phase"], row["bucket"], str(row["statics"])))

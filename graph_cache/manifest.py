@@ -112,8 +112,11 @@ class Manifest:
 
     def captured_sizes(self, site: str | None = None, phase: str | None = None) -> tuple[int, ...]:
         """The bucket sizes that were captured, ascending; None takes those of every site or phase."""
-        chosen = (sizes for (of_site, of_phase), sizes in self._captured.items()
-                  if site in (None, of_site) and phase in (None, of_phase))
+        chosen = (
+            sizes
+            for (of_site, of_phase), sizes in self._captured.items()
+            if site in (None, of_site) and phase in (None, of_phase)
+        )
         return tuple(sorted(set().union(*chosen)))
 
     def order(self, keys: Iterable[GraphKey]) -> list[GraphKey]:

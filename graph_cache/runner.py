@@ -33,9 +33,18 @@ class GraphRunner:
     found them; the CPU backend checks its replay against them.
     """
 
-    def __init__(self, fn: Callable[[], None], pool: GraphPool, *, statics: Callable[[], list[torch.Tensor]],
-                 generators: Sequence[torch.Generator] = (), warmup_runs: int | None = None,
-                 memory: Memory | None = None, grad: bool = False, checked: bool = True):
+    def __init__(
+        self,
+        fn: Callable[[], None],
+        pool: GraphPool,
+        *,
+        statics: Callable[[], list[torch.Tensor]],
+        generators: Sequence[torch.Generator] = (),
+        warmup_runs: int | None = None,
+        memory: Memory | None = None,
+        grad: bool = False,
+        checked: bool = True,
+    ):
         if checked and warmup_runs is not None and warmup_runs < 1:
             raise CaptureError(f"warmup_runs={warmup_runs}: a checked capture needs at least 1 to compare with")
         self.state = RunnerState.NEW

@@ -131,8 +131,10 @@ class Site:
         labels = []
         for index, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):
-                raise GraphConfigError(f"site {self.name!r} returned a {type(leaf).__name__} among its outputs: only "
-                                       "tensors come out of a graph; make other values keywords of the key")
+                raise GraphConfigError(
+                    f"site {self.name!r} returned a {type(leaf).__name__} among its outputs: only "
+                    "tensors come out of a graph; make other values keywords of the key"
+                )
             batched = leaf.dim() > 0 and leaf.shape[0] == key.bucket
             if not batched:
                 self._unbatched.add((key.statics, index))

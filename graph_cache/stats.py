@@ -49,8 +49,16 @@ class CacheStats:
 
     def snapshot(self) -> dict[str, Any]:
         """A copy of everything as plain data: counters as lists of (labels, count)."""
-        names = ("replays", "fallbacks", "captures", "failed_captures", "invalidations", "real_tokens",
-                 "padded_tokens", "batch_rows")
+        names = (
+            "replays",
+            "fallbacks",
+            "captures",
+            "failed_captures",
+            "invalidations",
+            "real_tokens",
+            "padded_tokens",
+            "batch_rows",
+        )
         counters: dict[str, Any] = {}
         for name in names:
             items = list(getattr(self, name).items())

@@ -114,8 +114,11 @@ def tune(args: argparse.Namespace) -> int:
         raise ConfigError("no batch sizes were observed there yet; take it from a server that has answered requests")
     max_size = args.max_size if args.max_size is not None else max(largest, *histogram)
     if args.max_size is None and not largest:
-        print(f"{max_size} is the largest batch observed; a server's --max-num-seqs is always one of its buckets: give "
-              "it as --max-size if it is more", file=sys.stderr)
+        print(
+            f"{max_size} is the largest batch observed; a server's --max-num-seqs is always one of its buckets: give "
+            "it as --max-size if it is more",
+            file=sys.stderr,
+        )
     bytes_of = _bytes_of(args) if args.max_bytes is not None else None
     found = best_buckets(
         histogram, max_size=max_size, max_graphs=args.max_graphs, max_bytes=args.max_bytes, bytes_of=bytes_of

@@ -72,8 +72,10 @@ class ServerConfig:
         if self.http_workers is not None:
             _whole("http_workers", self.http_workers, 1, 64)
             if self.http_workers > 1 and self.in_process:
-                raise ConfigError(f"http_workers={self.http_workers} and in_process: an engine in the server's own "
-                                  "process has one front; leave one of the two out")
+                raise ConfigError(
+                    f"http_workers={self.http_workers} and in_process: an engine in the server's own "
+                    "process has one front; leave one of the two out"
+                )
         _seconds("header_seconds", self.header_seconds, 0.1)
         _seconds("keep_alive_seconds", self.keep_alive_seconds, 0.1)
         _seconds("drain_seconds", self.drain_seconds, 0)

@@ -146,9 +146,15 @@ def limited_protocol(
     max_connections: int, header_seconds: float, open_connections: OpenConnections
 ) -> type[LimitedProtocol]:
     """LimitedProtocol with these limits."""
-    return type("LimitedProtocol", (LimitedProtocol,), {
-        "max_connections": max_connections, "header_seconds": header_seconds, "open_connections": open_connections,
-    })
+    return type(
+        "LimitedProtocol",
+        (LimitedProtocol,),
+        {
+            "max_connections": max_connections,
+            "header_seconds": header_seconds,
+            "open_connections": open_connections,
+        },
+    )
 
 
 _PHRASES = {400: "Bad Request", 408: "Request Timeout", 503: "Service Unavailable"}

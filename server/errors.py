@@ -100,8 +100,9 @@ def log_failure(exc: Exception, scope: Scope) -> None:
     """One line of a request that failed, under its id. Only of what nobody foresaw it also says where it was raised."""
     foreseen = isinstance(exc, (EngineError, WireError))
     fields = {"request_id": scope.get("state", {}).get("request_id")}
-    log.error("a request failed: %s: %s", type(exc).__name__, exc, exc_info=None if foreseen else exc,
-              extra={FIELDS: fields})
+    log.error(
+        "a request failed: %s: %s", type(exc).__name__, exc, exc_info=None if foreseen else exc, extra={FIELDS: fields}
+    )
 
 
 def install_error_handlers(app: FastAPI) -> None:

@@ -53,8 +53,14 @@ async def serve_fronts(config: ServerConfig, run_engine: Run = run_loop) -> None
         listener.listen(backlog(config))
         listener.setblocking(False)
         allow_files(config.max_connections + FILES_BESIDE_CONNECTIONS)
-        log.info("Encore %s on %s loads %s; keys: %s; fronts: %d", version(), url_of(listener), config.engine.model,
-                 keys, config.fronts)
+        log.info(
+            "Encore %s on %s loads %s; keys: %s; fronts: %d",
+            version(),
+            url_of(listener),
+            config.engine.model,
+            keys,
+            config.fronts,
+        )
         fronts = Fronts(config, listener, keys, run_engine)
         loop = asyncio.get_running_loop()
         for number in STOP_SIGNALS:
@@ -87,8 +93,14 @@ class _Seat:
 class Fronts:
     """The fronts of one server and their engine. `serve` runs until all have ended."""
 
-    def __init__(self, config: ServerConfig, listener: socket.socket, keys: Keys, run_engine: Run = run_loop,
-                 policy: RestartPolicy | None = None):
+    def __init__(
+        self,
+        config: ServerConfig,
+        listener: socket.socket,
+        keys: Keys,
+        run_engine: Run = run_loop,
+        policy: RestartPolicy | None = None,
+    ):
         self._config, self._listener, self._keys = config, listener, keys
         self._policy = policy or RestartPolicy()
         self._context = multiprocessing.get_context("spawn")
@@ -177,7 +189,8 @@ class Fronts:
                                    began=self._began, listener=self._listener, keys=self._keys, engine=engine,
                                    orders=orders, memory=self._memory)  # fmt: skip
                 process = self._context.Process(
-                    target=front.main, args=(given,), name=f"encore-front-{seat.number}", daemon=True)
+                    target=front.main, args=(given,), name=f"encore-front-{seat.number}", daemon=True
+                )
                 start_deaf(process)
         except OSError as error:  # too many processes or files: the other fronts serve on meanwhile
             self._ended(seat, time.monotonic(), f"could not be started: {error}")
@@ -193,8 +206,14 @@ class Fronts:
             return
         recent = sum(now - then < self._policy.window_seconds for then in self._replaced)
         if recent >= self._policy.max_restarts:
-            log.error("front %d %s; fronts were replaced %d times within %.0f s already, so it is not: find the cause "
-                      "in the log, then restart the server", seat.number, how, recent, self._policy.window_seconds)
+            log.error(
+                "front %d %s; fronts were replaced %d times within %.0f s already, so it is not: find the cause "
+                "in the log, then restart the server",
+                seat.number,
+                how,
+                recent,
+                self._policy.window_seconds,
+            )
             if all(one.process is None and one.retry_at is None for one in self._seats):
                 self._failure = EngineDead("every front of the server has ended; the log says why")
                 self._end(front.STOP)

@@ -148,4 +148,3 @@ def _class(column: str) -> str:
 
 def _percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f}%" if whole else "–"
-

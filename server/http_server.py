@@ -136,8 +136,11 @@ class Server(uvicorn.Server):
         """As uvicorn's; then open the door."""
         await super().startup(sockets)
         if self._door is not None:
-            self._door.open(lambda: self.config.http_protocol_class(
-                config=self.config, server_state=self.server_state, app_state=self.lifespan.state))  # type: ignore[call-arg]
+            self._door.open(
+                lambda: self.config.http_protocol_class(
+                    config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+                )
+            )  # type: ignore[call-arg]
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn's, which closes new connections with no answer, and leaves the lifespan to be cancelled, with a
@@ -232,4 +235,5 @@ class Door:
     def _look_again_in(self, seconds: float) -> None:
         self._loop.remove_reader(self._listener.fileno())
         self._pause = self._loop.call_later(
-            seconds, self._loop.add_reader, self._listener.fileno(), self._someone_is_there)
+            seconds, self._loop.add_reader, self._listener.fileno(), self._someone_is_there
+        )

@@ -58,6 +58,7 @@ class Farewell:
 
 def _with_header(send: Send, name: str, value: str) -> Send:
     """`send`, with this header in the answer."""
+
     async def send_with_it(message: Message) -> None:
         if message["type"] == "http.response.start":
             MutableHeaders(scope=message)[name] = value

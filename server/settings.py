@@ -138,8 +138,13 @@ def _from_yaml(where: str, kind: str, value: Any) -> Any:
     return value
 
 
-_NEEDED = {"bool": "true or false", "bool | None": "true or false", "str": "text", "str | None": "text",
-           "int": "a whole number"}
+_NEEDED = {
+    "bool": "true or false",
+    "bool | None": "true or false",
+    "str": "text",
+    "str | None": "text",
+    "int": "a whole number",
+}
 
 
 def _is_kubernetes(variable: str, text: str) -> bool:

@@ -163,9 +163,7 @@ class StatusBoard:
         return self._rows
 
 
-def graph_summary(
-    graphs: Mapping[str, Any], sizes: Sequence[int], rows: Iterable[Mapping[str, Any]]
-) -> dict[str, Any]:
+def graph_summary(graphs: Mapping[str, Any], sizes: Sequence[int], rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Decode steps by bucket: how many there were, replayed what share, padded how much; and why others ran eager.
 
     `graphs` is the cache's snapshot of counts, `sizes` its buckets, `rows` its table of graphs. A step falls into the

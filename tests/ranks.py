@@ -10,8 +10,10 @@ from typing import Any
 
 def outputs_of(commands: Sequence[Sequence[str]], seconds: float, **options: Any) -> list[str]:
     """What each command wrote to its output, once all have ended well, within `seconds`; `options` are Popen's."""
-    ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
-             for command in commands]
+    ranks = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+        for command in commands
+    ]
     try:
         with ThreadPoolExecutor(len(ranks)) as pool:  # one that waits for another may write more than a pipe holds
             ended = list(pool.map(lambda rank: rank.communicate(timeout=seconds), ranks))

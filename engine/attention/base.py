@@ -28,8 +28,14 @@ class KVCache:
     """
 
     def __init__(
-        self, num_layers: int, num_pages: int, page_size: int, kv_heads: int, head_dim: int,
-        dtype: torch.dtype, device: torch.device | str,
+        self,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
     ):
         shape = (num_pages, page_size, kv_heads, head_dim)
         self.num_layers, self.num_pages, self.page_size = num_layers, num_pages, page_size

@@ -61,7 +61,12 @@ def prefill(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) 
     """
     q_heads, k_heads, v_heads = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     out = F.scaled_dot_product_attention(
-        q_heads, k_heads, v_heads, attn_mask=mask, is_causal=mask is None, scale=scale,
+        q_heads,
+        k_heads,
+        v_heads,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )
     return out.squeeze(0).transpose(0, 1).reshape(q.shape[0], -1)

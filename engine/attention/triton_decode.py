@@ -153,8 +153,9 @@ def paged_decode(
     if out is None:
         out = torch.empty((batch, heads, dim), dtype=q.dtype, device=q.device)
     elif out.shape != (batch, heads, dim) or not out.is_contiguous():
-        raise ValueError(f"out must be contiguous {(batch, heads, dim)}, found {tuple(out.shape)} with strides "
-                         f"{out.stride()}")
+        raise ValueError(
+            f"out must be contiguous {(batch, heads, dim)}, found {tuple(out.shape)} with strides {out.stride()}"
+        )
     tiling = tiling or choose_tiling(dim, k_cache.dtype, batch, kv_heads)
     splits = _splits(q, page_table.shape[1] * page_size, tiling, num_splits)
     if workspace is None:
@@ -207,9 +208,11 @@ class DecodeScratch:
         self._heads, self._kv_heads, self._dim = kv_heads * q.shape[2], kv_heads, dim
         keys, processors = page_table.shape[1] * page_size, _multiprocessors(q.device)
         self._splits = [
-            choose_splits(rows, kv_heads, keys, processors,
-                          choose_tiling(dim, k_cache.dtype, rows, kv_heads).block_keys).count
-            for rows in range(1, max_rows + 1)]
+            choose_splits(
+                rows, kv_heads, keys, processors, choose_tiling(dim, k_cache.dtype, rows, kv_heads).block_keys
+            ).count
+            for rows in range(1, max_rows + 1)
+        ]
         parts = [self._heads * rows * count for rows, count in enumerate(self._splits, 1)]
         combined = max((part for part, count in zip(parts, self._splits, strict=True) if count > 1), default=0)
         self._acc = torch.empty(combined * dim, dtype=torch.float32, device=q.device)
@@ -232,8 +235,10 @@ def by_kv_head(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
     if q.dim() == 4 and q.shape[1] == kv_heads:
         return q
     if q.dim() != 3 or q.shape[1] % kv_heads:
-        raise ValueError(f"{q.shape[1]} query heads can't share {kv_heads} KV heads evenly; give [T, H, D] with H a "
-                         f"multiple of {kv_heads}, or [T, {kv_heads}, H/{kv_heads}, D]; found {tuple(q.shape)}")
+        raise ValueError(
+            f"{q.shape[1]} query heads can't share {kv_heads} KV heads evenly; give [T, H, D] with H a "
+            f"multiple of {kv_heads}, or [T, {kv_heads}, H/{kv_heads}, D]; found {tuple(q.shape)}"
+        )
     return q.unflatten(1, (kv_heads, q.shape[1] // kv_heads))
 
 

@@ -23,8 +23,7 @@ FILLS = 256
 
 
 class Tile(NamedTuple):
-    """What one program computes: `rows` queries, of which `pack` at a time are heads of one token that share a KV head.
-    """
+    """The queries of one program: `rows` in all, in groups of `pack` heads of one token that share a KV head."""
 
     rows: int
     pack: int
@@ -55,8 +54,16 @@ class Packing(NamedTuple):
     slots: Tensor
 
 
-def turn_and_append(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor,
-                    packing: Packing, rotation: Rotation) -> None:
+def turn_and_append(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    packing: Packing,
+    rotation: Rotation,
+) -> None:
     """Norm and rotate raw queries q [T, KV, H/KV, D] in place; keys k [T, KV, D], so treated, and values v go to their
     pages.
 
@@ -66,11 +73,15 @@ def turn_and_append(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: T
     _, page_size, kv_heads, dim = k_cache.shape
     tokens, group = len(q), q.shape[2]
     if q.shape != (tokens, kv_heads, group, dim) or k.shape != (tokens, kv_heads, dim) or v.shape != k.shape:
-        raise ValueError(f"q, k and v must be [T, {kv_heads}, H/{kv_heads}, {dim}] and twice [T, {kv_heads}, {dim}], "
-                         f"found {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}")
+        raise ValueError(
+            f"q, k and v must be [T, {kv_heads}, H/{kv_heads}, {dim}] and twice [T, {kv_heads}, {dim}], "
+            f"found {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+        )
     if not q.stride(0) == k.stride(0) == v.stride(0) or k.stride() != v.stride() or q.stride(-1) != 1:
-        raise ValueError("q, k and v must be views of one projection, their last dimension dense; found strides "
-                         f"{q.stride()}, {k.stride()} and {v.stride()}")
+        raise ValueError(
+            "q, k and v must be views of one projection, their last dimension dense; found strides "
+            f"{q.stride()}, {k.stride()} and {v.stride()}"
+        )
     turn_kernel[(tokens,)](
         q, k, v, k_cache, v_cache, page_table, packing.token_slots, packing.positions,
         q if rotation.q_norm is None else rotation.q_norm, k if rotation.k_norm is None else rotation.k_norm,
@@ -82,8 +93,16 @@ def turn_and_append(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: T
     )  # fmt: skip
 
 
-def paged_prefill(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, packing: Packing, scale: float,
-                  out: Tensor, tile: Tile | None = None) -> Tensor:
+def paged_prefill(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    packing: Packing,
+    scale: float,
+    out: Tensor,
+    tile: Tile | None = None,
+) -> Tensor:
     """out [T, H * D] = causal attention of the (rotated) queries q [T, KV, H/KV, D] over their sequences' pages.
 
     A query at position p of its sequence reads keys 0..p from the pages, its own chunk's included, which must be there.

@@ -97,5 +97,10 @@ def _with_peaks(
     sizes = {"V": vocab_size, "TILE": tile, "num_warps": max(1, min(_WARPS, tile // 32))}
     peaks = torch.empty(rows, tiles, dtype=torch.float32, device=logits.device)
     peak_kernel[(tiles, rows)](logits, temperature, peaks, logits.stride(0), temperature.stride(0), **sizes)
-    return logits, peaks, peaks.new_empty(rows, tiles, dtype=torch.int64), sizes, {
-        "TILES": tiles, "WIDTH": triton.next_power_of_2(tiles)}
+    return (
+        logits,
+        peaks,
+        peaks.new_empty(rows, tiles, dtype=torch.int64),
+        sizes,
+        {"TILES": tiles, "WIDTH": triton.next_power_of_2(tiles)},
+    )

@@ -115,14 +115,23 @@ class Scratch:
     For products of up to max_tokens rows, and a vocabulary's of up to max_rows. Every launch leaves the counts at zero.
     """
 
-    def __init__(self, max_tokens: int, max_rows: int, hidden: int, widest: int, vocab: int, dtype: torch.dtype,
-                 device: torch.device):
+    def __init__(
+        self,
+        max_tokens: int,
+        max_rows: int,
+        hidden: int,
+        widest: int,
+        vocab: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
         self.normed = torch.empty(max_tokens * hidden, dtype=dtype, device=device)
         self.wide = torch.empty(max_tokens * widest, dtype=dtype, device=device)
         split_rows = min(max(128, triton.next_power_of_2(max_tokens)), MOST_SPLIT_ROWS)
         cells = triton.cdiv(max(hidden, widest), TILE_OUTPUTS) * triton.cdiv(split_rows, 16)
-        self.parts = torch.empty(MAX_SPLITS * split_rows * (max(hidden, widest) + 128), dtype=torch.float32,
-                                 device=device)
+        self.parts = torch.empty(
+            MAX_SPLITS * split_rows * (max(hidden, widest) + 128), dtype=torch.float32, device=device
+        )
         self.arrivals = torch.zeros(cells, dtype=torch.int32, device=device)
         # one row's tiles are narrower than those of more rows: a few rows of wide tiles may need less than it
         alone = triton.cdiv(vocab, _vector_pick(vocab, hidden, False).tile_outputs)
@@ -141,14 +150,37 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
     """out [M, h] = x / sqrt(mean(x²) + eps) * weight, computed in float32."""
     rows, width = x.shape
     pdl = overlaps(x)
-    norm_kernel[(rows,)](x, weight, out, eps, H=width, HP=triton.next_power_of_2(width), PDL=pdl,
-                         num_warps=8 if width > 2048 else 4, **launch_options(pdl))
+    norm_kernel[(rows,)](
+        x,
+        weight,
+        out,
+        eps,
+        H=width,
+        HP=triton.next_power_of_2(width),
+        PDL=pdl,
+        num_warps=8 if width > 2048 else 4,
+        **launch_options(pdl),
+    )
     return out
 
 
-def linear(x: Tensor, weight: Tensor, out: Tensor, scratch: Scratch, *, norm: Tensor | None = None, eps: float = 0.0,
-           bias: Tensor | None = None, gated: bool = False, add: bool = False, best: bool = False,
-           next_norm: Tensor | None = None, squares: int = 0, late: bool = False, pick: Pick | None = None) -> int:
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    scratch: Scratch,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    bias: Tensor | None = None,
+    gated: bool = False,
+    add: bool = False,
+    best: bool = False,
+    next_norm: Tensor | None = None,
+    squares: int = 0,
+    late: bool = False,
+    pick: Pick | None = None,
+) -> int:
     """Write y = rms_norm(x) Wᵀ + bias into `out` [M, n], x [M, k] and W [n, k] contiguous; returns the tiles of n.
 
     `norm` is the RMSNorm's weight (None: x as it is). `gated`: W is [2n, k], the gate's rows first, and y is
@@ -165,13 +197,35 @@ def linear(x: Tensor, weight: Tensor, out: Tensor, scratch: Scratch, *, norm: Te
     pick = pick or choose(rows, outputs, inputs, gated)
     tiles = triton.cdiv(outputs, pick.tile_outputs)
     pdl = overlaps(x)
-    flags = {"GATED": gated, "ADD": add, "BIAS": bias is not None, "BEST": best, "PDL": pdl, "LATE": late,
-             "num_warps": pick.warps, **launch_options(pdl)}
+    flags = {
+        "GATED": gated,
+        "ADD": add,
+        "BIAS": bias is not None,
+        "BEST": best,
+        "PDL": pdl,
+        "LATE": late,
+        "num_warps": pick.warps,
+        **launch_options(pdl),
+    }
     if pick.tile_rows == 0:
         vector_kernel[(tiles,)](
-            x, weight, x if norm is None else norm, x if bias is None else bias, out, scratch.best, scratch.best_at,
-            outputs, eps, M=rows, MP=triton.next_power_of_2(rows), K=inputs, BN=pick.tile_outputs, BK=pick.columns,
-            NORM=norm is not None, **flags)
+            x,
+            weight,
+            x if norm is None else norm,
+            x if bias is None else bias,
+            out,
+            scratch.best,
+            scratch.best_at,
+            outputs,
+            eps,
+            M=rows,
+            MP=triton.next_power_of_2(rows),
+            K=inputs,
+            BN=pick.tile_outputs,
+            BK=pick.columns,
+            NORM=norm is not None,
+            **flags,
+        )
         return tiles
     if squares:
         x = _first_rows(scratch.normed, rows, inputs)
@@ -179,16 +233,46 @@ def linear(x: Tensor, weight: Tensor, out: Tensor, scratch: Scratch, *, norm: Te
         x = rms_norm(x, norm, eps, _first_rows(scratch.normed, rows, inputs))
     scaled = next_norm is not None and half_normed(rows, outputs, inputs, out.dtype) > 0
     matrix_kernel[(tiles, pick.splits, triton.cdiv(rows, pick.tile_rows))](
-        x, weight, x if bias is None else bias, out, scratch.best, scratch.best_at,
-        next_norm if scaled else x, scratch.normed, scratch.squares, scratch.parts, scratch.arrivals,
-        rows, outputs, eps, K=inputs, MP=pick.tile_rows, BN=pick.tile_outputs, BK=pick.columns, SPLITS=pick.splits,
-        STAGES=pick.stages, SCALE=scaled, SQUARES=squares,
-        SQUARES_PAD=triton.next_power_of_2(max(1, squares)), **flags)
+        x,
+        weight,
+        x if bias is None else bias,
+        out,
+        scratch.best,
+        scratch.best_at,
+        next_norm if scaled else x,
+        scratch.normed,
+        scratch.squares,
+        scratch.parts,
+        scratch.arrivals,
+        rows,
+        outputs,
+        eps,
+        K=inputs,
+        MP=pick.tile_rows,
+        BN=pick.tile_outputs,
+        BK=pick.columns,
+        SPLITS=pick.splits,
+        STAGES=pick.stages,
+        SCALE=scaled,
+        SQUARES=squares,
+        SQUARES_PAD=triton.next_power_of_2(max(1, squares)),
+        **flags,
+    )
     return tiles
 
 
-def _by_library(x: Tensor, weight: Tensor, out: Tensor, scratch: Scratch, norm: Tensor | None, eps: float,
-                bias: Tensor | None, gated: bool, add: bool, best: bool) -> int:
+def _by_library(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    scratch: Scratch,
+    norm: Tensor | None,
+    eps: float,
+    bias: Tensor | None,
+    gated: bool,
+    add: bool,
+    best: bool,
+) -> int:
     """What `linear` says, by cuBLAS."""
     (rows, inputs), pdl = x.shape, overlaps(x)
     if norm is not None:
@@ -212,6 +296,7 @@ def best_of_tiles(x: Tensor, scratch: Scratch) -> int:
     """What `linear` leaves with `best`, of an x [M, n] that is there already; returns the tiles of n."""
     rows, width = x.shape
     tiles, pdl = triton.cdiv(width, 4096), overlaps(x)
-    best_kernel[(tiles, rows)](x, scratch.best, scratch.best_at, N=width, BLOCK=4096, PDL=pdl, num_warps=8,
-                               **launch_options(pdl))
+    best_kernel[(tiles, rows)](
+        x, scratch.best, scratch.best_at, N=width, BLOCK=4096, PDL=pdl, num_warps=8, **launch_options(pdl)
+    )
     return tiles

@@ -92,13 +92,16 @@ class Int4Linear(nn.Module):
     packed: Tensor
     scales: Tensor
 
-    def __init__(self, parts: dict[str, int], inputs: int, *, bias: bool, keep_dense: bool,
-                 dense_above: int = DENSE_ABOVE):
+    def __init__(
+        self, parts: dict[str, int], inputs: int, *, bias: bool, keep_dense: bool, dense_above: int = DENSE_ABOVE
+    ):
         super().__init__()
         self.parts, self.inputs, self.outputs = dict(parts), inputs, sum(parts.values())
         if not fits_int4(self.outputs, inputs):
-            raise ModelError(f"a weight of {self.outputs} x {inputs} can't be kept in 4 bits (rows in multiples of "
-                             f"{ROW_MULTIPLE}, inputs of {GROUP}); use --cpu-weight-format bf16")
+            raise ModelError(
+                f"a weight of {self.outputs} x {inputs} can't be kept in 4 bits (rows in multiples of "
+                f"{ROW_MULTIPLE}, inputs of {GROUP}); use --cpu-weight-format bf16"
+            )
         self.dense_above = dense_above
         self.register_buffer("packed", torch.empty(self.outputs, inputs // 2, dtype=torch.uint8))
         self.register_buffer("scales", torch.empty(inputs // GROUP, self.outputs, 2, dtype=torch.bfloat16))
@@ -187,4 +190,4 @@ class Int4Slot:
 
     def read(self) -> Tensor:
         """The weight that is computed with, dequantised: a copy."""
-        return self.layer.effective_weight()[self.start:self.start + self.rows].bfloat16()
+        return self.layer.effective_weight()[self.start : self.start + self.rows].bfloat16()

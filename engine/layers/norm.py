@@ -62,9 +62,7 @@ class HeadNorm(_Norm):
     they stay the checkpoint's own tensors and an update in place is seen at once.
     """
 
-    def __init__(
-        self, heads: int, kv_heads: int, size: int, eps: float, dtype: torch.dtype, device: torch.device
-    ):
+    def __init__(self, heads: int, kv_heads: int, size: int, eps: float, dtype: torch.dtype, device: torch.device):
         super().__init__(size, eps, device)
         self.heads, self.kv_heads = heads, kv_heads
         self.q_weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)

@@ -96,8 +96,13 @@ class RotaryTable(nn.Module):
     sin: Tensor
 
     def __init__(
-        self, head_dim: int, theta: float, scaling: RopeScaling | None, max_len: int,
-        dtype: torch.dtype, device: torch.device,
+        self,
+        head_dim: int,
+        theta: float,
+        scaling: RopeScaling | None,
+        max_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ):
         super().__init__()
         self.max_len = max_len

@@ -109,17 +109,23 @@ def _inexpressible(config: ModelConfig) -> list[str]:
     problems: list[str] = []
     biases = (config.attention_bias, config.output_bias, config.mlp_bias)
     if biases not in ((False, False, False), (True, False, False), (True, True, True)):
-        problems.append(f"biases on {_named_biases(biases)} only, where it has them on no projection, on q, k and v, "
-                        "or on all")
+        problems.append(
+            f"biases on {_named_biases(biases)} only, where it has them on no projection, on q, k and v, or on all"
+        )
     if config.sliding_window is not None:
-        problems.append(f"attention within a sliding window of {config.sliding_window} tokens, which is not "
-                        "translated into its window_size")
+        problems.append(
+            f"attention within a sliding window of {config.sliding_window} tokens, which is not "
+            "translated into its window_size"
+        )
     scaling = config.rope_scaling
     if scaling is not None and scaling.kind == "yarn":
         problems.append("rope scaling 'yarn', for which its TransformerConfig has no fields")
     if scaling is not None and scaling.kind == "llama3":
-        problems += [f"rope scaling 'llama3' with {name} {getattr(scaling, name)}, where it has {fixed} fixed"
-                     for name, fixed in LLAMA3_FIXED.items() if getattr(scaling, name) != fixed]
+        problems += [
+            f"rope scaling 'llama3' with {name} {getattr(scaling, name)}, where it has {fixed} fixed"
+            for name, fixed in LLAMA3_FIXED.items()
+            if getattr(scaling, name) != fixed
+        ]
     return problems
 
 

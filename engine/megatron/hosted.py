@@ -165,8 +165,10 @@ def _config_of(gpt: nn.Module, vocab_size: int | None) -> ModelConfig:
     """Sizes as the engine needs them: heads and KV heads are this rank's."""
     config = gpt.config
     if vocab_size is not None and vocab_size > gpt.vocab_size:
-        raise ModelError(f"a vocabulary of {vocab_size} tokens was given for a model of {gpt.vocab_size}: name the "
-                         "model whose weights these are")
+        raise ModelError(
+            f"a vocabulary of {vocab_size} tokens was given for a model of {gpt.vocab_size}: name the "
+            "model whose weights these are"
+        )
     ranks = config.tensor_model_parallel_size
     return ModelConfig(
         architecture=type(gpt).__name__,
@@ -196,22 +198,36 @@ def _unservable(gpt: nn.Module) -> list[str]:
         found.append("it is one stage of a pipeline; gather it on one stage")
     if gpt.position_embedding_type != "rope":
         found.append(f"position_embedding_type={gpt.position_embedding_type!r}: only 'rope' is served")
-    for name, needed in (("sequence_parallel", False), ("context_parallel_size", 1), ("multi_latent_attention", False),
-                         ("softmax_scale", None), ("window_size", None), ("attention_output_gate", False),
-                         ("mtp_num_layers", None), ("use_mup", False), ("fp32_residual_connection", False),
-                         ("fp8", None), ("fp4", None),
-                         ("cuda_graph_impl", "none")):
+    for name, needed in (
+        ("sequence_parallel", False),
+        ("context_parallel_size", 1),
+        ("multi_latent_attention", False),
+        ("softmax_scale", None),
+        ("window_size", None),
+        ("attention_output_gate", False),
+        ("mtp_num_layers", None),
+        ("use_mup", False),
+        ("fp32_residual_connection", False),
+        ("fp8", None),
+        ("fp4", None),
+        ("cuda_graph_impl", "none"),
+    ):
         value = getattr(config, name, needed)
         if value != needed:
             found.append(f"{name}={value!r}: build it with {needed!r}")
     if getattr(config, "softmax_type", "vanilla") != "vanilla":
         found.append(f"softmax_type={config.softmax_type!r}: build it with 'vanilla'")
-    others = [index for index, layer in enumerate(gpt.decoder.layers)
-              if not hasattr(getattr(layer, "self_attention", None), "core_attention")]
+    others = [
+        index
+        for index, layer in enumerate(gpt.decoder.layers)
+        if not hasattr(getattr(layer, "self_attention", None), "core_attention")
+    ]
     if others:
         found.append(f"its layers {others} have no self-attention with a core_attention")
     hooked = [name for name, module in gpt.named_modules() if module._forward_pre_hooks or module._forward_hooks]
     if hooked:
-        found.append(f"{len(hooked)} of its modules have forward hooks ({hooked[0]}, …), which a graph leaves out; "
-                     "remove them (DDP: disable_forward_pre_hook()) while the engine serves")
+        found.append(
+            f"{len(hooked)} of its modules have forward hooks ({hooked[0]}, …), which a graph leaves out; "
+            "remove them (DDP: disable_forward_pre_hook()) while the engine serves"
+        )
     return found

@@ -77,8 +77,10 @@ def weight_slots(
         table.split("model.norm.weight", "decoder.final_layernorm.weight", (table.hidden,), None)
     table.problems += [f"{name} has no counterpart in a Hugging Face Llama or Qwen" for name in table.parameters]
     if table.problems:
-        raise ModelError(f"this {type(model).__name__} can't hold a Hugging Face checkpoint as rank {tp_rank} of "
-                         f"{tp_size}: {listed(table.problems)}")
+        raise ModelError(
+            f"this {type(model).__name__} can't hold a Hugging Face checkpoint as rank {tp_rank} of "
+            f"{tp_size}: {listed(table.problems)}"
+        )
     return table.slots
 
 
@@ -100,14 +102,17 @@ def gather(parts: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
     """
     if all(tuple(part.shape) == shape for part in parts):
         if any(not torch.equal(part, parts[0]) for part in parts[1:]):
-            raise ModelError(f"a weight of shape {list(shape)} that every rank has whole differs between ranks; "
-                             "synchronise it")
+            raise ModelError(
+                f"a weight of shape {list(shape)} that every rank has whole differs between ranks; synchronise it"
+            )
         return parts[0]
     dim = next(dim for part in parts for dim, size in enumerate(part.shape) if size != shape[dim])
     whole = torch.cat(tuple(parts), dim)
     if tuple(whole.shape) != shape:
-        raise ModelError(f"the parts of {len(parts)} ranks make {list(whole.shape)}, {list(shape)} is needed; give "
-                         "those of every rank")
+        raise ModelError(
+            f"the parts of {len(parts)} ranks make {list(whole.shape)}, {list(shape)} is needed; give "
+            "those of every rank"
+        )
     return whole
 
 
@@ -154,20 +159,31 @@ class _Table:
     def layer(self, path: str, name: str) -> None:
         """A decoder layer: `path` in the model, `name` in the checkpoint."""
         attention, mlp = f"{path}.self_attention", f"{path}.mlp"
-        self.norm(f"{name}.input_layernorm.weight", f"{path}.input_layernorm.weight",
-                  f"{attention}.linear_qkv.layer_norm_weight")
+        self.norm(
+            f"{name}.input_layernorm.weight",
+            f"{path}.input_layernorm.weight",
+            f"{attention}.linear_qkv.layer_norm_weight",
+        )
         q, kv = self.heads // self.groups * self.head_dim, self.head_dim
-        self.merged(f"{name}.self_attn", f"{attention}.linear_qkv", {"q_proj": q, "k_proj": kv, "v_proj": kv},
-                    self.groups)
+        self.merged(
+            f"{name}.self_attn", f"{attention}.linear_qkv", {"q_proj": q, "k_proj": kv, "v_proj": kv}, self.groups
+        )
         for which in "qk":
             if (parameter := f"{attention}.{which}_layernorm.weight") in self.parameters:
                 self.split(f"{name}.self_attn.{which}_norm.weight", parameter, (self.head_dim,), None)
         self.output(f"{name}.self_attn.o_proj", f"{attention}.linear_proj", self.heads * self.head_dim)
-        self.norm(f"{name}.post_attention_layernorm.weight", f"{path}.pre_mlp_layernorm.weight",
-                  f"{mlp}.linear_fc1.layer_norm_weight")
+        self.norm(
+            f"{name}.post_attention_layernorm.weight",
+            f"{path}.pre_mlp_layernorm.weight",
+            f"{mlp}.linear_fc1.layer_norm_weight",
+        )
         # each rank has its gate rows, then its up rows: groups, as many as ranks
-        self.merged(f"{name}.mlp", f"{mlp}.linear_fc1", dict.fromkeys(("gate_proj", "up_proj"), self.ffn // self.ranks),
-                    self.ranks)
+        self.merged(
+            f"{name}.mlp",
+            f"{mlp}.linear_fc1",
+            dict.fromkeys(("gate_proj", "up_proj"), self.ffn // self.ranks),
+            self.ranks,
+        )
         self.output(f"{name}.mlp.down_proj", f"{mlp}.linear_fc2", self.ffn)
 
     def norm(self, name: str, *spellings: str) -> None:
@@ -224,8 +240,9 @@ class _Table:
         storage = self.take(parameter, (rows, self.hidden))
         wanted = rows * self.ranks if vocab_size is None else vocab_size
         if wanted > rows * self.ranks:
-            self.problems.append(f"{parameter} has {rows} rows on each of {self.ranks} ranks, too few for a vocabulary "
-                                 f"of {wanted}")
+            self.problems.append(
+                f"{parameter} has {rows} rows on each of {self.ranks} ranks, too few for a vocabulary of {wanted}"
+            )
         elif storage is not None:
             start = min(self.rank * rows, wanted)
             self.put(name, storage[: min(rows, wanted - start)], (wanted, self.hidden), 0, start)

@@ -20,11 +20,21 @@ if TYPE_CHECKING:
     from engine.megatron.hosted import HostedModel
 
 _NEEDED = {
-    "normalization": "RMSNorm", "layernorm_zero_centered_gamma": False, "gated_linear_unit": True,
-    "rotary_interleaved": False, "num_moe_experts": None, "apply_residual_connection_post_layernorm": False,
-    "heterogeneous_block_specs": False, "activation_func_clamp_value": None, "glu_linear_offset": 0.0,
-    "qk_l2_norm": False, "apply_query_key_layer_scaling": False, "no_rope_freq": None, "use_kitchen": False,
-    "quant_recipe": None, "batch_invariant_mode": False,
+    "normalization": "RMSNorm",
+    "layernorm_zero_centered_gamma": False,
+    "gated_linear_unit": True,
+    "rotary_interleaved": False,
+    "num_moe_experts": None,
+    "apply_residual_connection_post_layernorm": False,
+    "heterogeneous_block_specs": False,
+    "activation_func_clamp_value": None,
+    "glu_linear_offset": 0.0,
+    "qk_l2_norm": False,
+    "apply_query_key_layer_scaling": False,
+    "no_rope_freq": None,
+    "use_kitchen": False,
+    "quant_recipe": None,
+    "batch_invariant_mode": False,
 }
 """Fields of a TransformerConfig, where its version has them, and the only value that these kernels compute with."""
 
@@ -46,8 +56,11 @@ def dense_tensors(hosted: HostedModel) -> HostedTensors:
 
 def _otherwise_configured(hosted: HostedModel) -> list[str]:
     config = hosted.gpt.config
-    found = [f"{name}={getattr(config, name)!r}" for name, needed in _NEEDED.items()
-             if getattr(config, name, needed) not in (needed, None)]
+    found = [
+        f"{name}={getattr(config, name)!r}"
+        for name, needed in _NEEDED.items()
+        if getattr(config, name, needed) not in (needed, None)
+    ]
     if config.activation_func is not F.silu:
         found.append(f"activation_func {getattr(config.activation_func, '__name__', config.activation_func)}")
     if hosted.rotary.shape[-1] != hosted.config.head_dim:
@@ -73,8 +86,11 @@ def _foreign(gpt: nn.Module) -> list[str]:
         if getattr(module, "eps", eps) != eps:
             found.add(f"{name} has an eps of {module.eps}, the configuration {eps}")
     for layer in gpt.decoder.layers:
-        for module, wanted in ((layer, "TransformerLayer"), (layer.self_attention, "SelfAttention"),
-                               (getattr(layer, "mlp", None), "MLP")):
+        for module, wanted in (
+            (layer, "TransformerLayer"),
+            (layer.self_attention, "SelfAttention"),
+            (getattr(layer, "mlp", None), "MLP"),
+        ):
             if type(module).__name__ != wanted:
                 found.add(f"a {type(module).__name__} where a plain decoder has its {wanted}")
         for name in ("self_attn_bda", "mlp_bda"):
@@ -89,27 +105,42 @@ def _foreign(gpt: nn.Module) -> list[str]:
 
 def _unreadable(hosted: HostedModel, tensors: HostedTensors) -> list[str]:
     """Parameters that aren't there, or that kernels can't read as they lie."""
-    named = [(f"{name} of layer {index}", tensor) for index in range(hosted.config.num_layers)
-             for name, tensor in tensors.layer(index)._asdict().items() if tensor is not None or name not in _OPTIONAL]
+    named = [
+        (f"{name} of layer {index}", tensor)
+        for index in range(hosted.config.num_layers)
+        for name, tensor in tensors.layer(index)._asdict().items()
+        if tensor is not None or name not in _OPTIONAL
+    ]
     named += [("the last norm", tensors.norm), ("the embedding", tensors.embedding)]
     if not hosted.config.tie_word_embeddings:
         named.append(("the head", hosted.gpt.output_layer.weight))
-    return [f"{name} is {_described(tensor)}, a contiguous parameter of {hosted.dtype} is needed"
-            for name, tensor in named if not _is_plain(tensor, hosted.dtype)]
+    return [
+        f"{name} is {_described(tensor)}, a contiguous parameter of {hosted.dtype} is needed"
+        for name, tensor in named
+        if not _is_plain(tensor, hosted.dtype)
+    ]
 
 
 def _left_over(gpt: nn.Module, tensors: HostedTensors) -> list[str]:
     """Parameters that the kernels wouldn't read: something computes with them."""
     layers = [tensor for index in range(len(gpt.decoder.layers)) for tensor in tensors.layer(index)]
-    read = {tensor.data_ptr() for tensor in (*layers, tensors.norm, tensors.embedding, tensors.head)
-            if tensor is not None}
-    return [f"{name} is a parameter that a plain decoder has not" for name, parameter in gpt.named_parameters()
-            if parameter.numel() and parameter.data_ptr() not in read]
+    read = {
+        tensor.data_ptr() for tensor in (*layers, tensors.norm, tensors.embedding, tensors.head) if tensor is not None
+    }
+    return [
+        f"{name} is a parameter that a plain decoder has not"
+        for name, parameter in gpt.named_parameters()
+        if parameter.numel() and parameter.data_ptr() not in read
+    ]
 
 
 def _is_plain(tensor: Tensor | None, dtype: torch.dtype) -> bool:
-    return (isinstance(tensor, nn.Parameter) and type(tensor.data) is Tensor and tensor.dtype == dtype
-            and tensor.is_contiguous())
+    return (
+        isinstance(tensor, nn.Parameter)
+        and type(tensor.data) is Tensor
+        and tensor.dtype == dtype
+        and tensor.is_contiguous()
+    )
 
 
 def _described(tensor: Tensor | None) -> str:

@@ -69,27 +69,40 @@ def plan_shards(config: EngineConfig, source: ModelSource, eos_token_ids: tuple[
     """
     asked = f"tensor_parallel_size={config.tensor_parallel_size}"
     if source.kind != "hf":
-        raise ModelError(f"{source.name} is a GGUF file, found {asked}: give a folder in Hugging Face layout, or leave "
-                         "tensor_parallel_size out")
+        raise ModelError(
+            f"{source.name} is a GGUF file, found {asked}: give a folder in Hugging Face layout, or leave "
+            "tensor_parallel_size out"
+        )
     device = choose_device(config.device)
     if device.type == "cuda":
         count, last = torch.cuda.device_count(), device.index + config.tensor_parallel_size - 1
         if last >= count:
-            raise ConfigError(f"{asked} on {device} and those after it needs GPU {last}, and torch sees {count} GPUs; "
-                              "lower tensor_parallel_size, or device")
+            raise ConfigError(
+                f"{asked} on {device} and those after it needs GPU {last}, and torch sees {count} GPUs; "
+                "lower tensor_parallel_size, or device"
+            )
     spec = config_from_folder(source.path)
     transformer_config_values(spec)
     if problems := _indivisible(spec, config.tensor_parallel_size):
         raise ModelError(f"{source.name} can't be split by {asked}: {'; '.join(problems)}")
     if dist.is_initialized():
-        raise ConfigError(f"{asked} needs process groups of its own, and this process has initialised "
-                          "torch.distributed already; start the engine in another process (encore serve does)")
+        raise ConfigError(
+            f"{asked} needs process groups of its own, and this process has initialised "
+            "torch.distributed already; start the engine in another process (encore serve does)"
+        )
     weight_format, dtype = choose_format(config, spec, device, False)
     resolve(dataclasses.replace(config, num_pages=config.num_pages or 2), spec, device, dtype)  # refuses sizes
     ends = tuple(dict.fromkeys((*spec.eos_token_ids, *eos_token_ids)))
-    return ShardPlan(config=_without_cpu_graphs(config, device), source=source, spec=spec, dtype=dtype, ends=ends,
-                     weight_format=weight_format, device=device,
-                     threads=config.num_threads or max(1, torch.get_num_threads() // config.tensor_parallel_size))
+    return ShardPlan(
+        config=_without_cpu_graphs(config, device),
+        source=source,
+        spec=spec,
+        dtype=dtype,
+        ends=ends,
+        weight_format=weight_format,
+        device=device,
+        threads=config.num_threads or max(1, torch.get_num_threads() // config.tensor_parallel_size),
+    )
 
 
 class Shard:
@@ -133,8 +146,9 @@ class Shard:
         plan = self.plan
         arguments = gpt_model_arguments(plan.spec)
         arguments["vocab_size"] = -(-plan.spec.vocab_size // plan.ranks) * plan.ranks
-        gpt = self._megatron.empty_gpt_model(transformer_config_values(plan.spec), arguments, ranks=plan.ranks,
-                                             dtype=plan.dtype, device=self.device)
+        gpt = self._megatron.empty_gpt_model(
+            transformer_config_values(plan.spec), arguments, ranks=plan.ranks, dtype=plan.dtype, device=self.device
+        )
         if plan.config.load_format != "dummy":
             load_checkpoint(gpt, plan.source.path, self.rank, plan.ranks)
         self._model = HostedModel(gpt, plan.config.max_model_len, plan.spec.vocab_size)
@@ -143,8 +157,9 @@ class Shard:
         self._sized = resolve(plan.config, self._model.config, self.device, plan.dtype)
         return self._sized.num_pages
 
-    def loop(self, num_pages: int, manifest: Manifest | None,
-             make: Callable[..., EngineLoop] = EngineLoop) -> EngineLoop:
+    def loop(
+        self, num_pages: int, manifest: Manifest | None, make: Callable[..., EngineLoop] = EngineLoop
+    ) -> EngineLoop:
         """The loop of this rank, which meets the others again; number of pages and manifest are the same for all, as is
         all that they decide.
         """
@@ -186,8 +201,11 @@ class Shard:
         thread.start()
         thread.join(LEAVE_SECONDS)
         if thread.is_alive():
-            logger.error("rank %d: the process groups were not destroyed within %.0f s; they end with this process",
-                         self.rank, LEAVE_SECONDS)
+            logger.error(
+                "rank %d: the process groups were not destroyed within %.0f s; they end with this process",
+                self.rank,
+                LEAVE_SECONDS,
+            )
 
     def _destroy(self) -> None:
         if self.device.type == "cuda":
@@ -210,8 +228,11 @@ def load_random(slots: Mapping[str, Slot], seed: int, device: torch.device) -> N
 
 
 def _indivisible(spec: ModelConfig, ranks: int) -> list[str]:
-    sizes = {"attention heads": spec.num_heads, "key and value heads": spec.num_kv_heads,
-             "columns of the MLP": spec.intermediate_size}
+    sizes = {
+        "attention heads": spec.num_heads,
+        "key and value heads": spec.num_kv_heads,
+        "columns of the MLP": spec.intermediate_size,
+    }
     return [f"its {size} {what} are no multiple of {ranks}" for what, size in sizes.items() if size % ranks]
 
 
@@ -219,8 +240,10 @@ def _without_cpu_graphs(config: EngineConfig, device: torch.device) -> EngineCon
     """What is replayed on a CPU is a tape of operations, and what gloo exchanges isn't on it."""
     if device.type != "cpu" or config.graph_config().inference_cuda_graph_scope == "none":
         return config
-    logger.warning("tensor_parallel_size=%d on a CPU: exchanges between processes can't be captured there, so all "
-                   "steps run eager", config.tensor_parallel_size)
+    logger.warning(
+        "tensor_parallel_size=%d on a CPU: exchanges between processes can't be captured there, so all steps run eager",
+        config.tensor_parallel_size,
+    )
     return dataclasses.replace(config, inference_cuda_graph_scope="none")
 
 

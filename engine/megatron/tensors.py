@@ -16,6 +16,7 @@ from engine.models.tensors import HeadLayout, LayerTensors
 if TYPE_CHECKING:
     from engine.megatron.hosted import HostedModel
 
+
 class HostedTensors:
     """A HostedModel as DenseTensors. What a layer lacks that every plain decoder has is None."""
 
@@ -36,13 +37,17 @@ class HostedTensors:
         attention, mlp = layer.self_attention, layer.mlp
         return LayerTensors(
             input_norm=_norm_weight(layer.input_layernorm, attention.linear_qkv),
-            qkv=attention.linear_qkv.weight, qkv_bias=_bias(attention.linear_qkv),
+            qkv=attention.linear_qkv.weight,
+            qkv_bias=_bias(attention.linear_qkv),
             q_norm=getattr(attention.q_layernorm, "weight", None),
             k_norm=getattr(attention.k_layernorm, "weight", None),
-            o=attention.linear_proj.weight, o_bias=_bias(attention.linear_proj),
+            o=attention.linear_proj.weight,
+            o_bias=_bias(attention.linear_proj),
             post_norm=_norm_weight(layer.pre_mlp_layernorm, mlp.linear_fc1),
-            gate_up=mlp.linear_fc1.weight, gate_up_bias=_bias(mlp.linear_fc1),
-            down=mlp.linear_fc2.weight, down_bias=_bias(mlp.linear_fc2),
+            gate_up=mlp.linear_fc1.weight,
+            gate_up_bias=_bias(mlp.linear_fc1),
+            down=mlp.linear_fc2.weight,
+            down_bias=_bias(mlp.linear_fc2),
         )
 
     @property

@@ -54,8 +54,11 @@ def load_checkpoint(model: nn.Module, folder: str | Path, tp_rank: int = 0, tp_s
 
 
 def save_checkpoint(
-    model: nn.Module | Sequence[nn.Module], folder: str | Path, hf_config: Mapping[str, Any],
-    group: dist.ProcessGroup | None = None, pipeline_group: dist.ProcessGroup | None = None,
+    model: nn.Module | Sequence[nn.Module],
+    folder: str | Path,
+    hf_config: Mapping[str, Any],
+    group: dist.ProcessGroup | None = None,
+    pipeline_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write a GPTModel (or all its chunks) as a folder in Hugging Face layout: config.json and safetensors.
 
@@ -139,8 +142,11 @@ def whole_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def _misfits(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> list[str]:
     problems = [f"{name} is missing" for name in wanted if name not in found]
     problems += [f"{name} is unexpected" for name in found if name not in wanted]
-    problems += [f"{name} has shape {list(shape)}, {list(wanted[name])} is needed" for name, shape in found.items()
-                 if shape != wanted.get(name, shape)]
+    problems += [
+        f"{name} has shape {list(shape)}, {list(wanted[name])} is needed"
+        for name, shape in found.items()
+        if shape != wanted.get(name, shape)
+    ]
     return problems
 
 

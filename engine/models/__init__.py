@@ -8,5 +8,10 @@ from engine.models.dense import DenseModel
 from engine.models.registry import build_model, config_from_dict, config_from_folder, supported_architectures
 
 __all__ = [
-    "DenseModel", "ModelConfig", "build_model", "config_from_dict", "config_from_folder", "supported_architectures",
+    "DenseModel",
+    "ModelConfig",
+    "build_model",
+    "config_from_dict",
+    "config_from_folder",
+    "supported_architectures",
 ]

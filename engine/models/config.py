@@ -183,8 +183,10 @@ def read_model_config(values: Mapping[str, Any], family: Family, where: str) -> 
 def _refuse_unsupported(fields: Fields) -> None:
     values = fields.values
     if values.get("quantization_config") is not None:
-        raise ModelError(f"{fields.where}: quantised checkpoints (quantization_config) are not supported; "
-                         "take the model's unquantised weights")
+        raise ModelError(
+            f"{fields.where}: quantised checkpoints (quantization_config) are not supported; "
+            "take the model's unquantised weights"
+        )
     activation = values.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise fields.fail("hidden_act", "'silu'")
@@ -254,15 +256,21 @@ def _scaling(kind: str, fields: Fields, trained: int, max_positions: int) -> Rop
         if high <= low:
             raise fields.fail("high_freq_factor", f"above low_freq_factor ({low})")
         return RopeScaling(
-            kind=kind, factor=fields.number("factor"), original_max_position_embeddings=trained,
-            low_freq_factor=low, high_freq_factor=high,
+            kind=kind,
+            factor=fields.number("factor"),
+            original_max_position_embeddings=trained,
+            low_freq_factor=low,
+            high_freq_factor=high,
         )
     factor = fields.number("factor", max_positions / trained)
     mscale = fields.number("mscale") if fields.values.get("mscale") else None
     mscale_all = fields.number("mscale_all_dim") if fields.values.get("mscale_all_dim") else None
     return RopeScaling(
-        kind=kind, factor=factor, original_max_position_embeddings=trained,
-        beta_fast=fields.number("beta_fast", 32.0), beta_slow=fields.number("beta_slow", 1.0),
+        kind=kind,
+        factor=factor,
+        original_max_position_embeddings=trained,
+        beta_fast=fields.number("beta_fast", 32.0),
+        beta_slow=fields.number("beta_slow", 1.0),
         truncate=fields.flag("truncate", True),
         attention_factor=fields.number("attention_factor", yarn_attention_factor(factor, mscale, mscale_all)),
     )

@@ -33,8 +33,11 @@ class SelfAttention(nn.Module):
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         q_rows, kv_rows = self.heads * self.head_dim, self.kv_heads * self.head_dim
         self.qkv = Linear(
-            {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}, config.hidden_size,
-            bias=config.attention_bias, dtype=dtype, device=device,
+            {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows},
+            config.hidden_size,
+            bias=config.attention_bias,
+            dtype=dtype,
+            device=device,
         )
         self.o = Linear({"o_proj": config.hidden_size}, q_rows, bias=config.output_bias, dtype=dtype, device=device)
         self.qk_norm = None
@@ -105,15 +108,15 @@ class DenseModel(nn.Module):
     max_len is beyond a sliding window, which this model doesn't compute. Parameters don't require gradients.
     """
 
-    def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str, max_len: int | None = None
-    ):
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str, max_len: int | None = None):
         super().__init__()
         device = torch.device(device)
         max_len = config.context_length if max_len is None else max_len
         if config.sliding_window is not None and max_len > config.sliding_window:
-            raise ModelError(f"this model attends within a sliding window of {config.sliding_window} tokens, which is "
-                             f"not supported; set max_model_len to at most {config.sliding_window} (found {max_len})")
+            raise ModelError(
+                f"this model attends within a sliding window of {config.sliding_window} tokens, which is "
+                f"not supported; set max_model_len to at most {config.sliding_window} (found {max_len})"
+            )
         self.config, self.dtype, self.device, self.max_len = config, dtype, device, max_len
         self.embed = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self.layers = nn.ModuleList(DecoderLayer(config, i, dtype, device) for i in range(config.num_layers))
@@ -226,11 +229,18 @@ class NativeTensors:
         layer = self._model.layers[index]
         attn, mlp = layer.attn, layer.mlp
         return LayerTensors(
-            input_norm=layer.input_norm.weight, qkv=attn.qkv.weight, qkv_bias=attn.qkv.bias,
+            input_norm=layer.input_norm.weight,
+            qkv=attn.qkv.weight,
+            qkv_bias=attn.qkv.bias,
             q_norm=None if attn.qk_norm is None else attn.qk_norm.q_weight,
-            k_norm=None if attn.qk_norm is None else attn.qk_norm.k_weight, o=attn.o.weight, o_bias=attn.o.bias,
-            post_norm=layer.post_norm.weight, gate_up=mlp.gate_up.weight, gate_up_bias=mlp.gate_up.bias,
-            down=mlp.down.weight, down_bias=mlp.down.bias,
+            k_norm=None if attn.qk_norm is None else attn.qk_norm.k_weight,
+            o=attn.o.weight,
+            o_bias=attn.o.bias,
+            post_norm=layer.post_norm.weight,
+            gate_up=mlp.gate_up.weight,
+            gate_up_bias=mlp.gate_up.bias,
+            down=mlp.down.weight,
+            down_bias=mlp.down.bias,
         )
 
     @property

@@ -53,8 +53,9 @@ class FusedDense:
         self._qkv = new(tokens, self.heads.width)
         self._attended = torch.zeros(tokens, self.heads.heads * self.heads.dim, dtype=dtype, device=device)
         self._gated = new(tokens, width)
-        self._scratch = Scratch(tokens, max_rows, config.hidden_size, max(self.heads.width, 2 * width),
-                                config.vocab_size, dtype, device)
+        self._scratch = Scratch(
+            tokens, max_rows, config.hidden_size, max(self.heads.width, 2 * width), config.vocab_size, dtype, device
+        )
         group = self.tensors.group
         self.exchange = None if group is None else Exchange(group, max_rows, self.tensors.head)
         self._max_rows = max_rows
@@ -63,9 +64,19 @@ class FusedDense:
     def embed_rows(self, state: SlotState, hidden: Tensor) -> None:
         """hidden [b, h]: the embedding of each row's newest token."""
         table, (rows, width), pdl = self.tensors.embedding, hidden.shape, overlaps(hidden)
-        embed_kernel[(rows,)](state.slots, state.last_tokens, table, hidden, self.tensors.first_token, len(table),
-                              H=width, HP=triton.next_power_of_2(width), SPLIT=self.exchange is not None, PDL=pdl,
-                              **launch_options(pdl))
+        embed_kernel[(rows,)](
+            state.slots,
+            state.last_tokens,
+            table,
+            hidden,
+            self.tensors.first_token,
+            len(table),
+            H=width,
+            HP=triton.next_power_of_2(width),
+            SPLIT=self.exchange is not None,
+            PDL=pdl,
+            **launch_options(pdl),
+        )
         if self.exchange is not None:
             self.exchange.all_reduce(hidden)
 
@@ -73,18 +84,37 @@ class FusedDense:
         """Decoder layer `index` on hidden [T, h], in place."""
         layer, rows, scratch = self.tensors.layer(index), len(hidden), self._scratch
         qkv, attended, gated = self._qkv[:rows], self._attended[:rows], self._gated[:rows]
-        linear(hidden, layer.qkv, qkv, scratch, norm=layer.input_norm, eps=self.eps, bias=layer.qkv_bias,
-               squares=self._left_by_layer(rows) if index else 0, late=True)
+        linear(
+            hidden,
+            layer.qkv,
+            qkv,
+            scratch,
+            norm=layer.input_norm,
+            eps=self.eps,
+            bias=layer.qkv_bias,
+            squares=self._left_by_layer(rows) if index else 0,
+            late=True,
+        )
         attend(index, layer, qkv, attended)
         self._onto(hidden, attended, layer.o, layer.o_bias, layer.post_norm, turn=0)
-        linear(hidden, layer.gate_up, gated, scratch, norm=layer.post_norm, eps=self.eps, bias=layer.gate_up_bias,
-               gated=True, squares=self._half_normed(rows, attended.shape[1]))
+        linear(
+            hidden,
+            layer.gate_up,
+            gated,
+            scratch,
+            norm=layer.post_norm,
+            eps=self.eps,
+            bias=layer.gate_up_bias,
+            gated=True,
+            squares=self._half_normed(rows, attended.shape[1]),
+        )
         last = index + 1 == self.depth
         following = self.tensors.norm if last else self.tensors.layer(index + 1).input_norm
         self._onto(hidden, gated, layer.down, layer.down_bias, following, turn=1)
 
-    def _onto(self, hidden: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, next_norm: Tensor,
-              turn: int) -> None:
+    def _onto(
+        self, hidden: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, next_norm: Tensor, turn: int
+    ) -> None:
         """Add x Wᵀ + bias to hidden [T, h]: of ranks the sum of their shares, the first of which brings the bias."""
         if self.exchange is None:
             linear(x, weight, hidden, self._scratch, bias=bias, add=True, next_norm=next_norm)
@@ -107,15 +137,33 @@ class FusedDense:
 
         def attend(index: int, layer: LayerTensors, qkv: Tensor, out: Tensor) -> None:
             q, k, v = self.heads.cut(qkv)
-            paged_decode(q, self.kv.k[index], self.kv.v[index], state.page_table, positions, self.heads.dim**-0.5,
-                         new_kv=(k, v), slots=slots, rotation=self._rotation(layer),
-                         out=out.view(rows, self.heads.heads, self.heads.dim),
-                         workspace=self._workspace(q, state.page_table))
+            paged_decode(
+                q,
+                self.kv.k[index],
+                self.kv.v[index],
+                state.page_table,
+                positions,
+                self.heads.dim**-0.5,
+                new_kv=(k, v),
+                slots=slots,
+                rotation=self._rotation(layer),
+                out=out.view(rows, self.heads.heads, self.heads.dim),
+                workspace=self._workspace(q, state.page_table),
+            )
 
         return attend
 
-    def choose(self, slots: Tensor, positions: Tensor | None, last_tokens: Tensor, hidden: Tensor, logits: Tensor,
-               next_tokens: Tensor, *, after_layer: bool) -> None:
+    def choose(
+        self,
+        slots: Tensor,
+        positions: Tensor | None,
+        last_tokens: Tensor,
+        hidden: Tensor,
+        logits: Tensor,
+        next_tokens: Tensor,
+        *,
+        after_layer: bool,
+    ) -> None:
         """Logits [b, vocab] of hidden [b, h], and the greedy token of each row: -1 where its logits are not finite.
 
         It also becomes its slot's newest in last_tokens (0 for a -1), and positions, where given, move one on; rows of
@@ -123,16 +171,34 @@ class FusedDense:
         """
         scratch, head = self._scratch, self.tensors.head
         part = logits if self.exchange is None else self.exchange.part(len(hidden))
-        tiles = linear(hidden, head, part, scratch, norm=self.tensors.norm, eps=self.eps, best=self.exchange is None,
-                       squares=self._left_by_layer(len(hidden)) if after_layer else 0)
+        tiles = linear(
+            hidden,
+            head,
+            part,
+            scratch,
+            norm=self.tensors.norm,
+            eps=self.eps,
+            best=self.exchange is None,
+            squares=self._left_by_layer(len(hidden)) if after_layer else 0,
+        )
         if self.exchange is not None:
             self.exchange.gather(part, logits)
             tiles = best_of_tiles(logits, scratch)
         pdl = overlaps(hidden)
         choose_kernel[(len(hidden),)](
-            scratch.best, scratch.best_at, slots, slots if positions is None else positions, last_tokens, next_tokens,
-            tiles, BLOCK=min(4096, triton.next_power_of_2(tiles)), ADVANCE=positions is not None, PDL=pdl, num_warps=8,
-            **launch_options(pdl))
+            scratch.best,
+            scratch.best_at,
+            slots,
+            slots if positions is None else positions,
+            last_tokens,
+            next_tokens,
+            tiles,
+            BLOCK=min(4096, triton.next_power_of_2(tiles)),
+            ADVANCE=positions is not None,
+            PDL=pdl,
+            num_warps=8,
+            **launch_options(pdl),
+        )
 
     def prefill(self, tokens: Tensor, packing: Packing, page_table: Tensor) -> Tensor:
         """Hidden [T, h] before the last norm of T packed tokens, which also go into their pages."""

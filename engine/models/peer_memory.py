@@ -63,8 +63,17 @@ class PeerMemory:
         count, pdl = hidden.numel(), overlaps(hidden)
         block = max(BLOCK, triton.next_power_of_2(triton.cdiv(count, MOST_PROGRAMS)))
         add_up_kernel[(triton.cdiv(count, block),)](
-            hidden, self._share_addresses[turn], self._flag_addresses, turn * self._flag_count, count, RANK=self._rank,
-            RANKS=self._ranks, BLOCK=block, PDL=pdl, **launch_options(pdl))
+            hidden,
+            self._share_addresses[turn],
+            self._flag_addresses,
+            turn * self._flag_count,
+            count,
+            RANK=self._rank,
+            RANKS=self._ranks,
+            BLOCK=block,
+            PDL=pdl,
+            **launch_options(pdl),
+        )
 
     def abandon(self) -> None:
         """Let go of launches that wait for a rank that is gone; what they give then is of no use. From any thread."""

@@ -20,13 +20,29 @@ from engine.models.dense import DenseModel
 FAMILIES = (
     Family(architecture="LlamaForCausalLM", model_type="llama", mlp_bias_key=True),
     Family(
-        architecture="MistralForCausalLM", model_type="mistral", qkv_bias=False, output_bias=False,
-        window="always", default_window=4096,
+        architecture="MistralForCausalLM",
+        model_type="mistral",
+        qkv_bias=False,
+        output_bias=False,
+        window="always",
+        default_window=4096,
     ),
-    Family(architecture="Qwen2ForCausalLM", model_type="qwen2", qkv_bias=True, output_bias=False, window="flagged",
-           default_window=4096),
-    Family(architecture="Qwen3ForCausalLM", model_type="qwen3", qk_norm=True, window="flagged", default_window=4096,
-           default_head_dim=128),
+    Family(
+        architecture="Qwen2ForCausalLM",
+        model_type="qwen2",
+        qkv_bias=True,
+        output_bias=False,
+        window="flagged",
+        default_window=4096,
+    ),
+    Family(
+        architecture="Qwen3ForCausalLM",
+        model_type="qwen3",
+        qk_norm=True,
+        window="flagged",
+        default_window=4096,
+        default_head_dim=128,
+    ),
 )
 
 
@@ -43,8 +59,9 @@ def find_family(values: Mapping[str, Any], where: str) -> Family:
         if family.architecture in names or (not names and values.get("model_type") == family.model_type):
             return family
     asked = ", ".join(names) or values.get("model_type") or "of no name"
-    raise ModelError(f"{where}: architecture {asked} is not supported; supported are "
-                     f"{', '.join(supported_architectures())}")
+    raise ModelError(
+        f"{where}: architecture {asked} is not supported; supported are {', '.join(supported_architectures())}"
+    )
 
 
 def config_from_dict(values: Mapping[str, Any], where: str = "config.json") -> ModelConfig:

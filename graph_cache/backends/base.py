@@ -55,8 +55,9 @@ class Backend(Protocol):
     def new_memory(self) -> Memory:
         """Fresh shared memory, empty until a capture needs it."""
 
-    def capture(self, fn: Callable[[], None], memory: Memory, generators: Sequence[torch.Generator],
-                reference: Reference | None) -> CapturedGraph:
+    def capture(
+        self, fn: Callable[[], None], memory: Memory, generators: Sequence[torch.Generator], reference: Reference | None
+    ) -> CapturedGraph:
         """Run `fn` once and keep what it did, drawing from these generators only.
 
         The caller holds the capture lock, has set the gradient mode, and takes the state back afterwards. With a

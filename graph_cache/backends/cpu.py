@@ -85,8 +85,9 @@ class CpuBackend:
         target.copy_(source)
         return lambda: None
 
-    def capture(self, fn: Callable[[], None], memory: Arena, generators: Sequence[torch.Generator],
-                reference: Reference | None) -> CpuGraph:
+    def capture(
+        self, fn: Callable[[], None], memory: Arena, generators: Sequence[torch.Generator], reference: Reference | None
+    ) -> CpuGraph:
         """Record `fn`, lay its intermediates out in the arena, and check a replay against the eager run.
 
         What the run leaves alive (what a forward saves for its backward, gradients) stays where the run put it.
@@ -107,8 +108,10 @@ class CpuBackend:
             self._capturing_thread = self._recorder = None
         recorder.keep_what_lives()
         if reference is not None and (faults := reference.differences()):
-            raise CaptureError(f"two eager runs from the same inputs differ in {faults} outputs: something in the "
-                               "callable depends on the host, on earlier runs or on an unregistered generator")
+            raise CaptureError(
+                f"two eager runs from the same inputs differ in {faults} outputs: something in the "
+                "callable depends on the host, on earlier runs or on an unregistered generator"
+            )
         checks = [] if reference is None else [reference]
         if reference is not None and torch.is_inference_mode_enabled():
             checks += self._noisy(fn, reference)  # a second run would part a forward from what it saved

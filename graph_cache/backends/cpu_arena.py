@@ -80,8 +80,9 @@ class Claim:
         self.nbytes = nbytes
         self._arena = arena
 
-    def tensor(self, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...],
-               byte_offset: int) -> torch.Tensor:
+    def tensor(
+        self, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...], byte_offset: int
+    ) -> torch.Tensor:
         """A view of the arena. `byte_offset` is aligned to the dtype."""
         storage = self._arena.storage
         return torch.empty(0, dtype=dtype).set_(storage, byte_offset // dtype.itemsize, size, stride)

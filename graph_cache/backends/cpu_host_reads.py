@@ -51,8 +51,10 @@ def _refusing(name: str, before: Callable[..., Any]) -> Callable[..., Any]:
     def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         allowed = _allowed.get(threading.get_ident())
         if allowed is not None and not allowed(tensor):
-            raise CaptureRefused(f"Tensor.{name}(): the host reads a tensor's values here, and a replay would not read "
-                                 "them again. Keep them in a tensor, or make them a keyword of the graph's key")
+            raise CaptureRefused(
+                f"Tensor.{name}(): the host reads a tensor's values here, and a replay would not read "
+                "them again. Keep them in a tensor, or make them a keyword of the graph's key"
+            )
         return before(tensor, *args, **kwargs)
 
     return read

@@ -16,8 +16,13 @@ from graph_cache.reference import same_bits
 FACTORY_ARGUMENTS = {"dtype", "layout", "device", "pin_memory"}
 
 # Operations that also write into an argument without saying so in their schema: trying them twice would write twice.
-WRITE_UNANNOUNCED = {"aten::native_batch_norm", "aten::batch_norm_with_update", "aten::_batch_norm_impl_index",
-                     "aten::native_instance_norm", "aten::rrelu_with_noise_functional"}
+WRITE_UNANNOUNCED = {
+    "aten::native_batch_norm",
+    "aten::batch_norm_with_update",
+    "aten::_batch_norm_impl_index",
+    "aten::native_instance_norm",
+    "aten::rrelu_with_noise_functional",
+}
 
 
 @functools.cache
@@ -39,8 +44,9 @@ def out_overload(func: torch._ops.OpOverload) -> tuple[torch._ops.OpOverload, tu
     return None
 
 
-def out_call(func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any],
-             targets: Sequence[torch.Tensor]) -> tuple[torch._ops.OpOverload, tuple, dict[str, Any]]:
+def out_call(
+    func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], targets: Sequence[torch.Tensor]
+) -> tuple[torch._ops.OpOverload, tuple, dict[str, Any]]:
     """`func(*args, **kwargs)` as a call that writes its results into `targets`. The overload must exist."""
     out_func, out_names = out_overload(func)
     arguments = out_func._schema.arguments

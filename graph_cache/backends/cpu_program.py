@@ -64,8 +64,9 @@ def bind(tape: Tape, claim: Claim, offsets: list[int]) -> list[Call]:
             continue
         targets = tree_map(tensor_of, op.outs)
         copying = Call(op.func, args, kwargs, targets, op.grad)
-        calls.append(Call(*out_call(op.func, args, kwargs, targets), grad=op.grad, instead=copying)
-                     if op.in_place else copying)
+        calls.append(
+            Call(*out_call(op.func, args, kwargs, targets), grad=op.grad, instead=copying) if op.in_place else copying
+        )
     return calls
 
 
@@ -153,8 +154,13 @@ def _append(graph: torch._C.Graph, constants: dict, call: Call) -> None:
             pairs = [(target, output)]
         for into, value in pairs:
             if into is not None:
-                graph.insertNode(graph.create("aten::copy_", [_value(graph, constants, into, None), value,
-                                                              _value(graph, constants, False, None)], 1))
+                graph.insertNode(
+                    graph.create(
+                        "aten::copy_",
+                        [_value(graph, constants, into, None), value, _value(graph, constants, False, None)],
+                        1,
+                    )
+                )
 
 
 def _finds_overload(node: torch._C.Node, call: Call, given: dict[str, Any]) -> bool:
@@ -163,8 +169,10 @@ def _finds_overload(node: torch._C.Node, call: Call, given: dict[str, Any]) -> b
     Except where a number stands for a tensor: there it finds the overload for numbers, which means the same.
     """
     found, wanted = node.schema().split("(")[0], str(call.func._schema).split("(")[0]
-    numbers = any(isinstance(given.get(argument.name), (bool, int, float, complex)) and "Tensor" in str(argument.type)
-                  for argument in call.func._schema.arguments)
+    numbers = any(
+        isinstance(given.get(argument.name), (bool, int, float, complex)) and "Tensor" in str(argument.type)
+        for argument in call.func._schema.arguments
+    )
     return found == wanted or (numbers and found.partition(".")[0] == wanted.partition(".")[0])
 
 

@@ -21,11 +21,23 @@ from graph_cache.errors import CaptureRefused
 
 aten = torch.ops.aten
 MOVES_STORAGE = {"aten::resize_", "aten::set_", "aten::resize_as_"}
-UNDEFINED_CONTENTS = {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided",
-                      "aten::new_empty_strided", "aten::empty_permuted"}
+UNDEFINED_CONTENTS = {
+    "aten::empty",
+    "aten::empty_like",
+    "aten::new_empty",
+    "aten::empty_strided",
+    "aten::new_empty_strided",
+    "aten::empty_permuted",
+}
 BYTE_MASKS = (torch.bool, torch.uint8)
-INDEXING = {"aten::index", "aten::_unsafe_index", "aten::index_put_", "aten::index_put", "aten::_unsafe_index_put",
-            "aten::_index_put_impl_"}
+INDEXING = {
+    "aten::index",
+    "aten::_unsafe_index",
+    "aten::index_put_",
+    "aten::index_put",
+    "aten::_unsafe_index_put",
+    "aten::_index_put_impl_",
+}
 EXCHANGES = ("c10d::", "_c10d_functional::")  # between processes
 
 
@@ -186,10 +198,22 @@ class TapeRecorder(TorchDispatchMode):
 
         outs = tree_map(made, result if len(func._schema.returns) > 1 else (result,))
         fresh = any(isinstance(leaf, Ref) for leaf in tree_flatten(outs)[0])
-        in_place = (func._schema.name not in UNDEFINED_CONTENTS
-                    and all(isinstance(out, Ref) for out in outs) and writes_the_same(func, args, kwargs, result))
-        self.tape.ops.append(Op(func, tree_map(used, args), tree_map(used, kwargs), tuple(outs), fresh, in_place,
-                                torch.is_grad_enabled()))
+        in_place = (
+            func._schema.name not in UNDEFINED_CONTENTS
+            and all(isinstance(out, Ref) for out in outs)
+            and writes_the_same(func, args, kwargs, result)
+        )
+        self.tape.ops.append(
+            Op(
+                func,
+                tree_map(used, args),
+                tree_map(used, kwargs),
+                tuple(outs),
+                fresh,
+                in_place,
+                torch.is_grad_enabled(),
+            )
+        )
         for tensor in (*inputs, *results):
             storage = tensor.untyped_storage()
             buffer = self._buffer_of.get(storage._cdata)
@@ -204,8 +228,14 @@ class TapeRecorder(TorchDispatchMode):
         at the addresses that it was captured with; and because the interpreter takes no constants that need a gradient.
         """
         storage = tensor.untyped_storage()
-        seen = (tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()), tensor.storage_offset(), tensor.is_conj(),
-                tensor.is_neg())
+        seen = (
+            tensor.dtype,
+            tuple(tensor.size()),
+            tuple(tensor.stride()),
+            tensor.storage_offset(),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
         buffer = self._buffer_of.get(storage._cdata)
         if buffer is not None:
             return Ref(buffer, *seen)
@@ -216,32 +246,51 @@ class TapeRecorder(TorchDispatchMode):
     def _refuse(self, func, args, kwargs) -> None:
         name = func._schema.name
         if name == "aten::_local_scalar_dense" or torch.Tag.data_dependent_output in func.tags:
-            raise CaptureRefused(f"{func}: the host reads a tensor's value here, and a replay would not "
-                                 "read it again. Keep it in a tensor, or make it a keyword of the graph's key")
+            raise CaptureRefused(
+                f"{func}: the host reads a tensor's value here, and a replay would not "
+                "read it again. Keep it in a tensor, or make it a keyword of the graph's key"
+            )
         if torch.Tag.dynamic_output_shape in func.tags and name not in INDEXING:
             raise CaptureRefused(f"{func}: the shape of its output depends on data, and a graph's shapes are fixed")
         if name.startswith(EXCHANGES) and not _changes_nothing(name, args):
-            raise CaptureRefused(f"{func}: processes exchange tensors here, which a graph on a CPU can't do again. "
-                                 "Leave it out of what is captured")
+            raise CaptureRefused(
+                f"{func}: processes exchange tensors here, which a graph on a CPU can't do again. "
+                "Leave it out of what is captured"
+            )
         if name in MOVES_STORAGE:
             raise CaptureRefused(f"{func}: it moves storage, and a graph's addresses are fixed")
         if name in INDEXING:
             masked = any(index is not None and index.dtype in BYTE_MASKS for index in args[1])
             if masked and not self._fills(name, *args):
-                raise CaptureRefused(f"{func} with a boolean or uint8 mask: how many elements it selects depends on "
-                                     "data. Use torch.where or integer indices")
+                raise CaptureRefused(
+                    f"{func} with a boolean or uint8 mask: how many elements it selects depends on "
+                    "data. Use torch.where or integer indices"
+                )
         devices = {leaf.device.type for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)}
         if devices - {"cpu", "meta"}:
             raise CaptureRefused(f"{func}: tensors on {', '.join(sorted(devices))} inside a CPU graph")
         if torch.Tag.nondeterministic_seeded in func.tags and not self._draw_is_registered(func, args, kwargs):
-            raise CaptureRefused(f"{func} draws from a generator that is not registered with this graph: "
-                                 "pass it in `generators`, so that replays draw fresh numbers")
+            raise CaptureRefused(
+                f"{func} draws from a generator that is not registered with this graph: "
+                "pass it in `generators`, so that replays draw fresh numbers"
+            )
 
-    def _fills(self, name: str, tensor: torch.Tensor, indices: Sequence[torch.Tensor | None], value: Any = None,
-               accumulate: bool = False) -> bool:
+    def _fills(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        indices: Sequence[torch.Tensor | None],
+        value: Any = None,
+        accumulate: bool = False,
+    ) -> bool:
         """Whether it is `x[mask] = number`, which torch runs as masked_fill_: on a GPU, too, nothing is selected."""
-        return ("index_put" in name and not accumulate and sum(index is not None for index in indices) == 1
-                and value.numel() == 1 and value.untyped_storage()._cdata in self._numbers)
+        return (
+            "index_put" in name
+            and not accumulate
+            and sum(index is not None for index in indices) == 1
+            and value.numel() == 1
+            and value.untyped_storage()._cdata in self._numbers
+        )
 
     def _draw_is_registered(self, func, args, kwargs) -> bool:
         """Deterministic uses of random-capable calls (dropout off) pass; true draws need a registered generator."""

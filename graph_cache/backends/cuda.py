@@ -24,10 +24,12 @@ logger = logging.getLogger(__name__)
 # What the driver or PyTorch says when an operation can't be part of a graph (a synchronisation, a host read).
 REFUSALS = ("operation not permitted when stream is capturing", "capture", "cudaErrorStreamCapture")
 LEGACY = "legacy stream depend on a capturing"
-REMEDY = ("something works on the default stream, which no capture can wait for. If that is a wrapper for data "
-          "parallelism, whose gradients add up on the stream where it was made, make it on another: `stream = "
-          "torch.cuda.Stream(); stream.wait_stream(torch.cuda.current_stream()); with torch.cuda.stream(stream): "
-          "model = DistributedDataParallel(…)`, and torch.cuda.current_stream().wait_stream(stream). ")
+REMEDY = (
+    "something works on the default stream, which no capture can wait for. If that is a wrapper for data "
+    "parallelism, whose gradients add up on the stream where it was made, make it on another: `stream = "
+    "torch.cuda.Stream(); stream.wait_stream(torch.cuda.current_stream()); with torch.cuda.stream(stream): "
+    "model = DistributedDataParallel(…)`, and torch.cuda.current_stream().wait_stream(stream). "
+)
 
 
 class CudaMemory:
@@ -157,7 +159,8 @@ class CudaBackend:
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = torch._C._construct_storage_from_data_pointer(
-            tensor.untyped_storage().data_ptr(), tensor.device, tensor.untyped_storage().nbytes())
+            tensor.untyped_storage().data_ptr(), tensor.device, tensor.untyped_storage().nbytes()
+        )
         alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return alias.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
@@ -170,8 +173,13 @@ class CudaBackend:
         arrived.record(torch.cuda.current_stream(self.device))
         return arrived.synchronize
 
-    def capture(self, fn: Callable[[], None], memory: CudaMemory, generators: Sequence[torch.Generator],
-                reference: Reference | None) -> CudaBackendGraph:
+    def capture(
+        self,
+        fn: Callable[[], None],
+        memory: CudaMemory,
+        generators: Sequence[torch.Generator],
+        reference: Reference | None,
+    ) -> CudaBackendGraph:
         """Capture `fn` on the capture stream into `memory`."""
         torch.cuda.synchronize(self.device)
         with self.on_capture_stream():
@@ -212,7 +220,8 @@ class CudaBackend:
                 f"it copies {', '.join(copies)}: pageable memory of the host, which may be gone or hold something else "
                 "when the graph is replayed. Copy from pinned memory that outlives the graph. Where it is a library's "
                 "doing, another shape or implementation may do without: cuDNN's attention copies in its backward at "
-                "sequence lengths that are no multiple of 128")
+                "sequence lengths that are no multiple of 128"
+            )
 
     def _new_graph(self, generators: Sequence[torch.Generator]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
@@ -226,6 +235,7 @@ class CudaBackend:
         A capture that ends in an error leaves generators in capture mode: every later draw would fail. An empty capture
         that ends well takes them out of it.
         """
+
         def stop_recording() -> None:
             torch._C._cuda_endAllocateToPool(self.device.index, memory.id)
 

@@ -25,9 +25,19 @@ _INVALID_VALUE = 1  # of CUresult
 class _Side(ctypes.Structure):
     """One side of a CUDA_MEMCPY3D."""
 
-    _fields_ = [("x", c_size_t), ("y", c_size_t), ("z", c_size_t), ("lod", c_size_t), ("memory_type", c_int),
-                ("host", c_void_p), ("device", c_void_p), ("array", c_void_p), ("reserved", c_void_p),
-                ("pitch", c_size_t), ("height", c_size_t)]
+    _fields_ = [
+        ("x", c_size_t),
+        ("y", c_size_t),
+        ("z", c_size_t),
+        ("lod", c_size_t),
+        ("memory_type", c_int),
+        ("host", c_void_p),
+        ("device", c_void_p),
+        ("array", c_void_p),
+        ("reserved", c_void_p),
+        ("pitch", c_size_t),
+        ("height", c_size_t),
+    ]
 
     @property
     def address(self) -> int | None:
@@ -84,8 +94,7 @@ def _under_way(driver: ctypes.PyDLL, stream: int) -> c_void_p | None:
     """The graph that this CUstream is being captured into."""
     status, number, graph = c_int(), c_uint64(), c_void_p()
     # No dependencies are asked for: a capture whose last edges carry data could not answer.
-    _checked(driver.cuStreamGetCaptureInfo_v2(
-        c_void_p(stream), byref(status), byref(number), byref(graph), None, None))
+    _checked(driver.cuStreamGetCaptureInfo_v2(c_void_p(stream), byref(status), byref(number), byref(graph), None, None))
     return graph if status.value == _ACTIVE else None
 
 

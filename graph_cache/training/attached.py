@@ -27,8 +27,12 @@ logger = logging.getLogger(__name__)
 
 FORWARD = "forward"
 MANY_CHANGES = 8
-GLOBAL_HOOKS = [hooks_of_modules._global_forward_hooks, hooks_of_modules._global_forward_pre_hooks,
-                hooks_of_modules._global_backward_hooks, hooks_of_modules._global_backward_pre_hooks]
+GLOBAL_HOOKS = [
+    hooks_of_modules._global_forward_hooks,
+    hooks_of_modules._global_forward_pre_hooks,
+    hooks_of_modules._global_backward_hooks,
+    hooks_of_modules._global_backward_pre_hooks,
+]
 Hook = Callable[..., Any]
 
 
@@ -44,8 +48,7 @@ class Surroundings(Protocol):
         """Context for a capture, in which calls are surrounded as `of` saw it; all is as before afterwards."""
 
     def watch(self, modules: Sequence[nn.Module]) -> Callable[[], bool]:
-        """Just captured: a function that says whether all that graphs of these read beside parameters is where it was.
-        """
+        """After a capture: return a check that non-parameter state read by these modules' graphs has not moved."""
 
     def replaying(self, modules: Sequence[nn.Module]) -> None:
         """A graph is about to replay in the place of these: pass on what it reads from a tensor."""
@@ -55,8 +58,7 @@ class Surroundings(Protocol):
 
 
 class Carry(Protocol):
-    """Of a part that leaves something beside its result where later code finds it: what makes a replay leave it, too.
-    """
+    """Reproduce on replay the side outputs of a part: values that its forward leaves outside its result."""
 
     def gather(self, call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """The call's result and what it left, as a tree; what is an argument stands there as a value that says so."""
@@ -128,8 +130,9 @@ class AttachedModule:
     Raises GraphConfigError where its calls are replaced already.
     """
 
-    def __init__(self, part: Part, fired: Callable[[Hook], bool] | None = None,
-                 surroundings: Surroundings | None = None):
+    def __init__(
+        self, part: Part, fired: Callable[[Hook], bool] | None = None, surroundings: Surroundings | None = None
+    ):
         name, module = part.name, part.module
         self.name = name
         self.module = module
@@ -143,8 +146,9 @@ class AttachedModule:
         self.before = vars(module).get(self._seam)
         wraps = part.method == FORWARD and is_compiled(module)  # a compiled call of another module's
         if self._seam == part.method and self.before is not None and not (wraps or self._is_its_own(self.before)):
-            raise GraphConfigError(f"{name}: its {part.method} is replaced already ({self.before!r}); detach whatever "
-                                   "did so first")
+            raise GraphConfigError(
+                f"{name}: its {part.method} is replaced already ({self.before!r}); detach whatever did so first"
+            )
         if isinstance(self.before, Seam):
             raise GraphConfigError(f"{name}: it is attached already; detach it first")
         self.eager: Callable[..., Any] = getattr(module, self._seam)
@@ -158,8 +162,11 @@ class AttachedModule:
         if part.submodules:
             self.submodules[0] = module  # of a list of submodules the mode says nothing
         self._inner = self.submodules if is_inside else self.submodules[1:]
-        self.hooks = [hooks for one in self._inner for hooks in (one._forward_hooks, one._forward_pre_hooks,
-                                                                 one._backward_hooks, one._backward_pre_hooks)]
+        self.hooks = [
+            hooks
+            for one in self._inner
+            for hooks in (one._forward_hooks, one._forward_pre_hooks, one._backward_hooks, one._backward_pre_hooks)
+        ]
         self.hooks += GLOBAL_HOOKS
         found = [(vars(module), name) for module in self.submodules for name in numbers_of(module, (float,))]
         self.numbers, self.numbers_names = zip(*found, strict=True) if found else ((), ())
@@ -170,8 +177,11 @@ class AttachedModule:
 
     def _is_its_own(self, call: Any) -> bool:
         """Whether it is the method that the class has: so a deep copy of an attached module has it."""
-        return isinstance(call, MethodType) and call.__self__ is self.module and (
-            call.__func__ is getattr(type(self.module), self.method, None))
+        return (
+            isinstance(call, MethodType)
+            and call.__self__ is self.module
+            and (call.__func__ is getattr(type(self.module), self.method, None))
+        )
 
     def take_over(self, call: Callable[[Any, tuple, dict[str, Any]], Any]) -> None:
         """From here on calls of the module are calls of this, with this object, the arguments and the keywords."""
@@ -201,8 +211,12 @@ class AttachedModule:
         self.hooks_inside = bool(found)  # a replay would leave them out
         trained = [parameter.requires_grad for parameter in self.parameters]
         self.frozen = True not in trained
-        self.state = (self.hooks_inside, *trained, *[module.training for module in self.submodules],
-                      *floats_of(self.numbers, self.numbers_names))
+        self.state = (
+            self.hooks_inside,
+            *trained,
+            *[module.training for module in self.submodules],
+            *floats_of(self.numbers, self.numbers_names),
+        )
 
     def _pre_hooks(self, module: nn.Module) -> dict[int, Hook]:
         """Those hooks of a submodule that run before a replay."""
@@ -211,8 +225,11 @@ class AttachedModule:
     def reread_parameters(self) -> None:
         """Take the parameters that the modules have now as their own."""
         self.parameters = list(self.scope.parameters())
-        found = [(module._parameters, name, parameter) for module in self.scope.modules()
-                 for name, parameter in module._parameters.items()]
+        found = [
+            (module._parameters, name, parameter)
+            for module in self.scope.modules()
+            for name, parameter in module._parameters.items()
+        ]
         self._registries, self._names, self._registered = zip(*found, strict=True) if found else ((), (), ())
 
     def has_its_parameters(self) -> bool:
@@ -233,7 +250,7 @@ class AttachedModule:
         """The modes of this state within the block: a capture may come while a job evaluates."""
         before = [module.training for module in self.submodules]
         first = 1 + len(self.parameters)
-        for module, training in zip(self.submodules, state[first:first + len(self.submodules)], strict=True):
+        for module, training in zip(self.submodules, state[first : first + len(self.submodules)], strict=True):
             module.training = training
         try:
             yield
@@ -310,14 +327,20 @@ class Watched:
         for place, (before, now) in enumerate(zip(self._seen[-1] if self._seen else numbers, numbers, strict=True)):
             self._changes[place] += before != now
             if before != now and self._changes[place] == MANY_CHANGES:
-                logger.warning("the attribute %s of a graphed module changes again and again, and each value is a kind "
-                               "of call of its own: keep it elsewhere, or in a tensor if its forward reads it",
-                               self._names[place])
+                logger.warning(
+                    "the attribute %s of a graphed module changes again and again, and each value is a kind "
+                    "of call of its own: keep it elsewhere, or in a tensor if its forward reads it",
+                    self._names[place],
+                )
 
     def refresh(self) -> None:
         """Bring the state of each module up to date."""
-        now = (list(map(_requires_grad, self._parameters)), list(map(_training, self._submodules)),
-               list(map(len, self._hooks)), floats_of(self._numbers, self._names))
+        now = (
+            list(map(_requires_grad, self._parameters)),
+            list(map(_training, self._submodules)),
+            list(map(len, self._hooks)),
+            floats_of(self._numbers, self._names),
+        )
         if now != self._seen:
             self._count_changes(now[-1])
             self._seen = now

@@ -49,8 +49,10 @@ class Lease:
 def _replayed(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     call, lease = ctx.call, ctx.lease
     if lease.ended:
-        raise GraphError(f"the backward of {call.name} was run twice: a graph's backward runs once, since the next "
-                         "forward reuses its memory; detach the module from its graphs to retain it")
+        raise GraphError(
+            f"the backward of {call.name} was run twice: a graph's backward runs once, since the next "
+            "forward reuses its memory; detach the module from its graphs to retain it"
+        )
     found = call.replay_backward(grads)
     for index in ctx.copied:
         if found[index] is not None:
@@ -68,8 +70,9 @@ class _Replay(torch.autograd.Function):
         ctx.call, ctx.lease = call, lease
         # What is returned for an input may become the .grad of a leaf before it, or be sent away while the next graph
         # runs, whose temporaries may lie there: copies, but where another pair's backward reads it at once.
-        ctx.copied = [index for index in call.wanting
-                      if index not in call.passed_on or type(tensors[index].grad_fn) is not _PAIR]
+        ctx.copied = [
+            index for index in call.wanting if index not in call.passed_on or type(tensors[index].grad_fn) is not _PAIR
+        ]
         outputs = call.replay_forward(tensors)
         ctx.set_materialize_grads(False)  # an output that no loss used has no gradient, and not one of zeros
         if call.undifferentiable:

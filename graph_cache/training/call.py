@@ -62,8 +62,9 @@ OF_ITS_OWN_MEMORY = (Tensor, nn.Parameter)  # other classes take a closer look
 TENSOR = "<tensor>"  # stands where a tensor argument was, among the values
 
 
-def take_apart(args: tuple, kwargs: dict[str, Any], training: bool,
-               around: Hashable = None) -> tuple[CallKey, list[Tensor]]:
+def take_apart(
+    args: tuple, kwargs: dict[str, Any], training: bool, around: Hashable = None
+) -> tuple[CallKey, list[Tensor]]:
     """A call's key and its tensor arguments, in order."""
     if not kwargs and all(isinstance(argument, Tensor) for argument in args):
         tensors, values = list(args), (TENSOR,) * len(args)  # no tree to walk
@@ -73,10 +74,22 @@ def take_apart(args: tuple, kwargs: dict[str, Any], training: bool,
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         values = tuple([TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves])
     grad = torch.is_grad_enabled()
-    signatures = tuple([(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, grad and tensor.requires_grad)
-                        for tensor in tensors])
-    key = CallKey(structure, values, tuple(map(type, values)), signatures, training, grad,
-                  _autocast(tensors[0].device.type if tensors else "cpu"), around)
+    signatures = tuple(
+        [
+            (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, grad and tensor.requires_grad)
+            for tensor in tensors
+        ]
+    )
+    key = CallKey(
+        structure,
+        values,
+        tuple(map(type, values)),
+        signatures,
+        training,
+        grad,
+        _autocast(tensors[0].device.type if tensors else "cpu"),
+        around,
+    )
     return key, tensors
 
 
@@ -135,8 +148,9 @@ class Expected:
         self._signatures = key.tensors
         self._values = list(zip(key.values, key.types, strict=True))
 
-    def tensors(self, args: tuple, kwargs: dict[str, Any], training: bool,
-                around: Hashable = None) -> Sequence[Tensor] | None:
+    def tensors(
+        self, args: tuple, kwargs: dict[str, Any], training: bool, around: Hashable = None
+    ) -> Sequence[Tensor] | None:
         """The tensors of a call of this key, in order; None for any other call, and for one that takes a closer look.
 
         The caller has gradients enabled.
@@ -144,14 +158,19 @@ class Expected:
         if not self._plain or training != self._training or len(args) != self._count or around != self._around:
             return None
         if torch.is_autocast_enabled(self._device) != self._autocast[0] or (
-                self._autocast[0] and torch.get_autocast_dtype(self._device) != self._autocast[1]):
+            self._autocast[0] and torch.get_autocast_dtype(self._device) != self._autocast[1]
+        ):
             return None
         tensors = args if self._only_tensors and not kwargs else self._among(args, kwargs)
         if tensors is None:
             return None
         for tensor, signature in zip(tensors, self._signatures, strict=True):
-            if type(tensor) not in OF_ITS_OWN_MEMORY or is_sparse(tensor) or is_lazy(tensor) or signature != (
-                    tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad):
+            if (
+                type(tensor) not in OF_ITS_OWN_MEMORY
+                or is_sparse(tensor)
+                or is_lazy(tensor)
+                or signature != (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+            ):
                 return None
         return tensors
 

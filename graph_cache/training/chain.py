@@ -130,8 +130,9 @@ class Chain:
     def record(self, kind: Kind, tensors: Sequence[Tensor], args: tuple, kwargs: dict[str, Any]) -> int:
         """A new place for a call like this one, which runs eager now."""
         sources = self.sources(tensors)
-        kept = [tensor.detach().clone() if source is None else None
-                for tensor, source in zip(tensors, sources, strict=True)]
+        kept = [
+            tensor.detach().clone() if source is None else None for tensor, source in zip(tensors, sources, strict=True)
+        ]
         self._samples.append(Sample(kept, sources, Expected(kind[1], args, kwargs)))
         return self.order.add(kind)
 
@@ -180,9 +181,11 @@ class Chain:
         return is_whole
 
     def _feeds_others(self, place: int) -> bool:
-        return any(entry is not None and source is not None and source[0] == place
-                   for entry, sample in zip(self.order.pairs, self._samples, strict=True)
-                   for source in sample.sources)
+        return any(
+            entry is not None and source is not None and source[0] == place
+            for entry, sample in zip(self.order.pairs, self._samples, strict=True)
+            for source in sample.sources
+        )
 
     def _choose_who_hands_out(self) -> None:
         """Of each module's calls the first hands its gradients out without a copy: the others' are added to those.
@@ -208,8 +211,11 @@ class Chain:
         taken = {source for sample in self._samples for source in sample.sources}
         for place, entry in enumerate(self.order.pairs):
             if entry is not None:
-                entry.pair.copied = {index for index, output in enumerate(entry.pair.outputs)
-                                     if output.nbytes <= SMALL and (place, index) not in taken}
+                entry.pair.copied = {
+                    index
+                    for index, output in enumerate(entry.pair.outputs)
+                    if output.nbytes <= SMALL and (place, index) not in taken
+                }
 
     def _capture_forward(self, place: int, sample: Sample) -> None:
         owner, key, state = self.order.kind(place)
@@ -234,13 +240,20 @@ class Chain:
         """Where one later call alone took an output, its gradient is read where that call's backward leaves it."""
         pair, arriving = self.order.pairs[place].pair, {}
         for index in pair.differentiable:
-            takers = [(taker, position) for taker, sample in enumerate(self._samples)
-                      for position, source in enumerate(sample.sources) if source == (place, index)]
+            takers = [
+                (taker, position)
+                for taker, sample in enumerate(self._samples)
+                for position, source in enumerate(sample.sources)
+                if source == (place, index)
+            ]
             taker = self.order.pairs[takers[0][0]] if len(takers) == 1 and takers[0][0] > place else None
             grad = taker.pair.input_grads[takers[0][1]] if taker is not None and taker.pair.input_grads else None
             output = pair.outputs[index]
             if grad is not None and (grad.shape, grad.stride(), grad.dtype) == (
-                    output.shape, output.stride(), output.dtype):
+                output.shape,
+                output.stride(),
+                output.dtype,
+            ):
                 arriving[index] = grad
                 taker.pair.passed_on.add(takers[0][1])
         pair.capture_backward(arriving)
@@ -253,8 +266,12 @@ class Chain:
             capture()
             self._job.stats.captures[owner.name, SCOPE, "recorded"] += 1
         except Exception as error:  # of the capture, or for want of memory for what it needs
-            logger.error("capture of %s failed, it will run eager: %s", owner.name, error,
-                         exc_info=not isinstance(error, CaptureError))
+            logger.error(
+                "capture of %s failed, it will run eager: %s",
+                owner.name,
+                error,
+                exc_info=not isinstance(error, CaptureError),
+            )
             self._job.stats.capture_failed(owner.name, SCOPE, error)
             owner.refused.add(kind)
             self.order.remove(place)

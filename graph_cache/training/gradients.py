@@ -54,8 +54,10 @@ class Room:
     """
 
     def __init__(self, parameters: Sequence[Tensor]):
-        self._places = [torch.empty_like(parameter, memory_format=torch.contiguous_format, requires_grad=False)
-                        for parameter in parameters]
+        self._places = [
+            torch.empty_like(parameter, memory_format=torch.contiguous_format, requires_grad=False)
+            for parameter in parameters
+        ]
         self._at = {place.data_ptr(): place for place in self._places if place.numel()}
         self._used: set[int] = set()  # addresses that the backward writes to
 
@@ -68,8 +70,9 @@ class Room:
         self._places = [place for place in self._places if place.numel() and place.data_ptr() in self._used]
         self._at = {place.data_ptr(): place for place in self._places}
 
-    def settle(self, inputs: Sequence[Tensor | None],
-               found: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    def settle(
+        self, inputs: Sequence[Tensor | None], found: Sequence[Tensor | None]
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """The gradients of inputs and of parameters after a backward: those of parameters here and all apart, those of
         inputs elsewhere.
         """
@@ -90,8 +93,9 @@ class Room:
         sources, targets = [], []
         for index, grad in enumerate(found):
             if grad is not None and settled[index] is None:
-                settled[index] = next(place for place in free.values()
-                                      if place.shape == grad.shape and place.dtype == grad.dtype)
+                settled[index] = next(
+                    place for place in free.values() if place.shape == grad.shape and place.dtype == grad.dtype
+                )
                 sources.append(elsewhere(grad))
                 targets.append(free.pop(settled[index].data_ptr()))
         self._used |= {grad.data_ptr() for grad in settled if grad is not None}

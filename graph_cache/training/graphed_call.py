@@ -110,8 +110,10 @@ class GraphedCall:
         `arriving`: static tensors in which another call's backward leaves the gradient of an output, by its index; from
         there it needs no copy.
         """
-        self.grad_outputs = [arriving[index] if index in arriving else torch.ones_like(self.outputs[index])
-                             for index in self.differentiable]
+        self.grad_outputs = [
+            arriving[index] if index in arriving else torch.ones_like(self.outputs[index])
+            for index in self.differentiable
+        ]
         if self.hands_out:
             self._room = Room(self.parameters)
         # From another random state than the forward's: a backward that goes back to the forward's state by itself, as
@@ -128,18 +130,25 @@ class GraphedCall:
             self._room.let_go_of_the_rest()
             self._handed_out = HandedOut([grad for grad in self.parameter_grads if grad is not None])
         else:  # read right after each replay, before any other graph runs: their memory may serve other backwards
-            self.parameter_grads = [None if grad is None else self._pool.backend.borrow(grad)
-                                    for grad in self.parameter_grads]
+            self.parameter_grads = [
+                None if grad is None else self._pool.backend.borrow(grad) for grad in self.parameter_grads
+            ]
         self._copies = Copies(self.parameter_grads)
         self._found = [*self.input_grads, *self._with_dummies(self.parameter_grads)]
         self._replay_backward = self._backward_graph.bare_replay
-        self._grads_at = [(index, static.data_ptr(), static)
-                          for index, static in zip(self.differentiable, self.grad_outputs, strict=True)]
+        self._grads_at = [
+            (index, static.data_ptr(), static)
+            for index, static in zip(self.differentiable, self.grad_outputs, strict=True)
+        ]
 
     def _run_forward(self) -> None:
         args, kwargs = put_together(self.key, self.inputs)
-        with (self._surrounded(self.key.around), autocast_as(self.key), self._stand_ins,
-              refused_side_effects(self.name, self._scope, self.inputs)):
+        with (
+            self._surrounded(self.key.around),
+            autocast_as(self.key),
+            self._stand_ins,
+            refused_side_effects(self.name, self._scope, self.inputs),
+        ):
             self.result, self.outputs = Result.of(self._forward(*args, **kwargs))
         if any(map(is_sparse, self.outputs)):
             raise CaptureRefused(f"{self.name} returns a sparse tensor, which has no memory of its own to find it in")
@@ -150,13 +159,18 @@ class GraphedCall:
         self.input_grads = self.parameter_grads = []
         room = self._room.filling() if self._room is not None else nullcontext()
         with self._no_other_gradients(), no_autocast(self.key), room:
-            found = list(torch.autograd.grad(
-                [self.outputs[index] for index in self.differentiable], wanted, self.grad_outputs,
-                retain_graph=True, allow_unused=True,  # retained: what was saved must never be lent to another graph
-            ))
-        of_inputs = iter(found[:len(self.wanting)])
+            found = list(
+                torch.autograd.grad(
+                    [self.outputs[index] for index in self.differentiable],
+                    wanted,
+                    self.grad_outputs,
+                    retain_graph=True,
+                    allow_unused=True,  # retained: what was saved must never be lent to another graph
+                )
+            )
+        of_inputs = iter(found[: len(self.wanting)])
         self.input_grads = [next(of_inputs) if tensor.requires_grad else None for tensor in self.inputs]
-        del of_inputs, found[:len(self.wanting)]
+        del of_inputs, found[: len(self.wanting)]
         added = [getattr(leaf, ADDED, False) for leaf in leaves]
         self._added = [parameter for parameter, is_added in zip(self.parameters, added, strict=True) if is_added]
         self._dummies = [grad if is_added else None for grad, is_added in zip(found, added, strict=True)]
@@ -177,8 +191,10 @@ class GraphedCall:
         try:
             yield
             if any(parameter.grad is not None for parameter in self.parameters):
-                raise CaptureRefused(f"the backward of {self.name} runs another one inside, which adds to gradients "
-                                     "out of a graph's sight: use torch.utils.checkpoint, or leave this part out")
+                raise CaptureRefused(
+                    f"the backward of {self.name} runs another one inside, which adds to gradients "
+                    "out of a graph's sight: use torch.utils.checkpoint, or leave this part out"
+                )
         finally:
             for parameter, grad in zip(self.parameters, before, strict=True):
                 parameter.grad = grad
@@ -205,8 +221,12 @@ class GraphedCall:
             self._unheld = self._users_of_outputs()
         self._replay_forward()
         if self.copied:
-            return tuple([output.detach().clone() if index in self.copied else output.detach()
-                          for index, output in enumerate(self.outputs)])
+            return tuple(
+                [
+                    output.detach().clone() if index in self.copied else output.detach()
+                    for index, output in enumerate(self.outputs)
+                ]
+            )
         return tuple([output.detach() for output in self.outputs])
 
     def is_held(self) -> bool:
@@ -253,8 +273,10 @@ class GraphedCall:
 
     def _with_dummies(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Gradients of parameters, and for those that were added to a main_grad what the backward returned."""
-        return [dummy if grad is None and dummy is not None else grad
-                for grad, dummy in zip(grads, self._dummies, strict=True)]
+        return [
+            dummy if grad is None and dummy is not None else grad
+            for grad, dummy in zip(grads, self._dummies, strict=True)
+        ]
 
     def close(self) -> None:
         """Destroy both graphs and let go of everything static."""

@@ -78,9 +78,17 @@ class CapturedIteration:
     as copies; `.grad` is left as the step leaves it.
     """
 
-    def __init__(self, step: Callable[..., Any], pool: GraphPool, stats: CacheStats, *, name: str = "iteration",
-                 warmup_steps: int = 3, generators: Sequence[torch.Generator] = (),
-                 state: Mapping[str, Tensor] | None = None):
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        pool: GraphPool,
+        stats: CacheStats,
+        *,
+        name: str = "iteration",
+        warmup_steps: int = 3,
+        generators: Sequence[torch.Generator] = (),
+        state: Mapping[str, Tensor] | None = None,
+    ):
         self.name = name
         self._step = step
         self._outside = {} if state is None else state
@@ -136,9 +144,16 @@ class CapturedIteration:
 
     def table(self) -> list[dict[str, Any]]:
         """Every graph as plain values."""
-        return [{"module": self.name, "instance": index, "engine": captured.runner.engine,
-                 "bytes": captured.runner.nbytes, "capture_seconds": round(captured.runner.capture_seconds, 6)}
-                for index, captured in enumerate(self._captured.values())]
+        return [
+            {
+                "module": self.name,
+                "instance": index,
+                "engine": captured.runner.engine,
+                "bytes": captured.runner.nbytes,
+                "capture_seconds": round(captured.runner.capture_seconds, 6),
+            }
+            for index, captured in enumerate(self._captured.values())
+        ]
 
     def _state(self) -> Hashable:
         """What of the model is baked into a graph: the mode of each module, where gradients are wanted and are, and
@@ -147,18 +162,24 @@ class CapturedIteration:
         parameters, numbers = self._all_parameters(), {id(None): 0}
         grads = [numbers.setdefault(id(parameter.grad), len(numbers)) for parameter in parameters]
         known = self._known()
-        return (tuple([module.training for module in known]),
-                tuple([parameter.requires_grad for parameter in parameters]), tuple(grads),
-                tuple(floats_of(*self._floats_of(known))),
-                tuple(map(settings_of, self._optimizers.values())))
+        return (
+            tuple([module.training for module in known]),
+            tuple([parameter.requires_grad for parameter in parameters]),
+            tuple(grads),
+            tuple(floats_of(*self._floats_of(known))),
+            tuple(map(settings_of, self._optimizers.values())),
+        )
 
     def _tell_of_settings(self, kind: Hashable) -> None:
         """Once, where an optimizer's settings are all that this kind has other than one with a graph."""
         if not self._told and any(key == kind[0] and state[:-1] == kind[1][:-1] for key, state in self._captured):
             self._told = True
-            logger.warning("%s: settings of an optimizer inside changed, constants of a graph: each value gets "
-                           "one of its own. A learning rate that changes belongs in a tensor (lr=torch.tensor(…), "
-                           "capturable=True), which a scheduler fills and every replay reads", self.name)
+            logger.warning(
+                "%s: settings of an optimizer inside changed, constants of a graph: each value gets "
+                "one of its own. A learning rate that changes belongs in a tensor (lr=torch.tensor(…), "
+                "capturable=True), which a scheduler fills and every replay reads",
+                self.name,
+            )
 
     def _look_at(self, given: Sequence[nn.Module]) -> None:
         """Note the modules among the arguments, and whether something is compiled: a hook that notes modules would be
@@ -195,15 +216,16 @@ class CapturedIteration:
         (key, state), sizes = kind, _sizes(kind[1])
         unknown = [other for other in self._captured if other[0] == key and _sizes(other[1]) != sizes]
         alike = [other for other in self._captured if other[0] == key and other[1][:-1] == state[:-1]]
-        return list(dict.fromkeys([*unknown, *alike[:max(0, len(alike) + 1 - MOST_SETTINGS)]]))
+        return list(dict.fromkeys([*unknown, *alike[: max(0, len(alike) + 1 - MOST_SETTINGS)]]))
 
     def _known(self) -> list[nn.Module]:
         return [module for reference in self._modules.valuerefs() if (module := reference()) is not None]
 
     def _all_parameters(self) -> list[nn.Parameter]:
         """Of every module that is known; one that several modules share comes several times."""
-        return [parameter for module in self._known() for parameter in module._parameters.values()
-                if parameter is not None]
+        return [
+            parameter for module in self._known() for parameter in module._parameters.values() if parameter is not None
+        ]
 
     def _parameters(self) -> list[nn.Parameter]:
         """Those that want gradients or have one left, each once."""
@@ -213,9 +235,12 @@ class CapturedIteration:
     def _count_warming(self, kind: Hashable) -> None:
         held = len(self._captured) + len(self._failed)
         if kind not in self._seen and len(self._seen) >= MOST_WARMING + held:
-            logger.warning("%s: %d kinds of calls, and none came often enough to be captured: a shape or a value among "
-                           "its arguments, a number in a module's attribute, or a setting of an optimizer changes",
-                           self.name, len(self._seen) - held)
+            logger.warning(
+                "%s: %d kinds of calls, and none came often enough to be captured: a shape or a value among "
+                "its arguments, a number in a module's attribute, or a setting of an optimizer changes",
+                self.name,
+                len(self._seen) - held,
+            )
             self._seen.clear()
         self._seen[kind] += 1
 
@@ -224,8 +249,12 @@ class CapturedIteration:
         if captured.addresses.unchanged():
             return True
         moved = captured.addresses.moved()
-        logger.error("%d tensors moved under graphs of %s, which were dropped: %s", len(moved), self.name,
-                     "; ".join(map(str, moved)))
+        logger.error(
+            "%d tensors moved under graphs of %s, which were dropped: %s",
+            len(moved),
+            self.name,
+            "; ".join(map(str, moved)),
+        )
         self._stats.invalidations[keys.STALE] += 1
         self.clear()
         if not captured.addresses.has_its_modules() or set(self._outside) != captured.outside:
@@ -246,8 +275,9 @@ class CapturedIteration:
                 handle.remove()
         return result.build([output.detach() for output in outputs])
 
-    def _capture(self, kind: Hashable, key: CallKey, tensors: Sequence[Tensor], args: tuple,
-                 kwargs: dict[str, Any]) -> Any:
+    def _capture(
+        self, kind: Hashable, key: CallKey, tensors: Sequence[Tensor], args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
         """Capture this call, and run it: by the capture itself where that runs, else by the first replay."""
         self._pool.trim()  # what the eager steps left cached is of no use to the graph's own memory
         parameters = self._parameters()
@@ -260,8 +290,9 @@ class CapturedIteration:
             with torch.set_grad_enabled(key.grad), refused_buffers(self.name, self._known()):
                 captured.result, captured.outputs = Result.of(self._step(*static_args, **static_kwargs))
 
-        runner = GraphRunner(body, self._pool, statics=list, generators=self._generators, memory=self._memory,
-                             grad=True, checked=False)
+        runner = GraphRunner(
+            body, self._pool, statics=list, generators=self._generators, memory=self._memory, grad=True, checked=False
+        )
         try:
             with torch.inference_mode(False), without_compiling(self._pool.backend):
                 runner.capture()
@@ -295,8 +326,9 @@ class CapturedIteration:
     @torch.no_grad()
     def _replay(self, captured: _Captured, tensors: Sequence[Tensor]) -> Any:
         load(captured.inputs, tensors)
-        load([static for _, static in captured.grads_before],
-             [parameter.grad for parameter, _ in captured.grads_before])
+        load(
+            [static for _, static in captured.grads_before], [parameter.grad for parameter, _ in captured.grads_before]
+        )
         captured.runner.replay()
         self._stats.replays[self.name, SCOPE, "iteration", 1] += 1
         for parameter, grad in captured.grads_after:

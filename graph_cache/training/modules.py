@@ -159,8 +159,10 @@ class TrainingGraphs:
         if self._recording is None and len(self._programs) < MOST_PROGRAMS:
             self._recording = Program(self.job)
             if len(self._programs) == MOST_PROGRAMS - 1:
-                logger.warning("%d kinds of step have graphs, and no further one will get them: pad what varies to "
-                               "fewer shapes", MOST_PROGRAMS)
+                logger.warning(
+                    "%d kinds of step have graphs, and no further one will get them: pad what varies to fewer shapes",
+                    MOST_PROGRAMS,
+                )
         return self._recording is not None
 
     def _begin_round(self) -> None:
@@ -210,8 +212,9 @@ class TrainingGraphs:
         for kind in program.kinds():
             del self._rounds_of[kind]
 
-    def _eager(self, attached: AttachedModule, args: tuple, kwargs: dict[str, Any], reason: str,
-               tracked: bool = False) -> Any:
+    def _eager(
+        self, attached: AttachedModule, args: tuple, kwargs: dict[str, Any], reason: str, tracked: bool = False
+    ) -> Any:
         self.stats.fallbacks[attached.name, "forward", reason] += 1
         value = self._inside(attached, args, kwargs)
         return self._tracked(value) if tracked else value
@@ -280,6 +283,14 @@ class TrainingGraphs:
 
     def table(self) -> list[dict[str, Any]]:
         """Every pair as plain values."""
-        return [{"module": entry.pair.name, "instance": place, "engine": entry.pair.engine,
-                 "bytes": entry.pair.nbytes, "capture_seconds": round(entry.pair.capture_seconds, 6)}
-                for program in self._programs for place, entry in enumerate(program.entries())]
+        return [
+            {
+                "module": entry.pair.name,
+                "instance": place,
+                "engine": entry.pair.engine,
+                "bytes": entry.pair.nbytes,
+                "capture_seconds": round(entry.pair.capture_seconds, 6),
+            }
+            for program in self._programs
+            for place, entry in enumerate(program.entries())
+        ]

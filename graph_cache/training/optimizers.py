@@ -27,8 +27,13 @@ def noted_steps(note: Callable[[Optimizer], None]) -> Iterator[None]:
 def settings_of(optimizer: Optimizer) -> Hashable:
     """What a graph has as constants: learning rates, betas, and which parameters each group has. Tensors it reads: of
     them only which they are."""
-    return tuple([(name, tuple(map(id, group[name])) if name == "params" else _constant(group[name]))
-                  for group in optimizer.param_groups for name in sorted(group)])
+    return tuple(
+        [
+            (name, tuple(map(id, group[name])) if name == "params" else _constant(group[name]))
+            for group in optimizer.param_groups
+            for name in sorted(group)
+        ]
+    )
 
 
 def _constant(value: Any) -> Hashable:
@@ -47,9 +52,12 @@ class OptimizerState(Mapping[str, Tensor]):
 
     def __init__(self, optimizer: Optimizer):
         self._optimizer = weakref.ref(optimizer)
-        self._places = {f"{number}.{name}": (parameter, name)
-                        for number, (parameter, state) in enumerate(optimizer.state.items())
-                        for name, value in state.items() if isinstance(value, Tensor)}
+        self._places = {
+            f"{number}.{name}": (parameter, name)
+            for number, (parameter, state) in enumerate(optimizer.state.items())
+            for name, value in state.items()
+            if isinstance(value, Tensor)
+        }
 
     def __getitem__(self, name: str) -> Tensor:
         optimizer, (parameter, key) = self._optimizer(), self._places[name]

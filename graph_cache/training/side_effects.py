@@ -34,15 +34,22 @@ def refused_side_effects(name: str, scope: nn.Module, inputs: Sequence[Tensor]) 
     finally:
         for module, left, numbers in before:
             kind = type(module).__name__
-            found += [f"leaves a tensor with a history in {kind}.{attribute}: return it"
-                      for attribute in _put_back(module, left)]
-            found += [f"changes {kind}.{attribute}: keep it in a buffer, and write to that in place"
-                      for attribute, number in numbers.items() if not _is_still(vars(module).get(attribute), number)]
+            found += [
+                f"leaves a tensor with a history in {kind}.{attribute}: return it"
+                for attribute in _put_back(module, left)
+            ]
+            found += [
+                f"changes {kind}.{attribute}: keep it in a buffer, and write to that in place"
+                for attribute, number in numbers.items()
+                if not _is_still(vars(module).get(attribute), number)
+            ]
             vars(module).update(numbers)
     found += [f"reads {attribute}, which a hook computes before each call" for attribute in hooked]
-    found += [f"writes to its argument number {place}: return what it computes"
-              for place, (tensor, version) in enumerate(zip(inputs, versions, strict=True))
-              if version is not None and tensor._version != version]
+    found += [
+        f"writes to its argument number {place}: return what it computes"
+        for place, (tensor, version) in enumerate(zip(inputs, versions, strict=True))
+        if version is not None and tensor._version != version
+    ]
     if found:
         raise CaptureRefused(f"{name} {'; '.join(found)}. A replay would not do so again")
 
@@ -56,12 +63,17 @@ def refused_buffers(name: str, modules: Sequence[nn.Module]) -> Iterator[None]:
         yield
     finally:
         for module, buffers in before:
-            found += [f"{type(module).__name__}.{buffer}" for buffer, value in buffers.items()
-                      if module._buffers.get(buffer) is not value]
+            found += [
+                f"{type(module).__name__}.{buffer}"
+                for buffer, value in buffers.items()
+                if module._buffers.get(buffer) is not value
+            ]
             module._buffers.update(buffers)
     if found:
-        raise CaptureRefused(f"{name} puts another tensor in the place of {', '.join(found)}, which a replay would not "
-                             "do again: write to the buffer in place (copy_, add_)")
+        raise CaptureRefused(
+            f"{name} puts another tensor in the place of {', '.join(found)}, which a replay would not "
+            "do again: write to the buffer in place (copy_, add_)"
+        )
 
 
 def numbers_of(module: nn.Module, kinds: tuple[type, ...]) -> dict[str, int | float]:
@@ -85,8 +97,9 @@ def _with_history(module: nn.Module) -> dict[str, Any]:
         if isinstance(value, Tensor) and value.grad_fn is not None:
             found[attribute] = value
         elif isinstance(value, (list, dict)) and any(
-                isinstance(one, Tensor) and one.grad_fn is not None
-                for one in (value.values() if isinstance(value, dict) else value)):
+            isinstance(one, Tensor) and one.grad_fn is not None
+            for one in (value.values() if isinstance(value, dict) else value)
+        ):
             found[attribute] = value.copy()
     return found
 

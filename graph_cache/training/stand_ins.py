@@ -65,8 +65,11 @@ class MainGrads(Mapping[str, Tensor]):
     """The `main_grad` buffers of a module's parameters, by the parameter's name: those it has at the time of asking."""
 
     def __init__(self, module: nn.Module):
-        self._parameters = {name: parameter for name, parameter in module.named_parameters()
-                            if isinstance(getattr(parameter, MAIN_GRAD, None), Tensor)}
+        self._parameters = {
+            name: parameter
+            for name, parameter in module.named_parameters()
+            if isinstance(getattr(parameter, MAIN_GRAD, None), Tensor)
+        }
 
     def __getitem__(self, name: str) -> Tensor:
         main_grad = getattr(self._parameters[name], MAIN_GRAD, None)

@@ -149,8 +149,13 @@ def test_graphs_off_runs_eager_and_says_so(pool, device):
 
 
 def test_a_python_value_is_part_of_the_key(pool, device):
-    site = Site("scale", [lambda x, factor: x * factor], StaticBuffers(INPUT, 4, device), Buckets((4,)),
-                variants=[{"factor": 2}, {"factor": 3}])
+    site = Site(
+        "scale",
+        [lambda x, factor: x * factor],
+        StaticBuffers(INPUT, 4, device),
+        Buckets((4,)),
+        variants=[{"factor": 2}, {"factor": 3}],
+    )
     cache = GraphCache(pool=pool)
     cache.add_site(site)
     x = torch.randn(4, WIDTH, device=device)
@@ -288,8 +293,12 @@ def test_warm_up_and_capture_leave_static_tensors_and_generators_as_they_were(po
 def test_a_registered_generator_draws_fresh_numbers_as_eager_would(pool, device):
     generator = torch.Generator(device).manual_seed(3)
     out = torch.zeros(8, device=device)
-    runner = GraphRunner(lambda: out.copy_(torch.rand(8, device=device, generator=generator)), pool,
-                         statics=lambda: [out], generators=[generator])
+    runner = GraphRunner(
+        lambda: out.copy_(torch.rand(8, device=device, generator=generator)),
+        pool,
+        statics=lambda: [out],
+        generators=[generator],
+    )
     runner.capture()
     draws = []
     for _ in range(3):
@@ -360,6 +369,7 @@ def test_layer_scope_equals_block_scope(pool, device):
     def part(index):
         def run(x, hidden):
             hidden.copy_(model.block(index, x if index == 0 else hidden))
+
         return run
 
     buffers = StaticBuffers(specs, 4, device)

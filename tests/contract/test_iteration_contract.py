@@ -20,8 +20,11 @@ from tests.contract.training_models import (
 )
 
 
-@pytest.mark.parametrize("options", [{}, {"inside": True}, {"inside": True, "step_inside": True}],
-                         ids=["accumulating", "clearing", "with_optimizer"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"inside": True}, {"inside": True, "step_inside": True}],
+    ids=["accumulating", "clearing", "with_optimizer"],
+)
 @pytest.mark.parametrize("name", ["mlp", "encoder", "batch_norm"])
 def test_a_whole_iteration_equals_eager_bit_for_bit(pool, device, name, options):
     eager, graphed = twins(MODELS[name][0], device)
@@ -59,6 +62,7 @@ def test_a_step_that_reads_on_the_host_runs_eager(pool, device):
             loss = model(x).pow(2).mean()
             loss.backward()
             return torch.tensor(loss.item())
+
         return step
 
     torch.manual_seed(1)
@@ -82,6 +86,7 @@ FIRST = 1  # call: it runs eager and shows which modules there are, so those aft
 
 def outstanding_step(model, *, clear=False):
     """A step function whose forwards all run before the first backward; without gradients it has no backward."""
+
     def step(micro):
         if clear:
             model.zero_grad()
@@ -90,6 +95,7 @@ def outstanding_step(model, *, clear=False):
             for loss in losses:
                 loss.backward()
         return [loss.detach() for loss in losses]
+
     return step
 
 
@@ -135,11 +141,15 @@ def test_ten_steps_with_two_microbatches_outstanding_equal_eager(pool, device, n
     assert all(torch.equal(graphed.state_dict()[key], value) for key, value in eager.state_dict().items())
 
 
-@pytest.mark.parametrize(("evaluates", "without_gradients"), [(True, True), (True, False), (False, True)],
-                         ids=["eval_under_no_grad", "eval_alone", "no_grad_alone"])
+@pytest.mark.parametrize(
+    ("evaluates", "without_gradients"),
+    [(True, True), (True, False), (False, True)],
+    ids=["eval_under_no_grad", "eval_alone", "no_grad_alone"],
+)
 @pytest.mark.parametrize("name", ["gpt", "batch_norm"])
-def test_validation_has_a_graph_of_its_own_and_training_goes_on_from_its_own(pool, device, name, evaluates,
-                                                                             without_gradients):
+def test_validation_has_a_graph_of_its_own_and_training_goes_on_from_its_own(
+    pool, device, name, evaluates, without_gradients
+):
     eager, graphed = twins(MODELS[name][0], device)
     data, others, stats = batches(10, device), batches(20, device)[10:], CacheStats()
     holder = iteration_of(pool, stats, outstanding_step(graphed))
@@ -168,6 +178,7 @@ def test_validation_has_a_graph_of_its_own_and_training_goes_on_from_its_own(poo
 
 def differing(model, device):
     """A step whose result depends on the dtype of its argument, and on a keyword's value and type."""
+
     def step(x, *, factor=None, reduce="mean"):
         counting = torch.arange(WIDTH, device=device)
         weights = counting if factor is None else counting * factor  # another dtype for 2 than for 2.0
@@ -175,18 +186,33 @@ def differing(model, device):
         loss = out.mean() if reduce == "mean" else out.sum() * 1e-3
         loss.backward()
         return loss.detach(), weights
+
     return step
 
 
-@pytest.mark.parametrize("changed", [
-    {"dtype": torch.bfloat16}, {"dtype": torch.float64}, {"factor": 3}, {"factor": 2.0}, {"factor": True},
-    {"factor": None}, {"reduce": "sum"}, {"left_out": True},
-], ids=lambda changed: "_".join(map(str, next(iter(changed.items())))))
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"dtype": torch.bfloat16},
+        {"dtype": torch.float64},
+        {"factor": 3},
+        {"factor": 2.0},
+        {"factor": True},
+        {"factor": None},
+        {"reduce": "sum"},
+        {"left_out": True},
+    ],
+    ids=lambda changed: "_".join(map(str, next(iter(changed.items())))),
+)
 def test_a_changed_dtype_or_keyword_is_never_served_by_the_other_kinds_graph(pool, device, changed):
     eager, graphed = twins(mlp, device)
     stats, data = CacheStats(), [micro[0] for micro in batches(15, device, micro=1)]
-    plain = {"dtype": torch.float32, "factor": 2 if changed.get("factor") is not True else 1, "reduce": "mean",
-             "left_out": False}
+    plain = {
+        "dtype": torch.float32,
+        "factor": 2 if changed.get("factor") is not True else 1,
+        "reduce": "mean",
+        "left_out": False,
+    }
 
     def job(model, run):
         torch.manual_seed(1)
@@ -226,8 +252,9 @@ def frozen_parameter_moved(model):
     model.norm.bias.data = model.norm.bias.data + 1
 
 
-@pytest.mark.parametrize("move", [moved_storage, replaced_parameter, replaced_buffer, frozen_parameter_moved],
-                         ids=lambda move: move.__name__)
+@pytest.mark.parametrize(
+    "move", [moved_storage, replaced_parameter, replaced_buffer, frozen_parameter_moved], ids=lambda move: move.__name__
+)
 def test_what_moved_to_other_storage_is_noticed_and_captured_again(pool, device, move):
     eager, graphed = twins(MODELS["batch_norm"][0], device)
     data, stats = batches(12, device), CacheStats()

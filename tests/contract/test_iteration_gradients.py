@@ -85,8 +85,11 @@ def replaced(model, optimizer, x):
 def put_aside(model, optimizer, x):
     """Cleared before anything ran, and read afterwards all the same: by the tensors themselves, and by others of their
     memory."""
-    aside = [parameter.grad if index % 2 else parameter.grad.detach()
-             for index, parameter in enumerate(model.parameters()) if parameter.grad is not None]
+    aside = [
+        parameter.grad if index % 2 else parameter.grad.detach()
+        for index, parameter in enumerate(model.parameters())
+        if parameter.grad is not None
+    ]
     optimizer.zero_grad()
     loss = model(x).pow(2).mean()
     loss.backward()
@@ -121,8 +124,9 @@ def test_gradients_from_before_a_call_are_read_anew_by_every_replay(pool, device
     eager, graphed = twins(mlp, device)
     data, stats = batches(12, device), CacheStats()
     expected = run_after_others(eager, data, step, lambda step: step, accumulating=accumulating)
-    ours = run_after_others(graphed, data, step, lambda step: iteration_of(pool, stats, step),
-                            accumulating=accumulating)
+    ours = run_after_others(
+        graphed, data, step, lambda step: iteration_of(pool, stats, step), accumulating=accumulating
+    )
     assert_same(ours, expected)
     assert sum(stats.replays.values()) >= 6
     assert not stats.failed_captures

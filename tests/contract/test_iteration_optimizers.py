@@ -18,6 +18,7 @@ def two():
 
 def step_of(model, optimizer_now):
     """A step of training by the optimizer that there is at the time of the call."""
+
     def step(x):
         optimizer_now().zero_grad()
         loss = model(x).pow(2).mean()
@@ -33,9 +34,12 @@ def run_iterations(model, wrap, change, device, make=lambda parameters: torch.op
     run, log, saved = wrap(step_of(model, lambda: optimizer)), [], None
     for index in range(12):
         if index == 4:
-            saved = {"state": {k: {n: v.clone() for n, v in one.items()} for k, one in
-                               optimizer.state_dict()["state"].items()},
-                     "param_groups": optimizer.state_dict()["param_groups"]}
+            saved = {
+                "state": {
+                    k: {n: v.clone() for n, v in one.items()} for k, one in optimizer.state_dict()["state"].items()
+                },
+                "param_groups": optimizer.state_dict()["param_groups"],
+            }
         if index == 7:
             change(optimizer, saved)
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(index)).to(device)
@@ -59,8 +63,10 @@ def one_parameter_less(optimizer, saved):
 def test_what_changes_in_an_optimizer_inside_of_an_iteration_is_noticed(pool, device, change, caplog):
     eager, graphed = twins(two, device)
     stats = CacheStats()
-    log = [run_iterations(graphed, lambda step: iteration_of(pool, stats, step), change, device),
-           run_iterations(eager, lambda step: step, change, device)]
+    log = [
+        run_iterations(graphed, lambda step: iteration_of(pool, stats, step), change, device),
+        run_iterations(eager, lambda step: step, change, device),
+    ]
     assert_same(*log)
     assert sum(stats.captures.values()) == 2 and sum(stats.replays.values()) >= 3
     assert ("belongs in a tensor" in caplog.text) == (change is not earlier_state)
@@ -76,8 +82,10 @@ def test_a_learning_rate_in_a_tensor_changes_without_another_graph(pool, device)
         return torch.optim.AdamW(parameters, lr=torch.tensor(0.1, device=device), capturable=True)
 
     change = lambda optimizer, saved: optimizer.param_groups[0]["lr"].fill_(0.01)  # noqa: E731
-    log = [run_iterations(graphed, lambda step: iteration_of(pool, stats, step), change, device, adam),
-           run_iterations(eager, lambda step: step, change, device, adam)]
+    log = [
+        run_iterations(graphed, lambda step: iteration_of(pool, stats, step), change, device, adam),
+        run_iterations(eager, lambda step: step, change, device, adam),
+    ]
     assert_same(*log)
     assert sum(stats.captures.values()) == 1
 

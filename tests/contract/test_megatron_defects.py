@@ -58,8 +58,13 @@ def layered(pool, device, layers=4, buckets=(1, 2, 4, 8)):
 
         return run
 
-    site = Site("layers", [part(index) for index in range(layers)], StaticBuffers(specs, max(buckets), device),
-                Buckets(buckets), scope="layer")
+    site = Site(
+        "layers",
+        [part(index) for index in range(layers)],
+        StaticBuffers(specs, max(buckets), device),
+        Buckets(buckets),
+        scope="layer",
+    )
     cache = GraphCache(pool=pool)
     cache.add_site(site)
     return model, site, cache
@@ -108,8 +113,11 @@ def test_7_a_replay_of_a_kept_plan_builds_no_metadata(pool, device, monkeypatch)
     cache.warm()
     plan = cache.plan("net", 4)
     built = []
-    for module, name in ((signature_module, "TensorSignature"), (buffers_module, "TensorSignature"),
-                         (buffers_module, "Signature")):
+    for module, name in (
+        (signature_module, "TensorSignature"),
+        (buffers_module, "TensorSignature"),
+        (buffers_module, "Signature"),
+    ):
         monkeypatch.setattr(module, name, lambda *args, name=name: built.append(name))
     for _ in range(3):
         cache.run(plan)

@@ -121,8 +121,9 @@ def test_checkpointing_equals_eager_and_is_refused_where_a_graph_cannot_go_back_
     class Checkpointed(nn.Module):
         def __init__(self, preserve):
             super().__init__()
-            self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.2 if preserve else 0.0),
-                                       nn.Linear(WIDTH, WIDTH))
+            self.inner = nn.Sequential(
+                nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.2 if preserve else 0.0), nn.Linear(WIDTH, WIDTH)
+            )
             self.preserve = preserve
 
         def forward(self, x):
@@ -168,8 +169,11 @@ def test_generators_of_ones_own_draw_fresh_numbers_also_those_made_under_inferen
 def test_two_kinds_of_step_that_take_turns_are_both_captured(pool, device):
     eager, graphed = twins(mlp, device)
     _, stats = attached(graphed, ["0", "1", "2"], pool)
-    data = [step for pair in zip(batches(6, device, micro=1), batches(6, device, micro=1, rows=2), strict=True)
-            for step in pair]
+    data = [
+        step
+        for pair in zip(batches(6, device, micro=1), batches(6, device, micro=1, rows=2), strict=True)
+        for step in pair
+    ]
     assert_same(train(graphed, data), train(eager, data))
     assert stats.replays["0", "module", "forward", 4] >= 3 and stats.replays["0", "module", "forward", 2] >= 4
 
@@ -185,10 +189,12 @@ def test_hooks_that_are_to_be_fired_run_once_before_each_replay_and_never_inside
     submodules = [module for block in graphed for module in block.modules() if module is not block]
     for module in submodules:
         module.register_forward_pre_hook(gather)
-    graphs = TrainingGraphs(Job(pool, CacheStats(), [torch.default_generator] if device.type == "cpu" else []),
-                            warmup_rounds=2)
-    graphs.attach(Attachment([Part(str(index), block) for index, block in enumerate(graphed)],
-                             fired=lambda hook: hook is gather))
+    graphs = TrainingGraphs(
+        Job(pool, CacheStats(), [torch.default_generator] if device.type == "cpu" else []), warmup_rounds=2
+    )
+    graphs.attach(
+        Attachment([Part(str(index), block) for index, block in enumerate(graphed)], fired=lambda hook: hook is gather)
+    )
     data = batches(6, device, micro=1)
     log = []
     for step, micro in enumerate(data):
@@ -199,7 +205,7 @@ def test_hooks_that_are_to_be_fired_run_once_before_each_replay_and_never_inside
         log.append([loss.detach().clone(), *[parameter.grad.clone() for parameter in graphed.parameters()]])
         graphed.zero_grad()
         # Once for each, in order; at the capture all of them before it, too.
-        assert calls[-len(submodules):] == submodules and len(calls) == len(submodules) * (2 if step == 2 else 1)
+        assert calls[-len(submodules) :] == submodules and len(calls) == len(submodules) * (2 if step == 2 else 1)
     theirs = []
     for step, micro in enumerate(data):
         torch.manual_seed(step)
@@ -256,7 +262,7 @@ def test_what_surrounds_a_call_is_part_of_its_kind_and_is_there_again_at_the_cap
         for model in (graphed, eager):
             model.zero_grad()
             # Every round begins under the other setting than the one before, and so does each capture.
-            for value in ((1.0, 3.0) if step % 2 else (3.0, 1.0)):
+            for value in (1.0, 3.0) if step % 2 else (3.0, 1.0):
                 scale.value, scale.is_new = value, True
                 out = model(torch.full((2, WIDTH), 0.1 * step, device=device))
                 out.sum().backward()

@@ -233,7 +233,8 @@ def test_attaching_twice_is_refused(pool, device):
 @pytest.mark.parametrize("refused", [{"0"}, {"3"}, {"0", "2", "4"}], ids=["first", "middle", "every_other"])
 def test_a_backward_that_cannot_be_captured_costs_its_own_module_only(pool, device, refused, monkeypatch):
     eager, graphed = twins(
-        lambda: nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)]), device)
+        lambda: nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)]), device
+    )
     graphs, stats = attached(graphed, [str(index) for index in range(6)], pool)
     run_backward = GraphedCall._run_backward
 

@@ -28,9 +28,9 @@ from tests.contract.training_models import (
 
 def eight():
     """Equal blocks: the gradients of the first two are copied, those of the others are handed out in place."""
-    return nn.Sequential(*[
-        nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1)) for _ in range(8)
-    ])
+    return nn.Sequential(
+        *[nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1)) for _ in range(8)]
+    )
 
 
 EIGHT = [str(index) for index in range(8)]
@@ -41,8 +41,9 @@ def lived(model, data, *, accumulate=1, set_to_none=True, keep=False, clear_late
     torch.manual_seed(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     held, log = [[] for _ in model.parameters()], []
-    handles = [parameter.register_hook(kept.append) for parameter, kept in zip(model.parameters(), held, strict=True)
-               if keep]
+    handles = [
+        parameter.register_hook(kept.append) for parameter, kept in zip(model.parameters(), held, strict=True) if keep
+    ]
     for index, (x,) in enumerate(data):
         loss = model(x).pow(2).mean()
         if clear_late and index % accumulate == 0:
@@ -58,9 +59,17 @@ def lived(model, data, *, accumulate=1, set_to_none=True, keep=False, clear_late
     return [*log, *held]
 
 
-HOLDING = pytest.mark.parametrize("options", [
-    {"accumulate": 3}, {"set_to_none": False}, {"keep": True}, {"clear_late": True}, {"accumulate": 2, "keep": True},
-], ids=["accumulated", "zeroed_in_place", "kept_by_a_hook", "cleared_before_backward", "accumulated_and_kept"])
+HOLDING = pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulate": 3},
+        {"set_to_none": False},
+        {"keep": True},
+        {"clear_late": True},
+        {"accumulate": 2, "keep": True},
+    ],
+    ids=["accumulated", "zeroed_in_place", "kept_by_a_hook", "cleared_before_backward", "accumulated_and_kept"],
+)
 
 
 @HOLDING
@@ -105,6 +114,7 @@ def test_what_is_added_to_a_graphed_modules_input_has_a_gradient_of_its_own(pool
 @pytest.mark.parametrize("through", ["detached", "viewed"])
 def test_a_leaf_where_an_earlier_graph_left_its_output_has_a_gradient_of_its_own(pool, device, through):
     """As a stage's input is beside another stage's output, or a checkpoint's beside the block before it."""
+
     def steps(model):
         torch.manual_seed(1)
         found = []
@@ -131,6 +141,7 @@ def test_a_leaf_where_an_earlier_graph_left_its_output_has_a_gradient_of_its_own
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_graphed_blocks_under_a_checkpoint_equal_eager(pool, device, reentrant):
     """A reentrant one runs forwards inside of the backward, between a graph's input gradient and who takes it."""
+
     def steps(model):
         found = []
         for step in range(8):

@@ -53,8 +53,9 @@ def plain():
 
 def eight_plain():
     """Equal blocks: the gradients of the first two are copied, those of the others are handed out in place."""
-    return nn.Sequential(*[nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1))
-                           for _ in range(8)]).bfloat16()
+    return nn.Sequential(
+        *[nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)) for _ in range(8)]
+    ).bfloat16()
 
 
 def eight_fused():
@@ -97,8 +98,12 @@ def train(model, data):
         losses = [model(x.bfloat16()).float().pow(2).mean() for x in micro]
         for loss in losses:
             loss.backward()
-        log.append([*[loss.detach().clone() for loss in losses],
-                    *[parameter.main_grad.clone() for parameter in model.parameters()]])
+        log.append(
+            [
+                *[loss.detach().clone() for loss in losses],
+                *[parameter.main_grad.clone() for parameter in model.parameters()],
+            ]
+        )
         with torch.no_grad():
             for parameter in model.parameters():
                 assert parameter.grad is None
@@ -112,9 +117,16 @@ def assert_same(ours, theirs):
 
 
 @pytest.mark.parametrize("flag", [True, False], ids=["flagged", "unflagged"])
-@pytest.mark.parametrize(("build", "paths", "copied"), [
-    (plain, ["0", "1"], 0), (fused, ["0", "2"], 1), (eight_plain, EIGHT, 4), (eight_fused, EIGHT, 4),
-], ids=["hook_adds", "fused", "hook_adds_to_eight", "eight_fused"])
+@pytest.mark.parametrize(
+    ("build", "paths", "copied"),
+    [
+        (plain, ["0", "1"], 0),
+        (fused, ["0", "2"], 1),
+        (eight_plain, EIGHT, 4),
+        (eight_fused, EIGHT, 4),
+    ],
+    ids=["hook_adds", "fused", "hook_adds_to_eight", "eight_fused"],
+)
 def test_main_grads_equal_eagers_bit_for_bit(pool, device, build, paths, copied, flag):
     eager, graphed = twins(build, device)
     keep = [with_main_grads(model, flag) for model in (eager, graphed)]
@@ -124,7 +136,7 @@ def test_main_grads_equal_eagers_bit_for_bit(pool, device, build, paths, copied,
     assert_same(train(graphed, data), expected)
     assert sum(stats.replays.values()) == (STEPS - 2) * 2 * len(paths)
     assert not stats.failed_captures
-    assert in_place(graphs)[:len(paths)] == [index >= copied for index in range(len(paths))]
+    assert in_place(graphs)[: len(paths)] == [index >= copied for index in range(len(paths))]
     assert keep[1][1] == keep[0][1]  # the hooks ran as often, and saw the same flags and dummies
     graphs.detach()
 

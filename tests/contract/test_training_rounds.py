@@ -112,8 +112,11 @@ def test_a_recorded_step_of_many_microbatches_holds_the_outputs_of_those_outstan
 def test_shapes_that_never_come_back_get_no_graphs_and_those_that_do_get_theirs(pool, device):
     eager, graphed = twins(mlp, device)
     graphs, stats = attached(graphed, BLOCKS, pool, rounds=3)
-    data = [[torch.randn(rows, 8, WIDTH, device=device)] for pair in zip(range(5, 15), [4] * 10, strict=True)
-            for rows in pair]
+    data = [
+        [torch.randn(rows, 8, WIDTH, device=device)]
+        for pair in zip(range(5, 15), [4] * 10, strict=True)
+        for rows in pair
+    ]
     assert_same(train(graphed, data), train(eager, data))
     assert len(graphs.table()) == 3
     assert {labels[3] for labels in stats.replays} == {4} and stats.replays["0", "module", "forward", 4] == 7
@@ -188,10 +191,14 @@ def test_a_deep_copy_of_an_attached_model_is_a_model_of_its_own(pool, device):
 def test_hooks_that_were_removed_run_no_more(pool, device):
     _, graphed = twins(mlp, device)
     calls = []
-    handles = [module.register_forward_pre_hook(lambda *call: calls.append(call)) for module in graphed.modules()
-               if isinstance(module, nn.Linear)]
-    graphs = TrainingGraphs(Job(pool, CacheStats(), [torch.default_generator] if device.type == "cpu" else []),
-                            warmup_rounds=2)
+    handles = [
+        module.register_forward_pre_hook(lambda *call: calls.append(call))
+        for module in graphed.modules()
+        if isinstance(module, nn.Linear)
+    ]
+    graphs = TrainingGraphs(
+        Job(pool, CacheStats(), [torch.default_generator] if device.type == "cpu" else []), warmup_rounds=2
+    )
     graphs.attach(Attachment([Part(name, graphed.get_submodule(name)) for name in BLOCKS], fired=lambda hook: True))
     train(graphed, batches(4, device, micro=1))
     assert graphs.stats.replays and calls

@@ -89,8 +89,13 @@ def test_a_schedule_with_fewer_microbatches_runs_from_the_graphs_of_a_longer_one
     _, stats = attached(graphed, ["chunks.0.layers.0", "chunks.0.layers.1"], pool)
     log = []
     for model in (graphed, eager):
-        log.append([*run(model, ORDERS["one_forward_one_backward"], 3, device),
-                    *run(model, ORDERS["last_stage"], 2, device), *run(model, ORDERS["all_forwards_first"], 1, device)])
+        log.append(
+            [
+                *run(model, ORDERS["one_forward_one_backward"], 3, device),
+                *run(model, ORDERS["last_stage"], 2, device),
+                *run(model, ORDERS["all_forwards_first"], 1, device),
+            ]
+        )
     assert_same(*log)
     assert {labels[2] for labels in stats.fallbacks} == {"warming_up"}
 
@@ -112,8 +117,13 @@ def test_a_schedule_that_goes_on_to_want_other_instances_gets_them_beside_the_fi
     graphs, stats = attached(graphed, paths, pool)
     log = []
     for model in (graphed, eager):
-        log.append([*run(model, [1, -1, 2, -2], 3, device), *run(model, order, 4, device),
-                    *run(model, [1, -1, 2, -2], 1, device)])
+        log.append(
+            [
+                *run(model, [1, -1, 2, -2], 3, device),
+                *run(model, order, 4, device),
+                *run(model, [1, -1, 2, -2], 1, device),
+            ]
+        )
     assert_same(*log)
     late = [labels for labels in stats.fallbacks if labels[2] != "warming_up"]
     assert all(stats.fallbacks[labels] <= 2 * 2 for labels in late), stats.fallbacks  # in two rounds, two calls each

@@ -32,8 +32,13 @@ def train(model, loss_of, device, see=lambda model: []):
         optimizer.zero_grad()
         loss = loss_of(model, torch.randn(4, WIDTH, generator=generator).to(device), step)
         loss.backward()
-        log.append((loss.detach().clone(), [None if p.grad is None else p.grad.clone() for p in model.parameters()],
-                    see(model)))
+        log.append(
+            (
+                loss.detach().clone(),
+                [None if p.grad is None else p.grad.clone() for p in model.parameters()],
+                see(model),
+            )
+        )
         optimizer.step()
     return log
 
@@ -50,6 +55,7 @@ def both(build, paths, loss_of, pool, device, see=lambda model: []):
 
 
 # ---- what surrounds a call ---------------------------------------------------------------------------------------
+
 
 def autocast_first(model, x, step):
     with torch.autocast(x.device.type, torch.bfloat16):
@@ -135,6 +141,7 @@ def test_a_conjugate_that_is_not_resolved_is_not_taken_for_what_it_is_made_of(po
 
 # ---- what a forward leaves behind --------------------------------------------------------------------------------
 
+
 class LeavesALoss(nn.Module):
     def __init__(self, inside):
         super().__init__()
@@ -188,8 +195,11 @@ REFUSED = {
     "a_buffer": (lambda: Counts("buffer"), against_input, r"in the place of Counts\.count"),
     "a_count": (lambda: Counts("attribute"), against_input, r"changes Counts\.calls"),
     "its_argument": (lambda: Writes(WIDTH, WIDTH), against_input, "writes to its argument number 0"),
-    "weights_of_hooks": (lambda: nn.Sequential(nn.utils.weight_norm(linear())), against_input,
-                         "reads weight, which a hook computes"),
+    "weights_of_hooks": (
+        lambda: nn.Sequential(nn.utils.weight_norm(linear())),
+        against_input,
+        "reads weight, which a hook computes",
+    ),
 }
 
 
@@ -217,8 +227,13 @@ class Remembers(nn.Linear):
 
 
 def test_an_attribute_that_was_a_number_may_become_a_tensor(pool, device):
-    _, stats = both(lambda: nn.Sequential(Remembers(), linear()), ["0", "1"],
-                    lambda model, x, step: model(x).pow(2).mean(), pool, device)
+    _, stats = both(
+        lambda: nn.Sequential(Remembers(), linear()),
+        ["0", "1"],
+        lambda model, x, step: model(x).pow(2).mean(),
+        pool,
+        device,
+    )
     assert not stats.failed_captures
     assert sum(stats.replays.values()) >= 2 * (STEPS - 3)
 
@@ -265,6 +280,7 @@ def test_a_detached_model_can_be_freed(pool, device):
 
 
 # ---- outputs that are kept, or used in part ----------------------------------------------------------------------
+
 
 def self_distilled(model, x, step):
     return (model(x).detach() - model(x + 1)).pow(2).mean()

@@ -56,9 +56,9 @@ class Shared(nn.Module):
 
 
 def mlp():
-    return nn.Sequential(*[
-        nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, WIDTH)) for _ in range(3)
-    ])
+    return nn.Sequential(
+        *[nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, WIDTH)) for _ in range(3)]
+    )
 
 
 def encoder():
@@ -113,8 +113,9 @@ def twins(build, device):
 
 def batches(steps, device, micro=2, rows=ROWS):
     generator = torch.Generator().manual_seed(5)
-    return [[torch.randn(rows, LENGTH, WIDTH, generator=generator).to(device) for _ in range(micro)]
-            for _ in range(steps)]
+    return [
+        [torch.randn(rows, LENGTH, WIDTH, generator=generator).to(device) for _ in range(micro)] for _ in range(steps)
+    ]
 
 
 def train(model, data, *, outstanding=True):
@@ -131,8 +132,10 @@ def train(model, data, *, outstanding=True):
                 losses[-1].backward()
         for loss in losses if outstanding else ():
             loss.backward()
-        log.append([loss.detach().clone() for loss in losses]
-                   + [p.grad.clone() for p in model.parameters() if p.grad is not None])
+        log.append(
+            [loss.detach().clone() for loss in losses]
+            + [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        )
         optimizer.step()
     return log
 

@@ -25,8 +25,14 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Dropout(0.1),
-                          nn.Linear(4 * WIDTH, WIDTH)) for _ in range(3)
+            nn.Sequential(
+                nn.LayerNorm(WIDTH),
+                nn.Linear(WIDTH, 4 * WIDTH),
+                nn.GELU(),
+                nn.Dropout(0.1),
+                nn.Linear(4 * WIDTH, WIDTH),
+            )
+            for _ in range(3)
         )
 
     def forward(self, x):

@@ -18,10 +18,17 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 _LAYER = {
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
 }
 
 
@@ -47,15 +54,20 @@ def random_weights(architecture: str, tied: bool, seed: int = 0) -> dict[str, to
     for index in range(s["layers"]):
         layer = {
             "input_layernorm.weight": draw(s["hidden"], around=1.0),
-            "self_attn.q_proj.weight": draw(q_rows, s["hidden"]), "self_attn.k_proj.weight": draw(kv_rows, s["hidden"]),
-            "self_attn.v_proj.weight": draw(kv_rows, s["hidden"]), "self_attn.o_proj.weight": draw(s["hidden"], q_rows),
+            "self_attn.q_proj.weight": draw(q_rows, s["hidden"]),
+            "self_attn.k_proj.weight": draw(kv_rows, s["hidden"]),
+            "self_attn.v_proj.weight": draw(kv_rows, s["hidden"]),
+            "self_attn.o_proj.weight": draw(s["hidden"], q_rows),
             "post_attention_layernorm.weight": draw(s["hidden"], around=1.0),
-            "mlp.gate_proj.weight": draw(s["wide"], s["hidden"]), "mlp.up_proj.weight": draw(s["wide"], s["hidden"]),
+            "mlp.gate_proj.weight": draw(s["wide"], s["hidden"]),
+            "mlp.up_proj.weight": draw(s["wide"], s["hidden"]),
             "mlp.down_proj.weight": draw(s["hidden"], s["wide"]),
         }
         if architecture == "qwen2":
-            layer |= {f"self_attn.{name}.bias": draw(rows)
-                      for name, rows in (("q_proj", q_rows), ("k_proj", kv_rows), ("v_proj", kv_rows))}
+            layer |= {
+                f"self_attn.{name}.bias": draw(rows)
+                for name, rows in (("q_proj", q_rows), ("k_proj", kv_rows), ("v_proj", kv_rows))
+            }
         if architecture == "qwen3":
             layer |= {f"self_attn.{name}_norm.weight": draw(s["head_dim"], around=1.0) for name in "qk"}
         weights |= {f"model.layers.{index}.{name}": value for name, value in layer.items()}
@@ -73,8 +85,11 @@ def llama_cpp_order(weight: torch.Tensor, heads: int) -> torch.Tensor:
 
 def gguf_name(name: str) -> str:
     """The GGUF name of a Hugging Face weight."""
-    top = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
-           "lm_head.weight": "output.weight"}
+    top = {
+        "model.embed_tokens.weight": "token_embd.weight",
+        "model.norm.weight": "output_norm.weight",
+        "lm_head.weight": "output.weight",
+    }
     if name in top:
         return top[name]
     _, _, index, rest = name.split(".", 3)
@@ -82,10 +97,19 @@ def gguf_name(name: str) -> str:
     return f"blk.{index}.{_LAYER[stem]}.{suffix}"
 
 
-def write_gguf(path: Path, *, architecture: str = "llama", matrices: Kind = Kind.F32, embedding: Kind = Kind.F32,
-               tied: bool = True, metadata: dict[str, Any] | None = None, tokenizer: bool = True,
-               drop: tuple[str, ...] = (), embedding_rows: int | None = None,
-               extra: dict[str, np.ndarray] | None = None) -> dict[str, torch.Tensor]:
+def write_gguf(
+    path: Path,
+    *,
+    architecture: str = "llama",
+    matrices: Kind = Kind.F32,
+    embedding: Kind = Kind.F32,
+    tied: bool = True,
+    metadata: dict[str, Any] | None = None,
+    tokenizer: bool = True,
+    drop: tuple[str, ...] = (),
+    embedding_rows: int | None = None,
+    extra: dict[str, np.ndarray] | None = None,
+) -> dict[str, torch.Tensor]:
     """Write a model to `path`; returns its weights by Hugging Face name, as the file's quantisation leaves them.
 
     `metadata` adds or replaces keys below the architecture's prefix, `drop` leaves tensors out, `extra` adds some (both
@@ -93,8 +117,11 @@ def write_gguf(path: Path, *, architecture: str = "llama", matrices: Kind = Kind
     """
     writer = gguf.GGUFWriter(path, architecture)
     numbers = {
-        "block_count": SIZES["layers"], "context_length": SIZES["context"], "embedding_length": SIZES["hidden"],
-        "feed_forward_length": SIZES["wide"], "attention.head_count": SIZES["heads"],
+        "block_count": SIZES["layers"],
+        "context_length": SIZES["context"],
+        "embedding_length": SIZES["hidden"],
+        "feed_forward_length": SIZES["wide"],
+        "attention.head_count": SIZES["heads"],
         "attention.head_count_kv": SIZES["kv_heads"],
     } | (metadata or {})
     for key, value in numbers.items():

@@ -52,8 +52,10 @@ def ahead(make_engine):
 def pair(lively_model, request):
     """Two engines with few pages, one that waits for each step and one that runs ahead."""
     base = {"model": str(lively_model)} | SETTINGS | SMALL | {"max_num_batched_tokens": 16}
-    engines = [Engine(EngineConfig(**base, enable_prefix_caching=request.param, async_scheduling=behind))
-               for behind in (False, True)]
+    engines = [
+        Engine(EngineConfig(**base, enable_prefix_caching=request.param, async_scheduling=behind))
+        for behind in (False, True)
+    ]
     as_on_a_gpu(engines[1]._loop)
     yield [engine._loop for engine in engines]
     for engine in engines:
@@ -62,8 +64,10 @@ def pair(lively_model, request):
 
 def run_workload(loop: EngineLoop, arrivals) -> dict[str, list[TokenEvent]]:
     events: dict[str, list[TokenEvent]] = {}
-    plan = [(arrives, request(f"{i}", prompt_of(i, length, shared), KINDS[kind], priority), abort)
-            for i, (kind, length, arrives, abort, priority, shared) in enumerate(arrivals)]
+    plan = [
+        (arrives, request(f"{i}", prompt_of(i, length, shared), KINDS[kind], priority), abort)
+        for i, (kind, length, arrives, abort, priority, shared) in enumerate(arrivals)
+    ]
     for step in itertools.count():
         for arrives, asked, abort in plan:
             if arrives == step:
@@ -86,14 +90,24 @@ def run_workload(loop: EngineLoop, arrivals) -> dict[str, list[TokenEvent]]:
 
 
 def scores(entries) -> list:
-    return [entry if entry is None else (entry.token_id, pytest.approx(entry.logprob, abs=1e-3),
-                                         list(entry.top), pytest.approx(list(entry.top.values()), abs=1e-3))
-            for entry in entries]
+    return [
+        entry
+        if entry is None
+        else (
+            entry.token_id,
+            pytest.approx(entry.logprob, abs=1e-3),
+            list(entry.top),
+            pytest.approx(list(entry.top.values()), abs=1e-3),
+        )
+        for entry in entries
+    ]
 
 
 def plain(entries) -> list:
-    return [entry if entry is None else (entry.token_id, entry.logprob, list(entry.top), list(entry.top.values()))
-            for entry in entries]
+    return [
+        entry if entry is None else (entry.token_id, entry.logprob, list(entry.top), list(entry.top.values()))
+        for entry in entries
+    ]
 
 
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -169,8 +183,14 @@ def test_a_steady_batch_sends_nothing_but_new_pages(ahead, monkeypatch):
         loop.add(request(f"{i}", prompt, greedy(40)))
     sent = []
     copy = torch.Tensor.index_copy_
-    monkeypatch.setattr(torch.Tensor, "index_copy_", lambda self, *rest: (
-        sent.append(len(rest[1])) if self is loop.runner.buffers["state"] else None, copy(self, *rest))[1])
+    monkeypatch.setattr(
+        torch.Tensor,
+        "index_copy_",
+        lambda self, *rest: (
+            sent.append(len(rest[1])) if self is loop.runner.buffers["state"] else None,
+            copy(self, *rest),
+        )[1],
+    )
     for _ in range(30):
         loop.step()
     # The first decode fills rows, positions and pages; a page lasts 16 tokens and the prompts have 3.

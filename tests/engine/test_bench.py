@@ -26,8 +26,16 @@ from server import cli
 
 @pytest.fixture
 def engine(tiny_model: Path) -> Iterator[Engine]:
-    config = EngineConfig(model=str(tiny_model), max_num_seqs=4, max_model_len=128, graph_manifest="none",
-                          num_threads=1, enable_prefix_caching=False, device="cpu", graph_buckets=(1, 4))
+    config = EngineConfig(
+        model=str(tiny_model),
+        max_num_seqs=4,
+        max_model_len=128,
+        graph_manifest="none",
+        num_threads=1,
+        enable_prefix_caching=False,
+        device="cpu",
+        graph_buckets=(1, 4),
+    )
     with Engine(config) as made:
         yield made
 
@@ -96,8 +104,9 @@ def test_a_bad_value_is_one_clear_line_and_status_2(
 
 def test_a_batch_runs_whole_in_each_of_its_steps(engine: Engine) -> None:
     row = measure_batch(engine, 3, prompt_tokens=6, output_tokens=8, repeats=1, rng=random.Random(0))
-    steps = decode_shares(engine.stats().graphs, {"batch_rows": [], "fallbacks": [], "real_tokens": [],
-                                                  "padded_tokens": []})
+    steps = decode_shares(
+        engine.stats().graphs, {"batch_rows": [], "fallbacks": [], "real_tokens": [], "padded_tokens": []}
+    )
     # 7 + 0 + 1 + 7 decode steps of an untimed run, of one token, of a quarter and of all; 3 rows in the bucket of 4
     assert steps == {"decode_steps": 15, "hit_rate": 1.0, "padding": 0.25}
     assert row["preemptions"] == 0
@@ -115,10 +124,20 @@ def test_replay_and_eager_are_timed_on_the_graph_of_that_batch(engine: Engine) -
 
 def test_answers_after_a_comparison_with_eager_are_as_before_it(tiny_model: Path) -> None:
     # Few pages, used in turn: sooner or later a request holds the one that a padded row might still point to.
-    config = EngineConfig(model=str(tiny_model), max_num_seqs=4, max_model_len=128, graph_manifest="none",
-                          num_threads=1, enable_prefix_caching=False, device="cpu", graph_buckets=(4,), num_pages=9)
+    config = EngineConfig(
+        model=str(tiny_model),
+        max_num_seqs=4,
+        max_model_len=128,
+        graph_manifest="none",
+        num_threads=1,
+        enable_prefix_caching=False,
+        device="cpu",
+        graph_buckets=(4,),
+        num_pages=9,
+    )
     greedy = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True, logprobs=0)
     with Engine(config) as engine:
+
         def answers() -> list[list[float]]:
             outputs = engine.generate(prompt_token_ids=[[5, 6, 7], [9, 8]], sampling_params=greedy)
             return [[entry.logprob for entry in output.logprobs] for output in outputs]

@@ -61,6 +61,7 @@ async def until(condition, what: str, seconds: float = 10.0) -> None:
 
 async def idle(client: EngineClient) -> None:
     """Nothing runs, all pages are back, and the loop finds no leak."""
+
     def is_idle() -> bool:
         stats = client.stats()
         return (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0)
@@ -230,13 +231,16 @@ async def test_background_captures_come_to_an_end_while_requests_are_answered(li
         assert client.health().warm == {"mode": "background", "captured": 4, "pending": 0, "ratio": 1.0}
 
 
-@pytest.mark.parametrize("settings, error, words", [
-    ({"max_model_len": 5000}, ConfigError, "5000"),
-    ({"max_num_batched_tokens": 4}, ConfigError, "max_num_batched_tokens"),
-    ({"num_pages": 1}, ConfigError, "num_pages"),
-    ({"device": "tpu"}, ConfigError, "tpu"),
-    ({"model": "/nowhere/at/all"}, ModelError, "nowhere"),
-])
+@pytest.mark.parametrize(
+    "settings, error, words",
+    [
+        ({"max_model_len": 5000}, ConfigError, "5000"),
+        ({"max_num_batched_tokens": 4}, ConfigError, "max_num_batched_tokens"),
+        ({"num_pages": 1}, ConfigError, "num_pages"),
+        ({"device": "tpu"}, ConfigError, "tpu"),
+        ({"model": "/nowhere/at/all"}, ModelError, "nowhere"),
+    ],
+)
 async def test_a_start_that_is_refused_raises_what_the_engine_raised(lively_model, settings, error, words):
     client = make_client(EngineConfig(**{"model": str(lively_model)} | LONG | settings), in_process=True)
     with pytest.raises(error, match=words):
@@ -370,8 +374,12 @@ async def test_the_engine_ends_when_its_front_is_killed(lively_model, tmp_path):
     script = tmp_path / "front.py"
     script.write_text(FRONT)
     front = await asyncio.create_subprocess_exec(
-        sys.executable, script, lively_model, stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"})
+        sys.executable,
+        script,
+        lively_model,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"},
+    )
     pid = int(await asyncio.wait_for(front.stdout.readline(), 60))
     assert alive(pid)
     front.kill()

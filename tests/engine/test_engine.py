@@ -60,16 +60,18 @@ def test_logprobs_are_those_of_transformers_with_rank_and_alternatives(make_engi
 
 def test_logprobs_0_gives_the_sampled_token_alone_and_none_gives_nothing(make_engine):
     engine = make_engine()
-    with_zero, without = engine.generate(prompt_token_ids=[PROMPTS[0]] * 2,
-                                         sampling_params=[greedy(4, logprobs=0), greedy(4)])
+    with_zero, without = engine.generate(
+        prompt_token_ids=[PROMPTS[0]] * 2, sampling_params=[greedy(4, logprobs=0), greedy(4)]
+    )
     assert [entry.token_id for entry in with_zero.logprobs] == with_zero.token_ids == without.token_ids
     assert all(entry.top == {} for entry in with_zero.logprobs)
     assert without.logprobs is None
 
 
 def test_max_tokens_0_scores_the_prompt_and_gives_no_token(make_engine, reference):
-    outputs = make_engine().generate(prompt_token_ids=PROMPTS, sampling_params=SamplingParams(
-        max_tokens=0, prompt_logprobs=TOP))
+    outputs = make_engine().generate(
+        prompt_token_ids=PROMPTS, sampling_params=SamplingParams(max_tokens=0, prompt_logprobs=TOP)
+    )
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         assert output.token_ids == [] and output.text == "" and output.finish_reason == "length"
         check_prompt_scores(output.prompt_logprobs, prompt, reference)
@@ -106,8 +108,10 @@ def test_n_gives_that_many_sequences_and_the_first_is_as_without(make_engine):
     engine = make_engine()
     params = SamplingParams(max_tokens=12, seed=7, ignore_eos=True)
     alone = engine.generate(prompt_token_ids=PROMPTS[0], sampling_params=params)[0]
-    several = engine.generate(prompt_token_ids=[PROMPTS[0], PROMPTS[1]], sampling_params=[
-        SamplingParams(max_tokens=12, seed=7, ignore_eos=True, n=3), greedy(2)])
+    several = engine.generate(
+        prompt_token_ids=[PROMPTS[0], PROMPTS[1]],
+        sampling_params=[SamplingParams(max_tokens=12, seed=7, ignore_eos=True, n=3), greedy(2)],
+    )
     assert [len(output.outputs) for output in several] == [3, 1]
     first, second, third = several[0].outputs
     assert first.token_ids == alone.token_ids
@@ -144,8 +148,10 @@ def test_a_stop_token_ends_the_request_and_is_named(make_engine, reference):
 def test_end_of_text_ends_a_request_unless_it_is_ignored(make_engine):
     engine = make_engine()
     biased = {"temperature": 0.0, "max_tokens": 9, "logit_bias": {0: 100.0}}
-    ended, ignored = engine.generate(prompt_token_ids=[PROMPTS[0]] * 2, sampling_params=[
-        SamplingParams(**biased), SamplingParams(**biased, ignore_eos=True)])
+    ended, ignored = engine.generate(
+        prompt_token_ids=[PROMPTS[0]] * 2,
+        sampling_params=[SamplingParams(**biased), SamplingParams(**biased, ignore_eos=True)],
+    )
     assert (ended.token_ids, ended.finish_reason, ended.stop_reason) == ([0], "stop", None)
     assert (ignored.token_ids, ignored.finish_reason) == ([0] * 9, "length")
 
@@ -154,9 +160,13 @@ def test_end_of_text_ends_a_request_unless_it_is_ignored(make_engine):
 def test_min_tokens_keeps_end_of_text_and_stop_tokens_away_until_then(make_engine, minimum):
     biased = {"temperature": 0.0, "max_tokens": 20, "min_tokens": minimum}
     engine = make_engine()
-    by_eos, by_token = engine.generate(prompt_token_ids=[PROMPTS[0]] * 2, sampling_params=[
-        SamplingParams(**biased, logit_bias={0: 100.0}),
-        SamplingParams(**biased, logit_bias={77: 100.0}, stop_token_ids=(77,))])
+    by_eos, by_token = engine.generate(
+        prompt_token_ids=[PROMPTS[0]] * 2,
+        sampling_params=[
+            SamplingParams(**biased, logit_bias={0: 100.0}),
+            SamplingParams(**biased, logit_bias={77: 100.0}, stop_token_ids=(77,)),
+        ],
+    )
     for output, ending in ((by_eos, 0), (by_token, 77)):
         assert len(output.token_ids) == minimum + 1
         assert output.token_ids[-1] == ending and ending not in output.token_ids[:-1]
@@ -199,8 +209,9 @@ def test_a_seed_draws_the_same_alone_and_in_any_batch(make_engine, options):
     engine = make_engine(enable_prefix_caching=False)
     alone = [engine.generate(prompt_token_ids=p, sampling_params=drawn(11, **options))[0].token_ids for p in PROMPTS]
     fillers = [greedy(7), drawn(3), greedy(30)]
-    mixed = engine.generate(prompt_token_ids=[*PROMPTS[:3], *PROMPTS],
-                            sampling_params=[*fillers, *[drawn(11, **options)] * len(PROMPTS)])
+    mixed = engine.generate(
+        prompt_token_ids=[*PROMPTS[:3], *PROMPTS], sampling_params=[*fillers, *[drawn(11, **options)] * len(PROMPTS)]
+    )
     assert [output.token_ids for output in mixed[3:]] == alone
     assert len({tuple(tokens) for tokens in alone}) == len(alone)
 
@@ -208,8 +219,10 @@ def test_a_seed_draws_the_same_alone_and_in_any_batch(make_engine, options):
 def test_an_offline_run_without_seeds_repeats_itself(make_engine):
     def run(**settings):
         engine = make_engine(**settings)
-        return [[output.token_ids for output in engine.generate(prompt_token_ids=PROMPTS, sampling_params=drawn())]
-                for _ in range(2)]
+        return [
+            [output.token_ids for output in engine.generate(prompt_token_ids=PROMPTS, sampling_params=drawn())]
+            for _ in range(2)
+        ]
 
     first = run()
     assert first[0] != first[1]  # the engine's sequence of seeds goes on
@@ -220,29 +233,32 @@ def test_an_offline_run_without_seeds_repeats_itself(make_engine):
 # ---- refusals and life ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments, param", [
-    ({}, "prompts"),
-    ({"prompts": "red", "prompt_token_ids": [1]}, "prompts"),
-    ({"prompts": ""}, "prompts"),
-    ({"prompts": ["red", ""]}, "prompts"),
-    ({"prompts": ["red", 5]}, "prompts"),
-    ({"prompts": 5}, "prompts"),
-    ({"prompt_token_ids": [[1, 2], []]}, "prompt_token_ids"),
-    ({"prompt_token_ids": [[1, 2], [320]]}, "prompt_token_ids"),
-    ({"prompt_token_ids": [[1, 2], [-1]]}, "prompt_token_ids"),
-    ({"prompt_token_ids": [[1, 2], [1.5]]}, "prompt_token_ids"),
-    ({"prompt_token_ids": [[1, 2], 3]}, "prompt_token_ids"),
-    ({"prompt_token_ids": [1, [2]]}, "prompt_token_ids"),
-    ({"prompt_token_ids": "12"}, "prompt_token_ids"),
-    ({"prompt_token_ids": 12}, "prompt_token_ids"),
-    ({"prompt_token_ids": [[1, 2], [3] * 256]}, "prompt_token_ids"),
-    ({"prompt_token_ids": [[1, 2], [3] * 200], "sampling_params": greedy(100)}, "max_tokens"),
-    ({"prompt_token_ids": [[1]], "sampling_params": [greedy(), greedy()]}, "sampling_params"),
-    ({"prompt_token_ids": [[1]], "sampling_params": [{"max_tokens": 3}]}, "sampling_params"),
-    ({"prompt_token_ids": [[1]], "sampling_params": {"max_tokens": 3}}, "sampling_params"),
-    ({"prompt_token_ids": [[1]], "sampling_params": greedy(stop_token_ids=(320,))}, "stop_token_ids"),
-    ({"prompt_token_ids": [[1]], "sampling_params": greedy(logit_bias={320: 1.0})}, "logit_bias"),
-])
+@pytest.mark.parametrize(
+    "arguments, param",
+    [
+        ({}, "prompts"),
+        ({"prompts": "red", "prompt_token_ids": [1]}, "prompts"),
+        ({"prompts": ""}, "prompts"),
+        ({"prompts": ["red", ""]}, "prompts"),
+        ({"prompts": ["red", 5]}, "prompts"),
+        ({"prompts": 5}, "prompts"),
+        ({"prompt_token_ids": [[1, 2], []]}, "prompt_token_ids"),
+        ({"prompt_token_ids": [[1, 2], [320]]}, "prompt_token_ids"),
+        ({"prompt_token_ids": [[1, 2], [-1]]}, "prompt_token_ids"),
+        ({"prompt_token_ids": [[1, 2], [1.5]]}, "prompt_token_ids"),
+        ({"prompt_token_ids": [[1, 2], 3]}, "prompt_token_ids"),
+        ({"prompt_token_ids": [1, [2]]}, "prompt_token_ids"),
+        ({"prompt_token_ids": "12"}, "prompt_token_ids"),
+        ({"prompt_token_ids": 12}, "prompt_token_ids"),
+        ({"prompt_token_ids": [[1, 2], [3] * 256]}, "prompt_token_ids"),
+        ({"prompt_token_ids": [[1, 2], [3] * 200], "sampling_params": greedy(100)}, "max_tokens"),
+        ({"prompt_token_ids": [[1]], "sampling_params": [greedy(), greedy()]}, "sampling_params"),
+        ({"prompt_token_ids": [[1]], "sampling_params": [{"max_tokens": 3}]}, "sampling_params"),
+        ({"prompt_token_ids": [[1]], "sampling_params": {"max_tokens": 3}}, "sampling_params"),
+        ({"prompt_token_ids": [[1]], "sampling_params": greedy(stop_token_ids=(320,))}, "stop_token_ids"),
+        ({"prompt_token_ids": [[1]], "sampling_params": greedy(logit_bias={320: 1.0})}, "logit_bias"),
+    ],
+)
 def test_a_call_with_anything_refused_names_the_field_and_runs_nothing(make_engine, arguments, param):
     engine = make_engine()
     with pytest.raises(RequestError) as refused:
@@ -273,10 +289,12 @@ def test_a_model_without_a_tokenizer_serves_token_ids_only(tmp_path, make_engine
 def test_two_engines_in_one_process_do_not_share_state(make_engine, reference, other_model, other_reference):
     one, other = make_engine(), make_engine(model=str(other_model))
     for _ in range(2):
-        assert one.generate(prompt_token_ids=PROMPTS[0], sampling_params=greedy(9))[0].token_ids == \
-            reference.greedy(PROMPTS[0], 9)
-        assert other.generate(prompt_token_ids=PROMPTS[0], sampling_params=greedy(9))[0].token_ids == \
-            other_reference.greedy(PROMPTS[0], 9)
+        assert one.generate(prompt_token_ids=PROMPTS[0], sampling_params=greedy(9))[0].token_ids == reference.greedy(
+            PROMPTS[0], 9
+        )
+        assert other.generate(prompt_token_ids=PROMPTS[0], sampling_params=greedy(9))[
+            0
+        ].token_ids == other_reference.greedy(PROMPTS[0], 9)
 
 
 def test_embedding_starts_no_thread_and_sets_no_signal_handler(config):

@@ -63,8 +63,9 @@ def test_failures_in_a_row_end_the_loop_with_the_reason(make_engine, reference, 
     with pytest.raises(RuntimeError, match="coughed"):
         engine.generate(prompt_token_ids=PROMPTS, sampling_params=greedy(3))
     engine.idle_check()
-    assert engine.generate(prompt_token_ids=PROMPTS[0], sampling_params=greedy(3))[0].token_ids == \
-        reference.greedy(PROMPTS[0], 3)
+    assert engine.generate(prompt_token_ids=PROMPTS[0], sampling_params=greedy(3))[0].token_ids == reference.greedy(
+        PROMPTS[0], 3
+    )
 
 
 def test_failures_with_good_steps_between_them_end_nothing(make_engine, monkeypatch):
@@ -153,14 +154,18 @@ def test_broken_books_still_end_in_a_dead(make_engine, monkeypatch):
     loop.drop_events()
 
 
-@pytest.mark.parametrize("call", [
-    lambda engine: engine.generate(prompt_token_ids=[PROMPTS[0]], sampling_params=greedy(20)),
-    lambda engine: engine.update_weights(weights_of(engine), version="next"),
-    lambda engine: engine.weights_changed("next"),
-    lambda engine: engine.warm(),
-    lambda engine: engine.idle_check(),
-    lambda engine: engine.close(),
-], ids=["generate", "update_weights", "weights_changed", "warm", "idle_check", "close"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda engine: engine.generate(prompt_token_ids=[PROMPTS[0]], sampling_params=greedy(20)),
+        lambda engine: engine.update_weights(weights_of(engine), version="next"),
+        lambda engine: engine.weights_changed("next"),
+        lambda engine: engine.warm(),
+        lambda engine: engine.idle_check(),
+        lambda engine: engine.close(),
+    ],
+    ids=["generate", "update_weights", "weights_changed", "warm", "idle_check", "close"],
+)
 def test_a_thread_stands_still_while_somebody_else_needs_the_device_quiet(make_engine, call):
     engine, done = make_engine(), []
     thread = threading.Thread(target=lambda: [call(engine), done.append(True)])
@@ -212,8 +217,9 @@ def test_a_serving_loop_stands_still_while_somebody_else_needs_the_device_quiet(
         commands.put(Submit([request("a", PROMPTS[0], greedy(20))]))
         time.sleep(0.3)
         assert not [report for report in reports if isinstance(report, Events)]
-    while not any(event.finish_reason for report in list(reports) if isinstance(report, Events)
-                  for event in report.events):
+    while not any(
+        event.finish_reason for report in list(reports) if isinstance(report, Events) for event in report.events
+    ):
         time.sleep(0.01)
     commands.put(Stop())
     thread.join(10)

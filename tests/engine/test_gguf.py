@@ -104,14 +104,32 @@ def test_q4_1_codes_are_unpermuted_as_the_dense_weight_is(tmp_path: Path) -> Non
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_logits_equal_transformers_on_the_same_weights(tmp_path: Path, architecture: str, tied: bool) -> None:
-    weights = write_gguf(tmp_path / "m.gguf", architecture=architecture, matrices=Kind.Q8_0, tied=tied,
-                         metadata={"attention.key_length": SIZES["head_dim"]})
-    reference = getattr(transformers, HF_MODEL_TYPES[architecture])(transformers.AutoConfig.for_model(
-        architecture, vocab_size=len(vocabulary()[0]), hidden_size=SIZES["hidden"], num_hidden_layers=SIZES["layers"],
-        num_attention_heads=SIZES["heads"], num_key_value_heads=SIZES["kv_heads"], head_dim=SIZES["head_dim"],
-        intermediate_size=SIZES["wide"], max_position_embeddings=SIZES["context"], rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 20000.0}, tie_word_embeddings=tied,
-        bos_token_id=1, eos_token_id=2, pad_token_id=None))
+    weights = write_gguf(
+        tmp_path / "m.gguf",
+        architecture=architecture,
+        matrices=Kind.Q8_0,
+        tied=tied,
+        metadata={"attention.key_length": SIZES["head_dim"]},
+    )
+    reference = getattr(transformers, HF_MODEL_TYPES[architecture])(
+        transformers.AutoConfig.for_model(
+            architecture,
+            vocab_size=len(vocabulary()[0]),
+            hidden_size=SIZES["hidden"],
+            num_hidden_layers=SIZES["layers"],
+            num_attention_heads=SIZES["heads"],
+            num_key_value_heads=SIZES["kv_heads"],
+            head_dim=SIZES["head_dim"],
+            intermediate_size=SIZES["wide"],
+            max_position_embeddings=SIZES["context"],
+            rms_norm_eps=1e-5,
+            rope_parameters={"rope_type": "default", "rope_theta": 20000.0},
+            tie_word_embeddings=tied,
+            bos_token_id=1,
+            eos_token_id=2,
+            pad_token_id=None,
+        )
+    )
     missing = reference.load_state_dict(weights, strict=False).missing_keys
     assert missing == (["lm_head.weight"] if tied else [])
     reference.eval().tie_weights()

@@ -39,8 +39,6 @@ def layer_of(parts: dict[str, int], inputs: int, **settings) -> Int4Linear:
     return layer
 
 
-
-
 def assert_is_product(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
     """out [T, N] equals x Wᵀ up to one rounding to bfloat16 and float32 summation."""
     exact = x.double() @ weight.double().T
@@ -96,7 +94,7 @@ def test_quantisation_keeps_equal_values_and_zeros() -> None:
 def test_writing_one_part_leaves_the_others_and_all_addresses(parts: tuple[int, int, int], name: str) -> None:
     names = ("q_proj", "k_proj", "v_proj")
     layer = layer_of(dict(zip(names, parts, strict=True)), 64, keep_dense=True)
-    start, rows = sum(parts[:names.index(name)]), parts[names.index(name)]
+    start, rows = sum(parts[: names.index(name)]), parts[names.index(name)]
     end = start + rows
     before, dense_before = layer.effective_weight(), layer.weight.clone()
     addresses = [tensor.data_ptr() for tensor in (layer.packed, layer.scales, layer.weight)]

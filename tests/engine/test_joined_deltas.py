@@ -21,11 +21,13 @@ def logprob(token: int) -> TokenLogprob:
 
 
 def test_what_waits_becomes_one_delta_with_the_first_ones_facts_and_the_last_ones_end():
-    [one] = joined([
-        delta("x", 1, logprobs=[logprob(1)], queue_time=0.5, cached_tokens=16, prompt_logprobs=[None]),
-        delta("", 2, logprobs=[logprob(2)]),
-        delta("yz", 3, logprobs=[logprob(3)], finish_reason="stop", stop_reason="z", abort=True),
-    ])
+    [one] = joined(
+        [
+            delta("x", 1, logprobs=[logprob(1)], queue_time=0.5, cached_tokens=16, prompt_logprobs=[None]),
+            delta("", 2, logprobs=[logprob(2)]),
+            delta("yz", 3, logprobs=[logprob(3)], finish_reason="stop", stop_reason="z", abort=True),
+        ]
+    )
     assert (one.text_delta, one.token_ids) == ("xyz", [1, 2, 3])
     assert [found.token_id for found in one.logprobs] == [1, 2, 3]
     assert (one.queue_time, one.cached_tokens, one.prompt_logprobs) == (0.5, 16, [None])

@@ -50,8 +50,9 @@ def test_a_prompt_that_is_cached_whole_still_computes_a_token(make_engine, refer
 def test_prompt_logprobs_are_computed_though_the_prompt_is_cached(make_engine):
     engine = make_engine()
     prompt = list(range(3, 53))
-    first, second = (engine.generate(prompt_token_ids=prompt, sampling_params=greedy(2, prompt_logprobs=0))[0]
-                     for _ in range(2))
+    first, second = (
+        engine.generate(prompt_token_ids=prompt, sampling_params=greedy(2, prompt_logprobs=0))[0] for _ in range(2)
+    )
     assert second.cached_tokens == 0
     assert second.prompt_logprobs == first.prompt_logprobs and len(first.prompt_logprobs) == 50
 
@@ -78,8 +79,13 @@ def test_with_few_pages_requests_are_preempted_and_give_the_same_tokens(make_eng
 
 
 def test_sampling_goes_on_after_a_preemption_as_if_nothing_had_happened(make_engine):
-    options = [{}, {"frequency_penalty": 1.0}, {"repetition_penalty": 1.3, "top_p": 0.9}, {"min_tokens": 30},
-               {"logprobs": 1}]
+    options = [
+        {},
+        {"frequency_penalty": 1.0},
+        {"repetition_penalty": 1.3, "top_p": 0.9},
+        {"min_tokens": 30},
+        {"logprobs": 1},
+    ]
     params = [SamplingParams(max_tokens=40, temperature=1.2, seed=i, **options[i % len(options)]) for i in range(8)]
     small, roomy = make_engine(**SMALL), make_engine()
     found, expected = (engine.generate(prompt_token_ids=MANY, sampling_params=params) for engine in (small, roomy))
@@ -103,7 +109,8 @@ def test_prompt_logprobs_come_once_and_whole_though_the_request_was_preempted(ma
     assert len(scores) == 1 and events[0].prompt_logprobs is scores[0]
     rows = reference.logprobs(prompt)
     assert [entry.logprob for entry in scores[0][1:]] == pytest.approx(
-        [rows[i, token].item() for i, token in enumerate(prompt[1:])], abs=1e-3)
+        [rows[i, token].item() for i, token in enumerate(prompt[1:])], abs=1e-3
+    )
     assert tokens(events) == reference.greedy(prompt, 12)
 
 
@@ -128,9 +135,16 @@ def test_an_urgent_request_overtakes_and_nobody_is_lost(make_engine, reference):
 def test_what_can_never_fit_is_refused_at_once_and_disturbs_nobody(make_engine, reference):
     engine = make_engine(**SMALL)
     loop = engine._loop
-    loop.submit([request("good", PROMPTS[0], greedy(9)), request("pages", [5] * 30, greedy(60)),
-                 request("context", [5] * 128, greedy(1)), request("vocabulary", [320], greedy(1)),
-                 request("empty", [], greedy(1)), request("good", PROMPTS[1], greedy(1))])
+    loop.submit(
+        [
+            request("good", PROMPTS[0], greedy(9)),
+            request("pages", [5] * 30, greedy(60)),
+            request("context", [5] * 128, greedy(1)),
+            request("vocabulary", [320], greedy(1)),
+            request("empty", [], greedy(1)),
+            request("good", PROMPTS[1], greedy(1)),
+        ]
+    )
     events = {}
     for event in loop.step():
         events.setdefault(event.request_id, []).append(event)
@@ -161,8 +175,12 @@ def test_without_max_tokens_a_request_ends_where_the_pages_end(make_engine, refe
 
 def test_parameters_that_leave_no_token_are_refused_before_they_fail_a_batch(make_engine, reference):
     loop = make_engine()._loop
-    loop.submit([request("good", PROMPTS[0], greedy(9)),
-                 request("bad", PROMPTS[1], SamplingParams(min_tokens=2, stop_token_ids=tuple(range(320))))])
+    loop.submit(
+        [
+            request("good", PROMPTS[0], greedy(9)),
+            request("bad", PROMPTS[1], SamplingParams(min_tokens=2, stop_token_ids=tuple(range(320)))),
+        ]
+    )
     events = drain(loop)
     assert events["bad"][-1].finish_reason == "error" and "whole vocabulary" in events["bad"][-1].error
     assert tokens(events["good"]) == reference.greedy(PROMPTS[0], 9)
@@ -196,8 +214,12 @@ def test_a_preempted_request_can_be_aborted(make_engine):
 
 def test_a_slot_forgets_its_last_requests_parameters(make_engine, reference):
     loop = make_engine(max_num_seqs=1, max_num_batched_tokens=64, graph_buckets=(1,))._loop
-    for name, params in (("bias", greedy(5, logit_bias={7: 100.0})), ("noise", greedy(5, temperature=5.0)),
-                         ("logprobs", greedy(5, logprobs=3)), ("penalty", greedy(5, presence_penalty=2.0))):
+    for name, params in (
+        ("bias", greedy(5, logit_bias={7: 100.0})),
+        ("noise", greedy(5, temperature=5.0)),
+        ("logprobs", greedy(5, logprobs=3)),
+        ("penalty", greedy(5, presence_penalty=2.0)),
+    ):
         loop.add(request(name, PROMPTS[0], params))
         drain(loop)
         assert not loop.runner.sampling.needs_sampler([0])
@@ -230,8 +252,10 @@ def crowded(lively_model):
     from engine import EngineConfig
     from tests.engine.lively import SETTINGS
 
-    small, roomy = (Engine(EngineConfig(**({"model": str(lively_model)} | SETTINGS | more)))
-                    for more in (SMALL | {"max_num_batched_tokens": 16}, {"max_model_len": 61}))
+    small, roomy = (
+        Engine(EngineConfig(**({"model": str(lively_model)} | SETTINGS | more)))
+        for more in (SMALL | {"max_num_batched_tokens": 16}, {"max_model_len": 61})
+    )
     yield small, roomy, {}
     small.close()
     roomy.close()
@@ -242,8 +266,10 @@ def crowded(lively_model):
 def test_any_workload_ends_idle_with_the_tokens_of_each_request_alone(crowded, arrivals):
     small, roomy, alone = crowded
     loop, accepted, ended, texts = small._loop, set(), Counter(), {}
-    plan = [(arrives, f"{i}-{kind}-{length}", kind, prompt_of(i, length, shared), abort, priority)
-            for i, (kind, length, arrives, abort, priority, shared) in enumerate(arrivals)]
+    plan = [
+        (arrives, f"{i}-{kind}-{length}", kind, prompt_of(i, length, shared), abort, priority)
+        for i, (kind, length, arrives, abort, priority, shared) in enumerate(arrivals)
+    ]
     for step in itertools.count():
         for arrives, name, kind, prompt, _, priority in plan:
             if arrives == step:

@@ -20,9 +20,17 @@ from engine.models import ModelConfig, config_from_dict, config_from_folder, sup
 from engine.models.config import MAX_CONTEXT
 
 BASE = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 100, "hidden_size": 48,
-    "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2,
-    "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16",
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "bfloat16",
 }
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 
@@ -34,11 +42,27 @@ def read(**changes: Any) -> ModelConfig:
 def test_the_plain_fields() -> None:
     config = read(bos_token_id=1, eos_token_id=[2, 5])
     assert dataclasses.asdict(config) == {
-        "architecture": "LlamaForCausalLM", "vocab_size": 100, "hidden_size": 48, "num_layers": 3, "num_heads": 6,
-        "num_kv_heads": 2, "head_dim": 8, "intermediate_size": 80, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-        "max_position_embeddings": 128, "rope_scaling": None, "tie_word_embeddings": False, "attention_bias": False,
-        "output_bias": False, "mlp_bias": False, "qk_norm": False, "sliding_window": None, "bos_token_id": 1,
-        "eos_token_ids": (2, 5), "dtype": "bfloat16",
+        "architecture": "LlamaForCausalLM",
+        "vocab_size": 100,
+        "hidden_size": 48,
+        "num_layers": 3,
+        "num_heads": 6,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 80,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 128,
+        "rope_scaling": None,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "output_bias": False,
+        "mlp_bias": False,
+        "qk_norm": False,
+        "sliding_window": None,
+        "bos_token_id": 1,
+        "eos_token_ids": (2, 5),
+        "dtype": "bfloat16",
     }
     assert config.eos_token_id == 2 and config.context_length == 128
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -69,10 +93,22 @@ def test_both_dialects_of_rope_read_the_same(scaling: dict[str, Any] | None) -> 
         {"rope_type": "linear", "factor": 2.5},
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
         {"rope_type": "yarn", "factor": 1.0, "original_max_position_embeddings": 128},
-        {"rope_type": "yarn", "factor": 6.0, "original_max_position_embeddings": 64, "beta_fast": 8, "beta_slow": 2,
-         "mscale": 0.7, "mscale_all_dim": 0.3},
-        {"rope_type": "yarn", "factor": 6.0, "original_max_position_embeddings": 64, "truncate": False,
-         "attention_factor": 1.1},
+        {
+            "rope_type": "yarn",
+            "factor": 6.0,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 8,
+            "beta_slow": 2,
+            "mscale": 0.7,
+            "mscale_all_dim": 0.3,
+        },
+        {
+            "rope_type": "yarn",
+            "factor": 6.0,
+            "original_max_position_embeddings": 64,
+            "truncate": False,
+            "attention_factor": 1.1,
+        },
     ],
 )
 @pytest.mark.parametrize("head_dim", [8, 64, 128])
@@ -188,7 +224,10 @@ def test_what_cannot_be_computed_is_refused_by_name(changes: dict[str, Any], mes
 
 def test_supported_architectures_are_named() -> None:
     assert supported_architectures() == (
-        "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
     )
 
 
@@ -229,8 +268,19 @@ JSON = st.recursive(
     max_leaves=4,
 )
 KEYS = (
-    *BASE, "head_dim", "rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "layer_types", "eos_token_id",
-    "tie_word_embeddings", "use_sliding_window", "max_window_layers", "hidden_act", "original_max_position_embeddings",
+    *BASE,
+    "head_dim",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "sliding_window",
+    "layer_types",
+    "eos_token_id",
+    "tie_word_embeddings",
+    "use_sliding_window",
+    "max_window_layers",
+    "hidden_act",
+    "original_max_position_embeddings",
 )
 
 

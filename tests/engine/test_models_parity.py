@@ -23,7 +23,11 @@ PAGE = 8
 VOCAB = 199
 
 LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -66,8 +70,14 @@ def reference_model(case: Case, folder: Path) -> transformers.PreTrainedModel:
     """A random model with weights large enough that every part of it matters, saved to folder."""
     torch.manual_seed(7)
     shapes = {
-        "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
-        "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 128, "eos_token_id": 2,
+        "vocab_size": VOCAB,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "eos_token_id": 2,
     }
     model = transformers.AutoModelForCausalLM.from_config(case.config_class(**{**shapes, **case.changes}))
     model = model.float().eval()
@@ -85,8 +95,14 @@ def make_cache(model: DenseModel, pages: int = 24, dtype: torch.dtype = torch.fl
 
 def tiny(architecture: str = "LlamaForCausalLM", **changes: Any) -> DenseModel:
     values = {
-        "architectures": [architecture], "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "architectures": [architecture],
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
         "max_position_embeddings": 128,
     }
     model = build_model(config_from_dict({**values, **changes}), torch.float32, "cpu")
@@ -289,11 +305,19 @@ def test_linears_can_be_replaced_in_place() -> None:
 
 
 def test_a_sliding_window_bounds_the_length() -> None:
-    config = config_from_dict({
-        "architectures": ["MistralForCausalLM"], "vocab_size": 10, "hidden_size": 8, "intermediate_size": 8,
-        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128,
-        "sliding_window": 32,
-    })
+    config = config_from_dict(
+        {
+            "architectures": ["MistralForCausalLM"],
+            "vocab_size": 10,
+            "hidden_size": 8,
+            "intermediate_size": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 128,
+            "sliding_window": 32,
+        }
+    )
     assert DenseModel(config, torch.float32, "cpu").max_len == 32
     with pytest.raises(ModelError, match="sliding window of 32.*at most 32"):
         DenseModel(config, torch.float32, "cpu", max_len=33)

@@ -100,8 +100,12 @@ def chunked(ids, sizes):
 
 
 @settings(max_examples=300, deadline=None)
-@given(some_ids | garbage_ids | texts.map(BYTES.encode), st.booleans(), st.lists(st.integers(1, 7), min_size=1),
-       st.booleans())
+@given(
+    some_ids | garbage_ids | texts.map(BYTES.encode),
+    st.booleans(),
+    st.lists(st.integers(1, 7), min_size=1),
+    st.booleans(),
+)
 @example([0] * 5 + [94, 0, 126, VOCAB, 94], False, [3], True)  # an id without text stands within a character
 def test_pieces_add_up_to_the_whole_decode_whatever_the_ids(ids, skip, sizes, by_decode):
     found = pieces(BYTES, chunked(ids, sizes), by_decode=by_decode, skip_special_tokens=skip)

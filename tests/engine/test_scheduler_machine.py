@@ -41,8 +41,9 @@ class Simulation:
     `ahead`: each step is chosen before the tokens of the one before it are told to the scheduler.
     """
 
-    def __init__(self, num_pages: int, page_size: int, config: SchedulerConfig, cached: bool = True,
-                 ahead: bool = False):
+    def __init__(
+        self, num_pages: int, page_size: int, config: SchedulerConfig, cached: bool = True, ahead: bool = False
+    ):
         self.ahead = ahead
         self.under_way: list[tuple[Batch, list[Request], list[int]]] = []
         self.newest: dict[Request, int] = {}  # the token that the device chose last

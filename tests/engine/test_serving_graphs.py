@@ -51,8 +51,10 @@ def test_graphs_that_are_off_capture_nothing_and_say_why_steps_run_eager(make_en
         engine = make_engine(**settings, warmup="full")
         assert staggered(engine) == expected_staggered(reference)
         assert not counters(engine, "captures") and not counters(engine, "replays")
-        assert set(counters(engine, "fallbacks")) == {("decode", "decode", "graphs_off"),
-                                                      ("prefill", "prefill", "phase_not_captured")}
+        assert set(counters(engine, "fallbacks")) == {
+            ("decode", "decode", "graphs_off"),
+            ("prefill", "prefill", "phase_not_captured"),
+        }
 
 
 def test_a_layer_scoped_step_replays_a_graph_per_layer_and_two_more(make_engine):

@@ -57,12 +57,15 @@ def test_a_large_gpu_runs_more_sequences_at_once(model, monkeypatch, total, seqs
     assert (fewer.max_num_seqs, fewer.max_num_batched_tokens) == (200, 200)
 
 
-@pytest.mark.parametrize("settings, words", [
-    ({"max_model_len": 4097}, "max_model_len=4097 exceeds the model's context of 4096"),
-    ({"max_num_seqs": 8, "max_num_batched_tokens": 7}, "max_num_batched_tokens=7 is below max_num_seqs=8"),
-    ({"num_pages": 1}, "num_pages=1"),
-    ({"graph_buckets": (1, 64)}, r"graph_buckets=1,64: .*\[64\] are larger than max_num_seqs=16"),
-])
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"max_model_len": 4097}, "max_model_len=4097 exceeds the model's context of 4096"),
+        ({"max_num_seqs": 8, "max_num_batched_tokens": 7}, "max_num_batched_tokens=7 is below max_num_seqs=8"),
+        ({"num_pages": 1}, "num_pages=1"),
+        ({"graph_buckets": (1, 64)}, r"graph_buckets=1,64: .*\[64\] are larger than max_num_seqs=16"),
+    ],
+)
 def test_sizes_that_contradict_the_model_or_each_other_are_refused(model, settings, words):
     with pytest.raises(ConfigError, match=words):
         resolved(model, **settings)
@@ -76,10 +79,19 @@ def test_a_context_that_no_memory_holds_is_refused_with_what_to_do(model):
     assert resolved(huge, max_model_len=4096, num_pages=10).num_pages == 10
 
 
-@pytest.mark.parametrize("limit, page_size, expected", [
-    (2048, 16, (256, 512, 1024, 2048)), (2000, 16, (256, 512, 1024, 2000)), (100, 16, (112,)), (256, 16, (256,)),
-    (257, 16, (256, 272)), (5, 16, (16,)), (600, 300, (300, 600)), (270, 48, (288,)),
-])
+@pytest.mark.parametrize(
+    "limit, page_size, expected",
+    [
+        (2048, 16, (256, 512, 1024, 2048)),
+        (2000, 16, (256, 512, 1024, 2000)),
+        (100, 16, (112,)),
+        (256, 16, (256,)),
+        (257, 16, (256, 272)),
+        (5, 16, (16,)),
+        (600, 300, (300, 600)),
+        (270, 48, (288,)),
+    ],
+)
 def test_context_buckets_double_up_to_the_context(limit, page_size, expected):
     assert context_buckets(limit, page_size) == expected
 

@@ -79,11 +79,23 @@ def reference_model(source: ModelSource) -> LlamaForCausalLM:
     """transformers' own Llama with the file's weights, dequantised one by one."""
     weights = GGUFModel(GGUFFile(source.path))
     config = weights.config
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=config["vocab_size"], hidden_size=576, num_hidden_layers=30, num_attention_heads=9,
-        num_key_value_heads=3, intermediate_size=1536, max_position_embeddings=8192, rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 100000.0}, tie_word_embeddings=True,
-        bos_token_id=1, eos_token_id=2, pad_token_id=2))
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=config["vocab_size"],
+            hidden_size=576,
+            num_hidden_layers=30,
+            num_attention_heads=9,
+            num_key_value_heads=3,
+            intermediate_size=1536,
+            max_position_embeddings=8192,
+            rms_norm_eps=1e-5,
+            rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+            tie_word_embeddings=True,
+            bos_token_id=1,
+            eos_token_id=2,
+            pad_token_id=2,
+        )
+    )
     assert model.load_state_dict(dict(weights.weights()), strict=False).missing_keys == ["lm_head.weight"]
     model.tie_weights()
     return model.eval()
@@ -98,8 +110,9 @@ def test_greedy_text_equals_transformers(source: ModelSource, tokenizer: Tokeniz
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     with torch.inference_mode():
         # no end token: both go on past it, so that every prompt compares 64 tokens
-        wanted = reference_model(source).generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False,
-                                                  eos_token_id=None)
+        wanted = reference_model(source).generate(
+            ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None
+        )
     assert found == wanted[:, width:].tolist()
     assert "Paris" in tokenizer.decode(found[0])
 
@@ -111,7 +124,7 @@ def loss_in_chunks(model: DenseModel, ids: list[int], chunk: int) -> float:
     table = list(range(1, kv.num_pages))
     logits = []
     for start in range(0, len(ids) - 1, chunk):
-        part = ids[start:min(start + chunk, len(ids) - 1)]
+        part = ids[start : min(start + chunk, len(ids) - 1)]
         attention = PrefillAttention(kv, [(start, len(part))], [table])
         hidden = model(torch.tensor(part), torch.arange(start, start + len(part)), attention)
         logits.append(model.logits(hidden).float())

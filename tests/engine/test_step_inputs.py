@@ -51,8 +51,11 @@ def a_request(name: str, slot: int, pages: list[int], length: int) -> Request:
 
 
 def batch_of(requests: list[Request]) -> Batch:
-    return Batch(decodes=requests, positions=[request.num_computed for request in requests],
-                 leases=[request.lease for request in requests])
+    return Batch(
+        decodes=requests,
+        positions=[request.num_computed for request in requests],
+        leases=[request.lease for request in requests],
+    )
 
 
 def check(state: SlotState, requests: list[Request], bucket: int) -> None:

@@ -163,7 +163,8 @@ def test_a_folder_gives_what_transformers_gives(tiny_model: Path) -> None:
     assert found.encode(text) == reference.encode(text)
     assert found.decode(found.encode(text)) == reference.decode(reference.encode(text), skip_special_tokens=True)
     assert found.apply_chat_template(MESSAGES) == reference.apply_chat_template(
-        MESSAGES, add_generation_prompt=True, return_dict=False)
+        MESSAGES, add_generation_prompt=True, return_dict=False
+    )
     assert found.vocab_size == len(reference)
     assert found.eos_token_ids == (reference.eos_token_id,)
 

@@ -32,8 +32,11 @@ class Layered(nn.Module):
         )
 
     def cuda_graph_modules(self):
-        return {"layer": ["layers.0", "layers.1"], "attn": [f"layers.{i}.attn" for i in range(2)],
-                "mlp": [f"layers.{i}.mlp" for i in range(2)]}
+        return {
+            "layer": ["layers.0", "layers.1"],
+            "attn": [f"layers.{i}.attn" for i in range(2)],
+            "mlp": [f"layers.{i}.mlp" for i in range(2)],
+        }
 
     def forward(self, x):
         for layer in self.layers:
@@ -87,10 +90,16 @@ class Decoder(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(nn.ModuleDict({
-            "attn": self.Attention(), "norm": nn.LayerNorm(WIDTH),
-            "mlp": nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, WIDTH)),
-        }) for _ in range(3))
+        self.layers = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "attn": self.Attention(),
+                    "norm": nn.LayerNorm(WIDTH),
+                    "mlp": nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, WIDTH)),
+                }
+            )
+            for _ in range(3)
+        )
 
     def cuda_graph_modules(self):
         return {name: [f"layers.{index}.{name}" for index in range(3)] for name in ("attn", "mlp")}
@@ -102,10 +111,15 @@ class Decoder(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("device", [
-    "cpu",
-    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]),
-])
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+        ),
+    ],
+)
 @pytest.mark.parametrize("names", [("attn",), ("mlp",), ("attn", "mlp")], ids="_".join)
 def test_ten_steps_of_parts_of_layers_with_two_microbatches_outstanding_equal_eager(device, names):
     eager, graphed = twins(Decoder, torch.device(device))
@@ -118,8 +132,10 @@ def test_ten_steps_of_parts_of_layers_with_two_microbatches_outstanding_equal_ea
         rows = {row["module"]: row for row in engine.graphs()}
         assert set(rows) == set(paths)
         # An instance for each microbatch, and of each all steps but the two that warm up.
-        assert all((row["graphs"], row["replays"], row["failed"], row["eager"]) == (2, 16, 0, {"warming_up": 4})
-                   for row in rows.values())
+        assert all(
+            (row["graphs"], row["replays"], row["failed"], row["eager"]) == (2, 16, 0, {"warming_up": 4})
+            for row in rows.values()
+        )
         replaced = {path for path, module in graphed.named_modules() if "forward" in vars(module)}
         assert replaced == set(paths)
     assert len(expected[0]) == 2 + len(list(eager.parameters()))
@@ -138,11 +154,21 @@ def test_a_model_without_a_mapping_is_captured_whole_and_refuses_names():
 
 
 def test_our_own_models_bring_the_mapping():
-    config = config_from_dict({
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64, "vocab_size": 64,
-        "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "hidden_act": "silu",
-    })
+    config = config_from_dict(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "intermediate_size": 64,
+            "vocab_size": 64,
+            "max_position_embeddings": 64,
+            "rms_norm_eps": 1e-5,
+            "hidden_act": "silu",
+        }
+    )
     model = build_model(config, torch.float32, "cpu")
     for paths in model.cuda_graph_modules().values():
         assert all(isinstance(model.get_submodule(path), nn.Module) for path in paths)
@@ -198,18 +224,38 @@ def llama(tmp_path):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=96, hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=False, attn_implementation="eager",
-        bos_token_id=1, eos_token_id=2,
-    ))
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=96,
+            hidden_size=WIDTH,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=128,
+            tie_word_embeddings=False,
+            attn_implementation="eager",
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+    )
     model.save_pretrained(tmp_path / "model")
     return model, str(tmp_path / "model")
 
 
 def inference(folder, **settings):
-    return Engine(EngineConfig(model=folder, device="cpu", cpu_weight_format="fp32", max_num_seqs=2, warmup="full",
-                               num_threads=1, graph_manifest="none", **settings))
+    return Engine(
+        EngineConfig(
+            model=folder,
+            device="cpu",
+            cpu_weight_format="fp32",
+            max_num_seqs=2,
+            warmup="full",
+            num_threads=1,
+            graph_manifest="none",
+            **settings,
+        )
+    )
 
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -240,8 +286,12 @@ def test_one_storage_trains_and_generates_without_recapture(llama):
         assert sum(row["replays"] for row in trainer_graphs.graphs()) == 8
         after = engine.generate(prompt_token_ids=PROMPTS, sampling_params=GREEDY)
         assert after[0].weight_version == "step-6"
-        expected = [trainer.generate(torch.tensor([prompt]), max_new_tokens=8, min_new_tokens=8, do_sample=False)
-                    [0, len(prompt):].tolist() for prompt in PROMPTS]
+        expected = [
+            trainer.generate(torch.tensor([prompt]), max_new_tokens=8, min_new_tokens=8, do_sample=False)[
+                0, len(prompt) :
+            ].tolist()
+            for prompt in PROMPTS
+        ]
         assert [output.token_ids for output in after] == expected
         trainer_graphs.detach()
 
@@ -279,14 +329,20 @@ def shared_steps(trainer, optimizer, first, count, between=None):
     for step in range(first, first + count):
         generator = torch.Generator().manual_seed(step)
         optimizer.zero_grad()
-        losses = [trainer(input_ids=tokens, labels=tokens).loss
-                  for tokens in torch.randint(3, 96, (2, 2, 16), generator=generator)]
+        losses = [
+            trainer(input_ids=tokens, labels=tokens).loss
+            for tokens in torch.randint(3, 96, (2, 2, 16), generator=generator)
+        ]
         if between is not None:
             between()
         for loss in losses:
             loss.backward()
-        log.append([*(loss.detach().clone() for loss in losses),
-                    *(parameter.grad.clone() for parameter in trainer.parameters())])
+        log.append(
+            [
+                *(loss.detach().clone() for loss in losses),
+                *(parameter.grad.clone() for parameter in trainer.parameters()),
+            ]
+        )
         optimizer.step()
         states = [value for parameter in trainer.parameters() for value in optimizer.state[parameter].values()]
         log[-1] += [tensor.detach().clone() for tensor in (*trainer.parameters(), *states)]
@@ -321,8 +377,12 @@ def test_an_optimizer_with_state_goes_on_over_shared_weights_as_if_never_shared(
         assert graphs.stats.invalidations == ({"stale_address": 1} if attached_first else {})
         assert sum(graphs.stats.replays.values()) - sum(replays.values()) >= 7 * 2 * len(paths)
         seen = engine.generate(prompt_token_ids=PROMPTS, sampling_params=GREEDY)
-        expected = [twin.generate(torch.tensor([prompt]), max_new_tokens=8, min_new_tokens=8, do_sample=False)
-                    [0, len(prompt):].tolist() for prompt in PROMPTS]
+        expected = [
+            twin.generate(torch.tensor([prompt]), max_new_tokens=8, min_new_tokens=8, do_sample=False)[
+                0, len(prompt) :
+            ].tolist()
+            for prompt in PROMPTS
+        ]
         assert [output.token_ids for output in seen] == expected
         graphs.detach()
 
@@ -335,7 +395,8 @@ def test_a_quantised_model_and_a_mismatched_one_refuse_to_share(llama, tmp_path)
         with pytest.raises(WeightUpdateError, match="lm_head.weight: shape"):
             engine.share_weights(trainer, version="1")
         assert trainer.model.norm.weight.data_ptr() == before
-    quantised = EngineConfig(model=folder, device="cpu", cpu_weight_format="int4", max_num_seqs=1, num_threads=1,
-                             graph_manifest="none")
+    quantised = EngineConfig(
+        model=folder, device="cpu", cpu_weight_format="int4", max_num_seqs=1, num_threads=1, graph_manifest="none"
+    )
     with Engine(quantised) as engine, pytest.raises(WeightUpdateError, match="quantised"):
         engine.share_weights(trainer, version="1")

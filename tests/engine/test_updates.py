@@ -84,8 +84,9 @@ def test_prefix_kv_of_older_weights_is_never_reused(make_engine, reference, othe
         assert first.token_ids == second.token_ids == truth.greedy(PROMPT, 9)
 
 
-def test_a_running_request_is_recomputed_and_goes_on_under_the_new_weights(make_engine, reference, other_reference,
-                                                                          other_model):
+def test_a_running_request_is_recomputed_and_goes_on_under_the_new_weights(
+    make_engine, reference, other_reference, other_model
+):
     loop = make_engine()._loop
     loop.add(EngineRequest(request_id="a", prompt_token_ids=PROMPT, params=greedy(20, prompt_logprobs=0)))
     events = [event for _ in range(8) for event in loop.step()]
@@ -100,7 +101,8 @@ def test_a_running_request_is_recomputed_and_goes_on_under_the_new_weights(make_
 
 
 @pytest.mark.parametrize(
-    "spoil", ["unknown name", "wrong shape", "twice", "integers", "no pair", "fails midway", "nothing"])
+    "spoil", ["unknown name", "wrong shape", "twice", "integers", "no pair", "fails midway", "nothing"]
+)
 def test_a_refused_update_leaves_everything(make_engine, reference, other_model, spoil):
     engine = make_engine(warmup="full", graph_buckets=LADDER)
     engine.generate(prompt_token_ids=PROMPT, sampling_params=greedy(2))
@@ -112,9 +114,14 @@ def test_a_refused_update_leaves_everything(make_engine, reference, other_model,
         yield from () if spoil == "nothing" else good[:-1]
         if spoil == "fails midway":
             raise OSError("the trainer went away")
-        yield from {"unknown name": [(name + "s", tensor)], "wrong shape": [(name, tensor[:-1])], "nothing": [],
-                    "twice": [(name, tensor), (name, tensor)], "integers": [(name, tensor.long())],
-                    "no pair": [name]}[spoil]
+        yield from {
+            "unknown name": [(name + "s", tensor)],
+            "wrong shape": [(name, tensor[:-1])],
+            "nothing": [],
+            "twice": [(name, tensor), (name, tensor)],
+            "integers": [(name, tensor.long())],
+            "no pair": [name],
+        }[spoil]
 
     with pytest.raises(OSError if spoil == "fails midway" else WeightUpdateError):
         engine.update_weights(spoiled(), version="second")
@@ -148,8 +155,9 @@ def replace_parameter(layer: nn.Module) -> None:
 @pytest.mark.parametrize("warmup", ["lazy", "full"])
 @pytest.mark.parametrize("scope", ["block", "layer"])
 @pytest.mark.parametrize("move", [move_data, replace_parameter])
-def test_a_weight_that_moved_between_calls_is_noticed_and_never_read_at_its_old_place(make_engine, warmup, scope, move,
-                                                                                     caplog):
+def test_a_weight_that_moved_between_calls_is_noticed_and_never_read_at_its_old_place(
+    make_engine, warmup, scope, move, caplog
+):
     settings = {"inference_cuda_graph_scope": scope, "warmup": warmup, "enable_prefix_caching": False}
     graphed, eager = make_engine(**settings), make_engine(**settings | {"inference_cuda_graph_scope": "none"})
     before = answers(graphed)
@@ -185,8 +193,15 @@ def spoil(engine) -> None:
     engine.update_weights([(name, nan)], version="spoiled")
 
 
-@pytest.mark.parametrize("params", [greedy(9), SamplingParams(max_tokens=9), SamplingParams(max_tokens=9, top_k=5),
-                                    SamplingParams(max_tokens=0, prompt_logprobs=2)])
+@pytest.mark.parametrize(
+    "params",
+    [
+        greedy(9),
+        SamplingParams(max_tokens=9),
+        SamplingParams(max_tokens=9, top_k=5),
+        SamplingParams(max_tokens=0, prompt_logprobs=2),
+    ],
+)
 def test_nan_weights_fail_requests_with_a_message_and_the_next_serve(make_engine, reference, lively_model, params):
     engine = make_engine(num_pages=40)
     engine.generate(prompt_token_ids=PROMPTS, sampling_params=greedy(3))

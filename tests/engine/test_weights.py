@@ -23,9 +23,16 @@ from engine.weights import (
 )
 
 CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"], "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "max_position_embeddings": 64, "attention_bias": True,
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "attention_bias": True,
 }
 Q, K, V = (f"model.layers.1.self_attn.{name}_proj.weight" for name in "qkv")
 UP, NORM, EMBED = "model.layers.0.mlp.up_proj.weight", "model.norm.weight", "model.embed_tokens.weight"
@@ -90,8 +97,11 @@ def test_every_misfit_is_listed_at_once(tmp_path: Path) -> None:
     message = str(caught.value)
     assert str(tmp_path) in message and "Qwen3ForCausalLM" in message
     for part in (
-        f"{K} is missing", f"{NORM} is missing", "model.layers.9.mlp.up_proj.weight is unexpected",
-        f"{UP} has shape [32, 48], [48, 32] is needed", f"{Q} has dtype torch.int8",
+        f"{K} is missing",
+        f"{NORM} is missing",
+        "model.layers.9.mlp.up_proj.weight is unexpected",
+        f"{UP} has shape [32, 48], [48, 32] is needed",
+        f"{Q} has dtype torch.int8",
     ):
         assert part in message
     assert f"{Q} is missing" not in message

@@ -28,11 +28,22 @@ from engine import Engine, EngineConfig
 
 LENGTH, ROWS, VOCAB = 128, 2, 512  # cuDNN 9.14's attention can be captured at multiples of 128 only
 FP8 = {"delayed": {"fp8": "hybrid", "fp8_recipe": "delayed"}, "current": {"fp8": "hybrid", "fp8_recipe": "tensorwise"}}
-MOE = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.01, "moe_token_dispatcher_type": "alltoall",
-       "moe_router_load_balancing_type": "aux_loss", "moe_ffn_hidden_size": 128, "moe_grouped_gemm": False}
+MOE = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_aux_loss_coeff": 0.01,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_ffn_hidden_size": 128,
+    "moe_grouped_gemm": False,
+}
 
-PLAIN = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "num_query_groups": 2,
-         "qk_layernorm": True}  # what the engine's own kernels can compute
+PLAIN = {
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+    "num_query_groups": 2,
+    "qk_layernorm": True,
+}  # what the engine's own kernels can compute
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,9 +60,17 @@ def build(pattern=None, **changes):
     torch.manual_seed(0)
     model_parallel_cuda_manual_seed(1, te_rng_tracker=True, force_reset_rng=True)
     values = {
-        "num_layers": 3, "hidden_size": 256, "num_attention_heads": 4, "ffn_hidden_size": 512, "hidden_dropout": 0.0,
-        "attention_dropout": 0.0, "add_bias_linear": False, "normalization": "RMSNorm", "bf16": True,
-        "params_dtype": torch.bfloat16, "gradient_accumulation_fusion": False,
+        "num_layers": 3,
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 512,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
+        "gradient_accumulation_fusion": False,
     } | changes
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -60,13 +79,25 @@ def build(pattern=None, **changes):
             from megatron.core.models.hybrid.hybrid_model import HybridModel
 
             config = TransformerConfig(**values | {"num_layers": len(pattern), "is_hybrid_model": True})
-            return HybridModel(config, hybrid_stack_spec, VOCAB, 256, hybrid_layer_pattern=pattern,
-                               position_embedding_type="rope").cuda().bfloat16()
+            return (
+                HybridModel(
+                    config, hybrid_stack_spec, VOCAB, 256, hybrid_layer_pattern=pattern, position_embedding_type="rope"
+                )
+                .cuda()
+                .bfloat16()
+            )
         config = TransformerConfig(**values)
-        spec = get_gpt_layer_with_transformer_engine_spec(num_experts=config.num_moe_experts,
-                                                          qk_layernorm=config.qk_layernorm)
-        model = GPTModel(config, spec, vocab_size=VOCAB, max_sequence_length=256, position_embedding_type="rope",
-                         share_embeddings_and_output_weights=False)
+        spec = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm
+        )
+        model = GPTModel(
+            config,
+            spec,
+            vocab_size=VOCAB,
+            max_sequence_length=256,
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=False,
+        )
     return model.cuda().bfloat16()
 
 
@@ -95,8 +126,10 @@ def train(model, steps=10, micro=2, outstanding=True):
                 losses[-1].backward()
         for loss in losses if outstanding else ():
             loss.backward()
-        log.append([loss.detach().clone() for loss in losses]
-                   + [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
+        log.append(
+            [loss.detach().clone() for loss in losses]
+            + [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        )
         optimizer.step()
     return log
 

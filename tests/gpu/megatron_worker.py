@@ -45,23 +45,47 @@ def chunks_of(layout: str) -> list[DistributedDataParallel]:
     torch.manual_seed(0)
     model_parallel_cuda_manual_seed(1, te_rng_tracker=True, force_reset_rng=True)
     config = TransformerConfig(
-        num_layers=8, hidden_size=256, num_attention_heads=4, ffn_hidden_size=512, hidden_dropout=0.1,
-        attention_dropout=0.1, add_bias_linear=False, normalization="RMSNorm", bf16=True, params_dtype=torch.bfloat16,
-        gradient_accumulation_fusion=False, pipeline_dtype=torch.bfloat16, **SPLITS[layout],
+        num_layers=8,
+        hidden_size=256,
+        num_attention_heads=4,
+        ffn_hidden_size=512,
+        hidden_dropout=0.1,
+        attention_dropout=0.1,
+        add_bias_linear=False,
+        normalization="RMSNorm",
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        gradient_accumulation_fusion=False,
+        pipeline_dtype=torch.bfloat16,
+        **SPLITS[layout],
     )
     overlap = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, overlap_grad_reduce=True, use_distributed_optimizer=layout == "data",
-        overlap_param_gather=layout == "data")
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=True,
+        use_distributed_optimizer=layout == "data",
+        overlap_param_gather=layout == "data",
+    )
     stages = range(2) if layout == "pipeline" else (None,)
     chunks = []
     for stage in stages:
-        ends = {} if stage is None else {
-            "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
-            "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-            "vp_stage": stage}
-        model = GPTModel(config, get_gpt_layer_with_transformer_engine_spec(), vocab_size=VOCAB,
-                         max_sequence_length=LENGTH, position_embedding_type="rope",
-                         share_embeddings_and_output_weights=False, **ends)
+        ends = (
+            {}
+            if stage is None
+            else {
+                "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+                "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+                "vp_stage": stage,
+            }
+        )
+        model = GPTModel(
+            config,
+            get_gpt_layer_with_transformer_engine_spec(),
+            vocab_size=VOCAB,
+            max_sequence_length=LENGTH,
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=False,
+            **ends,
+        )
         chunks.append(DistributedDataParallel(config, overlap, model.cuda().bfloat16(), disable_bucketing=bool(stage)))
     config.no_sync_func = [chunk.no_sync for chunk in chunks] if len(chunks) > 1 else chunks[0].no_sync
     if layout == "pipeline":
@@ -86,9 +110,18 @@ def train(layout: str, graphed: bool) -> tuple[list, list]:
     """Losses (where they are computed) and all gradients of every step, and what was captured."""
     chunks = chunks_of(layout)
     is_split = layout == "data"
-    optimizer = get_megatron_optimizer(OptimizerConfig(
-        optimizer="adam", lr=1e-3, bf16=True, params_dtype=torch.bfloat16, clip_grad=1.0,
-        use_distributed_optimizer=is_split, overlap_param_gather=is_split), chunks)
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=1e-3,
+            bf16=True,
+            params_dtype=torch.bfloat16,
+            clip_grad=1.0,
+            use_distributed_optimizer=is_split,
+            overlap_param_gather=is_split,
+        ),
+        chunks,
+    )
     engine = Engine(EngineConfig(mode="training", cuda_graph_warmup_steps=2)) if graphed else None
     if engine is not None:
         engine.attach(chunks if len(chunks) > 1 else chunks[0])
@@ -101,11 +134,18 @@ def train(layout: str, graphed: bool) -> tuple[list, list]:
         optimizer.zero_grad()
         data = [batches(step, replica) for _ in chunks]
         found = run(
-            forward_step_func=forward_step, data_iterator=data if len(chunks) > 1 else data[0],
-            model=chunks if len(chunks) > 1 else chunks[0], num_microbatches=MICRO, seq_length=LENGTH,
-            micro_batch_size=ROWS, forward_only=False)
-        log.append([one["loss"].detach().clone() for one in found]
-                   + [parameter.main_grad.clone() for chunk in chunks for parameter in chunk.parameters()])
+            forward_step_func=forward_step,
+            data_iterator=data if len(chunks) > 1 else data[0],
+            model=chunks if len(chunks) > 1 else chunks[0],
+            num_microbatches=MICRO,
+            seq_length=LENGTH,
+            micro_batch_size=ROWS,
+            forward_only=False,
+        )
+        log.append(
+            [one["loss"].detach().clone() for one in found]
+            + [parameter.main_grad.clone() for chunk in chunks for parameter in chunk.parameters()]
+        )
         optimizer.step()
     rows = engine.graphs() if engine is not None else []
     if engine is not None:

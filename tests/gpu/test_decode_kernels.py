@@ -78,8 +78,15 @@ def test_parts_of_a_product_are_added_whoever_comes_last(splits):
 
 
 def test_tiles_fit_the_scratch_for_every_model_and_bucket():
-    for outputs, inputs, gated in ((4096, 1024, False), (3072, 1024, True), (12288, 4096, True), (151936, 1024, False),
-                                   (4096, 12288, False), (192, 64, False), (49152, 576, False)):
+    for outputs, inputs, gated in (
+        (4096, 1024, False),
+        (3072, 1024, True),
+        (12288, 4096, True),
+        (151936, 1024, False),
+        (4096, 12288, False),
+        (192, 64, False),
+        (49152, 576, False),
+    ):
         for rows in (1, 2, 4, 8, 16, 24, 56, 64, 120, 136, 256, 512):
             pick = choose(rows, outputs, inputs, gated)
             assert pick.splits == 1 or inputs % (pick.columns * pick.splits) == 0
@@ -112,11 +119,26 @@ def test_outliers_before_a_norm_stay_finite_in_float16():
 
 def small_model(dtype: torch.dtype = DTYPE, **options) -> DenseModel:
     torch.manual_seed(0)
-    config = config_from_dict({
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 512, "hidden_size": 64,
-        "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 32, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 256,
-        "tie_word_embeddings": True, "eos_token_id": 1, "bos_token_id": 0} | options)
+    config = config_from_dict(
+        {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "vocab_size": 512,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            "max_position_embeddings": 256,
+            "tie_word_embeddings": True,
+            "eos_token_id": 1,
+            "bos_token_id": 0,
+        }
+        | options
+    )
     model = DenseModel(config, dtype, DEVICE)
     for parameter in model.parameters():
         parameter.data.copy_(torch.randn(parameter.shape) * 0.2 + (1 if parameter.dim() == 1 else 0))
@@ -130,8 +152,9 @@ def test_fused_steps_equal_the_models_own(rows, architecture, dtype):
     model = small_model(dtype, architectures=[architecture], model_type=architecture[:5].lower())
     config, steps = model.config, 3
     layout = Layout(rows + 1, 4)
-    caches = [KVCache(config.num_layers, 64 * 4, 16, config.num_kv_heads, config.head_dim, dtype, DEVICE)
-              for _ in range(2)]
+    caches = [
+        KVCache(config.num_layers, 64 * 4, 16, config.num_kv_heads, config.head_dim, dtype, DEVICE) for _ in range(2)
+    ]
     past = torch.randn(64 * 4, 16, config.num_kv_heads, config.head_dim)
     for cache in caches:
         for layer in range(config.num_layers):

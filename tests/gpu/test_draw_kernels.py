@@ -175,8 +175,13 @@ def test_frequencies_are_the_distribution():
 def test_numbers_of_different_strides_are_refused():
     numbers = numbers_of(2)
     with pytest.raises(ValueError, match="columns of one matrix"):
-        draw_rows(random_logits(2, 5), numbers[:, 0], numbers[:, 1].contiguous(), numbers[:, 2],
-                  torch.zeros(2, dtype=torch.int64, device=DEVICE))
+        draw_rows(
+            random_logits(2, 5),
+            numbers[:, 0],
+            numbers[:, 1].contiguous(),
+            numbers[:, 2],
+            torch.zeros(2, dtype=torch.int64, device=DEVICE),
+        )
 
 
 @pytest.mark.skipif(INTERPRETED, reason="captures a CUDA graph")

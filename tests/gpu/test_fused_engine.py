@@ -35,7 +35,8 @@ def prompts() -> list[list[int]]:
     shared = [rng.randrange(3, 200) for _ in range(70)]
     lengths = [1, 2, 15, 16, 17, 64, 130, 280, 350, 700]
     return [[rng.randrange(3, 200) for _ in range(length)] for length in lengths] + [
-        shared + [rng.randrange(3, 200) for _ in range(extra)] for extra in (1, 30, 90)]
+        shared + [rng.randrange(3, 200) for _ in range(extra)] for extra in (1, 30, 90)
+    ]
 
 
 def answers(model: str, **options) -> tuple[list[list[int]], dict]:
@@ -60,8 +61,9 @@ def test_gpu_fused_log_probabilities_are_those_of_float32(model):
     for dtype, kernels in (("bfloat16", "fused"), ("bfloat16", "torch"), ("float32", "auto")):
         with Engine(EngineConfig(model=model, **(SETTINGS | {"dtype": dtype, "kernels": kernels}))) as engine:
             outputs = engine.generate(prompt_token_ids=prompts()[2:], sampling_params=wanted)
-            found[dtype, kernels] = torch.tensor([entry.logprob for output in outputs
-                                                  for entry in output.prompt_logprobs[1:]])
+            found[dtype, kernels] = torch.tensor(
+                [entry.logprob for output in outputs for entry in output.prompt_logprobs[1:]]
+            )
     exact = found["float32", "auto"]
     fused, plain = ((found["bfloat16", kernels] - exact).abs().mean() for kernels in ("fused", "torch"))
     assert fused < 1.5 * plain + 1e-3 and fused < 0.05
@@ -83,8 +85,17 @@ def test_gpu_more_rows_than_split_products_take_have_the_tokens_of_few(model):
     wanted = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
     def tokens(**options):
-        settings = SETTINGS | {"dtype": "bfloat16", "num_pages": 2000, "max_num_seqs": 640,
-                               "max_num_batched_tokens": 2048, "graph_buckets": (64, 256, 512, 640)} | options
+        settings = (
+            SETTINGS
+            | {
+                "dtype": "bfloat16",
+                "num_pages": 2000,
+                "max_num_seqs": 640,
+                "max_num_batched_tokens": 2048,
+                "graph_buckets": (64, 256, 512, 640),
+            }
+            | options
+        )
         with Engine(EngineConfig(model=model, **settings)) as engine:
             outputs = engine.generate(prompt_token_ids=many, sampling_params=wanted)
             replays = dict(engine.stats().graphs["replays"])

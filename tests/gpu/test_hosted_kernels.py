@@ -34,8 +34,12 @@ KINDS = {
     "qwen3": {"vocab_size": 511},  # padded
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": False},
     "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
-    "llama-biases": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": True,
-                     "mlp_bias": True},
+    "llama-biases": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
 }
 
 
@@ -48,8 +52,12 @@ def computed(model: Any) -> dict[str, torch.Tensor]:
     state.slots[:ROWS] = torch.tensor([2, 1, 3])
     state.positions[:ROWS] = torch.tensor([5, 18, 0])
     state.page_table[1:] = (torch.arange((ROWS + 1) * PAGES) + 1).view(ROWS + 1, PAGES).to(device)
-    packing = Packing(*(torch.tensor(values, device=device) for values in (
-        [*range(5), *range(18), 0], [2] * 5 + [1] * 18 + [0], [5, 23], [0, 0], [2, 1])))
+    packing = Packing(
+        *(
+            torch.tensor(values, device=device)
+            for values in ([*range(5), *range(18), 0], [2] * 5 + [1] * 18 + [0], [5, 23], [0, 0], [2, 1])
+        )
+    )
     hidden = torch.empty(ROWS, config.hidden_size, dtype=dtype, device=device)
     logits = torch.empty(ROWS, config.vocab_size, dtype=dtype, device=device)
     chosen = torch.empty(ROWS, dtype=torch.int64, device=device)
@@ -90,8 +98,12 @@ def rank(index: int, ranks: int, kind: str, folder: str) -> None:
     device = torch.device("cpu") if INTERPRETED else torch.device("cuda", index)
     if not INTERPRETED:
         torch.cuda.set_device(device)
-    dist.init_process_group("gloo" if INTERPRETED else "nccl", store=dist.FileStore(f"{folder}/meeting", ranks),
-                            rank=index, world_size=ranks)
+    dist.init_process_group(
+        "gloo" if INTERPRETED else "nccl",
+        store=dist.FileStore(f"{folder}/meeting", ranks),
+        rank=index,
+        world_size=ranks,
+    )
     split_tensors(ranks)
     torch.save(computed(hosted(kind, ranks, device)), f"{folder}/{index}")
     forget_groups()

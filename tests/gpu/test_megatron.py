@@ -14,7 +14,17 @@ import torch
 
 from tests.gpu import megatron_models  # isort: skip  (before what imports megatron)
 from tests.gpu.megatron_models import (  # isort: skip  (before what imports megatron)
-    FP8, MOE, PLAIN, VOCAB, assert_same, build, compare, equal_to_eager, loss_of, one_process, train,
+    FP8,
+    MOE,
+    PLAIN,
+    VOCAB,
+    assert_same,
+    build,
+    compare,
+    equal_to_eager,
+    loss_of,
+    one_process,
+    train,
     training,
 )
 
@@ -59,9 +69,19 @@ def packed_losses(model, steps=10):
         ends = ends.to("cuda", torch.int32)
         ids = torch.randint(VOCAB, (1, 257), generator=generator).cuda()
         optimizer.zero_grad()
-        loss = model(ids[:, :-1], torch.arange(256, device="cuda")[None], None, labels=ids[:, 1:],
-                     packed_seq_params=PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends,
-                                                       max_seqlen_q=longest, max_seqlen_kv=longest)).float().mean()
+        loss = (
+            model(
+                ids[:, :-1],
+                torch.arange(256, device="cuda")[None],
+                None,
+                labels=ids[:, 1:],
+                packed_seq_params=PackedSeqParams(
+                    qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
+                ),
+            )
+            .float()
+            .mean()
+        )
         loss.backward()
         optimizer.step()
         log.append(loss.detach().clone())
@@ -123,9 +143,14 @@ def test_experts_of_a_fixed_capacity_are_captured_and_equal_eager():
     assert any(row["module"].endswith("moe") for row in rows), rows
 
 
-@pytest.mark.parametrize("changes", [
-    {"moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True}, {"moe_permute_fusion": True},
-], ids=["fixed_capacity", "fused_permutation"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True},
+        {"moe_permute_fusion": True},
+    ],
+    ids=["fixed_capacity", "fused_permutation"],
+)
 def test_what_comes_between_router_and_experts_is_captured_and_equals_eager(changes):
     rows = compare(["attn", "moe_router", "moe_preprocess"], steps=6, **MOE | changes)
     assert any(row["module"].endswith("moe_preprocess") for row in rows), rows
@@ -188,6 +213,7 @@ def test_an_engine_that_generates_in_another_thread_survives_transformer_engines
     params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
     served, model, stop, found = build(**PLAIN), build(), threading.Event(), []
     with Engine(EngineConfig(max_num_seqs=4, warmup="full", max_model_len=128, num_pages=64), model=served) as engine:
+
         def tokens():
             outputs = engine.generate(prompt_token_ids=[[1, 2, 3], [11] * 40], sampling_params=params)
             return [list(output.token_ids) for output in outputs]
@@ -200,8 +226,10 @@ def test_an_engine_that_generates_in_another_thread_survives_transformer_engines
         thread = threading.Thread(target=serve)
         thread.start()
         try:
-            trainer = Engine(EngineConfig(mode="training", cuda_graph_impl="transformer_engine",
-                                          cuda_graph_warmup_steps=2), pool=engine.pool)
+            trainer = Engine(
+                EngineConfig(mode="training", cuda_graph_impl="transformer_engine", cuda_graph_warmup_steps=2),
+                pool=engine.pool,
+            )
             trainer.attach(model)
             train(model, steps=8, micro=1, outstanding=False)
             rows = trainer.graphs()

@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from tests.gpu.megatron_models import (  # isort: skip  (before what imports megatron)
-    FP8, LENGTH, ROWS, assert_same, batch, build, one_process, training,
+    FP8,
+    LENGTH,
+    ROWS,
+    assert_same,
+    batch,
+    build,
+    one_process,
+    training,
 )
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -42,15 +49,24 @@ def parallel_steps(impl, overlap, fused, steps=8, stream=None):
             module.fuse_wgrad_accumulation = fused
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
-        wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, **OVERLAPS[overlap]), model)
+        wrapped = DistributedDataParallel(
+            model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, **OVERLAPS[overlap]), model
+        )
     torch.cuda.synchronize()
     model.config.no_sync_func = wrapped.no_sync
     model.config.finalize_model_grads_func = lambda models, *rest, **more: [one.finish_grad_sync() for one in models]
-    optimizer = get_megatron_optimizer(OptimizerConfig(
-        optimizer="adam", lr=1e-3, bf16=True, params_dtype=torch.bfloat16, clip_grad=1.0,
-        use_distributed_optimizer=OVERLAPS[overlap].get("use_distributed_optimizer", False),
-        overlap_param_gather=OVERLAPS[overlap].get("overlap_param_gather", False)), [wrapped])
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=1e-3,
+            bf16=True,
+            params_dtype=torch.bfloat16,
+            clip_grad=1.0,
+            use_distributed_optimizer=OVERLAPS[overlap].get("use_distributed_optimizer", False),
+            overlap_param_gather=OVERLAPS[overlap].get("overlap_param_gather", False),
+        ),
+        [wrapped],
+    )
     engine, run = training(cuda_graph_impl=impl or "none"), forward_backward_no_pipelining
     if impl == "local":
         engine.attach(wrapped)
@@ -65,10 +81,19 @@ def parallel_steps(impl, overlap, fused, steps=8, stream=None):
     for step in range(steps):
         wrapped.zero_grad_buffer()
         optimizer.zero_grad()
-        found = run(forward_step_func=forward_step, data_iterator=iter([batch(step, micro) for micro in range(2)]),
-                    model=wrapped, num_microbatches=2, seq_length=LENGTH, micro_batch_size=ROWS, forward_only=False)
-        log.append([one["loss"].detach().clone() for one in found]
-                   + [parameter.main_grad.clone() for parameter in model.parameters()])
+        found = run(
+            forward_step_func=forward_step,
+            data_iterator=iter([batch(step, micro) for micro in range(2)]),
+            model=wrapped,
+            num_microbatches=2,
+            seq_length=LENGTH,
+            micro_batch_size=ROWS,
+            forward_only=False,
+        )
+        log.append(
+            [one["loss"].detach().clone() for one in found]
+            + [parameter.main_grad.clone() for parameter in model.parameters()]
+        )
         optimizer.step()
     rows = engine.graphs()
     engine.detach()
@@ -106,8 +131,11 @@ def test_a_whole_iteration_equals_eager_and_validation_has_its_own_graph(precisi
     def steps(graphed):
         model = build(**FP8.get(precision, {}))
         engine = Engine(EngineConfig(mode="training", cuda_graph_impl="full_iteration", cuda_graph_warmup_steps=2))
-        run = engine.capture_forward_backward(forward_backward_no_pipelining) if graphed else (
-            forward_backward_no_pipelining)
+        run = (
+            engine.capture_forward_backward(forward_backward_no_pipelining)
+            if graphed
+            else (forward_backward_no_pipelining)
+        )
 
         def forward_step(iterator, chunk):
             ids, positions, labels = next(iterator)
@@ -116,9 +144,15 @@ def test_a_whole_iteration_equals_eager_and_validation_has_its_own_graph(precisi
         optimizer, log = torch.optim.SGD(model.parameters(), lr=0.05), []
         for step in range(8):
             for forward_only in (False, True):
-                found = run(forward_step_func=forward_step, model=model, num_microbatches=2, seq_length=LENGTH,
-                            data_iterator=iter([batch(step, micro) for micro in range(2)]), micro_batch_size=ROWS,
-                            forward_only=forward_only)
+                found = run(
+                    forward_step_func=forward_step,
+                    model=model,
+                    num_microbatches=2,
+                    seq_length=LENGTH,
+                    data_iterator=iter([batch(step, micro) for micro in range(2)]),
+                    micro_batch_size=ROWS,
+                    forward_only=forward_only,
+                )
                 log.append([one["loss"].detach().clone() for one in found])
             log[-1] += [parameter.grad.clone() for parameter in model.parameters()]
             optimizer.step()

@@ -26,11 +26,20 @@ IMPLS = ["sdpa"] + (["triton"] if importlib.util.find_spec("triton") else [])
 
 
 def make_model(architecture: str, dtype: torch.dtype, device: str, **changes: Any) -> DenseModel:
-    config = config_from_dict({
-        "architectures": [architecture], "vocab_size": VOCAB, "hidden_size": 256, "intermediate_size": 512,
-        "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
-        "max_position_embeddings": 256, **changes,
-    })
+    config = config_from_dict(
+        {
+            "architectures": [architecture],
+            "vocab_size": VOCAB,
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "max_position_embeddings": 256,
+            **changes,
+        }
+    )
     source = build_model(config, torch.float32, "cpu")
     load_dummy(source, seed=1)
     scaled = ((name, tensor * (4.0 if tensor.dim() > 1 else 1.0)) for name, tensor in source.named_weights())

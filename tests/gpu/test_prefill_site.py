@@ -44,8 +44,9 @@ def test_a_padded_bucket_gives_what_the_plain_model_gives():
         prefill.load(chunks, 64)
         prefill._part(**prefill.buffers.view(64))
         logits, chosen = prefill.buffers["logits"][:3], prefill.buffers["next_tokens"][:3]
-        attention = PrefillAttention(caches[1], [(one.start, one.length) for one in chunks],
-                                     [one.request.pages for one in chunks])
+        attention = PrefillAttention(
+            caches[1], [(one.start, one.length) for one in chunks], [one.request.pages for one in chunks]
+        )
         spans = [(one.request.token_ids, range(one.start, one.start + one.length)) for one in chunks]
         tokens = torch.tensor([ids[place] for ids, span in spans for place in span], device=DEVICE)
         places = torch.tensor([place for _, span in spans for place in span], device=DEVICE)

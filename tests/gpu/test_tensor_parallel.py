@@ -27,10 +27,21 @@ pytestmark = [
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 1001, "hidden_size": 512,
-    "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
-    "head_dim": 64, "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-    "tie_word_embeddings": False, "torch_dtype": "float32", "eos_token_id": 0,
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 1001,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "eos_token_id": 0,
 }
 
 # One GPU's model is hosted too: a rank of one, so that the two differ in nothing but the split.
@@ -93,17 +104,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(folder: Path, ranks: int, scope: str = "block", loses: bool = False, dtype: str = "float32",
-        greedy: bool = False) -> tuple[dict[str, Any], float]:
+def run(
+    folder: Path, ranks: int, scope: str = "block", loses: bool = False, dtype: str = "float32", greedy: bool = False
+) -> tuple[dict[str, Any], float]:
     """What the script found, and the seconds from there to the end of its process."""
     settings = {
-        "model": str(folder), "load_format": "dummy", "seed": 5, "dtype": dtype, "device": "cuda:0",
-        "tensor_parallel_size": ranks, "max_num_seqs": 8, "max_model_len": 512, "num_pages": 400,
-        "inference_cuda_graph_scope": scope, "warmup": "full", "graph_manifest": "none",
+        "model": str(folder),
+        "load_format": "dummy",
+        "seed": 5,
+        "dtype": dtype,
+        "device": "cuda:0",
+        "tensor_parallel_size": ranks,
+        "max_num_seqs": 8,
+        "max_model_len": 512,
+        "num_pages": 400,
+        "inference_cuda_graph_scope": scope,
+        "warmup": "full",
+        "graph_manifest": "none",
     }
     command = [sys.executable, "-c", SCRIPT, json.dumps([settings, loses, greedy])]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT,
-                               env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    )
     try:
         found = json.loads(process.stdout.readline())
         began = time.monotonic()
@@ -129,7 +151,8 @@ def test_two_gpus_give_one_gpus_tokens_from_graphs_on_both_and_exit(folder, scop
 def same_beginnings(one: dict[str, Any], two: dict[str, Any], tokens: int) -> int:
     """Of how many texts the first tokens are the same."""
     assert {name: len(text) for name, text in two["texts"].items()} == {
-        name: len(text) for name, text in one["texts"].items()}
+        name: len(text) for name, text in one["texts"].items()
+    }
     return sum(two["texts"][name][:tokens] == text[:tokens] for name, text in one["texts"].items())
 
 

@@ -47,8 +47,9 @@ class Attending(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer = te.TransformerLayer(WIDTH, INNER, 4, hidden_dropout=0.0, attention_dropout=0.0,
-                                         params_dtype=torch.bfloat16)
+        self.layer = te.TransformerLayer(
+            WIDTH, INNER, 4, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=torch.bfloat16
+        )
 
     def forward(self, hidden_states, attention_mask=None, is_first_microbatch=None):
         return self.layer(hidden_states, is_first_microbatch=is_first_microbatch), None
@@ -74,8 +75,9 @@ def stack(kind: type[nn.Module] = Layer, layers: int = 3) -> Stack:
 
 def attached(model: Stack, order=ONE_AT_A_TIME, **options) -> TransformerEngineGraphs:
     job = Job(GraphPool(backend_for("cuda")), CacheStats())
-    return TransformerEngineGraphs([(f"layers.{index}", layer) for index, layer in enumerate(model.layers)], order, job,
-                                   **options)
+    return TransformerEngineGraphs(
+        [(f"layers.{index}", layer) for index, layer in enumerate(model.layers)], order, job, **options
+    )
 
 
 def batch(seed: int, length: int = LENGTH) -> torch.Tensor:

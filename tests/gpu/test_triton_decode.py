@@ -204,8 +204,15 @@ def test_launches_of_all_row_counts_share_one_scratch(device):
     for rows in (5, 1, 3, 2, 5, 4):
         scratch._acc.fill_(float("nan"))
         scratch._lse.fill_(float("nan"))
-        found = td.paged_decode(case.q[:rows], case.k_cache, case.v_cache, case.page_table[:rows],
-                                case.positions[:rows], 64**-0.5, workspace=scratch.of(rows))
+        found = td.paged_decode(
+            case.q[:rows],
+            case.k_cache,
+            case.v_cache,
+            case.page_table[:rows],
+            case.positions[:rows],
+            64**-0.5,
+            workspace=scratch.of(rows),
+        )
         assert relative_error(found, wanted[:rows]) < TOLERANCE[torch.float32]
     alone = [td.decode_workspace(case.q[:rows], case.k_cache, case.page_table) for rows in range(1, 6)]
     assert scratch._acc.numel() == max(one.acc.numel() for one in alone if one.lse.shape[2] > 1)

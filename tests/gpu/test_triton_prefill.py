@@ -19,7 +19,11 @@ pytestmark = [
 TOLERANCE = 3e-3 if INTERPRETED else 1e-2
 PAGE = 16
 PACKINGS = [  # (start, length) of each chunk
-    [(0, 5)], [(0, 130)], [(37, 20)], [(0, 3), (64, 140), (0, 16), (15, 1)], [(0, 0), (0, 33), (5, 0), (129, 2)],
+    [(0, 5)],
+    [(0, 130)],
+    [(37, 20)],
+    [(0, 3), (64, 140), (0, 16), (15, 1)],
+    [(0, 0), (0, 33), (5, 0), (129, 2)],
 ]
 if not INTERPRETED:
     PACKINGS += [[(0, 1024)] * 4, [(3000, 700), (0, 257), (1, 1)], [(0, 1)] * 100]
@@ -35,8 +39,10 @@ def turned(x, positions, cos, sin, weight, eps):
 
 
 @pytest.mark.parametrize(("normed", "by_group"), [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 32), (3, 1, 16)] if INTERPRETED else
-                         [(16, 8, 128), (32, 8, 128), (9, 3, 64), (4, 4, 80)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"),
+    [(4, 2, 32), (3, 1, 16)] if INTERPRETED else [(16, 8, 128), (32, 8, 128), (9, 3, 64), (4, 4, 80)],
+)
 @pytest.mark.parametrize("chunks", PACKINGS)
 def test_packed_chunks_attend_as_float64_does(chunks, heads, kv_heads, dim, normed, by_group):
     generator = torch.Generator().manual_seed(0)
@@ -50,8 +56,9 @@ def test_packed_chunks_attend_as_float64_does(chunks, heads, kv_heads, dim, norm
     for row, (start, _) in enumerate(chunks, 1):
         for place in range(start):
             for cache in caches:
-                cache[page_table[row, place // PAGE] * PAGE + place % PAGE] = torch.randn(kv_heads, dim,
-                                                                                         generator=generator)
+                cache[page_table[row, place // PAGE] * PAGE + place % PAGE] = torch.randn(
+                    kv_heads, dim, generator=generator
+                )
     k_cache, v_cache = (cache.view(-1, PAGE, kv_heads, dim).to(DEVICE, DTYPE) for cache in caches)
     before = [k_cache.clone(), v_cache.clone()]
     angles = torch.outer(torch.arange(pages_each * PAGE).double(), 0.5 ** torch.arange(dim // 2).double())
@@ -60,16 +67,21 @@ def test_packed_chunks_attend_as_float64_does(chunks, heads, kv_heads, dim, norm
     weights = [torch.randn(dim, generator=generator).to(DEVICE, DTYPE) + 1 if normed else None for _ in range(2)]
     positions = torch.cat([torch.arange(start, start + length) for start, length in chunks] + [torch.zeros(padding)])
     slots = torch.cat([torch.full((length,), row) for row, length in enumerate(lengths, 1)] + [torch.zeros(padding)])
-    packing = Packing(positions.long().to(DEVICE), slots.long().to(DEVICE), torch.tensor(lengths).cumsum(0).to(DEVICE),
-                      torch.tensor([start for start, _ in chunks]).to(DEVICE),
-                      torch.arange(1, len(chunks) + 1).to(DEVICE))
+    packing = Packing(
+        positions.long().to(DEVICE),
+        slots.long().to(DEVICE),
+        torch.tensor(lengths).cumsum(0).to(DEVICE),
+        torch.tensor([start for start, _ in chunks]).to(DEVICE),
+        torch.arange(1, len(chunks) + 1).to(DEVICE),
+    )
     table = page_table.to(DEVICE)
     q, k, v = HeadLayout(heads, kv_heads, dim, by_group).cut(torch.empty_like(qkv))
     for place, part in zip((q, k, v), HeadLayout(heads, kv_heads, dim, False).cut(qkv), strict=True):
         place.copy_(part)
     turn_and_append(q, k, v, k_cache, v_cache, table, packing, Rotation(cos, sin, *weights, 1e-6))
-    out = paged_prefill(q, k_cache, v_cache, table, packing, dim**-0.5,
-                        torch.full((tokens, heads * dim), 7.0).to(DEVICE, DTYPE))
+    out = paged_prefill(
+        q, k_cache, v_cache, table, packing, dim**-0.5, torch.full((tokens, heads * dim), 7.0).to(DEVICE, DTYPE)
+    )
     assert (out[sum(lengths) :] == 7).all()
     assert torch.equal(k_cache[0].isnan(), before[0][0].isnan())  # padding wrote nothing to the scratch page
     first = 0
@@ -92,5 +104,6 @@ def test_packed_chunks_attend_as_float64_does(chunks, heads, kv_heads, dim, norm
         assert relative_error(out[rows].view(length, heads, dim), wanted) < TOLERANCE
         written = k_cache[mine].reshape(-1, kv_heads, dim)[start : start + length]
         assert relative_error(written, k[start:, :: heads // kv_heads]) < TOLERANCE
-        assert torch.equal(v_cache[mine].reshape(-1, kv_heads, dim)[start : start + length],
-                           split[:, heads + kv_heads :])
+        assert torch.equal(
+            v_cache[mine].reshape(-1, kv_heads, dim)[start : start + length], split[:, heads + kv_heads :]
+        )

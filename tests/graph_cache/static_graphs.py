@@ -65,8 +65,10 @@ class StaticGraphs:
         for count in plan.layers_per_chunk:
             places += [first_of + layer for _ in range(microbatches) for layer in range(count)]
             first_of += count
-        self.calls = [StaticCall(self, plan.modules[module], statics)
-                      for module, statics in zip(places, plan.samples, strict=True)]
+        self.calls = [
+            StaticCall(self, plan.modules[module], statics)
+            for module, statics in zip(places, plan.samples, strict=True)
+        ]
         self._follow(plan, microbatches)
 
     def _follow(self, plan: Plan, microbatches: int) -> None:
@@ -79,7 +81,7 @@ class StaticGraphs:
             what = "forward" if entry > 0 else "backward" if ceil(entry) == entry else "weights"
             one = done[what, chunk] = done.get((what, chunk), -1) + 1
             begin = microbatches * sum(plan.layers_per_chunk[:chunk]) + one * plan.layers_per_chunk[chunk]
-            calls = self.calls[begin:begin + plan.layers_per_chunk[chunk]]
+            calls = self.calls[begin : begin + plan.layers_per_chunk[chunk]]
             for call in calls if what == "forward" else reversed(calls):
                 call.beside[what] = set(alive)
                 if what == "forward":
@@ -152,10 +154,14 @@ class StaticCall:
         self.graphs.runs(self, "backward")
         wanted = [tensor for tensor in (*self.statics.values(), *self.module.parameters()) if tensor.requires_grad]
         ends = [index for index, tensor in enumerate(self.outputs) if tensor.requires_grad]
-        flags = {parameter: parameter.grad_added_to_main_grad for parameter in self.module.parameters()
-                 if hasattr(parameter, "grad_added_to_main_grad")}
-        found = torch.autograd.grad([self.outputs[index] for index in ends], wanted, [grads[index] for index in ends],
-                                    allow_unused=True)
+        flags = {
+            parameter: parameter.grad_added_to_main_grad
+            for parameter in self.module.parameters()
+            if hasattr(parameter, "grad_added_to_main_grad")
+        }
+        found = torch.autograd.grad(
+            [self.outputs[index] for index in ends], wanted, [grads[index] for index in ends], allow_unused=True
+        )
         for parameter, flag in flags.items():  # a replay runs no Python that could set one
             parameter.grad_added_to_main_grad = flag
         if self not in self.graphs.valid:
@@ -172,7 +178,7 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: StaticCall, *tensors: Tensor):
         ctx.call = call
-        return tuple(call.forward(tensors[:len(call.statics)]))
+        return tuple(call.forward(tensors[: len(call.statics)]))
 
     @staticmethod
     def backward(ctx, *grads: Tensor):

@@ -93,8 +93,14 @@ def test_above_the_largest_bucket_the_callable_gets_its_keywords_and_the_memory_
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"x": torch.zeros(9, WIDTH, dtype=torch.float64)}, {"x": torch.zeros(9, WIDTH + 1)}, {"x": [1.0]}, {},
-     {"x": torch.tensor(1.0)}, {"x": torch.zeros(2, WIDTH), "y": torch.zeros(2)}],
+    [
+        {"x": torch.zeros(9, WIDTH, dtype=torch.float64)},
+        {"x": torch.zeros(9, WIDTH + 1)},
+        {"x": [1.0]},
+        {},
+        {"x": torch.tensor(1.0)},
+        {"x": torch.zeros(2, WIDTH), "y": torch.zeros(2)},
+    ],
 )
 def test_inputs_that_differ_are_refused_at_every_size(wrong):
     cache, run = graphed(lambda x: x)
@@ -262,8 +268,16 @@ def test_padding_and_replays_are_counted_per_graph():
 def test_used_keys_beyond_the_warm_ones_are_captured_ahead_by_a_restart(tmp_path):
     def build(manifest):
         cache = GraphCache(manifest=manifest)
-        cache.add_site(Site("fn", [lambda x, n: x * n], StaticBuffers(INPUT, 2, "cpu"), Buckets((1, 2)),
-                            variants=[{"n": 1}, {"n": 2}], warm_variants=[{"n": 1}]))
+        cache.add_site(
+            Site(
+                "fn",
+                [lambda x, n: x * n],
+                StaticBuffers(INPUT, 2, "cpu"),
+                Buckets((1, 2)),
+                variants=[{"n": 1}, {"n": 2}],
+                warm_variants=[{"n": 1}],
+            )
+        )
         return cache
 
     manifest = Manifest(tmp_path / "used.json", "model")
@@ -299,10 +313,12 @@ def test_eager_steps_without_a_site_are_counted_in_the_same_place():
 
 def test_what_is_captured_next_can_be_said_by_another_that_captures_the_same(tmp_path):
     """The order of what is pending depends on when it is asked for: on traffic seen by then."""
-    one, run = graphed(lambda x: x * 2, buckets=(1, 2, 4), capture_on_miss=False,
-                       manifest=Manifest.load(tmp_path / "one", "f"))
-    other, same = graphed(lambda x: x * 2, buckets=(1, 2, 4), capture_on_miss=False,
-                          manifest=Manifest.load(tmp_path / "other", "f"))
+    one, run = graphed(
+        lambda x: x * 2, buckets=(1, 2, 4), capture_on_miss=False, manifest=Manifest.load(tmp_path / "one", "f")
+    )
+    other, same = graphed(
+        lambda x: x * 2, buckets=(1, 2, 4), capture_on_miss=False, manifest=Manifest.load(tmp_path / "other", "f")
+    )
     one.pending()
     for _ in range(3):
         run(x=torch.ones(1, WIDTH)), same(x=torch.ones(1, WIDTH))
@@ -312,7 +328,8 @@ def test_what_is_captured_next_can_be_said_by_another_that_captures_the_same(tmp
         one.warm_next(key), other.warm_next(key)
         assert one.stats.captures == other.stats.captures
         assert {row["bucket"] for row in one.table() if row["state"] == "captured"} == {
-            row["bucket"] for row in other.table() if row["state"] == "captured"}
+            row["bucket"] for row in other.table() if row["state"] == "captured"
+        }
     fresh, _ = graphed(lambda x: x * 2, buckets=(1, 2, 4), capture_on_miss=False)
     fresh.warm(wanted=[key for key in fresh.pending() if key.bucket != 2])
     assert {row["bucket"] for row in fresh.table() if row["state"] == "captured"} == {1, 4}

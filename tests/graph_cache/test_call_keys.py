@@ -46,11 +46,18 @@ def key_of(**values) -> CallKey:
     return take_apart((X,), values, True)[0]
 
 
-@pytest.mark.parametrize("values", [
-    range(100), [0.5 * index for index in range(100)], [complex(0, index) for index in range(100)],
-    [str(index) for index in range(100)], [b"%d" % index for index in range(100)],
-    [None, True, torch.float16, torch.bfloat16, torch.device("cpu"), torch.device("meta"), *Color],
-], ids=["int", "float", "complex", "str", "bytes", "others"])
+@pytest.mark.parametrize(
+    "values",
+    [
+        range(100),
+        [0.5 * index for index in range(100)],
+        [complex(0, index) for index in range(100)],
+        [str(index) for index in range(100)],
+        [b"%d" % index for index in range(100)],
+        [None, True, torch.float16, torch.bfloat16, torch.device("cpu"), torch.device("meta"), *Color],
+    ],
+    ids=["int", "float", "complex", "str", "bytes", "others"],
+)
 def test_kinds_that_differ_in_a_plain_value_have_hashes_of_their_own(values):
     """An endless stream of kinds (a new `max_seqlen` at each step) would else be compared with all before it."""
     assert len({hash(key_of(value=value)) for value in values}) == len(list(values))
@@ -61,10 +68,17 @@ def test_values_that_compare_equal_and_compute_differently_are_told_apart(one, o
     assert key_of(value=one) != key_of(value=other) and hash(key_of(value=one)) != hash(key_of(value=other))
 
 
-@pytest.mark.parametrize("make", [
-    lambda: Unhashable(3), lambda: Loose.ONE, lambda: Mine("x"), lambda: [1, {"a": Unhashable(2)}], lambda: Color.BLUE,
-    lambda: "mask",
-])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Unhashable(3),
+        lambda: Loose.ONE,
+        lambda: Mine("x"),
+        lambda: [1, {"a": Unhashable(2)}],
+        lambda: Color.BLUE,
+        lambda: "mask",
+    ],
+)
 def test_equal_keys_have_one_hash_whatever_is_among_the_values(make):
     assert key_of(value=make()) == key_of(value=make()) and hash(key_of(value=make())) == hash(key_of(value=make()))
 

@@ -343,8 +343,9 @@ def test_a_flag_beside_the_whole_iteration_that_megatron_made_of_it_is_no_contra
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize(("scope", "modules"), [(["full_iteration_inference"], ()),
-                                                (["attn", "full_iteration_inference"], ("attn",))])
+@pytest.mark.parametrize(
+    ("scope", "modules"), [(["full_iteration_inference"], ()), (["attn", "full_iteration_inference"], ("attn",))]
+)
 def test_a_scope_of_inference_that_is_overridden_is_no_contradiction(scope, modules):
     source = types.SimpleNamespace(cuda_graph_impl="local", cuda_graph_scope=scope)
     config = GraphConfig.from_megatron(source, inference_cuda_graph_scope="none")

@@ -14,8 +14,12 @@ from graph_cache.backends.cpu_tape import Buffer
 from graph_cache.errors import CaptureError
 
 buffers = st.lists(
-    st.builds(lambda size, first, length: Buffer(size, first, first + length),
-              st.integers(0, 3000), st.integers(0, 30), st.integers(0, 10)),
+    st.builds(
+        lambda size, first, length: Buffer(size, first, first + length),
+        st.integers(0, 3000),
+        st.integers(0, 30),
+        st.integers(0, 10),
+    ),
     max_size=40,
 )
 

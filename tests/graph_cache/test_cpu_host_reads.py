@@ -14,16 +14,21 @@ from graph_cache.errors import CaptureRefused
 from graph_cache.pool import GraphPool
 from graph_cache.runner import GraphRunner
 
-READS = {"tolist": lambda x: x.tolist(), "numpy": lambda x: x.numpy(), "asarray": np.asarray,
-         "of_what_was_computed": lambda x: x.sum(0).tolist()}
+READS = {
+    "tolist": lambda x: x.tolist(),
+    "numpy": lambda x: x.numpy(),
+    "asarray": np.asarray,
+    "of_what_was_computed": lambda x: x.sum(0).tolist(),
+}
 
 
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_capture_that_reads_a_tensor_is_refused(read, grad):
     x = torch.ones(2, 3)
-    runner = GraphRunner(lambda: x.mul_(len(read(x))), GraphPool(backend_for("cpu")), statics=lambda: [x], grad=grad,
-                         checked=not grad)
+    runner = GraphRunner(
+        lambda: x.mul_(len(read(x))), GraphPool(backend_for("cpu")), statics=lambda: [x], grad=grad, checked=not grad
+    )
     with pytest.raises(CaptureRefused, match="the host reads a tensor's values"):
         runner.capture()
     assert x.tolist() == [[1.0] * 3] * 2  # as it was, and to be read again

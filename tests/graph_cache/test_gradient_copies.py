@@ -9,15 +9,18 @@ from hypothesis import strategies as st
 from graph_cache.training.gradients import ALIGNED, Copies
 
 SHAPES = st.lists(st.integers(0, 9), min_size=0, max_size=3)
-GRADS = st.lists(st.none() | st.tuples(SHAPES, st.sampled_from([torch.float32, torch.bfloat16]), st.booleans()),
-                 max_size=8)
+GRADS = st.lists(
+    st.none() | st.tuples(SHAPES, st.sampled_from([torch.float32, torch.bfloat16]), st.booleans()), max_size=8
+)
 
 
 @given(GRADS)
 def test_copies_equal_their_gradients_and_share_no_memory_with_them(kinds):
     grads = [None if kind is None else torch.randn(kind[0]).to(kind[1]) for kind in kinds]
-    grads = [grad.t() if grad is not None and grad.dim() == 2 and kind[2] else grad
-             for grad, kind in zip(grads, kinds, strict=True)]
+    grads = [
+        grad.t() if grad is not None and grad.dim() == 2 and kind[2] else grad
+        for grad, kind in zip(grads, kinds, strict=True)
+    ]
     copies = Copies(grads)
     found, again = copies(), copies()
     assert [copy is None for copy in found] == [grad is None for grad in grads]

@@ -50,7 +50,8 @@ steps = st.lists(
         st.tuples(st.just("see"), st.sampled_from(sorted(SEEN)), st.integers(0, 99), st.integers(0, 99)),
         st.tuples(st.just("write"), st.sampled_from(sorted(WRITTEN)), st.integers(0, 99), st.integers(0, 99)),
     ),
-    min_size=1, max_size=12,
+    min_size=1,
+    max_size=12,
 )
 
 

@@ -41,7 +41,9 @@ def test_all_differences_are_in_one_error():
     with pytest.raises(SignatureMismatch, match="inputs do not fit the graph: .*;.*;.*") as caught:
         Signature.of(TENSORS).check({"x": torch.zeros(1, dtype=torch.int8), "z": 1}, "inputs")
     assert caught.value.differences == [
-        "ids: missing", "z: not an input of this graph", "x: shape (1,) where (2, 3) was captured",
+        "ids: missing",
+        "z: not an input of this graph",
+        "x: shape (1,) where (2, 3) was captured",
         "x: dtype torch.int8 where torch.float32 was captured",
     ]
     assert isinstance(caught.value, ValueError)

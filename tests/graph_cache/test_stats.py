@@ -42,5 +42,14 @@ def test_a_snapshot_is_plain_and_does_not_follow():
     assert taken["replays"] == [(("net", "block", "decode", 4), 2)]
     assert taken["invalidations"] == [(("reload",), 1)]
     assert taken["capture_seconds"]["sum"] == 0.02 and sum(taken["capture_seconds"]["counts"]) == 1
-    assert set(taken) == {"replays", "fallbacks", "captures", "failed_captures", "invalidations", "real_tokens",
-                          "padded_tokens", "batch_rows", "capture_seconds"}
+    assert set(taken) == {
+        "replays",
+        "fallbacks",
+        "captures",
+        "failed_captures",
+        "invalidations",
+        "real_tokens",
+        "padded_tokens",
+        "batch_rows",
+        "capture_seconds",
+    }

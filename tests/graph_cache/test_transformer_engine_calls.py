@@ -250,11 +250,20 @@ def test_static_inputs_come_chunk_by_chunk_microbatch_by_microbatch_layer_by_lay
     # chunk 0 has two layers, chunk 1 has one; two microbatches of chunk 0 are outstanding at a time, one of chunk 1
     found = static_inputs([[sample, sample], [sample]], [(0, 0, 0), (0, 1, 1), (1, 0, 0), (1, 1, 0)])
     assert [list(one)[0] for one in found] == [
-        "chunk0_layer0_slot0_0", "chunk0_layer1_slot0_0", "chunk0_layer0_slot1_0", "chunk0_layer1_slot1_0",
-        "chunk1_layer0_slot0_0", "chunk1_layer0_slot0_0"]
+        "chunk0_layer0_slot0_0",
+        "chunk0_layer1_slot0_0",
+        "chunk0_layer0_slot1_0",
+        "chunk0_layer1_slot1_0",
+        "chunk1_layer0_slot0_0",
+        "chunk1_layer0_slot0_0",
+    ]
     first, ids = found[0].values()
     assert (first.shape, first.stride(), first.dtype, first.requires_grad) == (
-        hidden.shape, hidden.stride(), torch.bfloat16, True)
+        hidden.shape,
+        hidden.stride(),
+        torch.bfloat16,
+        True,
+    )
     assert ids.dtype == torch.int64 and not ids.requires_grad
     addresses = [one[next(iter(one))].data_ptr() for one in found]
     assert addresses[4] == addresses[5] and len(set(addresses)) == 5
@@ -270,10 +279,17 @@ def test_the_call_that_came_most_is_the_one_that_is_captured():
     wide, narrow = torch.ones(4, WIDTH), torch.ones(2, WIDTH)
     (sample,) = settle([noted(((narrow,), {}), ((wide,), {}), ((wide,), {}))])
     assert sample.fits((wide,), {}, True) is not None
-    for args, kwargs, training in (((narrow,), {}, True), ((wide.double(),), {}, True), ((wide.t(),), {}, True),
-                                   ((wide,), {"mask": None}, True), ((wide,), {}, False), ((wide, wide), {}, True),
-                                   ((wide.clone().requires_grad_(),), {}, True), (([wide],), {}, True),
-                                   ((None,), {}, True)):
+    for args, kwargs, training in (
+        ((narrow,), {}, True),
+        ((wide.double(),), {}, True),
+        ((wide.t(),), {}, True),
+        ((wide,), {"mask": None}, True),
+        ((wide,), {}, False),
+        ((wide, wide), {}, True),
+        ((wide.clone().requires_grad_(),), {}, True),
+        (([wide],), {}, True),
+        ((None,), {}, True),
+    ):
         assert sample.fits(args, kwargs, training) is None
 
 

@@ -201,8 +201,9 @@ def test_a_capture_leaves_gradients_buffers_and_main_grads_as_they_were():
         yield
         entered.append(None)
 
-    graphs = TransformerEngineGraphs(list(model.named_children()), ONE_AT_A_TIME, job(), maker=StaticMaker(),
-                                     paused=paused)
+    graphs = TransformerEngineGraphs(
+        list(model.named_children()), ONE_AT_A_TIME, job(), maker=StaticMaker(), paused=paused
+    )
     for _ in range(3):
         model(torch.ones(2, WIDTH)).sum().backward()
     before = [one.weight.main_grad.clone() for one in model]
@@ -329,8 +330,10 @@ def test_what_is_captured_returns_as_many_tensors_of_each_layer_those_with_gradi
             loss.backward()
     for one, other in zip(model.parameters(), eager.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)
-    kinds = [[value is not None and value.requires_grad for value in module(**statics)]
-             for module, statics in zip(maker.plan.modules, maker.plan.samples, strict=True)]
+    kinds = [
+        [value is not None and value.requires_grad for value in module(**statics)]
+        for module, statics in zip(maker.plan.modules, maker.plan.samples, strict=True)
+    ]
     assert kinds == [[True, False], [True, False], [True, True, False], [True, False]]
     assert replays(graphs) == 4 * 4
     graphs.detach()

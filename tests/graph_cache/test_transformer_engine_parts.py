@@ -53,9 +53,14 @@ def of_methods(layers: int = 2) -> Stack:
 
 
 def halves(model: Stack) -> list[Part]:
-    return [part for index, layer in enumerate(model.layers)
-            for part in (Part(f"{index}.attn", layer, "attn", (layer.attention,)),
-                         Part(f"{index}.mlp", layer, "mlp", (layer.norm, layer.inner)))]
+    return [
+        part
+        for index, layer in enumerate(model.layers)
+        for part in (
+            Part(f"{index}.attn", layer, "attn", (layer.attention,)),
+            Part(f"{index}.mlp", layer, "mlp", (layer.norm, layer.inner)),
+        )
+    ]
 
 
 @pytest.mark.parametrize("order", [ONE_AT_A_TIME, TWO_AHEAD, LAST_STAGE])

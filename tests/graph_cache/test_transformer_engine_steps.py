@@ -35,17 +35,31 @@ def test_without_transformer_engine_or_a_gpu_construction_says_so_and_leaves_the
     model = stack()
     with pytest.raises(GraphConfigError) as caught:
         TransformerEngineGraphs(parts(model), ONE_AT_A_TIME, job())
-    for words in ("cuda_graph_impl='transformer_engine' was asked for", "no CUDA device", "captures on 'cpu'",
-                  "Install", "cuda_graph_impl='local'"):
+    for words in (
+        "cuda_graph_impl='transformer_engine' was asked for",
+        "no CUDA device",
+        "captures on 'cpu'",
+        "Install",
+        "cuda_graph_impl='local'",
+    ):
         assert words in str(caught.value)
     assert all("forward" not in vars(layer) for layer in model.layers)
 
 
-@pytest.mark.parametrize(("order", "words"), [
-    ([], "every chunk"), ([1, 1, -1], "each microbatch needs one"), ([-1, 1], "no forward before it"),
-    ([1, 0, -1], "means nothing"), ([1, 2, -2, -1, 1, -1], "as many"), ([1, -1.5, -1], "no backward before it"),
-    ([1, 3, -3, -1], "every chunk"), ([1.5, -1], "means nothing"), ([1, 2, -2, -1], None),
-])
+@pytest.mark.parametrize(
+    ("order", "words"),
+    [
+        ([], "every chunk"),
+        ([1, 1, -1], "each microbatch needs one"),
+        ([-1, 1], "no forward before it"),
+        ([1, 0, -1], "means nothing"),
+        ([1, 2, -2, -1, 1, -1], "as many"),
+        ([1, -1.5, -1], "no backward before it"),
+        ([1, 3, -3, -1], "every chunk"),
+        ([1.5, -1], "means nothing"),
+        ([1, 2, -2, -1], None),
+    ],
+)
 def test_orders_that_cannot_be_run_are_refused(order, words):
     if words is None:
         attached(stack(), order).detach()  # a chunk without layers is fine
@@ -59,8 +73,9 @@ def test_layers_beyond_the_order_or_of_one_name_are_refused():
     with pytest.raises(GraphConfigError, match="layers of others"):
         TransformerEngineGraphs(parts(model, chunk=1), ONE_AT_A_TIME, job(), maker=StaticMaker())
     with pytest.raises(GraphConfigError, match="one name"):
-        TransformerEngineGraphs([("a", model.layers[0]), ("a", model.layers[1])], ONE_AT_A_TIME, job(),
-                                maker=StaticMaker())
+        TransformerEngineGraphs(
+            [("a", model.layers[0]), ("a", model.layers[1])], ONE_AT_A_TIME, job(), maker=StaticMaker()
+        )
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
@@ -130,8 +145,7 @@ def test_without_their_microbatch_layers_count_the_calls_of_a_round():
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_no_order_of_forwards_and_backwards_gives_wrong_gradients(data):
-    """Graphs run where the order allows it, and what can't be right is refused; nothing is computed from ruined memory.
-    """
+    """Graphs run where the order allows it; an order that would read overwritten memory is refused."""
     model = stack(2)
     eager = copy.deepcopy(model)
     graphs = attached(model, TWO_AHEAD, warmup_rounds=1)

@@ -59,9 +59,7 @@ def test_byte_budget_equals_brute_force_over_all_lists(histogram, increments, sp
     prices = list(itertools.accumulate(increments)) if not affine else [7 + size for size in range(9)]
     budget = prices[8] + spare
     tuning = tune(histogram, max_size=9, max_bytes=budget, bytes_of=lambda size: prices[size - 1])
-    best = brute_force(
-        range(1, 10), 9, histogram, lambda sizes: sum(prices[size - 1] for size in sizes) <= budget
-    )
+    best = brute_force(range(1, 10), 9, histogram, lambda sizes: sum(prices[size - 1] for size in sizes) <= budget)
     assert tuning.expected_padding_rows == best
     assert tuning.bytes == sum(prices[size - 1] for size in tuning.sizes) <= budget
 
@@ -72,9 +70,7 @@ def test_byte_budget_equals_brute_force_over_all_lists(histogram, increments, sp
 )
 def test_both_budgets_with_any_prices_equal_brute_force_over_observed_sizes(histogram, prices, spare, graphs):
     budget = prices[29] + spare
-    tuning = tune(
-        histogram, max_size=30, max_graphs=graphs, max_bytes=budget, bytes_of=lambda size: prices[size - 1]
-    )
+    tuning = tune(histogram, max_size=30, max_graphs=graphs, max_bytes=budget, bytes_of=lambda size: prices[size - 1])
     best = brute_force(
         histogram, 30, histogram,
         lambda sizes: len(sizes) <= graphs and sum(prices[size - 1] for size in sizes) <= budget,

@@ -39,8 +39,9 @@ def no_pipelining(**keywords: Any) -> Any:
         return forward_backward_no_pipelining(**keywords)
 
 
-def two_stages(*, forward_step_func, data_iterator, model, num_microbatches, seq_length, micro_batch_size,
-               forward_only=False):
+def two_stages(
+    *, forward_step_func, data_iterator, model, num_microbatches, seq_length, micro_batch_size, forward_only=False
+):
     """Model chunks one after the other, as virtual pipeline stages of one rank, with what Megatron's schedules do:
     `set_input_tensor`, gradients handed back between chunks, the loss divided by the microbatches and scaled.
     """
@@ -106,8 +107,15 @@ FORWARD_STEP = forward_step_with(mean_loss)
 
 def iterate(run, model, step, *, count=MICRO, length=12, data=None, forward_step_func=FORWARD_STEP, **keywords):
     """One iteration by `run`, on the data of this step."""
-    return run(forward_step_func=forward_step_func, data_iterator=data or batches(step, count, length), model=model,
-               num_microbatches=count, seq_length=length, micro_batch_size=2, **keywords)
+    return run(
+        forward_step_func=forward_step_func,
+        data_iterator=data or batches(step, count, length),
+        model=model,
+        num_microbatches=count,
+        seq_length=length,
+        micro_batch_size=2,
+        **keywords,
+    )
 
 
 def parameters_of(model):
@@ -136,8 +144,11 @@ def graphed(function=no_pipelining, **options):
 
 def counts(stats):
     """Captures, replays, and eager calls by reason."""
-    return (sum(stats.captures.values()), sum(stats.replays.values()),
-            {reason: count for (_, _, reason), count in stats.fallbacks.items()})
+    return (
+        sum(stats.captures.values()),
+        sum(stats.replays.values()),
+        {reason: count for (_, _, reason), count in stats.fallbacks.items()},
+    )
 
 
 def assert_same(ours, theirs):

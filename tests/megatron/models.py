@@ -13,10 +13,19 @@ from torch import Tensor
 from graph_cache.adapters.megatron.cpu import keep_rotary_in_place, layer_spec
 
 VOCAB = 96
-EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 48, "moe_grouped_gemm": False,
-           "moe_token_dispatcher_type": "alltoall", "moe_router_load_balancing_type": "none"}
-FIXED = EXPERTS | {"moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True,
-                   "normalization": "LayerNorm"}
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 48,
+    "moe_grouped_gemm": False,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_load_balancing_type": "none",
+}
+FIXED = EXPERTS | {
+    "moe_expert_capacity_factor": 2.0,
+    "moe_pad_expert_input_to_capacity": True,
+    "normalization": "LayerNorm",
+}
 """Layers of experts, each with the same number of tokens, whatever the router says. LayerNorm, since RMSNorm in plain
 torch uses its input twice: captured by itself, it adds up gradients in another order than eager does.
 """
@@ -25,28 +34,60 @@ torch uses its input twice: captured by itself, it adds up gradients in another 
 def config(**changes: Any) -> TransformerConfig:
     """A Llama-like configuration of two layers, 32 wide; `qk_layernorm=True` makes it Qwen3-like."""
     values = {
-        "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 48,
-        "add_bias_linear": False, "gated_linear_unit": True, "activation_func": torch.nn.functional.silu,
-        "normalization": "RMSNorm", "hidden_dropout": 0.0, "attention_dropout": 0.0, "bias_dropout_fusion": False,
-        "apply_rope_fusion": False, "use_cpu_initialization": True, "params_dtype": torch.float32,
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "ffn_hidden_size": 48,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "normalization": "RMSNorm",
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "bias_dropout_fusion": False,
+        "apply_rope_fusion": False,
+        "use_cpu_initialization": True,
+        "params_dtype": torch.float32,
     } | changes
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns of its own defaults
         return TransformerConfig(**values)
 
 
-def gpt(seed: int = 0, *, tied: bool = False, pre_process: bool = True, post_process: bool = True,
-        vp_stage: int | None = None, rotary_base: int = 10000, **changes: Any) -> GPTModel:
+def gpt(
+    seed: int = 0,
+    *,
+    tied: bool = False,
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    rotary_base: int = 10000,
+    **changes: Any,
+) -> GPTModel:
     """A GPTModel with random weights of this seed, in training mode."""
     torch.manual_seed(seed)
     cfg = config(**changes)
-    spec = layer_spec(normalization=cfg.normalization, qk_layernorm=cfg.qk_layernorm, num_experts=cfg.num_moe_experts,
-                      moe_grouped_gemm=False)
+    spec = layer_spec(
+        normalization=cfg.normalization,
+        qk_layernorm=cfg.qk_layernorm,
+        num_experts=cfg.num_moe_experts,
+        moe_grouped_gemm=False,
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = GPTModel(cfg, spec, vocab_size=VOCAB, max_sequence_length=64, position_embedding_type="rope",
-                         share_embeddings_and_output_weights=tied, pre_process=pre_process, post_process=post_process,
-                         rotary_base=rotary_base, vp_stage=vp_stage)
+        model = GPTModel(
+            cfg,
+            spec,
+            vocab_size=VOCAB,
+            max_sequence_length=64,
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=tied,
+            pre_process=pre_process,
+            post_process=post_process,
+            rotary_base=rotary_base,
+            vp_stage=vp_stage,
+        )
     keep_rotary_in_place(model)
     return model
 

@@ -26,14 +26,19 @@ PARTS = {
     "layers": ([], ["decoder.layers.0", "decoder.layers.1"]),
     "attn": (["attn"], ["decoder.layers.0.attn", "decoder.layers.1.attn"]),
     "mlp": (["mlp"], ["decoder.layers.0.mlp", "decoder.layers.1.mlp"]),
-    "both": (["attn", "mlp"], ["decoder.layers.0.attn", "decoder.layers.0.mlp",
-                               "decoder.layers.1.attn", "decoder.layers.1.mlp"]),
+    "both": (
+        ["attn", "mlp"],
+        ["decoder.layers.0.attn", "decoder.layers.0.mlp", "decoder.layers.1.attn", "decoder.layers.1.mlp"],
+    ),
 }
 
 
 def training(modules=(), **options):
-    return Engine(EngineConfig(**{"mode": "training", "cuda_graph_modules": list(modules),
-                                  "cuda_graph_warmup_steps": 2} | options))
+    return Engine(
+        EngineConfig(
+            **{"mode": "training", "cuda_graph_modules": list(modules), "cuda_graph_warmup_steps": 2} | options
+        )
+    )
 
 
 def train(model, steps=10, outstanding=True):
@@ -119,7 +124,8 @@ def test_a_transformer_block_alone_is_attached():
 def test_a_list_of_model_chunks_is_attached_under_names_of_their_own():
     with training(["attn"]) as engine:
         assert engine.attach([gpt(), gpt(1)]) == [
-            f"chunks.{chunk}.decoder.layers.{layer}.attn" for chunk in range(2) for layer in range(2)]
+            f"chunks.{chunk}.decoder.layers.{layer}.attn" for chunk in range(2) for layer in range(2)
+        ]
 
 
 def test_packed_sequences_are_inputs_and_none_is_handled():
@@ -128,8 +134,9 @@ def test_packed_sequences_are_inputs_and_none_is_handled():
     class Core(nn.Module):
         """Attention that looks at the packed sequences' lengths."""
 
-        def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None,
-                    packed_seq_params=None):
+        def forward(
+            self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None
+        ):
             scale = 1.0 if packed_seq_params is None else packed_seq_params.cu_seqlens_q.float().mean()
             return (query * scale).flatten(-2)
 
@@ -149,8 +156,9 @@ def test_packed_sequences_are_inputs_and_none_is_handled():
                     hidden, context = layer(hidden_states=hidden, attention_mask=None, packed_seq_params=packed)
                     assert context is None
                 hidden.pow(2).mean().backward()
-                log[one].append([hidden.detach().clone(), *[p.grad.clone() for p in one.decoder.parameters()
-                                                             if p.grad is not None]])
+                log[one].append(
+                    [hidden.detach().clone(), *[p.grad.clone() for p in one.decoder.parameters() if p.grad is not None]]
+                )
     assert_same(log[model], log[eager])
     assert all(row["graphs"] == 2 and row["failed"] == 0 for row in engine.graphs())
     engine.detach()
@@ -173,11 +181,14 @@ def test_hooks_inside_are_refused_by_name_and_nothing_is_taken_over():
         assert engine.graphs() == []
 
 
-@pytest.mark.parametrize(("changes", "says"), [
-    ({"recompute_granularity": "full"}, "recompute"),
-    ({"cpu_offloading": True}, "offloading"),
-    ({"fp4": "e2m1"}, "fp4"),
-])
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"recompute_granularity": "full"}, "recompute"),
+        ({"cpu_offloading": True}, "offloading"),
+        ({"fp4": "e2m1"}, "fp4"),
+    ],
+)
 def test_what_no_graph_can_hold_is_refused(changes, says):
     model = gpt()
     for name, value in changes.items():
@@ -186,10 +197,13 @@ def test_what_no_graph_can_hold_is_refused(changes, says):
         engine.attach(model)
 
 
-@pytest.mark.parametrize(("modules", "says"), [
-    (["moe_preprocess", "moe_router"], "num_moe_experts"),
-    (["mamba"], "none of the 2 layers"),
-])
+@pytest.mark.parametrize(
+    ("modules", "says"),
+    [
+        (["moe_preprocess", "moe_router"], "num_moe_experts"),
+        (["mamba"], "none of the 2 layers"),
+    ],
+)
 def test_parts_that_a_model_has_not_are_refused(modules, says):
     with pytest.raises(Exception, match=says), training(modules) as engine:
         engine.attach(gpt())
@@ -233,10 +247,13 @@ def test_a_stage_without_layers_has_nothing_to_capture(monkeypatch):
         assert engine.attach(stage) == [] and engine.graphs() == []
 
 
-@pytest.mark.parametrize("given", [
-    {"cuda_graph_impl": "local", "cuda_graph_scope": ["attn"]},
-    {"enable_cuda_graph": True, "cuda_graph_scope": "attn"},
-])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"cuda_graph_impl": "local", "cuda_graph_scope": ["attn"]},
+        {"enable_cuda_graph": True, "cuda_graph_scope": "attn"},
+    ],
+)
 def test_settings_come_from_a_transformer_config_deprecated_names_included(given):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -249,7 +266,8 @@ def test_full_iteration_as_a_scope_of_an_older_version_is_an_impl():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         engine_config = EngineConfig.from_megatron(
-            config(cuda_graph_impl="local", cuda_graph_scope=["full_iteration"]), mode="training")
+            config(cuda_graph_impl="local", cuda_graph_scope=["full_iteration"]), mode="training"
+        )
     assert engine_config.cuda_graph_impl == "full_iteration" and engine_config.cuda_graph_modules == ()
 
 
@@ -269,8 +287,13 @@ def test_the_engine_captures_a_forward_backward_function_and_refuses_what_it_can
             run = engine.capture_forward_backward(forward_backward) if graphed else forward_backward
             log[graphed] = []
             for step in range(6):
-                found = run(forward_step_func=forward_step, data_iterator=iter([tokens(step), tokens(step + 9)]),
-                            model=model, num_microbatches=2, forward_only=False)
+                found = run(
+                    forward_step_func=forward_step,
+                    data_iterator=iter([tokens(step), tokens(step + 9)]),
+                    model=model,
+                    num_microbatches=2,
+                    forward_only=False,
+                )
                 log[graphed].append([*[one["loss"] for one in found], *[p.grad.clone() for p in model.parameters()]])
                 model.zero_grad()
             if graphed:
@@ -356,7 +379,9 @@ def test_settings_for_experts_wait_for_the_model_to_be_judged():
         source = config(num_moe_experts=4, moe_router_topk=2, cuda_graph_impl="local", cuda_graph_scope=["moe_router"])
         # Megatron 0.16 adds the other by itself.
         assert EngineConfig.from_megatron(source, mode="training").cuda_graph_modules == (
-            "moe_router", "moe_preprocess")
+            "moe_router",
+            "moe_preprocess",
+        )
 
 
 def test_selective_recompute_is_left_out_of_captures_and_back_afterwards():
@@ -367,16 +392,21 @@ def test_selective_recompute_is_left_out_of_captures_and_back_afterwards():
         assert not layer.recompute_mlp and not layer.self_attention.checkpoint_core_attention
         raise ValueError("broken")
     assert layer.recompute_mlp and layer.self_attention.checkpoint_core_attention
-    assert attachment([gpt()], GraphConfig(cuda_graph_impl="local", inference_cuda_graph_scope="none")
-                      ).surroundings is None
+    assert (
+        attachment([gpt()], GraphConfig(cuda_graph_impl="local", inference_cuda_graph_scope="none")).surroundings
+        is None
+    )
 
 
-@pytest.mark.parametrize(("name", "says"), [
-    ("delay_wgrad_compute", "take full_iteration"),
-    ("fine_grained_activation_offloading", "moves storage"),
-    ("overlap_moe_expert_parallel_comm", "name parts by cuda_graph_modules"),
-    ("moe_enable_routing_replay", "capture no router"),
-])
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("delay_wgrad_compute", "take full_iteration"),
+        ("fine_grained_activation_offloading", "moves storage"),
+        ("overlap_moe_expert_parallel_comm", "name parts by cuda_graph_modules"),
+        ("moe_enable_routing_replay", "capture no router"),
+    ],
+)
 def test_settings_that_graphs_of_layers_cannot_honour_are_refused(name, says):
     model = gpt()
     object.__setattr__(model.config, name, True)
@@ -384,18 +414,28 @@ def test_settings_that_graphs_of_layers_cannot_honour_are_refused(name, says):
         Engine(EngineConfig(mode="training")).attach(model)
 
 
-@pytest.mark.parametrize(("modules", "shared", "goes"), [
-    (["moe_router"], None, True), (["moe_router"], 64, False), (["attn", "moe_router"], None, False),
-    (["moe"], None, False),
-])
+@pytest.mark.parametrize(
+    ("modules", "shared", "goes"),
+    [
+        (["moe_router"], None, True),
+        (["moe_router"], 64, False),
+        (["attn", "moe_router"], None, False),
+        (["moe"], None, False),
+    ],
+)
 def test_delayed_weight_gradients_go_with_parts_that_have_none(modules, shared, goes):
     source = config()
     object.__setattr__(source, "delay_wgrad_compute", True)
     object.__setattr__(source, "num_moe_experts", 2)
     object.__setattr__(source, "moe_pad_expert_input_to_capacity", True)
     object.__setattr__(source, "moe_shared_expert_intermediate_size", shared)
-    graphs = GraphConfig(cuda_graph_impl="local", inference_cuda_graph_scope="none", cuda_graph_modules=modules,
-                         num_moe_experts=2, moe_pad_expert_input_to_capacity=True)
+    graphs = GraphConfig(
+        cuda_graph_impl="local",
+        inference_cuda_graph_scope="none",
+        cuda_graph_modules=modules,
+        num_moe_experts=2,
+        moe_pad_expert_input_to_capacity=True,
+    )
     with nullcontext() if goes else pytest.raises(GraphConfigError, match="delay_wgrad_compute"):
         check(source, graphs)
 

@@ -30,9 +30,15 @@ class Decoder(nn.Module):
         parts.pre_cross_attn_layernorm = WrappedTorchNorm
         parts.cross_attn_bda = get_bias_dropout_add
         parts.cross_attention = ModuleSpec(
-            CrossAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=CrossAttentionSubmodules(
-                linear_q=ColumnParallelLinear, linear_kv=ColumnParallelLinear, core_attention=SdpaCoreAttention,
-                linear_proj=RowParallelLinear))
+            CrossAttention,
+            params={"attn_mask_type": AttnMaskType.causal},
+            submodules=CrossAttentionSubmodules(
+                linear_q=ColumnParallelLinear,
+                linear_kv=ColumnParallelLinear,
+                core_attention=SdpaCoreAttention,
+                linear_proj=RowParallelLinear,
+            ),
+        )
         settings = config(num_query_groups=4)  # Megatron's cross attention has no groups
         self.layers = nn.ModuleList(TransformerLayer(settings, parts, layer_number=index) for index in (1, 2, 3))
         self.context = nn.Linear(WIDTH, WIDTH)

@@ -25,8 +25,7 @@ ROUTED = ["pre_mlp_layernorm", "moe_router"]
 
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch):
-    """Version 0.16 asks for a GPU's stream and number, and for Transformer Engine's product, where it could do without.
-    """
+    """Replace the GPU-only calls of megatron-core 0.16: a stream, a device number and Transformer Engine's GEMM."""
     monkeypatch.setattr(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", "none, as nothing is copied from a GPU")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
@@ -37,11 +36,15 @@ def dispatchers(model):
 
 
 @pytest.mark.parametrize("outstanding", [False, True])
-@pytest.mark.parametrize(("modules", "names"), [
-    (["attn", "moe_router"], ["attn", *ROUTED]),
-    (["moe_router", "moe_preprocess"], [*ROUTED, "moe_preprocess"]),
-    (["attn", "moe"], ["attn", "moe"]),
-], ids=["router", "preprocess", "whole"])
+@pytest.mark.parametrize(
+    ("modules", "names"),
+    [
+        (["attn", "moe_router"], ["attn", *ROUTED]),
+        (["moe_router", "moe_preprocess"], [*ROUTED, "moe_preprocess"]),
+        (["attn", "moe"], ["attn", "moe"]),
+    ],
+    ids=["router", "preprocess", "whole"],
+)
 def test_losses_and_gradients_equal_eagers_over_ten_steps(modules, names, outstanding):
     expected, model = train(gpt(**FIXED), outstanding=outstanding), gpt(**FIXED)
     with training(modules) as engine:
@@ -87,15 +90,19 @@ def test_dispatchers_are_as_they_were_after_detach():
     assert all("preprocess" not in vars(layer.mlp) for layer in model.decoder.layers)
 
 
-@pytest.mark.parametrize(("changes", "says"), [
-    ({}, "set moe_permute_fusion, or"),
-    ({"moe_expert_capacity_factor": 2.0}, "set moe_pad_expert_input_to_capacity"),
-    ({"moe_token_dispatcher_type": "allgather"}, "MoEAllGatherTokenDispatcher does little"),
-])
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, "set moe_permute_fusion, or"),
+        ({"moe_expert_capacity_factor": 2.0}, "set moe_pad_expert_input_to_capacity"),
+        ({"moe_token_dispatcher_type": "allgather"}, "MoEAllGatherTokenDispatcher does little"),
+    ],
+)
 def test_a_preprocessing_that_no_graph_can_hold_stays_eager_with_a_warning(changes, says, caplog):
     model = gpt(**EXPERTS | changes)
     assert [part.name for part in parts_of([model], ["moe_router", "moe_preprocess"])] == [
-        f"decoder.layers.{layer}.{name}" for layer in range(2) for name in ROUTED]
+        f"decoder.layers.{layer}.{name}" for layer in range(2) for name in ROUTED
+    ]
     assert "decoder.layers.0.moe_preprocess runs eager" in caplog.text and says in caplog.text
 
 
@@ -106,8 +113,12 @@ def test_fused_permutation_needs_no_fixed_capacity():
 
 
 def test_transformer_engines_graphs_leave_preprocessing_out_with_a_warning(caplog):
-    config = GraphConfig(cuda_graph_impl="transformer_engine", inference_cuda_graph_scope="none", num_moe_experts=4,
-                         cuda_graph_modules=["moe_router", "moe_preprocess"])
+    config = GraphConfig(
+        cuda_graph_impl="transformer_engine",
+        inference_cuda_graph_scope="none",
+        num_moe_experts=4,
+        cuda_graph_modules=["moe_router", "moe_preprocess"],
+    )
     names = [part.name for part in attachment([gpt(**FIXED)], config).parts]
     assert names == [f"decoder.layers.{layer}.{name}" for layer in range(2) for name in ROUTED]
     assert "runs eager under cuda_graph_impl='transformer_engine'" in caplog.text

@@ -112,8 +112,10 @@ def test_validation_has_a_graph_of_its_own_and_leaves_gradients_alone():
         with torch.no_grad():
             validated = iterate(run, model, 50 + step, count=2, forward_only=True)
         model.train()
-        untouched.extend(one.grad is grad and torch.equal(grad, copy)
-                         for one, (grad, copy) in zip(model.parameters(), grads, strict=True))
+        untouched.extend(
+            one.grad is grad and torch.equal(grad, copy)
+            for one, (grad, copy) in zip(model.parameters(), grads, strict=True)
+        )
         return losses, validated
 
     run, stats = graphed()
@@ -123,8 +125,11 @@ def test_validation_has_a_graph_of_its_own_and_leaves_gradients_alone():
     assert counts(stats) == (2, 14, {"warming_up": 4})
 
 
-@pytest.mark.parametrize("modes", [(torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)],
-                         ids=["inference_mode_first", "no_grad_first"])
+@pytest.mark.parametrize(
+    "modes",
+    [(torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)],
+    ids=["inference_mode_first", "no_grad_first"],
+)
 def test_a_graph_serves_calls_under_no_grad_and_in_inference_mode(modes):
     def validate(run, model):
         found = []
@@ -155,8 +160,13 @@ def test_the_gradient_mode_of_the_call_holds_in_the_capture_and_when_that_fails(
         (run, stats), model = graphed(one), nn.Linear(2, 2)
         for seed in range(4):
             with mode():
-                run(forward_step_func=None, data_iterator=iter([torch.full((2,), float(seed))]), model=model,
-                    num_microbatches=1, forward_only=True)
+                run(
+                    forward_step_func=None,
+                    data_iterator=iter([torch.full((2,), float(seed))]),
+                    model=model,
+                    num_microbatches=1,
+                    forward_only=True,
+                )
         captured.append(counts(stats)[0])
     assert captured == [1, 0]
     assert set(seen) == {mode is torch.enable_grad}
@@ -186,8 +196,16 @@ def test_a_changed_value_is_never_stale(change):
 def test_a_keyword_is_compared_by_value_and_type_and_an_object_by_identity():
     seen = []
 
-    def function(*, forward_step_func, data_iterator, model, num_microbatches, forward_only=False, first_val_step=None,
-                 p2p_communicator=None):
+    def function(
+        *,
+        forward_step_func,
+        data_iterator,
+        model,
+        num_microbatches,
+        forward_only=False,
+        first_val_step=None,
+        p2p_communicator=None,
+    ):
         seen.append((first_val_step, p2p_communicator))
         return [forward_step_func(data_iterator, model) for _ in range(num_microbatches)]
 
@@ -201,8 +219,7 @@ def test_a_keyword_is_compared_by_value_and_type_and_an_object_by_identity():
     model, one, other = nn.Linear(2, 2), Equal(), Equal()
 
     def ask(**keywords):
-        run(forward_step_func=len, data_iterator=None, model=model, num_microbatches=0,
-            **keywords)
+        run(forward_step_func=len, data_iterator=None, model=model, num_microbatches=0, **keywords)
 
     for _ in range(3):
         ask(first_val_step=True)
@@ -239,8 +256,9 @@ def test_a_step_that_makes_modules_of_its_own_is_captured():
     run, stats = graphed(function)
     for seed in range(6):
         model.zero_grad()
-        run(forward_step_func=None, data_iterator=iter([torch.full((2,), float(seed))]), model=model,
-            num_microbatches=1)
+        run(
+            forward_step_func=None, data_iterator=iter([torch.full((2,), float(seed))]), model=model, num_microbatches=1
+        )
     assert counts(stats) == (1, 3, {"warming_up": 2})
 
 
@@ -284,7 +302,7 @@ def test_model_chunks_have_buffers_of_their_own():
         return iterate(run, model, step, data=list(itertools.tee(batches(step))), forward_step_func=forward_step)
 
     run, stats = graphed(two_stages)
-    ours, captured = train(run, chunks(), each=each), where[-2 * MICRO:]
+    ours, captured = train(run, chunks(), each=each), where[-2 * MICRO :]
     assert_same(ours, train(two_stages, chunks(), each=each))
     assert counts(stats) == (1, 7, {"warming_up": 2})
     assert len(set(captured)) == 2 * MICRO

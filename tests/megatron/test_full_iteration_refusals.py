@@ -42,8 +42,12 @@ def test_a_step_that_takes_another_number_of_batches_is_told(taken, said):
     run, _ = graphed(function)
     count = 6 if taken == 2 else 3
     with pytest.raises(GraphError, match=said):
-        run(forward_step_func=None, data_iterator=iter([{"x": torch.ones(1)}] * count), model=nn.Linear(2, 2),
-            num_microbatches=count)
+        run(
+            forward_step_func=None,
+            data_iterator=iter([{"x": torch.ones(1)}] * count),
+            model=nn.Linear(2, 2),
+            num_microbatches=count,
+        )
 
 
 def with_ddp(model, **settings):
@@ -93,8 +97,10 @@ REFUSED = {
     "report_nan_in_param_grad": lambda: with_attribute(gpt(), "report_nan_in_param_grad", True),
     "moe_enable_routing_replay=True .*'local'": lambda: with_routing_replay(gpt()),
     "cuda_graph_impl='transformer_engine'": lambda: with_attribute(
-        gpt(), "config", type("Config", (), {"__init__": lambda self: vars(self).update(
-            cuda_graph_impl="transformer_engine")})()),
+        gpt(),
+        "config",
+        type("Config", (), {"__init__": lambda self: vars(self).update(cuda_graph_impl="transformer_engine")})(),
+    ),
 }
 
 
@@ -118,15 +124,20 @@ def test_megatrons_own_wrapper_is_refused():
 
 
 def test_both_names_of_full_iteration_are_taken():
-    for settings in ({"cuda_graph_impl": "full_iteration"},
-                     {"cuda_graph_impl": "local", "cuda_graph_scope": [CudaGraphScope.full_iteration]}):
+    for settings in (
+        {"cuda_graph_impl": "full_iteration"},
+        {"cuda_graph_impl": "local", "cuda_graph_scope": [CudaGraphScope.full_iteration]},
+    ):
         graphed(settings=[settings])
 
 
-@pytest.mark.parametrize(("keywords", "error", "said"), [
-    ({"data": [batches(0), batches(0)]}, GraphConfigError, "2 iterators for 1 model chunks"),
-    ({"data": iter([{"tokens": object()}] * MICRO)}, GraphConfigError, "a batch holds object"),
-])
+@pytest.mark.parametrize(
+    ("keywords", "error", "said"),
+    [
+        ({"data": [batches(0), batches(0)]}, GraphConfigError, "2 iterators for 1 model chunks"),
+        ({"data": iter([{"tokens": object()}] * MICRO)}, GraphConfigError, "a batch holds object"),
+    ],
+)
 def test_a_call_that_cannot_be_meant_is_told(keywords, error, said):
     run, _ = graphed()
     with pytest.raises(error, match=said):
@@ -157,7 +168,8 @@ def test_a_value_that_changes_with_every_call_runs_eager_and_is_told(caplog):
     model = nn.Linear(2, 2)
     with caplog.at_level(logging.WARNING):
         for step in range(70):
-            assert run(forward_step_func=functools.partial(int, step), data_iterator=None, model=model,
-                       num_microbatches=1) == [step]
+            assert run(
+                forward_step_func=functools.partial(int, step), data_iterator=None, model=model, num_microbatches=1
+            ) == [step]
     assert counts(stats) == (0, 0, {"warming_up": 70})
     assert "none came often enough" in caplog.text

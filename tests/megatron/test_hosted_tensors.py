@@ -41,9 +41,16 @@ def decoded(tensors: DenseTensors, ids: torch.Tensor) -> torch.Tensor:
     return F.linear(norm(hidden, tensors.norm), tensors.head)
 
 
-@pytest.mark.parametrize("kind", [
-    {}, {"qk_layernorm": True, "tied": True}, {"add_bias_linear": True}, {"add_qkv_bias": True, "num_query_groups": 4},
-], ids=str)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {},
+        {"qk_layernorm": True, "tied": True},
+        {"add_bias_linear": True},
+        {"add_qkv_bias": True, "num_query_groups": 4},
+    ],
+    ids=str,
+)
 def test_they_compute_what_the_model_computes(kind):
     model = gpt(**kind).eval()
     for name, parameter in model.named_parameters():
@@ -68,8 +75,11 @@ def test_they_are_the_models_own_parameters_wherever_these_are_now():
 @pytest.mark.parametrize("by_group", [False, True])
 def test_heads_are_cut_as_they_lie(by_group):
     layout = HeadLayout(4, 2, 3, by_group)
-    names = ["q0", "q1", "k0", "v0", "q2", "q3", "k1", "v1"] if by_group else [
-        "q0", "q1", "q2", "q3", "k0", "k1", "v0", "v1"]
+    names = (
+        ["q0", "q1", "k0", "v0", "q2", "q3", "k1", "v1"]
+        if by_group
+        else ["q0", "q1", "q2", "q3", "k0", "k1", "v0", "v1"]
+    )
     row = torch.arange(len(names)).repeat_interleave(3).expand(5, -1).contiguous()
     q, k, v = layout.cut(row)
     assert q.shape == (5, 2, 2, 3) and k.shape == v.shape == (5, 2, 3) and layout.width == row.shape[1]
@@ -78,12 +88,15 @@ def test_heads_are_cut_as_they_lie(by_group):
     assert {part.untyped_storage().data_ptr() for part in (q, k, v)} == {row.untyped_storage().data_ptr()}
 
 
-@pytest.mark.parametrize(("changes", "says"), [
-    ({"layernorm_zero_centered_gamma": True}, "layernorm_zero_centered_gamma=True"),
-    ({"activation_func": F.gelu}, "activation_func gelu"),
-    ({"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm"),
-    ({"rotary_interleaved": True}, "rotary_interleaved"),
-])
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"layernorm_zero_centered_gamma": True}, "layernorm_zero_centered_gamma=True"),
+        ({"activation_func": F.gelu}, "activation_func gelu"),
+        ({"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm"),
+        ({"rotary_interleaved": True}, "rotary_interleaved"),
+    ],
+)
 def test_a_model_that_computes_something_else_is_refused(changes, says):
     model = gpt()
     hosted = HostedModel(model)
@@ -135,11 +148,17 @@ def without_a_residual(model):
     model.decoder.layers[1].mlp_bda = IdentityFuncOp()
 
 
-@pytest.mark.parametrize(("change", "says"), [
-    (with_l2_norms, "L2Norm as q_layernorm"), (with_no_norm, "post_norm of layer 0 is missing"),
-    (with_a_side_branch, "lora.weight is a parameter"), (with_a_forward_of_its_own, "linear_fc1 has a forward"),
-    (with_another_eps, "input_layernorm has an eps of 0.5"), (without_a_residual, "residual of mlp_bda"),
-])
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (with_l2_norms, "L2Norm as q_layernorm"),
+        (with_no_norm, "post_norm of layer 0 is missing"),
+        (with_a_side_branch, "lora.weight is a parameter"),
+        (with_a_forward_of_its_own, "linear_fc1 has a forward"),
+        (with_another_eps, "input_layernorm has an eps of 0.5"),
+        (without_a_residual, "residual of mlp_bda"),
+    ],
+)
 def test_a_model_that_was_changed_by_hand_is_refused(change, says):
     model = gpt()
     hosted = HostedModel(model)

@@ -30,7 +30,7 @@ def greedy(model, prompt, count):
             logits = model(torch.tensor([ids]), torch.arange(len(ids))[None], None)
             ids.append(int(logits[0, -1, :VOCAB].argmax()))
     model.train(training)
-    return ids[len(prompt):]
+    return ids[len(prompt) :]
 
 
 def generated(engine):
@@ -51,14 +51,34 @@ def test_tokens_are_those_of_megatrons_own_forward(scope, kind):
 @pytest.mark.parametrize("tied", [False, True])
 def test_tokens_are_those_of_our_native_model_with_the_same_weights(tmp_path, tied):
     model = gpt(qk_layernorm=True, tied=tied, layernorm_epsilon=1e-6)
-    save_checkpoint(model, tmp_path, {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": VOCAB, "hidden_size": 32,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-        "intermediate_size": 48, "rms_norm_eps": 1e-6, "max_position_embeddings": 64, "rope_theta": 10000.0,
-        "tie_word_embeddings": tied, "torch_dtype": "float32",
-    })
-    with serve(model) as hosted, Engine(EngineConfig(model=str(tmp_path), cpu_weight_format="fp32", max_num_seqs=4,
-                                                     page_size=16, graph_manifest="none")) as native:
+    save_checkpoint(
+        model,
+        tmp_path,
+        {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "vocab_size": VOCAB,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "intermediate_size": 48,
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 64,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": tied,
+            "torch_dtype": "float32",
+        },
+    )
+    with (
+        serve(model) as hosted,
+        Engine(
+            EngineConfig(
+                model=str(tmp_path), cpu_weight_format="fp32", max_num_seqs=4, page_size=16, graph_manifest="none"
+            )
+        ) as native,
+    ):
         assert generated(hosted) == generated(native)
 
 
@@ -130,12 +150,15 @@ def test_closing_gives_the_model_back_as_it_was():
     serve(model).close()
 
 
-@pytest.mark.parametrize(("changes", "says"), [
-    ({"sequence_parallel": True}, "sequence_parallel"),
-    ({"softmax_scale": 0.3}, "softmax_scale"),
-    ({"cuda_graph_impl": "local"}, "cuda_graph_impl"),
-    ({"fp8": "hybrid"}, "fp8"),
-])
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"sequence_parallel": True}, "sequence_parallel"),
+        ({"softmax_scale": 0.3}, "softmax_scale"),
+        ({"cuda_graph_impl": "local"}, "cuda_graph_impl"),
+        ({"fp8": "hybrid"}, "fp8"),
+    ],
+)
 def test_what_the_engine_would_compute_otherwise_is_refused(changes, says):
     model = gpt()
     for name, value in changes.items():
@@ -181,8 +204,7 @@ def test_training_graphs_come_also_where_a_model_generates_after_every_step():
             for one in (model, alone):
                 one.zero_grad()
                 loss_of(one, *tokens(step)).backward()
-            assert all(torch.equal(a.grad, b.grad)
-                       for a, b in zip(model.parameters(), alone.parameters(), strict=True))
+            assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), alone.parameters(), strict=True))
             generated(engine)
         assert all(row["replays"] == 4 and row["eager"]["warming_up"] == 2 for row in training.graphs())
         training.detach()

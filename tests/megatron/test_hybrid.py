@@ -46,17 +46,39 @@ class Mixer(nn.Module):
 def hybrid(pattern="M*-M") -> MambaModel:
     torch.manual_seed(0)
     whole = layer_spec(normalization="RMSNorm").submodules
-    stack = ModuleSpec(MambaStack, submodules=MambaStackSubmodules(
-        mamba_layer=ModuleSpec(MambaLayer, submodules=MambaLayerSubmodules(
-            norm=WrappedTorchNorm, mixer=ModuleSpec(Mixer), mamba_bda=get_bias_dropout_add)),
-        attention_layer=ModuleSpec(TransformerLayer, submodules=TransformerLayerSubmodules(
-            input_layernorm=whole.input_layernorm, self_attention=whole.self_attention,
-            self_attn_bda=whole.self_attn_bda)),
-        mlp_layer=ModuleSpec(MLPLayer, submodules=TransformerLayerSubmodules(
-            pre_mlp_layernorm=whole.pre_mlp_layernorm, mlp=whole.mlp, mlp_bda=whole.mlp_bda)),
-    ))
-    return MambaModel(config(num_layers=len(pattern), hidden_dropout=0.1, is_hybrid_model=True), stack, VOCAB, 64,
-                      hybrid_override_pattern=pattern, post_process=False)  # its last norm is Transformer Engine's
+    stack = ModuleSpec(
+        MambaStack,
+        submodules=MambaStackSubmodules(
+            mamba_layer=ModuleSpec(
+                MambaLayer,
+                submodules=MambaLayerSubmodules(
+                    norm=WrappedTorchNorm, mixer=ModuleSpec(Mixer), mamba_bda=get_bias_dropout_add
+                ),
+            ),
+            attention_layer=ModuleSpec(
+                TransformerLayer,
+                submodules=TransformerLayerSubmodules(
+                    input_layernorm=whole.input_layernorm,
+                    self_attention=whole.self_attention,
+                    self_attn_bda=whole.self_attn_bda,
+                ),
+            ),
+            mlp_layer=ModuleSpec(
+                MLPLayer,
+                submodules=TransformerLayerSubmodules(
+                    pre_mlp_layernorm=whole.pre_mlp_layernorm, mlp=whole.mlp, mlp_bda=whole.mlp_bda
+                ),
+            ),
+        ),
+    )
+    return MambaModel(
+        config(num_layers=len(pattern), hidden_dropout=0.1, is_hybrid_model=True),
+        stack,
+        VOCAB,
+        64,
+        hybrid_override_pattern=pattern,
+        post_process=False,
+    )  # its last norm is Transformer Engine's
 
 
 def train(model, steps=8):

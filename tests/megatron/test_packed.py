@@ -23,13 +23,15 @@ DOCUMENTS = [3, 60, 17, 5, 42, 60, 8, 29, 54, 11]  # of ten steps
 class PackedCore(nn.Module):
     """Causal attention within each document, of the format thd: [t, heads, d] -> [t, heads * d]. Reads no host."""
 
-    def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None,
-                packed_seq_params=None):
+    def forward(
+        self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None
+    ):
         at = torch.arange(len(query), dtype=torch.int32)
         document = torch.searchsorted(packed_seq_params.cu_seqlens_q, at, right=True)
         seen = (document[:, None] == document) & (at[:, None] >= at)
-        out = F.scaled_dot_product_attention(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), seen,
-                                             enable_gqa=True)
+        out = F.scaled_dot_product_attention(
+            query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), seen, enable_gqa=True
+        )
         return out.transpose(0, 1).flatten(1)
 
 
@@ -55,11 +57,12 @@ def model_of(seed=0, **options):
 
 def packed_of(documents, seed=0, length=LENGTH):
     """This many documents of uneven lengths, one tensor for queries and keys as Megatron's data sets have it."""
-    cuts = torch.randperm(length - 1, generator=torch.Generator().manual_seed(seed))[:documents - 1] + 1
+    cuts = torch.randperm(length - 1, generator=torch.Generator().manual_seed(seed))[: documents - 1] + 1
     ends = torch.cat([torch.tensor([0]), cuts.sort().values, torch.tensor([length])]).int()
     longest = int(ends.diff().max())
-    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest,
-                           max_seqlen_kv=longest)
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
 
 
 def training(**options):
@@ -116,8 +119,11 @@ def test_as_they_come_they_hardly_replay():
 
 def test_later_pipeline_stages_know_the_batch_by_what_the_stage_before_left():
     def stages():
-        return [model_of(post_process=False), model_of(1, pre_process=False, post_process=False),
-                model_of(2, pre_process=False)]
+        return [
+            model_of(post_process=False),
+            model_of(1, pre_process=False, post_process=False),
+            model_of(2, pre_process=False),
+        ]
 
     expected, chunks = train(stages(), DOCUMENTS), stages()
     with training() as engine:
@@ -178,10 +184,13 @@ def test_a_number_of_documents_that_cannot_be_meant_is_refused(given):
         engine.attach(model_of(), packed_documents=given)
 
 
-@pytest.mark.parametrize(("name", "value", "says"), [
-    ("context_parallel_size", 2, "not supported with context parallelism.* context_parallel_size=2"),
-    ("apply_rope_fusion", False, "apply_rope_fusion=True"),
-])
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("context_parallel_size", 2, "not supported with context parallelism.* context_parallel_size=2"),
+        ("apply_rope_fusion", False, "apply_rope_fusion=True"),
+    ],
+)
 def test_what_cannot_be_padded_or_replayed_is_refused(name, value, says):
     model = model_of()
     object.__setattr__(model.config, name, value)
@@ -205,8 +214,14 @@ def test_padding_reads_no_tensor_and_keeps_every_other_field(monkeypatch):
         raise AssertionError("0.19 computes further tensors here")
 
     ends, others = torch.zeros(4, dtype=torch.int32, device="meta"), torch.zeros(3, dtype=torch.int32, device="meta")
-    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, cu_seqlens_q_padded=others,
-                             max_seqlen_q=7, local_cp_size=1)
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        cu_seqlens_q_padded=others,
+        max_seqlen_q=7,
+        local_cp_size=1,
+    )
     packed.seq_idx, packed.total_tokens = object(), 12
     monkeypatch.setattr(PackedSeqParams, "__post_init__", made_anew, raising=False)
     found = padded(packed, 6, 12)  # a host read of a meta tensor would raise
@@ -248,8 +263,9 @@ def test_a_tensor_in_several_fields_stays_one_when_put_together_again():
     packed.cu_seqlens_kv_padded = packed.cu_seqlens_q_padded
     values, spec = _pytree.tree_flatten(packed)
     assert sum(isinstance(value, torch.Tensor) for value in values) == 2
-    again = _pytree.tree_unflatten([value.clone() if isinstance(value, torch.Tensor) else value for value in values],
-                                   spec)
+    again = _pytree.tree_unflatten(
+        [value.clone() if isinstance(value, torch.Tensor) else value for value in values], spec
+    )
     assert again.cu_seqlens_q is again.cu_seqlens_kv and again.cu_seqlens_q_padded is again.cu_seqlens_kv_padded
     assert again.cu_seqlens_q is not again.cu_seqlens_q_padded and again.max_seqlen_kv == packed.max_seqlen_kv
     assert _pytree.tree_flatten(packed_of(9))[1] != spec

@@ -21,8 +21,10 @@ STAGES = {
 def chunks_of(stage):
     """The stage's model chunks: the first takes tokens, the last of several gives losses, as if others lay between."""
     last = stage.chunks - 1
-    return [gpt(index, pre_process=index == 0, post_process=index == last, hidden_dropout=0.1)
-            for index in range(stage.chunks)]
+    return [
+        gpt(index, pre_process=index == 0, post_process=index == last, hidden_dropout=0.1)
+        for index in range(stage.chunks)
+    ]
 
 
 def train(chunks, order, steps, graphs=None):

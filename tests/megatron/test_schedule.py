@@ -48,7 +48,17 @@ def test_peaks_and_slots_of_that_order():
     assert outstanding(FIVE) == [5, 3]
     found = slots(FIVE)
     assert [(chunk, microbatch) for chunk, microbatch, _ in found] == [
-        (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (0, 3), (0, 4), (1, 3), (1, 4)]
+        (0, 0),
+        (0, 1),
+        (0, 2),
+        (1, 0),
+        (1, 1),
+        (1, 2),
+        (0, 3),
+        (0, 4),
+        (1, 3),
+        (1, 4),
+    ]
     assert [slot for chunk, _, slot in found if chunk == 0] == [0, 1, 2, 3, 4]
     assert [slot for chunk, _, slot in found if chunk == 1] == [0, 1, 2, 0, 1]
 
@@ -99,14 +109,17 @@ def test_a_warm_up_too_short_for_the_chunks_is_refused():
         order_of(Stage(pipeline_size=2, chunks=2), 4, group_size=2, warmup=0)
 
 
-@pytest.mark.parametrize(("make", "words"), [
-    (lambda: Stage(pipeline_size=2, pipeline_rank=2), "ranks count from 0"),
-    (lambda: Stage(chunks=2), "without a pipeline"),
-    (lambda: Stage(pipeline_size=0), "pipeline_size is 0"),
-    (lambda: order_of(Stage(), 0), "microbatches is 0"),
-    (lambda: order_of(Stage(pipeline_size=2, chunks=2), 4, group_size=0), "group_size is 0"),
-    (lambda: expert_overlap_order(Stage(), 2, [1, 1], weights_in_graphs=False), "layers_per_chunk has 2"),
-])
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Stage(pipeline_size=2, pipeline_rank=2), "ranks count from 0"),
+        (lambda: Stage(chunks=2), "without a pipeline"),
+        (lambda: Stage(pipeline_size=0), "pipeline_size is 0"),
+        (lambda: order_of(Stage(), 0), "microbatches is 0"),
+        (lambda: order_of(Stage(pipeline_size=2, chunks=2), 4, group_size=0), "group_size is 0"),
+        (lambda: expert_overlap_order(Stage(), 2, [1, 1], weights_in_graphs=False), "layers_per_chunk has 2"),
+    ],
+)
 def test_stages_and_numbers_that_cannot_be_are_refused(make, words):
     with pytest.raises(GraphConfigError, match=words):
         make()
@@ -141,10 +154,17 @@ def test_overlapped_orders_of_interleaved_stages_can_be_run(microbatches, first,
 def overlapping(**changes):
     """A configuration in which everything is as the overlap with delayed weight gradients in graphs wants it."""
     values = {
-        "overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True, "pipeline_model_parallel_size": 2,
-        "virtual_pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2,
-        "moe_token_dispatcher_type": "alltoall", "bf16": True, "gradient_accumulation_fusion": True,
-        "add_bias_linear": False, "add_qkv_bias": False, "moe_use_legacy_grouped_gemm": False,
+        "overlap_moe_expert_parallel_comm": True,
+        "delay_wgrad_compute": True,
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": 2,
+        "expert_model_parallel_size": 2,
+        "moe_token_dispatcher_type": "alltoall",
+        "bf16": True,
+        "gradient_accumulation_fusion": True,
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+        "moe_use_legacy_grouped_gemm": False,
     }
     return SimpleNamespace(**(values | changes))
 
@@ -155,41 +175,63 @@ def test_settings_that_fit_the_overlap_pass():
 
 
 def test_a_configuration_that_megatron_accepts_passes():
-    real = config(num_layers=4, num_moe_experts=4, expert_model_parallel_size=2, moe_token_dispatcher_type="alltoall",
-                  pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, bf16=True,
-                  params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16, overlap_moe_expert_parallel_comm=True,
-                  delay_wgrad_compute=True, gradient_accumulation_fusion=True)
+    real = config(
+        num_layers=4,
+        num_moe_experts=4,
+        expert_model_parallel_size=2,
+        moe_token_dispatcher_type="alltoall",
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=2,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        overlap_moe_expert_parallel_comm=True,
+        delay_wgrad_compute=True,
+        gradient_accumulation_fusion=True,
+    )
     check_expert_overlap(real, ["attn", "moe_router"], "2.20.2")
     real.gradient_accumulation_fusion = False
     with pytest.raises(GraphConfigError, match="gradient_accumulation_fusion"):
         check_expert_overlap(real, ["attn"], "2.20.2")
 
 
-@pytest.mark.parametrize(("changes", "modules", "version", "words"), [
-    ({"overlap_moe_expert_parallel_comm": False}, ["attn"], "2.20.2", "overlap_moe_expert_parallel_comm is off"),
-    ({"virtual_pipeline_model_parallel_size": None}, ["attn"], "2.20.2", "without virtual_pipeline"),
-    ({"expert_model_parallel_size": 1}, ["attn"], "2.20.2", "expert_model_parallel_size is 1"),
-    ({"moe_token_dispatcher_type": "allgather"}, ["attn"], "2.20.2", "'allgather': alltoall or flex"),
-    ({"recompute_granularity": "full"}, ["attn"], "2.20.2", "recompute_granularity is 'full'"),
-    ({"recompute_method": "uniform"}, ["attn"], "2.20.2", "recompute_method"),
-    ({"recompute_num_layers": 1}, ["attn"], "2.20.2", "recompute_num_layers"),
-    ({"recompute_modules": ["moe"]}, ["attn"], "2.20.2", "recompute_modules has 'moe'"),
-    ({"bf16": False}, ["attn"], "2.20.2", "neither bf16 nor fp16"),
-    ({"moe_shared_expert_overlap": True}, ["attn"], "2.20.2", "moe_shared_expert_overlap is on"),
-    ({"mtp_num_layers": 2}, ["attn"], "2.20.2", "mtp_num_layers is 2"),
-    ({"mtp_num_layers": 1, "pipeline_model_parallel_size": 1}, ["attn"], "2.20.2", "mtp_num_layers is 1 without"),
-    ({"overlap_dispatch_backward_with_experts_wgrad": True}, ["attn"], "2.20.2", "one of the two"),
-    ({"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "ncclep", "offload_modules": ["expert_fc1"],
-      "fine_grained_activation_offloading": True}, ["attn"], "2.20.2", "expert_fc1"),
-    ({}, ["attn", "moe"], "2.20.2", "cuda_graph_modules has moe"),
-    ({}, [], "2.20.2", "cuda_graph_modules is empty"),
-    ({}, ["attn"], None, "2.12.0 or later, found none"),
-    ({}, ["attn"], "2.11.0", "2.12.0 or later, found 2.11.0"),
-    ({}, ["moe_router"], "2.9.0", "2.10.0 or later, found 2.9.0"),
-    ({"moe_use_legacy_grouped_gemm": True}, ["attn"], "2.20.2", "moe_use_legacy_grouped_gemm"),
-    ({"gradient_accumulation_fusion": False}, ["attn"], "2.20.2", "gradient_accumulation_fusion is off"),
-    ({"add_bias_linear": True, "add_qkv_bias": True}, ["attn"], "2.20.2", "add_bias_linear and add_qkv_bias is on"),
-])
+@pytest.mark.parametrize(
+    ("changes", "modules", "version", "words"),
+    [
+        ({"overlap_moe_expert_parallel_comm": False}, ["attn"], "2.20.2", "overlap_moe_expert_parallel_comm is off"),
+        ({"virtual_pipeline_model_parallel_size": None}, ["attn"], "2.20.2", "without virtual_pipeline"),
+        ({"expert_model_parallel_size": 1}, ["attn"], "2.20.2", "expert_model_parallel_size is 1"),
+        ({"moe_token_dispatcher_type": "allgather"}, ["attn"], "2.20.2", "'allgather': alltoall or flex"),
+        ({"recompute_granularity": "full"}, ["attn"], "2.20.2", "recompute_granularity is 'full'"),
+        ({"recompute_method": "uniform"}, ["attn"], "2.20.2", "recompute_method"),
+        ({"recompute_num_layers": 1}, ["attn"], "2.20.2", "recompute_num_layers"),
+        ({"recompute_modules": ["moe"]}, ["attn"], "2.20.2", "recompute_modules has 'moe'"),
+        ({"bf16": False}, ["attn"], "2.20.2", "neither bf16 nor fp16"),
+        ({"moe_shared_expert_overlap": True}, ["attn"], "2.20.2", "moe_shared_expert_overlap is on"),
+        ({"mtp_num_layers": 2}, ["attn"], "2.20.2", "mtp_num_layers is 2"),
+        ({"mtp_num_layers": 1, "pipeline_model_parallel_size": 1}, ["attn"], "2.20.2", "mtp_num_layers is 1 without"),
+        ({"overlap_dispatch_backward_with_experts_wgrad": True}, ["attn"], "2.20.2", "one of the two"),
+        (
+            {
+                "moe_token_dispatcher_type": "flex",
+                "moe_flex_dispatcher_backend": "ncclep",
+                "offload_modules": ["expert_fc1"],
+                "fine_grained_activation_offloading": True,
+            },
+            ["attn"],
+            "2.20.2",
+            "expert_fc1",
+        ),
+        ({}, ["attn", "moe"], "2.20.2", "cuda_graph_modules has moe"),
+        ({}, [], "2.20.2", "cuda_graph_modules is empty"),
+        ({}, ["attn"], None, "2.12.0 or later, found none"),
+        ({}, ["attn"], "2.11.0", "2.12.0 or later, found 2.11.0"),
+        ({}, ["moe_router"], "2.9.0", "2.10.0 or later, found 2.9.0"),
+        ({"moe_use_legacy_grouped_gemm": True}, ["attn"], "2.20.2", "moe_use_legacy_grouped_gemm"),
+        ({"gradient_accumulation_fusion": False}, ["attn"], "2.20.2", "gradient_accumulation_fusion is off"),
+        ({"add_bias_linear": True, "add_qkv_bias": True}, ["attn"], "2.20.2", "add_bias_linear and add_qkv_bias is on"),
+    ],
+)
 def test_each_setting_that_the_overlap_cannot_have_is_named(changes, modules, version, words):
     with pytest.raises(GraphConfigError, match=words) as caught:
         check_expert_overlap(overlapping(**changes), modules, version)
@@ -208,8 +250,9 @@ def test_weights_belong_to_graphs_by_what_is_captured():
     assert weights_in_graphs(overlapping(), ["attn"])
     assert not weights_in_graphs(overlapping(), ["moe_router"])
     assert weights_in_graphs(overlapping(moe_shared_expert_intermediate_size=64), ["moe_router"])
-    assert not weights_in_graphs(overlapping(moe_shared_expert_intermediate_size=64, moe_shared_expert_overlap=True),
-                                 ["moe_router"])
+    assert not weights_in_graphs(
+        overlapping(moe_shared_expert_intermediate_size=64, moe_shared_expert_overlap=True), ["moe_router"]
+    )
     assert not weights_in_graphs(overlapping(delay_wgrad_compute=False), ["attn"])
 
 
@@ -252,16 +295,23 @@ def test_without_a_number_of_microbatches_a_pipeline_or_the_overlap_is_refused(m
 
 def of_a_layer(path: str, layer: nn.Module) -> list[Part]:
     """A method of a layer, and submodules, as cuda_graph_modules=attn,moe_router makes of it."""
-    return [Part(f"{path}.attn", layer, "_forward_attention", (layer.input_layernorm, layer.self_attention)),
-            Part(f"{path}.norm", layer.pre_mlp_layernorm), Part(f"{path}.mlp", layer.mlp)]
+    return [
+        Part(f"{path}.attn", layer, "_forward_attention", (layer.input_layernorm, layer.self_attention)),
+        Part(f"{path}.norm", layer.pre_mlp_layernorm),
+        Part(f"{path}.mlp", layer.mlp),
+    ]
 
 
 def test_overlapped_parts_are_numbered_by_their_layer(monkeypatch):
     monkeypatch.setattr(schedule, "check_expert_overlap", lambda *args: None)
     be_stage(monkeypatch, 2, 0)
     chunks = [gpt(post_process=False), gpt(1, pre_process=False)]
-    parts = [part._replace(chunk=chunk) for chunk, model in enumerate(chunks)
-             for number, layer in enumerate(model.decoder.layers) for part in of_a_layer(f"{chunk}.{number}", layer)]
+    parts = [
+        part._replace(chunk=chunk)
+        for chunk, model in enumerate(chunks)
+        for number, layer in enumerate(model.decoder.layers)
+        for part in of_a_layer(f"{chunk}.{number}", layer)
+    ]
     settings = SimpleNamespace(overlap_moe_expert_parallel_comm=True)
     plan = stage_plan(parts, chunks, settings, ["attn", "moe_router"], 4, None)
     assert [part.chunk for part in plan.parts] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
@@ -272,8 +322,10 @@ def test_overlapped_parts_are_numbered_by_their_layer(monkeypatch):
 def test_parts_of_a_layer_go_by_its_microbatch_on_each_stage(monkeypatch, rank):
     be_stage(monkeypatch, 2, rank)
     model, eager = gpt(), gpt()
-    parts = [Part("embedding", model.embedding), *(part for number, layer in enumerate(model.decoder.layers)
-                                                   for part in of_a_layer(str(number), layer))]
+    parts = [
+        Part("embedding", model.embedding),
+        *(part for number, layer in enumerate(model.decoder.layers) for part in of_a_layer(str(number), layer)),
+    ]
     plan = stage_plan(parts, [model], model.config, [], 4, None)
     layers = model.decoder.layers
     assert list(plan.holders.values()) == [model.embedding, *[layers[0]] * 3, *[layers[1]] * 3]

@@ -52,8 +52,17 @@ LONG = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True)
 
 
 def settings(folder: Path, **changes: Any) -> EngineConfig:
-    return EngineConfig(**{"model": str(folder), "cpu_weight_format": "fp32", "num_threads": 1, "max_num_seqs": 3,
-                           "max_num_batched_tokens": 16, "graph_manifest": "none"} | changes)
+    return EngineConfig(
+        **{
+            "model": str(folder),
+            "cpu_weight_format": "fp32",
+            "num_threads": 1,
+            "max_num_seqs": 3,
+            "max_num_batched_tokens": 16,
+            "graph_manifest": "none",
+        }
+        | changes
+    )
 
 
 def tokens_of_one_process(folder: Path) -> list[list[int]]:
@@ -110,8 +119,11 @@ class Served:
 
     @property
     def follower(self) -> int:
-        [found] = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
-                   if lives(pid) and stat_of(pid)[1] == str(self.supervisor.pid)]
+        [found] = [
+            pid
+            for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
+            if lives(pid) and stat_of(pid)[1] == str(self.supervisor.pid)
+        ]
         return found
 
 
@@ -258,10 +270,21 @@ def test_an_embedded_engine_takes_whole_tensors_and_none_outlives_the_process_th
     """Its first weights are random ones, which are the same for any number of ranks. It is interrupted, and then killed
     while the other rank waits for it in a step.
     """
-    values = {"model": str(folder), "load_format": "dummy", "seed": 3, "cpu_weight_format": "fp32", "num_threads": 1,
-              "tensor_parallel_size": 2, "graph_manifest": "none"}
-    with subprocess.Popen([sys.executable, "-c", SCRIPT, json.dumps([values, PROMPTS, str(folder)])],
-                          stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+    values = {
+        "model": str(folder),
+        "load_format": "dummy",
+        "seed": 3,
+        "cpu_weight_format": "fp32",
+        "num_threads": 1,
+        "tensor_parallel_size": 2,
+        "graph_manifest": "none",
+    }
+    with subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, json.dumps([values, PROMPTS, str(folder)])],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    ) as process:
         found = json.loads(process.stdout.readline() or "{}")
         assert lives(found["pids"][0])
         process.kill()
@@ -286,12 +309,21 @@ def test_a_rank_that_is_busy_ends_soon_after_rank_0_hung_up(tmp_path):
     folder = tmp_path / "meeting"
     folder.mkdir()
     ours, theirs = Pipe()
-    code = "import os, sys, threading, time\nfrom engine.following import _end_with\n" \
-           "fd, folder = sys.argv[1:]\n" \
-           "threading.Thread(target=_end_with, args=(int(fd), os.getppid(), folder), daemon=True).start()\n" \
-           "print(flush=True)\ntime.sleep(60)"
-    with theirs, subprocess.Popen([sys.executable, "-c", code, str(theirs.fileno()), str(folder)], cwd=ROOT,
-                                  pass_fds=(theirs.fileno(),), stdout=subprocess.PIPE) as process:
+    code = (
+        "import os, sys, threading, time\nfrom engine.following import _end_with\n"
+        "fd, folder = sys.argv[1:]\n"
+        "threading.Thread(target=_end_with, args=(int(fd), os.getppid(), folder), daemon=True).start()\n"
+        "print(flush=True)\ntime.sleep(60)"
+    )
+    with (
+        theirs,
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(theirs.fileno()), str(folder)],
+            cwd=ROOT,
+            pass_fds=(theirs.fileno(),),
+            stdout=subprocess.PIPE,
+        ) as process,
+    ):
         process.stdout.readline()
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.2)
@@ -326,12 +358,15 @@ def test_a_rank_passes_over_what_all_refuse_and_ends_by_any_other_error(folder):
         obey(other, ours, 1)
 
 
-@pytest.mark.parametrize(("changes", "says"), [
-    ({"tensor_parallel_size": 0}, "whole number of at least 1"),
-    ({"tensor_parallel_size": None}, "whole number of at least 1"),
-    ({"cpu_weight_format": "int4"}, "int4"),
-    ({"mode": "training"}, "Megatron-Core splits"),
-])
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"tensor_parallel_size": 0}, "whole number of at least 1"),
+        ({"tensor_parallel_size": None}, "whole number of at least 1"),
+        ({"cpu_weight_format": "int4"}, "int4"),
+        ({"mode": "training"}, "Megatron-Core splits"),
+    ],
+)
 def test_settings_that_contradict_several_ranks_are_refused_at_construction(changes, says):
     with pytest.raises(ConfigError, match=says):
         EngineConfig(**{"tensor_parallel_size": 2} | changes)

@@ -28,21 +28,36 @@ from tests.ranks import outputs_of
 ROOT = Path(__file__).parents[2]
 
 
-def bare_stage(hf: dict[str, Any], *, ranks: int = 1, padded: int | None = None, layers: tuple[int, ...] = (1,),
-               first: bool = True, last: bool = True, te: bool = False) -> nn.Module:
+def bare_stage(
+    hf: dict[str, Any],
+    *,
+    ranks: int = 1,
+    padded: int | None = None,
+    layers: tuple[int, ...] = (1,),
+    first: bool = True,
+    last: bool = True,
+    te: bool = False,
+) -> nn.Module:
     """Only the parameters of a rank's stage, by Megatron's names and shapes, filled with -1; `te`: TE's norm names."""
     config = config_from_dict(hf)
     values = transformer_config_values(config)
     heads, groups, size = values["num_attention_heads"], values["num_query_groups"], values["kv_channels"]
     hidden, ffn, tied = values["hidden_size"], values["ffn_hidden_size"], config.tie_word_embeddings
     vocabulary = ((padded or config.vocab_size) // ranks, hidden)
-    norms = ("self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight") if te else (
-        "input_layernorm.weight", "pre_mlp_layernorm.weight")
+    norms = (
+        ("self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight")
+        if te
+        else ("input_layernorm.weight", "pre_mlp_layernorm.weight")
+    )
     qkv = (heads + 2 * groups) * size // ranks
-    layer = {norms[0]: (hidden,), norms[1]: (hidden,),
-             "self_attention.linear_qkv.weight": (qkv, hidden), "mlp.linear_fc1.weight": (2 * ffn // ranks, hidden),
-             "self_attention.linear_proj.weight": (hidden, heads * size // ranks),
-             "mlp.linear_fc2.weight": (hidden, ffn // ranks)}
+    layer = {
+        norms[0]: (hidden,),
+        norms[1]: (hidden,),
+        "self_attention.linear_qkv.weight": (qkv, hidden),
+        "mlp.linear_fc1.weight": (2 * ffn // ranks, hidden),
+        "self_attention.linear_proj.weight": (hidden, heads * size // ranks),
+        "mlp.linear_fc2.weight": (hidden, ffn // ranks),
+    }
     if values["qk_layernorm"]:
         layer |= {f"self_attention.{x}_layernorm.weight": (size,) for x in "qk"}
     if values["add_qkv_bias"]:
@@ -98,11 +113,19 @@ def splits(draw: st.DrawFn) -> tuple[dict[str, Any], int, int]:
     per_group = draw(st.integers(1, 3)) * max(ranks // groups, 1)
     vocab = draw(st.integers(1, 20))
     multiple = ranks * draw(st.integers(1, 4))
-    hf = {"architectures": [draw(st.sampled_from(["Qwen2ForCausalLM", "Qwen3ForCausalLM"]))], "vocab_size": vocab,
-          "hidden_size": draw(st.integers(1, 5)), "intermediate_size": ranks * draw(st.integers(1, 4)),
-          "num_hidden_layers": 1, "num_attention_heads": groups * per_group, "num_key_value_heads": groups,
-          # Megatron splits the rows of linear_qkv evenly: they must divide
-          "head_dim": 2 * ranks, "max_position_embeddings": 8, "tie_word_embeddings": draw(st.booleans())}
+    hf = {
+        "architectures": [draw(st.sampled_from(["Qwen2ForCausalLM", "Qwen3ForCausalLM"]))],
+        "vocab_size": vocab,
+        "hidden_size": draw(st.integers(1, 5)),
+        "intermediate_size": ranks * draw(st.integers(1, 4)),
+        "num_hidden_layers": 1,
+        "num_attention_heads": groups * per_group,
+        "num_key_value_heads": groups,
+        # Megatron splits the rows of linear_qkv evenly: they must divide
+        "head_dim": 2 * ranks,
+        "max_position_embeddings": 8,
+        "tie_word_embeddings": draw(st.booleans()),
+    }
     return hf, ranks, -(-vocab // multiple) * multiple
 
 
@@ -146,8 +169,10 @@ def test_norms_in_transformer_engines_spelling_are_the_same_weights() -> None:
     for name, slot in weight_slots(stage).items():
         slot.write(weights[name])
     assert same(weights, dict(named_weights(stage)))
-    assert torch.equal(stage.decoder.layers[1].mlp.linear_fc1.layer_norm_weight,
-                       weights["model.layers.1.post_attention_layernorm.weight"])
+    assert torch.equal(
+        stage.decoder.layers[1].mlp.linear_fc1.layer_norm_weight,
+        weights["model.layers.1.post_attention_layernorm.weight"],
+    )
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -158,8 +183,11 @@ def test_stages_go_by_their_layers_global_numbers(tied: bool, tmp_path: Path) ->
     # a checkpoint of a tied model may hold its head too: a stage without embedding has nothing to compare it with
     head = {"lm_head.weight": weights["model.embed_tokens.weight"].clone()} if tied else {}
     save_file(weights | head, tmp_path / "model.safetensors")
-    stages = [bare_stage(hf, layers=(1, 2), last=False), bare_stage(hf, layers=(3,), first=False, last=False),
-              bare_stage(hf, layers=(4, 5), first=False)]
+    stages = [
+        bare_stage(hf, layers=(1, 2), last=False),
+        bare_stage(hf, layers=(3,), first=False, last=False),
+        bare_stage(hf, layers=(4, 5), first=False),
+    ]
     for stage in stages:
         load_checkpoint(stage, tmp_path)
         assert all(bool((parameter >= 0).all()) for parameter in stage.parameters())
@@ -195,8 +223,11 @@ def test_two_real_ranks_load_compute_and_save_as_one(tmp_path: Path) -> None:
         saved = tmp_path / f"{case}-saved"
         assert same(stored(tmp_path / case), stored(saved))
         assert sorted(path.name for path in saved.iterdir()) == [
-            "config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
-            "model.safetensors.index.json"]
+            "config.json",
+            "model-00001-of-00002.safetensors",
+            "model-00002-of-00002.safetensors",
+            "model.safetensors.index.json",
+        ]
         again = transformers.AutoModelForCausalLM.from_pretrained(saved)
         assert same(theirs[case].state_dict(), again.state_dict())
     refusals = [(tmp_path / f"refusal.{rank}").read_text() for rank in range(2)]
@@ -225,8 +256,9 @@ def rank_of_two() -> None:
         with torch.no_grad():
             logits = model(ids % RANKS_OF_TWO[case], positions, None)
         save_file({"logits": logits.contiguous()}, folder / f"{case}.{rank}")
-        save_checkpoint(model, folder / f"{case}-saved", hf_config(folder / case),
-                        parallel_state.get_tensor_model_parallel_group())
+        save_checkpoint(
+            model, folder / f"{case}-saved", hf_config(folder / case), parallel_state.get_tensor_model_parallel_group()
+        )
         assert (folder / f"{case}-saved" / "config.json").exists()  # on return it is there for every rank
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
@@ -238,8 +270,9 @@ def rank_of_two() -> None:
         save_checkpoint(stage, folder / f"{case}-saved", hf_config(folder / case), pipeline_group=stages)
         assert (folder / f"{case}-saved" / "config.json").exists()
     try:  # what one stage has against it, all stages say
-        save_checkpoint(stage, folder / ("new" if rank else "llama-saved"), hf_config(folder / case),
-                        pipeline_group=stages)
+        save_checkpoint(
+            stage, folder / ("new" if rank else "llama-saved"), hf_config(folder / case), pipeline_group=stages
+        )
     except ModelError as error:
         (folder / f"refusal.{rank}").write_text(str(error))
     dist.destroy_process_group()

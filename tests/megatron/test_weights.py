@@ -135,8 +135,9 @@ def test_a_tied_head_in_the_checkpoint_must_be_the_embedding(tmp_path: Path) -> 
 def test_everything_wrong_with_a_folder_is_listed_and_nothing_written(tmp_path: Path) -> None:
     checkpoint(tmp_path)
     model, weights = gpt_for(tmp_path), stored(tmp_path)
-    k, gate, norm = (f"model.layers.1.{name}.weight" for name in ("self_attn.k_proj", "mlp.gate_proj",
-                                                                  "input_layernorm"))
+    k, gate, norm = (
+        f"model.layers.1.{name}.weight" for name in ("self_attn.k_proj", "mlp.gate_proj", "input_layernorm")
+    )
     weights[k], weights["model.layers.7.stray"] = weights[k][:8].clone(), torch.zeros(1)
     weights[norm] = weights[norm].to(torch.int32)
     del weights[gate]
@@ -144,8 +145,13 @@ def test_everything_wrong_with_a_folder_is_listed_and_nothing_written(tmp_path: 
     before = copies(model)
     with pytest.raises(ModelError) as error:
         load_checkpoint(model, tmp_path)
-    for text in (f"{k} has shape [8, 32], [16, 32] is needed", f"{gate} is missing", f"{norm} has dtype torch.int32",
-                 "model.layers.7.stray is unexpected", str(tmp_path)):
+    for text in (
+        f"{k} has shape [8, 32], [16, 32] is needed",
+        f"{gate} is missing",
+        f"{norm} has dtype torch.int32",
+        "model.layers.7.stray is unexpected",
+        str(tmp_path),
+    ):
         assert text in str(error.value)
     assert same(before, copies(model))
 
@@ -157,8 +163,11 @@ def test_a_model_that_computes_something_else_is_refused_before_a_write(tmp_path
     before = copies(model)
     with pytest.raises(ModelError) as error:
         load_checkpoint(model, tmp_path)
-    for text in ("layernorm_epsilon is 1e-06 in the model, 1e-05 is needed", "rotary_interleaved is True",
-                 "'rotary_base': 10000.0"):
+    for text in (
+        "layernorm_epsilon is 1e-06 in the model, 1e-05 is needed",
+        "rotary_interleaved is True",
+        "'rotary_base': 10000.0",
+    ):
         assert text in str(error.value)
     assert same(before, copies(model))
     with pytest.raises(ModelError, match="layernorm_epsilon"):
@@ -219,8 +228,11 @@ def test_parameters_without_a_counterpart_are_listed() -> None:
     model.decoder.layers[1].mlp.adapter = nn.Linear(3, 3, bias=False)
     with pytest.raises(ModelError) as error:
         weight_slots(model)
-    for name in ("decoder.layers.0.input_layernorm.bias", "decoder.final_layernorm.bias",
-                 "decoder.layers.1.mlp.adapter.weight"):
+    for name in (
+        "decoder.layers.0.input_layernorm.bias",
+        "decoder.final_layernorm.bias",
+        "decoder.layers.1.mlp.adapter.weight",
+    ):
         assert f"{name} has no counterpart" in str(error.value)
 
 
@@ -249,8 +261,9 @@ def test_what_megatron_cannot_express_is_listed_whole() -> None:
             gpt_model_arguments(config_from_dict(values))
         return str(error.value)
 
-    text = refusal(attention_bias=True, rope_parameters=LLAMA3 | {"high_freq_factor": 8.0,
-                                                                  "original_max_position_embeddings": 32})
+    text = refusal(
+        attention_bias=True, rope_parameters=LLAMA3 | {"high_freq_factor": 8.0, "original_max_position_embeddings": 32}
+    )
     assert "biases on q, k and v and o only" in text
     assert "high_freq_factor 8.0, where it has 4.0 fixed" in text
     assert "original_max_position_embeddings 32, where it has 8192 fixed" in text

@@ -38,8 +38,14 @@ def test_a_server_outlives_its_engine(start_server):
             thread.start()
             server.wait(lambda: server.service.client.stats().num_running == 4, "the second request")
             server.wait(lambda: server.metric("encore_generation_tokens_total") > 100, "tokens")
-            counted = {name: server.metric(name) for name in
-                       ("encore_generation_tokens_total", "encore_prompt_tokens_total", "encore_graph_replays_total")}
+            counted = {
+                name: server.metric(name)
+                for name in (
+                    "encore_generation_tokens_total",
+                    "encore_prompt_tokens_total",
+                    "encore_graph_replays_total",
+                )
+            }
             kill_engine()
             killed = time.monotonic()
             server.wait(lambda: server.http.get("/ready").status_code == 503, "readiness to fail", 2)

@@ -68,9 +68,7 @@ def soak(
     total = {key: sum(tally[key] for tally in tallies) for key in ("finished", "aborted", "tokens", "chunks")}
     refused = {key: count for tally in tallies for key, count in tally["refused"].items()}
     half = len(memory) // 2 - 1
-    growth = {
-        process: memory[-1][process] - memory[half][process] if half > 0 else 0 for process in memory[0]
-    }
+    growth = {process: memory[-1][process] - memory[half][process] if half > 0 else 0 for process in memory[0]}
     faults = [f"{gauge} is {value}" for gauge, value in gauges.items() if value]
     if server.metric("kv_cache_usage_perc") > 0:
         faults.append("KV pages are in use")

@@ -26,8 +26,10 @@ logger = logging.getLogger(__name__)
 
 PREPROCESS = "moe_preprocess"
 WITHOUT_DELAY = {"moe_router", PREPROCESS}  # parts whose own weights Megatron never delays
-ROUTING_REPLAY = ("moe_enable_routing_replay=True has the host tell routers to record or to replay, and hand them what "
-                  "to replay: a graph would do for ever what it was told at its capture. Set it False")
+ROUTING_REPLAY = (
+    "moe_enable_routing_replay=True has the host tell routers to record or to replay, and hand them what "
+    "to replay: a graph would do for ever what it was told at its capture. Set it False"
+)
 FP4_NEEDS = (10, 0)  # the compute capability of the first GPUs with fp4
 
 
@@ -55,8 +57,10 @@ def _capturable(config: GraphConfig) -> list[str]:
     modules = list(config.cuda_graph_modules)
     if config.cuda_graph_impl == "transformer_engine" and PREPROCESS in modules:
         modules.remove(PREPROCESS)
-        logger.warning("moe_preprocess runs eager under cuda_graph_impl='transformer_engine': what it leaves with the "
-                       "token dispatcher goes by Encore's own graphs alone (cuda_graph_impl='local')")
+        logger.warning(
+            "moe_preprocess runs eager under cuda_graph_impl='transformer_engine': what it leaves with the "
+            "token dispatcher goes by Encore's own graphs alone (cuda_graph_impl='local')"
+        )
     return modules
 
 
@@ -64,33 +68,56 @@ def check(model_config: Any, config: GraphConfig) -> None:
     """Refuse a model's TransformerConfig that graphs of ours can't serve."""
     impl = getattr(model_config, "cuda_graph_impl", "none")
     if impl != "none":
-        raise GraphConfigError(f"the model was built with cuda_graph_impl={impl!r}, so Megatron captures it itself: "
-                               "build it with 'none', and give the setting to Encore's EngineConfig")
+        raise GraphConfigError(
+            f"the model was built with cuda_graph_impl={impl!r}, so Megatron captures it itself: "
+            "build it with 'none', and give the setting to Encore's EngineConfig"
+        )
     # Megatron's own rules, held by the config of ours that would have come of it.
-    GraphConfig.from_megatron(model_config, cuda_graph_impl=config.cuda_graph_impl, cuda_graph_scope=None,
-                              cuda_graph_modules=config.cuda_graph_modules, inference_cuda_graph_scope="none",
-                              use_cudagraphable_rng=True)  # `generators` looks at the tracker itself
+    GraphConfig.from_megatron(
+        model_config,
+        cuda_graph_impl=config.cuda_graph_impl,
+        cuda_graph_scope=None,
+        cuda_graph_modules=config.cuda_graph_modules,
+        inference_cuda_graph_scope="none",
+        use_cudagraphable_rng=True,
+    )  # `generators` looks at the tracker itself
     if getattr(model_config, "fine_grained_activation_offloading", False):
         raise GraphConfigError("fine_grained_activation_offloading=True moves storage that a graph reads: set it False")
-    if getattr(model_config, "delay_wgrad_compute", False) and config.cuda_graph_impl != "full_iteration" and (
-            set(config.cuda_graph_modules) - WITHOUT_DELAY or not config.cuda_graph_modules
-            or weights_in_graphs(model_config, config.cuda_graph_modules)):
-        raise GraphConfigError("delay_wgrad_compute=True parts the gradients of weights from a layer's backward, which "
-                               "Encore's graphs of layers keep together: set it False, capture nothing whose weights "
-                               "are delayed (cuda_graph_modules=['moe_router'], without shared experts), or take "
-                               "full_iteration")
-    if getattr(model_config, "overlap_moe_expert_parallel_comm", False) and config.cuda_graph_impl == "local" and (
-            not config.cuda_graph_modules):
-        raise GraphConfigError("overlap_moe_expert_parallel_comm=True calls the parts of a layer and never the layer, "
-                               "whose graphs would lie idle: name parts by cuda_graph_modules (attn, moe_router)")
+    if (
+        getattr(model_config, "delay_wgrad_compute", False)
+        and config.cuda_graph_impl != "full_iteration"
+        and (
+            set(config.cuda_graph_modules) - WITHOUT_DELAY
+            or not config.cuda_graph_modules
+            or weights_in_graphs(model_config, config.cuda_graph_modules)
+        )
+    ):
+        raise GraphConfigError(
+            "delay_wgrad_compute=True parts the gradients of weights from a layer's backward, which "
+            "Encore's graphs of layers keep together: set it False, capture nothing whose weights "
+            "are delayed (cuda_graph_modules=['moe_router'], without shared experts), or take "
+            "full_iteration"
+        )
+    if (
+        getattr(model_config, "overlap_moe_expert_parallel_comm", False)
+        and config.cuda_graph_impl == "local"
+        and (not config.cuda_graph_modules)
+    ):
+        raise GraphConfigError(
+            "overlap_moe_expert_parallel_comm=True calls the parts of a layer and never the layer, "
+            "whose graphs would lie idle: name parts by cuda_graph_modules (attn, moe_router)"
+        )
     if getattr(model_config, "moe_enable_routing_replay", False) and (
-            not config.cuda_graph_modules or {"moe", "moe_router"} & set(config.cuda_graph_modules)):
+        not config.cuda_graph_modules or {"moe", "moe_router"} & set(config.cuda_graph_modules)
+    ):
         raise GraphConfigError(ROUTING_REPLAY + ", or capture no router (cuda_graph_modules=['attn'])")
     if getattr(model_config, "fp4", None):
         found = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
         if found is None or found < FP4_NEEDS:
-            raise GraphConfigError(f"fp4={model_config.fp4!r} needs a GPU of compute capability "
-                                   f"{'.'.join(map(str, FP4_NEEDS))}, found {found}: use fp8, or bf16")
+            raise GraphConfigError(
+                f"fp4={model_config.fp4!r} needs a GPU of compute capability "
+                f"{'.'.join(map(str, FP4_NEEDS))}, found {found}: use fp8, or bf16"
+            )
 
 
 def generators() -> list[torch.Generator]:
@@ -106,7 +133,8 @@ def generators() -> list[torch.Generator]:
         raise GraphConfigError(
             f"Megatron's RNG tracker keeps {', '.join(on_host)} as tensors on the host, which a graph can't advance: "
             "call model_parallel_cuda_manual_seed(seed, te_rng_tracker=True) (use_te_rng_tracker) or "
-            "(seed, use_cudagraphable_rng=True) before building the model")
+            "(seed, use_cudagraphable_rng=True) before building the model"
+        )
     return list(states.values())
 
 
@@ -155,8 +183,14 @@ class AuxLosses(Mapping[str, Tensor]):
 def _check_hooks(part: Part) -> None:
     attached = AttachedModule(part, is_param_gather)
     if attached.hooks_inside:
-        names = {getattr(hook, "__qualname__", repr(hook)) for hooks in attached.hooks for hook in hooks.values()
-                 if not is_param_gather(hook)}
-        raise GraphConfigError(f"{part.name} has hooks inside that a replay would leave out: "
-                               f"{', '.join(sorted(names))}; remove them, or leave this part out by "
-                               "cuda_graph_modules")
+        names = {
+            getattr(hook, "__qualname__", repr(hook))
+            for hooks in attached.hooks
+            for hook in hooks.values()
+            if not is_param_gather(hook)
+        }
+        raise GraphConfigError(
+            f"{part.name} has hooks inside that a replay would leave out: "
+            f"{', '.join(sorted(names))}; remove them, or leave this part out by "
+            "cuda_graph_modules"
+        )

@@ -25,26 +25,53 @@ class SdpaCoreAttention(nn.Module):
     bias and no packed sequences, and raises GraphConfigError for them.
     """
 
-    def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str,
-                 attention_dropout: float | None = None, softmax_scale: float | None = None,
-                 cp_comm_type: str | None = None, pg_collection: Any = None):
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ):
         super().__init__()
         self.layer_number = layer_number
         self.softmax_scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-                attn_mask_type: Any = None, attention_bias: Tensor | None = None,
-                packed_seq_params: Any = None) -> Tensor:
-        for name, given in (("attention_mask", attention_mask), ("attention_bias", attention_bias),
-                            ("packed_seq_params", packed_seq_params)):
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        for name, given in (
+            ("attention_mask", attention_mask),
+            ("attention_bias", attention_bias),
+            ("packed_seq_params", packed_seq_params),
+        ):
             if given is not None:
-                raise GraphConfigError(f"{name} was given, and SdpaCoreAttention is causal only: pass None, or build "
-                                       "the model with another core_attention")
+                raise GraphConfigError(
+                    f"{name} was given, and SdpaCoreAttention is causal only: pass None, or build "
+                    "the model with another core_attention"
+                )
         length, batch, heads, size = query.shape
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0,
-                                             scale=self.softmax_scale, enable_gqa=True)
+        out = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            is_causal=True,
+            dropout_p=self.dropout if self.training else 0.0,
+            scale=self.softmax_scale,
+            enable_gqa=True,
+        )
         return out.permute(2, 0, 1, 3).reshape(length, batch, heads * size)
 
 

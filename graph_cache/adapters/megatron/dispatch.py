@@ -36,9 +36,14 @@ def why_not(layer: MoELayer) -> str:
         return ""
     if config.moe_expert_capacity_factor is not None or getattr(config, "moe_router_padding_for_quantization", False):
         return "how many tokens go out is read by the host: set moe_pad_expert_input_to_capacity"
-    return "" if config.moe_permute_fusion else (
-        "how many tokens each expert gets is read by the host: set moe_permute_fusion, or "
-        "moe_pad_expert_input_to_capacity with a capacity factor")
+    return (
+        ""
+        if config.moe_permute_fusion
+        else (
+            "how many tokens each expert gets is read by the host: set moe_permute_fusion, or "
+            "moe_pad_expert_input_to_capacity with a capacity factor"
+        )
+    )
 
 
 class DispatchState:
@@ -65,8 +70,11 @@ class DispatchState:
         try:
             result = call(*args, **kwargs)
             places = {id(value): place for place, value in enumerate((*args, *kwargs.values()))}
-            return result, {name: _Argument(places[id(state[name])]) if id(state[name]) in places else state[name]
-                            for name in self._names if name in state}
+            return result, {
+                name: _Argument(places[id(state[name])]) if id(state[name]) in places else state[name]
+                for name in self._names
+                if name in state
+            }
         finally:
             for name, value in before.items():
                 state.setdefault(name, value)  # what this call has no use for

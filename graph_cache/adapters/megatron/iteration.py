@@ -31,8 +31,12 @@ from graph_cache.training.iteration import CapturedIteration
 PLAIN = (int, float, complex, bool, str, bytes, type(None))
 FIXED = (*PLAIN, enum.Enum, torch.dtype, torch.device, torch.Size)  # what of a batch may be part of a key
 # By these Megatron's training loop, its DDP and its FSDP read losses or gradients on the host.
-NAN_CHECKS = ("check_for_nan_in_loss_and_grad", "check_for_nan_in_grad", "check_for_large_grads",
-              "report_nan_in_param_grad")
+NAN_CHECKS = (
+    "check_for_nan_in_loss_and_grad",
+    "check_for_nan_in_grad",
+    "check_for_large_grads",
+    "report_nan_in_param_grad",
+)
 LOSS_SCALES = ("grad_scale_func", "moe_grad_scale_func", "mtp_grad_scale_func")
 
 
@@ -65,12 +69,22 @@ class FullIteration:
     ran; GraphError where the step takes another number of batches than of microbatches.
     """
 
-    def __init__(self, forward_backward_func: Callable[..., Any], pool: GraphPool, stats: CacheStats, *,
-                 name: str = "iteration", warmup_steps: int = 3, generators: Sequence[torch.Generator] = (),
-                 settings: Iterable[Any] = ()):
+    def __init__(
+        self,
+        forward_backward_func: Callable[..., Any],
+        pool: GraphPool,
+        stats: CacheStats,
+        *,
+        name: str = "iteration",
+        warmup_steps: int = 3,
+        generators: Sequence[torch.Generator] = (),
+        settings: Iterable[Any] = (),
+    ):
         if isinstance(forward_backward_func, FullCudaGraphWrapper):
-            raise GraphConfigError("forward_backward_func is Megatron's own FullCudaGraphWrapper, and a graph can't "
-                                   "hold another capture: pass what get_forward_backward_func() returns")
+            raise GraphConfigError(
+                "forward_backward_func is Megatron's own FullCudaGraphWrapper, and a graph can't "
+                "hold another capture: pass what get_forward_backward_func() returns"
+            )
         for one in settings:
             refuse(one)
         register_packed_sequences()  # a batch may hold them
@@ -82,8 +96,15 @@ class FullIteration:
         self._generators = tuple(generators)
         self._iteration: CapturedIteration | None = None
 
-    def __call__(self, *, data_iterator: Any, model: nn.Module | Sequence[nn.Module], num_microbatches: int,
-                 forward_only: bool = False, **keywords: Any) -> Any:
+    def __call__(
+        self,
+        *,
+        data_iterator: Any,
+        model: nn.Module | Sequence[nn.Module],
+        num_microbatches: int,
+        forward_only: bool = False,
+        **keywords: Any,
+    ) -> Any:
         """Run one iteration. Keywords are the function's own."""
         keywords |= {"num_microbatches": num_microbatches, "forward_only": forward_only}
         self._signature.bind(data_iterator=data_iterator, model=model, **keywords)  # a TypeError costs no data
@@ -111,21 +132,31 @@ class FullIteration:
     def _begin(self) -> CapturedIteration:
         """At the first call, not before: by then Megatron's generators are seeded."""
         tracked = tracked_generators() if self._pool.backend.name == "cuda" else []
-        self._iteration = CapturedIteration(self._run, self._pool, self._stats, name=self.name,
-                                            warmup_steps=self._warmup_steps, generators=(*self._generators, *tracked),
-                                            state=AuxLosses())
+        self._iteration = CapturedIteration(
+            self._run,
+            self._pool,
+            self._stats,
+            name=self.name,
+            warmup_steps=self._warmup_steps,
+            generators=(*self._generators, *tracked),
+            state=AuxLosses(),
+        )
         return self._iteration
 
     def _read(self, data_iterator: Any, chunks: int, count: int) -> list[list[Any] | None]:
         """The batches of this iteration on the pool's device, for each chunk; None where a chunk has no iterator."""
         iterators = list(data_iterator) if isinstance(data_iterator, (list, tuple)) else [data_iterator]
         if len(iterators) != chunks:
-            raise GraphConfigError(f"data_iterator is {len(iterators)} iterators for {chunks} model chunks: pass a "
-                                   "list with one for each, None where a chunk reads nothing")
+            raise GraphConfigError(
+                f"data_iterator is {len(iterators)} iterators for {chunks} model chunks: pass a "
+                "list with one for each, None where a chunk reads nothing"
+            )
         given = [iterator for iterator in iterators if iterator is not None]
         if len({id(iterator) for iterator in given}) < len(given):
-            raise GraphConfigError("several model chunks have the same data iterator, and which of them gets which "
-                                   "batch would depend on the schedule: give each its own, as itertools.tee makes them")
+            raise GraphConfigError(
+                "several model chunks have the same data iterator, and which of them gets which "
+                "batch would depend on the schedule: give each its own, as itertools.tee makes them"
+            )
         read: list[list[Any]] = [[] for _ in iterators]
         for index, iterator in enumerate(iterators):
             while iterator is not None and len(read[index]) < count:
@@ -135,23 +166,33 @@ class FullIteration:
                     raise MicrobatchesRanOut(
                         f"{self.name}: num_microbatches={count}, but the data iterator of chunk {index} ended after "
                         f"{len(read[index])}; read so far, by chunk: {list(map(len, read))} batches, which are in this "
-                        "error's `read`. Nothing ran; end the epoch here, or pass fewer microbatches", read) from ended
+                        "error's `read`. Nothing ran; end the epoch here, or pass fewer microbatches",
+                        read,
+                    ) from ended
         device = self._pool.backend.device
-        return [None if iterator is None else [_moved(batch, device) for batch in batches]
-                for iterator, batches in zip(iterators, read, strict=True)]
+        return [
+            None if iterator is None else [_moved(batch, device) for batch in batches]
+            for iterator, batches in zip(iterators, read, strict=True)
+        ]
 
-    def _run(self, chunks: list[nn.Module], batches: list[list[Any] | None], scales: list[dict[str, Tensor]],
-             call: _Call) -> Any:
+    def _run(
+        self, chunks: list[nn.Module], batches: list[list[Any] | None], scales: list[dict[str, Tensor]], call: _Call
+    ) -> Any:
         """The function itself, over these batches: what runs eager, and what is captured."""
         iterators = [None if given is None else _Microbatches(given) for given in batches]
         with _scaled(_configs(chunks), scales), _reductions_put_back(chunks):
-            result = self._function(data_iterator=iterators if call.many_iterators else iterators[0],
-                                    model=chunks if call.many_chunks else chunks[0], **call.keywords)
+            result = self._function(
+                data_iterator=iterators if call.many_iterators else iterators[0],
+                model=chunks if call.many_chunks else chunks[0],
+                **call.keywords,
+            )
         for index, iterator in enumerate(iterators):
             if iterator is not None and 0 < iterator.left < len(batches[index]):
-                raise GraphError(f"{self.name}: the step took {len(batches[index]) - iterator.left} of the "
-                                 f"{len(batches[index])} batches that were read for chunk {index}: let "
-                                 "forward_step_func take one for each microbatch")
+                raise GraphError(
+                    f"{self.name}: the step took {len(batches[index]) - iterator.left} of the "
+                    f"{len(batches[index])} batches that were read for chunk {index}: let "
+                    "forward_step_func take one for each microbatch"
+                )
         return result
 
 
@@ -177,8 +218,10 @@ class _Microbatches:
 
     def __next__(self) -> Any:
         if not self.left:
-            raise GraphError(f"the step asks for more batches than the {len(self._batches)} microbatches of this "
-                             "iteration: let forward_step_func take one for each")
+            raise GraphError(
+                f"the step asks for more batches than the {len(self._batches)} microbatches of this "
+                "iteration: let forward_step_func take one for each"
+            )
         self.left -= 1
         return self._batches[-1 - self.left]
 
@@ -195,15 +238,20 @@ def refuse(settings: Any) -> None:
         raise GraphConfigError(
             f"{' and '.join(asked)} would read losses or gradients on the host, which a graph of a whole iteration "
             "can't: turn it off, and return torch.isfinite(loss) beside the loss from the loss function, a check on the"
-            " device that you read after the iteration; or use cuda_graph_impl='local'")
+            " device that you read after the iteration; or use cuda_graph_impl='local'"
+        )
     if given.get("moe_enable_routing_replay"):
-        raise GraphConfigError(ROUTING_REPLAY + ", or capture layers without their routers (cuda_graph_impl='local', "
-                               "cuda_graph_modules=['attn'])")
+        raise GraphConfigError(
+            ROUTING_REPLAY + ", or capture layers without their routers (cuda_graph_impl='local', "
+            "cuda_graph_modules=['attn'])"
+        )
     impl, scope = given.get("cuda_graph_impl"), given.get("cuda_graph_scope") or ()
     whole = "full_iteration" in [getattr(one, "name", one) for one in ([scope] if isinstance(scope, str) else scope)]
     if impl not in (None, "none", "full_iteration") and not (impl == "local" and whole):
-        raise GraphConfigError(f"the model was built with cuda_graph_impl={impl!r}, and a graph of an iteration can't "
-                               "hold captures of its layers: build it with 'none' or 'full_iteration'")
+        raise GraphConfigError(
+            f"the model was built with cuda_graph_impl={impl!r}, and a graph of an iteration can't "
+            "hold captures of its layers: build it with 'none' or 'full_iteration'"
+        )
 
 
 def _wrapped(chunks: Iterable[nn.Module]) -> Iterator[nn.Module]:
@@ -242,9 +290,11 @@ def _moved(batch: Any, device: torch.device) -> Any:
     """A batch with its tensors on the device. Raises GraphConfigError for contents that can't be told apart."""
     unknown = sorted({type(leaf).__name__ for leaf in tree_leaves(batch) if not isinstance(leaf, (Tensor, *FIXED))})
     if unknown:
-        raise GraphConfigError(f"a batch holds {', '.join(unknown)}, which can't be taken apart into tensors and plain "
-                               "values: make it a dict, a tuple or a list of tensors, or register the type with "
-                               "torch.utils._pytree.register_dataclass")
+        raise GraphConfigError(
+            f"a batch holds {', '.join(unknown)}, which can't be taken apart into tensors and plain "
+            "values: make it a dict, a tuple or a list of tensors, or register the type with "
+            "torch.utils._pytree.register_dataclass"
+        )
     return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, batch)
 
 
@@ -264,8 +314,9 @@ def _loss_scales(config: Any, device: torch.device) -> dict[str, Tensor]:
 @contextmanager
 def _scaled(configs: Sequence[Any], scales: Sequence[Mapping[str, Tensor]]) -> Iterator[None]:
     """Within the block the configurations scale losses by these tensors."""
-    wanted = [(config, name, scale) for config, given in zip(configs, scales, strict=True)
-              for name, scale in given.items()]
+    wanted = [
+        (config, name, scale) for config, given in zip(configs, scales, strict=True) for name, scale in given.items()
+    ]
     kept = [(config, name, getattr(config, name)) for config, name, _ in wanted]
     try:
         for config, name, scale in wanted:
@@ -288,10 +339,19 @@ def _always(scale: Tensor) -> Callable[[], Tensor]:
 def _reductions_put_back(chunks: Iterable[nn.Module]) -> Iterator[None]:
     """Where the block ends half way, as a capture may, gradients that arrived in it have not arrived: Megatron's DDP
     counts them to know when to reduce them, and the step that runs eager instead would find them counted."""
-    groups = [group for inner in _wrapped(chunks) for name in ("bucket_groups", "expert_parallel_bucket_groups")
-              for group in getattr(inner, name, ())]
-    before = [{name: copy.copy(value) if isinstance(value, (dict, list, set)) else value
-               for name, value in vars(group).items()} for group in groups]
+    groups = [
+        group
+        for inner in _wrapped(chunks)
+        for name in ("bucket_groups", "expert_parallel_bucket_groups")
+        for group in getattr(inner, name, ())
+    ]
+    before = [
+        {
+            name: copy.copy(value) if isinstance(value, (dict, list, set)) else value
+            for name, value in vars(group).items()
+        }
+        for group in groups
+    ]
     try:
         yield
     except BaseException:
@@ -305,8 +365,12 @@ def _reductions_put_back(chunks: Iterable[nn.Module]) -> Iterator[None]:
 def _gradients_aside(chunks: Iterable[nn.Module]) -> Iterator[None]:
     """Within the block the chunks have no gradients; afterwards the same ones again, untouched. A graph would else
     copy them, to start from them at every replay."""
-    held = [(parameter, parameter.grad) for chunk in chunks for parameter in chunk.parameters()
-            if parameter.grad is not None]
+    held = [
+        (parameter, parameter.grad)
+        for chunk in chunks
+        for parameter in chunk.parameters()
+        if parameter.grad is not None
+    ]
     for parameter, _ in held:
         parameter.grad = None
     try:

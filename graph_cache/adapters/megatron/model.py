@@ -34,8 +34,9 @@ def forget_groups() -> None:
     parallel_state.destroy_model_parallel()
 
 
-def empty_gpt_model(values: Mapping[str, Any], arguments: Mapping[str, Any], *, ranks: int, dtype: torch.dtype,
-                    device: torch.device) -> GPTModel:
+def empty_gpt_model(
+    values: Mapping[str, Any], arguments: Mapping[str, Any], *, ranks: int, dtype: torch.dtype, device: torch.device
+) -> GPTModel:
     """This rank's part of a GPTModel to generate with, not to train, whose parameters hold nothing yet.
 
     values: of its TransformerConfig; arguments: its own, beside config and layer spec. device: the CPU, or the current
@@ -44,8 +45,13 @@ def empty_gpt_model(values: Mapping[str, Any], arguments: Mapping[str, Any], *, 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of defaults that the values leave alone
         config = TransformerConfig(
-            **values, tensor_model_parallel_size=ranks, params_dtype=dtype, use_cpu_initialization=device.type == "cpu",
-            perform_initialization=False, bias_dropout_fusion=False, apply_rope_fusion=False,
+            **values,
+            tensor_model_parallel_size=ranks,
+            params_dtype=dtype,
+            use_cpu_initialization=device.type == "cpu",
+            perform_initialization=False,
+            bias_dropout_fusion=False,
+            apply_rope_fusion=False,
         )
         spec = layer_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
         model = GPTModel(config, spec, **arguments)

@@ -36,18 +36,25 @@ class PackedDocuments:
     def __init__(self, models: Sequence[nn.Module], documents: int):
         asked = f"packed_documents={documents!r}"
         if type(documents) is not int or documents < 1:
-            raise GraphConfigError(f"{asked}: it must be an int of at least 1, the most documents that a batch has, or "
-                                   "None, which leaves packed sequences alone")
+            raise GraphConfigError(
+                f"{asked}: it must be an int of at least 1, the most documents that a batch has, or "
+                "None, which leaves packed sequences alone"
+            )
         self._documents = documents
         self._models: list[nn.Module] = []
         self._handles: list[RemovableHandle] = []
         for model in models:
-            takers = [one for one in model.modules() if isinstance(one, LanguageModule)
-                      and {GIVEN, "input_ids"} <= set(_signature(type(one)).parameters)]
+            takers = [
+                one
+                for one in model.modules()
+                if isinstance(one, LanguageModule) and {GIVEN, "input_ids"} <= set(_signature(type(one)).parameters)
+            ]
             if not takers:
-                raise GraphConfigError(f"{asked} pads the {GIVEN} of a GPTModel, a MambaModel or a HybridModel; found "
-                                       f"none in {type(model).__name__}: attach the whole model, or leave "
-                                       "packed_documents out")
+                raise GraphConfigError(
+                    f"{asked} pads the {GIVEN} of a GPTModel, a MambaModel or a HybridModel; found "
+                    f"none in {type(model).__name__}: attach the whole model, or leave "
+                    "packed_documents out"
+                )
             for one in takers:
                 _check(one, asked)
             self._models += takers
@@ -68,15 +75,19 @@ def _check(model: LanguageModule, asked: str) -> None:
     """Refuse a model whose packed sequences can't be padded, or would be so for nothing."""
     config = model.config
     if config.context_parallel_size > 1:
-        raise GraphConfigError(f"{asked}: padding is not supported with context parallelism, where cu_seqlens count "
-                               f"tokens of other ranks; found context_parallel_size={config.context_parallel_size}: "
-                               "leave packed_documents out, or set it 1")
+        raise GraphConfigError(
+            f"{asked}: padding is not supported with context parallelism, where cu_seqlens count "
+            f"tokens of other ranks; found context_parallel_size={config.context_parallel_size}: "
+            "leave packed_documents out, or set it 1"
+        )
     is_rotary = config.multi_latent_attention or getattr(model, "position_embedding_type", None) in ROTARY
     if is_rotary and not config.apply_rope_fusion:
         # It also takes a rotary table as long as the batch for one that goes on through all documents.
-        raise GraphConfigError(f"{asked}: with apply_rope_fusion=False Megatron's rotary embedding reads cu_seqlens on "
-                               "the host, which no graph can hold: build the model with apply_rope_fusion=True, or "
-                               "leave packed_documents out")
+        raise GraphConfigError(
+            f"{asked}: with apply_rope_fusion=False Megatron's rotary embedding reads cu_seqlens on "
+            "the host, which no graph can hold: build the model with apply_rope_fusion=True, or "
+            "leave packed_documents out"
+        )
 
 
 # ---- padding ---------------------------------------------------------------------------------------------------------
@@ -87,8 +98,9 @@ def _signature(kind: type[nn.Module]) -> inspect.Signature:
     return inspect.signature(kind.forward)
 
 
-def _pad_call(model: LanguageModule, args: tuple, kwargs: dict[str, Any], *,
-              documents: int) -> tuple[tuple, dict[str, Any]] | None:
+def _pad_call(
+    model: LanguageModule, args: tuple, kwargs: dict[str, Any], *, documents: int
+) -> tuple[tuple, dict[str, Any]] | None:
     """A forward-pre-hook; None leaves the call as it is. The one padded object goes to all layers."""
     if not any(isinstance(one, PackedSeqParams) for one in (*args, *kwargs.values())):
         return None
@@ -123,14 +135,18 @@ def padded(packed: PackedSeqParams, documents: int, tokens: int) -> PackedSeqPar
     tensor on the host.
     """
     ends = {name: value for name in ENDS if (value := getattr(packed, name)) is not None}
-    if packed.qkv_format != "thd" or not ends or any(value.dim() != 1 or len(value) > documents + 1
-                                                     for value in ends.values()):
+    if (
+        packed.qkv_format != "thd"
+        or not ends
+        or any(value.dim() != 1 or len(value) > documents + 1 for value in ends.values())
+    ):
         return packed
     # Transformer Engine takes the very same tensor in two fields for two lengths that are equal: it stays one.
     made = {id(value): cat([value, value[-1:].expand(documents + 1 - len(value))]) for value in ends.values()}
     found = copy.copy(packed)  # 0.19's own construction would compute further tensors
-    vars(found).update({name: made[id(value)] for name, value in ends.items()}, max_seqlen_q=tokens,
-                       max_seqlen_kv=tokens)
+    vars(found).update(
+        {name: made[id(value)] for name, value in ends.items()}, max_seqlen_q=tokens, max_seqlen_kv=tokens
+    )
     return found
 
 

@@ -51,15 +51,20 @@ def parts_of(models: Sequence[nn.Module], modules: Sequence[str]) -> list[Part]:
         if _is_one_stage_of_several():
             return []
         names = ", ".join(type(model).__name__ for model in models)
-        raise GraphConfigError(f"{names}: found no TransformerLayer and no MambaLayer to capture, give attach() a "
-                               "model of Megatron-Core's that has some, or name submodules by modules=…")
+        raise GraphConfigError(
+            f"{names}: found no TransformerLayer and no MambaLayer to capture, give attach() a "
+            "model of Megatron-Core's that has some, or name submodules by modules=…"
+        )
     if not modules:
         return layers
-    found = [part._replace(chunk=layer.chunk)
-             for layer in layers for part in _inside(layer.name, layer.module, modules)]
+    found = [
+        part._replace(chunk=layer.chunk) for layer in layers for part in _inside(layer.name, layer.module, modules)
+    ]
     if not found and not _is_one_stage_of_several():
-        raise GraphConfigError(f"cuda_graph_modules={','.join(modules)}: none of the {len(layers)} layers has one of "
-                               f"these ({', '.join(sorted({type(layer.module).__name__ for layer in layers}))})")
+        raise GraphConfigError(
+            f"cuda_graph_modules={','.join(modules)}: none of the {len(layers)} layers has one of "
+            f"these ({', '.join(sorted({type(layer.module).__name__ for layer in layers}))})"
+        )
     return found
 
 
@@ -75,8 +80,12 @@ def _inside(path: str, layer: nn.Module, modules: Sequence[str]) -> Iterator[Par
         return
     has_attention = not isinstance(layer.self_attention, IdentityOp)
     if "attn" in modules and has_attention:
-        yield Part(f"{path}.attn", layer, "_forward_attention", (
-            layer.input_layernorm, layer.self_attention, layer.pre_cross_attn_layernorm, layer.cross_attention))
+        yield Part(
+            f"{path}.attn",
+            layer,
+            "_forward_attention",
+            (layer.input_layernorm, layer.self_attention, layer.pre_cross_attn_layernorm, layer.cross_attention),
+        )
     is_moe = isinstance(layer.mlp, MoELayer)
     wanted = "moe" if is_moe else "mlp"
     if wanted in modules and not isinstance(layer.mlp, IdentityOp):

@@ -33,8 +33,17 @@ from graph_cache.adapters.transformer_engine.order import events, outstanding, s
 from graph_cache.errors import GraphConfigError
 from graph_cache.training.attached import Part
 
-__all__ = ["Stage", "check_expert_overlap", "expert_overlap_order", "order_of", "outstanding", "set_current_microbatch",
-           "slots", "warmup_of", "weights_in_graphs"]
+__all__ = [
+    "Stage",
+    "check_expert_overlap",
+    "expert_overlap_order",
+    "order_of",
+    "outstanding",
+    "set_current_microbatch",
+    "slots",
+    "warmup_of",
+    "weights_in_graphs",
+]
 
 DISPATCHERS = ("alltoall", "flex")
 TE_FOR_DELAYED_WEIGHTS = "2.10.0"  # in a layer of which a part is captured
@@ -58,8 +67,9 @@ class Stage:
         for name, least in (("pipeline_size", 1), ("pipeline_rank", 0), ("chunks", 1)):
             _whole(name, getattr(self, name), least)
         if self.pipeline_rank >= self.pipeline_size:
-            raise GraphConfigError(f"pipeline_rank is {self.pipeline_rank} of pipeline_size {self.pipeline_size}: "
-                                   "ranks count from 0")
+            raise GraphConfigError(
+                f"pipeline_rank is {self.pipeline_rank} of pipeline_size {self.pipeline_size}: ranks count from 0"
+            )
         if self.chunks > 1 and self.pipeline_size == 1:
             raise GraphConfigError(f"{self.chunks} model chunks without a pipeline: give one, or pipeline_size > 1")
 
@@ -82,8 +92,9 @@ def warmup_of(stage: Stage, microbatches: int, group_size: int | None = None) ->
     """How many forwards the stage runs before those that are each followed by a backward."""
     group_size = _group_size(stage, group_size)
     _whole("microbatches", microbatches, 1)
-    return get_pp_rank_microbatches(microbatches, stage.chunks, group_size, forward_only=False,
-                                    p2p_communicator=stage)[2]
+    return get_pp_rank_microbatches(microbatches, stage.chunks, group_size, forward_only=False, p2p_communicator=stage)[
+        2
+    ]
 
 
 def order_of(stage: Stage, microbatches: int, group_size: int | None = None, warmup: int | None = None) -> list[int]:
@@ -101,8 +112,14 @@ def order_of(stage: Stage, microbatches: int, group_size: int | None = None, war
     return _order(stage, microbatches, group_size, warmup)
 
 
-def expert_overlap_order(stage: Stage, microbatches: int, layers_per_chunk: Sequence[int], *,
-                         weights_in_graphs: bool, group_size: int | None = None) -> list[float]:
+def expert_overlap_order(
+    stage: Stage,
+    microbatches: int,
+    layers_per_chunk: Sequence[int],
+    *,
+    weights_in_graphs: bool,
+    group_size: int | None = None,
+) -> list[float]:
     """The order under overlap_moe_expert_parallel_comm, in which each layer is a chunk of its own.
 
     Layers count through the chunks from 1. With `weights_in_graphs` (delay_wgrad_compute, and parts captured that have
@@ -112,8 +129,9 @@ def expert_overlap_order(stage: Stage, microbatches: int, layers_per_chunk: Sequ
     group_size = _group_size(stage, group_size)
     _whole("microbatches", microbatches, 1)
     if len(layers_per_chunk) != stage.chunks:
-        raise GraphConfigError(f"layers_per_chunk has {len(layers_per_chunk)} entries for {stage.chunks} chunks: give "
-                               "one for each")
+        raise GraphConfigError(
+            f"layers_per_chunk has {len(layers_per_chunk)} entries for {stage.chunks} chunks: give one for each"
+        )
     for count in layers_per_chunk:
         _whole("layers_per_chunk", count, 0)
     order = _order(stage, microbatches, group_size, None)
@@ -132,13 +150,22 @@ class StagePlan:
     caches_weights: bool
 
 
-def stage_plan(parts: Sequence[Part], models: Sequence[nn.Module], config: Any, modules: Sequence[str],
-               microbatches: int | None, te_version: str | None) -> StagePlan:
+def stage_plan(
+    parts: Sequence[Part],
+    models: Sequence[nn.Module],
+    config: Any,
+    modules: Sequence[str],
+    microbatches: int | None,
+    te_version: str | None,
+) -> StagePlan:
     """The plan of the stage that this process is, of these model chunks, some perhaps without a part, with
     `microbatches` a step; None only where one is outstanding at a time. Raises GraphConfigError.
     """
-    stage = Stage(parallel_state.get_pipeline_model_parallel_world_size(),
-                  parallel_state.get_pipeline_model_parallel_rank(), len(models))
+    stage = Stage(
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+        len(models),
+    )
     group_size = getattr(config, "microbatch_group_size_per_vp_stage", None) if len(models) > 1 else None
     caches_weights, holders = bool(getattr(config, "fp8", None)), _holders(parts, models)
     overlaps = getattr(config, "overlap_moe_expert_parallel_comm", False)
@@ -151,26 +178,36 @@ def stage_plan(parts: Sequence[Part], models: Sequence[nn.Module], config: Any, 
         return StagePlan(list(parts), order_of(stage, microbatches, group_size), holders, caches_weights)
     chunk_of = {holders[part.name]: part.chunk for part in parts}
     numbers, counts = {layer: number for number, layer in enumerate(chunk_of)}, Counter(chunk_of.values())
-    order = expert_overlap_order(stage, microbatches, [counts[chunk] for chunk in range(len(models))],
-                                 weights_in_graphs=weights_in_graphs(config, modules), group_size=group_size)
-    return StagePlan([part._replace(chunk=numbers[holders[part.name]]) for part in parts], order, holders,
-                     caches_weights)
+    order = expert_overlap_order(
+        stage,
+        microbatches,
+        [counts[chunk] for chunk in range(len(models))],
+        weights_in_graphs=weights_in_graphs(config, modules),
+        group_size=group_size,
+    )
+    return StagePlan(
+        [part._replace(chunk=numbers[holders[part.name]]) for part in parts], order, holders, caches_weights
+    )
 
 
 def _holders(parts: Sequence[Part], models: Sequence[nn.Module]) -> dict[str, nn.Module]:
     """For each part by name the layer that it is or is in, else the first layer inside it, else its own module."""
     layer_of = {module: layer.module for layer in layers_of(models) for module in layer.module.modules()}
-    return {part.name: next((layer_of[one] for one in part.module.modules() if one in layer_of), part.module)
-            for part in parts}
+    return {
+        part.name: next((layer_of[one] for one in part.module.modules() if one in layer_of), part.module)
+        for part in parts
+    }
 
 
 def _check_one_at_a_time(stage: Stage, overlaps: bool) -> None:
     if stage.pipeline_size > 1 or overlaps:
         found = "overlap_moe_expert_parallel_comm" if overlaps else f"a pipeline of {stage.pipeline_size} stages"
-        raise GraphConfigError("cuda_graph_impl='transformer_engine' was asked for without a number of microbatches; "
-                               f"found {found}, where several are outstanding at a time, in an order that its captures "
-                               "must know: call attach(model, microbatches=…) with how many a step has, or take "
-                               "cuda_graph_impl='local', which sees the order itself")
+        raise GraphConfigError(
+            "cuda_graph_impl='transformer_engine' was asked for without a number of microbatches; "
+            f"found {found}, where several are outstanding at a time, in an order that its captures "
+            "must know: call attach(model, microbatches=…) with how many a step has, or take "
+            "cuda_graph_impl='local', which sees the order itself"
+        )
 
 
 @contextmanager
@@ -185,10 +222,12 @@ def told_of_captures() -> Iterator[None]:
 
 def weights_in_graphs(config: Any, modules: Sequence[str]) -> bool:
     """Whether delayed weight gradients belong to what `modules` captures, so that graphs compute them."""
-    shared = (getattr(config, "moe_shared_expert_intermediate_size", None) is not None
-              and not getattr(config, "moe_shared_expert_overlap", False))
+    shared = getattr(config, "moe_shared_expert_intermediate_size", None) is not None and not getattr(
+        config, "moe_shared_expert_overlap", False
+    )
     return bool(getattr(config, "delay_wgrad_compute", False)) and (
-        "attn" in modules or ("moe_router" in modules and shared))
+        "attn" in modules or ("moe_router" in modules and shared)
+    )
 
 
 def check_expert_overlap(config: Any, modules: Sequence[str], te_version: str | None) -> None:
@@ -199,8 +238,10 @@ def check_expert_overlap(config: Any, modules: Sequence[str], te_version: str | 
     """
     found = [*_overlap_problems(config, modules), *_delay_problems(config, modules, te_version)]
     if found:
-        raise GraphConfigError("overlap_moe_expert_parallel_comm with cuda_graph_impl='transformer_engine' was asked "
-                               "for, and needs other settings: " + "; ".join(found))
+        raise GraphConfigError(
+            "overlap_moe_expert_parallel_comm with cuda_graph_impl='transformer_engine' was asked "
+            "for, and needs other settings: " + "; ".join(found)
+        )
 
 
 def _overlap_problems(config: Any, modules: Sequence[str]) -> list[str]:
@@ -210,14 +251,22 @@ def _overlap_problems(config: Any, modules: Sequence[str]) -> list[str]:
     whole = sorted({"moe", "mlp"} & set(modules))
     offloaded = getattr(config, "offload_modules", None) or ()
     checks = (
-        (not getattr(config, "overlap_moe_expert_parallel_comm", False),
-         "overlap_moe_expert_parallel_comm is off: turn it on"),
-        (TorchVersion(torch.__version__) < TORCH_FOR_OVERLAP,
-         f"torch is {torch.__version__}: {TORCH_FOR_OVERLAP} or later, before which the overlap hangs"),
-        (pipeline > 1 and getattr(config, "virtual_pipeline_model_parallel_size", None) is None,
-         f"pipeline_model_parallel_size is {pipeline} without virtual_pipeline_model_parallel_size: set it"),
-        (getattr(config, "expert_model_parallel_size", 1) <= 1,
-         "expert_model_parallel_size is 1: without expert parallelism there is nothing to overlap"),
+        (
+            not getattr(config, "overlap_moe_expert_parallel_comm", False),
+            "overlap_moe_expert_parallel_comm is off: turn it on",
+        ),
+        (
+            TorchVersion(torch.__version__) < TORCH_FOR_OVERLAP,
+            f"torch is {torch.__version__}: {TORCH_FOR_OVERLAP} or later, before which the overlap hangs",
+        ),
+        (
+            pipeline > 1 and getattr(config, "virtual_pipeline_model_parallel_size", None) is None,
+            f"pipeline_model_parallel_size is {pipeline} without virtual_pipeline_model_parallel_size: set it",
+        ),
+        (
+            getattr(config, "expert_model_parallel_size", 1) <= 1,
+            "expert_model_parallel_size is 1: without expert parallelism there is nothing to overlap",
+        ),
         (dispatcher not in DISPATCHERS, f"moe_token_dispatcher_type is {dispatcher!r}: {' or '.join(DISPATCHERS)}"),
         (getattr(config, "recompute_granularity", None) == "full", "recompute_granularity is 'full': not the whole"),
         (getattr(config, "recompute_method", None) is not None, "recompute_method is set: leave it out"),
@@ -226,16 +275,27 @@ def _overlap_problems(config: Any, modules: Sequence[str]) -> list[str]:
         (not (getattr(config, "bf16", False) or getattr(config, "fp16", False)), "neither bf16 nor fp16 is on: one is"),
         (getattr(config, "moe_shared_expert_overlap", False), "moe_shared_expert_overlap is on: turn it off"),
         (mtp not in (None, 0, 1), f"mtp_num_layers is {mtp}: at most 1"),
-        (mtp == 1 and pipeline == 1 and not _mtp_needs_no_pipeline(config),
-         "mtp_num_layers is 1 without a pipeline: pipeline_model_parallel_size > 1"),
-        (getattr(config, "overlap_dispatch_backward_with_experts_wgrad", False),
-         "overlap_dispatch_backward_with_experts_wgrad is on: one of the two"),
-        (dispatcher == "flex" and getattr(config, "moe_flex_dispatcher_backend", None) == "ncclep"
-         and getattr(config, "fine_grained_activation_offloading", False) and "expert_fc1" in offloaded,
-         "offload_modules has 'expert_fc1', whose input the ncclep dispatcher frees early: take it out"),
+        (
+            mtp == 1 and pipeline == 1 and not _mtp_needs_no_pipeline(config),
+            "mtp_num_layers is 1 without a pipeline: pipeline_model_parallel_size > 1",
+        ),
+        (
+            getattr(config, "overlap_dispatch_backward_with_experts_wgrad", False),
+            "overlap_dispatch_backward_with_experts_wgrad is on: one of the two",
+        ),
+        (
+            dispatcher == "flex"
+            and getattr(config, "moe_flex_dispatcher_backend", None) == "ncclep"
+            and getattr(config, "fine_grained_activation_offloading", False)
+            and "expert_fc1" in offloaded,
+            "offload_modules has 'expert_fc1', whose input the ncclep dispatcher frees early: take it out",
+        ),
         (bool(whole), f"cuda_graph_modules has {', '.join(whole)}: what is inside can't be overlapped from a graph"),
-        (not modules, "cuda_graph_modules is empty, whole layers: name parts without the exchange (attn, moe_router, "
-                      "moe_preprocess)"),
+        (
+            not modules,
+            "cuda_graph_modules is empty, whole layers: name parts without the exchange (attn, moe_router, "
+            "moe_preprocess)",
+        ),
     )
     return [problem for is_one, problem in checks if is_one]
 
@@ -248,16 +308,26 @@ def _delay_problems(config: Any, modules: Sequence[str], te_version: str | None)
     needed = TE_FOR_WEIGHTS_IN_GRAPHS if inside else TE_FOR_DELAYED_WEIGHTS
     biased = [name for name in ("add_bias_linear", "add_qkv_bias") if getattr(config, name, False)]
     checks = (
-        (te_version is None or TorchVersion(te_version) < needed,
-         f"delay_wgrad_compute needs Transformer Engine {needed} or later, found {te_version or 'none'}"),
-        (getattr(config, "moe_use_legacy_grouped_gemm", False),
-         "moe_use_legacy_grouped_gemm can't delay weight gradients: turn it off"),
-        (inside and not fused,
-         "gradient_accumulation_fusion is off: weight gradients in a graph need main_grad's fixed address"),
-        (inside and "attn" in modules and bool(biased),
-         f"{' and '.join(biased)} is on: delayed weight gradients of a captured attention have no bias"),
-        (not inside and not fused and te_version is not None and TorchVersion(te_version) < TE_WITHOUT_FUSION,
-         f"delay_wgrad_compute without gradient_accumulation_fusion needs Transformer Engine {TE_WITHOUT_FUSION}"),
+        (
+            te_version is None or TorchVersion(te_version) < needed,
+            f"delay_wgrad_compute needs Transformer Engine {needed} or later, found {te_version or 'none'}",
+        ),
+        (
+            getattr(config, "moe_use_legacy_grouped_gemm", False),
+            "moe_use_legacy_grouped_gemm can't delay weight gradients: turn it off",
+        ),
+        (
+            inside and not fused,
+            "gradient_accumulation_fusion is off: weight gradients in a graph need main_grad's fixed address",
+        ),
+        (
+            inside and "attn" in modules and bool(biased),
+            f"{' and '.join(biased)} is on: delayed weight gradients of a captured attention have no bias",
+        ),
+        (
+            not inside and not fused and te_version is not None and TorchVersion(te_version) < TE_WITHOUT_FUSION,
+            f"delay_wgrad_compute without gradient_accumulation_fusion needs Transformer Engine {TE_WITHOUT_FUSION}",
+        ),
     )
     return [problem for is_one, problem in checks if is_one]
 

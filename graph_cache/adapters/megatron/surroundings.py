@@ -11,9 +11,17 @@ from graph_cache.training.attached import Surroundings
 
 # By these a module throws away what its backward needs and computes it anew there, by a backward inside the backward
 # that no graph can hold. All that a captured part saves has memory of its own for good: nothing is left to be won.
-RECOMPUTES = ("recompute_input_layernorm", "recompute_pre_mlp_layernorm", "recompute_mlp", "recompute_up_proj",
-              "recompute_norm_out", "checkpoint_core_attention", "moe_layer_recompute", "shared_experts_recompute",
-              "activation_recompute")
+RECOMPUTES = (
+    "recompute_input_layernorm",
+    "recompute_pre_mlp_layernorm",
+    "recompute_mlp",
+    "recompute_up_proj",
+    "recompute_norm_out",
+    "checkpoint_core_attention",
+    "moe_layer_recompute",
+    "shared_experts_recompute",
+    "activation_recompute",
+)
 
 
 class MegatronSurroundings:

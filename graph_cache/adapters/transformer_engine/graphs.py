@@ -59,11 +59,20 @@ class TransformerEngineGraphs:
     captures instead of Transformer Engine.
     """
 
-    def __init__(self, layers: Iterable[Part | tuple[str, nn.Module]], order: Sequence[float], job: Job, *,
-                 holders: Mapping[str, nn.Module] | None = None, fired: Callable[[Hook], bool] | None = None,
-                 warmup_rounds: int = 3, caches_weights: bool = False,
-                 paused: Callable[[], AbstractContextManager] = nullcontext,
-                 options: Mapping[str, Any] | None = None, maker: Maker | None = None):
+    def __init__(
+        self,
+        layers: Iterable[Part | tuple[str, nn.Module]],
+        order: Sequence[float],
+        job: Job,
+        *,
+        holders: Mapping[str, nn.Module] | None = None,
+        fired: Callable[[Hook], bool] | None = None,
+        warmup_rounds: int = 3,
+        caches_weights: bool = False,
+        paused: Callable[[], AbstractContextManager] = nullcontext,
+        options: Mapping[str, Any] | None = None,
+        maker: Maker | None = None,
+    ):
         if maker is None:
             from graph_cache.adapters.transformer_engine.installed import Installed  # refuses by itself, in its words
 
@@ -83,8 +92,10 @@ class TransformerEngineGraphs:
             raise GraphConfigError("two layers have one name: give each a name of its own")
         beyond = [layer.name for layer in self._layers if layer.chunk not in self._chunks]
         if beyond:
-            raise GraphConfigError(f"order: it has {len(self._chunks)} chunks, found layers of others: "
-                                   f"{', '.join(beyond)}; number chunks from 0, as many as the order has")
+            raise GraphConfigError(
+                f"order: it has {len(self._chunks)} chunks, found layers of others: "
+                f"{', '.join(beyond)}; number chunks from 0, as many as the order has"
+            )
         for layer in self._layers:
             layer.attached.take_over(lambda attached, args, kwargs, layer=layer: self._call(layer, args, kwargs))
         self._watched = Watched([layer.attached for layer in self._layers])
@@ -131,8 +142,9 @@ class TransformerEngineGraphs:
         if not places.may_begin(place) or not layer.sample.loads(tensors, idle=not places.alive):
             return self._eager(layer, args, kwargs, NO_INSTANCE)
         said = kwargs.get(FIRST)
-        return self._replay(layer, place, microbatch % places.microbatches, tensors,
-                            said if isinstance(said, bool) else microbatch == 0)
+        return self._replay(
+            layer, place, microbatch % places.microbatches, tensors, said if isinstance(said, bool) else microbatch == 0
+        )
 
     def _without_graphs(self, layer: Layer, args: tuple, kwargs: dict[str, Any], plain: dict[str, Any]) -> Any:
         """Eager; before the capture, the call is noted."""
@@ -182,8 +194,10 @@ class TransformerEngineGraphs:
         places = self._places
         call, names = layer.graphs[microbatch]
         next_place = places.read_next.get(place)
-        given: dict[str, Any] = {name: own_gradient(tensors[index], places, next_place)
-                                 for name, index in zip(names, layer.sample.moving, strict=True)}
+        given: dict[str, Any] = {
+            name: own_gradient(tensors[index], places, next_place)
+            for name, index in zip(names, layer.sample.moving, strict=True)
+        }
         if self._caches:
             # By itself Transformer Engine says it with the first module of an autocast only, which may have run eager:
             # graphs after it would go on with weights of the step before.
@@ -230,10 +244,13 @@ class TransformerEngineGraphs:
         """Between two steps: count warm-up, capture after it, and look whether anything changed or moved."""
         self._watched.refresh()
         if self._made is not None and not (self._addresses.unchanged() and self._made.are_current()):
-            moved = [*map(str, self._addresses.moved()),
-                     *([] if self._made.are_current() else ["quantizers, by another recipe"])]
-            logger.error("what Transformer Engine's graphs read was replaced, and they were dropped: %s",
-                         "; ".join(moved))
+            moved = [
+                *map(str, self._addresses.moved()),
+                *([] if self._made.are_current() else ["quantizers, by another recipe"]),
+            ]
+            logger.error(
+                "what Transformer Engine's graphs read was replaced, and they were dropped: %s", "; ".join(moved)
+            )
             self.job.stats.invalidations[STALE] += 1
             self.clear()
         self._rounds += 1
@@ -246,8 +263,11 @@ class TransformerEngineGraphs:
     def _hold_accumulators(self) -> None:
         """From the first recorded call on until the capture, which may meet these nodes and no others (see Maker)."""
         self._accumulators |= self._maker.accumulators(
-            parameter for layer in self._layers for parameter in layer.attached.parameters
-            if parameter.requires_grad and parameter not in self._accumulators)
+            parameter
+            for layer in self._layers
+            for parameter in layer.attached.parameters
+            if parameter.requires_grad and parameter not in self._accumulators
+        )
 
     def _capture(self) -> None:
         started = time.perf_counter()
@@ -290,12 +310,19 @@ class TransformerEngineGraphs:
         pool, layers = self.job.pool, [layer for chunk in chunks for layer in chunk]
         reduced = [layer.sample.seen.precision for layer in layers if layer.sample.seen.precision.enabled]
         if any(precision != reduced[0] for precision in reduced):
-            raise CaptureError(f"the layers ran under different recipes or groups ({reduced}): one capture has one; "
-                               "run them under one autocast, or attach those that differ apart")
-        plan = Plan(tuple(modules), [len(chunk) for chunk in chunks], self._order,
-                    static_inputs([[layer.sample for layer in chunk] for chunk in chunks], self._slots),
-                    tuple(layer.sample.seen.precision.enabled for layer in layers),
-                    reduced[0] if reduced else Precision(), self._caches_weights and bool(reduced))
+            raise CaptureError(
+                f"the layers ran under different recipes or groups ({reduced}): one capture has one; "
+                "run them under one autocast, or attach those that differ apart"
+            )
+        plan = Plan(
+            tuple(modules),
+            [len(chunk) for chunk in chunks],
+            self._order,
+            static_inputs([[layer.sample for layer in chunk] for chunk in chunks], self._slots),
+            tuple(layer.sample.seen.precision.enabled for layer in layers),
+            reduced[0] if reduced else Precision(),
+            self._caches_weights and bool(reduced),
+        )
         device = pool.backend.device.type
         with ExitStack() as stack:
             stack.enter_context(self._paused())  # first: who is paused may need the lock to get there
@@ -318,9 +345,12 @@ class TransformerEngineGraphs:
         for chunk, layers in enumerate(chunks):
             microbatches = range(self._places.microbatches)
             for layer in layers:
-                layer.captured([made.calls[self._places.at(chunk, microbatch, layer.index)]
-                                for microbatch in microbatches],
-                               [slot_of[chunk, microbatch] for microbatch in microbatches], added, SCOPE)
+                layer.captured(
+                    [made.calls[self._places.at(chunk, microbatch, layer.index)] for microbatch in microbatches],
+                    [slot_of[chunk, microbatch] for microbatch in microbatches],
+                    added,
+                    SCOPE,
+                )
                 self._addresses.watch(layer.attached.scope, prefix=f"{layer.name}.")
                 self._addresses.watch(MainGrads(layer.attached.scope), prefix=f"{layer.name}.main_grad of ")
                 self.job.stats.captures[layer.name, SCOPE, "recorded"] += len(layer.graphs)
@@ -350,6 +380,13 @@ class TransformerEngineGraphs:
         if self._made is None:
             return []
         pairs = [(layer, microbatch) for layer in self._layers for microbatch in range(len(layer.graphs))]
-        return [{"module": layer.name, "instance": microbatch, "engine": self._made.engine,
-                 "bytes": self._made.nbytes // len(pairs),
-                 "capture_seconds": round(self._capture_seconds / len(pairs), 6)} for layer, microbatch in pairs]
+        return [
+            {
+                "module": layer.name,
+                "instance": microbatch,
+                "engine": self._made.engine,
+                "bytes": self._made.nbytes // len(pairs),
+                "capture_seconds": round(self._capture_seconds / len(pairs), 6),
+            }
+            for layer, microbatch in pairs
+        ]

@@ -31,10 +31,30 @@ logger = logging.getLogger(__name__)
 PACKAGE = "transformer_engine"
 FULL = Precision()
 # Without the last, gradients of parameters are handed out where the next replay overwrites them.
-NEEDED = ("sample_kwargs", "enabled", "recipe", "amax_reduction_group", "cache_quantized_params", "_order",
-          "_num_layers_per_chunk", "pool", "_reuse_graph_input_output_buffers", "clone_param_grads_on_return")
-OURS = ("modules", "sample_args", "calibrating", "fp8_enabled", "fp8_calibrating", "fp8_recipe", "fp8_group",
-        "fp8_weight_caching", "capture_time_hooks", *NEEDED)
+NEEDED = (
+    "sample_kwargs",
+    "enabled",
+    "recipe",
+    "amax_reduction_group",
+    "cache_quantized_params",
+    "_order",
+    "_num_layers_per_chunk",
+    "pool",
+    "_reuse_graph_input_output_buffers",
+    "clone_param_grads_on_return",
+)
+OURS = (
+    "modules",
+    "sample_args",
+    "calibrating",
+    "fp8_enabled",
+    "fp8_calibrating",
+    "fp8_recipe",
+    "fp8_group",
+    "fp8_weight_caching",
+    "capture_time_hooks",
+    *NEEDED,
+)
 
 
 def missing(backend: str) -> list[str]:
@@ -78,8 +98,10 @@ class Installed:
         refused = [name for name in options if name not in known or name in OURS]
         if refused:
             free = ", ".join(sorted(set(known) - set(OURS)))
-            raise GraphConfigError(f"options: {', '.join(refused)} can't be given to Transformer Engine "
-                                   f"{self.version}: what may be is {free}")
+            raise GraphConfigError(
+                f"options: {', '.join(refused)} can't be given to Transformer Engine "
+                f"{self.version}: what may be is {free}"
+            )
         self._check_generators(job.generators)
         self._nothing = torch.zeros(1, device=self._backend.device)
         self._stream = torch.cuda.Stream(self._backend.device)  # of the captures
@@ -88,9 +110,11 @@ class Installed:
         registered = [self._backend.default_generator, *self._tracked_generators()]
         others = [one for one in generators if all(one is not known for known in registered)]
         if others:
-            raise GraphConfigError(f"{len(others)} generators that captured draws use are not Transformer Engine's, "
-                                   "which registers its own tracker's with its graphs and no others: build the model "
-                                   "with use_te_rng_tracker=True, or take cuda_graph_impl='local'")
+            raise GraphConfigError(
+                f"{len(others)} generators that captured draws use are not Transformer Engine's, "
+                "which registers its own tracker's with its graphs and no others: build the model "
+                "with use_te_rng_tracker=True, or take cuda_graph_impl='local'"
+            )
 
     def _tracked_generators(self) -> list[torch.Generator]:
         return [state for state in self._graph.get_all_rng_states().values() if isinstance(state, torch.Generator)]
@@ -118,20 +142,35 @@ class Installed:
         options = {"allow_unused_input": True} | self._options
         handled = sys.exception()  # by the caller, which has no part in what goes wrong here
         try:
-            with (torch.cuda.device(self._backend.device), self._flag_of(plan), self._captures_as_ours(),
-                  self._put_back_on_failure(plan.modules, recipe, memory)):
+            with (
+                torch.cuda.device(self._backend.device),
+                self._flag_of(plan),
+                self._captures_as_ours(),
+                self._put_back_on_failure(plan.modules, recipe, memory),
+            ):
                 calls = self._make(
-                    plan.modules, tuple(() for _ in plan.samples), sample_kwargs=tuple(plan.samples),
-                    enabled=plan.enabled, recipe=recipe, amax_reduction_group=plan.precision.group,
-                    cache_quantized_params=plan.caches_weights, _order=plan.order,
-                    _num_layers_per_chunk=plan.layers_per_chunk, pool=memory.id,
-                    _reuse_graph_input_output_buffers=True, clone_param_grads_on_return=True, **options)
+                    plan.modules,
+                    tuple(() for _ in plan.samples),
+                    sample_kwargs=tuple(plan.samples),
+                    enabled=plan.enabled,
+                    recipe=recipe,
+                    amax_reduction_group=plan.precision.group,
+                    cache_quantized_params=plan.caches_weights,
+                    _order=plan.order,
+                    _num_layers_per_chunk=plan.layers_per_chunk,
+                    pool=memory.id,
+                    _reuse_graph_input_output_buffers=True,
+                    clone_param_grads_on_return=True,
+                    **options,
+                )
         except Exception as error:
             cause = _within(error, handled)
-            raise CaptureError(f"make_graphed_callables of Transformer Engine {self.version} raised "
-                               f"{type(cause).__name__}: {cause}. It captures into the parameters' own gradients: "
-                               "attach a model when no loss of earlier steps is held any more, and build wrappers for "
-                               "data parallelism on a stream of their own") from error
+            raise CaptureError(
+                f"make_graphed_callables of Transformer Engine {self.version} raised "
+                f"{type(cause).__name__}: {cause}. It captures into the parameters' own gradients: "
+                "attach a model when no loss of earlier steps is held any more, and build wrappers for "
+                "data parallelism on a stream of their own"
+            ) from error
         return Captured(calls, memory, Quantizers(plan.modules))
 
     def accumulators(self, parameters: Iterable[Tensor]) -> dict[Tensor, Any]:
@@ -245,8 +284,12 @@ class Captured:
 def _within(error: BaseException, handled: BaseException | None) -> BaseException:
     """What went wrong in a capture, where `error` is that its end failed too."""
     within = error.__context__
-    if within is None or within is handled or error.__suppress_context__ or not any(
-            word in str(error) for word in REFUSALS):
+    if (
+        within is None
+        or within is handled
+        or error.__suppress_context__
+        or not any(word in str(error) for word in REFUSALS)
+    ):
         return error
     return _within(within, handled)
 
@@ -274,7 +317,9 @@ def installed_version() -> str | None:
 
 
 def _refusal(found: str) -> GraphConfigError:
-    return GraphConfigError("cuda_graph_impl='transformer_engine' was asked for, which captures by Transformer "
-                            f"Engine's make_graphed_callables on an NVIDIA GPU; found {found}. Install "
-                            "encore-serve[gpu] (transformer-engine 2.20 or later) on a machine with a GPU, or take "
-                            "cuda_graph_impl='local', which captures the same layers without either")
+    return GraphConfigError(
+        "cuda_graph_impl='transformer_engine' was asked for, which captures by Transformer "
+        f"Engine's make_graphed_callables on an NVIDIA GPU; found {found}. Install "
+        "encore-serve[gpu] (transformer-engine 2.20 or later) on a machine with a GPU, or take "
+        "cuda_graph_impl='local', which captures the same layers without either"
+    )

@@ -29,19 +29,23 @@ class Kept:
         scopes = list(scopes)
         self.added: set[int] = set()
         self._parameters = _distinct(parameter for scope in scopes for parameter in scope.parameters())
-        self._first = [module for module in _distinct(one for scope in scopes for one in scope.modules())
-                       if FIRST in vars(module)]
+        self._first = [
+            module for module in _distinct(one for scope in scopes for one in scope.modules()) if FIRST in vars(module)
+        ]
         self._tensors = _distinct([*(buffer for scope in scopes for buffer in scope.buffers()), *state])
 
     @torch.no_grad()
     def __enter__(self) -> Kept:
         self._grads = [parameter.grad for parameter in self._parameters]
         self._values = [(tensor, tensor.clone()) for tensor in self._tensors]
-        self._main_grads = [(main_grad, main_grad.clone() if main_grad.any() else None)
-                            for main_grad in (getattr(parameter, MAIN_GRAD, None) for parameter in self._parameters)
-                            if isinstance(main_grad, Tensor)]
-        self._flags = [(parameter, getattr(parameter, ADDED)) for parameter in self._parameters
-                       if hasattr(parameter, ADDED)]
+        self._main_grads = [
+            (main_grad, main_grad.clone() if main_grad.any() else None)
+            for main_grad in (getattr(parameter, MAIN_GRAD, None) for parameter in self._parameters)
+            if isinstance(main_grad, Tensor)
+        ]
+        self._flags = [
+            (parameter, getattr(parameter, ADDED)) for parameter in self._parameters if hasattr(parameter, ADDED)
+        ]
         self._were_first = [vars(module)[FIRST] for module in self._first]
         for module in self._first:
             setattr(module, FIRST, False)

@@ -68,8 +68,9 @@ class Layer:
 
     def captured(self, calls: Sequence[Callable[..., Any]], slots: Sequence[int], added: set[int], scope: str) -> None:
         """Take its graphs, one for each microbatch; `added`: see Kept."""
-        self.graphs = [(call, names_of(self.chunk, self.index, slot, self.sample))
-                       for call, slot in zip(calls, slots, strict=True)]
+        self.graphs = [
+            (call, names_of(self.chunk, self.index, slot, self.sample)) for call, slot in zip(calls, slots, strict=True)
+        ]
         self.added = [parameter for parameter in self.attached.parameters if id(parameter) in added]
         tensors = self.sample.key.tensors
         self.label = (self.name, scope, "forward", tensors[0][0][0] if tensors and tensors[0][0] else 1)
@@ -127,8 +128,10 @@ class Arrival:
 
     def __call__(self, grads: Sequence[Tensor]) -> None:
         if self._is_over:
-            raise GraphError(f"the backward of {self._name} was run twice: a graph's backward runs once, since later "
-                             "replays reuse its memory; close the graphs to retain it")
+            raise GraphError(
+                f"the backward of {self._name} was run twice: a graph's backward runs once, since later "
+                "replays reuse its memory; close the graphs to retain it"
+            )
         self._is_over = True
         self._came(self._place)
 

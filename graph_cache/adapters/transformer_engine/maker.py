@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Precision:
-    """Transformer Engine's autocast around a call: `recipe` and `group` (whose amaxes are reduced) where it is enabled.
-    """
+    """Transformer Engine's autocast around a call; `recipe` and the amax reduction `group` apply when enabled."""
 
     enabled: bool = False
     recipe: Any = None

@@ -48,11 +48,14 @@ def events(order: Sequence[float]) -> list[Event]:
         before = {What.FORWARD: None, What.BACKWARD: What.FORWARD, What.WEIGHTS: What.BACKWARD}[what]
         wanted = None if before is None else done[before][chunk]
         if entry == 0 or abs(entry - ceil(entry)) not in (0, 0.5) or (what is What.FORWARD and entry != ceil(entry)):
-            raise GraphConfigError(f"order: {entry} at position {position} means nothing: forwards are 1, 2, …, "
-                                   "backwards -1, -2, …, weight gradients -1.5, -2.5, …")
+            raise GraphConfigError(
+                f"order: {entry} at position {position} means nothing: forwards are 1, 2, …, "
+                "backwards -1, -2, …, weight gradients -1.5, -2.5, …"
+            )
         if wanted is not None and (microbatch >= wanted or (what is What.WEIGHTS and microbatch != wanted - 1)):
-            raise GraphConfigError(f"order: {entry} at position {position} has no {before.value} before it that it "
-                                   "could belong to")
+            raise GraphConfigError(
+                f"order: {entry} at position {position} has no {before.value} before it that it could belong to"
+            )
         found.append(Event(what, chunk, microbatch, what is (What.WEIGHTS if chunk in delayed else What.BACKWARD)))
     _check_counts(done, delayed)
     return found
@@ -76,8 +79,10 @@ def _check_counts(done: dict[What, defaultdict[int, int]], delayed: set[int]) ->
     for chunk, count in forwards.items():
         for what in (What.BACKWARD, *([What.WEIGHTS] if chunk in delayed else [])):
             if done[what][chunk] != count:
-                raise GraphConfigError(f"order: chunk {chunk + 1} has {count} forwards and {done[what][chunk]} entries "
-                                       f"for {what.value}: each microbatch needs one")
+                raise GraphConfigError(
+                    f"order: chunk {chunk + 1} has {count} forwards and {done[what][chunk]} entries "
+                    f"for {what.value}: each microbatch needs one"
+                )
 
 
 def outstanding(order: Sequence[float]) -> list[int]:
@@ -119,8 +124,9 @@ class Places:
         found = events(order)
         chunks = 1 + max(event.chunk for event in found)
         if chunks != len(layers_per_chunk):
-            raise GraphConfigError(f"order: it has {chunks} chunks, found {len(layers_per_chunk)} lists of layers: "
-                                   "give one for each chunk")
+            raise GraphConfigError(
+                f"order: it has {chunks} chunks, found {len(layers_per_chunk)} lists of layers: give one for each chunk"
+            )
         self.microbatches = sum(event.what is What.FORWARD for event in found) // chunks
         self.alive = 0  # a bit for each place between its forward and the end of its backward
         self._layers = list(layers_per_chunk)
@@ -183,9 +189,11 @@ class Places:
     def _check(self, place: int, what: What) -> None:
         others = self.alive & ~self._beside[what][place]
         if others:
-            raise GraphError(f"{what.value} of graph {place} came while {others.bit_count()} others were outstanding "
-                             "that were not when it was captured, and whose memory it would overwrite: run backwards "
-                             "in the order that was given for the capture")
+            raise GraphError(
+                f"{what.value} of graph {place} came while {others.bit_count()} others were outstanding "
+                "that were not when it was captured, and whose memory it would overwrite: run backwards "
+                "in the order that was given for the capture"
+            )
 
     def end(self, place: int) -> None:
         """Its life is over, by its backward or because that will never come."""

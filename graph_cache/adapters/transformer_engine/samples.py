@@ -41,8 +41,9 @@ class Calls:
     def __init__(self) -> None:
         self._seen: dict[CallKey, Seen] = {}
 
-    def note(self, key: CallKey, tensors: Sequence[Tensor], args: tuple, kwargs: dict[str, Any],
-             precision: Precision | None) -> Seen | None:
+    def note(
+        self, key: CallKey, tensors: Sequence[Tensor], args: tuple, kwargs: dict[str, Any], precision: Precision | None
+    ) -> Seen | None:
         """Remember a call; None for one that no graph may serve: in eval mode, while calibrating, with an argument that
         is neither tensor nor constant.
         """
@@ -55,8 +56,10 @@ class Calls:
             return seen
         seen.count += 1
         seen.precision = precision
-        seen.same = [one if one is not None and one.data_ptr() == tensor.data_ptr() else None
-                     for one, tensor in zip(seen.same, tensors, strict=True)]
+        seen.same = [
+            one if one is not None and one.data_ptr() == tensor.data_ptr() else None
+            for one, tensor in zip(seen.same, tensors, strict=True)
+        ]
         return seen
 
     def usual(self) -> tuple[CallKey, Seen] | None:
@@ -112,8 +115,11 @@ class Sample:
 
     def loads(self, tensors: Sequence[Tensor], idle: bool) -> bool:
         """Whether the shared inputs are those of this call; others are loaded if no graph is outstanding (`idle`)."""
-        others = [(one, tensor) for one, tensor in zip(self.shared, tensors, strict=True)
-                  if one is not None and not one.holds(tensor)]
+        others = [
+            (one, tensor)
+            for one, tensor in zip(self.shared, tensors, strict=True)
+            if one is not None and not one.holds(tensor)
+        ]
         if others and not idle:
             return False
         for one, tensor in others:
@@ -147,8 +153,9 @@ def settle(layers: Sequence[Calls]) -> list[Sample | None]:
             made[place] = Shared(tensor.detach().clone(memory_format=torch.preserve_format), tensor)
         return made[place]
 
-    samples = [None if one is None else Sample(*one, tuple(shared(tensor, one[1]) for tensor in one[1].same))
-               for one in found]
+    samples = [
+        None if one is None else Sample(*one, tuple(shared(tensor, one[1]) for tensor in one[1].same)) for one in found
+    ]
     for sample in samples:
         if sample is not None:
             sample.seen.same = []  # it held them for their addresses
@@ -165,8 +172,9 @@ def names_of(chunk: int, layer: int, slot: int, sample: Sample) -> list[str]:
     return [f"chunk{chunk}_layer{layer}_slot{slot}_{index}" for index in sample.moving]
 
 
-def static_inputs(samples: Sequence[Sequence[Sample]],
-                  slots: Sequence[tuple[int, int, int]]) -> list[dict[str, Tensor]]:
+def static_inputs(
+    samples: Sequence[Sequence[Sample]], slots: Sequence[tuple[int, int, int]]
+) -> list[dict[str, Tensor]]:
     """The moving static inputs of each graph by keyword, in Transformer Engine's order: chunk, microbatch, layer.
 
     `samples` lists the layers of each chunk; `slots` is (chunk, microbatch, slot) of each forward: graphs of the same
@@ -178,8 +186,10 @@ def static_inputs(samples: Sequence[Sequence[Sample]],
         for layer, sample in enumerate(samples[chunk]):
             place = (chunk, layer, slot)
             if place not in made:
-                made[place] = {name: _static(sample.key.tensors[index])
-                               for name, index in zip(names_of(*place, sample), sample.moving, strict=True)}
+                made[place] = {
+                    name: _static(sample.key.tensors[index])
+                    for name, index in zip(names_of(*place, sample), sample.moving, strict=True)
+                }
             found.append(dict(made[place]))
     return found
 

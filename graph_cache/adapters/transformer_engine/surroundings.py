@@ -43,8 +43,9 @@ class Fp8Surroundings:
         if not State.is_fp8_enabled():
             return None
         state = State.get_autocast_state()
-        return Around(str(State.get_fp8_recipe()), State.get_fp8_group(), State.quantization_state.is_first_fp8_module,
-                      state)
+        return Around(
+            str(State.get_fp8_recipe()), State.get_fp8_group(), State.quantization_state.is_first_fp8_module, state
+        )
 
     @contextmanager
     def recreate(self, modules: Sequence[nn.Module], seen: Around | None) -> Iterator[None]:
