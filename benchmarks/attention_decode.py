@@ -114,7 +114,7 @@ def error_of_first_row(case: Case, out: torch.Tensor) -> float:
 
 def time_triton(case: Case, ways: tuple[str, ...], num_splits=None, tiling=None) -> dict[str, float]:
     """Microseconds per call: 'decode', 'fused' (with the append of the step's keys and values)."""
-    from engine.attention import triton_decode as td
+    from engine.kernels import paged_decode as td
 
     options = {"num_splits": num_splits, "tiling": tiling}
     workspace = td.decode_workspace(case.q, case.k_cache, case.tables[0], **options)
@@ -166,7 +166,7 @@ def time_flashinfer(case: Case, scratch: torch.Tensor) -> tuple[float, bool]:
 
 def sweep(context: int) -> list[dict]:
     """Time every tiling and split count on a few shapes; a combination that can't run is recorded with its error."""
-    from engine.attention import triton_decode as td
+    from engine.kernels import paged_decode as td
 
     rows = []
     for shape in SWEEP_SHAPES:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.attention_decode import DIM, DTYPE, PAGE, graph_microseconds
-from engine.attention.triton_prefill import Packing, Tile, choose_tile, paged_prefill
+from engine.kernels.paged_prefill import Packing, Tile, choose_tile, paged_prefill
 
 CALLS = 8  # in one graph
 SHAPES = [

@@ -25,10 +25,10 @@ sys.path[:0] = [str(ROOT)]
 
 from benchmarks.peer_workers import Worker  # noqa: E402
 from benchmarks.shapes import write_shape  # noqa: E402
+from engine.bench.measure import circumstances  # noqa: E402
+from engine.checkpoint.source import resolve_model  # noqa: E402
 from engine.config import DEFAULT_MODEL  # noqa: E402
-from engine.measure import circumstances  # noqa: E402
-from engine.model_source import resolve_model  # noqa: E402
-from engine.tokenizer import Tokenizer  # noqa: E402
+from engine.text.tokenizer import Tokenizer  # noqa: E402
 
 TEXT = (
     "The sun is a star at the centre of the solar system. It is a massive, nearly perfect sphere of hot plasma, heated "

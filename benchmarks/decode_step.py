@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 from benchmarks.shapes import SHAPES, write_shape
-from engine.attention.base import KVCache
+from engine.attention.kv_cache import KVCache
 from engine.models import config_from_folder, fused_dense
 from engine.models.dense import DenseModel
 from engine.models.fused_dense import FusedDense
-from engine.step_inputs import Layout
+from engine.worker.input_buffers import Layout
 
 PAGE = 16
 PRODUCTS = ("qkv", "o", "gate_up", "down")

@@ -20,9 +20,9 @@ import torch
 
 from benchmarks.shapes import SHAPES, write_shape
 from engine.config import EngineConfig
-from engine.loading import build_loop
-from engine.loop import EngineLoop
-from engine.request import EngineRequest, SamplingParams
+from engine.core.loop import EngineLoop
+from engine.executor.build import build_loop
+from engine.protocol.request import EngineRequest, SamplingParams
 
 
 def build(folder: str, scope: str, seqs: int, buckets: tuple[int, ...] | None = None) -> EngineLoop:

@@ -17,10 +17,22 @@ from collections.abc import Callable
 from functools import partial
 
 from engine.config import EngineConfig
-from engine.messages import Abort, Command, Dead, EngineStats, Events, ModelInfo, Ready, Report, Snapshot, Stop, Submit
-from engine.request import EngineRequest, TokenEvent
+from engine.protocol.messages import (
+    Abort,
+    Command,
+    Dead,
+    EngineStats,
+    Events,
+    ModelInfo,
+    Ready,
+    Report,
+    Snapshot,
+    Stop,
+    Submit,
+)
+from engine.protocol.request import EngineRequest, TokenEvent
 from server.config import ServerConfig
-from server.main import run
+from server.launch import run
 
 LOW, HIGH = 3, 300  # ids of the tokens given, which every tokenizer has
 INFO = ModelInfo(

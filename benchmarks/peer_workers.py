@@ -28,7 +28,7 @@ class Encore:
     def __init__(self, settings: Mapping[str, Any]):
         spin = settings.get("spin")
         if spin is None:
-            from engine.openmp import calm_openmp
+            from engine.utils.openmp import calm_openmp
 
             calm_openmp()
         elif spin != "default":
@@ -58,13 +58,13 @@ class Encore:
 
     def replay(self, batch: int, context: int, repeats: int) -> dict[str, Any]:
         """A decode step replayed against the same step run eagerly."""
-        from engine.measure import replay_against_eager
+        from engine.bench.measure import replay_against_eager
 
         return replay_against_eager(self.engine, batch, context, repeats)
 
     def steps(self) -> dict[str, Any]:
         """How the decode steps so far ran."""
-        from engine.measure import decode_shares
+        from engine.bench.measure import decode_shares
 
         nothing = {"batch_rows": [], "fallbacks": [], "real_tokens": [], "padded_tokens": []}
         return decode_shares(self.engine.stats().graphs, nothing)
@@ -78,8 +78,8 @@ class Transformers:
         from transformers import LlamaConfig, LlamaForCausalLM
         from transformers import __version__ as version
 
-        from engine.gguf_file import GGUFFile
-        from engine.gguf_model import GGUFModel
+        from engine.checkpoint.gguf_file import GGUFFile
+        from engine.checkpoint.gguf_model import GGUFModel
 
         torch.set_num_threads(settings["threads"])
         weights = GGUFModel(GGUFFile(settings["model"]))

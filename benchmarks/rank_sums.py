@@ -19,8 +19,8 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor
 
-from engine.kernels.skinny_linear import Scratch, linear
-from engine.models.peer_memory import PeerMemory
+from engine.distributed.one_shot_all_reduce import PeerMemory
+from engine.kernels.small_batch_gemm import Scratch, linear
 
 RANKS, WIDTH, INPUTS, LAYERS, REPLAYS = 2, 4096, 2048, 36, 20
 DTYPE = torch.bfloat16

@@ -24,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from engine.measure import circumstances  # noqa: E402
+from engine.bench.measure import circumstances  # noqa: E402
 
 ASKED_SECONDS = 8.0
 RETRY_SECONDS = 0.05

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from engine.kernels.skinny_linear import WIDE, Pick, Scratch, choose, linear, suits_library
+from engine.kernels.small_batch_gemm import WIDE, Pick, Scratch, choose, linear, suits_library
 
 LAYERS = 24
 

@@ -15,15 +15,15 @@ import time
 
 import torch
 
-from engine.kernels import fused_draw
-from engine.request import SamplingParams
-from engine.sampler import SamplingState
+from engine.kernels import fused_sampling
+from engine.protocol.request import SamplingParams
+from engine.sampling.sampler import SamplingState
 
 
 def sampler(args: argparse.Namespace, rows: int, fused: bool) -> SamplingState:
     """A state whose slots all draw in the way that is asked for."""
     made = SamplingState(rows, args.vocab, args.device)
-    made._choice._kernels = fused_draw if fused else None
+    made._choice._kernels = fused_sampling if fused else None
     params = SamplingParams(temperature=args.temperature, min_p=args.min_p, top_k=args.top_k, top_p=args.top_p)
     for slot in range(rows):
         made.set_slot(slot, params, slot, [1], [])

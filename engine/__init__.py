@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from engine.config import EngineConfig
     from engine.engine import Engine
     from engine.errors import EngineError
-    from engine.outputs import CompletionOutput, RequestOutput
-    from engine.request import SamplingParams
+    from engine.protocol.outputs import CompletionOutput, RequestOutput
+    from engine.protocol.request import SamplingParams
 
 _MODULE_OF = {
     "Engine": "engine.engine",
     "EngineConfig": "engine.config",
     "EngineError": "engine.errors",
-    "CompletionOutput": "engine.outputs",
-    "RequestOutput": "engine.outputs",
-    "SamplingParams": "engine.request",
+    "CompletionOutput": "engine.protocol.outputs",
+    "RequestOutput": "engine.protocol.outputs",
+    "SamplingParams": "engine.protocol.request",
 }
 
 __all__ = ["CompletionOutput", "Engine", "EngineConfig", "EngineError", "RequestOutput", "SamplingParams"]

@@ -12,17 +12,19 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from engine.checkpoint.source import resolve_model
 from engine.config import DEFAULT_MODEL, EngineConfig
+from engine.core.builder import host_loop
 from engine.errors import ConfigError, EngineDead, RequestError, WeightUpdateError
-from engine.loading import build_loop, host_loop
-from engine.messages import EngineStats, ModelInfo
-from engine.model_source import resolve_model
-from engine.outputs import OutputProcessor, RequestOutput
-from engine.progress import WarmProgress
-from engine.request import EngineRequest, SamplingParams, check_prompt_ids, mix64, split_n
-from engine.sharing import share_weights
-from engine.tokenizer import Tokenizer
-from engine.training import TrainingEngine
+from engine.executor.build import build_loop
+from engine.loader.shared_weights import share_weights
+from engine.protocol.messages import EngineStats, ModelInfo
+from engine.protocol.outputs import RequestOutput
+from engine.protocol.request import EngineRequest, SamplingParams, check_prompt_ids, mix64, split_n
+from engine.text.output_processor import OutputProcessor
+from engine.text.tokenizer import Tokenizer
+from engine.training_engine import TrainingEngine
+from engine.utils.progress import WarmProgress
 from graph_cache.pool import GraphPool
 
 
@@ -30,7 +32,7 @@ class Engine:
     """A model, its KV cache and its graphs, used from one thread.
 
     `Engine(config)` loads the model; use it in a `with` block, or call `close()`. Raises ConfigError or ModelError.
-    With `mode="training"` it makes a TrainingEngine instead (`engine/training.py`), which may share an inference
+    With `mode="training"` it makes a TrainingEngine instead (`engine/training_engine.py`), which may share an inference
     engine's `pool`.
 
     `model`: a GPTModel of Megatron-Core to serve as it stands, on its own parameters, instead of loading one;

@@ -15,14 +15,25 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils._pytree import tree_map
 
-from graph_cache import keys
 from graph_cache.addresses import PARTS, AddressBook, Moved
 from graph_cache.backends import backend_for
 from graph_cache.buckets import Buckets
 from graph_cache.buffers import BufferSpec, StaticBuffers
 from graph_cache.config import GraphConfig
 from graph_cache.errors import CaptureError, GraphConfigError
-from graph_cache.keys import GraphKey, Plan, freeze_statics
+from graph_cache.keys import (
+    ABOVE_MAX,
+    CAPTURE_FAILED,
+    EVICTED,
+    GRAPHS_OFF,
+    NOT_CAPTURED,
+    STALE,
+    UNKNOWN_STATICS,
+    GraphKey,
+    Plan,
+    Statics,
+    freeze_statics,
+)
 from graph_cache.manifest import Manifest
 from graph_cache.pool import GraphPool
 from graph_cache.runner import GraphRunner
@@ -31,7 +42,7 @@ from graph_cache.stats import CacheStats
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-MISSES = (keys.NOT_CAPTURED, keys.STALE, keys.EVICTED)
+MISSES = (NOT_CAPTURED, STALE, EVICTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,19 +170,19 @@ class GraphCache:
             plan = self._plans[memo] = self._decide(self._sites[site], rows, freeze_statics(statics))
         return plan
 
-    def _decide(self, site: Site, rows: int, statics: keys.Statics) -> Plan:
+    def _decide(self, site: Site, rows: int, statics: Statics) -> Plan:
         bucket = site.buckets.round_up(rows)
         if bucket is None:
-            return Plan(site.name, rows, None, None, keys.ABOVE_MAX, statics)
+            return Plan(site.name, rows, None, None, ABOVE_MAX, statics)
         key = site.key(bucket, statics)
         if not self.enabled:
-            reason = keys.GRAPHS_OFF
+            reason = GRAPHS_OFF
         elif not site.serves(statics):
-            reason = keys.UNKNOWN_STATICS
+            reason = UNKNOWN_STATICS
         elif key in self._entries:
-            reason = None if self._entries[key].captured else keys.CAPTURE_FAILED
+            reason = None if self._entries[key].captured else CAPTURE_FAILED
         else:
-            reason = self._lost.get(key, keys.NOT_CAPTURED)
+            reason = self._lost.get(key, NOT_CAPTURED)
         return Plan(site.name, rows, bucket, key, reason, statics)
 
     def run(self, plan: Plan) -> Borrowed[Any]:
@@ -197,7 +208,7 @@ class GraphCache:
         else:
             site.run_eager(plan.key)
             reason = self.plan(site.name, plan.rows, **dict(plan.key.statics)).reason
-            self.stats.fallbacks[site.name, site.phase, reason or keys.NOT_CAPTURED] += 1
+            self.stats.fallbacks[site.name, site.phase, reason or NOT_CAPTURED] += 1
         self._observe(site, plan.rows, plan.bucket - plan.rows, plan.key.statics)
         return Borrowed(site.outputs(plan.key, plan.rows))
 
@@ -207,7 +218,7 @@ class GraphCache:
         Buffers that the callable writes are made for it where `tensors` lacks them.
         """
         site = self._sites[plan.site]
-        self.stats.fallbacks[site.name, site.phase, plan.reason or keys.ABOVE_MAX] += 1
+        self.stats.fallbacks[site.name, site.phase, plan.reason or ABOVE_MAX] += 1
         self._observe(site, plan.rows, 0, plan.statics)
         with torch.inference_mode():
             given = site.buffers.unpadded(plan.rows) | dict(tensors)
@@ -221,7 +232,7 @@ class GraphCache:
         self.stats.fallbacks[site, phase, reason] += 1
         self.stats.real_tokens[phase] += tokens
 
-    def _observe(self, site: Site, rows: int, padding: int, statics: keys.Statics) -> None:
+    def _observe(self, site: Site, rows: int, padding: int, statics: Statics) -> None:
         self.stats.observe_batch(site.name, site.phase, rows, padding)
         if self.manifest is not None:
             self.manifest.observe(site.name, site.phase, rows, statics)
@@ -363,7 +374,7 @@ class GraphCache:
             if not site.addresses.unchanged(None if whole else self._turn):
                 moved += site.addresses.moved()
                 site.addresses.accept()
-                self.invalidate(keys.STALE, site.name)
+                self.invalidate(STALE, site.name)
         if moved:
             logger.error(
                 "%d tensors moved under their graphs, which were dropped: %s", len(moved), "; ".join(map(str, moved))
@@ -375,17 +386,17 @@ class GraphCache:
 
         Keys whose capture failed are dropped too, to be tried again: they are returned but no graphs, so not counted.
         """
-        return self._drop_where(lambda key: site is None or key.site == site, keys.STALE, reason)
+        return self._drop_where(lambda key: site is None or key.site == site, STALE, reason)
 
     def evict(self, key: GraphKey) -> bool:
         """Drop one graph and give its memory back. False if there was none."""
-        dropped = self._drop_where(lambda other: other == key, keys.EVICTED, None)
+        dropped = self._drop_where(lambda other: other == key, EVICTED, None)
         self._trim()
         return bool(dropped)
 
     def clear(self) -> None:
         """Drop every graph and give the memory back; the pool stays and the same keys can be captured again."""
-        self._drop_where(lambda key: True, keys.EVICTED, None)
+        self._drop_where(lambda key: True, EVICTED, None)
         self._trim()
 
     def _trim(self) -> None:
@@ -427,7 +438,7 @@ class GraphCache:
                     "phase": key.phase,
                     "bucket": key.bucket,
                     "statics": dict(key.statics),
-                    "state": "captured" if captured else "failed" if entry else self._lost.get(key, keys.NOT_CAPTURED),
+                    "state": "captured" if captured else "failed" if entry else self._lost.get(key, NOT_CAPTURED),
                     "replays": entry.replays if entry else 0,
                     "padded_rows": entry.replays * key.bucket - entry.real_rows if entry else 0,
                     "bytes": entry.nbytes if entry else 0,

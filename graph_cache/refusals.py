@@ -6,22 +6,38 @@ Megatron-Core's, less one: `local` without inference graphs is training only, an
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from graph_cache.errors import GraphConfigError
 
-if TYPE_CHECKING:
-    from graph_cache.config import GraphConfig
+
+class GraphSettings(Protocol):
+    """The fields of GraphConfig that the rules read."""
+
+    cuda_graph_impl: str
+    inference_cuda_graph_scope: str
+    cuda_graph_modules: tuple[str, ...]
+    training: bool
+    num_moe_experts: int | None
+    moe_layer_freq: int | tuple[int, ...]
+    moe_pad_expert_input_to_capacity: bool
+    recompute_granularity: str | None
+    cpu_offloading: bool
+    check_for_nan_in_loss_and_grad: bool
+    use_te_rng_tracker: bool
+    use_cudagraphable_rng: bool
+    expandable_segments: bool
+    nccl_graph_register: bool
 
 
-def refuse_contradictions(config: GraphConfig) -> None:
+def refuse_contradictions(config: GraphSettings) -> None:
     """Raise one GraphConfigError with every rule that `config` breaks, or return."""
     broken = [message for rule in _RULES if (message := rule(config)) is not None]
     if broken:
         raise GraphConfigError("\n".join(broken))
 
 
-def _inference_scope_needs_local(config: GraphConfig) -> str | None:
+def _inference_scope_needs_local(config: GraphSettings) -> str | None:
     impl, scope = config.cuda_graph_impl, config.inference_cuda_graph_scope
     if impl == "local" or scope == "none":
         return None
@@ -31,7 +47,7 @@ def _inference_scope_needs_local(config: GraphConfig) -> str | None:
     )
 
 
-def _full_iteration_has_no_parts(config: GraphConfig) -> str | None:
+def _full_iteration_has_no_parts(config: GraphSettings) -> str | None:
     if config.cuda_graph_impl != "full_iteration" or not config.cuda_graph_modules:
         return None
     return (
@@ -40,20 +56,20 @@ def _full_iteration_has_no_parts(config: GraphConfig) -> str | None:
     )
 
 
-def _moe_modules_need_experts(config: GraphConfig) -> str | None:
+def _moe_modules_need_experts(config: GraphSettings) -> str | None:
     moe = [module for module in config.cuda_graph_modules if module.startswith("moe")]
     if not moe or _has_experts(config):
         return None
     return f"cuda_graph_modules has {moe}, but num_moe_experts is {config.num_moe_experts}: use 'mlp' for a dense model"
 
 
-def _moe_whole_or_router(config: GraphConfig) -> str | None:
+def _moe_whole_or_router(config: GraphSettings) -> str | None:
     if not {"moe", "moe_router"} <= set(config.cuda_graph_modules):
         return None
     return "cuda_graph_modules has both 'moe', the whole MoE layer, and 'moe_router', a part of it: choose one"
 
 
-def _moe_needs_fixed_shapes(config: GraphConfig) -> str | None:
+def _moe_needs_fixed_shapes(config: GraphSettings) -> str | None:
     if "moe" not in config.cuda_graph_modules or config.moe_pad_expert_input_to_capacity or not _has_experts(config):
         return None
     return (
@@ -62,13 +78,13 @@ def _moe_needs_fixed_shapes(config: GraphConfig) -> str | None:
     )
 
 
-def _preprocess_needs_router(config: GraphConfig) -> str | None:
+def _preprocess_needs_router(config: GraphSettings) -> str | None:
     if "moe_preprocess" not in config.cuda_graph_modules or "moe_router" in config.cuda_graph_modules:
         return None
     return "cuda_graph_modules has 'moe_preprocess' without 'moe_router', which comes before it: add 'moe_router'"
 
 
-def _mlp_needs_dense_layers(config: GraphConfig) -> str | None:
+def _mlp_needs_dense_layers(config: GraphSettings) -> str | None:
     freq = config.moe_layer_freq
     all_moe = _has_experts(config) and (freq == 1 if isinstance(freq, int) else all(freq))
     if "mlp" not in config.cuda_graph_modules or not all_moe:
@@ -76,7 +92,7 @@ def _mlp_needs_dense_layers(config: GraphConfig) -> str | None:
     return "cuda_graph_modules has 'mlp', but every layer is an MoE layer: use 'moe' or 'moe_router'"
 
 
-def _full_recompute_needs_full_iteration(config: GraphConfig) -> str | None:
+def _full_recompute_needs_full_iteration(config: GraphSettings) -> str | None:
     outside = config.cuda_graph_impl in ("none", "full_iteration")
     if outside or not config.training or config.recompute_granularity != "full":
         return None
@@ -86,13 +102,13 @@ def _full_recompute_needs_full_iteration(config: GraphConfig) -> str | None:
     )
 
 
-def _offloading_needs_eager(config: GraphConfig) -> str | None:
+def _offloading_needs_eager(config: GraphSettings) -> str | None:
     if config.cuda_graph_impl == "none" or not config.cpu_offloading:
         return None
     return "cpu_offloading moves storage that a graph reads: set cpu_offloading=False, or cuda_graph_impl='none'"
 
 
-def _dropout_needs_a_registered_generator(config: GraphConfig) -> str | None:
+def _dropout_needs_a_registered_generator(config: GraphSettings) -> str | None:
     rates = [name for name in ("hidden_dropout", "attention_dropout") if getattr(config, name) > 0]
     safe = config.use_te_rng_tracker or config.use_cudagraphable_rng
     if config.cuda_graph_impl == "none" or not config.training or not rates or safe:
@@ -104,7 +120,7 @@ def _dropout_needs_a_registered_generator(config: GraphConfig) -> str | None:
     )
 
 
-def _nan_checks_read_the_host(config: GraphConfig) -> str | None:
+def _nan_checks_read_the_host(config: GraphSettings) -> str | None:
     checked = config.check_for_nan_in_loss_and_grad and config.training
     if config.cuda_graph_impl != "full_iteration" or not checked:
         return None
@@ -115,7 +131,7 @@ def _nan_checks_read_the_host(config: GraphConfig) -> str | None:
     )
 
 
-def _expandable_segments_and_nccl(config: GraphConfig) -> str | None:
+def _expandable_segments_and_nccl(config: GraphSettings) -> str | None:
     if config.cuda_graph_impl != "transformer_engine" or not config.expandable_segments:
         return None
     if not config.nccl_graph_register:
@@ -126,7 +142,7 @@ def _expandable_segments_and_nccl(config: GraphConfig) -> str | None:
     )
 
 
-def _has_experts(config: GraphConfig) -> bool:
+def _has_experts(config: GraphSettings) -> bool:
     return (config.num_moe_experts or 0) > 1
 
 

@@ -10,23 +10,29 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from prometheus_client import CollectorRegistry
 
-from server import routes_admin, routes_control, routes_generate, routes_openai, routes_status, routes_tokens
 from server.config import ServerConfig
-from server.errors import install_error_handlers
-from server.inference import Service
-from server.keys import KeyGuard, Keys
-from server.logs import RequestLog
-from server.metrics import CountResponses, EngineCollector, ServiceCollector, response_counts
-from server.middleware import BodyLimit, Farewell, RequestIds
-from server.openapi import describe
-from server.process_metrics import ProcessesCollector
-from server.status import StatusBoard
-from server.streaming import ClientGone
-from server.tally import Tally
+from server.http.errors import install_error_handlers
+from server.http.keys import KeyGuard, Keys
+from server.http.middleware import BodyLimit, Farewell, RequestIds
+from server.http.openapi import describe
+from server.http.streaming import ClientGone
+from server.observability.metrics import CountResponses, EngineCollector, response_counts
+from server.observability.process_metrics import ProcessesCollector
+from server.observability.shared_counters import Tally
+from server.routes import admin as routes_control
+from server.routes import generate as routes_generate
+from server.routes import openai as routes_openai
+from server.routes import server_info as routes_admin
+from server.routes import status as routes_status
+from server.routes import tokens as routes_tokens
+from server.serving.request_log import RequestLog
+from server.serving.service import Service
+from server.serving.service_metrics import ServiceCollector
+from server.serving.status_board import StatusBoard
 from server.version import version
 
 if TYPE_CHECKING:
-    from engine.client import Client
+    from engine.client.async_client import Client
 
 
 def create_app(

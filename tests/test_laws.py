@@ -1,7 +1,12 @@
-"""The one law, held by walking the syntax trees: server -> engine -> graph_cache, never back.
+"""Architecture rules, checked on the syntax trees of every file.
 
-Also: who may import torch, web frameworks, Transformer Engine and Megatron, and that CUDA graphs are captured in one
-file. A rule is a function from a file's place and imports to what is wrong, so each is also shown to find a breach.
+- server -> engine -> graph_cache, never back.
+- Inside engine and server, packages are stacked in floors: a file imports from its own package or from a lower floor.
+- No import cycles. Imports inside functions and under TYPE_CHECKING count.
+- torch, web frameworks, Transformer Engine and Megatron are imported only where the tables below allow it.
+- CUDA graphs are captured in one file.
+
+Each rule is a function from files to violations, so that tests also show that it finds one.
 """
 
 from __future__ import annotations
@@ -20,6 +25,39 @@ CAPTURE_FILE = "graph_cache/backends/cuda.py"
 PURE_FILES = tuple(
     f"graph_cache/{name}.py" for name in ("config", "refusals", "errors", "buckets", "tuner", "manifest", "keys")
 )
+
+# Lowest first. Packages and modules on one floor do not import each other.
+FLOORS = {
+    "engine": (
+        ("errors", "utils"),
+        ("config",),
+        ("protocol", "kernels"),
+        ("distributed", "checkpoint"),
+        ("layers", "attention", "scheduling", "text", "sampling"),
+        ("models",),
+        ("loader",),
+        ("megatron",),
+        ("worker",),
+        ("core",),
+        ("executor",),
+        ("client",),
+        ("training_engine",),
+        ("engine",),
+        ("bench",),
+    ),
+    "server": (
+        ("config", "version"),
+        ("schemas", "observability"),
+        ("http",),
+        ("serving",),
+        ("pages",),
+        ("routes",),
+        ("app",),
+        ("workers",),
+        ("launch",),
+        ("cli",),
+    ),
+}
 
 WEB = {"fastapi", "starlette", "uvicorn", "aiohttp", "httpx", "requests", "flask"}
 # Package -> the place (a file, or a folder with a slash) that may import it.
@@ -113,6 +151,71 @@ def breaches(place: str, source: str) -> list[str]:
     return [f"{place}:{line}: {what}" for line, what in sorted(found)]
 
 
+def module_name(place: str) -> str:
+    """`engine/core/loop.py` as `engine.core.loop`; a package's __init__.py as the package."""
+    return place.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def import_graph(files: dict[str, str]) -> dict[str, set[str]]:
+    """Module -> modules among `files` (place -> source) that it imports, at any depth.
+
+    A package's __init__.py that only re-exports is no importer: `engine/__init__.py` offers names of every floor.
+    """
+    modules = {module_name(place) for place in files}
+    graph = {}
+    for place, source in files.items():
+        found: set[str] = set()
+        for _, name in imported_modules(ast.parse(source, filename=place), place):
+            while name and name not in modules:
+                name = name.rpartition(".")[0]
+            found.add(name)
+        # `from a.b import c` also yields `a.b`; the submodule is what is imported.
+        found = {one for one in found if one and not any(other.startswith(f"{one}.") for other in found)}
+        graph[module_name(place)] = found - {module_name(place)}
+    return graph
+
+
+def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that import each other in a circle (strongly connected components), each sorted."""
+    remaining = {module: set(targets) for module, targets in graph.items()}
+    while True:  # what imports nothing, or is imported by nothing, is in no cycle
+        imported = set().union(*remaining.values()) if remaining else set()
+        free = {module for module, targets in remaining.items() if not targets or module not in imported}
+        if not free:
+            break
+        remaining = {module: targets - free for module, targets in remaining.items() if module not in free}
+    reach = {module: _reachable(remaining, module) for module in remaining}
+    groups = {tuple(sorted(other for other in reach[module] if module in reach[other])) for module in remaining}
+    return [list(group) for group in sorted(groups) if group]
+
+
+def _reachable(graph: dict[str, set[str]], start: str) -> set[str]:
+    seen: set[str] = set()
+    todo = [start]
+    while todo:
+        for target in graph[todo.pop()] - seen:
+            seen.add(target)
+            todo.append(target)
+    return seen
+
+
+def upward_imports(package: str, graph: dict[str, set[str]]) -> list[str]:
+    """Imports between floors of `package` that do not go down, as `module -> module`."""
+    floor_of = {name: floor for floor, names in enumerate(FLOORS[package]) for name in names}
+    found = []
+    for module, targets in graph.items():
+        parts = module.split(".")
+        if parts[0] != package or len(parts) == 1:
+            continue
+        for target in targets:
+            other = target.split(".")
+            if other[0] != package or len(other) == 1 or other[1] == parts[1]:
+                continue
+            if parts[1] not in floor_of or other[1] not in floor_of or floor_of[other[1]] >= floor_of[parts[1]]:
+                found.append(f"{module} -> {target}")
+    return sorted(found)
+
+
 def sources(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
@@ -125,6 +228,58 @@ def test_no_file_breaks_a_law(package):
         breach for path in files for breach in breaches(path.relative_to(ROOT).as_posix(), path.read_text("utf-8"))
     ]
     assert found == [], "\n".join(found)
+
+
+def package_files() -> dict[str, str]:
+    return {
+        path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for package in PACKAGES for path in sources(package)
+    }
+
+
+def test_imports_have_no_cycle():
+    graph = import_graph(package_files())
+    assert sum(map(len, graph.values())) > 500, "the graph is nearly empty: imports are not resolved"
+    assert cycles(graph) == []
+
+
+@pytest.mark.parametrize("package", FLOORS)
+def test_imports_go_to_lower_floors(package):
+    assert upward_imports(package, import_graph(package_files())) == []
+
+
+@pytest.mark.parametrize("package", FLOORS)
+def test_every_package_has_a_floor(package):
+    entries = {path.stem for path in (ROOT / package).iterdir() if path.suffix == ".py" or path.is_dir()}
+    on_floors = {name for names in FLOORS[package] for name in names}
+    assert entries - {"__init__", "__pycache__"} == on_floors
+
+
+def test_a_cycle_is_found_also_inside_functions_and_type_checking():
+    files = {
+        "engine/a.py": "def late():\n    from engine.b import x",
+        "engine/b.py": "if TYPE_CHECKING:\n    import engine.c",
+        "engine/c.py": "from . import a",
+        "engine/d.py": "import engine.a",
+    }
+    assert cycles(import_graph(files)) == [["engine.a", "engine.b", "engine.c"]]
+
+
+@pytest.mark.parametrize(
+    ("importer", "imported", "is_allowed"),
+    [
+        ("engine/scheduling/scheduler.py", "engine/scheduling/batch.py", True),
+        ("engine/scheduling/scheduler.py", "engine/protocol/request.py", True),
+        ("engine/scheduling/scheduler.py", "engine/text/tokenizer.py", False),
+        ("engine/scheduling/scheduler.py", "engine/core/loop.py", False),
+        ("engine/utils/openmp.py", "engine/errors.py", False),
+        ("server/http/keys.py", "server/routes/openai.py", False),
+        ("server/routes/openai.py", "server/http/keys.py", True),
+        ("server/nowhere/file.py", "server/http/keys.py", False),
+    ],
+)
+def test_the_floor_of_an_import_decides(importer, imported, is_allowed):
+    files = {importer: f"import {module_name(imported)}", imported: ""}
+    assert (upward_imports(importer.split("/")[0], import_graph(files)) == []) is is_allowed
 
 
 def test_the_files_that_the_laws_name_exist():
@@ -141,21 +296,21 @@ def test_the_capture_file_is_seen_to_capture():
     ("place", "source"),
     [
         ("graph_cache/cache.py", "import engine"),
-        ("graph_cache/cache.py", "from engine.loop import step"),
+        ("graph_cache/cache.py", "from engine.core.loop import step"),
         ("graph_cache/backends/cpu.py", "from ...server import app"),
         ("graph_cache/cache.py", "def late():\n    import server.app"),
-        ("graph_cache/cache.py", "import importlib\nimportlib.import_module('engine.loop')"),
+        ("graph_cache/cache.py", "import importlib\nimportlib.import_module('engine.core.loop')"),
         ("graph_cache/cache.py", "__import__('transformers')"),
         ("graph_cache/cache.py", "from transformers import AutoModel"),
         ("graph_cache/cache.py", "import fastapi"),
         ("graph_cache/config.py", "import torch"),
         ("graph_cache/tuner.py", "from torch import Tensor"),
-        ("engine/loop.py", "from server.config import ServerConfig"),
-        ("engine/client.py", "import fastapi.responses"),
+        ("engine/core/loop.py", "from server.config import ServerConfig"),
+        ("engine/client/async_client.py", "import fastapi.responses"),
         ("engine/models/dense.py", "if TYPE_CHECKING:\n    from ...server import app"),
         ("server/app.py", "import torch"),
         ("server/app.py", "import torch.cuda as cuda"),
-        ("server/cli.py", "def bench():\n    from torch import nn"),
+        ("server/cli/main.py", "def bench():\n    from torch import nn"),
         ("engine/models/megatron.py", "import megatron.core"),
         ("graph_cache/cache.py", "import transformer_engine.pytorch as te"),
         ("graph_cache/adapters/megatron.py", "import transformer_engine"),
@@ -169,7 +324,7 @@ def test_the_capture_file_is_seen_to_capture():
         ("graph_cache/pool.py", "import torch.cuda.graphs as g"),
         ("graph_cache/pool.py", "getattr(torch.cuda, 'CUDAGraph')"),
         ("graph_cache/training/autograd.py", "torch.cuda.make_graphed_callables(f, args)"),
-        ("engine/model_runner.py", "torch.cuda.graphs.graph(g)"),
+        ("engine/worker/model_runner.py", "torch.cuda.graphs.graph(g)"),
     ],
 )
 def test_a_breach_is_found(place, source):
@@ -179,9 +334,12 @@ def test_a_breach_is_found(place, source):
 @pytest.mark.parametrize(
     ("place", "source"),
     [
-        ("server/app.py", "import fastapi\nfrom engine.client import Client\nfrom graph_cache import tuner"),
+        (
+            "server/app.py",
+            "import fastapi\nfrom engine.client.async_client import Client\nfrom graph_cache import tuner",
+        ),
         ("server/app.py", "from .config import ServerConfig"),
-        ("engine/loop.py", "import torch\nimport transformers\nfrom graph_cache import GraphCache"),
+        ("engine/core/loop.py", "import torch\nimport transformers\nfrom graph_cache import GraphCache"),
         ("graph_cache/cache.py", "import torch\nfrom graph_cache.config import GraphConfig\nself.engine = engine"),
         ("graph_cache/cache.py", "torch.cuda.is_current_stream_capturing()\nself.graph(rows)\nplan.graph"),
         ("graph_cache/adapters/megatron.py", "from megatron.core import parallel_state"),
@@ -194,7 +352,8 @@ def test_what_is_lawful_is_left_alone(place, source):
     assert breaches(place, source) == []
 
 
-def test_the_server_process_starts_without_torch():
-    """It would cost seconds and hundreds of megabytes that only the engine's process needs."""
-    code = "import sys, server.main; sys.exit('torch' in sys.modules)"
+@pytest.mark.parametrize("module", ["server.launch", "server.workers.api_worker", "server.workers.manager"])
+def test_processes_that_serve_http_never_load_torch(module):
+    """torch would cost each of them seconds and hundreds of megabytes that only the engine's process needs."""
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -1,1 +1,1 @@
-"""Triton kernels of the decode step on CUDA, and where they are launched from."""
+"""Triton kernels, one file per operation, with their launchers."""

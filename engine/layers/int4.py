@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.errors import ModelError
-from engine.layers.slot import WeightSlot
+from engine.layers.weight_slot import WeightSlot
 
 GROUP = 32
 ROW_MULTIPLE = 16

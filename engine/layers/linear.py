@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.layers.slot import WeightSlot
+from engine.layers.weight_slot import WeightSlot
 
 
 class Linear(nn.Module):

@@ -14,14 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.attention.base import Attention
+from engine.attention.backend import Attention
 from engine.errors import ModelError
 from engine.layers.linear import Embedding, Linear
 from engine.layers.norm import HeadNorm, RMSNorm
 from engine.layers.rotary import RotaryTable, rotate
-from engine.layers.slot import WeightSlot
+from engine.layers.weight_slot import WeightSlot
 from engine.models.config import ModelConfig
-from engine.models.tensors import DenseTensors, HeadLayout, LayerTensors
+from engine.models.dense_tensors import DenseTensors, HeadLayout, LayerTensors
 
 
 class SelfAttention(nn.Module):

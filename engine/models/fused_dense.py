@@ -10,26 +10,21 @@ triton: import it only where the device is CUDA (or under TRITON_INTERPRET=1).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from engine.attention.base import KVCache
-from engine.attention.triton_decode import DecodeScratch, DecodeWorkspace, Rotation, paged_decode
-from engine.attention.triton_prefill import Packing, paged_prefill, turn_and_append
-from engine.kernels.launching import launch_options, overlaps
-from engine.kernels.skinny_linear import Scratch, best_of_tiles, half_normed, linear
+from engine.attention.kv_cache import KVCache
+from engine.attention.metadata import SlotState
+from engine.distributed.collectives import Exchange
+from engine.kernels.launch import launch_options, overlaps
+from engine.kernels.paged_decode import DecodeScratch, DecodeWorkspace, Rotation, paged_decode
+from engine.kernels.paged_prefill import Packing, paged_prefill, turn_and_append
+from engine.kernels.small_batch_gemm import Scratch, best_of_tiles, half_normed, linear
 from engine.kernels.step_kernels import choose_kernel, embed_kernel
-from engine.models.dense import DenseModel
-from engine.models.exchange import Exchange
-from engine.models.tensors import LayerTensors
-from engine.step_inputs import SlotState
-
-if TYPE_CHECKING:
-    from engine.megatron.hosted import HostedModel
+from engine.models.dense_tensors import FusableModel, LayerTensors
 
 Attend = Callable[[int, LayerTensors, Tensor, Tensor], None]
 """(layer's index and tensors, raw qkv [T, width], out [T, H * D]): writes this step's keys and values, and attention
@@ -43,7 +38,7 @@ class FusedDense:
     capture. Calls stay on one stream, since they share scratch. All ranks of a model that is split make the same calls.
     """
 
-    def __init__(self, model: DenseModel | HostedModel, kv: KVCache, max_rows: int, max_tokens: int):
+    def __init__(self, model: FusableModel, kv: KVCache, max_rows: int, max_tokens: int):
         config, device, dtype = model.config, model.device, model.dtype
         self.model, self.kv, self.tensors = model, kv, model.tensors()
         self.heads, self.eps, self.depth = self.tensors.heads, config.rms_norm_eps, config.num_layers

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from engine.client import STOP_SECONDS
-from server.settings import NOT_SETTINGS, PREFIX, setting_types
+from engine.client.async_client import STOP_SECONDS
+from server.cli.settings import NOT_SETTINGS, PREFIX, setting_types
 from tests.deploy.files import DEPLOY, ROOT, load
 from tests.deploy.shapes import faults
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.operations import ASKED
+from engine.core.operations import ASKED
 from graph_cache.keys import STALE
 from graph_cache.stats import CacheStats
-from server.metrics import graph_families
+from server.observability.metrics import graph_families
 from tests.deploy.files import expressions, rules
 from tests.deploy.promql import PromqlError, reads
 from tests.server.conftest import RunningServer, running, tiny_config

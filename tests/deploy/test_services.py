@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from engine.client import STOP_SECONDS
+from engine.client.async_client import STOP_SECONDS
+from server.cli.settings import NOT_SETTINGS, PREFIX, setting_types
 from server.config import ServerConfig
-from server.settings import NOT_SETTINGS, PREFIX, setting_types
 from tests.deploy.files import DEPLOY, ROOT, load
 
 SETTINGS = {PREFIX + name.upper() for name in setting_types()} | NOT_SETTINGS

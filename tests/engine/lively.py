@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from engine import SamplingParams
-from engine.loop import EngineLoop
-from engine.request import EngineRequest, TokenEvent
+from engine.core.loop import EngineLoop
+from engine.protocol.request import EngineRequest, TokenEvent
 
 SETTINGS = {
     "dtype": "float32", "num_threads": 1, "max_num_seqs": 8, "max_model_len": 256, "graph_buckets": (8,),

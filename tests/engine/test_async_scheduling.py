@@ -9,11 +9,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from engine import Engine, EngineConfig, SamplingParams
+from engine.core.loop import EngineLoop
 from engine.errors import PromptTooLong
-from engine.loop import EngineLoop
-from engine.request import TokenEvent
-from engine.step_inputs import Layout, StepInputs
-from engine.weights import iterate_safetensors
+from engine.loader.weights import iterate_safetensors
+from engine.protocol.request import TokenEvent
+from engine.worker.input_buffers import Layout, StepInputs
 from tests.engine.lively import MANY, PROMPTS, SETTINGS, drain, greedy, request, tokens
 from tests.engine.test_loop import ARRIVALS, SMALL, prompt_of
 

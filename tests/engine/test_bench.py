@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from engine import Engine, EngineConfig, SamplingParams
-from engine.bench import doubling, main, table
-from engine.errors import ConfigError, EngineError
-from engine.measure import (
+from engine.bench.command import doubling, main, table
+from engine.bench.measure import (
     decode_shares,
     graph_summary,
     measure_batch,
@@ -21,7 +20,8 @@ from engine.measure import (
     replay_against_eager,
     seconds_of,
 )
-from server import cli
+from engine.errors import ConfigError, EngineError
+from server.cli import main as cli
 
 
 @pytest.fixture

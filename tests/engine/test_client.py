@@ -16,10 +16,10 @@ import pytest
 import pytest_asyncio
 
 from engine import SamplingParams
-from engine.client import EngineClient, make_client
+from engine.client.async_client import EngineClient, make_client
+from engine.client.supervisor import RestartPolicy
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDead, EngineError, ModelError, PromptTooLong, RequestError
-from engine.supervisor import RestartPolicy
 from tests.engine.lively import PROMPTS, SETTINGS, greedy
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -309,7 +309,7 @@ async def test_a_hung_engine_fails_readiness_and_when_it_is_killed_what_waits(li
 
 
 async def test_a_thread_that_hangs_fails_readiness_until_it_reports_again(lively_model, monkeypatch, reference):
-    from engine.loop import EngineLoop
+    from engine.core.loop import EngineLoop
 
     entered, release = threading.Event(), threading.Event()
 
@@ -334,7 +334,7 @@ async def test_a_thread_that_hangs_fails_readiness_until_it_reports_again(lively
 
 
 async def test_a_failed_sequence_raises_and_takes_the_others_of_its_request_along(lively_model, monkeypatch, caplog):
-    from engine.model_runner import ModelRunner
+    from engine.worker.model_runner import ModelRunner
 
     launch, calls = ModelRunner.launch, []
 
@@ -356,7 +356,7 @@ async def test_a_failed_sequence_raises_and_takes_the_others_of_its_request_alon
 FRONT = """
 import asyncio, sys
 from engine import SamplingParams
-from engine.client import make_client
+from engine.client.async_client import make_client
 from engine.config import EngineConfig
 
 async def main():

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from engine.checkpoint.default_model import SMOLLM2, WheelModel, default_gguf
+from engine.checkpoint.source import resolve_model
 from engine.config import DEFAULT_MODEL
-from engine.default_model import SMOLLM2, WheelModel, default_gguf
 from engine.errors import ModelError
-from engine.model_source import resolve_model
 
 CONTENT = b"GGUF" + bytes(range(256)) * 40
 NO_REGISTRY = "http://127.0.0.1:9/simple"  # the discard port: nothing listens
@@ -145,7 +145,7 @@ def test_a_wheel_or_file_put_there_by_hand_is_taken(
 
 
 def test_starts_at_once_fetch_one_time_and_all_get_the_file(model: WheelModel, tmp_path: Path, caplog) -> None:
-    caplog.set_level(logging.INFO, logger="engine.default_model")
+    caplog.set_level(logging.INFO, logger="engine.checkpoint.default_model")
     results: list[str | Exception] = []
 
     def start() -> None:
@@ -173,7 +173,7 @@ def test_a_folder_that_cannot_be_written_is_named(model: WheelModel, tmp_path: P
 @pytest.mark.parametrize("terminal", [True, False])
 def test_progress_is_drawn_on_a_terminal_only(model: WheelModel, tmp_path: Path, terminal: bool) -> None:
     script = (
-        f"from engine.default_model import WheelModel, default_gguf; "
+        f"from engine.checkpoint.default_model import WheelModel, default_gguf; "
         f"print(default_gguf({model!r}, {str(tmp_path / 'cache')!r}))"
     )
     master, slave = pty.openpty()
@@ -236,7 +236,7 @@ def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
 
 def test_a_hub_name_that_cannot_be_fetched_is_one_clear_error(tmp_path: Path) -> None:
     script = (
-        "from engine.model_source import resolve_model\nfrom engine.errors import ModelError\n"
+        "from engine.checkpoint.source import resolve_model\nfrom engine.errors import ModelError\n"
         "try: resolve_model('no-such-owner/no-such-model')\nexcept ModelError as error: print(error)"
     )
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}

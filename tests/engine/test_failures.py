@@ -9,10 +9,10 @@ import time
 
 import pytest
 
+from engine.core.loop import FAILURES_IN_A_ROW, EngineLoop
 from engine.errors import EngineError
-from engine.loop import FAILURES_IN_A_ROW, EngineLoop
-from engine.messages import Abort, Ask, Dead, Events, Reply, Snapshot, Stop, Submit
-from engine.request import TokenEvent
+from engine.protocol.messages import Abort, Ask, Dead, Events, Reply, Snapshot, Stop, Submit
+from engine.protocol.request import TokenEvent
 from tests.engine.lively import MANY, PROMPTS, drain, greedy, request, tokens
 
 # ---- steps that fail -----------------------------------------------------------------------------------------------

@@ -15,13 +15,13 @@ import transformers
 from gguf.constants import GGMLQuantizationType as Kind
 
 from engine.attention import KVCache, PrefillAttention
-from engine.cpu_weights import gguf_config, load_gguf
+from engine.checkpoint.gguf_file import GGUFFile
+from engine.checkpoint.gguf_model import GGUFModel
+from engine.checkpoint.source import ModelSource
 from engine.errors import ModelError
-from engine.gguf_file import GGUFFile
-from engine.gguf_model import GGUFModel
-from engine.model_source import ModelSource
+from engine.loader.cpu_formats import gguf_config, load_gguf
 from engine.models import config_from_dict
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.engine.gguf_samples import HF_MODEL_TYPES, SIZES, llama_cpp_order, random_weights, vocabulary, write_gguf
 
 

@@ -11,13 +11,13 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from engine.client import EngineClient
+from engine.client.async_client import EngineClient
+from engine.client.hub import Hub, HubTransport
+from engine.client.supervisor import RestartPolicy, Supervisor
+from engine.client.transport import ProcessTransport
 from engine.errors import EngineDead, ModelError
-from engine.hub import Hub, HubTransport
-from engine.messages import Dead, Lost, Ready
-from engine.request import SamplingParams
-from engine.supervisor import RestartPolicy, Supervisor
-from engine.transport import ProcessTransport
+from engine.protocol.messages import Dead, Lost, Ready
+from engine.protocol.request import SamplingParams
 
 LONG = SamplingParams(max_tokens=3000, ignore_eos=True, temperature=0.0)
 SHORT = SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.0)

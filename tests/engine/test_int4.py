@@ -9,9 +9,9 @@ import torch
 from gguf.constants import GGMLQuantizationType as Kind
 
 from engine.attention import KVCache, PrefillAttention
-from engine.cpu_weights import choose_cpu_format, load_gguf, quantize_model
 from engine.errors import ConfigError, ModelError
 from engine.layers.int4 import Int4Linear, dequantize, fits_int4, int4_available, quantize
+from engine.loader.cpu_formats import choose_cpu_format, load_gguf, quantize_model
 from tests.engine.gguf_samples import write_gguf
 
 pytestmark = pytest.mark.skipif(not int4_available(), reason="this CPU or torch has no fast 4-bit kernel")

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from engine.answers import joined
-from engine.client import make_client
-from engine.outputs import OutputDelta
-from engine.request import SamplingParams, TokenLogprob
+from engine.client.async_client import make_client
+from engine.client.output_queue import joined
+from engine.protocol.outputs import OutputDelta
+from engine.protocol.request import SamplingParams, TokenLogprob
 
 
 def delta(text: str, *ids: int, child: str = "a", **more) -> OutputDelta:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from engine.errors import ConfigError
-from engine.kv_cache import SCRATCH_PAGE, InvariantError, NoPages, PagePool
+from engine.scheduling.page_pool import SCRATCH_PAGE, InvariantError, NoPages, PagePool
 
 
 def test_scratch_page_is_never_lent():

@@ -15,8 +15,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from engine.attention import DecodeAttention, KVCache, PrefillAttention
 from engine.errors import ModelError
 from engine.layers import HeadNorm, RMSNorm
+from engine.loader.weights import load_dummy, load_hf_folder
 from engine.models import DenseModel, build_model, config_from_dict
-from engine.weights import load_dummy, load_hf_folder
 
 TOLERANCE = 1e-3
 PAGE = 8

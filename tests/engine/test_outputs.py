@@ -6,10 +6,11 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from engine.detokenizer import ByteDetokenizer, Detokenizers
 from engine.errors import RequestError
-from engine.outputs import Detokenizer, OutputProcessor, RequestOutput, StopStrings
-from engine.request import SamplingParams, TokenEvent, TokenLogprob, split_n
+from engine.protocol.outputs import RequestOutput
+from engine.protocol.request import SamplingParams, TokenEvent, TokenLogprob, split_n
+from engine.text.detokenizer import ByteDetokenizer, Detokenizer, Detokenizers, StopStrings
+from engine.text.output_processor import OutputProcessor
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 MERGES = [
@@ -36,7 +37,7 @@ ODD_TEXTS = [
 
 
 class Tokens:
-    """The part of engine.tokenizer.Tokenizer that the output side uses, over a real `tokenizers` backend."""
+    """The part of engine.text.tokenizer.Tokenizer that the output side uses, over a real `tokenizers` backend."""
 
     def __init__(self, backend):
         self.backend = backend

@@ -9,10 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.client.event_router import Switchboard, is_plain, packed
 from engine.errors import EngineError
-from engine.messages import FRONT_SPAN, Abort, EngineStats, Events, Leave, Parcels, Reply, Snapshot, Submit, Tokens
-from engine.packing import Switchboard, is_plain, packed
-from engine.request import EngineRequest, SamplingParams, TokenEvent, TokenLogprob
+from engine.protocol.messages import (
+    FRONT_SPAN,
+    Abort,
+    EngineStats,
+    Events,
+    Leave,
+    Parcels,
+    Reply,
+    Snapshot,
+    Submit,
+    Tokens,
+)
+from engine.protocol.request import EngineRequest, SamplingParams, TokenEvent, TokenLogprob
 
 ODD = {
     "token_ids": [1, 2], "logprobs": [TokenLogprob(1, -1.0, 1)], "prompt_logprobs": [None], "finish_reason": "length",

@@ -2,8 +2,8 @@
 
 import pytest
 
-from engine.kv_cache import PagePool
-from engine.prefix_cache import PrefixCache
+from engine.scheduling.page_pool import PagePool
+from engine.scheduling.prefix_cache import PrefixCache
 
 SIZE = 4
 

@@ -10,10 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import EngineError, RequestError
-from engine.request import (
+from engine.protocol.request import (
     EngineRequest,
-    Request,
-    RequestState,
     SamplingParams,
     TokenEvent,
     TokenLogprob,
@@ -22,7 +20,8 @@ from engine.request import (
     resolve_seed,
     split_n,
 )
-from engine.sampling_params import LogitBias
+from engine.protocol.sampling_params import LogitBias
+from engine.scheduling.request import Request, RequestState
 
 HUGE = 10**5000  # more digits than Python prints
 INTEGERS = {

@@ -8,10 +8,10 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from engine import draw
 from engine.errors import RequestError
-from engine.request import GOLDEN, SamplingParams, mix64
-from engine.sampler import SamplingState, prompt_logprobs
+from engine.protocol.request import GOLDEN, SamplingParams, mix64
+from engine.sampling import ops as draw
+from engine.sampling.sampler import SamplingState, prompt_logprobs
 
 EOS = 2
 INF = math.inf
@@ -218,7 +218,7 @@ VARIED = [
 
 @pytest.mark.parametrize("part", [2**12, 2**26], ids=["many parts", "one part"])
 def test_row_is_drawn_the_same_in_every_batch(monkeypatch, part):
-    monkeypatch.setattr("engine.choice._PART_NUMBERS", (part, part))
+    monkeypatch.setattr("engine.sampling.selection._PART_NUMBERS", (part, part))
     vocab_size, rows = 3000, len(VARIED)
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(rows, vocab_size, generator=generator) * 2).to(torch.bfloat16)
@@ -428,7 +428,7 @@ def prompt_scores(logits, targets, k):
 
 @pytest.mark.parametrize("chunk", [2**24, 100])
 def test_prompt_logprobs_are_the_log_softmax_of_the_targets(monkeypatch, chunk):
-    monkeypatch.setattr("engine.logprobs._CHUNK_NUMBERS", chunk)
+    monkeypatch.setattr("engine.sampling.logprobs._CHUNK_NUMBERS", chunk)
     logits = torch.randn(17, 60, generator=torch.Generator().manual_seed(2)) * 5
     targets = torch.arange(17) * 3
     entries = prompt_scores(logits, targets, 4)

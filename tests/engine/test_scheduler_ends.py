@@ -3,10 +3,11 @@
 import pytest
 
 from engine.errors import ConfigError, EngineError, QueueFull, RequestError
-from engine.kv_cache import PagePool
-from engine.prefix_cache import PrefixCache
-from engine.request import EngineRequest, Request, RequestState, SamplingParams
-from engine.scheduler import Scheduler, SchedulerConfig, SchedulerInvariantError
+from engine.protocol.request import EngineRequest, SamplingParams
+from engine.scheduling.page_pool import PagePool
+from engine.scheduling.prefix_cache import PrefixCache
+from engine.scheduling.request import Request, RequestState
+from engine.scheduling.scheduler import Scheduler, SchedulerConfig, SchedulerInvariantError
 
 PAGE = 4
 

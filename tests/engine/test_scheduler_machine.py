@@ -10,12 +10,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.batch import Batch
 from engine.errors import PromptTooLong, QueueFull
-from engine.kv_cache import PagePool
-from engine.prefix_cache import PrefixCache
-from engine.request import EngineRequest, Request, RequestState, SamplingParams
-from engine.scheduler import Scheduler, SchedulerConfig
+from engine.protocol.request import EngineRequest, SamplingParams
+from engine.scheduling.batch import Batch
+from engine.scheduling.page_pool import PagePool
+from engine.scheduling.prefix_cache import PrefixCache
+from engine.scheduling.request import Request, RequestState
+from engine.scheduling.scheduler import Scheduler, SchedulerConfig
 
 VOCAB = 3  # few tokens, so that prompts often begin alike
 MAX_WAITING = 8

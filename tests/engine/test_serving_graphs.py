@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from engine.request import EngineRequest
+from engine.protocol.request import EngineRequest
 from graph_cache.errors import CaptureError
 from tests.engine.lively import MANY, PROMPTS, greedy
 

@@ -11,7 +11,7 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.models.registry import config_from_folder
-from engine.sizing import CPU_KV_BYTES, context_buckets, page_bytes, resolve
+from engine.worker.sizing import CPU_KV_BYTES, context_buckets, page_bytes, resolve
 
 CPU = torch.device("cpu")
 

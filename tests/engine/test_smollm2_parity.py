@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.attention import DecodeAttention, KVCache, PrefillAttention
+from engine.checkpoint.gguf_file import GGUFFile
+from engine.checkpoint.gguf_model import GGUFModel
+from engine.checkpoint.source import ModelSource, resolve_model
 from engine.config import DEFAULT_MODEL
-from engine.cpu_weights import load_gguf
-from engine.gguf_file import GGUFFile
-from engine.gguf_model import GGUFModel
 from engine.layers.int4 import int4_available
-from engine.model_source import ModelSource, resolve_model
+from engine.loader.cpu_formats import load_gguf
 from engine.models import DenseModel
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 CHATS = [
     "What is the capital of France, and what is it known for?",

@@ -7,9 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.batch import Batch
-from engine.request import EngineRequest, Request, SamplingParams
-from engine.step_inputs import Layout, SlotState, StepInputs, decode_buffers
+from engine.attention.metadata import SlotState
+from engine.protocol.request import EngineRequest, SamplingParams
+from engine.scheduling.batch import Batch
+from engine.scheduling.request import Request
+from engine.worker.input_buffers import Layout, StepInputs, decode_buffers
 from graph_cache.buckets import Buckets
 
 ROWS, PAGES, PAGE_SIZE = 8, 6, 4

@@ -12,13 +12,13 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from engine.client import EngineClient, make_client
+from engine.client.async_client import EngineClient, make_client
+from engine.client.counters import added, carried
+from engine.client.supervisor import RestartPolicy, Supervisor
+from engine.client.transport import ProcessTransport
 from engine.errors import ConfigError, EngineDead, ModelError
-from engine.messages import Dead, EngineStats, Events, Lost, Ready, Snapshot
-from engine.request import SamplingParams
-from engine.supervisor import RestartPolicy, Supervisor
-from engine.totals import added, carried
-from engine.transport import ProcessTransport
+from engine.protocol.messages import Dead, EngineStats, Events, Lost, Ready, Snapshot
+from engine.protocol.request import SamplingParams
 
 LONG = SamplingParams(max_tokens=3000, ignore_eos=True, temperature=0.0)
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
@@ -301,7 +301,7 @@ def test_the_counts_of_a_snapshot_are_all_known_to_the_totals(make_engine):
     """A counter that is new in the loop or the cache must be decided on here: does it go on, or is it a gauge?"""
     from dataclasses import fields
 
-    from engine.totals import COUNTS, GRAPH_COUNTS
+    from engine.client.counters import COUNTS, GRAPH_COUNTS
 
     gauges = {"num_running", "num_waiting", "kv_cache_usage", "ended", "graphs", "warm", "weight_version", "last_error"}
     assert {field.name for field in fields(EngineStats)} == gauges | set(COUNTS)

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from engine.checkpoint.source import ModelSource
 from engine.errors import ModelError, RequestError
-from engine.model_source import ModelSource
-from engine.tokenizer import NoTokenizer, Tokenizer
+from engine.text.tokenizer import NoTokenizer, Tokenizer
 from tests.engine.gguf_samples import add_tokenizer, vocabulary, write_gguf
 
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from engine import SamplingParams
 from engine.errors import RequestError, WeightUpdateError
-from engine.request import EngineRequest
-from engine.weights import iterate_safetensors
+from engine.loader.weights import iterate_safetensors
+from engine.protocol.request import EngineRequest
 from tests.engine.lively import MANY, PROMPTS, greedy
 
 LADDER = (1, 2, 4, 8)

@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.errors import ModelError, WeightUpdateError
-from engine.models import DenseModel, build_model, config_from_dict
-from engine.weights import (
+from engine.loader.weights import (
     iterate_safetensors,
     load_dummy,
     load_hf_folder,
@@ -21,6 +20,7 @@ from engine.weights import (
     safetensors_files,
     stage_update,
 )
+from engine.models import DenseModel, build_model, config_from_dict
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from engine import draw
-from engine.request import mix64
+from engine.protocol.request import mix64
+from engine.sampling import ops as draw
 from tests.gpu.kernels import DEVICE
 
 LEFT = -7  # what a row holds that nobody drew

@@ -9,7 +9,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device: torch.cuda.is_available() is False", allow_module_level=True)
 
 from engine import Engine, EngineConfig, SamplingParams
-from engine.request import EngineRequest
+from engine.protocol.request import EngineRequest
 from tests.engine.lively import MANY, write_lively_model
 
 pytestmark = [

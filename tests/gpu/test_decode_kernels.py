@@ -8,12 +8,13 @@ import torch.nn.functional as F
 
 from tests.gpu.kernels import DEVICE, DTYPE, INTERPRETED, relative_error  # isort: skip  (before what imports triton)
 
-from engine.attention.base import DecodeAttention, KVCache
-from engine.kernels.skinny_linear import Pick, Scratch, choose, half_normed, linear
+from engine.attention.backend import DecodeAttention
+from engine.attention.kv_cache import KVCache
+from engine.kernels.small_batch_gemm import Pick, Scratch, choose, half_normed, linear
 from engine.models import config_from_dict
 from engine.models.dense import DenseModel
 from engine.models.fused_dense import FusedDense
-from engine.step_inputs import Layout
+from engine.worker.input_buffers import Layout
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,11 +9,11 @@ import torch
 
 from tests.gpu.kernels import DEVICE, INTERPRETED  # isort: skip  (before what imports triton)
 
-from engine import draw
-from engine.kernels import fused_draw
-from engine.kernels.fused_draw import TILE, draw_rows
-from engine.request import SamplingParams
-from engine.sampler import SamplingState
+from engine.kernels import fused_sampling
+from engine.kernels.fused_sampling import TILE, draw_rows
+from engine.protocol.request import SamplingParams
+from engine.sampling import ops as draw
+from engine.sampling.sampler import SamplingState
 from tests.gpu.draws import (
     LEFT,
     assert_nearly_all_equal,
@@ -207,7 +207,7 @@ PARAMS = [
 def sampler_with(params, rows, vocab_size, *, fused):
     """A sampler whose rows without logprobs are drawn by the kernels, or by torch."""
     state = SamplingState(rows, vocab_size, DEVICE, eos_token_ids=(2,))
-    state._choice._kernels = fused_draw if fused else None
+    state._choice._kernels = fused_sampling if fused else None
     for slot in range(rows):
         state.set_slot(slot, params[slot % len(params)], slot, [1, 2, 3], [4, 5])
     return state

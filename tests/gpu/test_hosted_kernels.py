@@ -17,12 +17,12 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 import torch.distributed as dist
 import torch.multiprocessing
 
-from engine.attention.base import KVCache
-from engine.attention.triton_prefill import Packing
+from engine.attention.kv_cache import KVCache
+from engine.kernels.paged_prefill import Packing
 from engine.megatron.config import gpt_model_arguments, transformer_config_values
-from engine.megatron.hosted import HostedModel
+from engine.megatron.model import HostedModel
 from engine.models.fused_dense import FusedDense
-from engine.step_inputs import Layout
+from engine.worker.input_buffers import Layout
 from graph_cache.adapters.megatron.model import empty_gpt_model, forget_groups, split_tensors
 from tests.gpu.test_decode_kernels import TOLERANCE, small_model
 

@@ -12,8 +12,8 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device: torch.cuda.is_available() is False", allow_module_level=True)
 
 from engine.attention import DecodeAttention, KVCache, PrefillAttention
+from engine.loader.weights import load_dummy, load_weights, stage_update
 from engine.models import DenseModel, build_model, config_from_dict
-from engine.weights import load_dummy, load_weights, stage_update
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,8 +14,8 @@ from tests.gpu.kernels import DEVICE, DTYPE, INTERPRETED  # isort: skip  (before
 import torch.distributed as dist
 import torch.multiprocessing
 
-from engine.kernels.peer_kernels import add_up_kernel
-from engine.models.peer_memory import MOST_ROWS, PeerMemory, peer_memory
+from engine.distributed.one_shot_all_reduce import MOST_ROWS, PeerMemory, peer_memory
+from engine.kernels.all_reduce_kernels import add_up_kernel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0

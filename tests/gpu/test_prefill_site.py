@@ -9,10 +9,11 @@ import torch
 
 from tests.gpu.kernels import DEVICE, DTYPE, relative_error  # isort: skip  (before what imports triton)
 
-from engine.attention.base import KVCache, PrefillAttention
-from engine.batch import PrefillChunk
+from engine.attention.backend import PrefillAttention
+from engine.attention.kv_cache import KVCache
 from engine.models.fused_dense import FusedDense
-from engine.prefill_site import Prefill
+from engine.scheduling.batch import PrefillChunk
+from engine.worker.prefill_graphs import Prefill
 from tests.gpu.test_decode_kernels import TOLERANCE, small_model
 
 pytestmark = [

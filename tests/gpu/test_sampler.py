@@ -5,9 +5,9 @@ import time
 import pytest
 import torch
 
-from engine import draw
-from engine.request import SamplingParams, mix64
-from engine.sampler import SamplingState
+from engine.protocol.request import SamplingParams, mix64
+from engine.sampling import ops as draw
+from engine.sampling.sampler import SamplingState
 
 pytestmark = pytest.mark.gpu
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from benchmarks.shapes import write_shape
+from engine.checkpoint.source import resolve_model
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.megatron.shard import plan_shards
-from engine.model_source import resolve_model
+from engine.executor.shard import plan_shards
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [
@@ -49,10 +49,10 @@ SCRIPT = """
 import json, os, signal, sys, tempfile, time
 from engine.config import EngineConfig
 from engine.errors import EngineDead
-from engine.megatron.shard import Shard, plan_shards
-from engine.model_source import resolve_model
-from engine.ranks import leading_loop
-from engine.request import EngineRequest, SamplingParams
+from engine.executor.shard import Shard, plan_shards
+from engine.checkpoint.source import resolve_model
+from engine.executor.leader import leading_loop
+from engine.protocol.request import EngineRequest, SamplingParams
 
 settings, loses, greedy = json.loads(sys.argv[1])
 config = EngineConfig(**settings)

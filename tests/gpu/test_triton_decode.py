@@ -9,7 +9,7 @@ import torch
 
 from tests.gpu.kernels import INTERPRETED, relative_error  # isort: skip  (before what imports triton)
 
-from engine.attention import triton_decode as td
+from engine.kernels import paged_decode as td
 
 pytestmark = [
     pytest.mark.gpu,

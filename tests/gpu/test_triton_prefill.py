@@ -7,9 +7,9 @@ import torch
 
 from tests.gpu.kernels import DEVICE, DTYPE, INTERPRETED, relative_error  # isort: skip  (before what imports triton)
 
-from engine.attention.triton_decode import Rotation
-from engine.attention.triton_prefill import Packing, paged_prefill, turn_and_append
-from engine.models.tensors import HeadLayout
+from engine.kernels.paged_decode import Rotation
+from engine.kernels.paged_prefill import Packing, paged_prefill, turn_and_append
+from engine.models.dense_tensors import HeadLayout
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,9 +9,9 @@ import torch
 
 from tests.gpu.kernels import DEVICE, INTERPRETED  # isort: skip  (before what imports triton)
 
-from engine import draw
-from engine.kernels import fused_draw
-from engine.kernels.fused_draw import CANDIDATES, TILE, draw_truncated_rows
+from engine.kernels import fused_sampling
+from engine.kernels.fused_sampling import CANDIDATES, TILE, draw_truncated_rows
+from engine.sampling import ops as draw
 from tests.gpu.draws import (
     LEFT,
     assert_nearly_all_equal,
@@ -148,7 +148,7 @@ def test_flat_rows_are_drawn_from_all_their_logits(recipe):
 
 
 def test_only_rows_that_keep_more_than_the_candidates_go_through_all_their_logits(monkeypatch):
-    monkeypatch.setattr(fused_draw, "_PASSES", fused_draw._PASSES[:1])
+    monkeypatch.setattr(fused_sampling, "_PASSES", fused_sampling._PASSES[:1])
     few = [(20, 0.95, 0.0), (90, 1.0, 0.0), (0, 0.2, 0.0), (0, 0.99999, 0.3), (0, 0.9999, 0.01)]
     many = [(201, 0.1, 0.0), (0, 0.9, 0.0), (0, 0.9999, 1e-6)]
     logits = random_logits(len(few + many), 2000)

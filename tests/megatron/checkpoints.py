@@ -12,9 +12,9 @@ import transformers
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
+from engine.loader.weights import iterate_safetensors
 from engine.megatron.config import gpt_model_arguments, transformer_config_values
 from engine.models import config_from_folder
-from engine.weights import iterate_safetensors
 from graph_cache.adapters.megatron.cpu import keep_rotary_in_place, layer_spec
 from tests.megatron import models
 

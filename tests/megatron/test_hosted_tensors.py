@@ -10,8 +10,8 @@ from megatron.core.transformer.torch_norm import L2Norm
 
 from engine import Engine, EngineConfig
 from engine.errors import ModelError
-from engine.megatron.hosted import HostedModel
-from engine.models.tensors import DenseTensors, HeadLayout
+from engine.megatron.model import HostedModel
+from engine.models.dense_tensors import DenseTensors, HeadLayout
 from tests.megatron.models import VOCAB, gpt, tokens
 
 

@@ -7,8 +7,8 @@ import torch
 
 from engine import Engine, EngineConfig, SamplingParams
 from engine.errors import ConfigError, ModelError
-from engine.megatron.layout import named_weights
-from engine.megatron.weights import load_checkpoint, save_checkpoint
+from engine.megatron.checkpoint import load_checkpoint, save_checkpoint
+from engine.megatron.weight_layout import named_weights
 from tests.megatron.checkpoints import checkpoint, gpt_for, stored
 from tests.megatron.models import VOCAB, gpt, loss_of, tokens
 

@@ -20,20 +20,20 @@ from typing import Any
 import pytest
 
 from engine import Engine, EngineConfig, SamplingParams
-from engine.client import EngineClient
+from engine.client.async_client import EngineClient
+from engine.client.supervisor import RestartPolicy, Supervisor
+from engine.client.transport import ProcessTransport
 from engine.errors import ConfigError, EngineDead, ModelError, RequestError, WeightUpdateError
-from engine.followers import Followers
-from engine.following import obey
-from engine.loading import build_loop
-from engine.megatron.hosted import HostedModel
-from engine.megatron.shard import load_random
-from engine.ranks import Books, Call, _portable_style, _while_all_live
-from engine.request import EngineRequest
-from engine.scheduler import SchedulerInvariantError
-from engine.supervisor import RestartPolicy, Supervisor
-from engine.transport import ProcessTransport
-from server.cli import _parser
-from server.flags import server_config
+from engine.executor.build import build_loop
+from engine.executor.leader import Books, Call, _portable_style, _while_all_live
+from engine.executor.shard import load_random
+from engine.executor.worker_group import Followers
+from engine.executor.worker_main import obey
+from engine.megatron.model import HostedModel
+from engine.protocol.request import EngineRequest
+from engine.scheduling.scheduler import SchedulerInvariantError
+from server.cli.flags import server_config
+from server.cli.main import _parser
 from tests.megatron.checkpoints import checkpoint, gpt_for
 from tests.megatron.models import gpt
 
@@ -224,7 +224,7 @@ SCRIPT = """
 import json, sys, time
 from engine import Engine, EngineConfig, SamplingParams
 from engine.errors import EngineDead, WeightUpdateError
-from engine.weights import iterate_safetensors
+from engine.loader.weights import iterate_safetensors
 
 settings, prompts, other = json.loads(sys.argv[1])
 greedy = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
@@ -310,7 +310,7 @@ def test_a_rank_that_is_busy_ends_soon_after_rank_0_hung_up(tmp_path):
     folder.mkdir()
     ours, theirs = Pipe()
     code = (
-        "import os, sys, threading, time\nfrom engine.following import _end_with\n"
+        "import os, sys, threading, time\nfrom engine.executor.worker_main import _end_with\n"
         "fd, folder = sys.argv[1:]\n"
         "threading.Thread(target=_end_with, args=(int(fd), os.getppid(), folder), daemon=True).start()\n"
         "print(flush=True)\ntime.sleep(60)"
@@ -409,6 +409,6 @@ def test_a_formatter_of_ones_own_program_is_left_out_of_what_other_ranks_get(mon
     class Own(logging.Formatter):
         pass
 
-    monkeypatch.setattr("engine.ranks.log_style", lambda: (Own(), logging.INFO))
+    monkeypatch.setattr("engine.executor.leader.log_style", lambda: (Own(), logging.INFO))
     style, level = _portable_style()
     assert pickle.loads(style) is None and level == logging.INFO

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from engine.errors import ModelError
 from engine.layers.rotary import inverse_frequencies
+from engine.megatron.checkpoint import load_checkpoint, save_checkpoint, whole_shapes
 from engine.megatron.config import transformer_config_values
-from engine.megatron.layout import gather, named_weights, weight_slots
-from engine.megatron.weights import load_checkpoint, save_checkpoint, whole_shapes
+from engine.megatron.weight_layout import gather, named_weights, weight_slots
 from engine.models import config_from_dict
 from tests.megatron import models
 from tests.megatron.checkpoints import SIZES, TOLERANCE, checkpoint, gpt_for, hf_config, same, stored

@@ -12,12 +12,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from engine.errors import ModelError, WeightUpdateError
-from engine.megatron import weights as weights_module
+from engine.loader.weights import stage_update
+from engine.megatron import checkpoint as weights_module
+from engine.megatron.checkpoint import load_checkpoint, save_checkpoint
 from engine.megatron.config import gpt_model_arguments, transformer_config_values
-from engine.megatron.layout import named_weights, weight_slots
-from engine.megatron.weights import load_checkpoint, save_checkpoint
+from engine.megatron.weight_layout import named_weights, weight_slots
 from engine.models import config_from_dict, config_from_folder
-from engine.weights import stage_update
 from tests.megatron import models
 from tests.megatron.checkpoints import (
     CASES,

@@ -16,13 +16,13 @@ import httpx
 import pytest
 import uvicorn
 
-from engine.client import make_client
+from engine.client.async_client import make_client
 from engine.config import EngineConfig
 from server.app import create_app
 from server.config import ServerConfig
-from server.inference import Service
-from server.keys import Keys
-from server.main import listen, uvicorn_config
+from server.http.keys import Keys
+from server.launch import listen, uvicorn_config
+from server.serving.service import Service
 
 
 @dataclass

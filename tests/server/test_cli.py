@@ -13,11 +13,11 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from graph_cache.buckets import Buckets
 from graph_cache.manifest import Manifest
-from server import cli
-from server.commands import graph_table, interpolated
+from server.cli import main as cli
+from server.cli.commands import graph_table, interpolated
+from server.cli.flags import ENGINE_HELP, SERVER_HELP, server_config
+from server.cli.settings import NOT_OFFERED
 from server.config import ServerConfig
-from server.flags import ENGINE_HELP, SERVER_HELP, server_config
-from server.settings import NOT_OFFERED
 
 
 def parse_serve(*words: str) -> ServerConfig:
@@ -36,7 +36,7 @@ def status(capsys, *words: str) -> tuple[int, str, str]:
 
 def test_help_imports_nothing_heavy():
     check = (
-        "import sys, server.cli as cli\n"
+        "import sys, server.cli.main as cli\n"
         "try: cli.main(['--help'])\n"
         "except SystemExit: pass\n"
         "heavy = {'torch', 'transformers', 'fastapi', 'uvicorn', 'numpy', 'pydantic'} & set(sys.modules)\n"
@@ -138,7 +138,7 @@ def test_generate_prints_the_continuation(capsys, tiny_model):
     words = ("generate", "the quick brown fox", "--model", str(tiny_model), "--max-tokens", "6", "--dtype", "float32")
     code, out, _ = status(capsys, *words, "--graph-manifest", "none", "--num-threads", "1")
     assert code == 0
-    from engine.tokenizer import Tokenizer
+    from engine.text.tokenizer import Tokenizer
 
     assert len(Tokenizer.load(str(tiny_model)).encode(out.removesuffix("\n"))) >= 2
 

@@ -11,7 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from server.logs import FIELDS
+from server.observability.logs import FIELDS
 
 from .conftest import running, tiny_config
 from .test_bodies import error_of

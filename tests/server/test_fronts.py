@@ -21,12 +21,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from engine.client.supervisor import RestartPolicy
 from engine.config import EngineConfig
-from engine.supervisor import RestartPolicy
 from server.config import ServerConfig
-from server.fronts import Fronts
-from server.http_server import listen
-from server.keys import Keys
+from server.http.keys import Keys
+from server.workers.http_server import listen
+from server.workers.manager import Fronts
 from tests.soak.serving import ENVIRONMENT, Serving, serving
 
 FLAGS = ("--dtype", "float32", "--num-threads", "1", "--warmup", "lazy", "--max-model-len", "4096")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 
-from server.graphs_page import human_bytes, render_graphs_page
+from server.pages.graphs import human_bytes, render_graphs_page
 
 ROW = {
     "site": "decode", "scope": "block", "phase": "decode", "bucket": 8, "statics": {}, "state": "captured",

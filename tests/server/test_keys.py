@@ -9,8 +9,8 @@ import pytest
 from engine.errors import ConfigError
 from server.app import create_app
 from server.config import ServerConfig
-from server.errors import WireError
-from server.keys import ADMIN_PREFIXES, OPEN_PATHS, Keys
+from server.http.errors import WireError
+from server.http.keys import ADMIN_PREFIXES, OPEN_PATHS, Keys
 
 from .test_bodies import error_of
 

@@ -8,7 +8,7 @@ import logging
 
 import pytest
 
-from server.logs import FIELDS, JsonFormatter, TextFormatter, log_settings
+from server.observability.logs import FIELDS, JsonFormatter, TextFormatter, log_settings
 
 BODY = {"prompt": ["a secret prompt", "red"], "max_tokens": 6, "ignore_eos": True, "temperature": 0}
 

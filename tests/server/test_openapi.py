@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from server import wire_answers as answers
-from server.openapi import ADMIN_REFUSALS, REFUSALS
-from server.schemas import RANGES
+from server.http.openapi import ADMIN_REFUSALS, REFUSALS
+from server.schemas import responses as answers
+from server.schemas.requests import RANGES
 
 PROMPT = "the old king sleeps"
 
@@ -65,7 +65,7 @@ def test_each_route_promises_its_refusals_and_no_422(schema):
 def test_ranges_of_the_schema_are_those_that_are_checked(schema):
     """One step beyond each bound that the schema names is refused, and the bound itself is taken."""
     from engine.errors import RequestError
-    from engine.request import SamplingParams
+    from engine.protocol.request import SamplingParams
 
     fields = schema["components"]["schemas"]["CompletionBody"]["properties"]
     assert fields["temperature"]["maximum"] == RANGES["temperature"]["maximum"]

@@ -17,13 +17,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from engine.client import make_client
+from engine.client.async_client import make_client
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from server.app import create_app
 from server.config import ServerConfig
-from server.http_server import Server, listen, uvicorn_config
-from server.main import serve
+from server.launch import serve
+from server.workers.http_server import Server, listen, uvicorn_config
 
 Serve = Callable[..., subprocess.Popen[str]]
 COMMON = ("--port", "0", "--max-model-len", "4096", "--graph-manifest", "none")
@@ -100,7 +100,9 @@ def test_while_it_drains_new_requests_are_a_503_and_a_second_signal_ends_it_at_o
 
 
 async def test_a_request_on_a_connection_taken_before_the_end_is_answered(tiny_model: Path, monkeypatch) -> None:
-    monkeypatch.setattr("server.http_server.FIRST_WORDS_SECONDS", 60.0)  # of a machine that is as slow as it likes
+    monkeypatch.setattr(
+        "server.workers.http_server.FIRST_WORDS_SECONDS", 60.0
+    )  # of a machine that is as slow as it likes
     engine = EngineConfig(model=str(tiny_model), num_threads=1, warmup="lazy", graph_manifest="none")
     config = ServerConfig(engine=engine, in_process=True)
     app = create_app(make_client(engine, in_process=True), config)

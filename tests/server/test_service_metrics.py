@@ -7,8 +7,8 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from prometheus_client import CollectorRegistry
 
-from server.metrics import CountResponses, response_counts
-from server.tally import Tally
+from server.observability.metrics import CountResponses, response_counts
+from server.observability.shared_counters import Tally
 from server.version import version
 
 

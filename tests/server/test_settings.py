@@ -9,10 +9,10 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from server import cli
+from server.cli import main as cli
+from server.cli.flags import server_config
+from server.cli.settings import NOT_OFFERED, PARSERS, parse, read_environment, read_file, setting_types
 from server.config import ServerConfig, quota
-from server.flags import server_config
-from server.settings import NOT_OFFERED, PARSERS, parse, read_environment, read_file, setting_types
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ import time
 import httpx
 import pytest
 
-from engine.messages import EngineStats
-from server.status import KEPT_STEPS, SERIES, History, graph_summary, quantile
-from server.status_page import CONTENT_SECURITY_POLICY, PAGE
-from server.tally import Tally, Times
+from engine.protocol.messages import EngineStats
+from server.observability.shared_counters import Tally, Times
+from server.pages.status import CONTENT_SECURITY_POLICY, PAGE
+from server.serving.status_board import KEPT_STEPS, SERIES, History, graph_summary, quantile
 
 AS_JSON = {"Accept": "application/json"}
 HOSTILE = '<img src=x onerror="alert(1)"></script>'

@@ -10,13 +10,13 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from engine.errors import EngineDead, QueueFull, RequestError
-from engine.outputs import OutputDelta, RequestOutput
-from engine.request import SamplingParams
-from server.errors import OUTCOMES, WireError, body_of, error_body
-from server.inference import Job
-from server.metrics import RequestMetrics
-from server.streaming import EventStream, event, merge
-from server.tally import Tally
+from engine.protocol.outputs import OutputDelta, RequestOutput
+from engine.protocol.request import SamplingParams
+from server.http.errors import OUTCOMES, WireError, body_of, error_body
+from server.http.streaming import EventStream, event, merge
+from server.observability.metrics import RequestMetrics
+from server.observability.shared_counters import Tally
+from server.serving.service import Job
 
 
 class Source:

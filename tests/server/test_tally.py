@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from server.tally import ENTRIES, NAME_BYTES, ROW_DOUBLES, Counts, Tally, Times
+from server.observability.shared_counters import ENTRIES, NAME_BYTES, ROW_DOUBLES, Counts, Tally, Times
 
 
 def shared(rows: int):

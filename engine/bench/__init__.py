@@ -1,0 +1,1 @@
+"""`encore bench`: offline latency and throughput."""

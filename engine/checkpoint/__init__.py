@@ -1,0 +1,1 @@
+"""Where model files come from: names, folders, the hub, the default model, GGUF files."""

@@ -1,0 +1,232 @@
+"""What a GGUF file means as a Hugging Face model: config, weight names, shapes and row order.
+
+Owns the mapping from llama.cpp's names and conventions to Hugging Face's, and the refusal of what it doesn't know.
+Knows no model class, no tokenizer and no device.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.checkpoint.gguf_file import Q4_1, GGUFFile
+from engine.errors import ModelError
+
+SUPPORTED_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+_TOP_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_LAYER_PATTERN = re.compile(r"blk\.(\d+)\.([a-z_]+)\.(weight|bias)")
+
+
+class GGUFModel:
+    """A GGUF file seen as a Hugging Face model: a config dict, and weights by their Hugging Face names.
+
+    llama.cpp stores Llama's Q and K with each head's rows interleaved for its rope; every accessor here gives them
+    back in the rotate-half order. Raises ModelError for architectures and tensors it doesn't know.
+    """
+
+    def __init__(self, file: GGUFFile):
+        self.file = file
+        self.architecture = file.metadata.get("general.architecture")
+        if self.architecture not in SUPPORTED_ARCHITECTURES:
+            raise ModelError(
+                f"{file.path}: architecture {self.architecture!r} is not supported; supported in GGUF "
+                f"files: {', '.join(SUPPORTED_ARCHITECTURES)}"
+            )
+        self.config = self._read_config()
+        self._sources = {self._hf_name(name): name for name in file.tensors}
+        self._check_shapes()
+
+    def _number(self, key: str, kind: type = int, default: Any = None) -> Any:
+        name = f"{self.architecture}.{key}"
+        value = self.file.metadata.get(name, default)
+        if value is None:
+            raise ModelError(f"{self.file.path}: metadata has no {name!r}")
+        accepted = (int, float) if kind is float else (int,)
+        if isinstance(value, bool) or not isinstance(value, accepted) or not 0 < value < 2**31:
+            shown = repr(value) if not isinstance(value, list) else "a list"
+            raise ModelError(f"{self.file.path}: {name} is {shown}; a positive {kind.__name__} is needed")
+        # Floats are stored in single precision: the shortest decimal is what the author wrote (1e-05).
+        return float(str(np.float32(value))) if kind is float else value
+
+    def _read_config(self) -> dict[str, Any]:
+        metadata, tensors = self.file.metadata, self.file.tensors
+        hidden, heads = self._number("embedding_length"), self._number("attention.head_count")
+        head_dim = self._number("attention.key_length", default=hidden // heads or None)
+        layers = self._number("block_count")
+        self._refuse_unsupported(head_dim, layers)
+        vocab_size, width = (self.file.info("token_embd.weight").shape + (0,))[:2]
+        if width != hidden:
+            raise ModelError(
+                f"{self.file.path}: token_embd.weight is {vocab_size} x {width}, but embedding_length is {hidden}"
+            )
+        tokens = metadata.get("tokenizer.ggml.tokens")
+        if isinstance(tokens, list) and len(tokens) > vocab_size:
+            raise ModelError(
+                f"{self.file.path}: the tokenizer has {len(tokens)} tokens, but token_embd.weight only "
+                f"{vocab_size} rows"
+            )
+        eos = [
+            metadata[key]
+            for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+            if isinstance(metadata.get(key), int)
+        ]
+        config = {
+            "architectures": [SUPPORTED_ARCHITECTURES[self.architecture]],
+            "model_type": self.architecture,
+            "vocab_size": vocab_size,
+            "hidden_size": hidden,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": self._number("attention.head_count_kv", default=heads),
+            "head_dim": head_dim,
+            "intermediate_size": self._number("feed_forward_length"),
+            "hidden_act": "silu",
+            "max_position_embeddings": self._number("context_length"),
+            "rms_norm_eps": self._number("attention.layer_norm_rms_epsilon", float),
+            "rope_theta": self._number("rope.freq_base", float, default=10000.0),
+            "tie_word_embeddings": "output.weight" not in tensors,
+            "attention_bias": "blk.0.attn_q.bias" in tensors,
+            "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+            "eos_token_id": list(dict.fromkeys(eos)) or None,
+        }
+        scaling = metadata.get(f"{self.architecture}.rope.scaling.type", "none")
+        if scaling != "none":
+            config["rope_scaling"] = {
+                "rope_type": scaling,
+                "factor": self._number("rope.scaling.factor", float),
+                "original_max_position_embeddings": self._number(
+                    "rope.scaling.original_context_length", default=config["max_position_embeddings"]
+                ),
+            }
+        return config
+
+    def _refuse_unsupported(self, head_dim: int, layers: int) -> None:
+        metadata, prefix = self.file.metadata, self.architecture
+        if metadata.get(f"{prefix}.expert_count"):
+            raise ModelError(f"{self.file.path}: mixture-of-experts models are not supported from GGUF files")
+        if self._number("rope.dimension_count", default=head_dim) != head_dim:
+            raise ModelError(f"{self.file.path}: rope on a part of each head (rope.dimension_count) is not supported")
+        if "rope_freqs.weight" in self.file.tensors:
+            raise ModelError(
+                f"{self.file.path}: per-frequency rope factors (rope_freqs.weight, as in Llama 3.1) are "
+                "not supported from GGUF files; use the model's Hugging Face folder"
+            )
+        if layers > len(self.file.tensors):
+            raise ModelError(
+                f"{self.file.path}: block_count is {layers}, but there are only {len(self.file.tensors)} tensors"
+            )
+
+    def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every weight that the config asks for, by Hugging Face name."""
+        config = self.config
+        hidden, wide, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+        q_rows, kv_rows = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+        layer: dict[str, tuple[int, ...]] = {
+            "input_layernorm.weight": (hidden,),
+            "post_attention_layernorm.weight": (hidden,),
+            "self_attn.q_proj.weight": (q_rows, hidden),
+            "self_attn.k_proj.weight": (kv_rows, hidden),
+            "self_attn.v_proj.weight": (kv_rows, hidden),
+            "self_attn.o_proj.weight": (hidden, q_rows),
+            "mlp.gate_proj.weight": (wide, hidden),
+            "mlp.up_proj.weight": (wide, hidden),
+            "mlp.down_proj.weight": (hidden, wide),
+        }
+        if config["attention_bias"]:
+            layer |= {
+                "self_attn.q_proj.bias": (q_rows,),
+                "self_attn.k_proj.bias": (kv_rows,),
+                "self_attn.v_proj.bias": (kv_rows,),
+            }
+        if self.architecture == "qwen3":
+            layer |= {"self_attn.q_norm.weight": (head_dim,), "self_attn.k_norm.weight": (head_dim,)}
+        shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden), "model.norm.weight": (hidden,)}
+        if not config["tie_word_embeddings"]:
+            shapes["lm_head.weight"] = (config["vocab_size"], hidden)
+        for index in range(config["num_hidden_layers"]):
+            shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+        return shapes
+
+    def _check_shapes(self) -> None:
+        """Compare what the metadata promises with the tensors, before anything is allocated by the metadata's word."""
+        expected = self._expected_shapes()
+        problems = [f"{name} is missing" for name in expected if name not in self._sources]
+        for name, source in self._sources.items():
+            found = self.file.info(source).shape
+            if name not in expected:
+                problems.append(f"{source!r} has no place in the model that the metadata describes")
+            elif found != expected[name]:
+                problems.append(f"{source!r} has shape {list(found)}, the metadata asks for {list(expected[name])}")
+        if problems:
+            more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+            raise ModelError(f"{self.file.path}: tensors and metadata disagree: {'; '.join(problems[:3])}{more}")
+
+    def _hf_name(self, name: str) -> str:
+        if name in _TOP_NAMES:
+            return _TOP_NAMES[name]
+        match = _LAYER_PATTERN.fullmatch(name)
+        if match is None or match[2] not in _LAYER_NAMES:
+            raise ModelError(f"{self.file.path}: tensor {name!r} has no place in a {self.architecture} model")
+        return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}"
+
+    def _row_order(self, name: str) -> torch.Tensor | None:
+        """Row indices that undo llama.cpp's interleaving of a Q or K projection, or None where it did none."""
+        heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
+        if heads is None or self.architecture != "llama":
+            return None
+        rows = self.file.info(self._sources[name]).shape[0]
+        count = self.config[heads]
+        if rows % (2 * count):
+            raise ModelError(
+                f"{self.file.path}: {self._sources[name]!r} has {rows} rows, not a multiple of 2 x {count} heads"
+            )
+        return torch.arange(rows).view(count, rows // (2 * count), 2).transpose(1, 2).reshape(-1)
+
+    def names(self) -> list[str]:
+        """Hugging Face names of every weight the file holds."""
+        return list(self._sources)
+
+    def is_q4_1(self, name: str) -> bool:
+        """Whether weight `name` is stored as Q4_1 (so that `q4_1` can hand out its codes)."""
+        return name in self._sources and self.file.info(self._sources[name]).type_id == Q4_1
+
+    def is_mostly_4bit(self) -> bool:
+        """Whether the file's tensors are mostly Q4_1, which the int4 kernel represents code by code."""
+        return sum(map(self.is_q4_1, self.names())) * 2 > len(self.file.tensors)
+
+    def weight(self, name: str) -> torch.Tensor:
+        """One weight by its Hugging Face name, dequantised exactly: float32, freshly allocated."""
+        values, order = self.file.dense(self._sources[name]), self._row_order(name)
+        return values if order is None else values[order]
+
+    def q4_1(self, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """One Q4_1 weight by its Hugging Face name, as GGUFFile.q4_1 gives it, rows in rotate-half order."""
+        parts, order = self.file.q4_1(self._sources[name]), self._row_order(name)
+        return parts if order is None else tuple(part[order] for part in parts)
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every weight as (Hugging Face name, float32 tensor), one at a time."""
+        for name in self._sources:
+            yield name, self.weight(name)

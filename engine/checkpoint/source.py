@@ -1,0 +1,77 @@
+"""From the name of a model to files on this machine.
+
+Owns the decision what a name means: the default model, a local folder, a .gguf file or a hub name. Reads no weights
+and no config; it only looks whether the files that must be there are.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.checkpoint.default_model import default_gguf
+from engine.config import DEFAULT_MODEL
+from engine.errors import ModelError
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*", "merges.txt", "vocab.txt"]
+_FORMS = (
+    f"give {DEFAULT_MODEL!r}, a folder in Hugging Face layout (config.json, safetensors, tokenizer), a .gguf "
+    "file, or a hub name (owner/name)"
+)
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model's files are. `path` is a file for "gguf" and a folder for "hf"; `name` is what was asked for."""
+
+    path: str
+    kind: Literal["gguf", "hf"]
+    name: str
+
+
+def resolve_model(name: str) -> ModelSource:
+    """Find the files of model `name`, fetching the default model or a hub model if need be.
+
+    A path that exists wins over a hub name. Raises ModelError saying what was looked for and what to do.
+    """
+    if not isinstance(name, str) or not name.strip() or "\0" in name:
+        raise ModelError(f"{name!r} names no model; {_FORMS}")
+    if name.lower() == DEFAULT_MODEL:
+        return ModelSource(default_gguf(), "gguf", DEFAULT_MODEL)
+    path = os.path.expanduser(name)
+    if os.path.isdir(path):
+        return ModelSource(_checked_folder(path), "hf", name)
+    if os.path.isfile(path):
+        if path.lower().endswith(".gguf"):
+            return ModelSource(path, "gguf", name)
+        raise ModelError(f"{name} is a file, but not a .gguf file; {_FORMS}")
+    if os.path.isabs(path) or name.startswith((".", "~")) or name.lower().endswith(".gguf"):
+        raise ModelError(f"there is no folder and no file {name}; {_FORMS}")
+    if not _HUB_NAME.fullmatch(name):
+        raise ModelError(f"{name!r} is neither a folder or file here nor a hub name; {_FORMS}")
+    return ModelSource(_checked_folder(_from_hub(name)), "hf", name)
+
+
+def _checked_folder(path: str) -> str:
+    if not os.path.isfile(os.path.join(path, "config.json")):
+        ggufs = sorted(entry for entry in os.listdir(path) if entry.lower().endswith(".gguf"))
+        hint = f"; to serve a GGUF file name it: {os.path.join(path, ggufs[0])}" if ggufs else f"; {_FORMS}"
+        raise ModelError(f"{path} has no config.json{hint}")
+    return path
+
+
+def _from_hub(name: str) -> str:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(name, allow_patterns=_HUB_FILES, etag_timeout=10)
+    except Exception as error:  # the hub client's errors share no base: network, missing, gated, disk
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ModelError(
+            f"model {name!r} is no local folder, is not in the hub's local cache, and could not be "
+            f"fetched from the hub ({reason}); check the name and the network, set HF_TOKEN for a gated "
+            "model, or download it elsewhere and give the folder"
+        ) from error

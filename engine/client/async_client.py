@@ -1,0 +1,422 @@
+"""The async door to an engine: submit, stream, abort, drain. What a server uses, and all that it uses.
+
+Owns the requests in flight on the caller's side: their text, their queues, and that each ends, also when the engine
+dies. The loop runs in a process of its own (ProcessTransport) or in a thread of this one (ThreadTransport), behind the
+same interface. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from engine.checkpoint.source import ModelSource, resolve_model
+from engine.client.counters import carried
+from engine.client.output_queue import Queue, joined, until_all_end
+from engine.client.supervisor import RestartPolicy, Supervisor
+from engine.client.transport import ProcessTransport, Run, ThreadTransport, Transport, run_loop
+from engine.config import EngineConfig
+from engine.errors import EngineDead, EngineError, RequestError
+from engine.protocol.messages import (
+    FRONT_SPAN,
+    Abort,
+    Ask,
+    Dead,
+    EngineStats,
+    Events,
+    Lost,
+    ModelInfo,
+    Ready,
+    Reply,
+    Report,
+    Snapshot,
+    Submit,
+    Tokens,
+)
+from engine.protocol.outputs import OutputDelta
+from engine.protocol.request import EngineRequest, SamplingParams, TokenEvent, check_prompt_ids, resolve_seed, split_n
+from engine.text.output_processor import OutputProcessor
+from engine.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+HANG_SECONDS = 30.0  # without a report, after which nothing new is sent to an engine; the supervisor kills it later
+STOP_SECONDS = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Health:
+    """alive: the loop exists or will again. ready: it answers requests. `reason` says why not.
+
+    `warm` is the warm-up's progress, `restarts` how often the loop was replaced, `silent` the seconds since its last
+    report.
+    """
+
+    alive: bool
+    ready: bool
+    reason: str = ""
+    warm: dict[str, Any] = field(default_factory=dict)
+    restarts: int = 0
+    silent: float = 0.0
+
+
+class Client(Protocol):
+    """What a server may ask of an engine. All methods are called on one event loop."""
+
+    tokenizer: Tokenizer | None
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def generate(
+        self,
+        request_id: str,
+        *,
+        prompt: str | None = None,
+        prompt_token_ids: list[int] | None = None,
+        params: SamplingParams,
+        priority: int = 0,
+    ) -> AsyncIterator[OutputDelta]: ...
+
+    def stream(
+        self,
+        request_id: str,
+        *,
+        prompt: str | None = None,
+        prompt_token_ids: list[int] | None = None,
+        params: SamplingParams,
+        priority: int = 0,
+    ) -> AsyncIterator[list[OutputDelta]]: ...
+
+    async def abort(self, request_id: str) -> None: ...
+
+    async def ask(self, method: str, *args: Any) -> Any: ...
+
+    async def graphs(self) -> list[dict[str, Any]]: ...
+
+    async def drain(self, timeout: float) -> bool: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def health(self) -> Health: ...
+
+    def info(self) -> ModelInfo: ...
+
+
+def make_client(
+    config: EngineConfig, *, in_process: bool = False, restarts: RestartPolicy | None = None, run: Run = run_loop
+) -> EngineClient:
+    """A client whose engine runs in its own process, replaced by the policy `restarts` when it dies or hangs.
+
+    With `in_process` it runs in a thread of this one, which nothing replaces: what ends there stays ended. `run` is
+    what the process runs, a loop unless given.
+    """
+    if in_process:
+        return EngineClient(config, ThreadTransport(config))
+    return EngineClient(config, Supervisor(lambda: ProcessTransport(config, run=run), restarts))
+
+
+class EngineClient:
+    """The one implementation of Client, over any transport.
+
+    `front`: which of several clients of one engine this is; no two may have the same number, nor one after the other.
+    """
+
+    def __init__(self, config: EngineConfig, transport: Transport, hang_seconds: float = HANG_SECONDS, front: int = 0):
+        self.config, self.hang_seconds = config, hang_seconds
+        self.tokenizer: Tokenizer | None = None
+        self._transport = transport
+        self._info: ModelInfo | None = None
+        self._stats = EngineStats()
+        self._queues: dict[str, Queue] = {}  # by parent request
+        self._parents: dict[str, str] = {}  # child -> parent
+        self._processor: OutputProcessor | None = None
+        self._replies: dict[int, asyncio.Future[Any]] = {}
+        self._front, self._numbers = front, itertools.count(front * FRONT_SPAN)
+        self._ready: asyncio.Future[None] | None = None
+        self._death: str | None = None  # why there is no loop now
+        self._is_final = False  # and there will be none
+        self._restarts = 0
+        self._last_report = time.monotonic()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    # ---- life ------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Load tokenizer and model side by side; returns when requests are answered.
+
+        Raises ConfigError or ModelError as the engine does, EngineDead if it ended otherwise.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._ready = self._loop.create_future()
+        try:
+            source: ModelSource = await asyncio.to_thread(resolve_model, self.config.model)  # fetched once, before both
+            self._transport.start(self._from_transport)
+            self.tokenizer = await asyncio.to_thread(Tokenizer.try_load, source)
+            self._processor = OutputProcessor(self.tokenizer)
+            await self._ready
+        except BaseException:
+            self._ready.cancel()
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """End the engine; requests under way end with EngineDead."""
+        await asyncio.to_thread(self._transport.stop, STOP_SECONDS)
+        self._die("the engine was closed")
+
+    async def drain(self, timeout: float) -> bool:
+        """Wait until no request is under way, at most `timeout` seconds; whether all ended."""
+        until = time.monotonic() + timeout
+        while self._queues and time.monotonic() < until:
+            await asyncio.sleep(0.02)
+        return not self._queues
+
+    # ---- requests --------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        request_id: str,
+        *,
+        prompt: str | None = None,
+        prompt_token_ids: list[int] | None = None,
+        params: SamplingParams,
+        priority: int = 0,
+    ) -> AsyncIterator[OutputDelta]:
+        """As `stream`, a delta at a time. One holds what a step gave, or where the reader is behind several steps."""
+        pieces = self.stream(
+            request_id, prompt=prompt, prompt_token_ids=prompt_token_ids, params=params, priority=priority
+        )
+        async with aclosing(pieces):
+            async for deltas in pieces:
+                for delta in joined(deltas):
+                    yield delta
+
+    async def stream(
+        self,
+        request_id: str,
+        *,
+        prompt: str | None = None,
+        prompt_token_ids: list[int] | None = None,
+        params: SamplingParams,
+        priority: int = 0,
+    ) -> AsyncIterator[list[OutputDelta]]:
+        """Stream what the n sequences of a request give; deltas carry `.index`. Ends when all have ended.
+
+        A delta is what one step gave one sequence; a list holds all that has come since the one before it. Closing the
+        iterator early aborts all sequences. Raises RequestError for a request that can't be accepted, EngineDead if the
+        engine ends, EngineError if a sequence fails.
+        """
+        self._require_alive()
+        ids = self._prompt_ids(prompt, prompt_token_ids)
+        if request_id in self._queues:
+            raise RequestError(f"request id {request_id!r} is in use by a request under way", param="request_id")
+        # The engine's ids are used once: a caller's may come again while the last events of the first are under way.
+        children = split_n(f"{self._front}.{next(self._numbers)}", params, resolve_seed(params))
+        queue = self._queues[request_id] = Queue()
+        open_children = {child.request_id for child in children}
+        try:
+            for child in children:
+                self._processor.add(child.request_id, child.params, ids, request_id=request_id, index=child.index)
+                self._parents[child.request_id] = request_id
+            self._transport.send(
+                Submit(
+                    [
+                        EngineRequest(
+                            request_id=child.request_id,
+                            prompt_token_ids=ids,
+                            params=child.params,
+                            priority=priority,
+                            seed=child.seed,
+                        )
+                        for child in children
+                    ]
+                )
+            )
+            while open_children:
+                deltas, error = until_all_end(await queue.take(), open_children)
+                if deltas:
+                    yield deltas
+                if error is not None:
+                    raise error
+        finally:
+            self._forget(request_id, [child.request_id for child in children], open_children)
+
+    def _forget(self, request_id: str, children: list[str], still_open: set[str]) -> None:
+        self._queues.pop(request_id, None)
+        known = [child for child in children if self._parents.pop(child, None) is not None]
+        for child in known:
+            self._processor.remove(child)
+        if still_open and known and self._death is None:
+            self._abort(sorted(still_open))
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its stream ends with finish_reason "abort". Unknown ids are left alone."""
+        children = [child for child, parent in self._parents.items() if parent == request_id]
+        if children and self._death is None:
+            self._abort(children)
+
+    def _abort(self, children: list[str]) -> None:
+        try:
+            self._transport.send(Abort(children))
+        except EngineDead as gone:  # the transport reports the end, which ends everything anyway
+            logger.debug("nothing to abort: %s", gone)
+
+    def _prompt_ids(self, prompt: str | None, prompt_token_ids: list[int] | None) -> list[int]:
+        if prompt_token_ids is None:
+            if self.tokenizer is None:
+                raise RequestError("this model has no tokenizer: give token ids", param="prompt")
+            prompt_token_ids = self.tokenizer.encode(prompt)
+        return check_prompt_ids(prompt_token_ids, self.info().vocab_size)
+
+    # ---- questions -------------------------------------------------------------------------------------------------
+
+    async def ask(self, method: str, *args: Any) -> Any:
+        """Call a method of the loop between two steps and return its value."""
+        self._require_alive()
+        number = next(self._numbers)
+        future = self._replies[number] = self._loop.create_future()
+        try:
+            self._transport.send(Ask(number, method, args))
+            return await future
+        finally:
+            self._replies.pop(number, None)
+
+    async def graphs(self) -> list[dict[str, Any]]:
+        """The graph cache as rows of plain values."""
+        return await self.ask("graphs")
+
+    def stats(self) -> EngineStats:
+        """The latest snapshot, a fraction of a second old."""
+        return self._stats
+
+    def info(self) -> ModelInfo:
+        """The model as it was loaded. Raises EngineDead before `start` has returned."""
+        if self._info is None:
+            raise EngineDead("the engine has not loaded its model yet")
+        return self._info
+
+    def health(self) -> Health:
+        """Whether requests would be answered, from the reports that came; asks nothing of the engine."""
+        silent = time.monotonic() - self._last_report
+        reason = ""
+        if self._death is not None:
+            reason = self._death
+        elif self._info is None:
+            reason = _start_of(self._stats.warm)
+        elif silent > self.hang_seconds:
+            reason = f"the engine has not reported for {silent:.0f} s"
+        return Health(
+            alive=not self._is_final,
+            ready=not reason,
+            reason=reason,
+            warm=dict(self._stats.warm),
+            restarts=self._restarts,
+            silent=silent,
+        )
+
+    def _require_alive(self) -> None:
+        if self._death is not None:
+            raise EngineDead(self._death)
+        if self._info is None:
+            raise EngineDead("the engine has not loaded its model yet")
+
+    # ---- reports ---------------------------------------------------------------------------------------------------
+
+    def _from_transport(self, report: Report) -> None:
+        """Called by the transport's thread; hands the report to the event loop."""
+        try:
+            self._loop.call_soon_threadsafe(self._take, report)
+        except RuntimeError:  # the event loop is closed: nobody is left to tell
+            return
+
+    def _take(self, report: Report) -> None:
+        self._last_report = time.monotonic()
+        if isinstance(report, Events):
+            for columns in report.tokens:
+                self._deliver_columns(columns)
+            for event in report.events:
+                self._deliver(event)
+        elif isinstance(report, Snapshot):
+            self._stats = report.stats
+        elif isinstance(report, Reply):
+            future = self._replies.pop(report.number, None)
+            if future is not None and not future.done():
+                future.set_exception(report.error) if report.error else future.set_result(report.value)
+        elif isinstance(report, Ready):
+            self._begin(report.info)
+        elif isinstance(report, Lost):
+            self._restarts = report.restarts
+            self._lose(report.reason, "; it is being restarted")
+        elif isinstance(report, Dead):
+            self._die(report.reason or "the engine was stopped", report.refused)
+
+    def _begin(self, info: ModelInfo) -> None:
+        """A loop answers: the first one, or one that takes another's place."""
+        self._info, self._death = info, None
+        if not self._ready.done():
+            self._ready.set_result(None)
+
+    def _deliver(self, event: TokenEvent) -> None:
+        parent = self._parents.get(event.request_id)
+        if parent is None:
+            return  # its caller went away; the abort is on its way
+        delta = self._processor.process(event)
+        if delta is None:
+            return
+        if delta.finish_reason == "error":
+            self._queues[parent].put(event.refusal or EngineError(event.error))
+        else:
+            self._hand_over(parent, delta)
+
+    def _deliver_columns(self, columns: Tokens) -> None:
+        """As `_deliver`, for many plain events; the hot path of a busy server."""
+        parents, one = self._parents, self._processor.one
+        version, bucket = columns.weight_version, columns.graph_bucket
+        for child_id, token_id in zip(columns.request_ids, columns.token_ids, strict=True):
+            parent = parents.get(child_id)
+            if parent is not None:
+                delta = one(child_id, token_id, version, bucket)
+                if delta is not None:
+                    self._hand_over(parent, delta)
+
+    def _hand_over(self, parent: str, delta: OutputDelta) -> None:
+        if delta.abort:
+            self._abort([delta.child_id])
+        self._queues[parent].put(delta)
+
+    def _lose(self, reason: str, what_next: str = "") -> None:
+        """The loop is gone: everyone who waits for it is told, and its counts are kept."""
+        self._death = reason + what_next
+        self._stats = carried(self._stats, reason)
+        message = f"the engine ended: {self._death}"
+        for queue in self._queues.values():  # an error each: one raised in many places collects all their tracebacks
+            queue.put(EngineDead(message))
+        for future in self._replies.values():
+            if not future.done():
+                future.set_exception(EngineDead(message))
+        self._replies.clear()
+
+    def _die(self, reason: str, refused: Exception | None = None) -> None:
+        """The loop is gone for good; said once."""
+        if self._is_final:
+            return
+        self._is_final = True
+        self._lose(reason)
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(refused or EngineDead(f"the engine ended: {reason}"))
+
+
+def _start_of(warm: Mapping[str, Any]) -> str:
+    """How far a start is: there is a progress of captures only once the model is loaded."""
+    if not warm:
+        return "the model is being loaded"
+    captured = warm["captured"]
+    return f"graphs are being captured: {captured} of {captured + warm['pending']} so far"

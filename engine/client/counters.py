@@ -1,0 +1,63 @@
+"""Counters that outlive an engine process: what ended processes counted is added to what the running one counts.
+
+Knows EngineStats and which of its parts are counts. Gauges are always the running process' own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from engine.protocol.messages import EngineStats
+
+COUNTS = (
+    "prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "prompt_tokens", "generation_tokens", "steps",
+    "idle_check_failures",
+)  # fmt: skip
+GRAPH_COUNTS = (
+    "replays", "fallbacks", "captures", "failed_captures", "invalidations", "real_tokens", "padded_tokens",
+    "batch_rows",
+)  # fmt: skip
+
+
+def carried(ended: EngineStats, reason: str) -> EngineStats:
+    """What stays of a process that ended: its counts, and why it ended as the last error; gauges are at zero."""
+    counts = {name: getattr(ended, name) for name in COUNTS}
+    graphs = {name: ended.graphs[name] for name in (*GRAPH_COUNTS, "capture_seconds") if name in ended.graphs}
+    return EngineStats(
+        **counts, ended=dict(ended.ended), graphs=graphs, weight_version=ended.weight_version, last_error=reason
+    )
+
+
+def added(before: EngineStats, now: EngineStats) -> EngineStats:
+    """A running process' snapshot, its counts raised by those of the processes before it."""
+    counts = {name: getattr(before, name) + getattr(now, name) for name in COUNTS}
+    graphs = dict(now.graphs)
+    for name in GRAPH_COUNTS:
+        if name in before.graphs or name in now.graphs:
+            graphs[name] = _sum(before.graphs.get(name, ()), now.graphs.get(name, ()))
+    times = [stats.graphs["capture_seconds"] for stats in (before, now) if "capture_seconds" in stats.graphs]
+    if times:
+        graphs["capture_seconds"] = times[0] if len(times) == 1 else _sum_histograms(*times)
+    return dataclasses.replace(
+        now,
+        **counts,
+        ended=dict(Counter(before.ended) + Counter(now.ended)),
+        graphs=graphs,
+        last_error=now.last_error or before.last_error,
+    )
+
+
+def _sum(*lists: Iterable[tuple[tuple, int]]) -> list[tuple[tuple, int]]:
+    total: Counter[tuple] = Counter()
+    for one in lists:
+        for labels, count in one:
+            total[tuple(labels)] += count
+    return list(total.items())
+
+
+def _sum_histograms(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    counts = [a + b for a, b in zip(before["counts"], now["counts"], strict=True)]
+    return {"bounds": now["bounds"], "counts": counts, "sum": before["sum"] + now["sum"]}

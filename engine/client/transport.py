@@ -1,0 +1,265 @@
+"""Where the loop runs: a thread of this process, or a process of its own. Commands go in, reports come out.
+
+Owns threads, pipes and the child process, and that a dead child is noticed. Knows nothing of what the messages mean
+but Ready, Dead and Stop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
+from typing import Protocol
+
+from engine.client.event_router import Switchboard, packed
+from engine.config import EngineConfig
+from engine.errors import EngineDead, EngineError
+from engine.protocol.messages import Command, Dead, Events, Ready, Report, Snapshot, Stop
+from engine.utils.openmp import calm_openmp
+from engine.utils.processes import ignore_stop_signals, log_style, start_deaf
+
+logger = logging.getLogger(__name__)
+OnReport = Callable[[Report], None]
+# Serves until a Stop: what the process of an engine runs, given its settings, `receive(timeout)` and `send`.
+Run = Callable[[EngineConfig, Callable[[float], Command | None], OnReport], None]
+
+
+class Transport(Protocol):
+    """The way to one loop. `on_report` is called from a thread of the transport's."""
+
+    def start(self, on_report: OnReport) -> None:
+        """Begin to load the model; ends in a Ready or a Dead report."""
+
+    def send(self, command: Command) -> None:
+        """Hand over a command. Raises EngineDead if the loop is gone."""
+
+    def stop(self, timeout: float) -> None:
+        """End the loop and wait, at most `timeout` seconds; then by force where that is possible."""
+
+
+def run_loop(config: EngineConfig, receive: Callable[[float], Command | None], send: OnReport) -> None:
+    """Build a loop and serve until it ends; every way out sends one Dead."""
+    try:
+        from engine.checkpoint.source import resolve_model
+        from engine.executor.build import build_loop  # torch is loaded here, and only where the loop runs
+        from engine.text.tokenizer import Tokenizer
+        from engine.utils.progress import WarmProgress
+
+        source = resolve_model(config.model)
+        tokenizer = Tokenizer.try_load(source)
+        loop = build_loop(config, source, tokenizer.eos_token_ids if tokenizer else ())
+        if config.warmup == "full":
+            shown = WarmProgress()
+
+            def progress(done: int, total: int, key: object) -> None:
+                shown(done, total, key)
+                send(Snapshot(loop.stats()))  # for who asks whether this server is ready
+
+            send(Snapshot(loop.stats()))  # the first capture is the slowest
+            loop.warm(progress)
+    except EngineDead as error:  # one of its processes ended: nothing that another try must meet again
+        return send(Dead(f"the engine did not start: {error}"))
+    except EngineError as error:
+        return send(Dead(str(error), refused=error))
+    except Exception as error:
+        logger.exception("the engine did not start")
+        return send(Dead(f"the engine did not start: {type(error).__name__}: {error}"))
+    send(Ready(loop.info))
+    loop.serve(receive, send)
+
+
+class ThreadTransport:
+    """The loop in a daemon thread: for tests and small machines, where one interpreter is enough."""
+
+    def __init__(self, config: EngineConfig):
+        self._config = config
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start(self, on_report: OnReport) -> None:
+        self._thread = threading.Thread(
+            target=run_loop, args=(self._config, self._receive, on_report), daemon=True, name="encore-loop"
+        )
+        self._thread.start()
+
+    def _receive(self, timeout: float) -> Command | None:
+        try:
+            return self._commands.get(timeout=timeout) if timeout else self._commands.get_nowait()
+        except queue.Empty:
+            return None
+
+    def send(self, command: Command) -> None:
+        if self._thread is None or not self._thread.is_alive():
+            raise EngineDead("the engine's thread has ended")
+        self._commands.put(command)
+
+    def stop(self, timeout: float) -> None:
+        if self._thread is not None:
+            self._commands.put(Stop())
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                logger.error("the engine's thread did not end within %.0f s; it is left behind", timeout)
+
+
+class Outbox:
+    """Sends pickled messages from a thread of its own: who hands one over never waits for who should read it."""
+
+    def __init__(self, connection: Connection, name: str):
+        self._connection = connection
+        self._messages: queue.SimpleQueue[bytes | memoryview | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write, daemon=True, name=name)
+        self._thread.start()
+
+    def put(self, message: bytes | memoryview) -> None:
+        """Hand over a message; it is dropped if nobody reads any more."""
+        self._messages.put(message)
+
+    def close(self) -> None:
+        """Send what was handed over, then hang up, for both directions; a reader that hangs gets a second for it."""
+        self._messages.put(None)
+        self._thread.join(1.0)
+        if self._connection.closed:
+            return
+        line = socket.socket(fileno=self._connection.fileno())  # no copy: there may be no file left for it
+        try:
+            with contextlib.suppress(OSError):  # the other side has hung up already
+                line.shutdown(socket.SHUT_RDWR)  # a close alone would leave a thread that is reading where it is
+        finally:
+            line.detach()
+
+    def _write(self) -> None:
+        while (message := self._messages.get()) is not None:
+            try:
+                self._connection.send_bytes(message)
+            except OSError as gone:
+                logger.debug("nobody reads messages: %s", gone)  # who reads on this connection reports the end
+                return
+
+
+class ProcessTransport:
+    """The loop in a spawned process: its steps don't share an interpreter with HTTP, and its death doesn't spread.
+
+    With `routed` its reports come as Parcels, for a hub. `run` is what serves there, a loop unless given.
+    """
+
+    def __init__(self, config: EngineConfig, *, routed: bool = False, run: Run = run_loop):
+        self._config, self._routed, self._run = config, routed, run
+        self._process: BaseProcess | None = None
+        self._connection: Connection | None = None
+        self._outbox: Outbox | None = None
+        self._reader: threading.Thread | None = None
+        self._gone = False
+        self._listens = False  # before the model is loaded the child reads no commands
+
+    @property
+    def pid(self) -> int | None:
+        """The child's process id, once started."""
+        return self._process.pid if self._process else None
+
+    def start(self, on_report: OnReport) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe(duplex=True)
+        self._process = context.Process(
+            target=_child,
+            name="encore-engine",
+            daemon=True,
+            args=(self._config, theirs, self._routed, self._run, *log_style()),
+        )
+        start_deaf(self._process)
+        theirs.close()  # else the end of the child would not end the pipe
+        self._reader = threading.Thread(target=self._read, args=(on_report,), daemon=True, name="encore-reports")
+        self._reader.start()
+        self._outbox = Outbox(self._connection, "encore-commands")
+
+    def _read(self, on_report: OnReport) -> None:
+        last = None
+        try:
+            while not isinstance(last, Dead):
+                last = self._connection.recv()
+                self._listens = self._listens or isinstance(last, Ready)
+                self._gone = isinstance(last, Dead)
+                on_report(last)
+        except (EOFError, OSError):
+            self._gone = True
+            self._process.join(1.0)
+            on_report(Dead(f"the engine process ended with exit code {self._process.exitcode}"))
+        except Exception as error:  # a report that can't be read leaves the ones after it unread: better no process
+            logger.exception("a report of the engine process can't be read")
+            self._gone = True
+            self._process.kill()
+            on_report(Dead(f"a report of the engine process can't be read: {type(error).__name__}: {error}"))
+
+    def send(self, command: Command) -> None:
+        """Never waits for the child: one that is in a long step, or hangs, reads nothing, and its pipe may be full."""
+        if self._outbox is None or self._gone:
+            raise EngineDead("the engine process is gone")
+        self._outbox.put(ForkingPickler.dumps(command))
+
+    def kill(self) -> None:
+        """End the child at once; it is reported as any other end."""
+        self._process.kill()
+
+    def stop(self, timeout: float) -> None:
+        if self._process is None:
+            return
+        if self._process.is_alive() and self._listens:
+            try:
+                self.send(Stop())
+            except EngineDead as gone:
+                logger.debug("nothing to stop: %s", gone)
+            self._process.join(timeout)
+        if self._process.is_alive():
+            if self._listens:
+                logger.error("the engine process did not end within %.0f s; it is killed", timeout)
+            self._process.kill()
+            self._process.join()
+        self._outbox.close()
+        self._reader.join(1.0)
+        self._connection.close()
+
+
+def _child(
+    config: EngineConfig,
+    connection: Connection,
+    routed: bool,
+    run: Run,
+    formatter: logging.Formatter | None,
+    log_level: int,
+) -> None:
+    """The engine process. The front decides when it ends, and its death ends it."""
+    calm_openmp()
+    ignore_stop_signals()
+    handler = logging.StreamHandler()
+    handler.setFormatter(formatter or logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(handlers=[handler])
+    for name in ("engine", "graph_cache"):
+        logging.getLogger(name).setLevel(log_level)
+
+    switchboard = Switchboard() if routed else None
+
+    def receive(timeout: float) -> Command | None:
+        try:
+            command = connection.recv() if connection.poll(timeout) else None
+        except (EOFError, OSError):  # the front is gone
+            return Stop()
+        return command if switchboard is None or command is None else switchboard.incoming(command)
+
+    def send(report: Report) -> None:
+        if isinstance(report, Events):
+            report = packed(report.events)
+        if switchboard is not None:
+            report = switchboard.outgoing(report)
+        try:
+            connection.send(report)
+        except (BrokenPipeError, OSError) as gone:
+            logger.debug("nobody reads reports: %s", gone)
+
+    run(config, receive, send)
+    connection.close()

@@ -1,0 +1,89 @@
+"""What the ranks of a split model say to each other within a step: sums of hidden states, and logits put together.
+
+Owns the exchange and the buffers that it needs. Knows tensors and a process group, no model. Every call is one that all
+ranks make, in the same order; with NCCL all can be captured.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from engine.distributed.one_shot_all_reduce import PeerMemory
+
+# Its older name, which torch 2.13 warns of, is the only one before.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def gathered_columns(part: Tensor, parts: Tensor, out: Tensor, group: dist.ProcessGroup) -> None:
+    """Put the ranks' columns side by side: part [N, n] of this rank -> out [N, m], m at most ranks * n: what the last
+    rank has beyond it is padding. `parts` [ranks * N, n] is scratch.
+    """
+    _all_gather(parts, part, group=group)
+    rows, width = part.shape
+    for rank, columns in enumerate(parts.view(-1, rows, width)):
+        place = out[:, rank * width : (rank + 1) * width]
+        place.copy_(columns[:, : place.shape[1]])
+
+
+class Exchange:
+    """The exchange of one group, for the logits of up to max_rows rows by `head` [vocab of this rank, h].
+
+    A sum onto hidden [T, h] is two calls: each rank puts its share where `onto` says, then calls `add_up`. Of few rows
+    it goes through memory that the ranks map of each other, where they can; a library's launch takes longer.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, max_rows: int, head: Tensor):
+        self._group = group
+        self.is_first = group.rank() == 0
+        self._memory = _memory(group, head)
+        self._part = head.new_empty(max_rows, len(head))
+        self._parts = head.new_empty(group.size() * max_rows, len(head))
+
+    def part(self, rows: int) -> Tensor:
+        """Where this rank's columns of the logits go, [rows, vocab of this rank]."""
+        return self._part[:rows]
+
+    def gather(self, part: Tensor, logits: Tensor) -> None:
+        """Logits [N, vocab] of all ranks from each one's `part`."""
+        parts = self._parts[: self._group.size() * len(part)]
+        gathered_columns(part, parts, logits, self._group)
+
+    def onto(self, hidden: Tensor, turn: int) -> tuple[Tensor, bool]:
+        """Where this rank's share of what comes to hidden [T, h] goes, and whether it is added to what is there.
+
+        `turn` is 0 and 1 alternately, also from step to step, and the same for `add_up`.
+        """
+        if self._is_short(hidden):
+            return self._memory.share(len(hidden), turn), False
+        return hidden, self.is_first
+
+    def add_up(self, hidden: Tensor, turn: int) -> None:
+        """hidden has all ranks' shares after it, the same bits on each."""
+        if self._is_short(hidden):
+            self._memory.add_up(hidden, turn)
+        else:
+            self.all_reduce(hidden)
+
+    def all_reduce(self, hidden: Tensor) -> None:
+        """hidden [T, h] becomes the sum of the ranks' own, the same bits on each."""
+        dist.all_reduce(hidden, group=self._group)
+
+    def abandon(self) -> None:
+        """Let go of sums that wait for a rank that is gone. From any thread; NCCL's are the group's to abort."""
+        if self._memory is not None:
+            self._memory.abandon()
+
+    def _is_short(self, hidden: Tensor) -> bool:
+        return self._memory is not None and len(hidden) <= self._memory.most_rows
+
+
+def _memory(group: dist.ProcessGroup, head: Tensor) -> PeerMemory | None:
+    if not head.is_cuda:
+        return None
+    from engine.distributed.one_shot_all_reduce import peer_memory  # triton exists only where CUDA does
+
+    return peer_memory(group, head.shape[1], head.dtype, head.device)

@@ -1,0 +1,93 @@
+"""Sums over the GPUs of one host through memory that the ranks map of each other: of few rows, in one launch of ours.
+
+Owns that memory and its one launch; device code: engine/kernels/all_reduce_kernels.py. All ranks make the same
+calls in the same order, with the same number of rows. Imports triton: import it only where the device is CUDA.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+import torch.distributed as dist
+import triton
+from torch import Tensor
+
+from engine.kernels.all_reduce_kernels import add_up_kernel
+from engine.kernels.launch import launch_options, overlaps
+
+logger = logging.getLogger(__name__)
+
+MOST_ROWS = 128
+"""Above it what is read of the others takes longer than a library's launch costs."""
+
+BLOCK, MOST_PROGRAMS = 1024, 128
+SHARES = 2
+"""Two in turn: a rank that writes one has read the other ranks' other one, so nobody reads what is being written."""
+
+_ALONE = 2  # a flag's value from which nobody waits any more
+
+
+class PeerMemory:
+    """Where the ranks of `group` leave their shares of hidden states [up to MOST_ROWS, width], for each other to read.
+
+    Raises RuntimeError where memory can't be shared.
+    """
+
+    most_rows = MOST_ROWS
+
+    def __init__(self, group: dist.ProcessGroup, width: int, dtype: torch.dtype, device: torch.device):
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # of no use to a sum that reads
+        import torch.distributed._symmetric_memory as symmetric
+
+        self._rank, self._ranks = group.rank(), group.size()
+        self._flag_count = MOST_PROGRAMS * self._ranks
+        shares = symmetric.empty(SHARES * MOST_ROWS * width, dtype=dtype, device=device)
+        flags = symmetric.empty(SHARES * self._flag_count, dtype=torch.int32, device=device)
+        flags.zero_()
+        torch.cuda.current_stream(device).synchronize()  # before another rank can tell anything
+        self._handles = symmetric.rendezvous(shares, group), symmetric.rendezvous(flags, group)
+        self._shares, self._flags = shares.view(SHARES, MOST_ROWS, width), flags
+        there, told = (torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64) for handle in self._handles)
+        each = MOST_ROWS * width * shares.element_size()
+        self._share_addresses = [(there + index * each).to(device) for index in range(SHARES)]
+        self._flag_addresses = told.to(device)
+
+    def share(self, rows: int, turn: int) -> Tensor:
+        """Where this rank's share [rows, width] goes; `turn` is 0 and 1 alternately, also from step to step."""
+        return self._shares[turn, :rows]
+
+    def add_up(self, hidden: Tensor, turn: int) -> None:
+        """hidden [rows, width] += the sum of all ranks' shares of this turn. One launch; can be captured."""
+        count, pdl = hidden.numel(), overlaps(hidden)
+        block = max(BLOCK, triton.next_power_of_2(triton.cdiv(count, MOST_PROGRAMS)))
+        add_up_kernel[(triton.cdiv(count, block),)](
+            hidden,
+            self._share_addresses[turn],
+            self._flag_addresses,
+            turn * self._flag_count,
+            count,
+            RANK=self._rank,
+            RANKS=self._ranks,
+            BLOCK=block,
+            PDL=pdl,
+            **launch_options(pdl),
+        )
+
+    def abandon(self) -> None:
+        """Let go of launches that wait for a rank that is gone; what they give then is of no use. From any thread."""
+        with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream(self._flags.device, priority=-1)):
+            self._flags.fill_(_ALONE)
+
+
+def peer_memory(group: dist.ProcessGroup, width: int, dtype: torch.dtype, device: torch.device) -> PeerMemory | None:
+    """The memory, or None where some rank can't share: then no rank does, and the log says why."""
+    memory, is_shared = None, torch.ones(1, device=device)
+    try:
+        memory = PeerMemory(group, width, dtype, device)
+    except RuntimeError as error:
+        logger.warning("rank %d can't share memory with the others, so all sums are NCCL's: %s", group.rank(), error)
+        is_shared.zero_()
+    dist.all_reduce(is_shared, dist.ReduceOp.MIN, group=group)
+    return memory if bool(is_shared) else None

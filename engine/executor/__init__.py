@@ -1,0 +1,1 @@
+"""How one engine drives one or several worker processes."""

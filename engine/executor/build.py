@@ -1,0 +1,35 @@
+"""Build the engine loop of a configuration: one process, or one per tensor-parallel rank."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.checkpoint.source import ModelSource, resolve_model
+from engine.config import EngineConfig
+from engine.core.builder import choose_device, choose_format, load_model, loop_of, manifest_of, read_config
+from engine.core.loop import EngineLoop
+from engine.worker.sizing import resolve
+
+
+def build_loop(
+    config: EngineConfig, source: ModelSource | None = None, eos_token_ids: tuple[int, ...] = ()
+) -> EngineLoop:
+    """Load the model and put the engine together; nothing is captured yet.
+
+    `eos_token_ids` (of the tokenizer) end a text beside the model's own. Raises ConfigError or ModelError, saying what
+    to do.
+    """
+    source = source or resolve_model(config.model)
+    if config.tensor_parallel_size > 1:
+        from engine.executor.leader import leading_loop  # it and what it imports are for several processes only
+
+        return leading_loop(config, source, eos_token_ids)
+    device = choose_device(config.device)
+    if device.type == "cpu" and config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    model_config, is_4bit = read_config(source)
+    weight_format, dtype = choose_format(config, model_config, device, is_4bit and config.load_format != "dummy")
+    sized = resolve(config, model_config, device, dtype)
+    model = load_model(sized, source, model_config, device, dtype, weight_format)
+    ends = tuple(dict.fromkeys((*model_config.eos_token_ids, *eos_token_ids)))
+    return loop_of(sized, model, source.name, ends, weight_format, manifest_of(sized, source, weight_format))

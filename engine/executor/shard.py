@@ -1,0 +1,259 @@
+"""One rank's part of a model that is split over several processes: what is refused, the groups, the load, the loop.
+
+Owns what each rank does alike, from a plan that all of them have. Knows no processes and no pipes: who starts the ranks
+and tells them what to do is engine/executor/leader.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from engine.checkpoint.source import ModelSource
+from engine.config import EngineConfig
+from engine.core.builder import choose_device, choose_format, loop_of
+from engine.core.loop import EngineLoop
+from engine.distributed.collectives import Exchange
+from engine.errors import ConfigError, ModelError
+from engine.megatron.checkpoint import load_checkpoint
+from engine.megatron.config import gpt_model_arguments, transformer_config_values
+from engine.megatron.model import HostedModel
+from engine.megatron.weight_layout import Slot
+from engine.models.config import ModelConfig
+from engine.models.registry import config_from_folder
+from engine.worker.sizing import resolve
+from graph_cache.manifest import Manifest
+
+logger = logging.getLogger(__name__)
+
+MEET_SECONDS = 300.0  # what one rank may take longer than another to come to where they meet
+LEAVE_SECONDS = 2.0  # what destroying the groups may take; past it the end of the process does it
+# All ranks are processes of this host: nobody outside it may connect. And a lost rank is noticed by its pipe; torch's
+# own answer to a communicator that broke would be to abort the process.
+_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardPlan:
+    """What each rank must know to make its part: plain values that pickle. `device` is rank 0's."""
+
+    config: EngineConfig
+    source: ModelSource
+    spec: ModelConfig
+    weight_format: str
+    dtype: torch.dtype
+    ends: tuple[int, ...]
+    device: torch.device
+    threads: int
+
+    @property
+    def ranks(self) -> int:
+        return self.config.tensor_parallel_size
+
+
+def plan_shards(config: EngineConfig, source: ModelSource, eos_token_ids: tuple[int, ...]) -> ShardPlan:
+    """The plan of a configuration with tensor_parallel_size above 1, before any process is started.
+
+    Raises ConfigError or ModelError for everything that can be known to fail: too few GPUs, a GGUF file, sizes that
+    can't be split, a model that Megatron-Core can't express, process groups that this process has already.
+    """
+    asked = f"tensor_parallel_size={config.tensor_parallel_size}"
+    if source.kind != "hf":
+        raise ModelError(
+            f"{source.name} is a GGUF file, found {asked}: give a folder in Hugging Face layout, or leave "
+            "tensor_parallel_size out"
+        )
+    device = choose_device(config.device)
+    if device.type == "cuda":
+        count, last = torch.cuda.device_count(), device.index + config.tensor_parallel_size - 1
+        if last >= count:
+            raise ConfigError(
+                f"{asked} on {device} and those after it needs GPU {last}, and torch sees {count} GPUs; "
+                "lower tensor_parallel_size, or device"
+            )
+    spec = config_from_folder(source.path)
+    transformer_config_values(spec)
+    if problems := _indivisible(spec, config.tensor_parallel_size):
+        raise ModelError(f"{source.name} can't be split by {asked}: {'; '.join(problems)}")
+    if dist.is_initialized():
+        raise ConfigError(
+            f"{asked} needs process groups of its own, and this process has initialised "
+            "torch.distributed already; start the engine in another process (encore serve does)"
+        )
+    weight_format, dtype = choose_format(config, spec, device, False)
+    resolve(dataclasses.replace(config, num_pages=config.num_pages or 2), spec, device, dtype)  # refuses sizes
+    ends = tuple(dict.fromkeys((*spec.eos_token_ids, *eos_token_ids)))
+    return ShardPlan(
+        config=_without_cpu_graphs(config, device),
+        source=source,
+        spec=spec,
+        dtype=dtype,
+        ends=ends,
+        weight_format=weight_format,
+        device=device,
+        threads=config.num_threads or max(1, torch.get_num_threads() // config.tensor_parallel_size),
+    )
+
+
+class Shard:
+    """One rank: its groups, its part of the model and its loop. The methods are called in the order they stand in."""
+
+    def __init__(self, plan: ShardPlan, rank: int):
+        from graph_cache.adapters.megatron import model  # takes seconds, of which those of all ranks pass together
+
+        self.plan, self.rank, self._megatron = plan, rank, model
+        self._has_joined = False
+        self._group: dist.ProcessGroup | None = None
+        self._model: HostedModel | None = None
+        self._sized: EngineConfig | None = None
+        self._exchange: Exchange | None = None
+        if plan.device.type == "cuda":
+            self.device = torch.device("cuda", plan.device.index + rank)
+            torch.cuda.set_device(self.device)
+            torch.zeros(1, device=self.device)  # a GPU that can't be used is told now, before others wait for this rank
+        else:
+            self.device = plan.device
+            self._threads = torch.get_num_threads()
+            torch.set_num_threads(plan.threads)
+
+    def join(self, meeting: str) -> None:
+        """Meet the other ranks at a file, new and the same for all, which must stay until `leave`."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # a thread of its own may be what meets
+        store = dist.FileStore(meeting, self.plan.ranks)
+        store.set_timeout(timedelta(seconds=MEET_SECONDS))
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        self._has_joined = True
+        with _environment(_ENVIRONMENT):
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.plan.ranks)
+            self._group = self._megatron.split_tensors(self.plan.ranks)
+            # The first collective connects the ranks, which takes memory that isn't the KV cache's, and can't be
+            # captured.
+            dist.all_reduce(torch.ones(1, device=self.device), group=self._group)
+
+    def load(self) -> int:
+        """Load this rank's weights; returns for how many KV pages there is room here."""
+        plan = self.plan
+        arguments = gpt_model_arguments(plan.spec)
+        arguments["vocab_size"] = -(-plan.spec.vocab_size // plan.ranks) * plan.ranks
+        gpt = self._megatron.empty_gpt_model(
+            transformer_config_values(plan.spec), arguments, ranks=plan.ranks, dtype=plan.dtype, device=self.device
+        )
+        if plan.config.load_format != "dummy":
+            load_checkpoint(gpt, plan.source.path, self.rank, plan.ranks)
+        self._model = HostedModel(gpt, plan.config.max_model_len, plan.spec.vocab_size)
+        if plan.config.load_format == "dummy":
+            load_random(self._model.weight_slots(), plan.config.seed, self.device)
+        self._sized = resolve(plan.config, self._model.config, self.device, plan.dtype)
+        return self._sized.num_pages
+
+    def loop(
+        self, num_pages: int, manifest: Manifest | None, make: Callable[..., EngineLoop] = EngineLoop
+    ) -> EngineLoop:
+        """The loop of this rank, which meets the others again; number of pages and manifest are the same for all, as is
+        all that they decide.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # as in `join`
+        sized = dataclasses.replace(self._sized, num_pages=num_pages)
+        plan = self.plan
+        loop = loop_of(sized, self._model, plan.source.name, plan.ends, plan.weight_format, manifest, make)
+        self._exchange = loop.runner.exchange
+        loop.runner.cache.must_capture = True  # with exchanges inside: a rank that ran eager would leave others waiting
+        return loop
+
+    @property
+    def sized(self) -> EngineConfig:
+        """The configuration with all its sizes, by this rank's memory."""
+        return self._sized
+
+    def abandon(self) -> None:
+        """Let go of what waits on the device for a rank that is gone; may block, so call it from a thread apart.
+
+        With gloo nobody waits: a connection that breaks is an error at once.
+        """
+        group, exchange = self._group, self._exchange
+        if group is not None and self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+            if exchange is not None:
+                exchange.abandon()
+            group.abort()
+
+    def leave(self) -> None:
+        """Destroy the groups. Graphs must be dropped before: a communicator waits for those that captured it."""
+        if self.device.type == "cpu":
+            torch.set_num_threads(self._threads)
+        if not self._has_joined or not dist.is_initialized():
+            return
+        self._megatron.forget_groups()
+        self._group = self._exchange = None
+        thread = threading.Thread(target=self._destroy, daemon=True, name="encore-leave")
+        thread.start()
+        thread.join(LEAVE_SECONDS)
+        if thread.is_alive():
+            logger.error(
+                "rank %d: the process groups were not destroyed within %.0f s; they end with this process",
+                self.rank,
+                LEAVE_SECONDS,
+            )
+
+    def _destroy(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # a new thread's is another, of which this process should hold nothing
+        dist.destroy_process_group()
+
+
+def load_random(slots: Mapping[str, Slot], seed: int, device: torch.device) -> None:
+    """Fill a model's parameters with random weights (norms 1, all else normal with deviation 0.02).
+
+    Each tensor is drawn whole from the seed and its name, on the device, so that a rank's part is the same whatever the
+    number of ranks. A CPU's and a GPU's numbers differ.
+    """
+    for name, slot in slots.items():
+        whole = torch.ones(slot.shape, dtype=slot.dtype, device=device)
+        if not name.endswith("norm.weight"):
+            generator = torch.Generator(device).manual_seed(seed ^ zlib.crc32(name.encode()))
+            whole.normal_(0.0, 0.02, generator=generator)
+        slot.write(whole)
+
+
+def _indivisible(spec: ModelConfig, ranks: int) -> list[str]:
+    sizes = {
+        "attention heads": spec.num_heads,
+        "key and value heads": spec.num_kv_heads,
+        "columns of the MLP": spec.intermediate_size,
+    }
+    return [f"its {size} {what} are no multiple of {ranks}" for what, size in sizes.items() if size % ranks]
+
+
+def _without_cpu_graphs(config: EngineConfig, device: torch.device) -> EngineConfig:
+    """What is replayed on a CPU is a tape of operations, and what gloo exchanges isn't on it."""
+    if device.type != "cpu" or config.graph_config().inference_cuda_graph_scope == "none":
+        return config
+    logger.warning(
+        "tensor_parallel_size=%d on a CPU: exchanges between processes can't be captured there, so all steps run eager",
+        config.tensor_parallel_size,
+    )
+    return dataclasses.replace(config, inference_cuda_graph_scope="none")
+
+
+@contextmanager
+def _environment(defaults: Mapping[str, str]) -> Iterator[None]:
+    """These variables while something reads them, unless the environment has them."""
+    added = {name: value for name, value in defaults.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]

@@ -1,0 +1,146 @@
+"""A process of rank 1 or up: builds its part of the model, then makes every call that rank 0 makes.
+
+Owns the life of such a process: that it ends when rank 0 says so, when rank 0 is gone, and when it is not where rank 0
+is. Decides nothing else. worker_group.py runs it as `python -m engine.executor.worker_main FD FOLDER`: the pipe to
+rank 0, and the folder of the rendezvous.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import pickle
+import select
+import shutil
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from engine.errors import EngineError
+from engine.executor.worker_group import Failed, Following, Here, Loaded
+from engine.utils.openmp import calm_openmp
+from engine.utils.processes import ignore_stop_signals
+
+if TYPE_CHECKING:  # they import torch, which must find the environment in order
+    from engine.core.loop import EngineLoop
+    from engine.executor.leader import Call
+
+logger = logging.getLogger(__name__)
+
+ORPHAN_SECONDS = 1.0  # without rank 0 a step may wait for ever: what is under way gets this long
+LOOK_SECONDS = 1.0
+
+
+def main() -> None:
+    """Run until rank 0 ends it or is gone."""
+    ignore_stop_signals()
+    calm_openmp()
+    line, folder = Connection(int(sys.argv[1])), sys.argv[2]
+    threading.Thread(target=_end_with, args=(line.fileno(), os.getppid(), folder), daemon=True).start()
+    code = 1
+    try:
+        follow(line)
+        code = 0
+    except EOFError:
+        logger.debug("rank 0 is gone")
+    except Exception as error:
+        logger.exception("this rank ends")
+        line.send(Failed(f"{type(error).__name__}: {error}", error if isinstance(error, EngineError) else None))
+    finally:
+        if _has_hung_up(line.fileno()):
+            shutil.rmtree(folder, ignore_errors=True)  # rank 0 can't any more
+        logging.shutdown()
+        sys.stderr.flush()
+        # Not by the interpreter's way out: what libraries do there can hang, and nothing is left to be saved.
+        os._exit(code)
+
+
+def follow(line: Connection) -> None:
+    """Build this rank, and obey until told to end. Raises EOFError when rank 0 is gone."""
+    start = line.recv()  # brings torch with it
+    _log(start.rank, *start.log)
+    from engine.executor.shard import Shard
+
+    shard = Shard(start.plan, start.rank)
+    line.send(Here())
+    shard.join(start.meeting)
+    line.send(Loaded(shard.load()))
+    begin = line.recv()
+    loop = shard.loop(begin.num_pages, begin.manifest)
+    loop.fatal_failures = 1  # a step that failed here may have gone well elsewhere
+    line.send(Following())
+    obey(loop, line, start.rank)
+    loop.close()
+    shard.leave()
+
+
+def obey(loop: EngineLoop, line: Connection, rank: int) -> None:
+    """Make the calls that come, until a None. Raises what no rank may survive."""
+    from engine.executor.leader import REFUSING, Books
+
+    books, captures = Books(loop), None
+    gc.collect()
+    while (call := line.recv()) is not None:
+        if call.books != books.read():
+            raise RuntimeError(f"before {call.method} rank {rank} is at {books.read()}, and rank 0 at {call.books}")
+        try:
+            found = _make(loop, call, line)
+            if call.method == "step":
+                books.note(found)
+        except EngineError as refusal:
+            if call.method not in REFUSING:
+                raise
+            logger.debug("%s was refused, as on rank 0: %s", call.method, refusal)
+        if captures != (captures := loop.runner.cache.stats.captures.total()):
+            gc.freeze()  # as rank 0 does: a collection amid a step would hold all ranks up
+
+
+def _make(loop: EngineLoop, call: Call, line: Connection) -> object:
+    if call.method == "update_weights":
+        count, version = call.args
+        return loop.update_weights([line.recv() for _ in range(count)], version)
+    return attrgetter(call.method)(loop)(*call.args)
+
+
+def _end_with(fd: int, parent: int, folder: str) -> None:
+    """End this process some time after rank 0 hung up or died, whatever this process is at."""
+    while os.getppid() == parent and not _has_hung_up(fd, LOOK_SECONDS):
+        pass
+    time.sleep(ORPHAN_SECONDS)
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+
+
+def _has_hung_up(fd: int, seconds: float = 0.0) -> bool:
+    """Whether the other side of this pipe is closed, or closes within so many seconds."""
+    poll = select.poll()
+    poll.register(fd, 0)  # for that alone, which is always told
+    return bool(poll.poll(seconds * 1000))
+
+
+def _log(rank: int, style: bytes, level: int) -> None:
+    """As rank 0 logs, into the same stream; records say which rank's they are."""
+    formatter = None
+    with contextlib.suppress(AttributeError, ImportError):  # of a class that only rank 0's program has
+        formatter = pickle.loads(style)
+    handler = logging.StreamHandler()
+    handler.setFormatter(formatter or logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+
+    def named(record: logging.LogRecord) -> bool:
+        record.msg = f"rank {rank}: {record.msg}"
+        return True
+
+    handler.addFilter(named)
+    logging.basicConfig(handlers=[handler])
+    for name in ("engine", "graph_cache"):
+        logging.getLogger(name).setLevel(level)
+    logger.debug("rank %d, process %d", rank, os.getpid())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Tokens drawn on CUDA in a few launches that read the logits two or three times, and copy and sort nothing.
+
+Implements draw_whole and draw_truncated of engine/sampling/ops.py, with exp and division as exact as torch's. Device
+code: sampling_kernels.py and top_k_top_p_kernels.py. Imports triton: import it only where the device is CUDA (or under
+TRITON_INTERPRET=1).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from engine.kernels.sampling_kernels import peak_kernel, pick_kernel, weigh_kernel
+from engine.kernels.top_k_top_p_kernels import BINS, choose_kernel, count_kernel, gather_kernel
+
+TILE = 4096
+"""Logits per program; a token doesn't depend on it."""
+
+CANDIDATES = 4096
+"""Likely tokens of a row that are gathered; where they are too few it takes milliseconds, but gives the same token."""
+
+_WARPS = 8
+# Whether a row's program goes through all its logits or its candidates, how many it looks at together, and its warps.
+_PASSES = ((False, 1024, 8), (True, 2048, 16))
+
+
+def draw_rows(
+    logits: Tensor, temperature: Tensor, min_p: Tensor, u: Tensor, token_ids: Tensor, tile: int = TILE
+) -> None:
+    """Draw a token of each row whose temperature is above 0 into token_ids int64 [b]; leave the others as they are.
+
+    logits [b, V] of any float type and row stride, not written to. temperature, min_p and u (the random number in
+    [0, 1)) float64 [b], all of one stride: columns of one matrix. Writes -1 where a row holds a NaN or +inf, or only
+    -inf. Grids depend on shapes alone and nothing waits, so it can be captured.
+    """
+    step = _one_stride(temperature=temperature, min_p=min_p, u=u)
+    logits, peaks, sums, sizes, across = _with_peaks(logits, temperature, tile)
+    (rows, tiles), strides = peaks.shape, (logits.stride(0), step)
+    weigh_kernel[(tiles, rows)](logits, temperature, min_p, peaks, sums, *strides, **sizes, **across)
+    pick_kernel[(rows,)](logits, temperature, min_p, u, peaks, sums, token_ids, *strides, **sizes, **across)
+
+
+def draw_truncated_rows(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    u: Tensor,
+    token_ids: Tensor,
+    tile: int = TILE,
+    candidates: int = CANDIDATES,
+) -> None:
+    """The same after top-k (0: off), top-p and min-p, float64 [b] as the others.
+
+    tile is at least 32. `candidates`: how many of a row are gathered at most; a token doesn't depend on either.
+    """
+    numbers = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "u": u}
+    step = _one_stride(**numbers)
+    logits, peaks, sums, sizes, across = _with_peaks(logits, temperature, tile)
+    (rows, tiles), strides = peaks.shape, (logits.stride(0), step)
+    counts = torch.zeros(rows, BINS + 1, dtype=torch.int32, device=logits.device)
+    places = torch.empty(rows, candidates, dtype=torch.int64, device=logits.device)
+    limits = {"CAP": candidates, "ID_BITS": (logits.shape[1] - 1).bit_length()}
+    count_kernel[(tiles, rows)](logits, temperature, top_k, peaks, sums, counts, *strides, **sizes, **across)
+    gather_kernel[(tiles, rows)](
+        logits, temperature, top_k, peaks, counts, places, *strides, **sizes, **across, **limits
+    )
+    for every, together, warps in _PASSES:
+        sizes |= {"TILE": together, "num_warps": warps}
+        choose_kernel[(rows,)](
+            logits, *numbers.values(), peaks, sums, counts, places, token_ids, *strides,
+            **sizes, **across, **limits, ALL=every,
+        )  # fmt: skip
+
+
+def _one_stride(**numbers: Tensor) -> int:
+    steps = {column.stride(0) for column in numbers.values()}
+    if len(steps) > 1:
+        names = ", ".join(numbers)
+        raise ValueError(f"{names} must have one stride; found {sorted(steps)}: give columns of one matrix")
+    return steps.pop()
+
+
+def _with_peaks(
+    logits: Tensor, temperature: Tensor, tile: int
+) -> tuple[Tensor, Tensor, Tensor, dict[str, int], dict[str, int]]:
+    """What both draws begin with: logits with each row's side by side, the best of each tile float32 [rows, tiles],
+    room for as many sums, what kernels must know of one tile, and of a row's tiles.
+    """
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    rows, vocab_size = logits.shape
+    tiles = triton.cdiv(vocab_size, tile)
+    # No more threads than logits: a histogram may count a number once for each thread that holds it.
+    sizes = {"V": vocab_size, "TILE": tile, "num_warps": max(1, min(_WARPS, tile // 32))}
+    peaks = torch.empty(rows, tiles, dtype=torch.float32, device=logits.device)
+    peak_kernel[(tiles, rows)](logits, temperature, peaks, logits.stride(0), temperature.stride(0), **sizes)
+    return (
+        logits,
+        peaks,
+        peaks.new_empty(rows, tiles, dtype=torch.int64),
+        sizes,
+        {"TILES": tiles, "WIDTH": triton.next_power_of_2(tiles)},
+    )

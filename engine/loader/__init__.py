@@ -1,0 +1,1 @@
+"""Checkpoints into model parameters, and weight updates in place."""

@@ -1,0 +1,50 @@
+"""One storage for a trainer's model and the engine's: the trainer's parameters become views of the engine's.
+
+Owns the matching by Hugging Face names and the refusals. After it, what an optimizer writes is what the engine serves.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from engine.errors import WeightUpdateError
+from engine.layers.weight_slot import WeightSlot
+from engine.models.dense import DenseModel
+
+
+def share_weights(trainer: nn.Module, model: DenseModel) -> int:
+    """Copy the trainer's values into the engine's storage, and make its parameters views of it; returns how many.
+
+    All or nothing: raises WeightUpdateError, listing every problem (names, shapes, dtypes, devices, quantised layers),
+    before anything changes. Optimizer states and hooks stay with their parameters, whose identity is kept. Graphs
+    that were captured of the trainer before this read the old storage: share first.
+    """
+    slots = model.weight_slots()
+    parameters = dict(trainer.named_parameters())
+    problems = [f"{name}: the trainer has no such parameter" for name in slots if name not in parameters]
+    problems += [f"{name}: the engine's model has no such weight" for name in parameters if name not in slots]
+    for name, parameter in parameters.items():
+        slot = slots.get(name)
+        if slot is None:
+            continue
+        if type(slot) is not WeightSlot:
+            problems.append(
+                f"{name}: the engine keeps it quantised, or as part of another tensor; serve with "
+                "cpu_weight_format bf16 or fp32, and host a model of Megatron-Core instead of sharing it"
+            )
+            continue
+        for what, here, there in (
+            ("shape", tuple(parameter.shape), slot.shape),
+            ("dtype", parameter.dtype, slot.dtype),
+            ("device", parameter.device, slot.target.device),
+        ):
+            if here != there:
+                problems.append(f"{name}: {what} {here} in the trainer, {there} in the engine")
+    if problems:
+        raise WeightUpdateError("the weights can't be shared: " + "; ".join(problems[:20]))
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            slots[name].write(parameter)
+            parameter.data = slots[name].target
+    return len(parameters)

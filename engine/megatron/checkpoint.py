@@ -1,0 +1,200 @@
+"""Hugging Face checkpoints into a Megatron-Core GPTModel and back, bit for bit.
+
+Owns loading from a folder and saving to one. Where a tensor goes is the table of layout.py, and how weights are read
+and checked is the engine's own loading (engine/loader/weights.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from engine.errors import ModelError, WeightUpdateError
+from engine.loader.weights import EMBEDDING, TIED_HEAD, iterate_shards, safetensors_files, stage_update
+from engine.megatron.config import differences
+from engine.megatron.weight_layout import Slot, gather, listed, unwrapped, vocabulary_parameters, weight_slots
+from engine.models.config import ModelConfig
+from engine.models.registry import build_model, config_from_dict, config_from_folder
+
+SHARD_BYTES = 4 << 30
+
+
+def load_checkpoint(model: nn.Module, folder: str | Path, tp_rank: int = 0, tp_size: int = 1) -> ModelConfig:
+    """Read a folder in Hugging Face layout into a GPTModel, a pipeline stage or a tensor-parallel rank of one.
+
+    All or nothing: raises one ModelError that lists every difference in configuration, or every tensor that is missing,
+    unexpected, repeated or misshapen, before the first write. Rows of a padded vocabulary become zero.
+    """
+    config = config_from_folder(folder)
+    files = safetensors_files(folder)
+    if problems := differences(unwrapped(model), config):
+        raise ModelError(f"the model is not that of {folder}: {listed(problems)}")
+    slots = weight_slots(model, config.vocab_size, tp_rank, tp_size)
+    elsewhere = whole_shapes(config).keys() - slots.keys()
+    if EMBEDDING not in slots and TIED_HEAD not in slots:
+        elsewhere.add(TIED_HEAD)  # where it is tied: a copy of the embedding, of which this stage has nothing
+    tensors = ((name, tensor) for name, tensor in iterate_shards(files) if name not in elsewhere)
+    try:
+        stage_update(slots, tensors, complete=True)
+    except WeightUpdateError as error:
+        raise ModelError(f"{folder} can't be loaded: {error}") from error
+    parameters = dict(unwrapped(model).named_parameters())
+    for name, parameter in vocabulary_parameters(unwrapped(model)).items():
+        parameters[parameter].data[slots[name].read().shape[0] :].zero_()
+    return config
+
+
+def save_checkpoint(
+    model: nn.Module | Sequence[nn.Module],
+    folder: str | Path,
+    hf_config: Mapping[str, Any],
+    group: dist.ProcessGroup | None = None,
+    pipeline_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write a GPTModel (or all its chunks) as a folder in Hugging Face layout: config.json and safetensors.
+
+    hf_config: the content of config.json; its dtype becomes the weights'. group, pipeline_group: those of tensor and
+    pipeline parallelism, where there are such; all ranks call, the first of each stage writes the stage's files into
+    the one folder, which all see, and on return it is complete. Raises ModelError, with every problem and before
+    anything is written, where all chunks don't make the model of hf_config, or the folder has one already.
+    """
+    chunks = [model] if isinstance(model, nn.Module) else list(model)
+    rank, ranks = (group.rank(), group.size()) if group is not None else (0, 1)
+    stage = 0 if pipeline_group is None else pipeline_group.rank()
+    config = config_from_dict(hf_config, "hf_config")
+    folder = Path(folder)
+    slots: dict[str, Slot] = {}
+    problems: list[str] = []
+    for chunk in chunks:
+        problems += [text for text in differences(unwrapped(chunk), config) if text not in problems]
+        slots |= weight_slots(chunk, config.vocab_size, rank, ranks)
+    if (folder / "config.json").exists() or any(folder.glob("*.safetensors")):
+        problems.append(f"{folder} holds a model already; give a new folder")
+    own = {name: _Entry(slot.shape, slot.dtype) for name, slot in slots.items()}
+    stages = _of_all_stages((own, problems), pipeline_group)
+    tables = _without_copies([table for table, _ in stages])
+    entries = {name: entry for table in tables for name, entry in table.items()}
+    problems = list(dict.fromkeys(text for _, texts in stages for text in texts))
+    problems += _misfits({name: entry.shape for name, entry in entries.items()}, whole_shapes(config))
+    if problems:
+        raise ModelError(f"the model can't be saved as {config.architecture}: {listed(problems)}")
+    files = _planned_files(tables)
+    for file, names in files.items():
+        if names[0] not in tables[stage]:
+            continue  # another stage's
+        tensors = {name: _whole(slots[name], group) for name in names}
+        if rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+    _meet(group, pipeline_group)
+    if rank == stage == 0:
+        for file, text in _json_files(hf_config, entries, files).items():
+            (folder / file).write_text(text, encoding="utf-8")
+    _meet(pipeline_group, group)
+
+
+class _Entry(NamedTuple):
+    """A tensor of the checkpoint, whichever stage has it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _of_all_stages(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    if group is None:
+        return [value]
+    found = [None] * group.size()
+    dist.all_gather_object(found, value, group=group)
+    return found
+
+
+def _without_copies(tables: Sequence[dict[str, _Entry]]) -> list[dict[str, _Entry]]:
+    """Each tensor on the first stage that has it: the last stage of a tied model has a copy of the embedding."""
+    seen: set[str] = set()
+    found = []
+    for table in tables:
+        found.append({name: entry for name, entry in table.items() if name not in seen})
+        seen |= table.keys()
+    return found
+
+
+def _meet(*groups: dist.ProcessGroup | None) -> None:
+    """Wait for the ranks of one group after the other."""
+    for group in groups:
+        if group is not None:
+            dist.barrier(group)
+
+
+def whole_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The name and shape of every tensor in a checkpoint of `config`."""
+    return {name: slot.shape for name, slot in build_model(config, torch.float32, "meta", 1).weight_slots().items()}
+
+
+def _misfits(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> list[str]:
+    problems = [f"{name} is missing" for name in wanted if name not in found]
+    problems += [f"{name} is unexpected" for name in found if name not in wanted]
+    problems += [
+        f"{name} has shape {list(shape)}, {list(wanted[name])} is needed"
+        for name, shape in found.items()
+        if shape != wanted.get(name, shape)
+    ]
+    return problems
+
+
+def _whole(slot: Slot, group: dist.ProcessGroup | None) -> Tensor:
+    """The whole tensor of a slot on the CPU; on a group's other ranks than the first, only their part."""
+    part = slot.read().cpu().contiguous()
+    if group is None:
+        return part
+    parts = [part] * group.size() if group.rank() == 0 else None
+    # a clone: a view would be sent with all of the parameter in which it lies
+    dist.gather_object(part.clone(), parts, group=group, group_dst=0)
+    return part if parts is None else gather(parts, slot.shape)
+
+
+def _planned_files(tables: Sequence[Mapping[str, _Entry]]) -> dict[str, list[str]]:
+    """File names to the tensors they take, all of one stage, and up to SHARD_BYTES: more would have to lie in memory
+    twice.
+    """
+    shards: list[list[str]] = []
+    for table in tables:
+        filled = SHARD_BYTES
+        for name, entry in table.items():
+            size = _bytes(entry)
+            if filled + size > SHARD_BYTES:
+                shards.append([])
+                filled = 0
+            shards[-1].append(name)
+            filled += size
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    return {f"model-{index:05d}-of-{len(shards):05d}.safetensors": names for index, names in enumerate(shards, 1)}
+
+
+def _bytes(entry: _Entry) -> int:
+    """Size of the whole tensor."""
+    return prod(entry.shape) * entry.dtype.itemsize
+
+
+def _json_files(
+    hf_config: Mapping[str, Any], entries: Mapping[str, _Entry], files: Mapping[str, list[str]]
+) -> dict[str, str]:
+    """The texts of config.json and, for more than one file of weights, of their index."""
+    # without their dtype, transformers would round the weights to that of the checkpoint they once came from
+    dtype = reduce(torch.promote_types, (entry.dtype for entry in entries.values()))
+    config = {key: value for key, value in hf_config.items() if key != "torch_dtype"}
+    found = {"config.json": config | {"dtype": str(dtype).removeprefix("torch.")}}
+    if len(files) > 1:
+        where = {name: file for file, names in files.items() for name in names}
+        size = sum(map(_bytes, entries.values()))
+        found["model.safetensors.index.json"] = {"metadata": {"total_size": size}, "weight_map": where}
+    return {file: json.dumps(values, indent=2) + "\n" for file, values in found.items()}

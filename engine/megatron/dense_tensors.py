@@ -1,0 +1,87 @@
+"""A hosted GPTModel as the tensors of a dense decoder, for kernels of our own that compute a step in its place.
+
+Every parameter is the model's own, read where it lies: what trains is what generates. Which models are such decoders is
+plain.py's to say. Knows no kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from engine.layers.weight_slot import WeightSlot
+from engine.models.config import ModelConfig
+from engine.models.dense_tensors import HeadLayout, LayerTensors
+
+
+class MegatronDecoder(Protocol):
+    """The part of HostedModel that these tensors are read from. `rotary` [positions, 1, 1, D] holds the frequencies."""
+
+    gpt: nn.Module
+    config: ModelConfig
+    dtype: torch.dtype
+    rotary: Tensor
+
+    def weight_slots(self) -> dict[str, WeightSlot]: ...
+
+
+class HostedTensors:
+    """A HostedModel as DenseTensors. What a layer lacks that every plain decoder has is None."""
+
+    def __init__(self, hosted: MegatronDecoder):
+        self._gpt, self.config = hosted.gpt, hosted.config
+        config, group = hosted.config, hosted.gpt.pg_collection.tp
+        self.heads = HeadLayout(config.num_heads, config.num_kv_heads, config.head_dim, by_group=True)
+        self.group = group if group.size() > 1 else None
+        self.first_token = group.rank() * len(self.embedding)
+        # As Megatron rotates: by cos and sin in the dtype of what is rotated.
+        angles = hosted.rotary.view(len(hosted.rotary), -1)
+        sign = torch.ones(angles.shape[1], device=angles.device)
+        sign[: angles.shape[1] // 2] = -1.0
+        self.cos, self.sin = angles.cos().to(hosted.dtype), (angles.sin() * sign).to(hosted.dtype)
+
+    def layer(self, index: int) -> LayerTensors:
+        layer = self._gpt.decoder.layers[index]
+        attention, mlp = layer.self_attention, layer.mlp
+        return LayerTensors(
+            input_norm=_norm_weight(layer.input_layernorm, attention.linear_qkv),
+            qkv=attention.linear_qkv.weight,
+            qkv_bias=_bias(attention.linear_qkv),
+            q_norm=getattr(attention.q_layernorm, "weight", None),
+            k_norm=getattr(attention.k_layernorm, "weight", None),
+            o=attention.linear_proj.weight,
+            o_bias=_bias(attention.linear_proj),
+            post_norm=_norm_weight(layer.pre_mlp_layernorm, mlp.linear_fc1),
+            gate_up=mlp.linear_fc1.weight,
+            gate_up_bias=_bias(mlp.linear_fc1),
+            down=mlp.linear_fc2.weight,
+            down_bias=_bias(mlp.linear_fc2),
+        )
+
+    @property
+    def embedding(self) -> Tensor:
+        return self._gpt.embedding.word_embeddings.weight
+
+    @property
+    def norm(self) -> Tensor | None:
+        return getattr(self._gpt.decoder.final_layernorm, "weight", None)
+
+    @property
+    def head(self) -> Tensor:
+        weight = self.embedding if self._gpt.share_embeddings_and_output_weights else self._gpt.output_layer.weight
+        # Of several ranks the columns are cut where they are put together.
+        return weight if self.group is not None else weight[: self.config.vocab_size]
+
+
+def _norm_weight(norm: nn.Module, following: nn.Module) -> Tensor | None:
+    """A norm's weight: of a module of its own (local spec), or of the linear layer behind it (Transformer Engine's)."""
+    own = getattr(norm, "weight", None)
+    return getattr(following, "layer_norm_weight", None) if own is None else own
+
+
+def _bias(linear: nn.Module) -> Tensor | None:
+    """A linear layer's bias; Transformer Engine's have an empty tensor where they have none."""
+    bias = getattr(linear, "bias", None)
+    return None if bias is None or bias.numel() == 0 else bias

@@ -1,0 +1,142 @@
+"""Whether a hosted GPTModel is a plain dense decoder, which kernels of our own compute as Megatron does.
+
+Owns everything that is asked of such a model: its configuration, the kinds of its modules, the shapes of its
+parameters, and that no parameter is left over. Whoever is in doubt says no: the model's own layers compute it then.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.errors import ModelError
+from engine.megatron.dense_tensors import HostedTensors, MegatronDecoder
+from engine.megatron.weight_layout import listed
+
+_NEEDED = {
+    "normalization": "RMSNorm",
+    "layernorm_zero_centered_gamma": False,
+    "gated_linear_unit": True,
+    "rotary_interleaved": False,
+    "num_moe_experts": None,
+    "apply_residual_connection_post_layernorm": False,
+    "heterogeneous_block_specs": False,
+    "activation_func_clamp_value": None,
+    "glu_linear_offset": 0.0,
+    "qk_l2_norm": False,
+    "apply_query_key_layer_scaling": False,
+    "no_rope_freq": None,
+    "use_kitchen": False,
+    "quant_recipe": None,
+    "batch_invariant_mode": False,
+}
+"""Fields of a TransformerConfig, where its version has them, and the only value that these kernels compute with."""
+
+_KNOWN_PACKAGES = ("megatron.core.", "transformer_engine.", "torch.nn.modules.", "apex.")
+_OPTIONAL = {"qkv_bias", "q_norm", "k_norm", "o_bias", "gate_up_bias", "down_bias"}
+
+
+def dense_tensors(hosted: MegatronDecoder) -> HostedTensors:
+    """The model's tensors. Raises ModelError, listing all in which it is no plain dense decoder."""
+    problems = _otherwise_configured(hosted) + _foreign(hosted.gpt)
+    if not problems:  # the parameters of others have other names
+        tensors = HostedTensors(hosted)
+        problems = _unreadable(hosted, tensors) + _left_over(hosted.gpt, tensors)
+    if problems:
+        raise ModelError(f"{type(hosted.gpt).__name__} is no plain dense decoder: {listed(problems)}")
+    hosted.weight_slots()  # refuses parameters of other shapes
+    return tensors
+
+
+def _otherwise_configured(hosted: MegatronDecoder) -> list[str]:
+    config = hosted.gpt.config
+    found = [
+        f"{name}={getattr(config, name)!r}"
+        for name, needed in _NEEDED.items()
+        if getattr(config, name, needed) not in (needed, None)
+    ]
+    if config.activation_func is not F.silu:
+        found.append(f"activation_func {getattr(config.activation_func, '__name__', config.activation_func)}")
+    if hosted.rotary.shape[-1] != hosted.config.head_dim:
+        found.append(f"rotary positions on {hosted.rotary.shape[-1]} of {hosted.config.head_dim} numbers of a head")
+    if config.num_query_groups % config.tensor_model_parallel_size:
+        found.append(f"{config.num_query_groups} query groups over {config.tensor_model_parallel_size} ranks")
+    return found
+
+
+def _foreign(gpt: nn.Module) -> list[str]:
+    """Modules that may compute anything: a layer of another kind, an adapter in a projection's place. A core attention
+    is the engine's while it serves, and of the rotary embedding only the frequencies are read.
+    """
+    found, eps = set(), gpt.config.layernorm_epsilon
+    for name, module in gpt.named_modules():
+        if {"core_attention", "rotary_pos_emb"}.intersection(name.split(".")):
+            continue
+        kind = f"{type(module).__module__}.{type(module).__qualname__}"
+        if not kind.startswith(_KNOWN_PACKAGES):
+            found.add(f"{name} is a {kind}")
+        if "forward" in vars(module) and not type(module.forward).__module__.startswith("graph_cache."):
+            found.add(f"{name} has a forward of its own")  # and not the seam of a training engine
+        if getattr(module, "eps", eps) != eps:
+            found.add(f"{name} has an eps of {module.eps}, the configuration {eps}")
+    for layer in gpt.decoder.layers:
+        for module, wanted in (
+            (layer, "TransformerLayer"),
+            (layer.self_attention, "SelfAttention"),
+            (getattr(layer, "mlp", None), "MLP"),
+        ):
+            if type(module).__name__ != wanted:
+                found.add(f"a {type(module).__name__} where a plain decoder has its {wanted}")
+        for name in ("self_attn_bda", "mlp_bda"):
+            if type(getattr(layer, name, None)).__name__ == "IdentityFuncOp":
+                found.add(f"a layer without the residual of {name}")
+        for name in ("q_layernorm", "k_layernorm"):
+            norm = getattr(layer.self_attention, name, None)
+            if type(norm).__name__ not in ("NoneType", "IdentityOp") and getattr(norm, "weight", None) is None:
+                found.add(f"a {type(norm).__name__} as {name}")
+    return sorted(found)
+
+
+def _unreadable(hosted: MegatronDecoder, tensors: HostedTensors) -> list[str]:
+    """Parameters that aren't there, or that kernels can't read as they lie."""
+    named = [
+        (f"{name} of layer {index}", tensor)
+        for index in range(hosted.config.num_layers)
+        for name, tensor in tensors.layer(index)._asdict().items()
+        if tensor is not None or name not in _OPTIONAL
+    ]
+    named += [("the last norm", tensors.norm), ("the embedding", tensors.embedding)]
+    if not hosted.config.tie_word_embeddings:
+        named.append(("the head", hosted.gpt.output_layer.weight))
+    return [
+        f"{name} is {_described(tensor)}, a contiguous parameter of {hosted.dtype} is needed"
+        for name, tensor in named
+        if not _is_plain(tensor, hosted.dtype)
+    ]
+
+
+def _left_over(gpt: nn.Module, tensors: HostedTensors) -> list[str]:
+    """Parameters that the kernels wouldn't read: something computes with them."""
+    layers = [tensor for index in range(len(gpt.decoder.layers)) for tensor in tensors.layer(index)]
+    read = {
+        tensor.data_ptr() for tensor in (*layers, tensors.norm, tensors.embedding, tensors.head) if tensor is not None
+    }
+    return [
+        f"{name} is a parameter that a plain decoder has not"
+        for name, parameter in gpt.named_parameters()
+        if parameter.numel() and parameter.data_ptr() not in read
+    ]
+
+
+def _is_plain(tensor: Tensor | None, dtype: torch.dtype) -> bool:
+    return (
+        isinstance(tensor, nn.Parameter)
+        and type(tensor.data) is Tensor
+        and tensor.dtype == dtype
+        and tensor.is_contiguous()
+    )
+
+
+def _described(tensor: Tensor | None) -> str:
+    return "missing" if tensor is None else f"a {type(tensor.data).__name__} {list(tensor.shape)} of {tensor.dtype}"

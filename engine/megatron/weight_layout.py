@@ -1,0 +1,272 @@
+"""Where each Hugging Face tensor lives in a Megatron-Core GPTModel's parameters: the table of its weights.
+
+Owns the layout: q, k and v interleaved by query group, gate above up, the shards of tensor parallelism, pipeline
+stages, both spellings of the norms, a padded vocabulary. Every entry is a view of the model's own parameter. Knows no
+file and no forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from engine.errors import ModelError
+from engine.layers.weight_slot import WeightSlot
+from engine.loader.weights import EMBEDDING, LISTED_PROBLEMS, TIED_HEAD
+
+EMBEDDING_PARAMETER = "embedding.word_embeddings.weight"
+HEAD_PARAMETER = "output_layer.weight"
+
+
+class PartSlot:
+    """The home of this rank's part of a checkpoint tensor: `target`, a view that need not have the part's shape.
+
+    `shape` is the whole tensor's; the part begins at `start` of its dimension `dim`. `write` takes the whole tensor,
+    `read` gives the part.
+    """
+
+    def __init__(self, target: Tensor, shape: tuple[int, ...], dim: int, start: int):
+        self.target, self.shape, self.dim, self.start = target, shape, dim, start
+        others = prod(shape[:dim] + shape[dim + 1 :])
+        self.part = (*shape[:dim], target.numel() // others, *shape[dim + 1 :])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the tensor is converted to when written."""
+        return self.target.dtype
+
+    def write(self, tensor: Tensor) -> None:
+        """Copy this rank's part of the whole `tensor` (any floating dtype, any device) in place."""
+        with torch.no_grad():
+            self.target.copy_(self.part_of(tensor).reshape(self.target.shape))
+
+    def part_of(self, tensor: Tensor) -> Tensor:
+        """What of the whole `tensor` is stored here: a view."""
+        return tensor.narrow(self.dim, self.start, self.part[self.dim])
+
+    def read(self) -> Tensor:
+        """This rank's part: an alias where its rows lie together, a copy where they are interleaved with others."""
+        return self.target.reshape(self.part)
+
+
+Slot = WeightSlot | PartSlot
+
+
+def weight_slots(
+    model: nn.Module, vocab_size: int | None = None, tp_rank: int = 0, tp_size: int = 1
+) -> dict[str, Slot]:
+    """Hugging Face's tensor names to their places in a GPTModel, or in the pipeline stage that `model` is.
+
+    model may be wrapped (DDP, Float16Module). vocab_size: the checkpoint's, where the model's is padded; the rows
+    beyond belong to no tensor. A tied head has no name of its own. Raises one ModelError that lists every parameter
+    that is missing, of another shape, or without a counterpart. An optimizer with its own copy of the weights has to be
+    told of a write (`reload_model_params`).
+    """
+    if not 0 <= tp_rank < tp_size:
+        raise ModelError(f"tp_rank {tp_rank} is not from 0 to tp_size - 1 ({tp_size - 1})")
+    model = unwrapped(model)
+    table = _Table(model, tp_rank, tp_size)
+    for name, parameter in vocabulary_parameters(model).items():
+        table.vocabulary(name, parameter, vocab_size)
+    for index, layer in enumerate(model.decoder.layers):
+        table.layer(f"decoder.layers.{index}", f"model.layers.{layer.layer_number - 1}")
+    if "decoder.final_layernorm.weight" in table.parameters:
+        table.split("model.norm.weight", "decoder.final_layernorm.weight", (table.hidden,), None)
+    table.problems += [f"{name} has no counterpart in a Hugging Face Llama or Qwen" for name in table.parameters]
+    if table.problems:
+        raise ModelError(
+            f"this {type(model).__name__} can't hold a Hugging Face checkpoint as rank {tp_rank} of "
+            f"{tp_size}: {listed(table.problems)}"
+        )
+    return table.slots
+
+
+def named_weights(
+    model: nn.Module, vocab_size: int | None = None, tp_rank: int = 0, tp_size: int = 1
+) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, tensor) of every weight, with tp_size > 1 this rank's part (`gather` makes them whole).
+
+    Arguments and errors as `weight_slots`. Tensors alias the model's storage, but for q, k and v, which are copies.
+    """
+    for name, slot in weight_slots(model, vocab_size, tp_rank, tp_size).items():
+        yield name, slot.read()
+
+
+def gather(parts: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
+    """The whole tensor, of `shape`, from what each tensor-parallel rank's slot reads, in order of rank.
+
+    Raises ModelError where the parts don't make the whole, and where ranks differ in a tensor that each has whole.
+    """
+    if all(tuple(part.shape) == shape for part in parts):
+        if any(not torch.equal(part, parts[0]) for part in parts[1:]):
+            raise ModelError(
+                f"a weight of shape {list(shape)} that every rank has whole differs between ranks; synchronise it"
+            )
+        return parts[0]
+    dim = next(dim for part in parts for dim, size in enumerate(part.shape) if size != shape[dim])
+    whole = torch.cat(tuple(parts), dim)
+    if tuple(whole.shape) != shape:
+        raise ModelError(
+            f"the parts of {len(parts)} ranks make {list(whole.shape)}, {list(shape)} is needed; give "
+            "those of every rank"
+        )
+    return whole
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The GPTModel within its wrappers, each of which keeps what it wraps as `module`. Raises ModelError for others."""
+    inner = model
+    while not hasattr(inner, "decoder") and isinstance(getattr(inner, "module", None), nn.Module):
+        inner = inner.module
+    if not hasattr(getattr(inner, "decoder", None), "layers") or not hasattr(inner, "config"):
+        raise ModelError(f"{type(model).__name__} is no Megatron-Core GPTModel: it has no config and decoder.layers")
+    return inner
+
+
+def vocabulary_parameters(model: nn.Module) -> dict[str, str]:
+    """Hugging Face's names to the parameters' names of the embedding and the head that this stage has.
+
+    A last stage with a tied head has the embedding's weights a second time, as its output layer's.
+    """
+    there = {name for name, _ in model.named_parameters()}
+    head = EMBEDDING if model.share_embeddings_and_output_weights else TIED_HEAD
+    pairs = ((head, HEAD_PARAMETER), (EMBEDDING, EMBEDDING_PARAMETER))
+    return {name: parameter for name, parameter in pairs if parameter in there}
+
+
+def listed(problems: list[str]) -> str:
+    """Problems in one line; beyond LISTED_PROBLEMS only their count."""
+    rest = len(problems) - LISTED_PROBLEMS
+    return "; ".join(problems[:LISTED_PROBLEMS]) + (f"; and {rest} more" if rest > 0 else "")
+
+
+class _Table:
+    """The slots and problems found so far; `parameters` holds those of the model that nothing has asked for yet."""
+
+    def __init__(self, model: nn.Module, rank: int, ranks: int):
+        self.rank, self.ranks = rank, ranks
+        self.parameters = dict(model.named_parameters())
+        self.slots: dict[str, Slot] = {}
+        self.problems: list[str] = []
+        config = model.config
+        self.hidden, self.ffn, self.head_dim = config.hidden_size, config.ffn_hidden_size, config.kv_channels
+        self.heads = config.num_attention_heads
+        self.groups = config.num_query_groups or self.heads
+
+    def layer(self, path: str, name: str) -> None:
+        """A decoder layer: `path` in the model, `name` in the checkpoint."""
+        attention, mlp = f"{path}.self_attention", f"{path}.mlp"
+        self.norm(
+            f"{name}.input_layernorm.weight",
+            f"{path}.input_layernorm.weight",
+            f"{attention}.linear_qkv.layer_norm_weight",
+        )
+        q, kv = self.heads // self.groups * self.head_dim, self.head_dim
+        self.merged(
+            f"{name}.self_attn", f"{attention}.linear_qkv", {"q_proj": q, "k_proj": kv, "v_proj": kv}, self.groups
+        )
+        for which in "qk":
+            if (parameter := f"{attention}.{which}_layernorm.weight") in self.parameters:
+                self.split(f"{name}.self_attn.{which}_norm.weight", parameter, (self.head_dim,), None)
+        self.output(f"{name}.self_attn.o_proj", f"{attention}.linear_proj", self.heads * self.head_dim)
+        self.norm(
+            f"{name}.post_attention_layernorm.weight",
+            f"{path}.pre_mlp_layernorm.weight",
+            f"{mlp}.linear_fc1.layer_norm_weight",
+        )
+        # each rank has its gate rows, then its up rows: groups, as many as ranks
+        self.merged(
+            f"{name}.mlp",
+            f"{mlp}.linear_fc1",
+            dict.fromkeys(("gate_proj", "up_proj"), self.ffn // self.ranks),
+            self.ranks,
+        )
+        self.output(f"{name}.mlp.down_proj", f"{mlp}.linear_fc2", self.ffn)
+
+    def norm(self, name: str, *spellings: str) -> None:
+        """A norm of the hidden state: a module of its own (local spec), or part of the linear behind it (TE's)."""
+        there = [parameter for parameter in spellings if parameter in self.parameters]
+        self.split(name, there[0] if there else " or ".join(spellings), (self.hidden,), None)
+
+    def output(self, name: str, path: str, inputs: int) -> None:
+        """A row-parallel linear [hidden, inputs]: its columns are split, its bias is whole on every rank."""
+        self.split(f"{name}.weight", f"{path}.weight", (self.hidden, inputs), 1)
+        if f"{path}.bias" in self.parameters:
+            self.split(f"{name}.bias", f"{path}.bias", (self.hidden,), None)
+
+    def split(self, name: str, parameter: str, shape: tuple[int, ...], dim: int | None) -> None:
+        """A tensor that is the parameter, or the ranks' parameters one after the other along `dim`."""
+        here = list(shape)
+        if dim is not None:
+            here[dim] = self.share(shape[dim], parameter)
+        storage = self.take(parameter, tuple(here))
+        if storage is not None:
+            self.put(name, storage, shape, dim or 0, 0 if dim is None else self.rank * here[dim])
+
+    def merged(self, name: str, path: str, parts: dict[str, int], groups: int) -> None:
+        """A column-parallel linear of several tensors: for each group a few rows of each part, the ranks in order.
+
+        `parts`: rows that a group has of each. A rank has whole groups, or a stretch of one group (more ranks than
+        query groups), of which a part may have no row.
+        """
+        rows = sum(parts.values())
+        here = self.share(rows * groups, path)
+        if groups % self.ranks and self.ranks % groups:
+            self.problems.append(f"{path}: {groups} query groups can't be split over {self.ranks} ranks")
+            return
+        for kind, rest in (("weight", (self.hidden,)), ("bias", ())):
+            if kind == "bias" and f"{path}.bias" not in self.parameters:
+                continue
+            storage = self.take(f"{path}.{kind}", (here, *rest))
+            if storage is None:
+                continue
+            group, offset = divmod(self.rank * here, rows)
+            stretch = storage.view(max(here // rows, 1), min(here, rows), *rest)
+            edge = 0
+            for part, size in parts.items():
+                # this part's rows within each group of this rank: low to high of the group's rows
+                low, high = max(edge, offset), min(edge + size, offset + stretch.shape[1])
+                target = stretch[:, low - offset : high - offset] if low < high else stretch[:, :0]
+                start = group * size + max(low - edge, 0)
+                self.put(f"{name}.{part}.{kind}", target, (groups * size, *rest), 0, min(start, groups * size))
+                edge += size
+
+    def vocabulary(self, name: str, parameter: str, vocab_size: int | None) -> None:
+        """Rows of the vocabulary; those beyond vocab_size are no tensor's."""
+        rows = self.parameters[parameter].shape[0]
+        storage = self.take(parameter, (rows, self.hidden))
+        wanted = rows * self.ranks if vocab_size is None else vocab_size
+        if wanted > rows * self.ranks:
+            self.problems.append(
+                f"{parameter} has {rows} rows on each of {self.ranks} ranks, too few for a vocabulary of {wanted}"
+            )
+        elif storage is not None:
+            start = min(self.rank * rows, wanted)
+            self.put(name, storage[: min(rows, wanted - start)], (wanted, self.hidden), 0, start)
+
+    def share(self, size: int, what: str) -> int:
+        """A rank's share of `size`."""
+        if size % self.ranks:
+            self.problems.append(f"{what}: {size} can't be split over {self.ranks} ranks")
+        return size // self.ranks
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
+        """The storage of a parameter, which has this shape; None and a problem where it hasn't."""
+        parameter = self.parameters.pop(name, None)
+        if parameter is None:
+            self.problems.append(f"{name} is missing")
+        elif type(parameter.data) is not Tensor:
+            # a view of such a tensor is a dequantised or gathered copy: writes would be lost
+            self.problems.append(f"{name} is a {type(parameter.data).__name__}, a plain tensor is needed")
+        elif tuple(parameter.shape) != shape:
+            self.problems.append(f"{name} has shape {list(parameter.shape)}, {list(shape)} is needed")
+        else:
+            return parameter.data
+        return None
+
+    def put(self, name: str, target: Tensor, shape: tuple[int, ...], dim: int, start: int) -> None:
+        plain = tuple(target.shape) == shape
+        self.slots[name] = WeightSlot(target) if plain else PartSlot(target, shape, dim, start)

@@ -1,0 +1,1 @@
+"""Values that cross process boundaries: requests, sampling parameters, messages, outputs."""

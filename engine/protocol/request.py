@@ -1,0 +1,140 @@
+"""What a caller asks and what the engine answers, as plain values that cross processes.
+
+Owns EngineRequest (in), TokenEvent (out, one per request and step), the request's state machine and the split of a
+request for n sequences; SamplingParams is offered from here. Knows no tensors, no scheduler, no HTTP.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from engine.errors import EngineError, RequestError
+from engine.protocol.sampling_params import MAX_TOKENS, SamplingParams, checked_token_ids
+
+__all__ = [
+    "Child",
+    "EngineRequest",
+    "FinishReason",
+    "SamplingParams",
+    "TokenEvent",
+    "TokenLogprob",
+    "check_prompt_ids",
+    "mix64",
+    "resolve_seed",
+    "split_n",
+]
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+# The public constants of splitmix64: an odd step that visits every 64-bit value, and two odd multipliers.
+GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_MASK64 = 2**64 - 1
+
+
+@dataclass(kw_only=True)
+class EngineRequest:
+    """One sequence for the engine to continue. n is 1 here: the front splits a request for several (`split_n`)."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    priority: int = 0  # lower first
+    arrival_time: float = field(default_factory=time.monotonic)  # seconds, time.monotonic
+    seed: int | None = None  # always an int64 after construction: params.seed, else drawn
+
+    def __post_init__(self) -> None:
+        if self.params.n != 1:
+            raise RequestError(
+                f"the engine takes one sequence per request, asked for n={self.params.n}: use split_n", param="n"
+            )
+        if self.seed is None:
+            self.seed = resolve_seed(self.params)
+
+
+@dataclass(slots=True)
+class TokenLogprob:
+    """One token's log-probability: `rank` 1 is the most likely token; `top` maps the k best ids to theirs."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class TokenEvent:
+    """What one step gave one request; the last one carries finish_reason."""
+
+    request_id: str
+    token_ids: list[int] = field(default_factory=list)  # new this step
+    logprobs: list[TokenLogprob] | None = None  # parallel to token_ids
+    prompt_logprobs: list[TokenLogprob | None] | None = None  # once, with the first event; entry 0 is None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the token id that stopped it
+    error: str | None = None
+    refusal: EngineError | None = None  # it was never accepted, and this says why
+    weight_version: str = ""
+    cached_tokens: int = 0  # prompt tokens that came from the prefix cache
+    queue_time: float | None = None  # seconds, with the first event
+    graph_bucket: int | None = None  # of the decode graph that gave the tokens; None: a prefill or an eager run did
+
+
+@dataclass(frozen=True, kw_only=True)
+class Child:
+    """One of the n sequences of a request: its own id, its place among the n, its own seed, and params with n=1."""
+
+    request_id: str
+    index: int
+    params: SamplingParams
+    seed: int
+
+
+def resolve_seed(params: SamplingParams) -> int:
+    """The request's own seed, or a fresh one from the system's randomness; an int64."""
+    return params.seed if params.seed is not None else secrets.randbits(63)
+
+
+def split_n(request_id: str, params: SamplingParams, base_seed: int) -> list[Child]:
+    """The n sequences of a request; with n=1 the one child keeps the id, else child k is called "id#k".
+
+    Child 0 keeps base_seed, so that asking for more choices leaves the first as it was; the others' seeds are
+    mixed from base_seed and their index.
+    """
+    if params.n == 1:
+        return [Child(request_id=request_id, index=0, params=params, seed=base_seed)]
+    single = dataclasses.replace(params, n=1)
+    return [
+        Child(request_id=f"{request_id}#{k}", index=k, params=single, seed=_child_seed(base_seed, k))
+        for k in range(params.n)
+    ]
+
+
+def _child_seed(base_seed: int, index: int) -> int:
+    return base_seed if index == 0 else mix64(base_seed + index * GOLDEN)
+
+
+def check_prompt_ids(prompt_token_ids: Sequence[int], vocab_size: int) -> list[int]:
+    """The prompt as a list of ints, or RequestError: not a list, empty, not integers, or not in the vocabulary."""
+    name = "prompt_token_ids"
+    ids = list(checked_token_ids(name, prompt_token_ids, MAX_TOKENS))
+    if not ids:
+        raise RequestError("the prompt is empty: give at least one token", param=name)
+    if max(ids) >= vocab_size:
+        raise RequestError(
+            f"{name} has token id {max(ids)}, but the model's vocabulary ends at {vocab_size - 1}", param=name
+        )
+    return ids
+
+
+def mix64(value: int) -> int:
+    """Scatter an integer over all 64 bits, as an int64: splitmix64's finalizer, a bijection of the value mod 2**64."""
+    x = value & _MASK64
+    x = ((x ^ (x >> 30)) * MIX_1) & _MASK64
+    x = ((x ^ (x >> 27)) * MIX_2) & _MASK64
+    x ^= x >> 31
+    return x - 2**64 if x >> 63 else x

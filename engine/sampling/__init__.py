@@ -1,0 +1,1 @@
+"""From logits to tokens: penalties, temperature, truncation, sampling, log-probabilities."""

@@ -1,0 +1,279 @@
+"""From logits to tokens: each slot's sampling parameters, applied to a batch at once.
+
+Owns what sampling must remember of a running request. Order: repetition penalty, frequency and presence penalties,
+logit bias, the min_tokens mask, temperature, top-k, top-p, min-p (Hugging Face's order), all in float32; from the
+temperature on it is engine/sampling/selection.py's. Knows no scheduler, no pages and no text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from engine.errors import RequestError
+from engine.protocol.request import SamplingParams, TokenLogprob, mix64
+from engine.sampling.logprobs import prompt_logprobs, raw_logprobs
+from engine.sampling.ops import uniform
+from engine.sampling.penalties import TokenCounts
+from engine.sampling.selection import COLUMNS, Choice, Pending, Rule, U, put_rows, rows_of
+from engine.utils.async_copy import ids_to, upload
+
+__all__ = ["SampleResult", "SamplingState", "prompt_logprobs"]
+
+# Columns of the numbers that go to the device once per step, behind those of the choice.
+_REPETITION, _FREQUENCY, _PRESENCE = range(COLUMNS, COLUMNS + 3)
+
+
+@dataclass(slots=True)
+class _Slot:
+    """What the host must know of a slot to decide which work its row needs."""
+
+    rule: Rule = Rule()
+    penalised: bool = False
+    prompt_len: int = 0
+    min_tokens: int = 0
+    banned: Tensor | None = None  # int64 [m] on the host, banned until min_tokens
+    bias: tuple[Tensor, Tensor] | None = None  # ids int64 [m] and values float32 [m] on the host
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether argmax of the raw logits is all that the row needs."""
+        return self.rule.is_argmax and not (self.penalised or self.min_tokens or self.bias is not None)
+
+
+_INACTIVE = _Slot()
+
+
+class SampleResult:
+    """token_ids int64 [b] on the device: 0 for an inactive row, -1 where no token could be chosen.
+
+    -1 means that the row's logits hold a NaN or +inf, or are all -inf: fail that request, and don't feed the -1 to
+    the model. `logprobs` is None if no row asked for them, else one entry per row (None for a row that did not); the
+    first use waits for their copies, which were enqueued with the step.
+    """
+
+    __slots__ = ("token_ids", "_pending", "_logprobs")
+
+    def __init__(self, token_ids: Tensor, pending: list[Pending]):
+        self.token_ids = token_ids
+        self._pending = pending
+        self._logprobs: list[TokenLogprob | None] | None = None
+
+    @property
+    def logprobs(self) -> list[TokenLogprob | None] | None:
+        if self._pending:
+            self._logprobs = [None] * len(self.token_ids)
+            for rows, values in self._pending:
+                for row, value in zip(rows, values.read(), strict=True):
+                    self._logprobs[row] = value
+            self._pending = []
+        return self._logprobs
+
+
+class SamplingState:
+    """The sampling parameters of every slot in [0, max_num_seqs), and the draw for a batch of them.
+
+    logprobs_mode "processed": of the distribution that was drawn from, after penalties, bias, temperature and
+    truncation (a greedy row: temperature 1, no truncation); "raw": of the logits as the model gave them.
+    Not thread-safe; owned by the loop's thread.
+    """
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        vocab_size: int,
+        device: torch.device | str = "cpu",
+        *,
+        eos_token_ids: Sequence[int] = (),
+        logprobs_mode: Literal["processed", "raw"] = "processed",
+    ):
+        if logprobs_mode not in ("processed", "raw"):
+            raise ValueError(f"logprobs_mode must be 'processed' or 'raw'; found {logprobs_mode!r}")
+        self.max_num_seqs = max_num_seqs
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._raw = logprobs_mode == "raw"
+        self._choice = Choice(vocab_size, self.device, self._raw)
+        self._counts = TokenCounts(max_num_seqs, vocab_size, self.device)
+        # One row more than there are slots: index -1 is the row of inactive entries, and is greedy.
+        self._slots = [_INACTIVE] * (max_num_seqs + 1)
+        self._special: set[int] = set()  # slots that argmax alone doesn't serve
+        self._numbers = torch.zeros(max_num_seqs + 1, COLUMNS + 3, dtype=torch.float64)
+        self._keys = torch.zeros(max_num_seqs + 1, dtype=torch.int64)
+
+    def check(self, params: SamplingParams) -> None:
+        """Raise RequestError for what `set_slot` would refuse, so that a request is refused before it has a slot."""
+        params.check_vocab(self.vocab_size)
+        self._banned(params)
+
+    def set_slot(
+        self,
+        slot: int,
+        params: SamplingParams,
+        seed: int,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int] = (),
+    ) -> None:
+        """Give a slot to a request; after a preemption, `output_ids` are the tokens it has so far.
+
+        Raises RequestError if a token id is outside the vocabulary or the min_tokens mask would leave none.
+        """
+        self._check_slot(slot)
+        params.check_vocab(self.vocab_size)
+        penalised = (
+            params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
+        )
+        banned = self._banned(params)
+        rule = self._choice.rule(params)
+        self._slots[slot] = _Slot(
+            rule=rule,
+            penalised=penalised,
+            prompt_len=len(prompt_ids),
+            min_tokens=params.min_tokens if banned is not None else 0,
+            banned=banned,
+            bias=_bias(params.logit_bias) if params.logit_bias else None,
+        )
+        self._numbers[slot] = torch.tensor(
+            [*self._choice.numbers(params, rule), params.repetition_penalty, params.frequency_penalty,
+             params.presence_penalty],
+            dtype=torch.float64,
+        )  # fmt: skip
+        self._keys[slot] = mix64(seed)
+        (self._special.discard if self._slots[slot].is_plain else self._special.add)(slot)
+        if penalised:
+            self._counts.track(slot, prompt_ids, output_ids)
+
+    def clear_slot(self, slot: int) -> None:
+        """Take a slot back from its request."""
+        self._check_slot(slot)
+        self._slots[slot] = _INACTIVE
+        self._special.discard(slot)
+
+    def needs_sampler(self, slots: Iterable[int]) -> bool:
+        """False if argmax of the logits is what `sample` would give for each of these slots, and no logprobs."""
+        return bool(self._special) and not self._special.isdisjoint(slots)
+
+    def sample(self, logits: Tensor, slots: Sequence[int] | Tensor, positions: Sequence[int] | Tensor) -> SampleResult:
+        """Choose one token per row, and count it as an output of its slot. Nothing of it waits for the device, but for
+        a draw by torch whose nucleus might exceed the ranked tokens (see `draw_truncated`).
+
+        logits [rows, V] of any float type, never written to; row i belongs to slots[i] (-1: inactive), and rows
+        beyond the slots are ignored. positions[i] is the index that the new token will have in its sequence: the
+        prompt's length plus the outputs so far. It feeds the random number, so a request draws the same again after
+        a preemption and in any batch. Slots and positions are host values; reading them from a device would wait.
+        """
+        slots, positions = _as_list(slots), _as_list(positions)
+        self._check_batch(logits, slots, positions)
+        index = torch.tensor(slots, dtype=torch.int64)
+        numbers = self._numbers[index]
+        numbers[:, U] = uniform(self._keys[index], torch.tensor(positions, dtype=torch.int64))
+        numbers = upload(numbers, self.device)
+        states = [self._slots[slot] for slot in slots]
+        self._end_min_tokens(slots, states, positions)
+        raw = logits[: len(slots)]
+        penalised = [i for i, state in enumerate(states) if state.penalised]
+        tracked = ids_to(self.device, [slots[i] for i in penalised]) if penalised else None
+        x = self._adjusted(raw, penalised, tracked, states, numbers)
+        token_ids, pending = self._choice.choose(x, numbers, [state.rule for state in states])
+        if penalised:
+            self._counts.add(tracked, rows_of(token_ids, penalised))
+        if self._raw:
+            pending = self._raw_logprobs(raw, token_ids, states)
+        if -1 in slots:
+            token_ids = token_ids.masked_fill(ids_to(self.device, slots) < 0, 0)
+        return SampleResult(token_ids, pending)
+
+    def warm_up(self, logits: Tensor) -> None:
+        """Compile what draws from logits like these [rows, V] need, so that no request waits seconds for it."""
+        self._choice.warm_up(logits, self._numbers.shape[1])
+
+    def _raw_logprobs(self, raw: Tensor, token_ids: Tensor, states: list[_Slot]) -> list[Pending]:
+        return [
+            (rows, raw_logprobs(rows_of(raw, rows), rows_of(token_ids, rows), [states[i].rule.logprobs for i in rows]))
+            for rows in self._choice.split([i for i, state in enumerate(states) if state.rule.logprobs is not None])
+        ]
+
+    def _end_min_tokens(self, slots: list[int], states: list[_Slot], positions: list[int]) -> None:
+        """Lift the mask where enough tokens came before: the slot may go back to plain argmax."""
+        for slot, state, position in zip(slots, states, positions, strict=True):
+            if state.min_tokens and position - state.prompt_len >= state.min_tokens:
+                state.min_tokens = 0
+                if state.is_plain:
+                    self._special.discard(slot)
+
+    def _adjusted(
+        self, raw: Tensor, penalised: list[int], tracked: Tensor | None, states: list[_Slot], numbers: Tensor
+    ) -> Tensor:
+        """The logits in float32 after penalties, bias and the min_tokens mask; `raw` as it is where none applies.
+
+        `penalised` are rows, and `tracked` their slots on the device.
+        """
+        biased = [i for i, state in enumerate(states) if state.bias is not None]
+        banned = [i for i, state in enumerate(states) if state.min_tokens]
+        if not (penalised or biased or banned):
+            return raw
+        x = raw.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        for part, rows in enumerate(self._choice.split(penalised)):
+            start = part * self._choice.part
+            slots = tracked[start : start + len(rows)]
+            columns = (_column(numbers, rows, c) for c in (_REPETITION, _FREQUENCY, _PRESENCE))
+            x = put_rows(x, rows, self._counts.penalise(rows_of(x, rows), slots, *columns))
+        if biased:
+            where = self._flat(biased, [states[i].bias[0] for i in biased])
+            values = torch.cat([states[i].bias[1] for i in biased])
+            x.view(-1).index_add_(0, where, upload(values, self.device))
+        if banned:
+            where = self._flat(banned, [states[i].banned for i in banned])
+            x.view(-1).index_fill_(0, where, float("-inf"))
+        return x
+
+    def _flat(self, rows: list[int], ids: list[Tensor]) -> Tensor:
+        """Places in the flattened logits of each row's token ids, on the device by one copy."""
+        lengths = torch.tensor([len(t) for t in ids])
+        starts = torch.tensor(rows) * self.vocab_size
+        return upload(torch.cat(ids) + starts.repeat_interleave(lengths), self.device)
+
+    def _banned(self, params: SamplingParams) -> Tensor | None:
+        """What would end the request before min_tokens; None if nothing can."""
+        if params.min_tokens == 0:
+            return None
+        ids = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            ids.update(i for i in self._eos_token_ids if i < self.vocab_size)
+        if len(ids) == self.vocab_size:
+            raise RequestError(
+                f"min_tokens={params.min_tokens} with stop_token_ids that name the whole vocabulary leaves no token: "
+                "give fewer stop_token_ids or min_tokens=0",
+                param="stop_token_ids",
+            )
+        return torch.tensor(sorted(ids), dtype=torch.int64) if ids else None
+
+    def _check_slot(self, slot: int) -> None:
+        if not 0 <= slot < self.max_num_seqs:
+            raise ValueError(f"slot {slot} is not in [0, {self.max_num_seqs})")
+
+    def _check_batch(self, logits: Tensor, slots: list[int], positions: list[int]) -> None:
+        if logits.dim() != 2 or logits.shape[0] < len(slots) or logits.shape[1] != self.vocab_size:
+            raise ValueError(f"logits must be [at least {len(slots)}, {self.vocab_size}]; found {list(logits.shape)}")
+        if not all(-1 <= slot < self.max_num_seqs for slot in slots):
+            raise ValueError(f"slots must be in [-1, {self.max_num_seqs}); found {slots}")
+        if len(positions) != len(slots):
+            raise ValueError(f"{len(slots)} slots, but {len(positions)} positions")
+
+
+def _bias(bias: Mapping[int, float]) -> tuple[Tensor, Tensor]:
+    return torch.tensor(list(bias), dtype=torch.int64), torch.tensor(list(bias.values()), dtype=torch.float32)
+
+
+def _column(numbers: Tensor, rows: list[int], column: int) -> Tensor:
+    """One parameter of these rows, as float32 [b, 1]."""
+    return rows_of(numbers, rows)[:, column : column + 1].to(torch.float32)
+
+
+def _as_list(values: Sequence[int] | Tensor) -> list[int]:
+    return values.tolist() if isinstance(values, Tensor) else list(values)

@@ -1,0 +1,89 @@
+"""What a step means for the books, in two moments: it was enqueued, and its tokens were read.
+
+Between the two a request's newest token exists on the device only: it is "in flight", and the next step may be chosen
+and enqueued meanwhile. Owns that counting and the offer of full pages to the prefix cache. Moves no request and takes
+no page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from engine.scheduling.admission import Entry, SchedulerInvariantError
+from engine.scheduling.batch import Batch
+from engine.scheduling.prefix_cache import PrefixCache
+from engine.scheduling.request import Request
+
+
+class Ledger:
+    """Progress of the requests in `entries`, which the scheduler keeps."""
+
+    def __init__(self, page_size: int, prefix_cache: PrefixCache | None, entries: Mapping[str, Entry]):
+        self._page_size = page_size
+        self._prefix_cache = prefix_cache
+        self._entries = entries
+
+    def dispatch(self, batch: Batch) -> None:
+        """See Scheduler.dispatch."""
+        if batch.dispatched:
+            raise SchedulerInvariantError("this batch was dispatched before: its tokens would count twice")
+        batch.dispatched = True
+        for request, position, lease in zip(batch.decodes, batch.positions, batch.leases, strict=True):
+            if request.lease != lease:
+                continue
+            if request.num_computed != position:
+                raise SchedulerInvariantError(f"{request!r} is not at {position}, where this batch decodes")
+            request.num_computed = position + 1
+            request.length = position + 2
+        for chunk in batch.prefills:
+            request = chunk.request
+            if request.lease != chunk.lease:
+                continue
+            if request.num_computed != chunk.start:
+                raise SchedulerInvariantError(f"{request!r} is not at {chunk.start}, where this batch's chunk begins")
+            request.num_computed = chunk.start + chunk.length
+            request.length += chunk.is_last
+
+    def complete(self, batch: Batch, new_tokens: Sequence[int | None]) -> None:
+        """See Scheduler.complete."""
+        if batch.completed or not batch.dispatched:
+            raise SchedulerInvariantError(
+                "this batch was completed before: its tokens would count twice"
+                if batch.completed
+                else "a batch is completed after it was dispatched"
+            )
+        wanted = len(batch.decodes) + sum(chunk.is_last for chunk in batch.prefills)
+        if len(new_tokens) != wanted:
+            raise SchedulerInvariantError(f"{len(new_tokens)} tokens came for a batch that samples {wanted}")
+        batch.completed = True
+        tokens, page_size = iter(new_tokens), self._page_size
+        for request, position, lease, token in zip(batch.decodes, batch.positions, batch.leases, tokens, strict=False):
+            if request.lease == lease:
+                if token is not None:
+                    request.token_ids.append(token)
+                else:
+                    request.length -= 1
+                if (position + 1) % page_size == 0:
+                    self._register(request, position + 1)
+        for chunk in batch.prefills:
+            request = chunk.request
+            token = next(tokens) if chunk.is_last else None
+            if request.lease == chunk.lease:
+                if token is not None:
+                    request.token_ids.append(token)
+                else:
+                    request.length -= chunk.is_last
+                self._register(request, chunk.start + chunk.length)
+
+    def _register(self, request: Request, computed: int) -> None:
+        """Offer the pages that this batch made full to the prefix cache; it refuses those begun before a reset.
+
+        Not by `num_computed`, which counts what is enqueued since: a page is offered when all its tokens are known.
+        """
+        if self._prefix_cache is None:
+            return
+        entry = self._entries[request.request_id]
+        full = computed // self._page_size
+        if full > entry.registered:
+            self._prefix_cache.insert(entry.chain, request.token_ids, request.pages, entry.registered, full)
+            entry.registered = full

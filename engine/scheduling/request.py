@@ -1,0 +1,110 @@
+"""The scheduler's record of one request, and the states that it passes through."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Set
+
+from engine.errors import EngineError
+from engine.protocol.request import EngineRequest, TokenLogprob
+
+
+class RequestState(enum.Enum):
+    """Where a request is; the last three are final."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+    @property
+    def is_final(self) -> bool:
+        return not _NEXT_STATES[self]
+
+
+_NEXT_STATES: Mapping[RequestState, frozenset[RequestState]] = {
+    RequestState.WAITING: frozenset({RequestState.RUNNING, RequestState.ABORTED, RequestState.FAILED}),
+    RequestState.RUNNING: frozenset(
+        {RequestState.PREEMPTED, RequestState.FINISHED, RequestState.ABORTED, RequestState.FAILED}
+    ),
+    RequestState.PREEMPTED: frozenset({RequestState.RUNNING, RequestState.ABORTED, RequestState.FAILED}),
+    RequestState.FINISHED: frozenset(),
+    RequestState.ABORTED: frozenset(),
+    RequestState.FAILED: frozenset(),
+}
+
+
+class Request:
+    """The scheduler's record of one request, owned by the loop's thread. Compared and hashed by identity.
+
+    Assigning `state` checks the transition. `token_ids` is prompt and output together, as far as the host knows them;
+    `length` counts those in flight too, which were asked of the device and not read yet. The first `num_computed` have
+    their keys and values in `pages`, or will have them when the work enqueued so far is done. `slot` is an index in
+    [0, max_num_seqs) while running, and `lease` a number of its own for each time that the request ran, else 0.
+    `limit` is the number of tokens at which it ends; Scheduler.add sets it.
+    """
+
+    def __init__(self, request: EngineRequest, weight_version: str = "", eos_token_ids: Set[int] = frozenset()):
+        params = request.params
+        self.request = request
+        self.request_id = request.request_id
+        self.params = params
+        self.prompt_len = len(request.prompt_token_ids)
+        self.token_ids = list(request.prompt_token_ids)
+        self.num_computed = 0
+        self.length = self.prompt_len
+        self.pages: list[int] = []
+        self.slot: int | None = None
+        self.lease = 0
+        self.limit = 0
+        self.ends_on = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
+        self.wants_tokens = params.max_tokens != 0
+        self.prompt_scores: list[TokenLogprob] = []  # as far as this run of its prompt has come
+        self.reported = False  # its first event is out
+        self.cached_tokens = 0
+        self.first_scheduled_time: float | None = None
+        self.weight_version = weight_version
+        self._state = RequestState.WAITING
+
+    @property
+    def state(self) -> RequestState:
+        return self._state
+
+    @state.setter
+    def state(self, new: RequestState) -> None:
+        if new not in _NEXT_STATES[self._state]:
+            allowed = ", ".join(sorted(s.value for s in _NEXT_STATES[self._state])) or "nothing: it is final"
+            raise EngineError(
+                f"request {self.request_id!r} can't go from {self._state.value} to {new.value}; allowed: {allowed}"
+            )
+        self._state = new
+
+    @property
+    def priority(self) -> int:
+        return self.request.priority
+
+    @property
+    def arrival_time(self) -> float:
+        return self.request.arrival_time
+
+    @property
+    def seed(self) -> int:
+        return self.request.seed
+
+    @property
+    def output_len(self) -> int:
+        return len(self.token_ids) - self.prompt_len
+
+    @property
+    def output_ids(self) -> list[int]:
+        """The sampled tokens so far, as a copy."""
+        return self.token_ids[self.prompt_len :]
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id!r}, {self._state.value}, prompt={self.prompt_len}, output={self.output_len}, "
+            f"in_flight={self.length - len(self.token_ids)}, computed={self.num_computed}, slot={self.slot}, "
+            f"pages={len(self.pages)})"
+        )

@@ -1,0 +1,37 @@
+"""Start child processes that ignore stop signals, and give them the parent's log format."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from multiprocessing import resource_tracker
+from multiprocessing.process import BaseProcess
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def start_deaf(process: BaseProcess) -> None:
+    """Start a process that hears no stop signal: a terminal's Ctrl-C reaches all, and the parent decides who ends.
+
+    From its first moment: what it imports takes seconds. Its main function calls `ignore_stop_signals`.
+    """
+    resource_tracker.ensure_running()  # else the start would see to it, and that ends the blocking
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ignore_stop_signals() -> None:
+    """In a process begun by `start_deaf`: as before, without a blocked signal that its own children would inherit."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def log_style() -> tuple[logging.Formatter | None, int]:
+    """Format and level of this process' log, for a child that writes to the same stream."""
+    plain = (handler for handler in logging.getLogger().handlers if type(handler) is logging.StreamHandler)
+    formatter = next((handler.formatter for handler in plain), None)
+    return formatter, logging.getLogger("engine").getEffectiveLevel()

@@ -1,0 +1,170 @@
+"""The decode step as the capture core sees it: one callable under scope `block`, one per layer under scope `layer`.
+
+Owns which part of the model goes into which graph, and how a step leaves the next one's inputs behind: the token that
+it chose, and each row one place further. So it can be replayed again before anybody read it. Reads nothing but static
+buffers, the model's weights and the KV cache, so that what it does can be captured. Knows no requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from engine.attention.backend import DecodeAttention
+from engine.attention.kv_cache import KVCache
+from engine.megatron.model import HostedModel
+from engine.models.dense import DenseModel
+from engine.worker.input_buffers import Layout
+from graph_cache.addresses import AddressBook
+from graph_cache.buckets import Buckets
+from graph_cache.buffers import StaticBuffers
+from graph_cache.site import Site
+
+if TYPE_CHECKING:
+    from engine.models.fused_dense import FusedDense  # it imports triton, which exists only where CUDA does
+
+SITE = "decode"
+Part = Callable[..., None]
+
+
+def decode_site(
+    model: DenseModel | HostedModel,
+    kv: KVCache,
+    buffers: StaticBuffers,
+    layout: Layout,
+    buckets: Buckets,
+    *,
+    scope: str,
+    impl: str,
+    contexts: Sequence[int],
+    warm_contexts: Sequence[int],
+    fused: FusedDense | None = None,
+) -> Site:
+    """Build the site over `buffers` (see `decode_buffers`). `contexts` are the widths that the attention may read, each
+    a graph of its own; empty if the attention kernel reads lengths from device memory and needs none. `fused` computes
+    the step in the model's place where it is given.
+    """
+    book = weights_and_pages(model, kv)
+    variants = [{"context": width} for width in contexts] or [{}]
+    warm = [{"context": width} for width in warm_contexts] or [{}]
+    if fused is not None:
+        make = _fused_layer_parts if scope == "layer" else _fused_block_part
+        parts = make(fused, layout)
+    else:
+        parts = (_layer_parts if scope == "layer" else _block_part)(model, kv, layout, impl)
+    return Site(
+        SITE,
+        parts,
+        buffers,
+        buckets,
+        scope="layer" if scope == "layer" else "block",
+        phase="decode",
+        variants=variants,
+        warm_variants=warm,
+        addresses=book,
+    )
+
+
+def weights_and_pages(model: DenseModel | HostedModel, kv: KVCache) -> AddressBook:
+    """What a step reads by address beside its site's own buffers."""
+    book = AddressBook()
+    book.watch(model, prefix="model.")
+    for name, tensors in (("k", kv.k), ("v", kv.v)):
+        book.watch({str(layer): tensor for layer, tensor in enumerate(tensors)}, prefix=f"kv.{name}.")
+    return book
+
+
+class _Rows:
+    """The rows of one bucket as the model takes them: `tokens`, `positions` [b] and each row's page table."""
+
+    def __init__(self, state: Tensor, layout: Layout, bucket: int):
+        self._state = layout.views(state)
+        self.slots = self._state.slots[:bucket]
+        self.positions = self._state.positions[:bucket]
+
+    def tokens(self) -> Tensor:
+        return self._state.last_tokens.index_select(0, self.slots)
+
+    def attention(self, kv: KVCache, impl: str, context: int | None) -> DecodeAttention:
+        table = self._state.page_table
+        width = table if context is None else table[:, : context // kv.page_size]
+        return DecodeAttention(kv, width.index_select(0, self.slots), self.positions, impl)
+
+    def advance(self, tokens: Tensor) -> None:
+        """Leave the next step's inputs: tokens int64 [b] and each position one further; padding (entry 0) stays 0."""
+        real = self.slots.sign()
+        self._state.last_tokens.index_copy_(0, self.slots, tokens * real)
+        self.positions.add_(real)
+
+
+def _choose(model: DenseModel | HostedModel, hidden: Tensor, logits: Tensor, next_tokens: Tensor) -> Tensor:
+    """Logits and the greedy choice into their buffers; -1 marks a row whose logits are not finite.
+
+    Returns what to feed back: the choice again, but always a token. The request of a row that isn't finite fails, and
+    its next step, which may be enqueued by then, must find something to embed.
+    """
+    logits.copy_(model.logits(hidden))
+    best, ids = logits.max(dim=-1)
+    next_tokens.copy_(ids.masked_fill(best - best != 0, -1))  # the difference is NaN for NaN and the infinities
+    return ids
+
+
+def _block_part(model: DenseModel | HostedModel, kv: KVCache, layout: Layout, impl: str) -> list[Part]:
+    def step(state, hidden, logits, next_tokens, context=None):
+        rows = _Rows(state, layout, len(next_tokens))
+        out = model(rows.tokens(), rows.positions, rows.attention(kv, impl, context))
+        rows.advance(_choose(model, out, logits, next_tokens))
+
+    return [step]
+
+
+def _layer_parts(model: DenseModel | HostedModel, kv: KVCache, layout: Layout, impl: str) -> list[Part]:
+    """Embedding, each layer, and the head. Only `hidden` passes from one part to the next: memory inside one graph
+    belongs to the next graph as soon as it replays, so each layer derives rotary and page metadata anew.
+    """
+
+    def embed(state, hidden, logits, next_tokens, context=None):
+        hidden.copy_(model.embed_tokens(_Rows(state, layout, len(hidden)).tokens()))
+
+    def layer_part(index: int) -> Part:
+        def layer(state, hidden, logits, next_tokens, context=None):
+            rows = _Rows(state, layout, len(hidden))
+            rope = model.rope(rows.positions)
+            hidden.copy_(model.layer(index, hidden, rope, rows.attention(kv, impl, context)))
+
+        return layer
+
+    def head(state, hidden, logits, next_tokens, context=None):
+        ids = _choose(model, model.norm(hidden), logits, next_tokens)
+        _Rows(state, layout, len(hidden)).advance(ids)
+
+    return [embed, *(layer_part(index) for index in range(len(model.layers))), head]
+
+
+def _fused_block_part(fused: FusedDense, layout: Layout) -> list[Part]:
+    def step(**buffers: Tensor) -> None:
+        for part in _fused_layer_parts(fused, layout):
+            part(**buffers)
+
+    return [step]
+
+
+def _fused_layer_parts(fused: FusedDense, layout: Layout) -> list[Part]:
+    """The same parts as `_layer_parts`; what passes between them is `hidden`, and scratch of the fused model's own."""
+
+    def embed(state, hidden, logits, next_tokens):
+        fused.embed_rows(layout.views(state), hidden)
+
+    def layer_part(index: int) -> Part:
+        def layer(state, hidden, logits, next_tokens):
+            fused.layer(index, hidden, fused.decode_attention(layout.views(state), len(hidden)))
+
+        return layer
+
+    def head(state, hidden, logits, next_tokens):
+        rows = layout.views(state)
+        fused.choose(rows.slots, rows.positions, rows.last_tokens, hidden, logits, next_tokens, after_layer=True)
+
+    return [embed, *(layer_part(index) for index in range(fused.depth)), head]

@@ -1,0 +1,290 @@
+"""A batch becomes tokens: decodes and, on a GPU, prefills by the graph cache's plan, then sampling.
+
+Owns the model, the KV cache and the static buffers on the device, and the way of results to the host: a step is
+enqueued by `launch`, and read later, when the next may be enqueued already. Knows requests only by their tokens, pages
+and slots; decides nothing about who runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from engine.attention.backend import PrefillAttention
+from engine.attention.kv_cache import KVCache
+from engine.config import EngineConfig
+from engine.errors import ConfigError, ModelError
+from engine.kernels.launch import SHARED_BYTES, fits
+from engine.megatron.model import HostedModel
+from engine.models.dense import DenseModel
+from engine.sampling.sampler import SamplingState, prompt_logprobs
+from engine.scheduling.batch import Batch, PrefillChunk
+from engine.scheduling.request import Request
+from engine.utils.async_copy import ids_to
+from engine.worker.async_output import UNREAD_STEPS, Launched
+from engine.worker.decode_graphs import SITE, decode_site
+from engine.worker.input_buffers import Layout, StepInputs, decode_buffers
+from engine.worker.sizing import WARM_CONTEXT, context_buckets
+from graph_cache.buckets import Buckets
+from graph_cache.cache import GraphCache
+from graph_cache.manifest import Manifest
+from graph_cache.ring import HostRing
+
+if TYPE_CHECKING:  # they import triton
+    from engine.models.fused_dense import FusedDense
+    from engine.worker.prefill_graphs import Prefill
+
+logger = logging.getLogger(__name__)
+
+PREFILL_SITE = "prefill"
+PREFILL_EAGER = "phase_not_captured"
+MORE_CHUNKS = "more_chunks_than_a_graph_takes"
+PROMPT_LOGPROB_ROWS = 256  # rows of full logits held at once while scoring a prompt
+
+
+class ModelRunner:
+    """Runs batches on one device. Everything here is used by one thread."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: DenseModel | HostedModel,
+        eos_token_ids: Sequence[int],
+        manifest: Manifest | None = None,
+    ):
+        spec, device = model.config, torch.device(config.device)
+        self.config = config
+        self.model = model
+        self.device = device
+        dtype = getattr(torch, config.dtype)
+        self.attention_impl = "triton" if device.type == "cuda" else "sdpa"
+        self.kv = KVCache(
+            spec.num_layers, config.num_pages, config.page_size, spec.num_kv_heads, spec.head_dim, dtype, device
+        )
+        pages = -(-config.max_model_len // config.page_size)
+        layout = Layout(config.max_num_seqs, pages)
+        self.buffers = decode_buffers(layout, spec.hidden_size, spec.vocab_size, dtype, device)
+        self.state = layout.views(self.buffers["state"])
+        self.inputs = StepInputs(self.buffers["state"], layout, config.page_size)
+        fused = self._fused_model(dtype)
+        self.cache = GraphCache(
+            config.graph_config(), device, capture_on_miss=config.warmup == "lazy", manifest=manifest
+        )
+        reads_lengths = self.attention_impl == "triton"  # from device memory: any context from one graph
+        self.contexts = () if reads_lengths else context_buckets(config.max_model_len, config.page_size)
+        buckets = Buckets.for_limit(config.max_num_seqs, config.graph_buckets)
+        self.site = self.cache.add_site(
+            decode_site(
+                model,
+                self.kv,
+                self.buffers,
+                layout,
+                buckets,
+                scope=self.cache.config.inference_cuda_graph_scope,
+                impl=self.attention_impl,
+                contexts=self.contexts,
+                warm_contexts=[width for width in self.contexts if width <= WARM_CONTEXT] or self.contexts[:1],
+                fused=fused,
+            )
+        )
+        self.prefill: Prefill | None = None
+        self.exchange = None if fused is None else fused.exchange
+        if fused is not None:
+            from engine.worker.prefill_graphs import Prefill
+
+            self.prefill = Prefill(
+                fused, self.state.last_tokens, config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len
+            )
+            self.cache.add_site(self.prefill.site())
+        self.sampling = SamplingState(
+            config.max_num_seqs,
+            spec.vocab_size,
+            device,
+            eos_token_ids=eos_token_ids,
+            logprobs_mode=config.logprobs_mode,
+        )
+        self.sampling.warm_up(self.buffers["logits"])
+        # Two results a step, its decodes' and its prefills', for every step that may be unread at a time.
+        self.ring = HostRing(self.cache.pool.backend, config.max_num_seqs, torch.int64, depth=2 * UNREAD_STEPS)
+        self._unread: list[Launched] = []
+
+    def _fused_model(self, dtype: torch.dtype) -> FusedDense | None:
+        """The model's steps in few launches, where the device and the settings have them."""
+        wanted, is_16_bit = self.config.kernels, dtype in (torch.bfloat16, torch.float16)
+        able = self.device.type == "cuda" and is_16_bit and fits(self.device)
+        if wanted == "fused" and not able:
+            raise ConfigError(
+                f"kernels='fused' needs 16-bit weights and a GPU with {SHARED_BYTES >> 10} KiB of shared "
+                f"memory a program, found {self.config.dtype} on {self.device}; use kernels='auto'"
+            )
+        if wanted == "torch" or not able:
+            if self.device.type == "cuda":
+                logger.info("the model's own layers compute its steps: kernels=%r, %s", wanted, self.config.dtype)
+            return None
+        from engine.models.fused_dense import FusedDense  # triton exists only where CUDA does
+
+        try:
+            fused = FusedDense(self.model, self.kv, self.config.max_num_seqs, self.config.max_num_batched_tokens)
+            logger.info("the engine's kernels compute the model's steps")
+            return fused
+        except ModelError as error:  # a hosted model that is no plain dense decoder computes by itself
+            if wanted == "fused":
+                raise ConfigError(f"kernels='fused' can't compute this model: {error}; use kernels='auto'") from error
+            logger.info("the model's own layers compute its steps: %s", error)
+            return None
+
+    def admit(self, request: Request) -> None:
+        """Give a request's slot its sampling parameters, and take nothing that the slot held for the request's."""
+        self.sampling.set_slot(
+            request.slot, request.params, request.seed, request.request.prompt_token_ids, request.output_ids
+        )
+        self.inputs.take(request.slot)
+
+    def launch(self, batch: Batch) -> Launched:
+        """Enqueue one batch: the decodes as one padded replay, the prefill chunks as another, or eager together.
+
+        Returns without waiting for it. At most UNREAD_STEPS may be unread, the new one included. After an exception
+        call `abandon`.
+        """
+        self._unread = [launched for launched in self._unread if not launched.is_read]
+        launched = Launched(len(batch.decodes))
+        with torch.inference_mode():
+            if batch.decodes:
+                self._decode(batch, launched)
+            if batch.prefills:
+                self._prefill(batch.prefills, launched)
+            # For the next step; a GPU is busy with this one meanwhile.
+            self.cache.check_addresses(whole=self.device.type == "cuda")
+        self._unread.append(launched)
+        return launched
+
+    def abandon(self) -> None:
+        """After a step that broke off: keep what earlier ones have to say, and start the next from what the host knows.
+
+        A result that nobody read would hold its place in the ring; and how far the broken step came is unknown.
+        """
+        for launched in self._unread:
+            launched.settle()
+        self.ring.clear()
+        self.inputs.forget()
+
+    def _decode(self, batch: Batch, launched: Launched) -> None:
+        rows, statics = len(batch.decodes), self._statics(batch)
+        plan = self.cache.plan(SITE, rows, **statics)
+        self.inputs.load(batch, plan.bucket)
+        self.cache.run(plan)
+        self.inputs.advance()
+        ran = self.cache.plan(SITE, rows, **statics)  # a miss may have captured
+        launched.graph_bucket = ran.bucket if ran.is_graph else None
+        tokens = self.buffers["next_tokens"][:rows]
+        if self.sampling.needs_sampler(request.slot for request in batch.decodes):
+            slots = [request.slot for request in batch.decodes]
+            positions = [position + 1 for position in batch.positions]
+            sampled = self.sampling.sample(self.buffers["logits"][:rows], slots, positions)
+            tokens = sampled.token_ids
+            self.state.last_tokens.index_copy_(0, self.state.slots[:rows], tokens.clamp(min=0))
+            launched.samples.append((0, sampled))
+        launched.tickets.append(self.ring.push(tokens))
+
+    def _statics(self, batch: Batch) -> dict[str, int]:
+        """The keyword values of the graph that these decodes need: the context bucket, where attention has one."""
+        if not self.contexts:
+            return {}
+        longest = max(batch.positions) + 1
+        return {"context": next(width for width in self.contexts if width >= longest)}
+
+    def _prefill(self, chunks: list[PrefillChunk], launched: Launched) -> None:
+        ends = [index for index, chunk in enumerate(chunks) if chunk.is_last]
+        if self.prefill is not None:
+            hidden, logits, tokens = self._packed_prefill(self.prefill, chunks)
+            normed = lambda rows: self.model.norm(hidden[rows])  # noqa: E731
+            if 0 < len(ends) < len(chunks):
+                index = ids_to(self.device, ends)
+                logits, tokens = logits.index_select(0, index), tokens.index_select(0, index)
+        else:
+            hidden, logits = self._plain_prefill(chunks, ends)
+            normed, tokens = hidden.__getitem__, None
+        first = 0
+        for chunk in chunks:
+            if chunk.request.params.prompt_logprobs is not None:
+                self._score_prompt(chunk, normed(slice(first, first + chunk.length)), launched)
+            first += chunk.length
+        if ends:
+            self._choose_first([chunks[index] for index in ends], logits, tokens, launched)
+
+    def _packed_prefill(self, prefill: Prefill, chunks: list[PrefillChunk]) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden [T, h] before the last norm, and of each chunk the logits after it and their best token."""
+        count = sum(chunk.length for chunk in chunks)
+        plan = self.cache.plan(PREFILL_SITE, count)
+        room = 0 if plan.bucket is None else prefill.layout(plan.bucket).count
+        if len(chunks) > room:
+            reason = plan.reason if plan.bucket is None else MORE_CHUNKS
+            self.cache.count_eager(PREFILL_SITE, "prefill", count, reason)
+            return prefill.eager(chunks)
+        prefill.load(chunks, plan.bucket)
+        self.cache.run(plan)
+        hidden, logits, tokens = (prefill.buffers[name] for name in ("hidden", "logits", "next_tokens"))
+        return hidden[:count], logits[: len(chunks)], tokens[: len(chunks)]
+
+    def _plain_prefill(self, chunks: list[PrefillChunk], ends: list[int]) -> tuple[Tensor, Tensor | None]:
+        """Normed hidden [T, h], and the logits after those chunks that end their prompts."""
+        spans = [(chunk.request, range(chunk.start, chunk.start + chunk.length)) for chunk in chunks]
+        tokens = [token for request, span in spans for token in request.token_ids[span.start : span.stop]]
+        positions = [place for _, span in spans for place in span]
+        attention = PrefillAttention(
+            self.kv, [(chunk.start, chunk.length) for chunk in chunks], [chunk.request.pages for chunk in chunks]
+        )
+        hidden = self.model(ids_to(self.device, tokens), ids_to(self.device, positions), attention)
+        self.cache.count_eager(PREFILL_SITE, "prefill", len(tokens), PREFILL_EAGER)
+        if not ends:
+            return hidden, None
+        lasts = list(itertools.accumulate(chunk.length for chunk in chunks))
+        rows = ids_to(self.device, [lasts[index] - 1 for index in ends])
+        return hidden, self.model.logits(hidden.index_select(0, rows))
+
+    def _choose_first(
+        self, ends: list[PrefillChunk], logits: Tensor, tokens: Tensor | None, launched: Launched
+    ) -> None:
+        """The token after each of these chunks, from logits [len(ends), vocab]; left on the device for the decodes.
+
+        `tokens`: their greedy choice, where it is made and left already.
+        """
+        slots = [chunk.request.slot for chunk in ends]
+        positions = [chunk.start + chunk.length for chunk in ends]
+        chosen = tokens
+        if self.sampling.needs_sampler(slots):
+            sampled = self.sampling.sample(logits, slots, positions)
+            chosen = sampled.token_ids
+            launched.samples.append((launched.rows, sampled))
+        elif tokens is None:
+            best, ids = logits.max(dim=-1)
+            chosen = torch.where(torch.isfinite(best), ids, -1)
+        if chosen is not tokens:
+            self.state.last_tokens.index_copy_(
+                0, ids_to(self.device, [slot + 1 for slot in slots]), chosen.clamp(min=0)
+            )
+        self.inputs.chose(slots, positions)
+        launched.tickets.append(self.ring.push(chosen))
+
+    def scrub(self, pages: Sequence[int]) -> None:
+        """Zero free pages, and the scratch page, that may hold NaN: attention multiplies masked slots by 0, and 0 * NaN
+        is NaN for whoever gets them next.
+        """
+        index = ids_to(self.device, [0, *pages])
+        for cache in (*self.kv.k, *self.kv.v):
+            cache.index_fill_(0, index, 0)
+
+    def _score_prompt(self, chunk: PrefillChunk, hidden: Tensor, launched: Launched) -> None:
+        """Log-probabilities of the prompt's tokens that follow this chunk's, in slices so that logits stay small."""
+        request = chunk.request
+        targets = request.token_ids[chunk.start + 1 : min(chunk.start + chunk.length, request.prompt_len - 1) + 1]
+        found = launched.prompt_scores.setdefault(request.request_id, [])
+        for start in range(0, len(targets), PROMPT_LOGPROB_ROWS):
+            part = targets[start : start + PROMPT_LOGPROB_ROWS]
+            logits = self.model.logits(hidden[start : start + len(part)])
+            found += prompt_logprobs(logits, ids_to(self.device, part), request.params.prompt_logprobs)

@@ -1,0 +1,133 @@
+"""Prefill on CUDA: chunks of prompts packed into one step, as a graph per token bucket where they fit one.
+
+Owns how chunks become static inputs, and what of the step is captured. Knows requests by their tokens and pages only.
+Imports triton (through the fused model): import it only where the device is CUDA (or under TRITON_INTERPRET=1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.kernels.paged_prefill import Packing
+from engine.models.fused_dense import FusedDense
+from engine.scheduling.batch import PrefillChunk
+from engine.utils.async_copy import upload
+from engine.worker.decode_graphs import weights_and_pages
+from graph_cache.buckets import Buckets
+from graph_cache.buffers import BATCH, BufferSpec, StaticBuffers
+from graph_cache.site import Site
+
+SITE = "prefill"
+TOKEN_BUCKETS = (*range(64, 1024, 64), *range(1024, 2048, 128), *range(2048, 4096, 512), *range(4096, 8193, 1024))
+"""Those below the most tokens that a step may have; that number is a bucket too. While requests wait, each one that
+ends is followed by a prompt of a few hundred tokens in a step of its own: padding there is paid at nearly every step.
+"""
+
+LEAST_CHUNKS, TOKENS_A_CHUNK = 8, 32
+"""A bucket has room for a chunk per so many tokens: each is a row of the vocabulary's product, there or not."""
+
+
+class Chunks(NamedTuple):
+    """Where a step's inputs lie in one int64 tensor: `count` chunks with `pages` pages each, then the tokens.
+
+    For each chunk: the count of tokens up to its end, how many tokens precede it in its sequence, which token of the
+    step is its last, and the entry of `last_tokens` that its next token goes to (0: none). Then count + 1 rows of
+    pages, the first of them empty. Then, for each token: itself, its position, and its row of pages.
+    """
+
+    count: int
+    pages: int
+
+    @property
+    def token_start(self) -> int:
+        """Where the tokens begin."""
+        return 4 * self.count + (self.count + 1) * self.pages
+
+    def fill(self, chunks: Sequence[PrefillChunk], tokens: int) -> Tensor:
+        """The host tensor of a step of `tokens` tokens, padding included."""
+        packed = np.zeros(self.token_start + 3 * tokens, np.int64)
+        heads = packed[: 4 * self.count].reshape(4, self.count)
+        table = packed[4 * self.count : self.token_start].reshape(self.count + 1, self.pages)
+        rows = packed[self.token_start :].reshape(tokens, 3)
+        first = 0
+        for index, chunk in enumerate(chunks):
+            stop = first + chunk.length
+            entry = chunk.request.slot + 1 if chunk.is_last else 0
+            heads[:, index] = stop, chunk.start, stop - 1, entry
+            pages = chunk.request.pages
+            table[index + 1, : len(pages)] = pages
+            rows[first:stop, 0] = chunk.request.token_ids[chunk.start : chunk.start + chunk.length]
+            rows[first:stop, 1] = np.arange(chunk.start, chunk.start + chunk.length)
+            rows[first:stop, 2] = index + 1
+            first = stop
+        heads[0, len(chunks) :] = first  # chunks that are not there end where the last one does
+        return torch.from_numpy(packed)
+
+
+class Prefill:
+    """Runs packed chunks on a fused model, by the static inputs and results in `buffers` or on tensors of their own."""
+
+    def __init__(self, fused: FusedDense, last_tokens: Tensor, max_chunks: int, max_tokens: int, max_model_len: int):
+        model, device = fused.model, fused.model.device
+        self._fused, self._last_tokens, self._device = fused, last_tokens, device
+        self._pages = -(-max_model_len // fused.kv.page_size)
+        self._max_chunks = max_chunks
+        self._rows = torch.arange(1, max_chunks + 1, device=device)
+        self.buckets = Buckets([*(size for size in TOKEN_BUCKETS if size < max_tokens), max_tokens])
+        most, layout = self.buckets.max, self.layout(self.buckets.max)
+        self.buffers = StaticBuffers(
+            {
+                "packed": BufferSpec((layout.token_start + 3 * most,), torch.int64),
+                "hidden": BufferSpec((BATCH, model.config.hidden_size), model.dtype, pad=None),
+                "logits": BufferSpec((layout.count, model.config.vocab_size), model.dtype, pad=None),
+                "next_tokens": BufferSpec((layout.count,), torch.int64, pad=None),
+            },
+            most,
+            device,
+        )
+
+    def layout(self, bucket: int) -> Chunks:
+        """How a token bucket's inputs lie, and so how many chunks it takes."""
+        return Chunks(min(self._max_chunks, max(LEAST_CHUNKS, bucket // TOKENS_A_CHUNK)), self._pages)
+
+    def site(self) -> Site:
+        """What the graph cache captures: the packed step at each token bucket."""
+        book = weights_and_pages(self._fused.model, self._fused.kv)
+        book.watch({"last_tokens": self._last_tokens})
+        return Site(SITE, [self._part], self.buffers, self.buckets, phase="prefill", addresses=book)
+
+    def load(self, chunks: Sequence[PrefillChunk], bucket: int) -> None:
+        """Send the chunks to the static inputs of a bucket."""
+        host = self.layout(bucket).fill(chunks, bucket)
+        self.buffers["packed"][: len(host)].copy_(upload(host, self._device), non_blocking=True)
+
+    def eager(self, chunks: Sequence[PrefillChunk]) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden [T, h] before the last norm, logits [chunks, vocab] and next tokens [chunks], of any chunks."""
+        layout = Chunks(len(chunks), self._pages)
+        tokens = sum(chunk.length for chunk in chunks)
+        packed = upload(layout.fill(chunks, tokens), self._device)
+        vocab = self._fused.model.config.vocab_size
+        logits = torch.empty(len(chunks), vocab, dtype=self._fused.model.dtype, device=self._device)
+        next_tokens = torch.empty(len(chunks), dtype=torch.int64, device=self._device)
+        return self._run(layout, packed, logits, next_tokens), logits, next_tokens
+
+    def _part(self, packed: Tensor, hidden: Tensor, logits: Tensor, next_tokens: Tensor) -> None:
+        layout = self.layout(len(hidden))
+        inputs = packed[: layout.token_start + 3 * len(hidden)]
+        hidden.copy_(self._run(layout, inputs, logits[: layout.count], next_tokens[: layout.count]))
+
+    def _run(self, layout: Chunks, packed: Tensor, logits: Tensor, next_tokens: Tensor) -> Tensor:
+        ends, starts, lasts, entries = packed[: 4 * layout.count].view(4, layout.count)
+        table = packed[4 * layout.count : layout.token_start].view(layout.count + 1, layout.pages)
+        tokens, positions, rows = packed[layout.token_start :].view(-1, 3).t().contiguous()
+        packing = Packing(positions, rows, ends, starts, self._rows[: layout.count])
+        hidden = self._fused.prefill(tokens, packing, table)
+        self._fused.choose(
+            entries, None, self._last_tokens, hidden.index_select(0, lasts), logits, next_tokens, after_layer=False
+        )
+        return hidden

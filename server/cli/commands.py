@@ -1,0 +1,253 @@
+"""What the smaller commands do: continue a prompt, show a server's graphs, tune the buckets.
+
+Each takes parsed arguments and returns the exit status; mistakes are raised as ConfigError for the command line to
+show.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import http.client
+import json
+import math
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ConfigError
+
+TIMEOUT_SECONDS = 10.0
+
+
+def generate(args: argparse.Namespace) -> int:
+    """Load the model in this process and print the continuation of one prompt as it comes."""
+    from engine.config import EngineConfig
+    from engine.protocol.request import SamplingParams
+    from server.cli.flags import given
+
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    params = SamplingParams(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        stop=tuple(args.stop),
+        seed=getattr(args, "seed", None),
+    )
+    config = EngineConfig.from_dict(given(args, EngineConfig))
+    asyncio.run(_print_continuation(config, prompt, args.chat, params))
+    return 0
+
+
+async def _print_continuation(config: Any, prompt: str, chat: bool, params: Any) -> None:
+    from engine.client.async_client import make_client
+    from server.serving.tokenization import Tokenization
+
+    client = make_client(config, in_process=True)
+    await client.start()
+    try:
+        info = client.info()
+        tokens = Tokenization(client.tokenizer, info.max_model_len, info.vocab_size)
+        try:
+            if chat:
+                ids = await tokens.chat([{"role": "user", "content": prompt}], add_generation_prompt=True)
+            else:
+                ids = await tokens.encode(prompt, "prompt")
+        finally:
+            tokens.close()
+        async for delta in client.generate("generate", prompt=None, prompt_token_ids=ids, params=params):
+            print(delta.text_delta, end="", flush=True)
+            if delta.finish_reason == "error":
+                raise ConfigError(f"the engine failed: {delta.error}")
+        print()
+    finally:
+        await client.close()
+
+
+def graphs(args: argparse.Namespace) -> int:
+    """Print a running server's graph table."""
+    body = _json(_read(args.url.rstrip("/") + "/graphs"), args.url)
+    if args.json:
+        print(json.dumps(body, indent=1))
+        return 0
+    print(graph_table(body))
+    return 0
+
+
+def graph_table(body: Mapping[str, Any]) -> str:
+    """The rows of GET /graphs as aligned text."""
+    from server.pages.graphs import human_bytes, site_name
+
+    heads = ("site", "scope", "phase", "bucket", "state", "replays", "padding", "bytes", "capture", "engine")
+    lines = [heads]
+    for row in body["graphs"]:
+        computed = row["replays"] * row["bucket"]
+        padding = f"{100 * row['padded_rows'] / computed:.1f}%" if computed else "-"
+        lines.append(
+            (
+                site_name(row), str(row["scope"]), str(row["phase"]), str(row["bucket"]), str(row["state"]),
+                str(row["replays"]), padding, human_bytes(row["bytes"]), f"{row['capture_seconds']:.3f} s",
+                str(row["engine"]),
+            )
+        )  # fmt: skip
+    widths = [max(len(line[column]) for line in lines) for column in range(len(heads))]
+    right = {heads.index(name) for name in ("bucket", "replays", "padding", "bytes", "capture")}
+
+    def cell(text: str, column: int) -> str:
+        return text.rjust(widths[column]) if column in right else text.ljust(widths[column])
+
+    return "\n".join("  ".join(cell(text, column) for column, text in enumerate(line)).rstrip() for line in lines)
+
+
+def tune(args: argparse.Namespace) -> int:
+    """Print the buckets with the least padding for observed batch sizes, and what the default ladder would cost."""
+    from graph_cache.buckets import default_ladder
+    from graph_cache.tuner import expected_padding
+    from graph_cache.tuner import tune as best_buckets
+
+    histogram, largest = _observed(args)
+    if not histogram:
+        raise ConfigError("no batch sizes were observed there yet; take it from a server that has answered requests")
+    max_size = args.max_size if args.max_size is not None else max(largest, *histogram)
+    if args.max_size is None and not largest:
+        print(
+            f"{max_size} is the largest batch observed; a server's --max-num-seqs is always one of its buckets: give "
+            "it as --max-size if it is more",
+            file=sys.stderr,
+        )
+    bytes_of = _bytes_of(args) if args.max_bytes is not None else None
+    found = best_buckets(
+        histogram, max_size=max_size, max_graphs=args.max_graphs, max_bytes=args.max_bytes, bytes_of=bytes_of
+    )
+    ladder = default_ladder(max_size)
+    rows = sum(size * count for size, count in histogram.items()) / sum(histogram.values())
+    usual = expected_padding(ladder, histogram)
+    report = {
+        "buckets": list(found.sizes),
+        "graphs": found.graphs,
+        "expected_padding_rows": found.expected_padding_rows,
+        "padding_fraction": found.padding_fraction,
+        "bytes": found.bytes,
+        "default_ladder": {
+            "buckets": list(ladder),
+            "graphs": len(ladder),
+            "expected_padding_rows": usual,
+            "padding_fraction": usual / (usual + rows),
+        },
+        "observed_steps": sum(histogram.values()),
+        "max_size": max_size,
+    }
+    print(json.dumps(report, indent=1) if args.json else _tune_text(report))
+    return 0
+
+
+def _tune_text(report: Mapping[str, Any]) -> str:
+    usual = report["default_ladder"]
+
+    def padding(one: Mapping[str, Any]) -> str:
+        return f"{one['expected_padding_rows']:.2f} rows a step, {100 * one['padding_fraction']:.1f}% of those computed"
+
+    lines = [
+        f"observed   {report['observed_steps']} steps, batches up to {report['max_size']}",
+        f"best       {report['graphs']} graphs, padding {padding(report)}",
+        f"default    {usual['graphs']} graphs, padding {padding(usual)}",
+    ]
+    if report["bytes"] is not None:
+        lines.append(f"bytes      {report['bytes']}")
+    lines.append(f"use it     --graph-buckets {','.join(map(str, report['buckets']))}")
+    return "\n".join(lines)
+
+
+def _observed(args: argparse.Namespace) -> tuple[dict[int, int], int]:
+    """The steps by their rows, and the largest bucket of the server that counted them, 0 where nothing says it."""
+    from graph_cache.manifest import Manifest, histogram_from_metrics
+
+    if args.metrics is not None:
+        text = _read(args.metrics)
+        return histogram_from_metrics(text, site=args.site, phase=args.phase), _max_num_seqs(text, args.phase)
+    fingerprint = _json(_read(args.manifest), args.manifest).get("fingerprint")
+    if not isinstance(fingerprint, str):
+        raise ConfigError(f"{args.manifest} is no manifest: it has no fingerprint")
+    manifest = Manifest.load(args.manifest, fingerprint)
+    # The largest bucket is captured first, so it is among them if there is any.
+    captured = manifest.captured_sizes(site=args.site, phase=args.phase)
+    return manifest.histogram(site=args.site, phase=args.phase), max(captured, default=0)
+
+
+def _max_num_seqs(metrics: str, phase: str) -> int:
+    """Of a /metrics page: the last bucket of every server's decode graphs, whatever its list says."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    samples = (sample for family in text_string_to_metric_families(metrics) for sample in family.samples)
+    known = (int(sample.value) for sample in samples if sample.name == "encore_max_num_seqs" and phase == "decode")
+    return max(known, default=0)
+
+
+def _bytes_of(args: argparse.Namespace) -> Callable[[int], int]:
+    """What a graph of each size costs, read between the sizes that a server has captured."""
+    where = args.graphs
+    if where is None and args.metrics is not None and _is_url(args.metrics):
+        where = args.metrics.removesuffix("/").removesuffix("/metrics") + "/graphs"
+    if where is None:
+        raise ConfigError("--max-bytes needs --graphs, a saved /graphs answer or its address: bytes of each graph")
+    rows = _json(_read(where), where).get("graphs", ())
+    known: dict[int, int] = {}
+    for row in rows:
+        if row.get("state") == "captured" and row.get("phase") == args.phase and args.site in (None, row.get("site")):
+            known[row["bucket"]] = known.get(row["bucket"], 0) + row["bytes"]
+    if not known:
+        raise ConfigError(f"{where} has no captured {args.phase} graph whose bytes could be read")
+    return interpolated(sorted(known.items()))
+
+
+def interpolated(points: Sequence[tuple[int, int]]) -> Callable[[int], int]:
+    """A function through (size, bytes) points, straight in between, never falling, in proportion beyond the last."""
+    sizes = [size for size, _ in points]
+    values = [max(value for _, value in points[: index + 1]) for index in range(len(points))]
+
+    def bytes_of(size: int) -> int:
+        if size <= sizes[0]:
+            return values[0]
+        for (left, low), (right, high) in zip(
+            zip(sizes, values, strict=True), zip(sizes[1:], values[1:], strict=True), strict=False
+        ):
+            if size <= right:
+                return low + math.ceil((high - low) * (size - left) / (right - left))
+        return math.ceil(values[-1] * size / sizes[-1])
+
+    return bytes_of
+
+
+def _is_url(where: str) -> bool:
+    return where.startswith(("http://", "https://"))
+
+
+def _read(where: str) -> str:
+    """The text of a file or an http address. Raises ConfigError that says which one and why not."""
+    try:
+        if _is_url(where):
+            request = urllib.request.Request(where, headers={"Accept": "application/json, text/plain"})
+            with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer:
+                return answer.read().decode()
+        return Path(where).read_text(encoding="utf-8")
+    except urllib.error.HTTPError as exc:
+        with exc:
+            raise ConfigError(f"{where} answers {exc.code}: {exc.read(300).decode(errors='replace')}") from exc
+    except urllib.error.URLError as exc:
+        raise ConfigError(f"{where} can't be reached ({exc.reason}); is the server running there?") from exc
+    except (OSError, ValueError, http.client.HTTPException) as exc:
+        raise ConfigError(f"{where} can't be read: {exc}") from exc
+
+
+def _json(text: str, where: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as exc:
+        raise ConfigError(f"{where} holds no valid JSON: {exc}") from exc
+    if not isinstance(found, dict):
+        raise ConfigError(f"{where} holds no JSON object")
+    return found

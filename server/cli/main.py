@@ -1,0 +1,184 @@
+"""The command `encore`: parses flags and calls the command's function. Bad input is one line and exit status 2.
+
+Nothing heavy is imported here: each command imports what it needs, and only the chosen one's flags are built, so that
+`encore --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+from engine.utils.openmp import calm_openmp
+
+PROG = "encore"
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose complaint is one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the complaint and exit with status 2."""
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+class Command(NamedTuple):
+    """A subcommand: `add_arguments` fills its parser and imports what that takes; `run` returns the exit status."""
+
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    calm_openmp()
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["bench"]:
+        return _guarded("bench", lambda: _bench(words[1:]))
+    chosen = next((word for word in words if word in COMMANDS), None)
+    args = _parser(chosen).parse_args(words)
+    return _guarded(args.command, lambda: COMMANDS[args.command].run(args))
+
+
+def _parser(chosen: str | None) -> argparse.ArgumentParser:
+    parser = Parser(prog=PROG, description="Serve a language model from a warm graph cache.", allow_abbrev=False)
+    parser.add_argument("--version", action=_ShowVersion, help="show the version and exit")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
+    for name, command in COMMANDS.items():
+        sub = commands.add_parser(name, help=command.help, description=command.help, allow_abbrev=False)
+        if name == chosen:
+            command.add_arguments(sub)
+    commands.add_parser("bench", help=_BENCH_HELP)
+    return parser
+
+
+def _guarded(command: str, run: Callable[[], int]) -> int:
+    """Run, and turn what a user can put right into one line and status 2."""
+    try:
+        return run()
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output left, as `| head` does
+        sys.stderr.close()
+        return 141
+    except Exception as exc:
+        if not _is_users_mistake(exc):
+            raise
+        print(f"{PROG} {command}: error: {' '.join(str(exc).split())}", file=sys.stderr)
+        return 2
+
+
+def _is_users_mistake(exc: Exception) -> bool:
+    from engine.errors import EngineError
+    from graph_cache.errors import GraphError
+
+    return isinstance(exc, (EngineError, GraphError))
+
+
+class _ShowVersion(argparse.Action):
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, nargs=0, **kwargs)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        from server.version import version
+
+        print(f"{PROG} {version()}")
+        parser.exit()
+
+
+def _serve_arguments(parser: argparse.ArgumentParser) -> None:
+    from engine.config import EngineConfig
+    from server.cli.flags import SERVING_DEFAULTS, add_flags
+    from server.config import ServerConfig
+
+    parser.add_argument(
+        "--config", metavar="FILE",
+        help="YAML file of settings in the flags' names; a variable ENCORE_... goes before it, a flag before both",
+    )  # fmt: skip
+    add_flags(parser, ServerConfig, title="server", defaults={})
+    add_flags(parser, EngineConfig, title="engine", defaults=SERVING_DEFAULTS)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from server.cli.flags import server_config
+    from server.launch import run
+
+    run(server_config(args))
+    return 0
+
+
+def _generate_arguments(parser: argparse.ArgumentParser) -> None:
+    from engine.config import EngineConfig
+    from server.cli.flags import add_flags
+
+    parser.add_argument("prompt", help="the text to continue; - reads it from standard input")
+    parser.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
+    parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="tokens to generate (default: 128)")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default: 0)")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="X", help="nucleus to sample from (default: 1)")
+    parser.add_argument("--top-k", type=int, default=0, metavar="N", help="best tokens to sample from (default: all)")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="text to stop at; may be repeated")
+    add_flags(parser, EngineConfig, title="engine", defaults={})
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from server.cli.commands import generate
+
+    return generate(args)
+
+
+def _graphs_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the running server (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print the server's JSON")
+
+
+def _graphs(args: argparse.Namespace) -> int:
+    from server.cli.commands import graphs
+
+    return graphs(args)
+
+
+def _tune_arguments(parser: argparse.ArgumentParser) -> None:
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--manifest", metavar="FILE", help="the manifest that a server wrote")
+    source.add_argument("--metrics", metavar="FILE|URL", help="a saved /metrics page, or its address")
+    parser.add_argument("--site", metavar="NAME", help="count this site only")
+    parser.add_argument("--phase", default="decode", help="count this phase only (default: %(default)s)")
+    parser.add_argument(
+        "--max-size", type=int, metavar="N",
+        help="largest batch to hold, always a bucket (default: the server's max_num_seqs, else the largest observed)",
+    )  # fmt: skip
+    parser.add_argument("--max-graphs", type=int, metavar="N", help="at most this many graphs, the largest counted too")
+    parser.add_argument("--max-bytes", type=int, metavar="N", help="at most this many bytes; needs --graphs")
+    parser.add_argument("--graphs", metavar="FILE|URL", help="a saved /graphs answer, or its address: bytes per graph")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _tune(args: argparse.Namespace) -> int:
+    from server.cli.commands import tune
+
+    return tune(args)
+
+
+_BENCH_HELP = "measure latency and throughput without a server"
+
+
+def _bench(words: list[str]) -> int:
+    from engine.bench.command import main as bench_main
+
+    return bench_main(words) or 0
+
+
+COMMANDS: dict[str, Command] = {
+    "serve": Command("serve a model over HTTP", _serve_arguments, _serve),
+    "generate": Command("continue one prompt and print it as it comes", _generate_arguments, _generate),
+    "graphs": Command("show a running server's graph table", _graphs_arguments, _graphs),
+    "tune": Command("choose the buckets with the least padding for observed traffic", _tune_arguments, _tune),
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

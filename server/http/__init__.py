@@ -1,0 +1,1 @@
+"""What holds before a route runs: connection limits, middleware, keys, errors, streaming."""

@@ -1,0 +1,177 @@
+"""Limits that hold before there is a request: how many connections, how long headers may take and be.
+
+Owns one subclass of uvicorn's HTTP protocol, which has none of them: its `limit_concurrency` refuses probes too, in
+plain text, and nothing in it ends a connection that never sends, or never finishes, its headers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from server.http.errors import error_body
+from server.observability.shared_counters import Tally
+
+PROBES = tuple(f"GET {path} ".encode() for path in ("/health", "/ready", "/metrics"))
+HEADER_BYTES = 64 * 1024
+REFUSED_SECONDS = 1.0  # how long a refused connection may take to say something: only then it hears why
+TAKES_CONNECTIONS = "takes_connections"  # the gauge that is 1 while a front of several takes part
+
+
+class OpenConnections:
+    """How many connections each front of a server has open: this one's to set, all of them to read.
+
+    A front that takes connections shows one more than it has, since 0 is a row without a front.
+    """
+
+    def __init__(self, tally: Tally | None = None):
+        self._tally = tally if tally is not None else Tally()
+        self._place, self._takes = self._tally.gauge("connections"), self._tally.gauge(TAKES_CONNECTIONS)
+        self._own = 0
+
+    def begin(self) -> None:
+        """Take part in the sharing of connections."""
+        self._tally.values[self._takes] = 1.0
+        self.set(self._own)
+
+    def end(self) -> None:
+        """Take no more part."""
+        self._tally.values[self._takes] = self._tally.values[self._place] = 0.0
+
+    def set(self, count: int) -> None:
+        """This front has `count` now."""
+        self._own = count
+        self._tally.values[self._place] = count + 1
+
+    def total(self) -> int:
+        """All fronts' together."""
+        return int(sum(shown - 1 for shown in self._shown()))
+
+    def ahead(self) -> int:
+        """How many more this front has than the one with the fewest."""
+        return int(self._own + 1 - min(self._shown(), default=0))
+
+    def _shown(self) -> list[float]:
+        return [shown for shown in self._tally.each_gauge("connections") if shown]
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol, on the C parser, with three limits, which a subclass sets.
+
+    Connections beyond `max_connections` are answered 503 and closed, but for probes, which get their one answer: a
+    server that is full must not be restarted for it. A connection on which no complete request header arrives within
+    `header_seconds`, counted from its opening or from the header's first byte, is answered 408 and closed; one whose
+    header is longer than HEADER_BYTES, 400.
+    """
+
+    max_connections: int
+    header_seconds: float
+    open_connections: OpenConnections
+
+    _timer: asyncio.TimerHandle | None = None
+    _surplus = False
+    _in_header = True
+    _header_bytes = 0  # of the header that is being read
+    _header_too_long = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.open_connections.set(len(self.connections))
+        self._surplus = self.open_connections.total() > self.max_connections
+        self._start_timer(REFUSED_SECONDS if self._surplus else self.header_seconds)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if self._surplus and self.cycle is None and not data.startswith(PROBES):
+            self._refuse(503, "the server has as many connections as it may have", "too_many_connections", 1)
+            return
+        self._header_bytes += len(data) if self._in_header else 0
+        super().data_received(data)
+        if self._header_too_long or (self._in_header and self._header_bytes > HEADER_BYTES):
+            self._refuse(400, f"the header is longer than {HEADER_BYTES} bytes", "header_too_long", None)
+            return
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_timer()
+        elif self._timer is None:
+            self._start_timer(self.header_seconds)
+
+    def on_headers_complete(self) -> None:
+        self._in_header = False
+        self._header_too_long = sum(len(name) + len(value) for name, value in self.headers) > HEADER_BYTES
+        if not self._header_too_long:
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if not self._header_too_long:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_header, self._header_bytes = True, 0
+        if not self._header_too_long:
+            super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._surplus:
+            self.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+        self.open_connections.set(len(self.connections))
+
+    def _start_timer(self, seconds: float) -> None:
+        self._timer = self.loop.call_later(seconds, self._too_slow)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _too_slow(self) -> None:
+        self._timer = None
+        if not self.transport.is_closing():
+            self._refuse(408, f"no request came within {self.header_seconds:g} seconds", "header_timeout", None)
+
+    def _refuse(self, status: int, message: str, code: str, retry_after: int | None) -> None:
+        self.transport.write(_raw_answer(status, message, code, retry_after))
+        self.transport.close()
+
+
+def limited_protocol(
+    max_connections: int, header_seconds: float, open_connections: OpenConnections
+) -> type[LimitedProtocol]:
+    """LimitedProtocol with these limits."""
+    return type(
+        "LimitedProtocol",
+        (LimitedProtocol,),
+        {
+            "max_connections": max_connections,
+            "header_seconds": header_seconds,
+            "open_connections": open_connections,
+        },
+    )
+
+
+_PHRASES = {400: "Bad Request", 408: "Request Timeout", 503: "Service Unavailable"}
+_TYPES = {400: "invalid_request_error", 408: "invalid_request_error", 503: "service_unavailable_error"}
+
+
+def _raw_answer(status: int, message: str, code: str, retry_after: int | None) -> bytes:
+    body = json.dumps(_body(status, message, code)).encode()
+    lines = [
+        f"HTTP/1.1 {status} {_PHRASES[status]}",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+        *([] if retry_after is None else [f"Retry-After: {retry_after}"]),
+        "Connection: close",
+    ]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def _body(status: int, message: str, code: str) -> dict[str, Any]:
+    return error_body(message, _TYPES[status], None, code)

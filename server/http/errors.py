@@ -1,0 +1,156 @@
+"""What an error looks like on the wire: one table from exceptions to statuses, one body shape for all.
+
+Every answer of 400 and above is `{"error": {"message", "type", "param", "code"}}`. Routes raise; they never build an
+error answer themselves. Knows the engine's exception tree and nothing else of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.types import Scope
+
+from engine.errors import EngineDead, EngineError, PromptTooLong, QueueFull, RequestError, WeightUpdateError
+from server.observability.logs import FIELDS
+
+log = logging.getLogger("encore.server")
+
+INVALID = "invalid_request_error"
+
+
+class WireError(Exception):
+    """A refusal that only HTTP has: unknown model, oversized body, not ready."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = INVALID,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.type, self.param, self.code, self.retry_after = status, type, param, code, retry_after
+
+
+class Outcome(NamedTuple):
+    """How one exception class answers; retry_after in seconds, None where trying again won't help."""
+
+    status: int
+    type: str
+    code: str
+    retry_after: int | None = None
+
+
+# The first class that fits decides, so a subclass stands before its base.
+OUTCOMES: tuple[tuple[type[EngineError], Outcome], ...] = (
+    (PromptTooLong, Outcome(400, INVALID, "context_length_exceeded")),
+    (RequestError, Outcome(400, INVALID, "invalid_value")),
+    (QueueFull, Outcome(429, "rate_limit_error", "queue_full", 1)),
+    (EngineDead, Outcome(503, "service_unavailable_error", "engine_dead", 5)),
+    (WeightUpdateError, Outcome(400, INVALID, "weight_update_refused")),
+    (EngineError, Outcome(500, "server_error", "engine_error")),
+)
+INTERNAL = Outcome(500, "server_error", "internal_error")
+
+
+def error_body(message: str, type: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """The one body of an error; text that UTF-8 can't carry is replaced, so that the answer itself can't fail."""
+    return {"error": {"message": _sendable(message), "type": type, "param": _sendable(param), "code": code}}
+
+
+def body_of(exc: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
+    """Status, body and extra headers of any exception. What isn't ours is 500 and tells nothing of itself."""
+    if isinstance(exc, WireError):
+        headers = _retry_header(exc.retry_after)
+        return exc.status, error_body(str(exc), exc.type, exc.param, exc.code), headers
+    if isinstance(exc, EngineError):
+        outcome = next(outcome for kind, outcome in OUTCOMES if isinstance(exc, kind))
+        body = error_body(str(exc), outcome.type, getattr(exc, "param", None), outcome.code)
+        return outcome.status, body, _retry_header(outcome.retry_after)
+    if isinstance(exc, HTTPException):
+        type_, code = _HTTP_NAMES.get(exc.status_code, (INVALID, None))
+        return exc.status_code, error_body(str(exc.detail), type_, None, code), dict(exc.headers or {})
+    message = "the server failed at this request; its log has the reason"
+    return INTERNAL.status, error_body(message, INTERNAL.type, None, INTERNAL.code), {}
+
+
+def error_response(exc: Exception) -> JSONResponse:
+    """The answer to an exception."""
+    status, body, headers = body_of(exc)
+    return JSONResponse(body, status_code=status, headers=headers)
+
+
+def log_failure(exc: Exception, scope: Scope) -> None:
+    """One line of a request that failed, under its id. Only of what nobody foresaw it also says where it was raised."""
+    foreseen = isinstance(exc, (EngineError, WireError))
+    fields = {"request_id": scope.get("state", {}).get("request_id")}
+    log.error(
+        "a request failed: %s: %s", type(exc).__name__, exc, exc_info=None if foreseen else exc, extra={FIELDS: fields}
+    )
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Make every exception of a route, and of routing itself, answer with the one body."""
+
+    async def answer(request: Request, exc: Exception) -> JSONResponse:
+        if isinstance(exc, HTTPException) and exc.status_code in (404, 405):
+            what = "there is no such route" if exc.status_code == 404 else "this route does not take that method"
+            exc = HTTPException(exc.status_code, f"{what}: {request.method} {request.url.path}", exc.headers)
+        response = error_response(exc)
+        if response.status_code == INTERNAL.status:
+            log_failure(exc, request.scope)
+        return response
+
+    async def invalid(request: Request, exc: RequestValidationError) -> JSONResponse:
+        message, param = _first_fault(exc)
+        return JSONResponse(error_body(message, INVALID, param, "invalid_value"), status_code=400)
+
+    async def internal(request: Request, exc: Exception) -> JSONResponse:
+        response = error_response(exc)
+        request_id = request.scope.get("state", {}).get("request_id")
+        if request_id:  # this handler runs outside the middleware that echoes the id
+            response.headers["X-Request-Id"] = request_id
+        return response
+
+    app.add_exception_handler(WireError, answer)
+    app.add_exception_handler(EngineError, answer)
+    app.add_exception_handler(HTTPException, answer)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(Exception, internal)
+
+
+_HTTP_NAMES: Mapping[int, tuple[str, str | None]] = {
+    404: ("not_found_error", "route_not_found"),
+    405: (INVALID, "method_not_allowed"),
+}
+
+
+def _first_fault(exc: RequestValidationError) -> tuple[str, str | None]:
+    """The first thing wrong with a body, as a sentence and the field's dotted name."""
+    fault = exc.errors()[0]
+    loc = [str(part) for part in fault.get("loc", ())[1:]]
+    if fault.get("type") == "json_invalid":
+        reason = fault.get("ctx", {}).get("error", "")
+        return f"the body is not valid JSON: {reason}".rstrip(": "), None
+    message = str(fault.get("msg", "invalid")).removeprefix("Value error, ")
+    if not loc:
+        return f"the body must be a JSON object: {message}", None
+    # A union adds the tried type's name to the path ("stop.list[str].0"): the field is what the caller knows.
+    return f"{loc[0]}: {message}", loc[0]
+
+
+def _retry_header(seconds: int | None) -> dict[str, str]:
+    return {} if seconds is None else {"Retry-After": str(seconds)}
+
+
+def _sendable(text: str | None) -> str | None:
+    return None if text is None else text.encode("utf-8", "replace").decode("utf-8")

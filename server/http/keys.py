@@ -1,0 +1,125 @@
+"""Who may ask for what: keys for the inference routes, and keys of their own for the admin routes.
+
+Owns where keys come from, how they are compared and which route needs which. Keys are kept as digests only, so that no
+log line, error or dump of this process's objects can show one. Knows no request beyond its path and one header.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from engine.errors import ConfigError
+from server.config import ServerConfig
+from server.http.errors import WireError, error_response
+
+API_KEYS, ADMIN_KEYS = "ENCORE_API_KEYS", "ENCORE_ADMIN_KEYS"
+# What monitors, load balancers and people look at. Whatever is not named here needs an API key, once there are any.
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/version", "/graphs", "/openapi.json"})
+ADMIN_PREFIXES = ("/graphs/", "/weights/", "/profile/")
+
+
+class Keys:
+    """The accepted keys of both kinds. Without inference keys inference is open; without admin keys admin is off."""
+
+    def __init__(self, inference: Iterable[str] = (), admin: Iterable[str] = ()):
+        self._inference = tuple(map(_digest, inference))
+        self._admin = tuple(map(_digest, admin))
+
+    def __repr__(self) -> str:
+        return f"{len(self._inference) or 'none'} for inference, {len(self._admin) or 'none'} for admin"
+
+    @classmethod
+    def load(cls, config: ServerConfig, environ: Mapping[str, str]) -> Keys:
+        """The keys of the files that `config` names and of the environment. ConfigError for a file without keys."""
+        return cls(
+            [*_from_file(config.api_key_file), *_from_list(environ, API_KEYS)],
+            [*_from_file(config.admin_key_file), *_from_list(environ, ADMIN_KEYS)],
+        )
+
+    def check(self, path: str, presented: str | None) -> None:
+        """WireError 401 where `path` needs a key that `presented` is not, 403 where admin is off."""
+        if path in OPEN_PATHS:
+            return
+        if path.startswith(ADMIN_PREFIXES):
+            if not self._admin:
+                raise WireError(
+                    403, f"admin routes are off: start the server with --admin-key-file or {ADMIN_KEYS}",
+                    type="permission_error", code="admin_disabled",
+                )  # fmt: skip
+            wanted = self._admin
+        elif not self._inference:
+            return
+        else:
+            wanted = self._inference
+        if presented is None:
+            raise _refusal("this route needs a key: send Authorization: Bearer KEY")
+        if not _matches(presented, wanted):
+            raise _refusal("the key that was sent is not accepted here")
+
+
+class KeyGuard:
+    """Refuses requests without the right key before a byte of their body is read."""
+
+    def __init__(self, app: ASGIApp, keys: Keys):
+        self.app, self.keys = app, keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+            presented = key.strip() if scheme.lower() == "bearer" and key.strip() else None
+            try:
+                self.keys.check(scope["path"], presented)
+            except WireError as refusal:
+                response = error_response(refusal)
+                if refusal.status == 401:
+                    response.headers["WWW-Authenticate"] = "Bearer"
+                await response(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+
+def _refusal(message: str) -> WireError:
+    return WireError(401, message, type="authentication_error", code="invalid_api_key")
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _matches(presented: str, wanted: tuple[bytes, ...]) -> bool:
+    """Whether it is one of them; every one is compared, in a time that depends on neither."""
+    digest, found = _digest(presented), False
+    for known in wanted:
+        found |= hmac.compare_digest(digest, known)
+    return found
+
+
+def _from_file(path: str | None) -> list[str]:
+    """One key a line; empty lines and those that begin with # are passed over."""
+    if path is None:
+        return []
+    try:
+        lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"the key file {path} can't be read: {getattr(exc, 'strerror', None) or exc}") from exc
+    found = [line for line in lines if line and not line.startswith("#")]
+    if not found:  # an empty file must not open the server
+        raise ConfigError(f"the key file {path} holds no key: write one on each line")
+    return _checked(found, f"the key file {path}")
+
+
+def _from_list(environ: Mapping[str, str], name: str) -> list[str]:
+    return _checked([key.strip() for key in environ.get(name, "").split(",") if key.strip()], name)
+
+
+def _checked(found: list[str], where: str) -> list[str]:
+    for number, key in enumerate(found, 1):
+        if not (key.isascii() and key.isprintable()) or " " in key:  # never shows the key itself
+            raise ConfigError(f"key {number} of {where} can't be sent in a header: use letters, digits and signs")
+    return found

@@ -1,0 +1,255 @@
+"""What /metrics shows: the engine's own counts, read when scraped, and the times that only the HTTP side sees.
+
+Names are those of vLLM's dashboards with `encore_` before them, and the graph cache's own. The registry is the
+caller's: two servers in one process don't share counters. What HTTP counts is kept in a tally, which sums over fronts.
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.observability.shared_counters import Counts, Tally, Times
+
+if TYPE_CHECKING:
+    from engine.client.async_client import Client
+    from engine.protocol.outputs import OutputDelta
+
+FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5)
+REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+class _Job(Protocol):
+    started: float
+    params: Any
+
+
+class RequestMetrics:
+    """Times of requests as clients see them, and how they ended; of all fronts together."""
+
+    def __init__(self, tally: Tally):
+        def times(name: str, text: str, bounds: Sequence[float]) -> Times:
+            return Times(tally, name, text, bounds)
+
+        self.first_token = times(
+            "time_to_first_token_seconds", "From a request's arrival to its first token.", FIRST_TOKEN_BUCKETS
+        )
+        self.inter_token = times(
+            "inter_token_latency_seconds", "Between two outputs of one sequence, per token.", TOKEN_BUCKETS
+        )
+        self.per_output_token = times(
+            "request_time_per_output_token_seconds", "A finished sequence's mean time per token.", TOKEN_BUCKETS
+        )
+        self.whole = times(
+            "e2e_request_latency_seconds", "From a request's arrival to a sequence's end.", REQUEST_BUCKETS
+        )
+        self.queued = times(
+            "request_queue_time_seconds", "From a request's arrival at the engine to its first step.", REQUEST_BUCKETS
+        )
+        self.ended = Counts(tally, "request_success", "Sequences that ended, by reason.", ["finished_reason"])
+        for reason in ("stop", "length", "abort", "error"):  # so that rates exist before the first of a kind
+            self.ended.show(reason)
+
+    def watch(self, job: _Job) -> RequestWatch:
+        """A watch over one job's deltas."""
+        return RequestWatch(self, job.started, job.params.n)
+
+    def collect(self) -> Iterator[Metric]:
+        """For Prometheus."""
+        for one in (self.first_token, self.inter_token, self.per_output_token, self.whole, self.queued, self.ended):
+            yield from one.collect()
+
+
+class RequestWatch:
+    """Times one job's sequences. `saw` deltas as they come, then `ended` once, however it ended."""
+
+    def __init__(self, metrics: RequestMetrics, started: float, sequences: int):
+        self._metrics, self._started = metrics, started
+        self._first: dict[int, float] = {}
+        self._last: dict[int, float] = {}
+        self._tokens: dict[int, int] = {}
+        self._open = set(range(sequences))
+        self.queue_seconds: float | None = None
+        self.first_token_seconds: float | None = None
+        self.buckets: collections.Counter[int | None] = collections.Counter()  # tokens by the graph that gave them
+
+    def saw(self, deltas: Sequence[OutputDelta]) -> None:
+        """Observe deltas that came together, now."""
+        now = time.perf_counter()
+        counts: dict[int, int] = {}
+        for delta in deltas:
+            if delta.queue_time is not None:
+                self._metrics.queued.observe(delta.queue_time)
+                self.queue_seconds = max(self.queue_seconds or 0.0, delta.queue_time)
+            count = len(delta.token_ids)
+            if count:
+                self.buckets[delta.graph_bucket] += count
+                counts[delta.index] = counts.get(delta.index, 0) + count
+        for index, count in counts.items():
+            self._tokens_came(index, count, now)
+        for delta in deltas:
+            if delta.finish_reason is not None and delta.index in self._open:
+                self._sequence_ended(delta.index, delta.finish_reason, now)
+
+    def _tokens_came(self, index: int, count: int, now: float) -> None:
+        if self.first_token_seconds is None:
+            self.first_token_seconds = now - self._started
+        if index in self._last:
+            self._metrics.inter_token.observe((now - self._last[index]) / count)
+        else:
+            self._first[index] = now
+            self._metrics.first_token.observe(now - self._started)
+        self._last[index] = now
+        self._tokens[index] = self._tokens.get(index, 0) + count
+
+    def _sequence_ended(self, index: int, reason: str, now: float) -> None:
+        self._open.discard(index)
+        self._metrics.ended.add(reason)
+        self._metrics.whole.observe(now - self._started)
+        tokens = self._tokens.get(index, 0)
+        if tokens > 1:
+            self._metrics.per_output_token.observe((now - self._first[index]) / (tokens - 1))
+
+    def ended(self, failed: bool = False) -> None:
+        """Count what ended without a finish: aborted by the client's leaving, or failed."""
+        for _ in self._open:
+            self._metrics.ended.add("error" if failed else "abort")
+        self._open.clear()
+
+
+def response_counts(tally: Tally) -> Counts:
+    """The counter that CountResponses fills."""
+    return Counts(tally, "http_responses", "Answers, by route and status.", ["route", "status"])
+
+
+class CountResponses:
+    """Counts answers by route and status as their headers go out; `route` is the template, or none where no route fits.
+
+    A route that raises counts as 500. A client that left before the headers is not counted.
+    """
+
+    def __init__(self, app: ASGIApp, answers: Counts):
+        self.app, self._answers = app, answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started = False
+
+        def count(status: int) -> None:
+            nonlocal started
+            started = True
+            # Never the path itself: a scanner would make a series of each path it tries.
+            self._answers.add(getattr(scope.get("route"), "path", "none"), str(status))
+
+        async def send_counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                count(message["status"])
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_counted)
+        except Exception:
+            if not started:
+                count(500)
+            raise
+
+
+class EngineCollector:
+    """Reads the client's latest snapshot at each scrape. Nothing is counted here.
+
+    The counts go on where an engine process is replaced by another; what the old one counted after its last snapshot,
+    a fifth of a second at most, is lost.
+
+    `started` says whether the engine has loaded its model; until then there is nothing to show.
+    """
+
+    def __init__(self, client: Client, started: Callable[[], bool]):
+        self._client, self._started = client, started
+
+    def collect(self) -> Iterator[Metric]:
+        """Every family of the engine and its graph cache, as the last snapshot has them."""
+        if not self._started():
+            return
+        stats, health = self._client.stats(), self._client.health()
+        yield gauge_family("engine_up", "1 while the engine answers requests, else 0.", float(health.ready))
+        yield gauge_family("engine_heartbeat_age_seconds", "Seconds since the engine's last report.", health.silent)
+        yield CounterMetricFamily(
+            "encore_engine_restarts", "Engine processes that died or hung and were replaced.", value=health.restarts
+        )
+        yield gauge_family("num_requests_running", "Sequences in the running batch.", stats.num_running)
+        yield gauge_family("num_requests_waiting", "Sequences that wait for the batch.", stats.num_waiting)
+        yield gauge_family("kv_cache_usage_perc", "Share of the KV pages in use, from 0 to 1.", stats.kv_cache_usage)
+        totals = {
+            "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queries),
+            "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),
+            "num_preemptions": ("Sequences that were put back to wait.", stats.num_preemptions),
+            "prompt_tokens": ("Prompt tokens of requests that began.", stats.prompt_tokens),
+            "generation_tokens": ("Tokens generated.", stats.generation_tokens),
+            "engine_steps": ("Steps that the engine's loop ran.", stats.steps),
+            "idle_check_failures": ("Times that pages or slots were missing when idle.", stats.idle_check_failures),
+        }
+        for name, (text, value) in totals.items():
+            yield CounterMetricFamily(f"encore_{name}", text, value=value)
+        yield from graph_families(stats.graphs)
+
+
+# name, help, label names, and the key of graph_cache's snapshot: counters as lists of (labels, count).
+_GRAPH_COUNTERS = (
+    ("graph_replays", "Replays that happened, dummy runs excluded.", ("site", "scope", "phase", "bucket"), "replays"),
+    ("graph_fallbacks", "Steps that ran eager, by reason.", ("site", "phase", "reason"), "fallbacks"),
+    ("graph_captures", "Graphs captured.", ("site", "scope", "reason"), "captures"),
+    ("graph_failed_captures", "Captures that failed.", ("site", "scope"), "failed_captures"),
+    ("graph_invalidations", "Graphs given up: what they read has moved, or asked.", ("reason",), "invalidations"),
+    ("graph_real_tokens", "Rows that carried a token.", ("phase",), "real_tokens"),
+    ("graph_padded_tokens", "Rows that were padding.", ("phase",), "padded_tokens"),
+    ("graph_batch_rows", "Steps by real rows, beyond 512 by bucket.", ("site", "phase", "rows"), "batch_rows"),
+)  # fmt: skip
+
+
+def graph_families(snapshot: Mapping[str, Any]) -> Iterator[Metric]:
+    """The metric families of a graph cache's snapshot; an empty one gives the families without samples."""
+    for name, text, labels, key in _GRAPH_COUNTERS:
+        family = CounterMetricFamily(f"encore_{name}", text, labels=labels)
+        for values, count in snapshot.get(key, ()):
+            family.add_metric([str(value) for value in values], count)
+        yield family
+    entries = GaugeMetricFamily("encore_graph_cache_entries", "Graphs held.", labels=("site", "scope"))
+    for values, count in snapshot.get("entries", ()):
+        entries.add_metric([str(value) for value in values], count)
+    yield entries
+    yield gauge_family(
+        "graph_pool_bytes", "Bytes of the memory pool that all graphs share.", snapshot.get("pool_bytes", 0)
+    )
+    yield gauge_family(
+        "graph_warm_ratio", "Share of the wanted graphs that are captured.", snapshot.get("warm_ratio", 0.0)
+    )
+    yield _capture_seconds(snapshot.get("capture_seconds"))
+
+
+def _capture_seconds(found: Mapping[str, Any] | None) -> Metric:
+    family = HistogramMetricFamily("encore_graph_capture_seconds", "Time that a capture took.")
+    if found is not None:
+        total, buckets = 0, []
+        for bound, count in zip([*found["bounds"], "+Inf"], found["counts"], strict=True):
+            total += count
+            buckets.append((str(bound), total))
+        family.add_metric([], buckets, found["sum"])
+    return family
+
+
+def gauge_family(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"encore_{name}", text, value=value)
+
+
+def info_family(name: str, text: str, labels: Mapping[str, Any]) -> Metric:
+    family = GaugeMetricFamily(f"encore_{name}", text, labels=tuple(labels))
+    family.add_metric([str(value) for value in labels.values()], 1)
+    return family

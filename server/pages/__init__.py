@@ -1,0 +1,1 @@
+"""HTML pages: status and graph table."""

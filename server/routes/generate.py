@@ -1,0 +1,118 @@
+"""POST /generate in SGLang's shape: parse, submit, respond."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from engine.errors import RequestError
+from engine.protocol.outputs import CompletionOutput
+from engine.protocol.request import TokenLogprob
+from server.http.openapi import REFUSALS, answered_by
+from server.http.streaming import EventStream, event, merge, until_disconnect
+from server.routes.openai_answers import finite
+from server.schemas.generate import GenerateBody
+from server.schemas.responses import Generated
+from server.serving.service import Job, Service
+from server.serving.tokenization import Tokenization
+
+router = APIRouter(tags=["native"], responses=REFUSALS)
+
+
+@router.post("/generate", responses=answered_by(Generated | list[Generated], "text/event-stream"))
+async def generate(body: GenerateBody, request: Request) -> Response:
+    """Continue one prompt or a list of them; a list, or n above 1, is answered with a list."""
+    service: Service = request.app.state.service
+    tokens = service.tokens
+    body.refuse_unsupported()
+    prompts, as_list = body.prompts()
+    if not prompts:
+        raise RequestError("there is no prompt: give at least one", param="text")
+    params = body.sampling(len(prompts))
+    ids = body.ids(len(prompts), request.state.request_id)
+    field = "text" if body.text is not None else "input_ids"
+    wanted = sum(one.n for one in params)
+    as_list = as_list or wanted > 1
+
+    async def submit() -> list[Job]:
+        jobs = [
+            await service.job(public_id, prompt, field, one, body.priority)
+            for public_id, prompt, one in zip(ids, prompts, params, strict=True)
+        ]
+        request.state.jobs += jobs  # for the log
+        return jobs
+
+    if body.stream:
+
+        async def events() -> AsyncIterator[bytes]:
+            with service.admission(wanted):
+                jobs = await submit()
+                firsts = [sum(job.params.n for job in jobs[:number]) for number in range(len(jobs))]
+                async with aclosing(merge([service.run(job) for job in jobs])) as arrivals:
+                    async for number, deltas in arrivals:
+                        # An event holds all there is so far: one for each sequence that went on, however far.
+                        for index in dict.fromkeys(delta.index for delta in deltas):
+                            answer = _answer(tokens, body, jobs[number], jobs[number].choices[index])
+                            yield event({**answer, "index": firsts[number] + index} if as_list else answer).encode()
+
+        return EventStream(events())
+
+    async def answers() -> list[dict[str, Any]]:
+        with service.admission(wanted):
+            jobs = await submit()
+            await service.finish(jobs)
+        return [_answer(tokens, body, job, choice) for job in jobs for choice in job.choices]
+
+    found = await until_disconnect(request, answers())
+    return JSONResponse(found if as_list else found[0])
+
+
+def _answer(tokens: Tokenization, body: GenerateBody, job: Job, choice: CompletionOutput) -> dict[str, Any]:
+    """All that a choice has said so far, as SGLang spells it."""
+    meta: dict[str, Any] = {
+        "id": job.public_id,
+        "finish_reason": _finish(choice),
+        "prompt_tokens": job.prompt_tokens,
+        "completion_tokens": len(choice.token_ids),
+        "cached_tokens": job.output.cached_tokens,
+        "weight_version": choice.weight_version,
+        "e2e_latency": time.perf_counter() - job.started,
+    }
+    if body.return_logprob:
+        spelled = tokens if body.return_text_in_logprobs else None
+        meta["output_token_logprobs"] = [_triple(spelled, one) for one in choice.logprobs or ()]
+        if body.top_logprobs_num:
+            meta["output_top_logprobs"] = [_top(spelled, one) for one in choice.logprobs or ()]
+        if job.output.prompt_logprobs is not None:
+            both = zip(job.output.prompt_token_ids, job.output.prompt_logprobs, strict=True)
+            asked = list(both)[max(0, body.logprob_start_len or 0) :]
+            meta["input_token_logprobs"] = [
+                [None, token_id, tokens.piece(token_id) if spelled else None] if one is None else _triple(spelled, one)
+                for token_id, one in asked
+            ]
+            if body.top_logprobs_num:
+                meta["input_top_logprobs"] = [None if one is None else _top(spelled, one) for _, one in asked]
+    return {"text": choice.text, "output_ids": choice.token_ids, "meta_info": meta}
+
+
+def _finish(choice: CompletionOutput) -> dict[str, Any] | None:
+    if choice.finish_reason == "length":
+        return {"type": "length", "length": len(choice.token_ids)}
+    if choice.finish_reason == "stop":
+        return {"type": "stop", "matched": choice.stop_reason}
+    return None if choice.finish_reason is None else {"type": choice.finish_reason}
+
+
+def _triple(tokens: Tokenization | None, one: TokenLogprob) -> list[Any]:
+    return [finite(one.logprob), one.token_id, tokens.piece(one.token_id) if tokens else None]
+
+
+def _top(tokens: Tokenization | None, one: TokenLogprob) -> list[list[Any]]:
+    return [
+        [finite(value), token_id, tokens.piece(token_id) if tokens else None] for token_id, value in one.top.items()
+    ]

@@ -1,0 +1,123 @@
+"""The bodies that the OpenAI routes answer with: completions, chats, their chunks, usage and logprobs.
+
+Plain dicts from a job's choices; knows no HTTP and asks the tokenizer only for the spelling of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from engine.protocol.outputs import CompletionOutput
+from engine.protocol.request import TokenLogprob
+from server.serving.service import Job
+from server.serving.tokenization import Tokenization
+
+LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
+
+
+def usage(jobs: Iterable[Job]) -> dict[str, Any]:
+    """Tokens in and out of a whole request."""
+    jobs = list(jobs)
+    prompt = sum(job.prompt_tokens for job in jobs)
+    completion = sum(len(choice.token_ids) for job in jobs for choice in job.choices)
+    cached = sum(job.output.cached_tokens for job in jobs)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can carry."""
+    return max(float(logprob), LEAST_LOGPROB)
+
+
+class CompletionLogprobs:
+    """Builds the `logprobs` object of one completion choice, piece by piece; offsets run on between pieces."""
+
+    def __init__(self, tokens: Tokenization, wanted: int):
+        self._tokens, self._wanted, self._offset = tokens, wanted, 0
+
+    def of(self, ids: Sequence[int], found: Sequence[TokenLogprob | None]) -> dict[str, Any]:
+        """The object for a run of tokens; an entry without a logprob (a prompt's first token) is null."""
+        texts, offsets, chosen, top = [], [], [], []
+        for token_id, logprob in zip(ids, found, strict=True):
+            text = self._tokens.piece(token_id)
+            texts.append(text)
+            offsets.append(self._offset)
+            self._offset += len(text)
+            chosen.append(None if logprob is None else finite(logprob.logprob))
+            top.append(None if logprob is None else self._top(text, logprob))
+        return {"tokens": texts, "token_logprobs": chosen, "top_logprobs": top, "text_offset": offsets}
+
+    def _top(self, text: str, logprob: TokenLogprob) -> dict[str, float] | None:
+        if self._wanted == 0:
+            return {text: finite(logprob.logprob)}
+        # Two tokens may be spelled alike (parts of a character are): the likelier one stands for both.
+        best: dict[str, float] = {}
+        for token_id, value in logprob.top.items():
+            name = self._tokens.piece(token_id)
+            best[name] = max(best.get(name, LEAST_LOGPROB), finite(value))
+        best.setdefault(text, finite(logprob.logprob))
+        return best
+
+
+def echo(tokens: Tokenization, builder: CompletionLogprobs, job: Job) -> tuple[str, dict[str, Any] | None]:
+    """The prompt's text, and its logprobs where they were asked for."""
+    ids, found = job.output.prompt_token_ids, job.output.prompt_logprobs
+    text = job.output.prompt if job.output.prompt is not None else tokens.decode(ids)
+    return text, None if found is None else builder.of(ids, found)
+
+
+def chat_logprobs(tokens: Tokenization, found: Iterable[TokenLogprob] | None) -> dict[str, Any]:
+    """The `logprobs` object of a chat choice."""
+
+    def spelled(token_id: int, logprob: float) -> dict[str, Any]:
+        text = tokens.piece(token_id)
+        return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}
+
+    content = []
+    for one in found or ():
+        top = [spelled(token_id, value) for token_id, value in one.top.items()]
+        content.append({**spelled(one.token_id, one.logprob), "top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def completion_choice(
+    number: int, text: str, logprobs: dict[str, Any] | None, choice: CompletionOutput | None
+) -> dict[str, Any]:
+    """One entry of a completion's choices; `choice` where it has ended, None in the midst of a stream."""
+    return {
+        "index": number,
+        "text": text,
+        "logprobs": logprobs,
+        "finish_reason": choice.finish_reason if choice else None,
+        "stop_reason": choice.stop_reason if choice else None,
+    }
+
+
+def chat_choice(number: int, choice: CompletionOutput, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+    """One entry of a chat answer's choices."""
+    return {
+        "index": number,
+        "message": {"role": "assistant", "content": choice.text, "refusal": None},
+        "logprobs": logprobs,
+        "finish_reason": choice.finish_reason,
+        "stop_reason": choice.stop_reason,
+    }
+
+
+def chat_chunk_choice(
+    number: int, delta: dict[str, Any], logprobs: dict[str, Any] | None, choice: CompletionOutput | None = None
+) -> dict[str, Any]:
+    """One entry of a chat chunk's choices; `choice` where it has ended, None in the midst of a stream."""
+    return {
+        "index": number,
+        "delta": delta,
+        "logprobs": logprobs,
+        "finish_reason": choice.finish_reason if choice else None,
+        "stop_reason": choice.stop_reason if choice else None,
+    }

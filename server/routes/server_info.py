@@ -1,0 +1,64 @@
+"""Routes about the server itself: whether it lives and is ready, what it is, its metrics and its graph table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.concurrency import run_in_threadpool
+
+from server.http.openapi import NOT_SERVING, answered_by, failing
+from server.pages.graphs import render_graphs_page
+from server.schemas import responses as answers
+from server.serving.service import Service
+from server.version import version
+
+router = APIRouter(tags=["server"])
+
+
+@router.get("/health", responses=answered_by(answers.Health) | failing(answers.Health))
+async def health(request: Request) -> Response:
+    """Liveness: 200 while this process answers and its engine has not died."""
+    service: Service = request.app.state.service
+    dead = service.startup_error is not None or (service.started and not service.client.health().alive)
+    return JSONResponse({"status": "dead" if dead else "ok"}, status_code=503 if dead else 200)
+
+
+@router.get("/ready", responses=answered_by(answers.Ready) | failing(answers.Ready))
+async def ready(request: Request) -> Response:
+    """Readiness: 200 when requests are answered; else 503 with the reasons. The body says how warm the cache is."""
+    service: Service = request.app.state.service
+    reasons = service.reasons_not_ready()
+    warm = dict(service.client.health().warm)
+    headers = {"Retry-After": "2"} if reasons else {}
+    body = {"ready": not reasons, "reasons": reasons, "warm": warm}
+    return JSONResponse(body, status_code=503 if reasons else 200, headers=headers)
+
+
+@router.get("/version", responses=answered_by(answers.Version))
+async def show_version() -> dict[str, str]:
+    """The distribution's version."""
+    return {"version": version()}
+
+
+@router.get("/metrics", response_class=PlainTextResponse)
+async def metrics(request: Request) -> Response:
+    """Everything counted and timed, in Prometheus' text format."""
+    return Response(generate_latest(request.app.state.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/graphs", responses=answered_by(answers.Graphs, "text/html") | NOT_SERVING)
+async def graphs(request: Request) -> Response:
+    """The graph cache as a table: JSON, or a page that refreshes itself for who accepts text/html."""
+    service: Service = request.app.state.service
+    _ = service.tokens  # 503 until there is an engine to ask
+    rows: list[dict[str, Any]] = await service.client.graphs()
+    body = {"model": service.model_names()[0], "warm": dict(service.client.health().warm), "graphs": rows}
+    accepted = request.headers.get("accept", "")
+    vary = {"Vary": "Accept", "Cache-Control": "no-store"}
+    if "text/html" in accepted:
+        page = await run_in_threadpool(render_graphs_page, body)
+        return HTMLResponse(page, headers=vary)
+    return JSONResponse(body, headers=vary)

@@ -1,0 +1,28 @@
+"""GET /: the status page, and for who accepts JSON the values that it shows."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+
+from server.pages.status import CONTENT_SECURITY_POLICY, PAGE
+from server.serving.status_board import StatusBoard
+
+router = APIRouter(tags=["server"])
+
+_HEADERS = {
+    "Vary": "Accept",
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+@router.get("/", include_in_schema=False)
+async def status(request: Request) -> Response:
+    """The page, which asks this route for JSON every second."""
+    accepted = request.headers.get("accept", "")
+    if "application/json" in accepted and "text/html" not in accepted:
+        board: StatusBoard = request.app.state.board
+        return JSONResponse(await board.show(), headers=_HEADERS)
+    return HTMLResponse(PAGE, headers=_HEADERS | {"Content-Security-Policy": CONTENT_SECURITY_POLICY})

@@ -1,0 +1,48 @@
+"""POST /tokenize and /detokenize, in vLLM's shape: text to token ids and back, as the inference routes would."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from engine.errors import RequestError
+from server.http.openapi import REFUSALS, answered_by
+from server.schemas import responses as answers
+from server.schemas.requests import DetokenizeBody, TokenizeBody
+from server.serving.service import Service
+
+router = APIRouter(tags=["tokens"], responses=REFUSALS)
+
+
+@router.post("/tokenize", responses=answered_by(answers.Tokenized))
+async def tokenize(body: TokenizeBody, request: Request) -> Response:
+    """The token ids of a prompt, or of a conversation through the model's chat template."""
+    service: Service = request.app.state.service
+    tokens = service.tokens
+    service.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("give either prompt or messages, and only one of them", param="prompt")
+    if body.prompt is not None:
+        ids = await tokens.encode(body.prompt, "prompt", body.add_special_tokens)
+    else:
+        ids = await tokens.chat(body.conversation(), body.add_generation_prompt)
+    answer: dict[str, Any] = {
+        "count": len(ids),
+        "max_model_len": service.client.info().max_model_len,
+        "tokens": ids,
+        "token_strs": [tokens.piece(token_id) for token_id in ids] if body.return_token_strs else None,
+    }
+    return JSONResponse(answer)
+
+
+@router.post("/detokenize", responses=answered_by(answers.Detokenized))
+async def detokenize(body: DetokenizeBody, request: Request) -> Response:
+    """The text of token ids, special tokens included."""
+    service: Service = request.app.state.service
+    tokens = service.tokens
+    service.check_model(body.model)
+    if body.tokens:
+        tokens.check(body.tokens, "tokens")
+    return JSONResponse({"prompt": tokens.decode(body.tokens)})

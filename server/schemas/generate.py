@@ -1,0 +1,116 @@
+"""Wire types of POST /generate, in SGLang's shape, and how SGLang's names map to SamplingParams.
+
+An unknown body field is ignored; an unknown sampling parameter is refused, as a misspelt one would change the answer
+in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import Field, WithJsonSchema
+
+from engine.errors import RequestError
+from engine.protocol.request import SamplingParams
+from engine.protocol.sampling_params import MAX_LOGPROBS
+from server.schemas.requests import RANGES, InputIds, Priority, Texts, Wire
+
+_SGLANG_NAMES = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "sampling_seed": "seed",
+    "no_stop_trim": "include_stop_str_in_output",
+}
+_SGLANG_IGNORED = frozenset({"spaces_between_special_tokens", "stream_interval"})
+_SGLANG_UNSUPPORTED = frozenset({"json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "custom_params"})
+
+
+def _sampling_schema() -> dict[str, Any]:
+    numbers = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+    whole = ("top_k", "max_tokens", "min_tokens", "n", "seed", "logprobs")
+    flags = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "no_stop_trim")
+    known = {name: {"type": "number", **RANGES[name]} for name in numbers}
+    known |= {name: {"type": "integer", **RANGES[name]} for name in whole}
+    known |= {name: {"type": "boolean"} for name in flags}
+    text = {"type": "string", "minLength": 1, "maxLength": RANGES["stop"]["maxLength"]}
+    known["stop"] = {"anyOf": [text, {"type": "array", "items": text, "maxItems": RANGES["stop"]["maxItems"]}]}
+    known["stop_token_ids"] = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+    known["logit_bias"] = {"type": "object", **RANGES["logit_bias"]}
+    known["prompt_logprobs"] = known["logprobs"]
+    known |= {alias: known[name] for alias, name in _SGLANG_NAMES.items()}
+    known |= {name: {} for name in _SGLANG_IGNORED} | {name: {"type": "null"} for name in _SGLANG_UNSUPPORTED}
+    nullable = {name: {"anyOf": [schema, {"type": "null"}]} for name, schema in known.items()}
+    one = {"type": "object", "properties": nullable, "additionalProperties": False}
+    return {"anyOf": [one, {"type": "array", "items": one}, {"type": "null"}]}
+
+
+Sampling = Annotated[dict[str, Any] | list[dict[str, Any]] | None, WithJsonSchema(_sampling_schema())]
+
+
+class GenerateBody(Wire):
+    """Body of POST /generate, in SGLang's shape."""
+
+    unsupported = {
+        "image_data": ([],), "audio_data": ([],), "video_data": ([],), "input_embeds": (), "lora_path": (),
+        "session_params": (), "custom_logit_processor": (), "return_hidden_states": (False,),
+    }  # fmt: skip
+
+    text: Texts = None
+    input_ids: InputIds = None
+    sampling_params: Sampling = None
+    rid: Texts = None
+    stream: bool = False
+    return_logprob: bool = False
+    logprob_start_len: int | None = None
+    top_logprobs_num: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
+    return_text_in_logprobs: bool = False
+    priority: Priority = 0
+
+    def prompts(self) -> tuple[list[str | list[int]], bool]:
+        """The prompts, and whether they came as a list and are answered with one."""
+        if (self.text is None) == (self.input_ids is None):
+            raise RequestError("give either text or input_ids, and only one of them", param="text")
+        if self.text is not None:
+            return ([self.text], False) if isinstance(self.text, str) else (list(self.text), True)
+        single = not self.input_ids or type(self.input_ids[0]) is int
+        return ([self.input_ids], False) if single else (list(self.input_ids), True)
+
+    def sampling(self, count: int) -> list[SamplingParams]:
+        """One SamplingParams for each of `count` prompts."""
+        given = self.sampling_params or {}
+        if isinstance(given, dict):
+            return [self._one(given)] * count
+        if len(given) != count:
+            raise RequestError(
+                f"sampling_params has {len(given)} entries for {count} prompts; give one for all, or one for each",
+                param="sampling_params",
+            )
+        return [self._one(each) for each in given]
+
+    def ids(self, count: int, fallback: str) -> list[str]:
+        """The public id of each prompt: the caller's rid, else made from `fallback`."""
+        if isinstance(self.rid, list):
+            if len(self.rid) != count:
+                raise RequestError(f"rid has {len(self.rid)} entries for {count} prompts; give one each", param="rid")
+            return list(self.rid)
+        base = self.rid or fallback
+        return [base] if count == 1 else [f"{base}-{index}" for index in range(count)]
+
+    def _one(self, given: Mapping[str, Any]) -> SamplingParams:
+        values: dict[str, Any] = {"max_tokens": 128}
+        for name, value in given.items():
+            if name in _SGLANG_IGNORED or (name in _SGLANG_UNSUPPORTED and value is None):
+                continue
+            if name in _SGLANG_UNSUPPORTED:
+                raise RequestError(f"sampling_params.{name} is not supported here; leave it out", param=name)
+            ours = _SGLANG_NAMES.get(name, name)
+            if ours != name and value is not None and given.get(ours) is not None:
+                raise RequestError(f"sampling_params has {name} and {ours}, which mean the same; give one", param=name)
+            if value is not None or name in ("max_new_tokens", "max_tokens"):
+                values[ours] = value
+        if self.return_logprob:
+            values["logprobs"] = self.top_logprobs_num
+            if self.logprob_start_len is not None and self.logprob_start_len >= 0:
+                values["prompt_logprobs"] = self.top_logprobs_num
+        return SamplingParams.from_dict(values)

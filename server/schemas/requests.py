@@ -1,0 +1,331 @@
+"""Wire types of the inference routes: what a body may hold, and how it maps to SamplingParams.
+
+Types are strict: a string is never a number. Ranges are SamplingParams' to check; the schemas only tell of them. An
+unknown field of the OpenAI routes is ignored, as their clients send many; one that would change the answer and isn't
+supported is refused. An unknown sampling parameter of /generate is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+
+from engine.errors import RequestError
+from engine.protocol.request import SamplingParams
+from engine.protocol.sampling_params import (
+    INT64_MAX,
+    INT64_MIN,
+    MAX_BIASED_TOKENS,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOKENS,
+)
+
+_TEXT = {"type": "string"}
+_NULL = {"type": "null"}
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_LISTS_OF_IDS = {"type": "array", "items": _IDS, "minItems": 1}
+_TEXTS_OR_IDS = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "minItems": 1}, _IDS, _LISTS_OF_IDS]}
+_IDS_OR_LISTS = {"anyOf": [_IDS, _LISTS_OF_IDS, _NULL]}
+_TEXTS = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT}, _NULL]}
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and set(map(type, value)) <= {int}
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _sendable(value: Any) -> Any:
+    """Refuse lone surrogates, which JSON can spell and UTF-8 can't: no tokenizer takes them."""
+    for text in [value] if isinstance(value, str) else value if _is_texts(value) else ():
+        try:
+            text.encode()
+        except UnicodeEncodeError as exc:
+            raise ValueError("the text holds a lone surrogate, which is not valid Unicode") from exc
+    return value
+
+
+# One look over a list of a million ids, and one message: a pydantic union would collect an error per item and member.
+def _prompt(value: Any) -> Any:
+    if isinstance(value, str) or _is_ids(value) or _is_texts(value):
+        return _sendable(value)
+    if isinstance(value, list) and all(_is_ids(item) for item in value):
+        return value
+    raise ValueError("a string, a list of strings, a list of token ids, or a list of such lists is needed")
+
+
+def _input_ids(value: Any) -> Any:
+    if value is None or _is_ids(value) or (isinstance(value, list) and all(_is_ids(item) for item in value)):
+        return value
+    raise ValueError("a list of token ids, or a list of such lists is needed")
+
+
+def _texts(value: Any) -> Any:
+    if value is None or isinstance(value, str) or _is_texts(value):
+        return _sendable(value)
+    raise ValueError("a string or a list of strings is needed")
+
+
+def _tokens(value: Any) -> Any:
+    if _is_ids(value):
+        return value
+    raise ValueError("a list of token ids is needed")
+
+
+Prompt = Annotated[Any, BeforeValidator(_prompt), WithJsonSchema(_TEXTS_OR_IDS)]
+InputIds = Annotated[Any, BeforeValidator(_input_ids), WithJsonSchema(_IDS_OR_LISTS)]
+Texts = Annotated[Any, BeforeValidator(_texts), WithJsonSchema(_TEXTS)]
+Text = Annotated[str, AfterValidator(_sendable)]
+Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+
+
+# What SamplingParams checks, told to readers and tools; the check itself stays there.
+RANGES: Mapping[str, dict[str, Any]] = {
+    "temperature": {"minimum": 0, "maximum": 100},
+    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+    "top_k": {"minimum": -1, "maximum": MAX_TOKENS},
+    "min_p": {"minimum": 0, "maximum": 1},
+    "repetition_penalty": {"minimum": 0.01, "maximum": 100},
+    "frequency_penalty": {"minimum": -2, "maximum": 2},
+    "presence_penalty": {"minimum": -2, "maximum": 2},
+    "logit_bias": {
+        "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,18})$"}, "maxProperties": MAX_BIASED_TOKENS,
+        "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+    },
+    "stop": {"minLength": 1, "maxLength": MAX_STOP_CHARS, "maxItems": MAX_STOP_STRINGS},
+    "stop_token_ids": {"maxItems": MAX_STOP_TOKEN_IDS},
+    "max_tokens": {"minimum": 0, "maximum": MAX_TOKENS},
+    "min_tokens": {"minimum": 0, "maximum": MAX_TOKENS},
+    "n": {"minimum": 1, "maximum": MAX_N},
+    "seed": {"minimum": INT64_MIN, "maximum": INT64_MAX},
+    "logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
+}  # fmt: skip
+
+
+def _described(name: str) -> Any:
+    """A field that is None unless given, with its range in the schema."""
+    return Field(default=None, json_schema_extra=dict(RANGES[name]))
+
+
+class Wire(BaseModel):
+    """A body: strict types, no NaN or infinity, and errors that don't repeat what was sent."""
+
+    model_config = ConfigDict(
+        strict=True, extra="allow", allow_inf_nan=False, hide_input_in_errors=True, protected_namespaces=()
+    )
+
+    # Fields that would change the answer if they were known, with the values that ask for nothing.
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+    def refuse_unsupported(self) -> None:
+        """RequestError for a field that asks for what isn't there."""
+        for name, harmless in self.unsupported.items():
+            value = (self.model_extra or {}).get(name)
+            if value is not None and value not in harmless:
+                raise RequestError(f"{name} is not supported here; leave it out", param=name)
+
+
+class StreamOptions(Wire):
+    """Options of a stream: usage at its end, and with `continuous_usage_stats` in every chunk."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class OpenAISampling(Wire):
+    """Sampling fields that both OpenAI routes share, vLLM's further ones among them."""
+
+    model: Text | None = None
+    temperature: float | None = _described("temperature")
+    top_p: float | None = _described("top_p")
+    top_k: int | None = _described("top_k")
+    min_p: float | None = _described("min_p")
+    repetition_penalty: float | None = _described("repetition_penalty")
+    frequency_penalty: float | None = _described("frequency_penalty")
+    presence_penalty: float | None = _described("presence_penalty")
+    logit_bias: dict[str, float] | None = _described("logit_bias")
+    stop: Text | list[Text] | None = _described("stop")
+    stop_token_ids: list[int] | None = _described("stop_token_ids")
+    max_tokens: int | None = _described("max_tokens")
+    min_tokens: int | None = _described("min_tokens")
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    n: int | None = _described("n")
+    seed: int | None = _described("seed")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: Priority = 0
+
+    def _params(self, **chosen: Any) -> SamplingParams:
+        names = SHARED_SAMPLING_FIELDS
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return SamplingParams.from_dict(given | chosen)
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk of usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether each chunk of a stream carries the usage so far."""
+        return self.include_usage and self.stream_options.continuous_usage_stats
+
+    def refuse_unsupported(self) -> None:
+        """As for every body; also refuses stream options without a stream."""
+        super().refuse_unsupported()
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options are only possible with stream=true", param="stream_options")
+
+
+SHARED_SAMPLING_FIELDS = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
+    "logit_bias", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "include_stop_str_in_output",
+    "skip_special_tokens", "n", "seed",
+)  # fmt: skip
+
+
+# Of vLLM's and OpenAI's parameters, those that would change an answer: refused, unless they ask for nothing.
+_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},), "use_beam_search": (False,), "length_penalty": (1, 1.0),
+    "early_stopping": (False,), "prompt_logprobs": (), "truncate_prompt_tokens": (), "allowed_token_ids": (),
+    "bad_words": ([],), "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (),
+    "structured_outputs": (), "logits_processors": ([],), "vllm_xargs": ({},), "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,), "kv_transfer_params": ({},), "prompt_embeds": (), "lora_path": (),
+    "spaces_between_special_tokens": (True,), "thinking_token_budget": (), "tools": ([],), "functions": ([],),
+    "function_call": ("none", "auto"), "tool_choice": ("none", "auto"),
+}  # fmt: skip
+
+
+class CompletionBody(OpenAISampling):
+    """Body of POST /v1/completions."""
+
+    unsupported = {**_UNSUPPORTED, "suffix": ("",)}
+
+    prompt: Prompt
+    echo: bool | None = None
+    logprobs: int | None = _described("logprobs")
+    best_of: int | None = Field(default=None, description="only as many as n")
+    add_special_tokens: bool = True
+
+    def refuse_unsupported(self) -> None:
+        """As for both OpenAI routes; also refuses the limit of a chat by its name there."""
+        super().refuse_unsupported()
+        if (self.model_extra or {}).get("max_completion_tokens") is not None:
+            raise RequestError(
+                "max_completion_tokens is a parameter of /v1/chat/completions; give max_tokens here",
+                param="max_completion_tokens",
+            )
+
+    def sampling(self) -> SamplingParams:
+        """The parameters; max_tokens is 16 unless given, as OpenAI has it."""
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise RequestError("best_of other than n is not supported; leave it out", param="best_of")
+        chosen: dict[str, Any] = {"logprobs": self.logprobs}
+        if self.max_tokens is not None:
+            chosen["max_tokens"] = self.max_tokens
+        if self.echo and self.logprobs is not None:
+            chosen["prompt_logprobs"] = self.logprobs
+        return self._params(**chosen)
+
+
+class Message(Wire):
+    """One message of a conversation; `content` is text, or a list of text parts that are joined."""
+
+    role: Text
+    content: Text | list[dict[str, Any]] | None = None
+
+    def plain(self, index: int) -> dict[str, Any]:
+        """The message with its content as one string, which is what chat templates take."""
+        fields = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+        return {**fields, "role": self.role, "content": self._text(index)}
+
+    def _text(self, index: int) -> str:
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        texts = []
+        for part in self.content:
+            kind, text = part.get("type"), part.get("text")
+            if kind != "text" or not isinstance(text, str):
+                raise RequestError(
+                    f"messages[{index}].content has a part of type {str(kind)[:40]!r}; only text parts are taken",
+                    param="messages",
+                )
+            texts.append(text)
+        return "\n".join(texts)
+
+
+Messages = Annotated[list[Message], Field(max_length=10_000, json_schema_extra={"minItems": 1})]
+
+
+def conversation(messages: list[Message]) -> list[dict[str, Any]]:
+    """Messages as chat templates take them. Raises RequestError for none, and for parts that are no text."""
+    if not messages:
+        raise RequestError("messages is empty: give at least one message", param="messages")
+    return [message.plain(index) for index, message in enumerate(messages)]
+
+
+class ChatBody(OpenAISampling):
+    """Body of POST /v1/chat/completions."""
+
+    unsupported = {
+        **_UNSUPPORTED, "audio": (), "modalities": (["text"],), "web_search_options": (),
+        "chat_template": (), "chat_template_kwargs": ({},), "continue_final_message": (False,), "echo": (False,),
+        "add_special_tokens": (False,), "documents": ([],), "reasoning_effort": ("none",), "verbosity": ("medium",),
+        "prediction": (),
+    }  # fmt: skip
+
+    messages: Messages
+    max_completion_tokens: int | None = _described("max_tokens")
+    logprobs: bool | None = None
+    top_logprobs: int | None = _described("logprobs")
+    add_generation_prompt: bool = True
+
+    def sampling(self) -> SamplingParams:
+        """The parameters; without a maximum the answer may go on up to the context."""
+        limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs is only possible with logprobs=true", param="top_logprobs")
+        return self._params(max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """The messages as chat templates take them."""
+        return conversation(self.messages)
+
+
+class TokenizeBody(Wire):
+    """Body of POST /tokenize: a prompt, or a conversation."""
+
+    model: Text | None = None
+    prompt: Text | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """The messages as chat templates take them."""
+        return conversation(self.messages or [])
+
+
+class DetokenizeBody(Wire):
+    """Body of POST /detokenize."""
+
+    model: Text | None = None
+    tokens: Annotated[Any, BeforeValidator(_tokens), WithJsonSchema({**_IDS, "minItems": 0})]
+
+
+class WeightsBody(Wire):
+    """Body of POST /weights/update: a safetensors file or folder on the server's machine, and a name for it."""
+
+    path: Annotated[Text, Field(min_length=1, max_length=4096)]
+    version: Annotated[Text, Field(min_length=1, max_length=256)]

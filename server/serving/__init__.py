@@ -1,0 +1,1 @@
+"""A request between its route and the engine: admission, tokenization, jobs, status."""

@@ -1,0 +1,90 @@
+"""One log record per HTTP request, with the counts and times of its jobs.
+
+Headers, queries, prompts and answers are never logged: a key or a user's text can't leak from here.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.observability.logs import FIELDS
+
+if TYPE_CHECKING:
+    from server.serving.service import Job
+
+
+PROBES = ("/", "/graphs", "/health", "/ready", "/metrics")  # asked every second or so
+
+
+access = logging.getLogger("encore.access")
+
+
+class RequestLog:
+    """Logs each request when its answer is complete or its client has left.
+
+    Gives every request a list, `state["jobs"]`, into which a route puts what it runs. Probes that answer as they
+    should are not logged. Stands inside RequestIds.
+    """
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        jobs: list[Job] = scope["state"].setdefault("jobs", [])
+        began, status = time.perf_counter(), 0
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watched)
+        except Exception:
+            status = status or 500  # answered further out
+            raise
+        finally:
+            self._over(scope, status or 499, time.perf_counter() - began, jobs)
+
+    def _over(self, scope: Scope, status: int, seconds: float, jobs: Sequence[Job]) -> None:
+        path = scope.get("raw_path", b"").partition(b"?")[0].decode("ascii", "replace")[:200]
+        if path in PROBES and (status < 400 or path == "/ready"):
+            return
+        fields = {
+            "request_id": scope["state"]["request_id"],
+            "method": scope["method"],
+            "path": path,
+            "status": status,
+            "seconds": round(seconds, 6),
+            "client": (scope.get("client") or ("",))[0],
+        }
+        access.info("request", extra={FIELDS: fields | summary(jobs)})
+
+
+def summary(jobs: Sequence[Job]) -> dict[str, Any]:
+    """What a request's jobs came to: tokens, times in seconds, how its sequences ended, and which graphs ran them."""
+    if not jobs:
+        return {}
+    watches = [job.watch for job in jobs if job.watch is not None]
+    firsts = [watch.first_token_seconds for watch in watches if watch.first_token_seconds is not None]
+    queued = [watch.queue_seconds for watch in watches if watch.queue_seconds is not None]
+    buckets: Counter[int | None] = sum((watch.buckets for watch in watches), Counter())
+    return {
+        "prompt_tokens": sum(job.prompt_tokens for job in jobs),
+        "cached_tokens": sum(job.output.cached_tokens for job in jobs),
+        "completion_tokens": sum(len(choice.token_ids) for job in jobs for choice in job.choices),
+        "finish_reasons": dict(Counter(choice.finish_reason or "abort" for job in jobs for choice in job.choices)),
+        "queue_seconds": round(max(queued), 6) if queued else None,
+        "first_token_seconds": round(min(firsts), 6) if firsts else None,
+        "graph_buckets": {"eager" if bucket is None else str(bucket): count for bucket, count in buckets.items()},
+    }

@@ -1,0 +1,1 @@
+"""Processes that answer HTTP: the uvicorn server, API workers and their manager."""
