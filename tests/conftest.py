@@ -1,10 +1,44 @@
-"""Fixtures that several test folders share: a tiny random Llama with its tokenizer, in Hugging Face layout."""
+"""Shared fixtures and the rules of markers.
+
+- `gpu`: needs a CUDA device; skipped with a reason where there is none.
+- `interpretable`: a `gpu` test that also runs on the CPU under TRITON_INTERPRET=1 (slow, no bfloat16).
+"""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if "gpu" in item.keywords]
+    if not marked:
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device: torch.cuda.is_available() is False")
+    for item in marked:
+        if not (INTERPRETED and "interpretable" in item.keywords):
+            item.add_marker(skip)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """The CUDA device; the CPU where kernels are interpreted."""
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
 
 TINY_WORDS = (
     "the a one red blue green small old new quick brown fox dog cat bird tree house river stone light night day sun "

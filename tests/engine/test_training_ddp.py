@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.ranks import outputs_of
+from tests.support.ranks import outputs_of
 
 ROOT = Path(__file__).parents[2]
 

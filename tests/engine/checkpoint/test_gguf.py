@@ -1,0 +1,270 @@
+"""GGUF files: what is read equals what was written, and whatever a damaged file holds ends in a ModelError."""
+
+from __future__ import annotations
+
+import random
+import struct
+import time
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from gguf.constants import GGMLQuantizationType as Kind
+
+from engine.attention import KVCache, PrefillAttention
+from engine.checkpoint.gguf_file import GGUFFile
+from engine.checkpoint.gguf_model import GGUFModel
+from engine.checkpoint.source import ModelSource
+from engine.errors import ModelError
+from engine.loader.cpu_formats import gguf_config, load_gguf
+from engine.models import config_from_dict
+from engine.text.tokenizer import Tokenizer
+from tests.engine.checkpoint.gguf_samples import (
+    HF_MODEL_TYPES,
+    SIZES,
+    llama_cpp_order,
+    random_weights,
+    vocabulary,
+    write_gguf,
+)
+
+
+def write_tensors(path: Path, tensors: dict[str, tuple[np.ndarray, Kind]]) -> None:
+    writer = gguf.GGUFWriter(path, "llama")
+    for name, (values, kind) in tensors.items():
+        writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def read_everything(path: Path) -> None:
+    """All that a start reads of a file, except that no model is allocated."""
+    source = GGUFModel(GGUFFile(path))
+    config_from_dict(source.config, str(path))
+    for _ in source.weights():
+        pass
+    Tokenizer.try_load(ModelSource(str(path), "gguf", "sample"))
+
+
+def logits_of(path: Path, token_ids: list[int]) -> torch.Tensor:
+    config, model = load_gguf(str(path), cpu_weight_format="fp32")
+    kv = KVCache(config.num_layers, 4, 16, config.num_kv_heads, config.head_dim, torch.float32, "cpu")
+    with torch.inference_mode():
+        attention = PrefillAttention(kv, [(0, len(token_ids))], [[1, 2, 3]])
+        return model.logits(model(torch.tensor(token_ids), torch.arange(len(token_ids)), attention))
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_1])
+def test_dense_equals_the_reference_dequantisation_bit_for_bit(tmp_path: Path, kind: Kind) -> None:
+    values = np.random.default_rng(0).normal(size=(6, 64)).astype(np.float32)
+    write_tensors(tmp_path / "t.gguf", {"a": (values, kind), "b": (values[:2] * 3, kind)})
+    found = GGUFFile(tmp_path / "t.gguf").dense("b")
+    expected = gguf.quants.dequantize(gguf.quants.quantize(values[:2] * 3, kind), kind)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, torch.from_numpy(np.array(expected, dtype=np.float32)))
+
+
+def test_q4_1_codes_and_limits_give_the_dense_values_bit_for_bit(tmp_path: Path) -> None:
+    values = np.random.default_rng(1).normal(size=(5, 96)).astype(np.float32)
+    write_tensors(tmp_path / "t.gguf", {"w": (values, Kind.Q4_1)})
+    file = GGUFFile(tmp_path / "t.gguf")
+    codes, scale, low = file.q4_1("w")
+    rebuilt = codes.view(5, 3, 32).float() * scale.unsqueeze(2) + low.unsqueeze(2)
+    assert codes.max() == 15 and codes.min() == 0
+    assert torch.equal(rebuilt.view(5, 96), file.dense("w"))
+
+
+def test_codes_of_another_quantisation_are_refused(tmp_path: Path) -> None:
+    write_tensors(tmp_path / "t.gguf", {"w": (np.ones((5, 96), dtype=np.float32), Kind.Q8_0)})
+    with pytest.raises(ModelError, match="Q8_0"):
+        GGUFFile(tmp_path / "t.gguf").q4_1("w")
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("matrices", [Kind.F32, Kind.Q4_1])
+def test_weights_come_under_hugging_face_names_in_hugging_face_order(tmp_path: Path, architecture, matrices) -> None:
+    expected = write_gguf(tmp_path / "m.gguf", architecture=architecture, matrices=matrices, tied=False)
+    found = dict(GGUFModel(GGUFFile(tmp_path / "m.gguf")).weights())
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert torch.equal(found[name], weight), name
+
+
+def test_llama_rows_are_permuted_in_the_file() -> None:
+    weight = random_weights("llama", tied=True)["model.layers.0.self_attn.q_proj.weight"]
+    assert not torch.equal(llama_cpp_order(weight, SIZES["heads"]), weight)
+
+
+def test_q4_1_codes_are_unpermuted_as_the_dense_weight_is(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", matrices=Kind.Q4_1)
+    source, name = GGUFModel(GGUFFile(tmp_path / "m.gguf")), "model.layers.1.self_attn.k_proj.weight"
+    codes, scale, low = source.q4_1(name)
+    rebuilt = codes.view(*scale.shape, 32).float() * scale.unsqueeze(2) + low.unsqueeze(2)
+    assert torch.equal(rebuilt.view(codes.shape), source.weight(name))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_logits_equal_transformers_on_the_same_weights(tmp_path: Path, architecture: str, tied: bool) -> None:
+    weights = write_gguf(
+        tmp_path / "m.gguf",
+        architecture=architecture,
+        matrices=Kind.Q8_0,
+        tied=tied,
+        metadata={"attention.key_length": SIZES["head_dim"]},
+    )
+    reference = getattr(transformers, HF_MODEL_TYPES[architecture])(
+        transformers.AutoConfig.for_model(
+            architecture,
+            vocab_size=len(vocabulary()[0]),
+            hidden_size=SIZES["hidden"],
+            num_hidden_layers=SIZES["layers"],
+            num_attention_heads=SIZES["heads"],
+            num_key_value_heads=SIZES["kv_heads"],
+            head_dim=SIZES["head_dim"],
+            intermediate_size=SIZES["wide"],
+            max_position_embeddings=SIZES["context"],
+            rms_norm_eps=1e-5,
+            rope_parameters={"rope_type": "default", "rope_theta": 20000.0},
+            tie_word_embeddings=tied,
+            bos_token_id=1,
+            eos_token_id=2,
+            pad_token_id=None,
+        )
+    )
+    missing = reference.load_state_dict(weights, strict=False).missing_keys
+    assert missing == (["lm_head.weight"] if tied else [])
+    reference.eval().tie_weights()
+    ids = [5, 100, 9, 9, 260, 41, 2, 77, 18, 3, 150, 199]
+    with torch.inference_mode():
+        expected = reference(torch.tensor([ids])).logits[0]
+    assert (logits_of(tmp_path / "m.gguf", ids) - expected).abs().max() < 1e-4
+
+
+def test_config_says_what_the_metadata_says(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", tied=False)
+    config, _ = gguf_config(str(tmp_path / "m.gguf"))
+    assert (config.architecture, config.num_layers) == ("LlamaForCausalLM", 2)
+    assert (config.num_heads, config.num_kv_heads) == (4, 2)
+    assert (config.hidden_size, config.head_dim, config.intermediate_size) == (64, 16, 96)
+    assert (config.rms_norm_eps, config.rope_theta, config.max_position_embeddings) == (1e-5, 20000.0, 128)
+    assert (config.bos_token_id, config.eos_token_ids, config.tie_word_embeddings) == (1, (2,), False)
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"architecture": "mamba"}, "architecture 'mamba' is not supported.*llama, qwen2, qwen3"),
+    ({"metadata": {"embedding_length": 0}}, "embedding_length is 0"),
+    ({"metadata": {"embedding_length": 2**31}}, "embedding_length is"),
+    ({"metadata": {"embedding_length": 128}}, "embedding_length is 128"),
+    ({"metadata": {"block_count": 3}}, "blk|missing"),
+    ({"metadata": {"block_count": 2**30}}, "block_count"),
+    ({"metadata": {"block_count": 1}}, "blk.1"),
+    ({"metadata": {"feed_forward_length": 1 << 24}}, "the metadata asks for"),
+    ({"embedding_rows": 270}, "272 tokens.*270 rows"),
+    ({"metadata": {"expert_count": 8}}, "mixture-of-experts"),
+    ({"metadata": {"rope.dimension_count": 8}}, "rope.dimension_count"),
+    ({"metadata": {"attention.head_count": "four"}}, "head_count is 'four'"),
+    ({"metadata": {"rope.scaling.type": "longrope", "rope.scaling.factor": 2}}, "longrope"),
+    ({"drop": ("blk.1.ffn_up.weight",)}, "mlp.up_proj.weight is missing"),
+    ({"drop": ("token_embd.weight",)}, "token_embd.weight"),
+    ({"extra": {"blk.0.ssm_a.weight": np.zeros(4, np.float32)}}, "ssm_a"),
+    ({"extra": {"rope_freqs.weight": np.zeros(4, np.float32)}}, "rope_freqs.*Hugging Face folder"),
+    ({"extra": {"blk.0.attn_q.bias": np.zeros(64, np.int8)}}, "missing"),
+])  # fmt: skip
+def test_unsupported_or_contradictory_files_are_refused_by_name(tmp_path: Path, settings: dict, message: str) -> None:
+    path = tmp_path / "odd.gguf"
+    if settings.get("architecture") == "mamba":
+        write_tensors(path, {"a": (np.zeros((1, 32), np.float32), Kind.F32)})
+        path.write_bytes(path.read_bytes().replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba"))
+    else:
+        write_gguf(path, **settings)
+    with pytest.raises(ModelError, match=message) as error:
+        gguf_config(str(path))
+    assert str(path) in str(error.value)
+
+
+def test_a_quantisation_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "t.gguf", "llama")
+    writer.add_tensor("w", np.zeros((2, 32), np.int32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match=r"t\.gguf.*'w'.*I32"):
+        GGUFFile(tmp_path / "t.gguf").dense("w")
+
+
+HEADER = b"GGUF" + struct.pack("<I", 3)
+
+
+@pytest.mark.parametrize(("content", "message"), [
+    (b"", "0 bytes"),
+    (b"GGUF", "4 bytes"),
+    (b"PK\x03\x04" + bytes(100), r"b'PK"),
+    (b"GGUF" + struct.pack(">I", 3) + bytes(100), "big-endian"),
+    (b"GGUF" + struct.pack("<I", 1) + bytes(100), "version 1 "),
+    (HEADER + struct.pack("<QQ", 2**60, 0) + bytes(100), "don't fit"),
+    (HEADER + struct.pack("<QQ", 0, 2**63) + bytes(100), "don't fit"),
+    (HEADER + struct.pack("<QQQ", 0, 1, 2**62) + bytes(100), "cut"),
+    (HEADER + struct.pack("<QQQ", 0, 1, 1) + b"a" + struct.pack("<IIQ", 9, 4, 2**61) + bytes(50), "'a'.*cut"),
+    (HEADER + struct.pack("<QQQ", 0, 1, 1) + b"a" + struct.pack("<IIQ", 9, 8, 2**40) + bytes(50), "8796093022208"),
+    (HEADER + struct.pack("<QQQ", 0, 1, 1) + b"a" + struct.pack("<IIQ", 9, 9, 1) + bytes(50), "'a'.*type 9"),
+    (HEADER + struct.pack("<QQQ", 0, 1, 1) + b"a" + struct.pack("<I", 99) + bytes(50), "'a'.*type 99"),
+    (HEADER + struct.pack("<QQQ", 0, 1, 2) + b"\xff\xfe" + bytes(50), "UTF-8"),
+    (HEADER + struct.pack("<QQQ", 1, 0, 1) + b"w" + struct.pack("<I", 5) + bytes(90), "5 dimensions"),
+    (HEADER + struct.pack("<QQQ", 1, 0, 1) + b"w" + struct.pack("<IQIQ", 1, 32, 77, 0) + bytes(90), "type 77"),
+    (HEADER + struct.pack("<QQQ", 1, 0, 1) + b"w" + struct.pack("<IQIQ", 1, 33, 3, 0) + bytes(90), "blocks of 32"),
+    (HEADER + struct.pack("<QQQ", 1, 0, 1) + b"w" + struct.pack("<IQQIQ", 2, 2**40, 2**40, 0, 0) + bytes(90), "ends"),
+    (HEADER + struct.pack("<QQQ", 1, 0, 1) + b"w" + struct.pack("<IQIQ", 1, 4, 0, 2**63) + bytes(90), "ends at"),
+])  # fmt: skip
+def test_impossible_headers_are_refused_at_once(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(content)
+    start = time.monotonic()
+    with pytest.raises(ModelError, match=message) as error:
+        GGUFFile(path)
+    assert str(path) in str(error.value)
+    assert time.monotonic() - start < 1.0
+
+
+def test_missing_files_and_folders_are_refused(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.gguf", tmp_path):
+        with pytest.raises(ModelError, match="can't be read"):
+            GGUFFile(path)
+
+
+def test_every_cut_of_a_file_is_refused(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", matrices=Kind.Q4_1)
+    content = (tmp_path / "m.gguf").read_bytes()
+    rng = random.Random(0)
+    cut = tmp_path / "cut.gguf"
+    # the writer pads the end to the alignment of 32: those bytes belong to no tensor
+    for length in [*rng.sample(range(len(content) - 32), 150), len(content) - 33]:
+        cut.write_bytes(content[:length])
+        with pytest.raises(ModelError, match=r"cut\.gguf"):
+            GGUFModel(GGUFFile(cut))
+
+
+def test_random_damage_ends_as_a_model_error_or_not_at_all(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", matrices=Kind.Q4_1)
+    content = (tmp_path / "m.gguf").read_bytes()
+    header = GGUFFile(tmp_path / "m.gguf").info("token_embd.weight").offset
+    rng = random.Random(1)
+    bad = tmp_path / "bad.gguf"
+    refused = 0
+    for _ in range(300):
+        damaged = bytearray(content)
+        for _ in range(rng.choice((1, 1, 2, 8))):
+            damaged[rng.randrange(header)] = rng.choice((0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256)))
+        bad.write_bytes(damaged)
+        try:
+            read_everything(bad)
+        except ModelError as error:
+            assert str(bad) in str(error)
+            refused += 1
+    assert refused > 50  # the loop does reach the checks

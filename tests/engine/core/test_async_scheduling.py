@@ -1,0 +1,334 @@
+"""The host one step behind the device: every request gets what it would have got, whatever happens in between."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from engine import Engine, EngineConfig, SamplingParams
+from engine.core.loop import EngineLoop
+from engine.errors import PromptTooLong
+from engine.loader.weights import iterate_safetensors
+from engine.protocol.request import TokenEvent
+from engine.worker.input_buffers import Layout, StepInputs
+from tests.engine.core.test_loop import ARRIVALS, SMALL, prompt_of
+from tests.engine.lively import MANY, PROMPTS, SETTINGS, drain, greedy, request, tokens
+
+KINDS = (
+    greedy(12), greedy(1), greedy(40, frequency_penalty=0.5), greedy(25, prompt_logprobs=0, logprobs=1),
+    SamplingParams(max_tokens=0, prompt_logprobs=1), SamplingParams(max_tokens=20, temperature=1.5, logprobs=2),
+    SamplingParams(max_tokens=30, temperature=0.8, top_p=0.9, top_k=40, min_tokens=5, presence_penalty=0.7),
+    SamplingParams(max_tokens=45, temperature=3.0, stop_token_ids=tuple(range(100, 160)), min_tokens=3),
+    SamplingParams(max_tokens=45, temperature=3.0, stop_token_ids=tuple(range(100, 160)), repetition_penalty=1.3),
+)  # fmt: skip
+
+
+def as_on_a_gpu(loop: EngineLoop) -> None:
+    """Have the loop's inputs kept as they are where the device can't be read: by a mirror, and by sending changes."""
+    runner = loop.runner
+    layout = Layout(loop.config.max_num_seqs, runner.state.page_table.shape[1])
+    runner.inputs = StepInputs(runner.buffers["state"], layout, loop.config.page_size, staged=True)
+
+
+@pytest.fixture
+def ahead(make_engine):
+    """A loop that runs ahead, by settings."""
+
+    def make(**options) -> EngineLoop:
+        loop = make_engine(**({"async_scheduling": True} | options))._loop
+        as_on_a_gpu(loop)
+        return loop
+
+    return make
+
+
+# ---- the same answers ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["prefixes cached", "no prefix cache"])
+def pair(lively_model, request):
+    """Two engines with few pages, one that waits for each step and one that runs ahead."""
+    base = {"model": str(lively_model)} | SETTINGS | SMALL | {"max_num_batched_tokens": 16}
+    engines = [
+        Engine(EngineConfig(**base, enable_prefix_caching=request.param, async_scheduling=behind))
+        for behind in (False, True)
+    ]
+    as_on_a_gpu(engines[1]._loop)
+    yield [engine._loop for engine in engines]
+    for engine in engines:
+        engine.close()
+
+
+def run_workload(loop: EngineLoop, arrivals) -> dict[str, list[TokenEvent]]:
+    events: dict[str, list[TokenEvent]] = {}
+    plan = [
+        (arrives, request(f"{i}", prompt_of(i, length, shared), KINDS[kind], priority), abort)
+        for i, (kind, length, arrives, abort, priority, shared) in enumerate(arrivals)
+    ]
+    for step in itertools.count():
+        for arrives, asked, abort in plan:
+            if arrives == step:
+                try:
+                    loop.add(asked)
+                except PromptTooLong:
+                    pass
+            if abort == step:
+                loop.abort([asked.request_id])
+        for event in loop.step():
+            own = events.setdefault(event.request_id, [])
+            assert not own or own[-1].finish_reason is None
+            own.append(event)
+        loop.scheduler.check()
+        if step > 60 and not loop.has_work:
+            break
+        assert step < 5000
+    loop.idle_check()
+    return events
+
+
+def scores(entries) -> list:
+    return [
+        entry
+        if entry is None
+        else (
+            entry.token_id,
+            pytest.approx(entry.logprob, abs=1e-3),
+            list(entry.top),
+            pytest.approx(list(entry.top.values()), abs=1e-3),
+        )
+        for entry in entries
+    ]
+
+
+def plain(entries) -> list:
+    return [
+        entry if entry is None else (entry.token_id, entry.logprob, list(entry.top), list(entry.top.values()))
+        for entry in entries
+    ]
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(arrivals=ARRIVALS.map(lambda rows: [(row[0] % len(KINDS), *row[1:]) for row in rows]))
+def test_any_workload_gives_each_request_what_it_gets_without_running_ahead(pair, arrivals):
+    waiting, running_ahead = (run_workload(loop, arrivals) for loop in pair)
+    assert waiting.keys() == running_ahead.keys()
+    for name, expected in waiting.items():
+        found = running_ahead[name]
+        if "abort" in (expected[-1].finish_reason, found[-1].finish_reason):
+            count = min(len(tokens(expected)), len(tokens(found)))
+            assert tokens(found)[:count] == tokens(expected)[:count]
+            continue
+        assert tokens(found) == tokens(expected)
+        assert len(found) == len(expected)
+        last, wanted = found[-1], expected[-1]
+        assert (last.finish_reason, last.stop_reason) == (wanted.finish_reason, wanted.stop_reason)
+        for one, other in zip(found, expected, strict=True):
+            assert plain(one.logprobs or []) == scores(other.logprobs or [])
+            assert (one.prompt_logprobs is None) == (other.prompt_logprobs is None)
+            assert plain(one.prompt_logprobs or []) == scores(other.prompt_logprobs or [])
+
+
+@pytest.mark.parametrize("scope", ["none", "layer", "block"])
+def test_every_scope_feeds_its_tokens_back_on_the_device(ahead, reference, scope):
+    loop = ahead(inference_cuda_graph_scope=scope, graph_buckets=(1, 2, 4, 8))
+    for i, prompt in enumerate(PROMPTS):
+        loop.add(request(f"{i}", prompt, greedy(20 - 4 * i)))
+    events = drain(loop)
+    for i, prompt in enumerate(PROMPTS):
+        assert tokens(events[f"{i}"]) == reference.greedy(prompt, 20 - 4 * i)
+
+
+def test_events_come_in_the_same_order_with_the_same_bucket(make_engine):
+    found = []
+    for behind in (False, True):
+        loop = make_engine(async_scheduling=behind)._loop
+        for i, prompt in enumerate(MANY):
+            loop.add(request(f"{i}", prompt, greedy(9)))
+        events = []
+        while loop.has_work:
+            events += [(event.request_id, event.token_ids, event.graph_bucket) for event in loop.step()]
+        found.append(events)
+    assert found[0] == found[1] and len(found[0]) == 72
+
+
+# ---- running ahead -------------------------------------------------------------------------------------------------
+
+
+def test_a_step_is_enqueued_before_the_one_before_it_is_read(ahead, reference):
+    loop = ahead()
+    loop.add(request("a", PROMPTS[0], greedy(5)))
+    given = []
+    while loop.has_work:
+        given.append([token for event in loop.step() for token in event.token_ids])
+        assert all(not launched.is_read for _, launched in loop._under_way)
+    assert given == [[], *([token] for token in reference.greedy(PROMPTS[0], 5))]
+
+
+def test_nobody_computes_a_token_beyond_its_limit(ahead):
+    loop = ahead()
+    for i, prompt in enumerate(PROMPTS):
+        loop.add(request(f"{i}", prompt, greedy(i)))
+    drain(loop)
+    # Decodes: one token fewer than wanted, as the prefill gives the first; the prompt of one token has no prefill.
+    assert dict(loop.stats().graphs["real_tokens"])["decode",] == (1 + 0) + 1 + 2 + 3
+    assert loop.stats().generation_tokens == sum(range(5))
+
+
+def test_a_steady_batch_sends_nothing_but_new_pages(ahead, monkeypatch):
+    loop = ahead()
+    for i, prompt in enumerate(MANY):
+        loop.add(request(f"{i}", prompt, greedy(40)))
+    sent = []
+    copy = torch.Tensor.index_copy_
+    monkeypatch.setattr(
+        torch.Tensor,
+        "index_copy_",
+        lambda self, *rest: (
+            sent.append(len(rest[1])) if self is loop.runner.buffers["state"] else None,
+            copy(self, *rest),
+        )[1],
+    )
+    for _ in range(30):
+        loop.step()
+    # The first decode fills rows, positions and pages; a page lasts 16 tokens and the prompts have 3.
+    assert sent == [8 + 8 + 8, 8]
+    drain(loop)
+
+
+def test_a_request_that_stops_leaves_its_slot_and_pages_to_another_while_a_step_of_it_runs(ahead, reference):
+    prompt, long = PROMPTS[0], list(range(3, 40))
+    stop = reference.greedy(prompt, 6)[-1]
+    loop = ahead(max_num_seqs=1, graph_buckets=(1,), max_num_batched_tokens=64, num_pages=5)
+    for turn in range(3):
+        loop.add(request(f"stops-{turn}", prompt, greedy(50, stop_token_ids=(stop,), frequency_penalty=turn * 1e-9)))
+        loop.add(request(f"next-{turn}", long, greedy(20)))
+    events = drain(loop)
+    for turn in range(3):
+        assert tokens(events[f"stops-{turn}"]) == reference.greedy(prompt, 6)
+        assert events[f"stops-{turn}"][-1].stop_reason == stop
+        assert tokens(events[f"next-{turn}"]) == reference.greedy(long, 20)
+    assert loop.stats().generation_tokens == 3 * 26
+
+
+def test_a_token_in_flight_is_given_up_by_a_preemption_and_computed_again(ahead, reference):
+    loop = ahead()
+    for i, prompt in enumerate(PROMPTS):
+        loop.add(request(f"{i}", prompt, SamplingParams(max_tokens=20, temperature=1.0, presence_penalty=0.5)))
+    expected = {name: tokens(own) for name, own in drain(loop).items()}
+    for i, prompt in enumerate(PROMPTS):
+        loop.add(request(f"{i}", prompt, SamplingParams(max_tokens=20, temperature=1.0, presence_penalty=0.5)))
+    events = {}
+    for step in itertools.count():
+        if step in (1, 2, 5, 9):
+            loop.scheduler.preempt_all()
+        for event in loop.step():
+            events.setdefault(event.request_id, []).append(event)
+        if not loop.has_work:
+            break
+    assert {name: tokens(own) for name, own in events.items()} == expected
+
+
+def test_a_capture_between_steps_leaves_the_one_under_way_alone(ahead, reference):
+    loop = ahead(warmup="background", graph_buckets=(1, 2, 4, 8))
+    for i, prompt in enumerate(PROMPTS):
+        loop.add(request(f"{i}", prompt, greedy(20)))
+    events = {}
+    while loop.has_work:
+        for event in loop.step():
+            events.setdefault(event.request_id, []).append(event)
+        loop.runner.cache.warm_next()
+    assert [tokens(events[f"{i}"]) for i in range(5)] == [reference.greedy(prompt, 20) for prompt in PROMPTS]
+    assert loop.stats().warm["captured"] == 4
+
+
+# ---- new weights, failures and interruptions -----------------------------------------------------------------------
+
+
+def test_tokens_under_way_belong_to_the_weights_that_gave_them(ahead, reference, other_reference, other_model):
+    loop = ahead()
+    prompt = list(range(3, 53))
+    loop.add(request("a", prompt, greedy(20)))
+    events = [event for _ in range(8) for event in loop.step()]
+    assert len(events) == 7
+    loop.update_weights(iterate_safetensors(other_model), "second")
+    events += drain(loop)["a"]
+    assert tokens(events)[:8] == reference.greedy(prompt, 8)
+    assert tokens(events)[8:] == other_reference.greedy([*prompt, *tokens(events)[:8]], 12)
+    assert [event.weight_version for event in events] == ["initial"] * 8 + ["second"] * 12
+
+
+def test_a_step_that_fails_takes_nothing_from_the_one_before_it(ahead, reference, monkeypatch):
+    loop = ahead(max_num_batched_tokens=16)
+    loop.add(request("a", PROMPTS[0], greedy(20)))
+    events = [event for _ in range(4) for event in loop.step()]
+    loop.add(request("late", list(range(3, 40)), greedy(5)))  # admitted by the step that fails
+    launch = loop.runner.launch
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.runner, "launch", lambda batch: (launch(batch), 1 / 0))
+        events += loop.step()
+    assert tokens(events) == reference.greedy(PROMPTS[0], 4)
+    ends = [event for event in events if event.finish_reason]
+    assert [(event.request_id, event.finish_reason) for event in ends] == [("a", "error"), ("late", "error")]
+    assert "ZeroDivisionError" in ends[0].error and not loop.has_work
+    for i, prompt in enumerate(PROMPTS):
+        loop.add(request(f"{i}", prompt, greedy(9)))
+    found = drain(loop)
+    assert [tokens(found[f"{i}"]) for i in range(5)] == [reference.greedy(prompt, 9) for prompt in PROMPTS]
+
+
+def test_a_result_that_can_not_be_read_fails_its_step_and_the_others_go_on(ahead, reference, monkeypatch):
+    loop = ahead()
+    loop.add(request("a", PROMPTS[0], greedy(20)))
+    events = [event for _ in range(4) for event in loop.step()]
+    loop.add(request("b", PROMPTS[2], greedy(20)))
+    [(_, launched)] = loop._under_way
+    monkeypatch.setattr(launched, "_collect", lambda: 1 / 0)
+    for own in drain(loop).values():
+        events += own
+    ends = {event.request_id: event.finish_reason for event in events if event.finish_reason}
+    assert ends == {"a": "error", "b": "length"}
+    assert tokens(event for event in events if event.request_id == "a") == reference.greedy(PROMPTS[0], 3)
+    assert tokens(event for event in events if event.request_id == "b") == reference.greedy(PROMPTS[2], 20)
+
+
+@pytest.mark.parametrize("where", ["before the launch", "after the launch"])
+def test_an_interruption_of_a_step_loses_no_token_and_repeats_none(ahead, reference, monkeypatch, where):
+    loop = ahead()
+    for i, prompt in enumerate(PROMPTS):
+        loop.add(request(f"{i}", prompt, greedy(20, presence_penalty=1e-9)))
+    events = [event for _ in range(6) for event in loop.step()]
+    launch = loop.runner.launch
+
+    def interrupted(batch):
+        if where == "after the launch":
+            launch(batch)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(loop.runner, "launch", interrupted)
+        loop.step()
+    for own in drain(loop).values():
+        events += own
+    for i, prompt in enumerate(PROMPTS):
+        assert tokens(event for event in events if event.request_id == f"{i}") == reference.greedy(prompt, 20)
+
+
+def test_a_request_whose_logits_are_nan_fails_while_its_next_step_runs_and_leaves_clean_pages(ahead, reference):
+    loop = ahead(num_pages=12, enable_prefix_caching=False)
+    loop.add(request("a", PROMPTS[0], greedy(20)))
+    events = [event for _ in range(5) for event in loop.step()]
+    weight = loop.runner.model.layers[0].input_norm.weight
+    kept = weight.clone()
+    weight.data.fill_(float("nan"))
+    while not events[-1].finish_reason:
+        events += loop.step()
+    assert tokens(events) == reference.greedy(PROMPTS[0], 5)
+    assert events[-1].finish_reason == "error" and "not finite" in events[-1].error
+    weight.data.copy_(kept)
+    loop.drain()
+    assert all(torch.isfinite(pages).all() for pages in (*loop.runner.kv.k, *loop.runner.kv.v))
+    loop.add(request("b", PROMPTS[2], greedy(20)))
+    assert tokens(drain(loop)["b"]) == reference.greedy(PROMPTS[2], 20)

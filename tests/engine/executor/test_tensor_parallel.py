@@ -1,0 +1,414 @@
+"""A model split over two processes on gloo serves as one: its tokens, its updates, its losses and its ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import Engine, EngineConfig, SamplingParams
+from engine.client.async_client import EngineClient
+from engine.client.supervisor import RestartPolicy, Supervisor
+from engine.client.transport import ProcessTransport
+from engine.errors import ConfigError, EngineDead, ModelError, RequestError, WeightUpdateError
+from engine.executor.build import build_loop
+from engine.executor.leader import Books, Call, _portable_style, _while_all_live
+from engine.executor.shard import load_random
+from engine.executor.worker_group import Followers
+from engine.executor.worker_main import obey
+from engine.megatron.model import HostedModel
+from engine.protocol.request import EngineRequest
+from engine.scheduling.scheduler import SchedulerInvariantError
+from server.cli.flags import server_config
+from server.cli.main import _parser
+from tests.engine.megatron.checkpoints import checkpoint, gpt_for
+from tests.support.megatron_models import gpt
+
+ROOT = Path(__file__).resolve().parents[3]
+PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9], [11] * 20, [40], [7, 8] * 9, [90, 3], [21, 22, 23]]
+PARAMS = [
+    SamplingParams(max_tokens=12, temperature=0, ignore_eos=True),
+    SamplingParams(max_tokens=40, temperature=0, repetition_penalty=1.2, ignore_eos=True),
+    SamplingParams(max_tokens=12, temperature=1.0, seed=5, ignore_eos=True),
+    SamplingParams(max_tokens=30, temperature=1.3, top_p=0.9, seed=6, ignore_eos=True),
+    SamplingParams(max_tokens=12, temperature=0.7, top_k=9, seed=7, logprobs=2, ignore_eos=True),
+    SamplingParams(max_tokens=1, temperature=0, ignore_eos=True),
+    SamplingParams(max_tokens=25, temperature=0, seed=8),
+]
+LONG = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True)
+
+
+def settings(folder: Path, **changes: Any) -> EngineConfig:
+    return EngineConfig(
+        **{
+            "model": str(folder),
+            "cpu_weight_format": "fp32",
+            "num_threads": 1,
+            "max_num_seqs": 3,
+            "max_num_batched_tokens": 16,
+            "graph_manifest": "none",
+        }
+        | changes
+    )
+
+
+def tokens_of_one_process(folder: Path) -> list[list[int]]:
+    with Engine(settings(folder)) as engine:
+        return [list(output.token_ids) for output in engine.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3 whose vocabulary has to be padded."""
+    return folder_with(tmp_path_factory.mktemp("qwen3"))
+
+
+def folder_with(path: Path, **changes: Any) -> Path:
+    checkpoint(path, "qwen3", **{"vocab_size": 97, "max_position_embeddings": 512} | changes)
+    return path
+
+
+class Served:
+    """An engine of two ranks in processes of its own, as a server has it, and an event loop to ask it from."""
+
+    def __init__(self, config: EngineConfig):
+        self.runner = asyncio.Runner()
+        self.supervisor = Supervisor(lambda: ProcessTransport(config), RestartPolicy(max_restarts=1, first_delay=0.05))
+        self.client = EngineClient(config, self.supervisor)
+        self.runner.run(self.client.start())
+
+    def close(self) -> None:
+        self.runner.run(self.client.close())
+        self.runner.close()
+
+    async def tokens(self, name: str, prompt: list[int], params: SamplingParams) -> list[int]:
+        pieces = self.client.generate(name, prompt_token_ids=prompt, params=params)
+        return [token async for delta in pieces for token in delta.token_ids]
+
+    def generate(self) -> list[list[int]]:
+        async def all_of_them() -> list[list[int]]:
+            pairs = enumerate(zip(PROMPTS, PARAMS, strict=True))
+            return await asyncio.gather(*(self.tokens(f"{number}", *pair) for number, pair in pairs))
+
+        return self.runner.run(all_of_them())
+
+    def ask(self, method: str, *args: Any) -> Any:
+        return self.runner.run(self.client.ask(method, *args))
+
+    def until(self, condition: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
+        async def wait() -> None:
+            end = time.monotonic() + seconds
+            while not condition():
+                assert time.monotonic() < end, f"{what} did not come within {seconds} s"
+                await asyncio.sleep(0.02)
+
+        self.runner.run(wait())
+
+    @property
+    def follower(self) -> int:
+        [found] = [
+            pid
+            for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
+            if lives(pid) and stat_of(pid)[1] == str(self.supervisor.pid)
+        ]
+        return found
+
+
+def stat_of(pid: int) -> list[str]:
+    """State, parent, … of a process."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def lives(pid: int) -> bool:
+    try:
+        return stat_of(pid)[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_for_end(pid: int, seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while lives(pid):
+        assert time.monotonic() < end, f"process {pid} lives on after {seconds} s"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[Served]:
+    served = Served(settings(folder, tensor_parallel_size=2))
+    yield served
+    ranks = served.supervisor.pid, served.follower
+    served.close()
+    assert not any(map(lives, ranks))
+
+
+def test_two_ranks_give_the_tokens_of_one_process_whatever_is_asked(served, folder):
+    assert served.generate() == tokens_of_one_process(folder)
+
+
+def test_a_request_that_is_aborted_in_the_middle_leaves_the_others_as_they_are(served, folder):
+    async def leave() -> int:
+        taken = 0
+        pieces = served.client.generate("left", prompt_token_ids=[4, 5], params=LONG)
+        async for delta in pieces:
+            taken += len(delta.token_ids)
+            if taken > 5:
+                break
+        await pieces.aclose()
+        return taken
+
+    async def both() -> tuple[int, list[int]]:
+        return await asyncio.gather(leave(), served.tokens("beside", PROMPTS[3], PARAMS[3]))
+
+    taken, beside = served.runner.run(both())
+    assert taken < LONG.max_tokens and beside == tokens_of_one_process(folder)[3]
+    served.until(lambda: served.client.stats().num_running == 0, "the end of what was left")
+
+
+def test_weights_come_from_files_and_a_refused_update_leaves_the_old_ones(served, folder, tmp_path):
+    old = tokens_of_one_process(folder)
+    other = folder_with(tmp_path / "other", rms_norm_eps=1e-5)
+    for file in other.glob("*.safetensors"):
+        scale_weights(file)
+    with pytest.raises(WeightUpdateError, match="not there"):
+        served.ask("operations.load_weights", str(tmp_path / "nowhere"), "v2")
+    misfit = folder_with(tmp_path / "misfit", hidden_size=64)
+    with pytest.raises(WeightUpdateError, match="shape"):
+        served.ask("operations.load_weights", str(misfit), "v2")
+    assert served.generate() == old
+    served.ask("operations.load_weights", str(other), "v2")
+    assert served.generate() == tokens_of_one_process(other) != old
+    served.ask("operations.load_weights", str(folder), "v3")
+    assert served.generate() == old
+
+
+def scale_weights(file: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    save_file({name: tensor * -1.5 for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
+
+
+def test_the_loss_of_a_rank_ends_what_runs_and_all_ranks_are_replaced(served, folder):
+    client, leader, follower = served.client, served.supervisor.pid, served.follower
+
+    async def lose() -> Any:
+        running = asyncio.create_task(served.tokens("lost", [4, 5], LONG))
+        while client.stats().num_running == 0:
+            await asyncio.sleep(0.01)
+        os.kill(follower, signal.SIGKILL)
+        began = time.monotonic()
+        ended = await asyncio.wait_for(asyncio.gather(running, return_exceptions=True), 10)
+        return ended[0], time.monotonic() - began
+
+    error, seconds = served.runner.run(lose())
+    assert isinstance(error, EngineDead) and "rank 1 ended with exit code -9" in str(error) and seconds < 5
+    served.until(lambda: client.health().ready, "the restart", 30)
+    wait_for_end(leader)
+    assert served.generate() == tokens_of_one_process(folder)
+
+
+SCRIPT = """
+import json, sys, time
+from engine import Engine, EngineConfig, SamplingParams
+from engine.errors import EngineDead, WeightUpdateError
+from engine.loader.weights import iterate_safetensors
+
+settings, prompts, other = json.loads(sys.argv[1])
+greedy = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+found = {}
+
+def generate():
+    return [list(one.token_ids) for one in engine.generate(prompt_token_ids=prompts, sampling_params=greedy)]
+
+engine = Engine(EngineConfig(**settings))
+found["pids"] = engine._loop.pids
+found["first"] = generate()
+weights = dict(iterate_safetensors(other))
+try:
+    engine.update_weights([*weights.items(), ("nothing.weight", weights["model.norm.weight"])], version="v1")
+except WeightUpdateError as error:
+    found["refusal"] = str(error)
+found["refused"] = generate()
+engine.update_weights(weights.items(), version="v2")
+found["updated"] = generate()
+try:
+    engine.share_weights(None, version="v3")
+except WeightUpdateError as error:
+    found["sharing"] = str(error)
+
+
+def interrupted(batch):
+    raise KeyboardInterrupt
+
+engine._loop.runner.launch = interrupted
+try:
+    generate()
+except KeyboardInterrupt:
+    try:
+        generate()
+    except EngineDead as error:
+        found["dead"] = str(error)
+print(json.dumps(found), flush=True)
+time.sleep(60)
+"""
+
+
+def test_an_embedded_engine_takes_whole_tensors_and_none_outlives_the_process_that_has_it(folder):
+    """Its first weights are random ones, which are the same for any number of ranks. It is interrupted, and then killed
+    while the other rank waits for it in a step.
+    """
+    values = {
+        "model": str(folder),
+        "load_format": "dummy",
+        "seed": 3,
+        "cpu_weight_format": "fp32",
+        "num_threads": 1,
+        "tensor_parallel_size": 2,
+        "graph_manifest": "none",
+    }
+    with subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, json.dumps([values, PROMPTS, str(folder)])],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    ) as process:
+        found = json.loads(process.stdout.readline() or "{}")
+        assert lives(found["pids"][0])
+        process.kill()
+    wait_for_end(found["pids"][0])
+    greedy = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+
+    def alone(engine: Engine) -> list[list[int]]:
+        with engine:
+            return [list(one.token_ids) for one in engine.generate(prompt_token_ids=PROMPTS, sampling_params=greedy)]
+
+    assert found["updated"] == alone(Engine(settings(folder))) != found["first"]
+    assert "nothing.weight" in found["refusal"] and found["refused"] == found["first"]
+    assert "update_weights" in found["sharing"] and "broke off in step: KeyboardInterrupt" in found["dead"]
+    model = gpt_for(folder)
+    hosted = HostedModel(model)
+    load_random(hosted.weight_slots(), 3, hosted.device)
+    hosted.release()
+    assert found["first"] == alone(Engine(EngineConfig(graph_manifest="none"), model=model))
+
+
+def test_a_rank_that_is_busy_ends_soon_after_rank_0_hung_up(tmp_path):
+    folder = tmp_path / "meeting"
+    folder.mkdir()
+    ours, theirs = Pipe()
+    code = (
+        "import os, sys, threading, time\nfrom engine.executor.worker_main import _end_with\n"
+        "fd, folder = sys.argv[1:]\n"
+        "threading.Thread(target=_end_with, args=(int(fd), os.getppid(), folder), daemon=True).start()\n"
+        "print(flush=True)\ntime.sleep(60)"
+    )
+    with (
+        theirs,
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(theirs.fileno()), str(folder)],
+            cwd=ROOT,
+            pass_fds=(theirs.fileno(),),
+            stdout=subprocess.PIPE,
+        ) as process,
+    ):
+        process.stdout.readline()
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.2)
+        ours.close()
+        assert process.wait(5) == 1 and not folder.exists()
+
+
+def test_a_rank_that_is_not_where_rank_0_is_goes_no_further(folder):
+    loop = build_loop(settings(folder))
+    theirs, ours = Pipe()
+    request = EngineRequest(request_id="a", prompt_token_ids=[1, 2], params=LONG, seed=0)
+    books = Books(loop)
+    for call in (Call("add", (request,), books.read()), Call("step", (), books.read()), None):
+        theirs.send(call)
+    with pytest.raises(RuntimeError, match="before step rank 3 is at"):
+        obey(loop, ours, 3)
+    assert loop.scheduler.num_waiting == 1
+
+
+def test_a_rank_passes_over_what_all_refuse_and_ends_by_any_other_error(folder):
+    first, other = build_loop(settings(folder)), build_loop(settings(folder))
+    theirs, ours = Pipe()
+    books = Books(first)
+    for name, prompt in (("refused", [1, 97]), ("taken", [1, 2])):
+        request = EngineRequest(request_id=name, prompt_token_ids=prompt, params=LONG, seed=0)
+        theirs.send(Call("add", (request,), books.read()))
+        with suppress(RequestError):
+            first.add(request)
+    theirs.send(Call("idle_check", (), books.read()))
+    theirs.send(None)
+    with pytest.raises(SchedulerInvariantError, match="'taken'"):
+        obey(other, ours, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"tensor_parallel_size": 0}, "whole number of at least 1"),
+        ({"tensor_parallel_size": None}, "whole number of at least 1"),
+        ({"cpu_weight_format": "int4"}, "int4"),
+        ({"mode": "training"}, "Megatron-Core splits"),
+    ],
+)
+def test_settings_that_contradict_several_ranks_are_refused_at_construction(changes, says):
+    with pytest.raises(ConfigError, match=says):
+        EngineConfig(**{"tensor_parallel_size": 2} | changes)
+
+
+def test_what_cannot_be_split_is_refused_before_a_process_starts(folder, tmp_path):
+    odd = folder_with(tmp_path / "odd", num_attention_heads=6, num_key_value_heads=3, intermediate_size=45)
+    with pytest.raises(ModelError, match=r"3 key and value heads are no multiple of 2; its 45 columns"):
+        Engine(settings(odd, tensor_parallel_size=2))
+    gguf = tmp_path / "a.gguf"
+    gguf.write_bytes(b"GGUF")
+    with pytest.raises((ModelError), match="folder in Hugging Face layout"):
+        build_loop(settings(gguf, tensor_parallel_size=2))
+    with pytest.raises(ConfigError, match="initialised torch.distributed"):
+        Engine(settings(folder, tensor_parallel_size=2))
+    with pytest.raises(ConfigError, match="leave it out"):
+        Engine(EngineConfig(tensor_parallel_size=2), model=gpt())
+
+
+def test_serve_has_a_flag_for_it():
+    args = _parser("serve").parse_args(["serve", "--tensor-parallel-size", "2"])
+    assert server_config(args, {}).engine.tensor_parallel_size == 2
+
+
+def test_a_rank_that_ends_before_it_came_to_the_meeting_is_not_waited_for():
+    followers = Followers(1)
+    try:
+        begun = time.monotonic()
+        os.kill(followers.pids[0], signal.SIGKILL)
+        with pytest.raises(EngineDead, match="rank 1 ended"):
+            _while_all_live(followers, lambda: time.sleep(60))
+        assert time.monotonic() - begun < 10
+        with pytest.raises(ValueError, match="not here"):
+            _while_all_live(Followers(0), lambda: int("not here"))
+    finally:
+        followers.kill()
+
+
+def test_a_formatter_of_ones_own_program_is_left_out_of_what_other_ranks_get(monkeypatch):
+    class Own(logging.Formatter):
+        pass
+
+    monkeypatch.setattr("engine.executor.leader.log_style", lambda: (Own(), logging.INFO))
+    style, level = _portable_style()
+    assert pickle.loads(style) is None and level == logging.INFO

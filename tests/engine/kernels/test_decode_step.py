@@ -1,0 +1,202 @@
+"""The decode step's own kernels against float64: products of few rows, the greedy choice, and whole layers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.support.kernels import DEVICE, DTYPE, INTERPRETED, relative_error  # isort: skip  (before what imports triton)
+
+from engine.attention.backend import DecodeAttention
+from engine.attention.kv_cache import KVCache
+from engine.kernels.small_batch_gemm import Pick, Scratch, choose, half_normed, linear
+from engine.models import config_from_dict
+from engine.models.dense import DenseModel
+from engine.models.fused_dense import FusedDense
+from engine.worker.input_buffers import Layout
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.interpretable,
+    pytest.mark.filterwarnings("default::DeprecationWarning"),  # Triton's own, of Python's ast and numpy's scalars
+]
+TOLERANCE = 2e-3 if INTERPRETED else 1e-2
+SIZES = [(48, 80), (64, 128)] if INTERPRETED else [(4096, 1024), (1024, 3072), (1000, 328), (6144, 4096)]
+ROWS = [1, 3, 17] if INTERPRETED else [1, 2, 8, 24, 64, 200]
+
+
+def scratch_for(rows: int, outputs: int, inputs: int) -> Scratch:
+    scratch = Scratch(rows, rows, max(inputs, outputs), 2 * outputs, max(outputs, 64), DTYPE, torch.device(DEVICE))
+    for left_over in (scratch.normed, scratch.parts, scratch.best):
+        left_over.fill_(float("nan"))
+    return scratch
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, DTYPE)
+
+
+def expected(x, weight, norm, bias, gated, before):
+    x, weight = x.double(), weight.double()
+    if norm is not None:
+        x = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6) * norm.double()
+    y = x @ weight.T + (0 if bias is None else bias.double())
+    if gated:
+        half = y.shape[1] // 2
+        y = F.silu(y[:, :half]) * y[:, half:]
+    return y if before is None else y + before.double()
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("outputs", "inputs"), SIZES)
+@pytest.mark.parametrize("form", ["plain", "normed", "biased", "added", "gated", "gated_biased"])
+def test_products_of_few_rows_equal_float64(rows, outputs, inputs, form):
+    gated = form.startswith("gated")
+    x, weight = random(rows, inputs), random(outputs * (2 if gated else 1), inputs, seed=1) / inputs**0.5
+    norm = random(inputs, seed=2) + 1 if form in ("normed", "gated") else None
+    bias = random(len(weight), seed=3) if form.endswith("biased") else None
+    out = random(rows, outputs, seed=4) if form == "added" else torch.full((rows, outputs), float("nan")).to(x)
+    wanted = expected(x, weight, norm, bias, gated, out if form == "added" else None)
+    scratch = scratch_for(rows, outputs, inputs)
+    for _ in range(2 if form != "added" else 1):  # a second time: the first left its counts behind
+        linear(x, weight, out, scratch, norm=norm, eps=1e-6, bias=bias, gated=gated, add=form == "added")
+    assert relative_error(out, wanted) < TOLERANCE
+
+
+@pytest.mark.parametrize("splits", [1, 2, 4])
+def test_parts_of_a_product_are_added_whoever_comes_last(splits):
+    rows, outputs, inputs = 24, 128, 512
+    x, weight = random(rows, inputs), random(2 * outputs, inputs, seed=1) / inputs**0.5
+    scratch, out = scratch_for(rows, outputs, inputs), torch.empty(rows, outputs, device=DEVICE, dtype=DTYPE)
+    runs = []
+    for _ in range(3):
+        linear(x, weight, out, scratch, gated=True, pick=Pick(32, 64, 64, splits, 4, 2))
+        runs.append(out.clone())
+    assert relative_error(runs[0], expected(x, weight, None, None, True, None)) < TOLERANCE
+    assert torch.equal(runs[0], runs[1]) and torch.equal(runs[1], runs[2])
+    assert not scratch.arrivals.any()
+
+
+def test_tiles_fit_the_scratch_for_every_model_and_bucket():
+    for outputs, inputs, gated in (
+        (4096, 1024, False),
+        (3072, 1024, True),
+        (12288, 4096, True),
+        (151936, 1024, False),
+        (4096, 12288, False),
+        (192, 64, False),
+        (49152, 576, False),
+    ):
+        for rows in (1, 2, 4, 8, 16, 24, 56, 64, 120, 136, 256, 512):
+            pick = choose(rows, outputs, inputs, gated)
+            assert pick.splits == 1 or inputs % (pick.columns * pick.splits) == 0
+            steps = -(-inputs // (pick.columns * pick.splits))
+            stage_bytes = (pick.tile_outputs * (2 if gated else 1) + pick.tile_rows) * pick.columns * 2
+            shared = stage_bytes * (pick.stages + 1 if steps > 1 else 1)
+            assert pick.tile_rows == 0 or shared <= 232_448, (rows, outputs, inputs, gated, pick)
+
+
+@pytest.mark.parametrize("max_rows", [1, 2, 5, 64])
+@pytest.mark.parametrize(("vocab", "hidden"), [(32000, 2048), (32000, 4096), (32064, 3072), (512, 64), (49152, 576)])
+def test_the_best_of_every_tile_fits_the_scratch(max_rows, vocab, hidden):
+    scratch = Scratch(max_rows, max_rows, hidden, 64, vocab, DTYPE, torch.device(DEVICE))
+    for rows in range(1, max_rows + 1):
+        tiles = -(-vocab // choose(rows, vocab, hidden, False).tile_outputs)
+        assert rows * tiles <= len(scratch.best) == len(scratch.best_at)
+
+
+def test_outliers_before_a_norm_stay_finite_in_float16():
+    rows, hidden = 3, 128
+    scratch = Scratch(rows, rows, hidden, 2 * hidden, 64, torch.float16, torch.device(DEVICE))
+    weight = (random(hidden, hidden, seed=1) / hidden**0.5).half()
+    norm = torch.full((hidden,), 4.0, dtype=torch.float16, device=DEVICE)
+    x, residual, out = (torch.zeros(rows, hidden, dtype=torch.float16, device=DEVICE) for _ in range(3))
+    residual[:, 7] = 30000.0
+    linear(x, weight, residual, scratch, add=True, next_norm=norm)
+    linear(residual, weight, out, scratch, norm=norm, eps=1e-6, squares=half_normed(rows, hidden, hidden, x.dtype))
+    assert relative_error(out, expected(residual, weight, norm, None, False, None)) < 2e-3
+
+
+def small_model(dtype: torch.dtype = DTYPE, **options) -> DenseModel:
+    torch.manual_seed(0)
+    config = config_from_dict(
+        {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "vocab_size": 512,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            "max_position_embeddings": 256,
+            "tie_word_embeddings": True,
+            "eos_token_id": 1,
+            "bos_token_id": 0,
+        }
+        | options
+    )
+    model = DenseModel(config, dtype, DEVICE)
+    for parameter in model.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape) * 0.2 + (1 if parameter.dim() == 1 else 0))
+    return model
+
+
+@pytest.mark.parametrize("rows", [1, 3] if INTERPRETED else [1, 3, 8, 40])
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32 if INTERPRETED else torch.bfloat16], ids=str)
+def test_fused_steps_equal_the_models_own(rows, architecture, dtype):
+    model = small_model(dtype, architectures=[architecture], model_type=architecture[:5].lower())
+    config, steps = model.config, 3
+    layout = Layout(rows + 1, 4)
+    caches = [
+        KVCache(config.num_layers, 64 * 4, 16, config.num_kv_heads, config.head_dim, dtype, DEVICE) for _ in range(2)
+    ]
+    past = torch.randn(64 * 4, 16, config.num_kv_heads, config.head_dim)
+    for cache in caches:
+        for layer in range(config.num_layers):
+            cache.k[layer].copy_(past * (layer + 1))
+            cache.v[layer].copy_(past.flip(0))
+    state = layout.views(torch.zeros(layout.size, dtype=torch.int64, device=DEVICE))
+    state.slots[:rows] = torch.randperm(rows, generator=torch.Generator().manual_seed(3)).to(DEVICE) + 1
+    state.positions[:rows] = torch.arange(rows).to(DEVICE) % 37 + 5
+    state.last_tokens[1:] = torch.arange(rows + 1).to(DEVICE) * 7 % 512
+    state.page_table[1:] = (torch.arange((rows + 1) * 4) + 1).view(rows + 1, 4).to(DEVICE)
+    hidden = torch.empty(rows, 64, device=DEVICE, dtype=dtype)
+    logits, chosen = torch.empty(rows, 512, device=DEVICE, dtype=dtype), torch.empty(rows, dtype=torch.int64).to(DEVICE)
+    fused = FusedDense(model, caches[0], rows, rows)
+    slots, positions = state.slots[:rows].clone(), state.positions[:rows].clone()
+    tokens = state.last_tokens[slots]
+    with torch.inference_mode():
+        for _ in range(steps):
+            fused.embed_rows(state, hidden)
+            for index in range(config.num_layers):
+                fused.layer(index, hidden, fused.decode_attention(state, rows))
+            fused.choose(state.slots, state.positions, state.last_tokens, hidden, logits, chosen, after_layer=True)
+            attention = DecodeAttention(caches[1], state.page_table[slots], positions, "sdpa")
+            wanted = model.logits(model(tokens, positions, attention))
+            assert relative_error(logits, wanted) < 4 * TOLERANCE
+            assert torch.equal(chosen, logits.float().argmax(-1))
+            tokens, positions = chosen.clone(), positions + 1
+            assert torch.equal(state.last_tokens[slots], chosen) and torch.equal(state.positions[:rows], positions)
+
+
+def test_padded_rows_stay_where_they_are_and_infinite_logits_give_no_token():
+    model = small_model()
+    layout = Layout(4, 2)
+    cache = KVCache(2, 16, 16, 2, 32, DTYPE, DEVICE)
+    state = layout.views(torch.zeros(layout.size, dtype=torch.int64, device=DEVICE))
+    state.slots[0], state.positions[0], state.last_tokens[1] = 1, 4, 9
+    state.page_table[1, 0] = 3
+    fused = FusedDense(model, cache, 4, 4)
+    hidden = torch.ones(2, 64, device=DEVICE, dtype=DTYPE)
+    logits, chosen = torch.empty(2, 512, device=DEVICE, dtype=DTYPE), torch.empty(2, dtype=torch.int64).to(DEVICE)
+    hidden[0, 3] = float("nan")
+    fused.choose(state.slots, state.positions, state.last_tokens, hidden, logits, chosen, after_layer=False)
+    assert chosen[0] == -1 and chosen[1] >= 0
+    assert state.last_tokens.tolist() == [0, 0, 0, 0, 0]
+    assert state.positions.tolist() == [5, 0, 0, 0]

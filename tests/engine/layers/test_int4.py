@@ -1,0 +1,213 @@
+"""4-bit layers: exact for GGUF codes, bounded for quantised weights, and written in place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from gguf.constants import GGMLQuantizationType as Kind
+
+from engine.attention import KVCache, PrefillAttention
+from engine.errors import ConfigError, ModelError
+from engine.layers.int4 import Int4Linear, dequantize, fits_int4, int4_available, quantize
+from engine.loader.cpu_formats import choose_cpu_format, load_gguf, quantize_model
+from tests.engine.checkpoint.gguf_samples import write_gguf
+
+pytestmark = pytest.mark.skipif(not int4_available(), reason="this CPU or torch has no fast 4-bit kernel")
+
+BF16_STEP = 2.0**-8
+"""Relative distance of neighbouring bfloat16 numbers; rounding errs by half of it."""
+
+
+def random_codes(rows: int, inputs: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 16, (rows, inputs), generator=rng, dtype=torch.uint8)
+    scale = torch.rand(rows, inputs // 32, generator=rng) * 0.02
+    zero = torch.randn(rows, inputs // 32, generator=rng) * 0.01
+    return codes, scale, zero
+
+
+def random_weight(rows: int, inputs: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, inputs, generator=torch.Generator().manual_seed(seed)) * 0.05
+
+
+def layer_of(parts: dict[str, int], inputs: int, **settings) -> Int4Linear:
+    settings = {"bias": False, "keep_dense": False} | settings
+    layer = Int4Linear(parts, inputs, **settings)
+    layer.load_codes(*random_codes(layer.outputs, inputs))
+    return layer
+
+
+def assert_is_product(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
+    """out [T, N] equals x Wᵀ up to one rounding to bfloat16 and float32 summation."""
+    exact = x.double() @ weight.double().T
+    allowed = exact.abs() * BF16_STEP + (x.double().abs() @ weight.double().abs().T) * 2.0**-18
+    assert out.dtype == torch.bfloat16
+    assert bool(((out.double() - exact).abs() <= allowed).all())
+
+
+@pytest.mark.parametrize("rows", [16, 48, 64, 160, 576])
+@pytest.mark.parametrize("tokens", [1, 3, 8, 40])
+def test_product_is_that_of_the_codes(rows: int, tokens: int) -> None:
+    codes, scale, zero = random_codes(rows, 96)
+    layer = Int4Linear({"w": rows}, 96, bias=False, keep_dense=False)
+    layer.load_codes(codes, scale, zero)
+    x = torch.randn(tokens, 96).bfloat16()
+    assert_is_product(layer(x), x, dequantize(codes, scale.bfloat16(), zero.bfloat16()))
+
+
+def test_bias_is_added() -> None:
+    layer = layer_of({"w": 32}, 64, bias=True)
+    layer.bias.copy_(torch.arange(32))
+    with_bias, zero_in = layer(torch.zeros(2, 64, dtype=torch.bfloat16)), torch.arange(32).bfloat16()
+    assert torch.equal(with_bias, zero_in.expand(2, 32))
+
+
+def test_codes_are_read_back_exactly() -> None:
+    codes, scale, zero = random_codes(160, 64)
+    layer = Int4Linear({"w": 160}, 64, bias=False, keep_dense=False)
+    layer.load_codes(codes, scale, zero)
+    assert torch.equal(layer.codes(), codes)
+    assert torch.equal(layer.effective_weight(), dequantize(codes, scale.bfloat16(), zero.bfloat16()))
+
+
+def test_quantisation_errs_by_half_a_step_at_most() -> None:
+    weight = random_weight(64, 128)
+    codes, scale, zero = quantize(weight)
+    error = (dequantize(codes, scale, zero) - weight).view(64, 4, 32).abs().amax(dim=2)
+    # beyond half a step only by what rounding scale and zero to bfloat16 moves the ends of the range
+    assert bool((error <= 0.5 * scale + BF16_STEP * (8 * scale + zero.abs())).all())
+    assert codes.max() <= 15
+    assert bool((error >= 0.2 * scale).any())  # the bound is near: this is no wider format
+
+
+def test_quantisation_keeps_equal_values_and_zeros() -> None:
+    weight = torch.cat((torch.full((16, 32), 0.25), torch.zeros(16, 32)), dim=1)
+    assert torch.equal(dequantize(*quantize(weight)), weight)
+
+
+@pytest.mark.parametrize(("parts", "name"), [
+    ((96, 32, 32), "k_proj"), ((96, 32, 32), "v_proj"), ((128, 64, 64), "q_proj"), ((128, 64, 64), "k_proj"),
+    ((128, 64, 32), "v_proj"), ((64, 32, 32), "q_proj"), ((160, 32, 32), "q_proj"),
+])  # fmt: skip
+def test_writing_one_part_leaves_the_others_and_all_addresses(parts: tuple[int, int, int], name: str) -> None:
+    names = ("q_proj", "k_proj", "v_proj")
+    layer = layer_of(dict(zip(names, parts, strict=True)), 64, keep_dense=True)
+    start, rows = sum(parts[: names.index(name)]), parts[names.index(name)]
+    end = start + rows
+    before, dense_before = layer.effective_weight(), layer.weight.clone()
+    addresses = [tensor.data_ptr() for tensor in (layer.packed, layer.scales, layer.weight)]
+    update = random_weight(rows, 64, seed=5)
+    slot = layer.slots("self_attn")[f"self_attn.{name}.weight"]
+    assert slot.shape == (rows, 64)
+    slot.write(update)
+    after = layer.effective_weight()
+    assert [tensor.data_ptr() for tensor in (layer.packed, layer.scales, layer.weight)] == addresses
+    assert torch.equal(after[:start], before[:start]) and torch.equal(after[end:], before[end:])
+    assert torch.equal(after[start:end], dequantize(*quantize(update)))
+    assert torch.equal(slot.read(), after[start:end].bfloat16())
+    assert torch.equal(layer.weight[:start], dense_before[:start])
+    assert torch.equal(layer.weight[start:end], after[start:end].bfloat16())
+
+
+def test_short_calls_take_four_bits_and_long_ones_the_dense_copy() -> None:
+    layer = layer_of({"w": 32}, 64, keep_dense=True, dense_above=4)
+    layer.weight.zero_()
+    x = torch.ones(5, 64, dtype=torch.bfloat16)
+    assert layer(x[:4]).abs().sum() > 0
+    assert layer(x).abs().sum() == 0
+
+
+def test_without_a_dense_copy_long_calls_take_four_bits() -> None:
+    layer = layer_of({"w": 32}, 64, dense_above=4)
+    x = torch.randn(70, 64).bfloat16()
+    assert_is_product(layer(x), x, layer.effective_weight())
+
+
+@pytest.mark.parametrize(("rows", "inputs"), [(24, 64), (32, 48), (8, 32)])
+def test_shapes_that_the_kernel_cannot_take_are_refused(rows: int, inputs: int) -> None:
+    assert not fits_int4(rows, inputs)
+    with pytest.raises(ModelError, match=f"{rows} x {inputs}.*bf16"):
+        Int4Linear({"w": rows}, inputs, bias=False, keep_dense=False)
+
+
+def hidden_of(model, token_ids: list[int]) -> torch.Tensor:
+    config = model.config
+    kv = KVCache(config.num_layers, 4, 16, config.num_kv_heads, config.head_dim, model.dtype, "cpu")
+    attention = PrefillAttention(kv, [(0, len(token_ids))], [[1, 2]])
+    return model(torch.tensor(token_ids), torch.arange(len(token_ids)), attention)
+
+
+@torch.inference_mode()
+def relative_distance(model, reference, token_ids: list[int]) -> float:
+    found = model.logits(hidden_of(model, token_ids)).float()
+    wanted = reference.logits(hidden_of(reference, token_ids)).float()
+    return float((found - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_gguf_in_4_bits_is_as_near_the_exact_weights_as_bf16_is(tmp_path: Path, architecture: str) -> None:
+    path = str(tmp_path / "m.gguf")
+    write_gguf(tmp_path / "m.gguf", architecture=architecture, matrices=Kind.Q4_1, embedding=Kind.Q8_0)
+    exact, bf16, int4 = (load_gguf(path, cpu_weight_format=name)[1] for name in ("fp32", "bf16", "int4"))
+    layers = [getattr(parent, attribute) for _, parent, attribute in int4.linears()]
+    assert [type(layer) for layer in layers] == [Int4Linear] * 8
+    for ids in ([5, 9, 44], [5, 9, 44, 120, 7, 3, 200, 15, 8, 60, 61, 62, 63, 64, 65, 66, 67, 68, 69, 70]):
+        # one rounding of the scales more than bf16 has; a lost permutation or group would give about 1
+        assert relative_distance(int4, exact, ids) < 2 * relative_distance(bf16, exact, ids) < 0.04
+
+
+def test_4_bit_and_dense_models_have_the_same_weights_by_name(tmp_path: Path) -> None:
+    path = str(tmp_path / "m.gguf")
+    write_gguf(tmp_path / "m.gguf", architecture="qwen2", matrices=Kind.Q4_1, embedding=Kind.Q8_0)
+    dense, int4 = (load_gguf(path, cpu_weight_format=name)[1] for name in ("bf16", "int4"))
+    int4_slots = int4.weight_slots()
+    assert list(int4_slots) == list(dense.weight_slots())
+    for name, slot in dense.weight_slots().items():
+        assert int4_slots[name].shape == slot.shape, name
+        assert (int4_slots[name].read().float() - slot.read().float()).abs().max() <= 0.01 * slot.read().abs().max()
+
+
+def test_matrices_that_are_not_q4_1_stay_dense(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", matrices=Kind.Q8_0)
+    model = load_gguf(str(tmp_path / "m.gguf"), cpu_weight_format="int4")[1]
+    assert not any(isinstance(getattr(parent, attribute), Int4Linear) for _, parent, attribute in model.linears())
+
+
+def test_a_dense_model_can_be_quantised_in_place(tmp_path: Path) -> None:
+    path = str(tmp_path / "m.gguf")
+    write_gguf(tmp_path / "m.gguf", architecture="qwen2", tied=False)
+    exact, model = (load_gguf(path, cpu_weight_format="bf16")[1] for _ in range(2))
+    quantize_model(model)
+    ids = [5, 9, 44, 120, 7]
+    assert all(isinstance(getattr(parent, attribute), Int4Linear) for _, parent, attribute in model.linears())
+    assert 0.005 < relative_distance(model, exact, ids) < 0.3
+    assert list(model.weight_slots()) == list(exact.weight_slots())
+
+
+def test_dense_copies_are_kept_only_on_demand(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf")
+    for keep in (True, False):
+        model = load_gguf(str(tmp_path / "m.gguf"), cpu_weight_format="bf16")[1]
+        quantize_model(model, keep_dense=keep)
+        assert (model.layers[0].mlp.down.weight is not None) == keep
+
+
+@pytest.mark.parametrize(("requested", "dtype", "is_4bit", "chosen"), [
+    ("auto", "float32", True, "fp32"),
+    ("auto", "bfloat16", False, "bf16"),
+    ("bf16", "auto", True, "bf16"),
+    ("fp32", "auto", True, "fp32"),
+    ("int4", "bfloat16", False, "int4"),
+])  # fmt: skip
+def test_format_follows_what_was_asked(requested: str, dtype: str, is_4bit: bool, chosen: str) -> None:
+    assert choose_cpu_format(requested, dtype, is_4bit) == chosen
+
+
+@pytest.mark.parametrize(("requested", "dtype"), [
+    ("bf16", "float32"), ("int4", "float32"), ("fp32", "bfloat16"), ("auto", "float16"), ("q4", "auto"),
+])  # fmt: skip
+def test_formats_that_contradict_are_refused(requested: str, dtype: str) -> None:
+    with pytest.raises(ConfigError, match=requested if requested == "q4" else "dtype"):
+        choose_cpu_format(requested, dtype)

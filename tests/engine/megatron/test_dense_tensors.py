@@ -1,0 +1,201 @@
+"""A GPTModel as the tensors of a plain dense decoder: they compute what it does; other models are named and refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from megatron.core.transformer.torch_norm import L2Norm
+
+from engine import Engine, EngineConfig
+from engine.errors import ModelError
+from engine.megatron.model import HostedModel
+from engine.models.dense_tensors import DenseTensors, HeadLayout
+from tests.support.megatron_models import VOCAB, gpt, tokens
+
+
+def decoded(tensors: DenseTensors, ids: torch.Tensor) -> torch.Tensor:
+    """Logits [T, vocab] of one sequence, by nothing but the tensors."""
+    heads, eps = tensors.heads, tensors.config.rms_norm_eps
+    hidden = F.embedding(ids, tensors.embedding)
+
+    def norm(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        return x if weight is None else F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+    def turned(x: torch.Tensor) -> torch.Tensor:  # [T, ..., D]
+        shape = (len(x), *[1] * (x.dim() - 2), heads.dim)
+        cos, sin = (table[: len(x)].view(shape) for table in (tensors.cos, tensors.sin))
+        return x * cos + x.roll(heads.dim // 2, -1) * sin
+
+    for index in range(tensors.config.num_layers):
+        layer = tensors.layer(index)
+        q, k, v = heads.cut(F.linear(norm(hidden, layer.input_norm), layer.qkv, layer.qkv_bias))
+        q, k = turned(norm(q, layer.q_norm)), turned(norm(k, layer.k_norm))
+        q, k, v = q.flatten(1, 2), *(x.repeat_interleave(heads.heads // heads.kv_heads, 1) for x in (k, v))
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1).flatten(1)
+        hidden = hidden + F.linear(attended, layer.o, layer.o_bias)
+        gate, up = F.linear(norm(hidden, layer.post_norm), layer.gate_up, layer.gate_up_bias).chunk(2, -1)
+        hidden = hidden + F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
+    return F.linear(norm(hidden, tensors.norm), tensors.head)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {},
+        {"qk_layernorm": True, "tied": True},
+        {"add_bias_linear": True},
+        {"add_qkv_bias": True, "num_query_groups": 4},
+    ],
+    ids=str,
+)
+def test_they_compute_what_the_model_computes(kind):
+    model = gpt(**kind).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") or "norm" in name:
+            parameter.data.add_(torch.randn(parameter.shape) * 0.3)
+    ids = tokens(3, batch=1, length=20)[0][0]
+    with torch.no_grad():
+        wanted = model(ids[None], torch.arange(20)[None], None)[0]
+        found = decoded(HostedModel(model).tensors(), ids)
+    torch.testing.assert_close(found, wanted[:, :VOCAB], rtol=1e-4, atol=1e-5)
+
+
+def test_they_are_the_models_own_parameters_wherever_these_are_now():
+    model = gpt()
+    tensors = HostedModel(model).tensors()
+    fc1 = model.decoder.layers[1].mlp.linear_fc1
+    assert tensors.layer(1).gate_up is fc1.weight
+    fc1.weight = torch.nn.Parameter(fc1.weight.data.clone())
+    assert tensors.layer(1).gate_up is fc1.weight
+
+
+@pytest.mark.parametrize("by_group", [False, True])
+def test_heads_are_cut_as_they_lie(by_group):
+    layout = HeadLayout(4, 2, 3, by_group)
+    names = (
+        ["q0", "q1", "k0", "v0", "q2", "q3", "k1", "v1"]
+        if by_group
+        else ["q0", "q1", "q2", "q3", "k0", "k1", "v0", "v1"]
+    )
+    row = torch.arange(len(names)).repeat_interleave(3).expand(5, -1).contiguous()
+    q, k, v = layout.cut(row)
+    assert q.shape == (5, 2, 2, 3) and k.shape == v.shape == (5, 2, 3) and layout.width == row.shape[1]
+    cut = [[names[int(i)] for i in part[0, ..., 0].flatten()] for part in (q, k, v)]
+    assert cut == [["q0", "q1", "q2", "q3"], ["k0", "k1"], ["v0", "v1"]]
+    assert {part.untyped_storage().data_ptr() for part in (q, k, v)} == {row.untyped_storage().data_ptr()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"layernorm_zero_centered_gamma": True}, "layernorm_zero_centered_gamma=True"),
+        ({"activation_func": F.gelu}, "activation_func gelu"),
+        ({"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm"),
+        ({"rotary_interleaved": True}, "rotary_interleaved"),
+    ],
+)
+def test_a_model_that_computes_something_else_is_refused(changes, says):
+    model = gpt()
+    hosted = HostedModel(model)
+    for name, value in changes.items():
+        object.__setattr__(model.config, name, value)
+    with pytest.raises(ModelError, match=says):
+        hosted.tensors()
+
+
+def test_an_adapter_in_a_projections_place_is_refused():
+    class Adapter(torch.nn.Module):
+        def __init__(self, inner: torch.nn.Module):
+            super().__init__()
+            self.inner, self.weight = inner, inner.weight
+
+    model = gpt()
+    hosted = HostedModel(model)
+    layer = model.decoder.layers[1]
+    layer.mlp.linear_fc2 = Adapter(layer.mlp.linear_fc2)
+    with pytest.raises(ModelError, match="layers.1.mlp.linear_fc2 is a .*Adapter"):
+        hosted.tensors()
+
+
+def with_l2_norms(model):
+    for layer in model.decoder.layers:
+        layer.self_attention.q_layernorm = L2Norm(8)
+
+
+def with_no_norm(model):
+    model.decoder.layers[0].pre_mlp_layernorm = IdentityOp()
+
+
+def with_a_side_branch(model):
+    linear = model.decoder.layers[0].mlp.linear_fc1
+    linear.lora = torch.nn.Linear(32, 96)
+
+
+def with_a_forward_of_its_own(model):
+    linear = model.decoder.layers[0].mlp.linear_fc1
+    own = linear.forward
+    linear.forward = lambda x: own(2 * x)
+
+
+def with_another_eps(model):
+    model.decoder.layers[1].input_layernorm.eps = 0.5
+
+
+def without_a_residual(model):
+    model.decoder.layers[1].mlp_bda = IdentityFuncOp()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (with_l2_norms, "L2Norm as q_layernorm"),
+        (with_no_norm, "post_norm of layer 0 is missing"),
+        (with_a_side_branch, "lora.weight is a parameter"),
+        (with_a_forward_of_its_own, "linear_fc1 has a forward"),
+        (with_another_eps, "input_layernorm has an eps of 0.5"),
+        (without_a_residual, "residual of mlp_bda"),
+    ],
+)
+def test_a_model_that_was_changed_by_hand_is_refused(change, says):
+    model = gpt()
+    hosted = HostedModel(model)
+    hosted.tensors()
+    change(model)
+    with pytest.raises(ModelError, match=says):
+        hosted.tensors()
+
+
+def test_a_model_whose_training_graphs_are_attached_is_plain_still():
+    model = gpt()
+    training = Engine(EngineConfig(mode="training"))
+    training.attach(model)
+    HostedModel(model).tensors()
+    training.detach()
+
+
+def test_of_a_padded_vocabulary_the_head_has_what_is_served():
+    model = gpt()
+    hosted = HostedModel(model, vocab_size=90)
+    head = hosted.tensors().head
+    assert head.shape == (90, 32) and head.data_ptr() == model.output_layer.weight.data_ptr()
+
+
+def test_parameters_that_are_no_plain_tensors_of_the_models_dtype_are_refused():
+    model = gpt()
+    hosted = HostedModel(model)
+    weight = model.decoder.layers[0].self_attention.linear_proj.weight
+    weight.data = weight.data.double()
+    with pytest.raises(ModelError, match="o of layer 0 is a Tensor .*float64"):
+        hosted.tensors()
+
+
+def test_a_parameter_of_another_shape_is_refused():
+    model = gpt()
+    hosted = HostedModel(model)
+    fc2 = model.decoder.layers[1].mlp.linear_fc2
+    fc2.weight = torch.nn.Parameter(fc2.weight.data[:, :40].clone())
+    with pytest.raises(ModelError, match=r"linear_fc2.weight has shape \[32, 40\], \[32, 48\] is needed"):
+        hosted.tensors()

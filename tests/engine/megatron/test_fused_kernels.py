@@ -1,0 +1,136 @@
+"""Our kernels on a GPTModel's own parameters: the bits of our native model with the same weights, and of two ranks the
+same numbers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.kernels import DEVICE, DTYPE, INTERPRETED, relative_error  # isort: skip  (before what imports triton)
+
+pytest.importorskip("megatron.core", reason="needs megatron-core")
+
+import torch.distributed as dist
+import torch.multiprocessing
+
+from engine.attention.kv_cache import KVCache
+from engine.kernels.paged_prefill import Packing
+from engine.megatron.config import gpt_model_arguments, transformer_config_values
+from engine.megatron.model import HostedModel
+from engine.models.fused_dense import FusedDense
+from engine.worker.input_buffers import Layout
+from graph_cache.adapters.megatron.model import empty_gpt_model, forget_groups, split_tensors
+from tests.engine.kernels.test_decode_step import TOLERANCE, small_model
+
+pytestmark = [pytest.mark.gpu, pytest.mark.interpretable, pytest.mark.filterwarnings("default")]
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+ROWS, TOKENS, PAGES = 3, 24, 4
+KINDS = {
+    "qwen3": {"vocab_size": 511},  # padded
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": False},
+    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+    "llama-biases": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+}
+
+
+def computed(model: Any) -> dict[str, torch.Tensor]:
+    """What fused kernels give on the model: a prefill of two chunks, then two decode steps of given tokens."""
+    config, device, dtype = model.config, model.device, model.dtype
+    layout = Layout(ROWS + 1, PAGES)
+    kv = KVCache(config.num_layers, (ROWS + 2) * PAGES, 16, config.num_kv_heads, config.head_dim, dtype, device)
+    state = layout.views(torch.zeros(layout.size, dtype=torch.int64, device=device))
+    state.slots[:ROWS] = torch.tensor([2, 1, 3])
+    state.positions[:ROWS] = torch.tensor([5, 18, 0])
+    state.page_table[1:] = (torch.arange((ROWS + 1) * PAGES) + 1).view(ROWS + 1, PAGES).to(device)
+    packing = Packing(
+        *(
+            torch.tensor(values, device=device)
+            for values in ([*range(5), *range(18), 0], [2] * 5 + [1] * 18 + [0], [5, 23], [0, 0], [2, 1])
+        )
+    )
+    hidden = torch.empty(ROWS, config.hidden_size, dtype=dtype, device=device)
+    logits = torch.empty(ROWS, config.vocab_size, dtype=dtype, device=device)
+    chosen = torch.empty(ROWS, dtype=torch.int64, device=device)
+    fused, found = FusedDense(model, kv, ROWS, TOKENS), {}
+    with torch.inference_mode():
+        tokens = torch.arange(TOKENS, device=device) * 31 % config.vocab_size
+        found["prefill"] = fused.prefill(tokens, packing, state.page_table)[:23].clone()
+        for step in range(2):
+            state.last_tokens[1:] = torch.tensor([7, 300, 510 - step, 44], device=device)
+            fused.embed_rows(state, hidden)
+            for index in range(config.num_layers):
+                fused.layer(index, hidden, fused.decode_attention(state, ROWS))
+            fused.choose(state.slots, state.positions, state.last_tokens, hidden, logits, chosen, after_layer=True)
+            assert torch.equal(chosen, logits.float().argmax(-1))
+            found |= {f"hidden {step}": hidden.clone(), f"logits {step}": logits.clone()}
+    return {name: tensor.cpu() for name, tensor in found.items()}
+
+
+def native(kind: str) -> Any:
+    return small_model(**({"num_attention_heads": 8} | KINDS[kind]))
+
+
+def hosted(kind: str, ranks: int, device: torch.device) -> HostedModel:
+    """The same model as a GPTModel, this rank's part of it."""
+    model = native(kind)
+    arguments = gpt_model_arguments(model.config)
+    arguments["vocab_size"] = 512
+    gpt = empty_gpt_model(transformer_config_values(model.config), arguments, ranks=ranks, dtype=DTYPE, device=device)
+    found = HostedModel(gpt, 256, model.config.vocab_size)
+    weights = dict(model.named_weights())
+    for name, slot in found.weight_slots().items():
+        slot.write(weights[name])
+    return found
+
+
+def rank(index: int, ranks: int, kind: str, folder: str) -> None:
+    """One process of the test."""
+    device = torch.device("cpu") if INTERPRETED else torch.device("cuda", index)
+    if not INTERPRETED:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "gloo" if INTERPRETED else "nccl",
+        store=dist.FileStore(f"{folder}/meeting", ranks),
+        rank=index,
+        world_size=ranks,
+    )
+    split_tensors(ranks)
+    torch.save(computed(hosted(kind, ranks, device)), f"{folder}/{index}")
+    forget_groups()
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    split_tensors(1)
+    yield
+    forget_groups()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bits_are_those_of_our_native_model(one_rank, kind):
+    found, wanted = computed(hosted(kind, 1, torch.device(DEVICE))), computed(native(kind))
+    assert {name for name in wanted if not torch.equal(found[name], wanted[name])} == set()
+
+
+@pytest.mark.skipif(not INTERPRETED and GPUS < 2, reason=f"needs 2 CUDA devices: torch.cuda.device_count() is {GPUS}")
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_compute_what_one_does(tmp_path, kind):
+    torch.multiprocessing.spawn(rank, (2, kind, str(tmp_path)), nprocs=2)
+    first, second = (torch.load(tmp_path / str(index)) for index in range(2))
+    wanted = computed(native(kind))
+    for name, tensor in wanted.items():
+        assert torch.equal(first[name], second[name]), name  # or ranks would choose different tokens
+        assert relative_error(first[name], tensor) < 8 * TOLERANCE, name

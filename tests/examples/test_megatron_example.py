@@ -1,0 +1,24 @@
+"""The example for Megatron users, run as its reader would."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_example_trains_the_same_with_graphs_and_writes_a_text():
+    done = subprocess.run(
+        [sys.executable, "examples/megatron_graphed.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "the same with graphs on and off: True" in done.stdout and "\nthe quick brown " in done.stdout

@@ -1,0 +1,159 @@
+"""Graphs of layers of experts, part by part: bit for bit what eager computes, also what goes by the token dispatcher's
+attributes.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+from graph_cache.adapters.megatron.attachment import attachment
+from graph_cache.adapters.megatron.dispatch import LEFT, why_not
+from graph_cache.adapters.megatron.parts import parts_of
+from graph_cache.config import GraphConfig
+from tests.graph_cache.adapters.megatron import loops
+from tests.graph_cache.adapters.megatron.test_attach import assert_same, train, training
+from tests.support.megatron_models import EXPERTS, FIXED, gpt, loss_of, tokens
+
+BALANCED = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
+ROUTED = ["pre_mlp_layernorm", "moe_router"]
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch):
+    """Replace the GPU-only calls of megatron-core 0.16: a stream, a device number and Transformer Engine's GEMM."""
+    monkeypatch.setattr(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", "none, as nothing is copied from a GPU")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
+
+
+def dispatchers(model):
+    return [module.token_dispatcher for module in model.modules() if isinstance(module, MoELayer)]
+
+
+@pytest.mark.parametrize("outstanding", [False, True])
+@pytest.mark.parametrize(
+    ("modules", "names"),
+    [
+        (["attn", "moe_router"], ["attn", *ROUTED]),
+        (["moe_router", "moe_preprocess"], [*ROUTED, "moe_preprocess"]),
+        (["attn", "moe"], ["attn", "moe"]),
+    ],
+    ids=["router", "preprocess", "whole"],
+)
+def test_losses_and_gradients_equal_eagers_over_ten_steps(modules, names, outstanding):
+    expected, model = train(gpt(**FIXED), outstanding=outstanding), gpt(**FIXED)
+    with training(modules) as engine:
+        assert engine.attach(model) == [f"decoder.layers.{layer}.{name}" for layer in range(2) for name in names]
+        assert_same(train(model, outstanding=outstanding), expected)
+        for row in engine.graphs():
+            assert row["failed"] == 0 and row["replays"] > 10 and set(row["eager"]) == {"warming_up"}, row
+
+
+def test_calls_of_several_shapes_leave_what_belongs_to_each():
+    def steps(model):
+        log = []
+        for step in range(16):
+            loss = loss_of(model, *tokens(step, batch=2 if step % 3 else 1, length=12 if step % 2 else 8))
+            loss.backward()
+            log.append([loss.detach().clone(), *[parameter.grad.clone() for parameter in model.parameters()]])
+            model.zero_grad()
+        return log
+
+    expected, model = steps(gpt(**FIXED)), gpt(**FIXED)
+    with training(["moe_router", "moe_preprocess"]) as engine:
+        engine.attach(model)
+        assert_same(steps(model), expected)
+        rows = [row for row in engine.graphs() if row["module"].endswith("preprocess")]
+        assert len(rows) == 2 and all(row["graphs"] == 4 and row["failed"] == 0 for row in rows), rows
+
+
+def test_dispatchers_are_as_they_were_after_detach():
+    model = gpt(**FIXED)
+    loss_of(model, *tokens(0)).backward()
+    before = [dict(vars(one)) for one in dispatchers(model)]
+    with training(["moe_router", "moe_preprocess"]) as engine:
+        engine.attach(model)
+        assert [one.cuda_dtoh_point for one in dispatchers(model)] == ["before_ep_alltoall"] * 2
+        for step in range(5):
+            loss_of(model, *tokens(step)).backward()
+        assert all(row["replays"] > 0 for row in engine.graphs())
+        assert [set(vars(one)) for one in dispatchers(model)] == [set(one) for one in before]
+    passing = {*LEFT, *dispatchers(model)[0].cudagraph_attrs}
+    for one, was in zip(dispatchers(model), before, strict=True):
+        kept = [name for name in was if name not in passing]
+        assert [vars(one)[name] for name in kept] == [was[name] for name in kept]
+    assert all("preprocess" not in vars(layer.mlp) for layer in model.decoder.layers)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, "set moe_permute_fusion, or"),
+        ({"moe_expert_capacity_factor": 2.0}, "set moe_pad_expert_input_to_capacity"),
+        ({"moe_token_dispatcher_type": "allgather"}, "MoEAllGatherTokenDispatcher does little"),
+    ],
+)
+def test_a_preprocessing_that_no_graph_can_hold_stays_eager_with_a_warning(changes, says, caplog):
+    model = gpt(**EXPERTS | changes)
+    assert [part.name for part in parts_of([model], ["moe_router", "moe_preprocess"])] == [
+        f"decoder.layers.{layer}.{name}" for layer in range(2) for name in ROUTED
+    ]
+    assert "decoder.layers.0.moe_preprocess runs eager" in caplog.text and says in caplog.text
+
+
+def test_fused_permutation_needs_no_fixed_capacity():
+    model = gpt(**EXPERTS)
+    object.__setattr__(model.config, "moe_permute_fusion", True)
+    assert not why_not(model.decoder.layers[0].mlp)
+
+
+def test_transformer_engines_graphs_leave_preprocessing_out_with_a_warning(caplog):
+    config = GraphConfig(
+        cuda_graph_impl="transformer_engine",
+        inference_cuda_graph_scope="none",
+        num_moe_experts=4,
+        cuda_graph_modules=["moe_router", "moe_preprocess"],
+    )
+    names = [part.name for part in attachment([gpt(**FIXED)], config).parts]
+    assert names == [f"decoder.layers.{layer}.{name}" for layer in range(2) for name in ROUTED]
+    assert "runs eager under cuda_graph_impl='transformer_engine'" in caplog.text
+
+
+def test_an_overlapped_exchange_of_experts_which_frees_what_goes_to_them_keeps_it_eager():
+    model = gpt(**FIXED)
+    object.__setattr__(model.config, "overlap_moe_expert_parallel_comm", True)
+    assert "gives the memory" in why_not(model.decoder.layers[0].mlp)
+
+
+def test_experts_that_are_named_by_themselves_never_take_the_counts_of_their_capture():
+    every_token_to_any = EXPERTS | {"moe_token_dispatcher_type": "allgather"}
+    model, twin = gpt(**every_token_to_any), gpt(**every_token_to_any)
+    with training() as engine:
+        engine.attach(model, modules=[f"decoder.layers.{layer}.mlp.experts" for layer in range(2)])
+        assert_same(train(model), train(twin))
+        assert all(row["graphs"] == 0 and "tolist" in row["failure"] for row in engine.graphs())
+
+
+@pytest.mark.parametrize("replaced", ["sums", "scale"])
+def test_a_whole_iteration_notices_that_sums_of_losses_or_their_scale_are_other_tensors(replaced):
+    def before(model, step):
+        if step == 0 or (step == 5 and replaced == "sums"):
+            moe_utils.get_moe_layer_wise_logging_tracker().clear()
+        if step == 0 or (step == 5 and replaced == "scale"):
+            MoEAuxLossAutoScaler.main_loss_backward_scale = torch.tensor([0.5 * (step + 1)])
+
+    def steps(run):
+        log = loops.train(run, gpt(**FIXED | BALANCED), steps=10, before=before)
+        sums = moe_utils.get_moe_layer_wise_logging_tracker()["load_balancing_loss"]["values"]
+        return log, sums.clone(), MoEAuxLossAutoScaler.main_loss_backward_scale.clone()
+
+    run, stats = loops.graphed()
+    loops.assert_same(steps(run), steps(loops.no_pipelining))
+    again = 2 if replaced == "sums" else 0  # what is gone, eager calls make anew
+    assert loops.counts(stats) == (2, 10 - 2 - 2 - again, {"warming_up": 2 + again})
+    assert stats.invalidations == {"stale_address": 1}

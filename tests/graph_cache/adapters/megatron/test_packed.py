@@ -1,0 +1,271 @@
+"""Packed sequences under graphs: padded to one number of documents, every batch replays, and computes what it did."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import nn
+from torch.utils import _pytree
+
+from engine import Engine, EngineConfig
+from engine.errors import ConfigError
+from graph_cache.adapters.megatron.packed import padded, register_packed_sequences, tokens_of
+from graph_cache.errors import GraphConfigError
+from tests.support.megatron_models import gpt, tokens
+
+LENGTH = 128
+DOCUMENTS = [3, 60, 17, 5, 42, 60, 8, 29, 54, 11]  # of ten steps
+
+
+class PackedCore(nn.Module):
+    """Causal attention within each document, of the format thd: [t, heads, d] -> [t, heads * d]. Reads no host."""
+
+    def forward(
+        self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None
+    ):
+        at = torch.arange(len(query), dtype=torch.int32)
+        document = torch.searchsorted(packed_seq_params.cu_seqlens_q, at, right=True)
+        seen = (document[:, None] == document) & (at[:, None] >= at)
+        out = F.scaled_dot_product_attention(
+            query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), seen, enable_gqa=True
+        )
+        return out.transpose(0, 1).flatten(1)
+
+
+def rotary_of_documents(t, cu_seqlens, freqs, cp_size=1, cp_rank=0, interleaved=False):
+    """Stands for Transformer Engine's kernel, which reads lengths on the device: positions begin in each document."""
+    at = torch.arange(len(t), dtype=torch.int32)
+    angles = freqs[(at - cu_seqlens[torch.searchsorted(cu_seqlens, at, right=True) - 1]).long(), 0]
+    left, right = t.chunk(2, -1)
+    return t * angles.cos() + torch.cat((-right, left), -1) * angles.sin()
+
+
+@pytest.fixture(autouse=True)
+def fused_rotary(monkeypatch):
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb_thd", rotary_of_documents)
+
+
+def model_of(seed=0, **options):
+    model = gpt(seed, apply_rope_fusion=True, **options)
+    for layer in model.decoder.layers:
+        layer.self_attention.core_attention = PackedCore()
+    return model
+
+
+def packed_of(documents, seed=0, length=LENGTH):
+    """This many documents of uneven lengths, one tensor for queries and keys as Megatron's data sets have it."""
+    cuts = torch.randperm(length - 1, generator=torch.Generator().manual_seed(seed))[: documents - 1] + 1
+    ends = torch.cat([torch.tensor([0]), cuts.sort().values, torch.tensor([length])]).int()
+    longest = int(ends.diff().max())
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
+
+
+def training(**options):
+    return Engine(EngineConfig(mode="training", cuda_graph_warmup_steps=2, **options))
+
+
+def train(chunks, documents, microbatches=1):
+    """Losses and all gradients of each step. Chunks run as pipeline stages: only the first sees the tokens."""
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    optimizer, log = torch.optim.SGD(parameters, lr=0.1, momentum=0.9), []
+    for step, count in enumerate(documents):
+        optimizer.zero_grad()
+        losses = []
+        for micro in range(microbatches):
+            ids, positions = tokens(10 * step + micro, batch=1, length=LENGTH)
+            packed, hidden = packed_of(count, 10 * step + micro), None
+            for index, chunk in enumerate(chunks):
+                chunk.set_input_tensor([hidden])
+                inputs = (ids, positions) if index == 0 else (None, None)
+                labels = ids.roll(-1, 1) if index == len(chunks) - 1 else None
+                hidden = chunk(*inputs, None, labels=labels, packed_seq_params=packed)
+            losses.append(hidden.mean())
+        for loss in losses:
+            loss.backward()
+        log.append([*[loss.detach().clone() for loss in losses], *[one.grad.clone() for one in parameters]])
+        optimizer.step()
+    return log
+
+
+def assert_same(ours, theirs):
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("modules", [(), ("attn",)], ids=["layers", "attn"])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_batches_of_any_number_of_documents_replay_and_equal_eager_bit_for_bit(modules, microbatches):
+    expected = train([model_of()], DOCUMENTS, microbatches)
+    model = model_of()
+    with training(cuda_graph_modules=list(modules)) as engine:
+        engine.attach(model, packed_documents=60)
+        assert_same(train([model], DOCUMENTS, microbatches), expected)
+        for row in engine.graphs():
+            assert (row["graphs"], row["replays"], row["failed"]) == (microbatches, 8 * microbatches, 0)
+            assert row["eager"] == {"warming_up": 2 * microbatches}
+
+
+def test_as_they_come_they_hardly_replay():
+    model = model_of()
+    with training() as engine:
+        engine.attach(model)
+        assert_same(train([model], DOCUMENTS), train([model_of()], DOCUMENTS))
+        assert all(row["replays"] == 0 for row in engine.graphs())
+
+
+def test_later_pipeline_stages_know_the_batch_by_what_the_stage_before_left():
+    def stages():
+        return [
+            model_of(post_process=False),
+            model_of(1, pre_process=False, post_process=False),
+            model_of(2, pre_process=False),
+        ]
+
+    expected, chunks = train(stages(), DOCUMENTS), stages()
+    with training() as engine:
+        engine.attach(chunks, packed_documents=64)
+        assert_same(train(chunks, DOCUMENTS), expected)
+        assert len(engine.graphs()) == 6
+        assert all(row["replays"] == 8 and row["eager"] == {"warming_up": 2} for row in engine.graphs())
+
+
+def test_a_batch_of_more_documents_runs_eager_and_right():
+    documents = [*DOCUMENTS[:5], 61, 127, *DOCUMENTS[5:]]
+    expected, model = train([model_of()], documents), model_of()
+    with training() as engine:
+        engine.attach(model, packed_documents=60)
+        assert_same(train([model], documents), expected)
+        for row in engine.graphs():
+            assert row["replays"] == 8 and row["eager"] == {"warming_up": 2, "unseen_signature": 2}
+
+
+def hooks_of(model):
+    return [(list(one._forward_pre_hooks), list(one._forward_pre_hooks_with_kwargs)) for one in model.modules()]
+
+
+def test_detach_leaves_a_wrapped_model_as_it_was_and_so_does_a_refusal():
+    class Wrapper(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+        def forward(self, *args, **kwargs):
+            return self.module(*args, **kwargs)
+
+    model = Wrapper(model_of())
+    before, seen = hooks_of(model), []
+    model.module.decoder.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs), with_kwargs=True)
+    ids, positions = tokens(0, batch=1, length=LENGTH)
+    given = [packed_of(3) for _ in range(4)]
+    with training() as engine:
+        engine.attach(model, packed_documents=9)
+        model(ids, positions, None, packed_seq_params=given[0])
+        model(ids, positions, None, None, None, None, given[1])  # by its place
+        engine.detach()
+        model(ids, positions, None, packed_seq_params=given[2])
+        with pytest.raises(GraphConfigError, match="same module"):
+            engine.attach([model, model], packed_documents=9)
+        model(ids, positions, None, packed_seq_params=given[3])
+    found = [one["packed_seq_params"] for one in seen]
+    assert [len(one.cu_seqlens_q) for one in found] == [10, 10, 4, 4]
+    assert found[2] is given[2] and found[3] is given[3] and len(given[0].cu_seqlens_q) == 4
+    model.module.decoder._forward_pre_hooks.clear()
+    model.module.decoder._forward_pre_hooks_with_kwargs.clear()
+    assert hooks_of(model) == before
+
+
+@pytest.mark.parametrize("given", [0, -3, True, 2.0, "64"])
+def test_a_number_of_documents_that_cannot_be_meant_is_refused(given):
+    with training() as engine, pytest.raises(GraphConfigError, match="packed_documents=.* an int of at least 1"):
+        engine.attach(model_of(), packed_documents=given)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("context_parallel_size", 2, "not supported with context parallelism.* context_parallel_size=2"),
+        ("apply_rope_fusion", False, "apply_rope_fusion=True"),
+    ],
+)
+def test_what_cannot_be_padded_or_replayed_is_refused(name, value, says):
+    model = model_of()
+    object.__setattr__(model.config, name, value)
+    with training() as engine:
+        with pytest.raises(GraphConfigError, match=f"packed_documents=64.*{says}"):
+            engine.attach(model, packed_documents=64)
+        assert "forward" not in vars(model.decoder.layers[0])
+
+
+def test_models_without_packed_sequences_are_refused():
+    with training() as engine:
+        with pytest.raises(ConfigError, match="packed_documents=64 .*Linear: leave it out"):
+            engine.attach(nn.Linear(2, 2), packed_documents=64)
+        with pytest.raises(GraphConfigError, match="found none in TransformerBlock: attach the whole model"):
+            engine.attach(model_of().decoder, packed_documents=64)
+        assert engine.attach(model_of(), packed_documents=64) == ["decoder.layers.0", "decoder.layers.1"]
+
+
+def test_padding_reads_no_tensor_and_keeps_every_other_field(monkeypatch):
+    def made_anew(self):
+        raise AssertionError("0.19 computes further tensors here")
+
+    ends, others = torch.zeros(4, dtype=torch.int32, device="meta"), torch.zeros(3, dtype=torch.int32, device="meta")
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        cu_seqlens_q_padded=others,
+        max_seqlen_q=7,
+        local_cp_size=1,
+    )
+    packed.seq_idx, packed.total_tokens = object(), 12
+    monkeypatch.setattr(PackedSeqParams, "__post_init__", made_anew, raising=False)
+    found = padded(packed, 6, 12)  # a host read of a meta tensor would raise
+    assert found.cu_seqlens_q is found.cu_seqlens_kv and found.cu_seqlens_q.shape == (7,)
+    assert found.cu_seqlens_q_padded.shape == (7,) and found.cu_seqlens_kv_padded is None
+    assert (found.max_seqlen_q, found.max_seqlen_kv, found.qkv_format, found.local_cp_size) == (12, 12, "thd", 1)
+    assert found.seq_idx is packed.seq_idx and found.total_tokens == 12 and packed.max_seqlen_q == 7
+    assert padded(packed, 3, 12).cu_seqlens_q.shape == (4,)
+    assert padded(packed, 2, 12) is packed
+    packed.qkv_format = "sbhd"  # there, cu_seqlens are as many as rows of the batch
+    assert padded(packed, 6, 12) is packed
+
+
+def test_empty_documents_come_last():
+    found = padded(packed_of(3), 6, LENGTH)
+    assert found.cu_seqlens_q.diff()[3:].tolist() == [0, 0, 0] and found.cu_seqlens_q.dtype == torch.int32
+    assert found.cu_seqlens_q[:4].equal(packed_of(3).cu_seqlens_q)
+
+
+def test_tokens_are_counted_where_the_model_itself_looks():
+    first, later = model_of(), model_of(pre_process=False)
+    ids, hidden = torch.zeros(1, 24), torch.zeros(12, 1, 32)
+    later.set_input_tensor(hidden)
+    assert tokens_of(first, {"input_ids": ids}) == 24
+    assert tokens_of(first, {"input_ids": ids, "decoder_input": hidden}) == 12
+    assert tokens_of(first, {}) is None
+    assert tokens_of(later, {"input_ids": ids}) == 12
+    for model in (first, later):
+        model.config.sequence_parallel, model.config.tensor_model_parallel_size = True, 2
+    assert tokens_of(later, {}) == tokens_of(first, {"decoder_input": hidden}) == 24
+    assert tokens_of(first, {"input_ids": ids}) == 24
+
+
+def test_a_tensor_in_several_fields_stays_one_when_put_together_again():
+    """Transformer Engine asks whether padded lengths `are` the others, and else looks for padding between sequences."""
+    register_packed_sequences()
+    packed = packed_of(5)
+    packed.cu_seqlens_q_padded = packed.cu_seqlens_kv.clone()
+    packed.cu_seqlens_kv_padded = packed.cu_seqlens_q_padded
+    values, spec = _pytree.tree_flatten(packed)
+    assert sum(isinstance(value, torch.Tensor) for value in values) == 2
+    again = _pytree.tree_unflatten(
+        [value.clone() if isinstance(value, torch.Tensor) else value for value in values], spec
+    )
+    assert again.cu_seqlens_q is again.cu_seqlens_kv and again.cu_seqlens_q_padded is again.cu_seqlens_kv_padded
+    assert again.cu_seqlens_q is not again.cu_seqlens_q_padded and again.max_seqlen_kv == packed.max_seqlen_kv
+    assert _pytree.tree_flatten(packed_of(9))[1] != spec

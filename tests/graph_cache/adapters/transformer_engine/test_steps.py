@@ -1,0 +1,177 @@
+"""Whole steps from graphs by Transformer Engine's rules, against eager steps.
+
+Transformer Engine's own captures are in test_transformer_engine_gpu.py.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graph_cache.adapters.transformer_engine import TransformerEngineGraphs
+from graph_cache.errors import GraphConfigError, GraphError
+from tests.graph_cache.adapters.transformer_engine.static_graphs import StaticMaker
+from tests.graph_cache.adapters.transformer_engine.te_stack import (
+    ONE_AT_A_TIME,
+    TWO_AHEAD,
+    attached,
+    batch,
+    job,
+    parts,
+    reasons,
+    replays,
+    same_parameters,
+    stack,
+    step,
+    train,
+)
+
+# ---- where it can't capture ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it constructs: see test_transformer_engine_gpu.py")
+def test_without_transformer_engine_or_a_gpu_construction_says_so_and_leaves_the_model_alone():
+    model = stack()
+    with pytest.raises(GraphConfigError) as caught:
+        TransformerEngineGraphs(parts(model), ONE_AT_A_TIME, job())
+    for words in (
+        "cuda_graph_impl='transformer_engine' was asked for",
+        "no CUDA device",
+        "captures on 'cpu'",
+        "Install",
+        "cuda_graph_impl='local'",
+    ):
+        assert words in str(caught.value)
+    assert all("forward" not in vars(layer) for layer in model.layers)
+
+
+@pytest.mark.parametrize(
+    ("order", "words"),
+    [
+        ([], "every chunk"),
+        ([1, 1, -1], "each microbatch needs one"),
+        ([-1, 1], "no forward before it"),
+        ([1, 0, -1], "means nothing"),
+        ([1, 2, -2, -1, 1, -1], "as many"),
+        ([1, -1.5, -1], "no backward before it"),
+        ([1, 3, -3, -1], "every chunk"),
+        ([1.5, -1], "means nothing"),
+        ([1, 2, -2, -1], None),
+    ],
+)
+def test_orders_that_cannot_be_run_are_refused(order, words):
+    if words is None:
+        attached(stack(), order).detach()  # a chunk without layers is fine
+    else:
+        with pytest.raises(GraphConfigError, match=words):
+            attached(stack(), order)
+
+
+def test_layers_beyond_the_order_or_of_one_name_are_refused():
+    model = stack()
+    with pytest.raises(GraphConfigError, match="layers of others"):
+        TransformerEngineGraphs(parts(model, chunk=1), ONE_AT_A_TIME, job(), maker=StaticMaker())
+    with pytest.raises(GraphConfigError, match="one name"):
+        TransformerEngineGraphs(
+            [("a", model.layers[0]), ("a", model.layers[1])], ONE_AT_A_TIME, job(), maker=StaticMaker()
+        )
+
+
+# ---- steps -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [ONE_AT_A_TIME, TWO_AHEAD, [1, 1, -1, -1], [1, -1, 1, -1]])
+def test_losses_and_parameters_are_those_of_eager_steps(order):
+    model = stack()
+    eager = copy.deepcopy(model)
+    graphs = attached(model, order)
+    assert train(model, order) == train(eager, order)
+    assert same_parameters(model, eager)
+    # A round is a step where microbatches overlap, else a microbatch; three rounds of three layers are eager.
+    warming = 3 * 3 * (order.count(1) if order[1] == 1 else 1)
+    assert reasons(graphs) == {"warming_up": warming}
+    assert replays(graphs) == 6 * 3 * order.count(1) - warming
+    graphs.detach()
+
+
+def test_static_inputs_are_shared_by_microbatches_whose_lives_do_not_overlap():
+    model, maker = stack(), StaticMaker()
+    graphs = attached(model, TWO_AHEAD, maker)
+    train(model, TWO_AHEAD, steps=4)
+    hidden = [next(iter(sample.values())) for sample in maker.plan.samples]
+    assert len(hidden) == 3 * 4  # layers, microbatches
+    assert len({tensor.data_ptr() for tensor in hidden}) == 3 * 3  # layers, outstanding at most
+    graphs.detach()
+
+
+def test_two_chunks_interleave():
+    order = [1, 1, 2, 2, -2, 1, -2, 1, -1, 2, -1, 2, -2, -2, -1, -1]
+    chunks = stack(2), stack(1)
+    eager = copy.deepcopy(chunks)
+    graphs = TransformerEngineGraphs([*parts(chunks[0], 0), *parts(chunks[1], 1)], order, job(), maker=StaticMaker())
+
+    def run(models, number):
+        forwards, waiting = [0, 0], ([], [])
+        for entry in order:
+            chunk = abs(entry) - 1
+            if entry > 0:
+                for layer in models[chunk].layers:
+                    layer.current_microbatch = forwards[chunk]
+                waiting[chunk].append(models[chunk](batch(10 * number + 2 * forwards[chunk] + chunk)).square().mean())
+                forwards[chunk] += 1
+            else:
+                waiting[chunk].pop(0).backward()
+
+    for number in range(5):
+        run(chunks, number)
+        run(eager, number)
+    grads = [parameter.grad for model in chunks for parameter in model.parameters()]
+    expected = [parameter.grad for model in eager for parameter in model.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
+    assert replays(graphs) == 2 * 4 * 3 and set(reasons(graphs)) == {"warming_up"}
+    graphs.detach()
+
+
+def test_without_their_microbatch_layers_count_the_calls_of_a_round():
+    model = stack()
+    eager = copy.deepcopy(model)
+    graphs = attached(model, TWO_AHEAD)
+    assert train(model, TWO_AHEAD, numbered=False) == train(eager, TWO_AHEAD, numbered=False)
+    assert set(reasons(graphs)) == {"warming_up"} and replays(graphs) == 3 * 3 * 4
+    graphs.detach()
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_no_order_of_forwards_and_backwards_gives_wrong_gradients(data):
+    """Graphs run where the order allows it; an order that would read overwritten memory is refused."""
+    model = stack(2)
+    eager = copy.deepcopy(model)
+    graphs = attached(model, TWO_AHEAD, warmup_rounds=1)
+    for number in range(2):
+        step(model, TWO_AHEAD, [batch(number * 10 + one) for one in range(4)])
+        step(eager, TWO_AHEAD, [batch(number * 10 + one) for one in range(4)])
+    waiting = []
+    for event in range(data.draw(st.integers(2, 10))):
+        if waiting and data.draw(st.booleans()):
+            mine, theirs = waiting.pop(data.draw(st.integers(0, len(waiting) - 1)))
+            try:
+                mine.backward()
+            except GraphError as error:
+                assert "order" in str(error)
+                break
+            theirs.backward()
+        else:
+            for layer in model.layers:
+                layer.current_microbatch = data.draw(st.integers(0, 5))
+            x = batch(1000 + event)
+            waiting.append((model(x).square().mean(), eager(x).square().mean()))
+    else:
+        for one, other in zip(model.parameters(), eager.parameters(), strict=True):
+            assert torch.equal(one.grad, other.grad)
+    del waiting
+    graphs.detach()

@@ -1,0 +1,162 @@
+"""What a tape holds of a run, and what it refuses."""
+
+from __future__ import annotations
+
+import operator
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from graph_cache.backends.cpu_tape import Ref
+from graph_cache.errors import CaptureRefused
+from tests.graph_cache.backends.tapes import recorded
+
+
+def names(tape):
+    return [op.func._schema.name for op in tape.ops]
+
+
+def test_views_leave_no_operation_but_their_geometry():
+    x = torch.randn(4, 6)
+    tape = recorded(lambda: (x * 2)[1:, ::2].t() + 1)
+    assert names(tape) == ["aten::mul", "aten::add"]
+    seen = tape.ops[1].args[0]
+    assert seen == Ref(0, torch.float32, (3, 3), (2, 6), 6)
+
+
+def test_a_buffer_lives_from_the_call_that_makes_it_to_the_last_that_touches_it():
+    x = torch.randn(4)
+
+    def fn():
+        first = x * 2
+        second = first + 1
+        second.add_(first.view(2, 2).view(4))
+        return second * 3
+
+    buffers = recorded(fn).buffers
+    assert [(one.first, one.last) for one in buffers] == [(0, 2), (1, 3), (3, 3)]
+    assert [one.nbytes for one in buffers] == [16, 16, 16]
+
+
+def test_composite_operations_are_taken_apart_as_eager_does_it():
+    x, weight = torch.randn(2, 3, 4), torch.randn(5, 4)
+    assert "aten::linear" not in names(recorded(lambda: F.linear(x, weight)))
+    assert "aten::matmul" not in names(recorded(lambda: x @ weight.t()))
+
+
+def test_memory_freed_during_a_run_is_not_mistaken_for_what_takes_its_place():
+    x = torch.randn(64)
+
+    def fn():
+        total = torch.zeros(64)
+        for _ in range(50):
+            total = total + (x * 2)  # each product is freed at once, and its address used again
+        return total
+
+    tape = recorded(fn)
+    assert len(tape.buffers) == 101
+
+
+def test_an_external_tensor_is_held_as_it_was_seen():
+    weight = torch.nn.Parameter(torch.ones(2, 3))
+
+    def fn():
+        before = weight * 1
+        weight.data = torch.zeros(2, 3)
+        return before
+
+    held = recorded(fn).ops[0].args[0]
+    assert held.tolist() == [[1.0] * 3] * 2
+    assert not held.requires_grad
+
+
+def test_a_state_that_a_call_writes_beside_its_new_results_is_no_result():
+    x, mean, var = torch.randn(4, 3), torch.zeros(3), torch.ones(3)
+    tape = recorded(lambda: torch.ops.aten._native_batch_norm_legit(x, None, None, mean, var, True, 0.1, 1e-5))
+    (op,) = tape.ops
+    assert op.fresh and not op.in_place
+    assert [type(out) for out in op.outs] == [Ref, Ref, Ref]
+    assert len(tape.buffers) == 3
+
+
+def test_a_result_that_is_an_input_gets_no_memory_of_its_own():
+    lib = torch.library.Library("encore_tape_test", "FRAGMENT")
+    lib.define("both(Tensor(a) x) -> (Tensor(a), Tensor)")
+    lib.impl("both", lambda x: (x, x * 2), "CPU")
+    x = torch.randn(3)
+    tape = recorded(lambda: torch.ops.encore_tape_test.both(x)[1] + 1)
+    both = tape.ops[0]
+    assert both.outs[0] is None and isinstance(both.outs[1], Ref)
+    assert len(tape.buffers) == 2
+    assert not both.in_place
+
+
+@pytest.mark.parametrize("fn", [lambda x: F.mse_loss(x, x * 2), lambda x: torch.rand_like(x)])
+def test_calls_whose_overload_would_spill_or_draw_are_copied(fn):
+    x = torch.randn(4, 8)
+    tape = recorded(lambda: fn(x), [torch.default_generator])
+    assert not tape.ops[-1].in_place
+
+
+@pytest.mark.parametrize(
+    ("fn", "what"),
+    [
+        (lambda x: x.sum().item(), "host reads"),
+        (lambda x: float(x[0, 0]), "host reads"),
+        (lambda x: 1 if x.sum() > 0 else 2, "host reads"),
+        (lambda x: torch.equal(x, x), "host reads"),
+        (lambda x: x.nonzero(), "depends on data"),
+        (lambda x: torch.unique(x), "depends on data"),
+        (lambda x: x.masked_select(x > 0), "depends on data"),
+        (lambda x: torch.repeat_interleave(x, torch.tensor([1, 2]), 0), "depends on data"),
+        (lambda x: x[x > 0], "mask"),
+        (lambda x: x[torch.ones(2, dtype=torch.uint8)], "mask"),
+        (lambda x: x.clone().index_put_((x > 0,), x.sum()), "mask"),
+        (lambda x: x.clone().index_put_((x > 0,), torch.tensor([1.0, 2.0])), "mask"),
+        (lambda x: x.clone().index_put_((x > 0,), torch.tensor(1.0), accumulate=True), "mask"),
+        (lambda x: torch.ops.aten._unsafe_index(x, [x > 0]), "mask"),
+        (lambda x: x.clone().resize_(1), "moves storage"),
+        (lambda x: x.clone().set_(torch.zeros(3)), "moves storage"),
+        (lambda x: torch.rand(2), "not registered"),
+        (lambda x: torch.empty(2).normal_(), "not registered"),
+        (lambda x: F.dropout(x, 0.5), "not registered"),
+        (lambda x: F.rrelu(x, training=True), "not registered"),
+        (lambda x: torch.rand(2, generator=torch.Generator()), "not registered"),
+        (lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.5), "not registered"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
+def test_refuses_what_no_graph_can_hold(fn, what):
+    x = torch.randn(2, 3)
+    with pytest.raises(CaptureRefused, match=what):
+        recorded(lambda: fn(x))
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: x[torch.tensor([1, 0])],
+        lambda x: x[[1, 0]],
+        lambda x: torch.where(x > 0, x, 0.0),
+        lambda x: F.dropout(x, 0.5, training=False) + 1,
+        lambda x: F.rrelu(x),
+        lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
+        lambda x: torch.repeat_interleave(x, 2, 0),
+        lambda x: x.masked_fill(x > 0, 1.0),
+        lambda x: x.clone().index_put_((x > 0,), torch.tensor(1.0)),
+        lambda x: operator.setitem(x.clone(), x > 0, 1.0),
+    ],
+)
+def test_takes_what_a_graph_can_hold(fn):
+    x = torch.randn(2, 3)
+    assert recorded(lambda: fn(x)).ops
+
+
+def test_draws_of_a_registered_generator_are_taken_and_others_still_refused():
+    mine, other = torch.Generator(), torch.Generator()
+    assert recorded(lambda: torch.rand(2, generator=mine), [mine]).ops
+    with pytest.raises(CaptureRefused):
+        recorded(lambda: torch.rand(2, generator=other), [mine])
+    with pytest.raises(CaptureRefused):
+        recorded(lambda: torch.rand(2), [mine])

@@ -1,0 +1,147 @@
+"""What holds before there is a request: connections, headers that never end, and headers that are too long."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from contextlib import contextmanager
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model):
+    from tests.server.conftest import running, tiny_config
+
+    with running(tiny_config(tiny_model, max_connections=3, header_seconds=0.4, keep_alive_seconds=1)) as handle:
+        handle.http.close()  # its idle connection would count
+        handle.wait(lambda: len(connections(handle)) == 0, "no connection")
+        yield handle
+
+
+def connections(server):
+    return [one for one in socket_table() if one == server.url.rpartition(":")[2]]
+
+
+def socket_table():
+    """Local ports of established connections of this machine's IPv4."""
+    with open("/proc/net/tcp", encoding="ascii") as table:
+        rows = [line.split() for line in table.readlines()[1:]]
+    return [str(int(row[1].partition(":")[2], 16)) for row in rows if row[3] == "01"]
+
+
+@contextmanager
+def connect(server):
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=5) as connection:
+        yield connection
+
+
+def check_health(connection):
+    """One whole answer on a connection that stays open."""
+    connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    received = b""
+    while not received.endswith(b'{"status":"ok"}'):
+        chunk = connection.recv(65536)
+        assert chunk, f"closed after {received!r}"
+        received += chunk
+    assert received.startswith(b"HTTP/1.1 200")
+
+
+def answer_to(connection, request=b""):
+    """Status, headers and JSON of what comes back until the server closes; None if it closes without a word."""
+    connection.sendall(request)
+    received = b""
+    while chunk := connection.recv(65536):
+        received += chunk
+    if not received:
+        return None
+    head, _, body = received.partition(b"\r\n\r\n")
+    return int(head.split()[1]), head.decode().lower(), json.loads(body) if b"application/json" in head else body
+
+
+@pytest.mark.parametrize("begun", [b"", b"GET /health HTTP/1.1\r\nHost: x\r\n"])
+def test_headers_that_dont_end_are_a_408_in_time(server, begun):
+    with connect(server) as connection:
+        start = time.monotonic()
+        status, head, body = answer_to(connection, begun)
+        assert status == 408 and body["error"]["code"] == "header_timeout" and "connection: close" in head
+        assert 0.3 < time.monotonic() - start < 2
+
+
+def test_headers_that_drip_dont_extend_their_time(server):
+    start = time.monotonic()
+    with connect(server) as connection, pytest.raises(OSError):
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")
+        while time.monotonic() - start < 3:
+            connection.sendall(b"X-A: 1\r\n")
+            time.sleep(0.05)
+    assert time.monotonic() - start < 2
+
+
+def test_a_second_request_has_its_own_time(server):
+    with connect(server) as connection:
+        for _ in range(2):
+            check_health(connection)
+            time.sleep(0.5)  # longer than headers may take, shorter than a connection may idle
+        status, _, _ = answer_to(connection, b"GET /he")
+        assert status == 408
+
+
+def test_an_idle_connection_is_closed(server):
+    with connect(server) as connection:
+        check_health(connection)
+        assert answer_to(connection) is None
+
+
+def test_an_answer_may_take_longer_than_headers_may(server):
+    body = json.dumps({"prompt": "red", "max_tokens": 240, "ignore_eos": True, "stream": True, "n": 8}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    with connect(server) as connection:
+        connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body))
+        time.sleep(0.6)
+        status, _, text = answer_to(connection, body)
+    assert status == 200 and b"[DONE]" in text
+
+
+def test_too_many_connections_are_a_503_and_probes_are_answered_still(server):
+    with connect(server) as one, connect(server) as two, connect(server) as three:
+        for kept in (one, two, three):
+            check_health(kept)
+        with connect(server) as surplus:
+            status, head, body = answer_to(surplus, b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert status == 503 and "retry-after: 1" in head and body["error"]["code"] == "too_many_connections"
+        with connect(server) as probe:
+            status, _, body = answer_to(probe, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert status == 200 and body == {"status": "ok"}
+    server.wait(lambda: len(connections(server)) == 0, "the connections' end")
+    with connect(server) as later:
+        later.sendall(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert later.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+ENDLESS, WHOLE = b"a" * 100_000, b"a" * 70_000 + b"\r\nContent-Length: 5\r\n\r\nhello"
+
+
+@pytest.mark.parametrize("rest", [ENDLESS, WHOLE, b"a" * 60_000 + b"\r\nX-B: " + b"b" * 9_000 + b"\r\n\r\n"])
+def test_headers_that_are_too_long_are_a_400(server, rest):
+    with connect(server) as connection:
+        status, _, body = answer_to(connection, b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-A: " + rest)
+        assert status == 400 and body["error"]["code"] == "header_too_long"
+
+
+def test_a_header_that_comes_in_pieces_is_cut_off_too(server):
+    with connect(server) as connection, pytest.raises(ConnectionError):
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-A: ")
+        for _ in range(200):
+            connection.sendall(b"a" * 5_000)
+            time.sleep(0.001)
+
+
+def test_a_long_body_is_no_long_header(server):
+    body = json.dumps({"prompt": "red", "max_tokens": 1, "ignored": "x" * 500_000}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    with connect(server) as connection:
+        status, _, answer = answer_to(connection, head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    assert status == 200 and answer["object"] == "text_completion"

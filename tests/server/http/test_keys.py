@@ -1,0 +1,147 @@
+"""Keys: which route needs which, where they come from, and that nothing ever shows one."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from engine.errors import ConfigError
+from server.app import create_app
+from server.config import ServerConfig
+from server.http.errors import WireError
+from server.http.keys import ADMIN_PREFIXES, OPEN_PATHS, Keys
+from tests.server.http.test_bodies import error_of
+
+ONE, OTHER, ADMIN = "sk-one-qzvxa", "sk-other-qzvxb", "admin-qzvxc"
+COMPLETION = {"prompt": "red", "max_tokens": 1}
+INFERENCE = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/tiny", "/generate", "/tokenize",
+             "/detokenize", "/v1/nothing")  # fmt: skip
+CONTROL = ("/graphs/warm", "/graphs/invalidate", "/graphs/recapture", "/weights/update", "/profile/start",
+           "/profile/stop")  # fmt: skip
+
+
+def bearer(key):
+    return {"Authorization": f"Bearer {key}"}
+
+
+def refusal(keys, path, presented=None):
+    with pytest.raises(WireError) as caught:
+        keys.check(path, presented)
+    return caught.value
+
+
+@pytest.fixture(scope="module")
+def both():
+    return Keys([ONE, OTHER], [ADMIN])
+
+
+@pytest.fixture(scope="module")
+def guarded(tiny_model, tmp_path_factory):
+    """A server with two API keys and an admin key."""
+    from tests.server.conftest import running, tiny_config
+
+    folder = tmp_path_factory.mktemp("keys")
+    (folder / "api").write_text(f"# of the tests\n\n{ONE}\n{OTHER}\n")
+    (folder / "admin").write_text(ADMIN)
+    config = tiny_config(tiny_model, api_key_file=str(folder / "api"), admin_key_file=str(folder / "admin"))
+    with running(config) as handle:
+        yield handle
+
+
+def test_every_route_of_the_application_is_in_one_of_the_three_classes():
+    app = create_app(object(), ServerConfig())
+    paths = {route.path for route in _routes(app) if route.path != "/v1/models/{model:path}"}
+    inference = {path for path in paths if path not in OPEN_PATHS and not path.startswith(ADMIN_PREFIXES)}
+    assert inference == set(INFERENCE) - {"/v1/nothing", "/v1/models/tiny"}
+    assert {path for path in paths if path.startswith(ADMIN_PREFIXES)} == set(CONTROL)
+
+
+def _routes(app):
+    from fastapi.routing import APIRoute
+
+    flat = []
+    for route in app.router.routes:
+        flat += getattr(getattr(route, "original_router", None), "routes", [route])
+    return [route for route in flat if isinstance(route, APIRoute)]
+
+
+@pytest.mark.parametrize("path", INFERENCE)
+def test_an_inference_route_takes_each_api_key_and_nothing_else(both, path):
+    both.check(path, ONE)
+    both.check(path, OTHER)
+    for presented in (None, "", ONE[:-1], ONE + "x", ADMIN, "caf\xe9", f"{ONE} {OTHER}"):
+        assert refusal(both, path, presented).status == 401
+
+
+@pytest.mark.parametrize("path", CONTROL)
+def test_an_admin_route_takes_the_admin_key_only_and_is_off_without_one(both, path):
+    both.check(path, ADMIN)
+    for presented in (None, ONE, ADMIN.upper()):
+        assert refusal(both, path, presented).status == 401
+    assert refusal(Keys([ONE]), path, ONE).code == "admin_disabled"
+    assert refusal(Keys(), path).status == 403
+
+
+def test_without_api_keys_inference_is_open_and_probes_always_are(both):
+    for path in INFERENCE:
+        Keys(admin=[ADMIN]).check(path, None)
+    for path in OPEN_PATHS:
+        both.check(path, None)
+
+
+def test_keys_come_from_file_and_environment_together(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text(f"{ONE}\n")
+    environ = {"ENCORE_API_KEYS": f" {OTHER} , third,", "ENCORE_ADMIN_KEYS": ADMIN}
+    keys = Keys.load(ServerConfig(api_key_file=str(path)), environ)
+    for key in (ONE, OTHER, "third"):
+        keys.check("/generate", key)
+    keys.check("/graphs/warm", ADMIN)
+    assert str(keys) == "3 for inference, 1 for admin"
+
+
+@pytest.mark.parametrize("content", ["", "\n# nothing\n", "two words", "caf\xe9", None])
+def test_a_key_file_that_cant_be_meant_is_refused_without_showing_it(tmp_path, content):
+    path = tmp_path / "keys"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match="keys") as caught:
+        Keys.load(ServerConfig(api_key_file=str(path)), {})
+    assert not content or content.strip() == "" or content not in str(caught.value)
+
+
+def test_routes_over_http_want_their_keys(guarded):
+    http = guarded.http
+    assert http.get("/v1/models", headers=bearer(OTHER)).status_code == 200
+    assert http.post("/v1/completions", json=COMPLETION, headers={"authorization": f"bearer  {ONE}"}).status_code == 200
+    refused = http.post("/v1/completions", json=COMPLETION)
+    assert error_of(refused, 401)["code"] == "invalid_api_key" and refused.headers["www-authenticate"] == "Bearer"
+    for header in ({"Authorization": ONE}, {"Authorization": f"Basic {ONE}"}, bearer(ADMIN), bearer("wrong")):
+        error_of(http.post("/v1/completions", json=COMPLETION, headers=header), 401)
+    error_of(http.post("/graphs/warm", headers=bearer(ONE)), 401)
+    assert http.post("/graphs/warm", headers=bearer(ADMIN)).status_code == 200
+    for path in OPEN_PATHS:
+        assert http.get(path).status_code == 200, path
+
+
+def test_a_refused_body_is_not_read(guarded):
+    big = b'{"text": "' + b"a" * 20_000_000 + b'"}'
+    try:
+        response = guarded.http.post("/generate", content=big, headers={"Content-Type": "application/json"})
+    except Exception as closed:  # the connection may close under an upload that nobody reads
+        assert "Error" in type(closed).__name__
+    else:
+        error_of(response, 401)
+
+
+def test_no_key_is_shown_anywhere(guarded, caplog):
+    caplog.set_level(logging.DEBUG)
+    shown = [repr(guarded.service.config)]
+    for key in (ONE, ADMIN, "sk-wrong-qzvxd"):
+        for path in ("/v1/completions", "/graphs/recapture", "/generate"):
+            shown.append(guarded.http.post(path, json={"prompt": 3, "text": 3}, headers=bearer(key)).text)
+    shown += [guarded.http.get(path).text for path in ("/metrics", "/openapi.json", "/graphs")]
+    text = "\n".join([*shown, caplog.text, *(str(vars(record)) for record in caplog.records)])
+    assert "/v1/completions" in text
+    assert "qzvx" not in text

@@ -1,0 +1,58 @@
+"""POST /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.server.http.test_bodies import error_of
+
+TEXT = "the red bird 🙂"
+
+
+def test_tokens_and_text_are_each_others_inverse(server):
+    answer = server.answer("/tokenize", {"prompt": TEXT})
+    assert answer["tokens"] == server.service.client.tokenizer.encode(TEXT)
+    assert answer["count"] == len(answer["tokens"]) and answer["max_model_len"] == 256
+    assert answer["token_strs"] is None
+    assert server.answer("/detokenize", {"model": "tiny", "tokens": answer["tokens"]}) == {"prompt": TEXT}
+    assert server.answer("/detokenize", {"tokens": []}) == {"prompt": ""}
+
+
+def test_a_conversation_is_what_a_chat_sends_to_the_model(server):
+    messages = [{"role": "user", "content": "red"}]
+    count = server.answer("/tokenize", {"messages": messages})["count"]
+    chat = server.answer("/v1/chat/completions", {"messages": messages, "max_tokens": 1})
+    assert chat["usage"]["prompt_tokens"] == count
+    assert server.answer("/tokenize", {"messages": messages, "add_generation_prompt": False})["count"] < count
+
+
+def test_token_strs_spell_the_tokens(server):
+    answer = server.answer("/tokenize", {"prompt": "red bird", "return_token_strs": True})
+    assert "".join(answer["token_strs"]) == "red bird" and len(answer["token_strs"]) == answer["count"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "prompt"),
+        ("/tokenize", {"prompt": 3}, "prompt"),
+        ("/tokenize", {"prompt": "\ud800"}, "prompt"),
+        ("/tokenize", {"prompt": "fox " * 3000}, "prompt"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": ["a"]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": [10**30]}, "tokens"),
+        ("/detokenize", {"tokens": [1] * 300}, "tokens"),
+    ],
+)
+def test_what_has_no_tokens_is_a_400_that_names_the_field(server, path, body, param):
+    import json
+
+    response = server.http.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+    assert error_of(response, 400)["param"] == param
+
+
+def test_an_unknown_model_is_a_404(server):
+    error_of(server.post("/tokenize", {"model": "other", "prompt": "a"}), 404)

@@ -1,0 +1,40 @@
+"""Fixtures for tests of Megatron-Core on a CPU: a process group of one rank over gloo, and one thread.
+
+A conftest.py imports them for its folder. GPU tests make process groups of their own.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # its imports warn of what isn't installed, and of its own old names
+    import megatron.core.models.gpt
+    import megatron.core.models.gpt.gpt_layer_specs
+    import megatron.core.pipeline_parallel.schedules
+    import megatron.core.transformer.cuda_graphs  # noqa: F401
+    from megatron.core import parallel_state
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process(request: pytest.FixtureRequest):
+    if request.node.get_closest_marker("gpu"):
+        yield
+        return
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    parallel_state.initialize_model_parallel()
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

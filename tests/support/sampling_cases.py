@@ -1,0 +1,46 @@
+"""What the tests of drawing kernels share: logits, random numbers, and how near to torch's draws they must come."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.protocol.request import mix64
+from engine.sampling import ops as draw
+from tests.support.kernels import DEVICE
+
+LEFT = -7  # what a row holds that nobody drew
+
+
+def random_logits(rows, vocab_size, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(rows, vocab_size, generator=generator) * 3).to(DEVICE, dtype)
+
+
+def uniforms(rows, seed):
+    """A random number for each row: float64 [rows]."""
+    return draw.uniform(torch.tensor([mix64(seed)]), torch.arange(rows))
+
+
+def scaled_logits(logits, temperatures):
+    """z float32 [rows, V] as the sampler has it, row maximum 0."""
+    x = logits.float()
+    return (x - x.amax(1, keepdim=True)) / temperatures.float().unsqueeze(1)
+
+
+def assert_replays_follow(draw, drawn, logits, numbers_of):
+    """A captured `draw` gives what `drawn` gives after logits and numbers changed between two replays."""
+    (rows, vocab_size), numbers = logits.shape, numbers_of(len(logits))
+    token_ids = drawn(logits, numbers)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        draw(logits, *numbers.unbind(1), token_ids)
+    for seed in range(3):
+        logits.copy_(random_logits(rows, vocab_size, logits.dtype, seed))
+        numbers.copy_(numbers_of(rows, seed=seed))
+        graph.replay()
+        assert token_ids.equal(drawn(logits, numbers))
+
+
+def assert_nearly_all_equal(found, wanted):
+    """exp may differ in its last bit from torch's, which moves a draw once in millions."""
+    assert (found == wanted).sum() >= 0.999 * len(wanted)
