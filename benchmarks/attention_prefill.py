@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.attention_decode import DIM, DTYPE, PAGE, graph_microseconds
-from engine.kernels.paged_prefill import Packing, Tile, choose_tile, paged_prefill
+from engine.kernels.paged_prefill import Tile, VarlenLayout, choose_tile, paged_prefill
 
 CALLS = 8  # in one graph
 SHAPES = [
@@ -51,7 +51,7 @@ class Case:
         places = torch.cat([torch.arange(start, start + length) for start, length in chunks])
         rows = torch.repeat_interleave(torch.arange(1, len(chunks) + 1), lengths)
         starts = torch.tensor([start for start, _ in chunks])
-        self.packing = Packing(
+        self.packing = VarlenLayout(
             *(part.cuda() for part in (places, rows, lengths.cumsum(0), starts, torch.arange(1, len(chunks) + 1)))
         )
 

@@ -67,7 +67,7 @@ def measure(fused: FusedDense, state: Any, rows: int, context: int, args: argpar
         fused.embed_rows(state, hidden)
         for index in range(model.config.num_layers):
             fused.layer(index, hidden, fused.decode_attention(state, rows))
-        fused.choose(state.slots, state.positions, state.last_tokens, hidden, logits, chosen, after_layer=True)
+        fused.sample_greedy(state.slots, state.positions, state.last_tokens, hidden, logits, chosen, after_layer=True)
 
     with torch.inference_mode():
         graph, times = timed(step, rewind, args.repeats)

@@ -28,9 +28,9 @@ class Encore:
     def __init__(self, settings: Mapping[str, Any]):
         spin = settings.get("spin")
         if spin is None:
-            from engine.utils.openmp import calm_openmp
+            from engine.utils.openmp import limit_openmp_spinning
 
-            calm_openmp()
+            limit_openmp_spinning()
         elif spin != "default":
             os.environ["GOMP_SPINCOUNT"] = spin  # read when torch loads OpenMP, below
         from engine import Engine, EngineConfig

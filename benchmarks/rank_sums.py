@@ -19,14 +19,14 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor
 
-from engine.distributed.one_shot_all_reduce import PeerMemory
+from engine.distributed.one_shot_all_reduce import OneShotAllReduce
 from engine.kernels.small_batch_gemm import Scratch, linear
 
 RANKS, WIDTH, INPUTS, LAYERS, REPLAYS = 2, 4096, 2048, 36, 20
 DTYPE = torch.bfloat16
 
 
-def ways(memory: PeerMemory, layer: Callable[..., None]) -> dict[str, Callable[[Tensor], None]]:
+def ways(memory: OneShotAllReduce, layer: Callable[..., None]) -> dict[str, Callable[[Tensor], None]]:
     """By name, what adds LAYERS products to `hidden`, each the sum of all ranks'."""
     group = dist.group.WORLD
 
@@ -48,7 +48,7 @@ def ways(memory: PeerMemory, layer: Callable[..., None]) -> dict[str, Callable[[
     def ours(hidden: Tensor) -> None:
         for index in range(LAYERS):
             layer(index, memory.share(len(hidden), index % 2), add=False)
-            memory.add_up(hidden, index % 2)
+            memory.all_reduce_shared(hidden, index % 2)
 
     return {"alone": alone, "nccl": nccl, "one_shot": one_shot, "ours": ours}
 
@@ -76,7 +76,7 @@ def rank_main(rank: int, folder: str, sizes: list[int]) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", store=dist.FileStore(f"{folder}/meeting", RANKS), rank=rank, world_size=RANKS)
-    memory = PeerMemory(dist.group.WORLD, WIDTH, DTYPE, device)
+    memory = OneShotAllReduce(dist.group.WORLD, WIDTH, DTYPE, device)
     weights = [torch.randn(WIDTH, INPUTS, device=device, dtype=DTYPE) * 0.01 for _ in range(LAYERS)]
     for rows in sizes:
         x = torch.randn(rows, INPUTS, device=device, dtype=DTYPE)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from engine.kernels.small_batch_gemm import WIDE, Pick, Scratch, choose, linear, suits_library
+from engine.kernels.small_batch_gemm import WIDE, LaunchConfig, Scratch, choose_config, linear, suits_library
 
 LAYERS = 24
 
@@ -53,10 +53,10 @@ SHAPES = {
 }
 
 
-def candidates(case: Case, rows: int) -> list[Pick]:
+def candidates(case: Case, rows: int) -> list[LaunchConfig]:
     """Launch parameters worth trying, what the engine would choose among them."""
-    found: list[Pick] = (
-        [] if suits_library(rows, case.n, case.k, case.gated) else [choose(rows, case.n, case.k, case.gated)]
+    found: list[LaunchConfig] = (
+        [] if suits_library(rows, case.n, case.k, case.gated) else [choose_config(rows, case.n, case.k, case.gated)]
     )
     big = case.n > 50000
     if rows <= 8:
@@ -65,7 +65,7 @@ def candidates(case: Case, rows: int) -> list[Pick]:
                 continue
             if rows > 1 and (bn * bk * (2 if case.gated else 1) > 2048 * warps or -(-case.k // bk) * rows > 24):
                 continue  # spills, or compiles for minutes
-            found.append(Pick(0, bn, bk, 1, warps, 1))
+            found.append(LaunchConfig(0, bn, bk, 1, warps, 1))
     if rows == 1:
         return list(dict.fromkeys(found))
     full = max(16, 1 << (rows - 1).bit_length())
@@ -83,11 +83,11 @@ def candidates(case: Case, rows: int) -> list[Pick]:
         programs = -(-case.n // bn) * splits * -(-rows // padded)
         if programs < 60 or programs > 2000 and splits > 1:
             continue
-        found.append(Pick(padded, bn, bk, splits, warps, stages))
+        found.append(LaunchConfig(padded, bn, bk, splits, warps, stages))
     return list(dict.fromkeys(found))
 
 
-def launch(case: Case, pick: Pick, buffers: dict[str, Any], layer: int) -> None:
+def launch(case: Case, pick: LaunchConfig, buffers: dict[str, Any], layer: int) -> None:
     """One layer's product as the engine would launch it with this tile."""
     linear(
         buffers["x"],
@@ -214,7 +214,9 @@ def measure(case: Case, rows: int, bandwidth: float) -> dict[str, Any]:
     row["chosen"] = (
         None
         if suits_library(rows, case.n, case.k, case.gated)
-        else next((us for us, _, pick in row["ours"] if pick == choose(rows, case.n, case.k, case.gated)), "failed")
+        else next(
+            (us for us, _, pick in row["ours"] if pick == choose_config(rows, case.n, case.k, case.gated)), "failed"
+        )
     )
     row["tried"] = len(row["ours"])
     row["ours"] = row["ours"][:8]

@@ -17,20 +17,20 @@ import torch
 
 from engine.kernels import fused_sampling
 from engine.protocol.request import SamplingParams
-from engine.sampling.sampler import SamplingState
+from engine.sampling.sampler import Sampler
 
 
-def sampler(args: argparse.Namespace, rows: int, fused: bool) -> SamplingState:
+def sampler(args: argparse.Namespace, rows: int, fused: bool) -> Sampler:
     """A state whose slots all draw in the way that is asked for."""
-    made = SamplingState(rows, args.vocab, args.device)
-    made._choice._kernels = fused_sampling if fused else None
+    made = Sampler(rows, args.vocab, args.device)
+    made._selector._kernels = fused_sampling if fused else None
     params = SamplingParams(temperature=args.temperature, min_p=args.min_p, top_k=args.top_k, top_p=args.top_p)
     for slot in range(rows):
         made.set_slot(slot, params, slot, [1], [])
     return made
 
 
-def times(state: SamplingState, logits: torch.Tensor, position: int) -> tuple[float, float, float]:
+def times(state: Sampler, logits: torch.Tensor, position: int) -> tuple[float, float, float]:
     """device_ms (0 without a GPU), call_ms and wall_ms of one call."""
     call = logits, range(len(logits)), [position] * len(logits)
     device = 0.0

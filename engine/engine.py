@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from engine.checkpoint.source import resolve_model
 from engine.config import DEFAULT_MODEL, EngineConfig
-from engine.core.builder import host_loop
+from engine.core.builder import build_megatron_loop
 from engine.errors import ConfigError, EngineDead, RequestError, WeightUpdateError
 from engine.executor.build import build_loop
 from engine.loader.shared_weights import share_weights
@@ -59,7 +59,9 @@ class Engine:
         self.tokenizer = Tokenizer.try_load(source) if source else None
         ends = self.tokenizer.eos_token_ids if self.tokenizer else ()
         self._loop = (
-            build_loop(self.config, source, ends) if model is None else host_loop(self.config, model, ends, source)
+            build_loop(self.config, source, ends)
+            if model is None
+            else build_megatron_loop(self.config, model, ends, source)
         )
         self._numbers = itertools.count()
         self._seeds = itertools.count(1)

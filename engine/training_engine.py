@@ -21,8 +21,8 @@ from graph_cache.backends import backend_for
 from graph_cache.pool import GraphPool
 from graph_cache.stats import CacheStats
 from graph_cache.training.attached import Attachment, Part
+from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.iteration import CapturedIteration
-from graph_cache.training.job import Job
 from graph_cache.training.modules import TrainingGraphs
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class TrainingEngine:
         packed = None if packed_documents is None else self._packed_documents(models, packed_documents)
         pool = self._pool_for(next(parameter for one in models for parameter in one.parameters()).device)
         drawn = (*generators, *found.generators, *(own for one in models for own in _generators_of(one)))
-        job = Job(pool, self.stats, self._registered(pool, drawn), found.state)
+        job = CaptureContext(pool, self.stats, self._registered(pool, drawn), found.state)
         if self._graph_config.cuda_graph_impl == "transformer_engine":
             self._modules = self._by_transformer_engine(models, found, job, microbatches)
         else:
@@ -115,7 +115,7 @@ class TrainingEngine:
         return [part.name for part in found.parts]
 
     def _by_transformer_engine(
-        self, models: Sequence[nn.Module], found: Attachment, job: Job, microbatches: int | None
+        self, models: Sequence[nn.Module], found: Attachment, job: CaptureContext, microbatches: int | None
     ) -> TransformerEngineGraphs:
         """Graphs that Transformer Engine captures; of a model of Megatron-Core in the order of this pipeline stage."""
         from graph_cache.adapters.transformer_engine.graphs import TransformerEngineGraphs

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
         ManifestError,
         SignatureMismatch,
     )
+    from graph_cache.host_ring import HostRing, Ticket
     from graph_cache.keys import GraphKey, Plan
     from graph_cache.manifest import Manifest
     from graph_cache.pool import GraphPool
-    from graph_cache.ring import HostRing, Ticket
     from graph_cache.runner import GraphRunner, RunnerState
     from graph_cache.site import Site
     from graph_cache.tuner import tune

@@ -28,11 +28,11 @@ from graph_cache.keys import (
     GRAPHS_OFF,
     NOT_CAPTURED,
     STALE,
-    UNKNOWN_STATICS,
+    UNKNOWN_VARIANT,
     GraphKey,
     Plan,
-    Statics,
-    freeze_statics,
+    Variant,
+    freeze_variant,
 )
 from graph_cache.manifest import Manifest
 from graph_cache.pool import GraphPool
@@ -57,7 +57,7 @@ class Borrowed(Generic[T]):
 
 
 @dataclass
-class Entry:
+class CacheEntry:
     """A key's graphs, one per part, or why it has none."""
 
     key: GraphKey
@@ -96,7 +96,7 @@ class GraphCache:
         self.stats = CacheStats()
         self.enabled = self.config.captures_inference
         self._sites: dict[str, Site] = {}
-        self._entries: dict[GraphKey, Entry] = {}
+        self._entries: dict[GraphKey, CacheEntry] = {}
         self._lost: dict[GraphKey, str] = {}  # keys that had a graph, and why they have it no more
         self._plans: dict[tuple, Plan] = {}
         self._pending: list[GraphKey] | None = None
@@ -162,28 +162,28 @@ class GraphCache:
 
     # ---- planning and running --------------------------------------------------------------------------------------
 
-    def plan(self, site: str, rows: int, **statics: Any) -> Plan:
+    def plan(self, site: str, rows: int, **variant: Any) -> Plan:
         """Which graph serves `rows` rows with these keyword values, or eager and why. The only such decision."""
-        memo = (site, rows, *statics.items(), *map(type, statics.values()))  # types, since 1 == 1.0 == True
+        memo = (site, rows, *variant.items(), *map(type, variant.values()))  # types, since 1 == 1.0 == True
         plan = self._plans.get(memo)
         if plan is None:
-            plan = self._plans[memo] = self._decide(self._sites[site], rows, freeze_statics(statics))
+            plan = self._plans[memo] = self._decide(self._sites[site], rows, freeze_variant(variant))
         return plan
 
-    def _decide(self, site: Site, rows: int, statics: Statics) -> Plan:
+    def _decide(self, site: Site, rows: int, variant: Variant) -> Plan:
         bucket = site.buckets.round_up(rows)
         if bucket is None:
-            return Plan(site.name, rows, None, None, ABOVE_MAX, statics)
-        key = site.key(bucket, statics)
+            return Plan(site.name, rows, None, None, ABOVE_MAX, variant)
+        key = site.key(bucket, variant)
         if not self.enabled:
             reason = GRAPHS_OFF
-        elif not site.serves(statics):
-            reason = UNKNOWN_STATICS
+        elif not site.serves(variant):
+            reason = UNKNOWN_VARIANT
         elif key in self._entries:
             reason = None if self._entries[key].captured else CAPTURE_FAILED
         else:
             reason = self._lost.get(key, NOT_CAPTURED)
-        return Plan(site.name, rows, bucket, key, reason, statics)
+        return Plan(site.name, rows, bucket, key, reason, variant)
 
     def run(self, plan: Plan) -> Borrowed[Any]:
         """Run a plan on its site's static buffers, which the caller has loaded, and count it.
@@ -195,7 +195,7 @@ class GraphCache:
         if plan.bucket is None or plan.key is None:
             raise GraphConfigError(f"{plan.rows} rows exceed every bucket of {plan.site!r}: use run_unpadded")
         entry = self._entries.get(plan.key)
-        if entry is None and self.capture_on_miss and self.enabled and site.serves(plan.key.statics):
+        if entry is None and self.capture_on_miss and self.enabled and site.serves(plan.key.variant):
             entry = self._capture_for(plan.key)
         if entry is not None and entry.captured:
             for runner in entry.runners:
@@ -207,9 +207,9 @@ class GraphCache:
                 self.manifest.replayed(plan.key)
         else:
             site.run_eager(plan.key)
-            reason = self.plan(site.name, plan.rows, **dict(plan.key.statics)).reason
+            reason = self.plan(site.name, plan.rows, **dict(plan.key.variant)).reason
             self.stats.fallbacks[site.name, site.phase, reason or NOT_CAPTURED] += 1
-        self._observe(site, plan.rows, plan.bucket - plan.rows, plan.key.statics)
+        self._observe(site, plan.rows, plan.bucket - plan.rows, plan.key.variant)
         return Borrowed(site.outputs(plan.key, plan.rows))
 
     def run_unpadded(self, plan: Plan, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -219,12 +219,12 @@ class GraphCache:
         """
         site = self._sites[plan.site]
         self.stats.fallbacks[site.name, site.phase, plan.reason or ABOVE_MAX] += 1
-        self._observe(site, plan.rows, 0, plan.statics)
+        self._observe(site, plan.rows, 0, plan.variant)
         with torch.inference_mode():
             given = site.buffers.unpadded(plan.rows) | dict(tensors)
             result = None
             for part in site.parts:
-                result = part(**given, **dict(plan.statics))
+                result = part(**given, **dict(plan.variant))
         return result
 
     def count_eager(self, site: str, phase: str, tokens: int, reason: str) -> None:
@@ -232,10 +232,10 @@ class GraphCache:
         self.stats.fallbacks[site, phase, reason] += 1
         self.stats.real_tokens[phase] += tokens
 
-    def _observe(self, site: Site, rows: int, padding: int, statics: Statics) -> None:
+    def _observe(self, site: Site, rows: int, padding: int, variant: Variant) -> None:
         self.stats.observe_batch(site.name, site.phase, rows, padding)
         if self.manifest is not None:
-            self.manifest.observe(site.name, site.phase, rows, statics)
+            self.manifest.observe(site.name, site.phase, rows, variant)
 
     # ---- capturing -------------------------------------------------------------------------------------------------
 
@@ -258,10 +258,10 @@ class GraphCache:
         if self.manifest is None:
             return []
         return [
-            site.key(bucket, statics)
+            site.key(bucket, variant)
             for bucket in reversed(site.buckets.sizes)
-            for statics in site.variants
-            if self.manifest.replays(site.key(bucket, statics))
+            for variant in site.variants
+            if self.manifest.replays(site.key(bucket, variant))
         ]
 
     def warm(
@@ -293,18 +293,18 @@ class GraphCache:
         missing = sum(key not in self._entries for site in self._sites.values() for key in site.warm_keys())
         return 1.0 - missing / wanted if wanted else 1.0
 
-    def _capture_for(self, key: GraphKey) -> Entry:
+    def _capture_for(self, key: GraphKey) -> CacheEntry:
         """Capture on a miss; the largest of its kind first, since a pool grown from small to large holds both."""
         site = self._sites[key.site]
-        largest = site.key(site.buckets.max, key.statics)
+        largest = site.key(site.buckets.max, key.variant)
         if largest not in self._entries:
             self._capture(largest, "miss")
         return self._entries[key] if key in self._entries else self._capture(key, "miss")
 
-    def _capture(self, key: GraphKey, reason: str) -> Entry:
+    def _capture(self, key: GraphKey, reason: str) -> CacheEntry:
         """Capture a key's parts on dummy rows. The buffers' contents are as before afterwards; failures are kept."""
         site, started = self._sites[key.site], time.perf_counter()
-        entry = Entry(key)
+        entry = CacheEntry(key)
         with self.pool.session(), torch.inference_mode():
             saved = site.buffers.snapshot(site.buffers.max_rows)
             site.buffers.fill_dummy()
@@ -416,7 +416,7 @@ class GraphCache:
         self._changed()
         return len(found)
 
-    def _drop(self, entry: Entry) -> None:
+    def _drop(self, entry: CacheEntry) -> None:
         for runner in entry.runners:
             runner.close()
         entry.runners = []
@@ -437,7 +437,7 @@ class GraphCache:
                     "scope": key.scope,
                     "phase": key.phase,
                     "bucket": key.bucket,
-                    "statics": dict(key.statics),
+                    "variant": dict(key.variant),
                     "state": "captured" if captured else "failed" if entry else self._lost.get(key, NOT_CAPTURED),
                     "replays": entry.replays if entry else 0,
                     "padded_rows": entry.replays * key.bucket - entry.real_rows if entry else 0,
@@ -448,4 +448,4 @@ class GraphCache:
                     "failure": entry.failure if entry else None,
                 }
             )
-        return sorted(rows, key=lambda row: (row["site"], row["phase"], row["bucket"], str(row["statics"])))
+        return sorted(rows, key=lambda row: (row["site"], row["phase"], row["bucket"], str(row["variant"])))

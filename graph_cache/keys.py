@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-Statics = tuple[tuple[str, int | float | bool | str | None], ...]
+Variant = tuple[tuple[str, int | float | bool | str | None], ...]
 
 # Why a batch runs eager. A fixed vocabulary: these are the values of the `reason` label in the metrics.
 GRAPHS_OFF = "graphs_off"
 ABOVE_MAX = "above_largest_bucket"
 NOT_CAPTURED = "not_captured"
-UNKNOWN_STATICS = "unknown_variant"
+UNKNOWN_VARIANT = "unknown_variant"
 CAPTURE_FAILED = "capture_failed"
 STALE = "stale_address"
 EVICTED = "evicted"
-REASONS = (GRAPHS_OFF, ABOVE_MAX, NOT_CAPTURED, UNKNOWN_STATICS, CAPTURE_FAILED, STALE, EVICTED)
+REASONS = (GRAPHS_OFF, ABOVE_MAX, NOT_CAPTURED, UNKNOWN_VARIANT, CAPTURE_FAILED, STALE, EVICTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +28,14 @@ class GraphKey:
     scope: str
     phase: str
     bucket: int
-    statics: Statics = ()
+    variant: Variant = ()
     _spelled: str = field(init=False, repr=False)  # tells 1, 1.0 and True apart, which Python takes for equal
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_spelled", repr(self.statics))
+        object.__setattr__(self, "_spelled", repr(self.variant))
 
     def __str__(self) -> str:
-        values = "".join(f",{name}={value}" for name, value in self.statics)
+        values = "".join(f",{name}={value}" for name, value in self.variant)
         return f"{self.site}[{self.scope},{self.phase},{self.bucket}{values}]"
 
 
@@ -44,7 +44,7 @@ class Plan:
     """What `GraphCache.plan` answers: a graph to replay, or eager and why.
 
     `bucket` is the padded batch size, also for an eager run that pads (so that warming up changes no rounding);
-    None means that no bucket holds the batch and the callable runs on the tensors as they are. `statics` are the
+    None means that no bucket holds the batch and the callable runs on the tensors as they are. `variant` are the
     keyword values that were asked for.
     """
 
@@ -53,7 +53,7 @@ class Plan:
     bucket: int | None
     key: GraphKey | None
     reason: str | None
-    statics: Statics = ()
+    variant: Variant = ()
 
     @property
     def is_graph(self) -> bool:
@@ -61,6 +61,6 @@ class Plan:
         return self.reason is None
 
 
-def freeze_statics(statics: dict) -> Statics:
+def freeze_variant(variant: dict) -> Variant:
     """Sort keyword values into the hashable form that keys use."""
-    return tuple(sorted(statics.items()))
+    return tuple(sorted(variant.items()))

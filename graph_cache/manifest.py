@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from graph_cache.errors import ManifestError
-from graph_cache.keys import GraphKey, Statics
+from graph_cache.keys import GraphKey, Variant
 
 VERSION = 1
 ROWS_METRIC = "encore_graph_batch_rows_total"  # labels: site, phase, rows; counts steps by their real rows
 
 _logger = logging.getLogger(__name__)
 
-_Variant = tuple[str, str, Statics]  # site, phase, statics
+_Variant = tuple[str, str, Variant]  # site, phase, statics
 _DAMAGE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)  # what reading a damaged file raises
 
 
@@ -83,11 +83,11 @@ class Manifest:
             raise ManifestError(f"manifest {path} is damaged ({error!r}): give the path of a saved one") from error
         return manifest
 
-    def observe(self, site: str, phase: str, rows: int, statics: Statics = (), count: int = 1) -> None:
+    def observe(self, site: str, phase: str, rows: int, variant: Variant = (), count: int = 1) -> None:
         """Count `count` steps that had `rows` real rows, whether a graph or eager ran them."""
-        counts = self._rows.get((site, phase, statics))
+        counts = self._rows.get((site, phase, variant))
         if counts is None:
-            counts = self._rows[site, phase, statics] = Counter()
+            counts = self._rows[site, phase, variant] = Counter()
         counts[rows] += count
 
     def replayed(self, key: GraphKey, count: int = 1) -> None:
@@ -127,12 +127,12 @@ class Manifest:
         """
         given = list(dict.fromkeys(keys))
         # By scope too: keys of two scopes serve the same rows, each set on its own.
-        ladders: dict[tuple[str, str, str, Statics], list[GraphKey]] = {}
+        ladders: dict[tuple[str, str, str, Variant], list[GraphKey]] = {}
         for key in given:
-            ladders.setdefault((key.site, key.scope, key.phase, key.statics), []).append(key)
+            ladders.setdefault((key.site, key.scope, key.phase, key.variant), []).append(key)
         use: dict[GraphKey, int] = {}
-        for (site, _, phase, statics), ladder in ladders.items():
-            counts = self._rows.get((site, phase, statics), Counter())
+        for (site, _, phase, variant), ladder in ladders.items():
+            counts = self._rows.get((site, phase, variant), Counter())
             below = 0
             for key in sorted(ladder, key=lambda key: key.bucket):
                 use[key] = sum(count for rows, count in counts.items() if below < rows <= key.bucket)
@@ -172,12 +172,12 @@ class Manifest:
             "version": VERSION,
             "fingerprint": self.fingerprint,
             "rows": [
-                {"site": site, "phase": phase, "statics": statics, "steps": sorted(counts.items())}
-                for (site, phase, statics), counts in self._rows.items()
+                {"site": site, "phase": phase, "variant": variant, "steps": sorted(counts.items())}
+                for (site, phase, variant), counts in self._rows.items()
             ],
             "replays": [
                 {"site": key.site, "scope": key.scope, "phase": key.phase, "bucket": key.bucket,
-                 "statics": key.statics, "count": count}
+                 "variant": key.variant, "count": count}
                 for key, count in self._replays.items()
             ],
             "captured": [
@@ -190,11 +190,11 @@ class Manifest:
         for entry in found["rows"]:
             for rows, count in entry["steps"]:
                 self.observe(
-                    _text(entry["site"]), _text(entry["phase"]), _size(rows), _statics(entry["statics"]), _size(count)
+                    _text(entry["site"]), _text(entry["phase"]), _size(rows), _variant(entry["variant"]), _size(count)
                 )
         for entry in found["replays"]:
             names = (_text(entry[name]) for name in ("site", "scope", "phase"))
-            self.replayed(GraphKey(*names, _size(entry["bucket"]), _statics(entry["statics"])), _size(entry["count"]))
+            self.replayed(GraphKey(*names, _size(entry["bucket"]), _variant(entry["variant"])), _size(entry["count"]))
         for entry in found["captured"]:
             for bucket in entry["buckets"]:
                 self.captured(_text(entry["site"]), _text(entry["phase"]), _size(bucket))
@@ -249,7 +249,7 @@ def _text(value: Any) -> str:
     return value
 
 
-def _statics(value: Any) -> Statics:
+def _variant(value: Any) -> Variant:
     pairs = tuple((_text(name), item) for name, item in value)
     if not all(item is None or isinstance(item, (bool, int, float, str)) for _, item in pairs):
         raise ValueError(f"{value!r} are no static values")

@@ -16,7 +16,7 @@ from graph_cache.addresses import AddressBook
 from graph_cache.buckets import Buckets
 from graph_cache.buffers import StaticBuffers
 from graph_cache.errors import GraphConfigError
-from graph_cache.keys import GraphKey, Statics, freeze_statics
+from graph_cache.keys import GraphKey, Variant, freeze_variant
 
 
 class OutputLabel(NamedTuple):
@@ -31,7 +31,7 @@ class OutputLabel(NamedTuple):
 class Site:
     """One captured callable, or the consecutive parts of one.
 
-    `parts` are called in order as `part(**buffers, **statics)` on views of `buffers`; under scope `block` there is one,
+    `parts` are called in order as `part(**buffers, **variant)` on views of `buffers`; under scope `block` there is one,
     under `layer` one per layer, each with a graph of its own. A part may write into the buffers it is given; tensors
     that the last part returns are copied into output buffers that all buckets share. `variants` lists the keyword
     values that are part of the key; empty means none. `warm_variants` are those captured ahead (default: all).
@@ -62,42 +62,42 @@ class Site:
         self.buckets = buckets
         self.scope = scope
         self.phase = phase
-        self.variants: tuple[Statics, ...] = tuple(freeze_statics(dict(variant)) for variant in variants)
+        self.variants: tuple[Variant, ...] = tuple(freeze_variant(dict(variant)) for variant in variants)
         warm = variants if warm_variants is None else warm_variants
-        self.warm_variants: tuple[Statics, ...] = tuple(freeze_statics(dict(variant)) for variant in warm)
+        self.warm_variants: tuple[Variant, ...] = tuple(freeze_variant(dict(variant)) for variant in warm)
         self.addresses = addresses if addresses is not None else AddressBook()
         self.addresses.watch(buffers._whole, prefix=f"{name}.buffers.")
         self.generators = tuple(generators)
         self._outputs: dict[OutputLabel, torch.Tensor] = {}
         self._results: dict[GraphKey, tuple[Any, list[OutputLabel]]] = {}  # how a key's run returns what it returns
-        self._unbatched: set[tuple[Statics, int]] = set()  # leaves that some bucket has shown not to follow it
+        self._unbatched: set[tuple[Variant, int]] = set()  # leaves that some bucket has shown not to follow it
 
-    def key(self, bucket: int, statics: Statics) -> GraphKey:
+    def key(self, bucket: int, variant: Variant) -> GraphKey:
         """The identity of this site's graph for a bucket and keyword values."""
-        return GraphKey(self.name, self.scope, self.phase, bucket, statics)
+        return GraphKey(self.name, self.scope, self.phase, bucket, variant)
 
     def warm_keys(self) -> list[GraphKey]:
         """Every key captured ahead, largest bucket first."""
-        return [self.key(bucket, statics) for bucket in reversed(self.buckets.sizes) for statics in self.warm_variants]
+        return [self.key(bucket, variant) for bucket in reversed(self.buckets.sizes) for variant in self.warm_variants]
 
     def bodies(self, key: GraphKey) -> list[Callable[[], None]]:
         """The parts bound to one key's views, as calls without arguments: what a capture records."""
-        views, statics = self.buffers.view(key.bucket), dict(key.statics)
+        views, variant = self.buffers.view(key.bucket), dict(key.variant)
         calls: list[Callable[[], None]] = []
         for index, part in enumerate(self.parts):
             last = index == len(self.parts) - 1
 
             def body(part: Callable[..., Any] = part, last: bool = last) -> None:
-                result = part(**views, **statics)
+                result = part(**views, **variant)
                 if last:
                     self._keep(result, key)
 
             calls.append(body)
         return calls
 
-    def serves(self, statics: Statics) -> bool:
+    def serves(self, variant: Variant) -> bool:
         """Whether these keyword values, types included, are among the variants."""
-        return repr(statics) in map(repr, self.variants)
+        return repr(variant) in map(repr, self.variants)
 
     def run_eager(self, key: GraphKey) -> None:
         """Run all parts on the static buffers at the key's bucket, exactly what a graph of that key would do."""
@@ -119,7 +119,7 @@ class Site:
         for label in labels:
             whole = self._outputs[label]
             if label.batched:
-                whole = whole[: key.bucket if (key.statics, label.leaf) in self._unbatched else rows]
+                whole = whole[: key.bucket if (key.variant, label.leaf) in self._unbatched else rows]
             leaves.append(whole)
         return tree_unflatten(leaves, structure)
 
@@ -137,7 +137,7 @@ class Site:
                 )
             batched = leaf.dim() > 0 and leaf.shape[0] == key.bucket
             if not batched:
-                self._unbatched.add((key.statics, index))
+                self._unbatched.add((key.variant, index))
             shape = (self.buffers.max_rows, *leaf.shape[1:]) if batched else tuple(leaf.shape)
             label = OutputLabel(index, batched, shape, leaf.dtype)
             if label not in self._outputs:

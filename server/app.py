@@ -12,13 +12,13 @@ from prometheus_client import CollectorRegistry
 
 from server.config import ServerConfig
 from server.http.errors import install_error_handlers
-from server.http.keys import KeyGuard, Keys
-from server.http.middleware import BodyLimit, Farewell, RequestIds
+from server.http.keys import KeyMiddleware, Keys
+from server.http.middleware import BodyLimit, CloseWhenDraining, RequestIds
 from server.http.openapi import describe
 from server.http.streaming import ClientGone
 from server.observability.metrics import CountResponses, EngineCollector, response_counts
 from server.observability.process_metrics import ProcessesCollector
-from server.observability.shared_counters import Tally
+from server.observability.shared_counters import SharedCounters
 from server.routes import admin as routes_control
 from server.routes import generate as routes_generate
 from server.routes import openai as routes_openai
@@ -36,24 +36,24 @@ if TYPE_CHECKING:
 
 
 def create_app(
-    client: Client, config: ServerConfig, keys: Keys | None = None, tally: Tally | None = None,
+    client: Client, config: ServerConfig, keys: Keys | None = None, counters: SharedCounters | None = None,
     began: float | None = None,
 ) -> FastAPI:  # fmt: skip
     """An application that starts `client` with its lifespan and closes it at the end.
 
     The client starts beside the server: until the model is loaded, /ready says so and inference answers 503.
     `app.state.service` has the start's outcome. Without `keys` inference is open and the admin routes are off. What is
-    counted goes to `tally`, which several fronts of one server share; to one of its own unless given. `began` is the
+    counted goes to `counters`, which several fronts of one server share; to one of its own unless given. `began` is the
     server's start in seconds of time.time, now unless given.
     """
     registry = CollectorRegistry()
-    service = Service(client, config, tally, began)
-    responses = response_counts(service.tally)
+    service = Service(client, config, counters, began)
+    responses = response_counts(service.counters)
     registry.register(service.metrics)
     registry.register(responses)
     registry.register(ServiceCollector(service))
     registry.register(EngineCollector(client, lambda: service.started))
-    registry.register(ProcessesCollector(service.tally))
+    registry.register(ProcessesCollector(service.counters))
 
     board = StatusBoard(service)
 
@@ -77,10 +77,10 @@ def create_app(
     app.add_exception_handler(ClientGone, _nobody_listens)
     # The last one added is the outermost: refused bodies carry an id too.
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
-    app.add_middleware(KeyGuard, keys=keys or Keys())
+    app.add_middleware(KeyMiddleware, keys=keys or Keys())
     app.add_middleware(RequestLog)
     app.add_middleware(RequestIds)
-    app.add_middleware(Farewell, is_draining=lambda: service.draining)
+    app.add_middleware(CloseWhenDraining, is_draining=lambda: service.draining)
     app.add_middleware(CountResponses, answers=responses)
     # FastAPI tries them in this order, at every request: what is asked most stands first.
     for routes in (routes_openai, routes_generate, routes_tokens, routes_control, routes_status, routes_admin):

@@ -21,7 +21,7 @@ from engine.errors import ConfigError
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 LOG_FORMATS = ("text", "json")
 # A front streams about 20,000 tokens a second; the other processors are the engine's and the clients'.
-MOST_FRONTS, PROCESSORS_PER_FRONT = 4, 4
+MAX_API_WORKERS, PROCESSORS_PER_API_WORKER = 4, 4
 CGROUP_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # a container sees its own there
 
 
@@ -84,11 +84,11 @@ class ServerConfig:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}")
 
     @property
-    def fronts(self) -> int:
+    def api_workers(self) -> int:
         """How many processes answer HTTP."""
         if self.http_workers is not None:
             return self.http_workers
-        return 1 if self.in_process else min(MOST_FRONTS, max(1, _processors() // PROCESSORS_PER_FRONT))
+        return 1 if self.in_process else min(MAX_API_WORKERS, max(1, _processors() // PROCESSORS_PER_API_WORKER))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ServerConfig:

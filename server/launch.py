@@ -31,7 +31,7 @@ from server.workers.http_server import (
     url_of,
     uvicorn_config,
 )
-from server.workers.manager import serve_fronts
+from server.workers.manager import serve_workers
 
 log = logging.getLogger("encore.server")
 
@@ -44,7 +44,7 @@ def run(config: ServerConfig, run_engine: Run = run_loop) -> None:
     """
     logging.config.dictConfig(log_settings(config.log_level, config.log_format))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(config, run_engine) if config.fronts == 1 else serve_fronts(config, run_engine))
+        runner.run(serve(config, run_engine) if config.api_workers == 1 else serve_workers(config, run_engine))
 
 
 async def serve(config: ServerConfig, run_engine: Run = run_loop) -> None:

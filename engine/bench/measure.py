@@ -118,7 +118,7 @@ def replay_against_eager(engine: Engine, batch: int, context: int, repeats: int 
             cache.pool.backend.synchronize()
             if number >= 2:  # the first turns find cold caches
                 times[name].append((time.perf_counter() - started) * 1e3)
-    runner.inputs.forget()
+    runner.inputs.invalidate()
     replay, eager = (statistics.median(times[name]) for name in ("replay", "eager"))
     return found | {"replay_ms": round(replay, 4), "eager_ms": round(eager, 4), "speedup": round(eager / replay, 3)}
 

@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from engine.checkpoint.source import ModelSource, resolve_model
-from engine.client.counters import carried
-from engine.client.output_queue import Queue, joined, until_all_end
+from engine.client.counters import totals_after_exit
+from engine.client.output_queue import OutputQueue, deltas_until_end, merge_deltas
 from engine.client.supervisor import RestartPolicy, Supervisor
 from engine.client.transport import ProcessTransport, Run, ThreadTransport, Transport, run_loop
 from engine.config import EngineConfig
 from engine.errors import EngineDead, EngineError, RequestError
 from engine.protocol.messages import (
-    FRONT_SPAN,
+    CLIENT_ID_SPAN,
     Abort,
     Ask,
     Dead,
@@ -126,20 +126,20 @@ def make_client(
 class EngineClient:
     """The one implementation of Client, over any transport.
 
-    `front`: which of several clients of one engine this is; no two may have the same number, nor one after the other.
+    `client`: which of several clients of one engine this is; no two may have the same number, nor one after the other.
     """
 
-    def __init__(self, config: EngineConfig, transport: Transport, hang_seconds: float = HANG_SECONDS, front: int = 0):
+    def __init__(self, config: EngineConfig, transport: Transport, hang_seconds: float = HANG_SECONDS, client: int = 0):
         self.config, self.hang_seconds = config, hang_seconds
         self.tokenizer: Tokenizer | None = None
         self._transport = transport
         self._info: ModelInfo | None = None
         self._stats = EngineStats()
-        self._queues: dict[str, Queue] = {}  # by parent request
+        self._queues: dict[str, OutputQueue] = {}  # by parent request
         self._parents: dict[str, str] = {}  # child -> parent
         self._processor: OutputProcessor | None = None
         self._replies: dict[int, asyncio.Future[Any]] = {}
-        self._front, self._numbers = front, itertools.count(front * FRONT_SPAN)
+        self._front, self._numbers = client, itertools.count(client * CLIENT_ID_SPAN)
         self._ready: asyncio.Future[None] | None = None
         self._death: str | None = None  # why there is no loop now
         self._is_final = False  # and there will be none
@@ -196,7 +196,7 @@ class EngineClient:
         )
         async with aclosing(pieces):
             async for deltas in pieces:
-                for delta in joined(deltas):
+                for delta in merge_deltas(deltas):
                     yield delta
 
     async def stream(
@@ -220,7 +220,7 @@ class EngineClient:
             raise RequestError(f"request id {request_id!r} is in use by a request under way", param="request_id")
         # The engine's ids are used once: a caller's may come again while the last events of the first are under way.
         children = split_n(f"{self._front}.{next(self._numbers)}", params, resolve_seed(params))
-        queue = self._queues[request_id] = Queue()
+        queue = self._queues[request_id] = OutputQueue()
         open_children = {child.request_id for child in children}
         try:
             for child in children:
@@ -241,7 +241,7 @@ class EngineClient:
                 )
             )
             while open_children:
-                deltas, error = until_all_end(await queue.take(), open_children)
+                deltas, error = deltas_until_end(await queue.take(), open_children)
                 if deltas:
                     yield deltas
                 if error is not None:
@@ -395,7 +395,7 @@ class EngineClient:
     def _lose(self, reason: str, what_next: str = "") -> None:
         """The loop is gone: everyone who waits for it is told, and its counts are kept."""
         self._death = reason + what_next
-        self._stats = carried(self._stats, reason)
+        self._stats = totals_after_exit(self._stats, reason)
         message = f"the engine ended: {self._death}"
         for queue in self._queues.values():  # an error each: one raised in many places collects all their tracebacks
             queue.put(EngineDead(message))

@@ -22,7 +22,7 @@ GRAPH_COUNTS = (
 )  # fmt: skip
 
 
-def carried(ended: EngineStats, reason: str) -> EngineStats:
+def totals_after_exit(ended: EngineStats, reason: str) -> EngineStats:
     """What stays of a process that ended: its counts, and why it ended as the last error; gauges are at zero."""
     counts = {name: getattr(ended, name) for name in COUNTS}
     graphs = {name: ended.graphs[name] for name in (*GRAPH_COUNTS, "capture_seconds") if name in ended.graphs}
@@ -31,7 +31,7 @@ def carried(ended: EngineStats, reason: str) -> EngineStats:
     )
 
 
-def added(before: EngineStats, now: EngineStats) -> EngineStats:
+def add_totals(before: EngineStats, now: EngineStats) -> EngineStats:
     """A running process' snapshot, its counts raised by those of the processes before it."""
     counts = {name: getattr(before, name) + getattr(now, name) for name in COUNTS}
     graphs = dict(now.graphs)

@@ -12,7 +12,7 @@ from engine.errors import EngineError
 from engine.protocol.outputs import OutputDelta
 
 
-class Queue:
+class OutputQueue:
     """What waits for a request's one reader, who takes all of it at once."""
 
     __slots__ = ("_items", "_waiter")
@@ -37,7 +37,7 @@ class Queue:
         return items
 
 
-def until_all_end(
+def deltas_until_end(
     items: Sequence[OutputDelta | EngineError], open_children: set[str]
 ) -> tuple[list[OutputDelta], EngineError | None]:
     """The deltas up to an error, or to where the last child ends: what comes after that is the engine's own end."""
@@ -53,7 +53,7 @@ def until_all_end(
     return deltas, None
 
 
-def joined(deltas: Sequence[OutputDelta]) -> list[OutputDelta]:
+def merge_deltas(deltas: Sequence[OutputDelta]) -> list[OutputDelta]:
     """The deltas of each sequence in their order, joined where they can be. The first of each run is written to."""
     found: list[OutputDelta] = []
     last: dict[str, OutputDelta] = {}

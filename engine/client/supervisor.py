@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.client.counters import added, carried
+from engine.client.counters import add_totals, totals_after_exit
 from engine.client.transport import OnReport, ProcessTransport
 from engine.errors import ConfigError
 from engine.protocol.messages import Command, Dead, EngineStats, Lost, Ready, Report, Snapshot
@@ -106,12 +106,12 @@ class Supervisor:
             self._serves = self._has_served = True
             self._compare_weights(report)
         elif isinstance(report, Snapshot):
-            self._latest = report.stats if self._before is None else added(self._before, report.stats)
+            self._latest = report.stats if self._before is None else add_totals(self._before, report.stats)
             report = Snapshot(self._latest)
         elif isinstance(report, Dead):
             self._serves = False
             report = self._judge(report)
-            self._before = self._latest = carried(self._latest, report.reason)
+            self._before = self._latest = totals_after_exit(self._latest, report.reason)
         self._on_report(report)
 
     def _compare_weights(self, ready: Ready) -> None:

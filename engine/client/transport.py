@@ -18,12 +18,12 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from typing import Protocol
 
-from engine.client.event_router import Switchboard, packed
+from engine.client.event_codec import ReportSplitter, encode_events
 from engine.config import EngineConfig
 from engine.errors import EngineDead, EngineError
 from engine.protocol.messages import Command, Dead, Events, Ready, Report, Snapshot, Stop
-from engine.utils.openmp import calm_openmp
-from engine.utils.processes import ignore_stop_signals, log_style, start_deaf
+from engine.utils.openmp import limit_openmp_spinning
+from engine.utils.processes import ignore_stop_signals, log_format, start_ignoring_stop_signals
 
 logger = logging.getLogger(__name__)
 OnReport = Callable[[Report], None]
@@ -170,9 +170,9 @@ class ProcessTransport:
             target=_child,
             name="encore-engine",
             daemon=True,
-            args=(self._config, theirs, self._routed, self._run, *log_style()),
+            args=(self._config, theirs, self._routed, self._run, *log_format()),
         )
-        start_deaf(self._process)
+        start_ignoring_stop_signals(self._process)
         theirs.close()  # else the end of the child would not end the pipe
         self._reader = threading.Thread(target=self._read, args=(on_report,), daemon=True, name="encore-reports")
         self._reader.start()
@@ -234,7 +234,7 @@ def _child(
     log_level: int,
 ) -> None:
     """The engine process. The front decides when it ends, and its death ends it."""
-    calm_openmp()
+    limit_openmp_spinning()
     ignore_stop_signals()
     handler = logging.StreamHandler()
     handler.setFormatter(formatter or logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -242,7 +242,7 @@ def _child(
     for name in ("engine", "graph_cache"):
         logging.getLogger(name).setLevel(log_level)
 
-    switchboard = Switchboard() if routed else None
+    switchboard = ReportSplitter() if routed else None
 
     def receive(timeout: float) -> Command | None:
         try:
@@ -253,7 +253,7 @@ def _child(
 
     def send(report: Report) -> None:
         if isinstance(report, Events):
-            report = packed(report.events)
+            report = encode_events(report.events)
         if switchboard is not None:
             report = switchboard.outgoing(report)
         try:

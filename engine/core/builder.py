@@ -18,7 +18,7 @@ from engine.core.loop import EngineLoop
 from engine.errors import ConfigError, ModelError
 from engine.loader.cpu_formats import choose_cpu_format, format_dtype, gguf_config, load_gguf, quantize_model
 from engine.loader.weights import load_dummy, load_hf_folder
-from engine.megatron.model import HostedModel
+from engine.megatron.model import MegatronModel
 from engine.models.config import ModelConfig
 from engine.models.dense import DenseModel
 from engine.models.registry import build_model, config_from_folder
@@ -30,7 +30,7 @@ from graph_cache.manifest import Manifest
 FIRST_WEIGHT_VERSION = "initial"
 
 
-def host_loop(
+def build_megatron_loop(
     config: EngineConfig, model: nn.Module, eos_token_ids: tuple[int, ...] = (), source: ModelSource | None = None
 ) -> EngineLoop:
     """Put the engine together around a GPTModel of Megatron-Core that exists already; nothing is copied or captured.
@@ -43,7 +43,7 @@ def host_loop(
             f"tensor_parallel_size={config.tensor_parallel_size} is for models that the engine loads, "
             "and this one exists already: leave it out"
         )
-    hosted = HostedModel(model, config.max_model_len, _vocabulary(source) if source else None)
+    hosted = MegatronModel(model, config.max_model_len, _vocabulary(source) if source else None)
     try:
         for name, given, found in (
             ("device", config.device, str(hosted.device)),
@@ -55,7 +55,7 @@ def host_loop(
                     f"{name}={given!r} was asked for, and the model that is to be served has {found}; leave it out"
                 )
         sized = resolve(config, hosted.config, hosted.device, hosted.dtype)
-        return loop_of(sized, hosted, hosted.config.architecture, eos_token_ids, hosted.config.dtype, None)
+        return make_loop(sized, hosted, hosted.config.architecture, eos_token_ids, hosted.config.dtype, None)
     except BaseException:
         hosted.release()
         raise
@@ -68,9 +68,9 @@ def _vocabulary(source: ModelSource) -> int | None:
     return read_config(source)[0].vocab_size
 
 
-def loop_of(
+def make_loop(
     config: EngineConfig,
-    model: DenseModel | HostedModel,
+    model: DenseModel | MegatronModel,
     name: str,
     ends: tuple[int, ...],
     weight_format: str,
@@ -162,7 +162,7 @@ def load_model(
     return model
 
 
-def manifest_of(config: EngineConfig, source: ModelSource, weight_format: str) -> Manifest | None:
+def load_manifest(config: EngineConfig, source: ModelSource, weight_format: str) -> Manifest | None:
     """What earlier runs of the same model and sizes used; `graph_manifest` "none" keeps none."""
     if config.graph_manifest == "none":
         return None

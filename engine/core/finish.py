@@ -21,7 +21,7 @@ NOT_FINITE = (
 )
 
 
-class Judge:
+class StepFinisher:
     """Takes what steps gave to the scheduler's books and to `events`, which the loop hands out."""
 
     def __init__(self, scheduler: Scheduler, runner: ModelRunner):
@@ -67,7 +67,7 @@ class Judge:
                 graph_bucket=bucket,
                 logprobs=[logprobs[row]] if row in logprobs else None,
             )
-            if token in request.ends_on and self._may_stop(request):
+            if token in request.ends_on and self._may_end(request):
                 event.stop_reason = token if token in request.params.stop_token_ids else None
                 self._finish(request, event, "stop")
             elif request.limit <= len(request.token_ids):
@@ -75,7 +75,7 @@ class Judge:
             else:
                 self._emit(request, event)
 
-    def _may_stop(self, request: Request) -> bool:
+    def _may_end(self, request: Request) -> bool:
         """Whether it has more than min_tokens, so that the token that came last may end it."""
         return request.output_len > request.params.min_tokens or not request.params.min_tokens
 

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from engine.config import EngineConfig
-from engine.core.finish import Judge
+from engine.core.finish import StepFinisher
 from engine.core.operations import Operations
 from engine.errors import EngineError, RequestError
 from engine.loader.weights import stage_update
-from engine.megatron.model import HostedModel
+from engine.megatron.model import MegatronModel
 from engine.protocol.messages import (
     Abort,
     Ask,
@@ -42,7 +42,7 @@ from engine.scheduling.page_pool import PagePool
 from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.request import Request, RequestState
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig
-from engine.worker.async_output import UNREAD_STEPS, Launched
+from engine.worker.async_output import MAX_STEPS_IN_FLIGHT, AsyncStepOutput
 from engine.worker.model_runner import ModelRunner
 from graph_cache.keys import GraphKey
 from graph_cache.manifest import Manifest
@@ -79,10 +79,12 @@ class EngineLoop:
             self.prefix_cache,
             weight_version=self.weight_version,
         )
-        self.judge = Judge(self.scheduler, runner)
+        self.finisher = StepFinisher(self.scheduler, runner)
         self._eos = frozenset(info.eos_token_ids)
-        self._behind = UNREAD_STEPS - 1 if config.async_scheduling else 0  # steps that may be unread after a step()
-        self._under_way: deque[tuple[Batch, Launched]] = deque()  # enqueued and not read, oldest first
+        self._max_behind = (
+            MAX_STEPS_IN_FLIGHT - 1 if config.async_scheduling else 0
+        )  # steps that may be unread after a step()
+        self._in_flight: deque[tuple[Batch, AsyncStepOutput]] = deque()  # enqueued and not read, oldest first
         self._steps = self._failures = 0
         self._last_error = ""
         self.warm_asked = False  # capture between steps also under warm-up `lazy`, until nothing is missing
@@ -109,23 +111,25 @@ class EngineLoop:
             try:
                 self.add(request)
             except EngineError as error:
-                self.judge.refuse(request, error, self.weight_version)
+                self.finisher.refuse(request, error, self.weight_version)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests that live; unknown ids (ended a moment ago) are left alone."""
         for request_id in request_ids:
             request = self.scheduler.get(request_id)
             if request is not None:
-                self.judge.end(request, RequestState.ABORTED, TokenEvent(request_id=request_id, finish_reason="abort"))
+                self.finisher.end(
+                    request, RequestState.ABORTED, TokenEvent(request_id=request_id, finish_reason="abort")
+                )
 
     def drop_events(self) -> None:
         """Forget answers that nobody will take: those of requests that a caller has just aborted."""
-        self.judge.events.clear()
+        self.finisher.events.clear()
 
     @property
     def has_work(self) -> bool:
         """Whether a request lives, a step is unread, or an answer waits to be taken."""
-        return self.scheduler.has_work or bool(self._under_way) or bool(self.judge.events)
+        return self.scheduler.has_work or bool(self._in_flight) or bool(self.finisher.events)
 
     def step(self) -> list[TokenEvent]:
         """Enqueue one batch and read the oldest unread one; return what that gave, with every answer that came up since
@@ -135,24 +139,24 @@ class EngineLoop:
             self.runner.cache.check_addresses()
             self._unchecked = False
         batch = self.scheduler.schedule()
-        failure = self._launch(batch)
-        self.drain(self._behind if batch and failure is None else 0)
+        failure = self._execute(batch)
+        self.drain(self._max_behind if batch and failure is None else 0)
         if failure is not None:
             self._fail(batch, failure)
         self._steps += bool(batch)
-        events, self.judge.events = self.judge.events, []
+        events, self.finisher.events = self.finisher.events, []
         return events
 
-    def _launch(self, batch: Batch) -> Exception | None:
+    def _execute(self, batch: Batch) -> Exception | None:
         """Enqueue a batch; returns what went wrong, if anything did. Earlier steps are read first then."""
         try:
             for request in batch.admitted:
                 request.prompt_scores = []  # of a prefill that a preemption broke off
                 self.runner.admit(request)
             if batch:
-                launched = self.runner.launch(batch)
+                output = self.runner.execute(batch)
                 self.scheduler.dispatch(batch)
-                self._under_way.append((batch, launched))
+                self._in_flight.append((batch, output))
         except BaseException as error:
             self.runner.abandon()
             if isinstance(error, Exception):
@@ -165,12 +169,12 @@ class EngineLoop:
         """Read, book and judge what is under way, but for the newest `behind` steps. Call it before anything changes
         that tokens are judged by: those of steps under way belong to what was then.
         """
-        while len(self._under_way) > behind:
-            batch, launched = self._under_way[0]
+        while len(self._in_flight) > behind:
+            batch, output = self._in_flight[0]
             try:
-                result = launched.read()  # an interruption here leaves it to the next step
-                self._under_way.popleft()
-                self.judge.book(batch, result)
+                result = output.read()  # an interruption here leaves it to the next step
+                self._in_flight.popleft()
+                self.finisher.book(batch, result)
                 self._failures = 0
             except Exception as error:
                 behind = 0  # what comes next is fed from the host, which must know every token by then
@@ -181,7 +185,7 @@ class EngineLoop:
         logger.error(
             "a step failed; its %d requests fail with it", len(batch.decodes) + len(batch.prefills), exc_info=error
         )
-        self._under_way = deque(step for step in self._under_way if step[0] is not batch)
+        self._in_flight = deque(step for step in self._in_flight if step[0] is not batch)
         self._last_error = f"{type(error).__name__}: {error}"
         self._failures += 1
         if not batch or self._failures >= self.fatal_failures:
@@ -191,7 +195,7 @@ class EngineLoop:
         involved = dict.fromkeys((*batch.decodes, *(chunk.request for chunk in batch.prefills), *batch.admitted))
         for request in involved:
             if not request.state.is_final:
-                self.judge.end(
+                self.finisher.end(
                     request,
                     RequestState.FAILED,
                     TokenEvent(
@@ -270,9 +274,9 @@ class EngineLoop:
             prefix_cache_hits=self.prefix_cache.hits if self.prefix_cache else 0,
             num_preemptions=scheduler.num_preemptions,
             prompt_tokens=scheduler.prompt_tokens,
-            generation_tokens=self.judge.generated,
+            generation_tokens=self.finisher.generated,
             steps=self._steps,
-            ended=dict(self.judge.ended),
+            ended=dict(self.finisher.ended),
             graphs=graphs,
             warm={
                 "mode": self.config.warmup,
@@ -314,7 +318,7 @@ class EngineLoop:
     def close(self) -> None:
         """Drop the graphs and let the model go; nothing may be called after it."""
         self.runner.cache.clear()
-        if isinstance(self.runner.model, HostedModel):
+        if isinstance(self.runner.model, MegatronModel):
             self.runner.model.release()
 
     # ---- as a service ----------------------------------------------------------------------------------------------
@@ -360,8 +364,8 @@ class EngineLoop:
             try:
                 self.abort([request.request_id for request in self.scheduler.requests()])
                 self.save_manifest()
-                if self.judge.events:
-                    send(Events(self.judge.events))
+                if self.finisher.events:
+                    send(Events(self.finisher.events))
             except Exception as error:  # broken books; the Dead below still ends every request at the caller's side
                 logger.exception("the engine loop could not end its requests")
                 reason = reason or f"{type(error).__name__}: {error}"

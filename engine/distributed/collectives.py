@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from engine.distributed.one_shot_all_reduce import PeerMemory
+    from engine.distributed.one_shot_all_reduce import OneShotAllReduce
 
 # Its older name, which torch 2.13 warns of, is the only one before.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def gathered_columns(part: Tensor, parts: Tensor, out: Tensor, group: dist.ProcessGroup) -> None:
+def gather_columns(part: Tensor, parts: Tensor, out: Tensor, group: dist.ProcessGroup) -> None:
     """Put the ranks' columns side by side: part [N, n] of this rank -> out [N, m], m at most ranks * n: what the last
     rank has beyond it is padding. `parts` [ranks * N, n] is scratch.
     """
@@ -29,11 +29,11 @@ def gathered_columns(part: Tensor, parts: Tensor, out: Tensor, group: dist.Proce
         place.copy_(columns[:, : place.shape[1]])
 
 
-class Exchange:
-    """The exchange of one group, for the logits of up to max_rows rows by `head` [vocab of this rank, h].
+class TensorParallelCollectives:
+    """Collectives of one tensor-parallel group, for logits of up to max_rows rows by `head` [vocab of this rank, h].
 
-    A sum onto hidden [T, h] is two calls: each rank puts its share where `onto` says, then calls `add_up`. Of few rows
-    it goes through memory that the ranks map of each other, where they can; a library's launch takes longer.
+    An all-reduce added to hidden [T, h] takes two calls: each rank writes its partial sum where `all_reduce_into` says,
+    then calls `all_reduce_shared`. For few rows it uses the one-shot all-reduce, which has a lower latency than NCCL.
     """
 
     def __init__(self, group: dist.ProcessGroup, max_rows: int, head: Tensor):
@@ -50,21 +50,21 @@ class Exchange:
     def gather(self, part: Tensor, logits: Tensor) -> None:
         """Logits [N, vocab] of all ranks from each one's `part`."""
         parts = self._parts[: self._group.size() * len(part)]
-        gathered_columns(part, parts, logits, self._group)
+        gather_columns(part, parts, logits, self._group)
 
-    def onto(self, hidden: Tensor, turn: int) -> tuple[Tensor, bool]:
+    def all_reduce_into(self, hidden: Tensor, turn: int) -> tuple[Tensor, bool]:
         """Where this rank's share of what comes to hidden [T, h] goes, and whether it is added to what is there.
 
-        `turn` is 0 and 1 alternately, also from step to step, and the same for `add_up`.
+        `turn` is 0 and 1 alternately, also from step to step, and the same for `all_reduce_shared`.
         """
-        if self._is_short(hidden):
+        if self._fits_one_shot(hidden):
             return self._memory.share(len(hidden), turn), False
         return hidden, self.is_first
 
-    def add_up(self, hidden: Tensor, turn: int) -> None:
+    def all_reduce_shared(self, hidden: Tensor, turn: int) -> None:
         """hidden has all ranks' shares after it, the same bits on each."""
-        if self._is_short(hidden):
-            self._memory.add_up(hidden, turn)
+        if self._fits_one_shot(hidden):
+            self._memory.all_reduce_shared(hidden, turn)
         else:
             self.all_reduce(hidden)
 
@@ -77,13 +77,13 @@ class Exchange:
         if self._memory is not None:
             self._memory.abandon()
 
-    def _is_short(self, hidden: Tensor) -> bool:
+    def _fits_one_shot(self, hidden: Tensor) -> bool:
         return self._memory is not None and len(hidden) <= self._memory.most_rows
 
 
-def _memory(group: dist.ProcessGroup, head: Tensor) -> PeerMemory | None:
+def _memory(group: dist.ProcessGroup, head: Tensor) -> OneShotAllReduce | None:
     if not head.is_cuda:
         return None
-    from engine.distributed.one_shot_all_reduce import peer_memory  # triton exists only where CUDA does
+    from engine.distributed.one_shot_all_reduce import make_one_shot_all_reduce  # triton exists only where CUDA does
 
-    return peer_memory(group, head.shape[1], head.dtype, head.device)
+    return make_one_shot_all_reduce(group, head.shape[1], head.dtype, head.device)

@@ -14,55 +14,55 @@ import torch.distributed as dist
 import triton
 from torch import Tensor
 
-from engine.kernels.all_reduce_kernels import add_up_kernel
+from engine.kernels.all_reduce_kernels import all_reduce_kernel
 from engine.kernels.launch import launch_options, overlaps
 
 logger = logging.getLogger(__name__)
 
-MOST_ROWS = 128
+MAX_ROWS = 128
 """Above it what is read of the others takes longer than a library's launch costs."""
 
-BLOCK, MOST_PROGRAMS = 1024, 128
-SHARES = 2
+BLOCK, MAX_RECORDED_STEPS = 1024, 128
+NUM_BUFFERS = 2
 """Two in turn: a rank that writes one has read the other ranks' other one, so nobody reads what is being written."""
 
-_ALONE = 2  # a flag's value from which nobody waits any more
+_ABANDONED = 2  # a flag's value from which nobody waits any more
 
 
-class PeerMemory:
-    """Where the ranks of `group` leave their shares of hidden states [up to MOST_ROWS, width], for each other to read.
+class OneShotAllReduce:
+    """Where the ranks of `group` leave their shares of hidden states [up to MAX_ROWS, width], for each other to read.
 
     Raises RuntimeError where memory can't be shared.
     """
 
-    most_rows = MOST_ROWS
+    most_rows = MAX_ROWS
 
     def __init__(self, group: dist.ProcessGroup, width: int, dtype: torch.dtype, device: torch.device):
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # of no use to a sum that reads
         import torch.distributed._symmetric_memory as symmetric
 
         self._rank, self._ranks = group.rank(), group.size()
-        self._flag_count = MOST_PROGRAMS * self._ranks
-        shares = symmetric.empty(SHARES * MOST_ROWS * width, dtype=dtype, device=device)
-        flags = symmetric.empty(SHARES * self._flag_count, dtype=torch.int32, device=device)
+        self._flag_count = MAX_RECORDED_STEPS * self._ranks
+        shares = symmetric.empty(NUM_BUFFERS * MAX_ROWS * width, dtype=dtype, device=device)
+        flags = symmetric.empty(NUM_BUFFERS * self._flag_count, dtype=torch.int32, device=device)
         flags.zero_()
         torch.cuda.current_stream(device).synchronize()  # before another rank can tell anything
         self._handles = symmetric.rendezvous(shares, group), symmetric.rendezvous(flags, group)
-        self._shares, self._flags = shares.view(SHARES, MOST_ROWS, width), flags
+        self._shares, self._flags = shares.view(NUM_BUFFERS, MAX_ROWS, width), flags
         there, told = (torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64) for handle in self._handles)
-        each = MOST_ROWS * width * shares.element_size()
-        self._share_addresses = [(there + index * each).to(device) for index in range(SHARES)]
+        each = MAX_ROWS * width * shares.element_size()
+        self._share_addresses = [(there + index * each).to(device) for index in range(NUM_BUFFERS)]
         self._flag_addresses = told.to(device)
 
     def share(self, rows: int, turn: int) -> Tensor:
         """Where this rank's share [rows, width] goes; `turn` is 0 and 1 alternately, also from step to step."""
         return self._shares[turn, :rows]
 
-    def add_up(self, hidden: Tensor, turn: int) -> None:
+    def all_reduce_shared(self, hidden: Tensor, turn: int) -> None:
         """hidden [rows, width] += the sum of all ranks' shares of this turn. One launch; can be captured."""
         count, pdl = hidden.numel(), overlaps(hidden)
-        block = max(BLOCK, triton.next_power_of_2(triton.cdiv(count, MOST_PROGRAMS)))
-        add_up_kernel[(triton.cdiv(count, block),)](
+        block = max(BLOCK, triton.next_power_of_2(triton.cdiv(count, MAX_RECORDED_STEPS)))
+        all_reduce_kernel[(triton.cdiv(count, block),)](
             hidden,
             self._share_addresses[turn],
             self._flag_addresses,
@@ -78,14 +78,16 @@ class PeerMemory:
     def abandon(self) -> None:
         """Let go of launches that wait for a rank that is gone; what they give then is of no use. From any thread."""
         with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream(self._flags.device, priority=-1)):
-            self._flags.fill_(_ALONE)
+            self._flags.fill_(_ABANDONED)
 
 
-def peer_memory(group: dist.ProcessGroup, width: int, dtype: torch.dtype, device: torch.device) -> PeerMemory | None:
+def make_one_shot_all_reduce(
+    group: dist.ProcessGroup, width: int, dtype: torch.dtype, device: torch.device
+) -> OneShotAllReduce | None:
     """The memory, or None where some rank can't share: then no rank does, and the log says why."""
     memory, is_shared = None, torch.ones(1, device=device)
     try:
-        memory = PeerMemory(group, width, dtype, device)
+        memory = OneShotAllReduce(group, width, dtype, device)
     except RuntimeError as error:
         logger.warning("rank %d can't share memory with the others, so all sums are NCCL's: %s", group.rank(), error)
         is_shared.zero_()

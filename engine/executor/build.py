@@ -6,7 +6,7 @@ import torch
 
 from engine.checkpoint.source import ModelSource, resolve_model
 from engine.config import EngineConfig
-from engine.core.builder import choose_device, choose_format, load_model, loop_of, manifest_of, read_config
+from engine.core.builder import choose_device, choose_format, load_manifest, load_model, make_loop, read_config
 from engine.core.loop import EngineLoop
 from engine.worker.sizing import resolve
 
@@ -21,9 +21,9 @@ def build_loop(
     """
     source = source or resolve_model(config.model)
     if config.tensor_parallel_size > 1:
-        from engine.executor.leader import leading_loop  # it and what it imports are for several processes only
+        from engine.executor.leader import start_leader  # it and what it imports are for several processes only
 
-        return leading_loop(config, source, eos_token_ids)
+        return start_leader(config, source, eos_token_ids)
     device = choose_device(config.device)
     if device.type == "cpu" and config.num_threads:
         torch.set_num_threads(config.num_threads)
@@ -32,4 +32,4 @@ def build_loop(
     sized = resolve(config, model_config, device, dtype)
     model = load_model(sized, source, model_config, device, dtype, weight_format)
     ends = tuple(dict.fromkeys((*model_config.eos_token_ids, *eos_token_ids)))
-    return loop_of(sized, model, source.name, ends, weight_format, manifest_of(sized, source, weight_format))
+    return make_loop(sized, model, source.name, ends, weight_format, load_manifest(sized, source, weight_format))

@@ -21,13 +21,13 @@ import torch.distributed as dist
 
 from engine.checkpoint.source import ModelSource
 from engine.config import EngineConfig
-from engine.core.builder import choose_device, choose_format, loop_of
+from engine.core.builder import choose_device, choose_format, make_loop
 from engine.core.loop import EngineLoop
-from engine.distributed.collectives import Exchange
+from engine.distributed.collectives import TensorParallelCollectives
 from engine.errors import ConfigError, ModelError
 from engine.megatron.checkpoint import load_checkpoint
 from engine.megatron.config import gpt_model_arguments, transformer_config_values
-from engine.megatron.model import HostedModel
+from engine.megatron.model import MegatronModel
 from engine.megatron.weight_layout import Slot
 from engine.models.config import ModelConfig
 from engine.models.registry import config_from_folder
@@ -36,7 +36,7 @@ from graph_cache.manifest import Manifest
 
 logger = logging.getLogger(__name__)
 
-MEET_SECONDS = 300.0  # what one rank may take longer than another to come to where they meet
+RENDEZVOUS_SECONDS = 300.0  # what one rank may take longer than another to come to where they meet
 LEAVE_SECONDS = 2.0  # what destroying the groups may take; past it the end of the process does it
 # All ranks are processes of this host: nobody outside it may connect. And a lost rank is noticed by its pipe; torch's
 # own answer to a communicator that broke would be to abort the process.
@@ -114,9 +114,9 @@ class Shard:
         self.plan, self.rank, self._megatron = plan, rank, model
         self._has_joined = False
         self._group: dist.ProcessGroup | None = None
-        self._model: HostedModel | None = None
+        self._model: MegatronModel | None = None
         self._sized: EngineConfig | None = None
-        self._exchange: Exchange | None = None
+        self._exchange: TensorParallelCollectives | None = None
         if plan.device.type == "cuda":
             self.device = torch.device("cuda", plan.device.index + rank)
             torch.cuda.set_device(self.device)
@@ -126,12 +126,12 @@ class Shard:
             self._threads = torch.get_num_threads()
             torch.set_num_threads(plan.threads)
 
-    def join(self, meeting: str) -> None:
+    def join(self, rendezvous: str) -> None:
         """Meet the other ranks at a file, new and the same for all, which must stay until `leave`."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # a thread of its own may be what meets
-        store = dist.FileStore(meeting, self.plan.ranks)
-        store.set_timeout(timedelta(seconds=MEET_SECONDS))
+        store = dist.FileStore(rendezvous, self.plan.ranks)
+        store.set_timeout(timedelta(seconds=RENDEZVOUS_SECONDS))
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         self._has_joined = True
         with _environment(_ENVIRONMENT):
@@ -151,7 +151,7 @@ class Shard:
         )
         if plan.config.load_format != "dummy":
             load_checkpoint(gpt, plan.source.path, self.rank, plan.ranks)
-        self._model = HostedModel(gpt, plan.config.max_model_len, plan.spec.vocab_size)
+        self._model = MegatronModel(gpt, plan.config.max_model_len, plan.spec.vocab_size)
         if plan.config.load_format == "dummy":
             load_random(self._model.weight_slots(), plan.config.seed, self.device)
         self._sized = resolve(plan.config, self._model.config, self.device, plan.dtype)
@@ -167,8 +167,8 @@ class Shard:
             torch.cuda.set_device(self.device)  # as in `join`
         sized = dataclasses.replace(self._sized, num_pages=num_pages)
         plan = self.plan
-        loop = loop_of(sized, self._model, plan.source.name, plan.ends, plan.weight_format, manifest, make)
-        self._exchange = loop.runner.exchange
+        loop = make_loop(sized, self._model, plan.source.name, plan.ends, plan.weight_format, manifest, make)
+        self._exchange = loop.runner.collectives
         loop.runner.cache.must_capture = True  # with exchanges inside: a rank that ran eager would leave others waiting
         return loop
 
@@ -182,11 +182,11 @@ class Shard:
 
         With gloo nobody waits: a connection that breaks is an error at once.
         """
-        group, exchange = self._group, self._exchange
+        group, collectives = self._group, self._exchange
         if group is not None and self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-            if exchange is not None:
-                exchange.abandon()
+            if collectives is not None:
+                collectives.abandon()
             group.abort()
 
     def leave(self) -> None:

@@ -28,49 +28,49 @@ from engine.utils.processes import STOP_SIGNALS
 
 logger = logging.getLogger(__name__)
 
-END_SECONDS = 2.5  # a rank that was told to end may take this long before it is killed
-NEWS_SECONDS = 2.0  # an error of a broken connection may come this much sooner than the news why it broke
+STOP_SECONDS = 2.5  # a rank that was told to end may take this long before it is killed
+FAILURE_GRACE_SECONDS = 2.0  # an error of a broken connection may come this much sooner than the news why it broke
 
 
 @dataclass(frozen=True)
-class Here:
+class DeviceReady:
     """A rank has its device, and is about to meet the others."""
 
 
 @dataclass(frozen=True)
-class Loaded:
+class WeightsLoaded:
     """A rank has its weights, and room for this many KV pages."""
 
     num_pages: int
 
 
 @dataclass(frozen=True)
-class Following:
+class LoopReady:
     """A rank has its loop and waits for calls."""
 
 
 @dataclass(frozen=True)
-class Failed:
+class RankFailed:
     """A rank ends. `error` is what a user can put right."""
 
     reason: str
     error: EngineError | None = None
 
 
-Kind = TypeVar("Kind", Here, Loaded, Following)
+Kind = TypeVar("Kind", DeviceReady, WeightsLoaded, LoopReady)
 
 
-class Followers:
+class WorkerGroup:
     """The other ranks' processes. One thread calls the methods; another one watches.
 
     `failure` says why they are lost, once one is: from then on none of them is of use, since a rank that has missed a
-    call is not where the others are. `meeting` is a file, not there yet, in a folder that goes with them.
+    call is not where the others are. `rendezvous` is a file, not there yet, in a folder that goes with them.
     """
 
     def __init__(self, count: int):
         self.failure: str | None = None
         self._folder = tempfile.mkdtemp(prefix="encore-ranks-")
-        self.meeting = os.path.join(self._folder, "meeting")
+        self.rendezvous = os.path.join(self._folder, "rendezvous")
         self._processes: list[subprocess.Popen] = []
         self._lines: list[Connection] = []
         self._watcher: threading.Thread | None = None
@@ -113,14 +113,14 @@ class Followers:
 
     # ---- talking ---------------------------------------------------------------------------------------------------
 
-    def tell(self, message: Any) -> None:
+    def broadcast(self, message: Any) -> None:
         """Send a message to every rank. Raises EngineDead if one is gone."""
         self.check()
         text = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         for rank in range(1, len(self._lines) + 1):
             self._send(rank, text)
 
-    def tell_each(self, messages: list[Any]) -> None:
+    def send_each(self, messages: list[Any]) -> None:
         """Send each rank a message of its own, in order of rank. Raises EngineDead if one is gone."""
         self.check()
         for rank, message in enumerate(messages, 1):
@@ -130,18 +130,18 @@ class Followers:
         try:
             self._lines[rank - 1].send_bytes(text)
         except OSError as gone:
-            raise EngineDead(self.news() or self.lose(self._end_of(rank))) from gone
+            raise EngineDead(self.pending_failure() or self.fail(self._end_of(rank))) from gone
 
-    def hear(self, kind: type[Kind]) -> list[Kind]:
+    def wait_for(self, kind: type[Kind]) -> list[Kind]:
         """One message of this kind from each rank, in order. Raises what a rank failed of, or EngineDead."""
         found: dict[Connection, Kind] = {}
         while len(found) < len(self._lines):
             for line in wait([line for line in self._lines if line not in found]):
                 message = self._receive(line)
-                if isinstance(message, Failed):
-                    raise message.error or EngineDead(self.lose(message.reason))
+                if isinstance(message, RankFailed):
+                    raise message.error or EngineDead(self.fail(message.reason))
                 if not isinstance(message, kind):
-                    raise EngineDead(self.lose(f"rank {self._rank(line)} sent {message!r}, {kind.__name__} was due"))
+                    raise EngineDead(self.fail(f"rank {self._rank(line)} sent {message!r}, {kind.__name__} was due"))
                 found[line] = message
         return [found[line] for line in self._lines]
 
@@ -149,7 +149,7 @@ class Followers:
         try:
             return line.recv()
         except (EOFError, OSError):
-            return Failed(self._end_of(self._rank(line)))
+            return RankFailed(self._end_of(self._rank(line)))
 
     def _rank(self, line: Connection) -> int:
         return self._lines.index(line) + 1
@@ -157,7 +157,7 @@ class Followers:
     def _end_of(self, rank: int) -> str:
         process = self._processes[rank - 1]
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(NEWS_SECONDS / 2)
+            process.wait(FAILURE_GRACE_SECONDS / 2)
         return f"the process of rank {rank} ended with exit code {process.poll()}"
 
     # ---- losing one ------------------------------------------------------------------------------------------------
@@ -171,30 +171,32 @@ class Followers:
     def _watch(self) -> None:
         message = self._receive(wait(self._lines)[0])
         if not self._ending:
-            self.lose(message.reason if isinstance(message, Failed) else f"a rank sent {message!r} out of turn")
+            self.fail(message.reason if isinstance(message, RankFailed) else f"a rank sent {message!r} out of turn")
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Raise what a rank failed of, or EngineDead, if the process of one has ended; for when nobody watches yet."""
         for rank, process in enumerate(self._processes, 1):
             if process.poll() is not None:
                 line = self._lines[rank - 1]
                 said = self._receive(line) if line.poll() else None
-                error = said.error if isinstance(said, Failed) else None
-                raise error or EngineDead(self.lose(said.reason if isinstance(said, Failed) else self._end_of(rank)))
+                error = said.error if isinstance(said, RankFailed) else None
+                raise error or EngineDead(
+                    self.fail(said.reason if isinstance(said, RankFailed) else self._end_of(rank))
+                )
 
     def check(self) -> None:
         """Raise EngineDead if a rank is lost."""
         if self.failure is not None:
             raise EngineDead(self.failure)
 
-    def news(self) -> str | None:
+    def pending_failure(self) -> str | None:
         """Why the ranks are lost, waiting a moment for it; None if no rank said so."""
-        end = time.monotonic() + NEWS_SECONDS
+        end = time.monotonic() + FAILURE_GRACE_SECONDS
         while self._watcher is not None and self.failure is None and time.monotonic() < end:
             time.sleep(0.01)
         return self.failure
 
-    def lose(self, reason: str) -> str:
+    def fail(self, reason: str) -> str:
         """Hold that the ranks are lost, for the first of the reasons given, and return it."""
         with self._lock:
             if self.failure is None:
@@ -206,23 +208,23 @@ class Followers:
 
     # ---- ending ----------------------------------------------------------------------------------------------------
 
-    def dismiss(self) -> None:
+    def request_stop(self) -> None:
         """Tell all to end, without waiting for it; they are killed where one is lost."""
         self._ending = True
         try:
-            self.tell(None)
+            self.broadcast(None)
         except EngineDead as lost:
             logger.debug("nobody is told to end: %s", lost)
             self._kill()
 
     def end(self) -> None:
         """Wait for the ends of those dismissed, kill who takes too long, and clean up."""
-        until = time.monotonic() + END_SECONDS
+        until = time.monotonic() + STOP_SECONDS
         for rank, process in enumerate(self._processes, 1):
             try:
                 process.wait(max(0.0, until - time.monotonic()))
             except subprocess.TimeoutExpired:
-                logger.error("the process of rank %d did not end within %.0f s; it is killed", rank, END_SECONDS)
+                logger.error("the process of rank %d did not end within %.0f s; it is killed", rank, STOP_SECONDS)
         self.kill()
 
     def kill(self) -> None:

@@ -22,35 +22,35 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from engine.errors import EngineError
-from engine.executor.worker_group import Failed, Following, Here, Loaded
-from engine.utils.openmp import calm_openmp
+from engine.executor.worker_group import DeviceReady, LoopReady, RankFailed, WeightsLoaded
+from engine.utils.openmp import limit_openmp_spinning
 from engine.utils.processes import ignore_stop_signals
 
 if TYPE_CHECKING:  # they import torch, which must find the environment in order
     from engine.core.loop import EngineLoop
-    from engine.executor.leader import Call
+    from engine.executor.leader import LoopCall
 
 logger = logging.getLogger(__name__)
 
 ORPHAN_SECONDS = 1.0  # without rank 0 a step may wait for ever: what is under way gets this long
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 
 
 def main() -> None:
     """Run until rank 0 ends it or is gone."""
     ignore_stop_signals()
-    calm_openmp()
+    limit_openmp_spinning()
     line, folder = Connection(int(sys.argv[1])), sys.argv[2]
-    threading.Thread(target=_end_with, args=(line.fileno(), os.getppid(), folder), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(line.fileno(), os.getppid(), folder), daemon=True).start()
     code = 1
     try:
-        follow(line)
+        serve_rank(line)
         code = 0
     except EOFError:
         logger.debug("rank 0 is gone")
     except Exception as error:
         logger.exception("this rank ends")
-        line.send(Failed(f"{type(error).__name__}: {error}", error if isinstance(error, EngineError) else None))
+        line.send(RankFailed(f"{type(error).__name__}: {error}", error if isinstance(error, EngineError) else None))
     finally:
         if _has_hung_up(line.fileno()):
             shutil.rmtree(folder, ignore_errors=True)  # rank 0 can't any more
@@ -60,56 +60,58 @@ def main() -> None:
         os._exit(code)
 
 
-def follow(line: Connection) -> None:
+def serve_rank(line: Connection) -> None:
     """Build this rank, and obey until told to end. Raises EOFError when rank 0 is gone."""
     start = line.recv()  # brings torch with it
     _log(start.rank, *start.log)
     from engine.executor.shard import Shard
 
     shard = Shard(start.plan, start.rank)
-    line.send(Here())
-    shard.join(start.meeting)
-    line.send(Loaded(shard.load()))
+    line.send(DeviceReady())
+    shard.join(start.rendezvous)
+    line.send(WeightsLoaded(shard.load()))
     begin = line.recv()
     loop = shard.loop(begin.num_pages, begin.manifest)
     loop.fatal_failures = 1  # a step that failed here may have gone well elsewhere
-    line.send(Following())
-    obey(loop, line, start.rank)
+    line.send(LoopReady())
+    execute_calls(loop, line, start.rank)
     loop.close()
     shard.leave()
 
 
-def obey(loop: EngineLoop, line: Connection, rank: int) -> None:
+def execute_calls(loop: EngineLoop, line: Connection, rank: int) -> None:
     """Make the calls that come, until a None. Raises what no rank may survive."""
-    from engine.executor.leader import REFUSING, Books
+    from engine.executor.leader import RECOVERABLE_CALLS, LoopFingerprint
 
-    books, captures = Books(loop), None
+    fingerprint, captures = LoopFingerprint(loop), None
     gc.collect()
     while (call := line.recv()) is not None:
-        if call.books != books.read():
-            raise RuntimeError(f"before {call.method} rank {rank} is at {books.read()}, and rank 0 at {call.books}")
+        if call.fingerprint != fingerprint.read():
+            raise RuntimeError(
+                f"before {call.method} rank {rank} is at {fingerprint.read()}, and rank 0 at {call.fingerprint}"
+            )
         try:
-            found = _make(loop, call, line)
+            found = _call(loop, call, line)
             if call.method == "step":
-                books.note(found)
+                fingerprint.note(found)
         except EngineError as refusal:
-            if call.method not in REFUSING:
+            if call.method not in RECOVERABLE_CALLS:
                 raise
             logger.debug("%s was refused, as on rank 0: %s", call.method, refusal)
         if captures != (captures := loop.runner.cache.stats.captures.total()):
             gc.freeze()  # as rank 0 does: a collection amid a step would hold all ranks up
 
 
-def _make(loop: EngineLoop, call: Call, line: Connection) -> object:
+def _call(loop: EngineLoop, call: LoopCall, line: Connection) -> object:
     if call.method == "update_weights":
         count, version = call.args
         return loop.update_weights([line.recv() for _ in range(count)], version)
     return attrgetter(call.method)(loop)(*call.args)
 
 
-def _end_with(fd: int, parent: int, folder: str) -> None:
+def _exit_with_parent(fd: int, parent: int, folder: str) -> None:
     """End this process some time after rank 0 hung up or died, whatever this process is at."""
-    while os.getppid() == parent and not _has_hung_up(fd, LOOK_SECONDS):
+    while os.getppid() == parent and not _has_hung_up(fd, POLL_SECONDS):
         pass
     time.sleep(ORPHAN_SECONDS)
     shutil.rmtree(folder, ignore_errors=True)

@@ -12,7 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def add_up_kernel(
+def all_reduce_kernel(
     hidden_ptr, shares_ptr, flags_ptr, first_flag, count,
     RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip

@@ -1,6 +1,6 @@
 """Tokens drawn on CUDA in a few launches that read the logits two or three times, and copy and sort nothing.
 
-Implements draw_whole and draw_truncated of engine/sampling/ops.py, with exp and division as exact as torch's. Device
+Implements sample_full and sample_truncated of engine/sampling/ops.py, with exp and division as exact as torch's. Device
 code: sampling_kernels.py and top_k_top_p_kernels.py. Imports triton: import it only where the device is CUDA (or under
 TRITON_INTERPRET=1).
 """
@@ -25,7 +25,7 @@ _WARPS = 8
 _PASSES = ((False, 1024, 8), (True, 2048, 16))
 
 
-def draw_rows(
+def sample_rows(
     logits: Tensor, temperature: Tensor, min_p: Tensor, u: Tensor, token_ids: Tensor, tile: int = TILE
 ) -> None:
     """Draw a token of each row whose temperature is above 0 into token_ids int64 [b]; leave the others as they are.
@@ -41,7 +41,7 @@ def draw_rows(
     pick_kernel[(rows,)](logits, temperature, min_p, u, peaks, sums, token_ids, *strides, **sizes, **across)
 
 
-def draw_truncated_rows(
+def sample_truncated_rows(
     logits: Tensor,
     temperature: Tensor,
     top_k: Tensor,

@@ -64,7 +64,7 @@ class Splits(NamedTuple):
     min_keys: int
 
 
-class Rotation(NamedTuple):
+class NormRope(NamedTuple):
     """What `paged_decode` does to raw queries and new keys before it uses them: head norms, then rotary positions.
 
     cos and sin [positions, D] (or [positions, 1, D]), the first half of sin negated; q_norm and k_norm [D] are RMSNorm
@@ -121,7 +121,7 @@ def paged_decode(
     *,
     new_kv: tuple[torch.Tensor, torch.Tensor] | None = None,
     slots: torch.Tensor | None = None,
-    rotation: Rotation | None = None,
+    rotation: NormRope | None = None,
     num_splits: int | None = None,
     tiling: Tiling | None = None,
     out: torch.Tensor | None = None,
@@ -165,7 +165,7 @@ def paged_decode(
             f"workspace is for {tuple(workspace.lse.shape)} (rows, heads, splits), this call needs "
             f"{(batch, heads, splits.count)}; take it from decode_workspace with the same arguments"
         )
-    turn = rotation or Rotation(q, q)
+    turn = rotation or NormRope(q, q)
     pdl = overlaps(q)
     decode_kernel[(kv_heads, batch, splits.count)](
         q, k_new, v_new, k_cache, v_cache, page_table, positions if slots is None else slots, positions, out,

@@ -33,7 +33,7 @@ def _combine(
 
 
 @triton.jit
-def _turned(
+def _norm_rope(
     x_ptr, mask, norm_ptr, cos_ptr, sin_ptr, position, eps,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
@@ -69,7 +69,9 @@ def _write_newest(
     page = tl.load(table + position // PAGE).to(tl.int64)
     target = page * cache_page + (position % PAGE) * cache_slot + dims
     one = tl.arange(0, 1)[:, None]
-    k = _turned(k_ptr + one, dims[None, :] < DIM, norm_ptr, cos_ptr, sin_ptr, position, eps, DIM, DIM_PAD, NORM, ROPE)
+    k = _norm_rope(
+        k_ptr + one, dims[None, :] < DIM, norm_ptr, cos_ptr, sin_ptr, position, eps, DIM, DIM_PAD, NORM, ROPE
+    )
     k = tl.sum(k, 0)
     v = tl.load(v_ptr + dims, mask=dims < DIM)
     tl.store(k_base + target, k.to(k_base.dtype.element_ty), mask=dims < DIM)
@@ -149,7 +151,7 @@ def decode_kernel(
         gdc_wait()
     position = length.to(tl.int64) - 1
     heads = q_ptr + row * q_row + kv_head * q_group + group[:, None] * q_head
-    q = _turned(heads, group_mask, q_norm_ptr, cos_ptr, sin_ptr, position, eps, DIM, DIM_PAD, NORM, ROPE)
+    q = _norm_rope(heads, group_mask, q_norm_ptr, cos_ptr, sin_ptr, position, eps, DIM, DIM_PAD, NORM, ROPE)
     q = q.to(k_cache_ptr.dtype.element_ty)
     if APPEND:
         if end == length:  # exactly one program of this row and head owns the newest key

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import triton
 from torch import Tensor
 
-from engine.kernels.paged_decode import _LOG2_E, Rotation
-from engine.kernels.paged_prefill_kernels import prefill_kernel, turn_kernel
+from engine.kernels.paged_decode import _LOG2_E, NormRope
+from engine.kernels.paged_prefill_kernels import norm_rope_kernel, prefill_kernel
 
 KEYS = 64
 """Keys of one step of a program."""
@@ -39,7 +39,7 @@ def choose_tile(tokens: int, heads: int, group: int, dim: int) -> Tile:
     return Tile(128, pack, 8, stages) if large else Tile(64, pack, 4, stages)
 
 
-class Packing(NamedTuple):
+class VarlenLayout(NamedTuple):
     """How T tokens make C chunks; all int64 on the device. Padding tokens have slot 0, empty chunks no tokens.
 
     positions, token_slots [T]: each token's place in its sequence, and the row of the page table that is its
@@ -54,15 +54,15 @@ class Packing(NamedTuple):
     slots: Tensor
 
 
-def turn_and_append(
+def norm_rope_append(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     page_table: Tensor,
-    packing: Packing,
-    rotation: Rotation,
+    packing: VarlenLayout,
+    rotation: NormRope,
 ) -> None:
     """Norm and rotate raw queries q [T, KV, H/KV, D] in place; keys k [T, KV, D], so treated, and values v go to their
     pages.
@@ -82,7 +82,7 @@ def turn_and_append(
             "q, k and v must be views of one projection, their last dimension dense; found strides "
             f"{q.stride()}, {k.stride()} and {v.stride()}"
         )
-    turn_kernel[(tokens,)](
+    norm_rope_kernel[(tokens,)](
         q, k, v, k_cache, v_cache, page_table, packing.token_slots, packing.positions,
         q if rotation.q_norm is None else rotation.q_norm, k if rotation.k_norm is None else rotation.k_norm,
         rotation.cos, rotation.sin, rotation.eps, *q.stride()[:3], k.stride(1), *k_cache.stride()[:3],
@@ -98,7 +98,7 @@ def paged_prefill(
     k_cache: Tensor,
     v_cache: Tensor,
     page_table: Tensor,
-    packing: Packing,
+    packing: VarlenLayout,
     scale: float,
     out: Tensor,
     tile: Tile | None = None,

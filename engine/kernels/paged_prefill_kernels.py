@@ -10,11 +10,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.kernels.paged_decode_kernels import _turned
+from engine.kernels.paged_decode_kernels import _norm_rope
 
 
 @triton.jit
-def turn_kernel(
+def norm_rope_kernel(
     q_ptr, k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, table_ptr, slots_ptr, positions_ptr, q_norm_ptr, k_norm_ptr, cos_ptr,
     sin_ptr, eps, row, q_group, q_head, kv_head, cache_page, cache_slot, cache_head, table_row,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QP: tl.constexpr, KP: tl.constexpr, DIM: tl.constexpr,
@@ -32,11 +32,11 @@ def turn_kernel(
     heads = tl.arange(0, QP)[:, None]
     mask = (heads < KV_HEADS * GROUP) & (dims[None, :] < DIM)
     q_at = q_ptr + token * row + (heads // GROUP) * q_group + (heads % GROUP) * q_head
-    q = _turned(q_at, mask, q_norm_ptr, cos_ptr, sin_ptr, position, eps, DIM, DIM_PAD, NORM, True)
+    q = _norm_rope(q_at, mask, q_norm_ptr, cos_ptr, sin_ptr, position, eps, DIM, DIM_PAD, NORM, True)
     kv_heads = tl.arange(0, KP)[:, None]
     kv_mask = (kv_heads < KV_HEADS) & (dims[None, :] < DIM)
     kv_at = token * row + kv_heads * kv_head
-    k = _turned(k_ptr + kv_at, kv_mask, k_norm_ptr, cos_ptr, sin_ptr, position, eps, DIM, DIM_PAD, NORM, True)
+    k = _norm_rope(k_ptr + kv_at, kv_mask, k_norm_ptr, cos_ptr, sin_ptr, position, eps, DIM, DIM_PAD, NORM, True)
     v = tl.load(v_ptr + kv_at + dims[None, :], mask=kv_mask, other=0.0)
     tl.debug_barrier()  # queries were read twice, by other threads than those that write them
     tl.store(q_at + dims[None, :], q.to(q_ptr.dtype.element_ty), mask=mask)

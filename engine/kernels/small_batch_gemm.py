@@ -18,7 +18,7 @@ from engine.kernels.step_kernels import best_kernel, gate_kernel, norm_kernel
 
 TILE_OUTPUTS = 64
 MAX_SPLITS = 4
-MOST_SPLIT_ROWS = 256
+MAX_SPLIT_ROWS = 256
 """Above it products are cuBLAS's."""
 
 MULTIPROCESSORS = 132
@@ -28,7 +28,7 @@ WIDE = 32768
 """Outputs from which a product's tiles alone fill any device: a vocabulary."""
 
 
-class Pick(NamedTuple):
+class LaunchConfig(NamedTuple):
     """A launch: rows per tile (0: all rows by the vector kernel), outputs per tile, columns per step, and the rest."""
 
     tile_rows: int
@@ -42,11 +42,11 @@ class Pick(NamedTuple):
 def suits_library(rows: int, outputs: int, inputs: int, gated: bool) -> bool:
     """Whether cuBLAS, and launches of their own around it, are faster: where arithmetic counts more than launches."""
     if rows > 128:
-        return rows > MOST_SPLIT_ROWS or not gated or inputs > 2048
+        return rows > MAX_SPLIT_ROWS or not gated or inputs > 2048
     return rows > 64 and not gated and outputs < WIDE and outputs * inputs >= 2**24
 
 
-def choose(rows: int, outputs: int, inputs: int, gated: bool) -> Pick:
+def choose_config(rows: int, outputs: int, inputs: int, gated: bool) -> LaunchConfig:
     """The tile for y [rows, outputs] = x [rows, inputs] Wᵀ; a function of shapes alone, measured on an H200.
 
     Benchmark: benchmarks/skinny_linear.py.
@@ -58,7 +58,7 @@ def choose(rows: int, outputs: int, inputs: int, gated: bool) -> Pick:
     if rows > 64 and across * triton.cdiv(rows, 128) >= 96:
         tile_rows = 128
     if outputs >= WIDE:
-        return Pick(tile_rows, TILE_OUTPUTS, 64, 1, 4, 5)
+        return LaunchConfig(tile_rows, TILE_OUTPUTS, 64, 1, 4, 5)
     tiles = across * triton.cdiv(rows, tile_rows)
     splits = _splits(tiles, rows, inputs)
     share = inputs // splits
@@ -73,7 +73,7 @@ def choose(rows: int, outputs: int, inputs: int, gated: bool) -> Pick:
     room = SHARED_BYTES // 2 if paired else SHARED_BYTES
     # the first tile of weights takes room beside the stages
     stages = min(5, triton.cdiv(share, columns), room // stage_bytes - 1)
-    return Pick(tile_rows, TILE_OUTPUTS, columns, splits, 4, max(2, stages))
+    return LaunchConfig(tile_rows, TILE_OUTPUTS, columns, splits, 4, max(2, stages))
 
 
 def _splits(tiles: int, rows: int, inputs: int) -> int:
@@ -99,14 +99,14 @@ def half_normed(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> int
     return 0 if suits_library(rows, outputs, inputs, False) else triton.cdiv(outputs, TILE_OUTPUTS)
 
 
-def _vector_pick(outputs: int, inputs: int, gated: bool) -> Pick:
+def _vector_pick(outputs: int, inputs: int, gated: bool) -> LaunchConfig:
     if outputs >= WIDE:
-        return Pick(0, 16, 1024, 1, 4, 1)
+        return LaunchConfig(0, 16, 1024, 1, 4, 1)
     columns = min(4096, triton.next_power_of_2(inputs))
     if inputs % columns:
         columns = max(1024, columns // 2)
     tile = (16384 if columns >= 4096 else 8192) // columns // (2 if gated else 1)
-    return Pick(0, max(2, tile), columns, 1, 8 if columns >= 4096 else 4, 1)
+    return LaunchConfig(0, max(2, tile), columns, 1, 8 if columns >= 4096 else 4, 1)
 
 
 class Scratch:
@@ -127,7 +127,7 @@ class Scratch:
     ):
         self.normed = torch.empty(max_tokens * hidden, dtype=dtype, device=device)
         self.wide = torch.empty(max_tokens * widest, dtype=dtype, device=device)
-        split_rows = min(max(128, triton.next_power_of_2(max_tokens)), MOST_SPLIT_ROWS)
+        split_rows = min(max(128, triton.next_power_of_2(max_tokens)), MAX_SPLIT_ROWS)
         cells = triton.cdiv(max(hidden, widest), TILE_OUTPUTS) * triton.cdiv(split_rows, 16)
         self.parts = torch.empty(
             MAX_SPLITS * split_rows * (max(hidden, widest) + 128), dtype=torch.float32, device=device
@@ -179,7 +179,7 @@ def linear(
     next_norm: Tensor | None = None,
     squares: int = 0,
     late: bool = False,
-    pick: Pick | None = None,
+    pick: LaunchConfig | None = None,
 ) -> int:
     """Write y = rms_norm(x) Wᵀ + bias into `out` [M, n], x [M, k] and W [n, k] contiguous; returns the tiles of n.
 
@@ -194,7 +194,7 @@ def linear(
     outputs = out.shape[1]
     if pick is None and suits_library(rows, outputs, inputs, gated):
         return _by_library(x, weight, out, scratch, norm, eps, bias, gated, add, best)
-    pick = pick or choose(rows, outputs, inputs, gated)
+    pick = pick or choose_config(rows, outputs, inputs, gated)
     tiles = triton.cdiv(outputs, pick.tile_outputs)
     pdl = overlaps(x)
     flags = {

@@ -17,7 +17,7 @@ from engine.models.dense_tensors import HeadLayout, LayerTensors
 
 
 class MegatronDecoder(Protocol):
-    """The part of HostedModel that these tensors are read from. `rotary` [positions, 1, 1, D] holds the frequencies."""
+    """The part of MegatronModel that these tensors come from. `rotary` [positions, 1, 1, D] holds the frequencies."""
 
     gpt: nn.Module
     config: ModelConfig
@@ -27,8 +27,8 @@ class MegatronDecoder(Protocol):
     def weight_slots(self) -> dict[str, WeightSlot]: ...
 
 
-class HostedTensors:
-    """A HostedModel as DenseTensors. What a layer lacks that every plain decoder has is None."""
+class MegatronTensors:
+    """A MegatronModel as DenseTensors. What a layer lacks that every plain decoder has is None."""
 
     def __init__(self, hosted: MegatronDecoder):
         self._gpt, self.config = hosted.gpt, hosted.config

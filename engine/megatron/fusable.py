@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.errors import ModelError
-from engine.megatron.dense_tensors import HostedTensors, MegatronDecoder
+from engine.megatron.dense_tensors import MegatronDecoder, MegatronTensors
 from engine.megatron.weight_layout import listed
 
-_NEEDED = {
+_REQUIRED_SETTINGS = {
     "normalization": "RMSNorm",
     "layernorm_zero_centered_gamma": False,
     "gated_linear_unit": True,
@@ -34,26 +34,26 @@ _NEEDED = {
 """Fields of a TransformerConfig, where its version has them, and the only value that these kernels compute with."""
 
 _KNOWN_PACKAGES = ("megatron.core.", "transformer_engine.", "torch.nn.modules.", "apex.")
-_OPTIONAL = {"qkv_bias", "q_norm", "k_norm", "o_bias", "gate_up_bias", "down_bias"}
+_OPTIONAL_TENSORS = {"qkv_bias", "q_norm", "k_norm", "o_bias", "gate_up_bias", "down_bias"}
 
 
-def dense_tensors(hosted: MegatronDecoder) -> HostedTensors:
+def fusable_tensors(hosted: MegatronDecoder) -> MegatronTensors:
     """The model's tensors. Raises ModelError, listing all in which it is no plain dense decoder."""
-    problems = _otherwise_configured(hosted) + _foreign(hosted.gpt)
+    problems = _unsupported_settings(hosted) + _unknown_modules(hosted.gpt)
     if not problems:  # the parameters of others have other names
-        tensors = HostedTensors(hosted)
-        problems = _unreadable(hosted, tensors) + _left_over(hosted.gpt, tensors)
+        tensors = MegatronTensors(hosted)
+        problems = _unreadable(hosted, tensors) + _unread_parameters(hosted.gpt, tensors)
     if problems:
         raise ModelError(f"{type(hosted.gpt).__name__} is no plain dense decoder: {listed(problems)}")
     hosted.weight_slots()  # refuses parameters of other shapes
     return tensors
 
 
-def _otherwise_configured(hosted: MegatronDecoder) -> list[str]:
+def _unsupported_settings(hosted: MegatronDecoder) -> list[str]:
     config = hosted.gpt.config
     found = [
         f"{name}={getattr(config, name)!r}"
-        for name, needed in _NEEDED.items()
+        for name, needed in _REQUIRED_SETTINGS.items()
         if getattr(config, name, needed) not in (needed, None)
     ]
     if config.activation_func is not F.silu:
@@ -65,7 +65,7 @@ def _otherwise_configured(hosted: MegatronDecoder) -> list[str]:
     return found
 
 
-def _foreign(gpt: nn.Module) -> list[str]:
+def _unknown_modules(gpt: nn.Module) -> list[str]:
     """Modules that may compute anything: a layer of another kind, an adapter in a projection's place. A core attention
     is the engine's while it serves, and of the rotary embedding only the frequencies are read.
     """
@@ -98,13 +98,13 @@ def _foreign(gpt: nn.Module) -> list[str]:
     return sorted(found)
 
 
-def _unreadable(hosted: MegatronDecoder, tensors: HostedTensors) -> list[str]:
+def _unreadable(hosted: MegatronDecoder, tensors: MegatronTensors) -> list[str]:
     """Parameters that aren't there, or that kernels can't read as they lie."""
     named = [
         (f"{name} of layer {index}", tensor)
         for index in range(hosted.config.num_layers)
         for name, tensor in tensors.layer(index)._asdict().items()
-        if tensor is not None or name not in _OPTIONAL
+        if tensor is not None or name not in _OPTIONAL_TENSORS
     ]
     named += [("the last norm", tensors.norm), ("the embedding", tensors.embedding)]
     if not hosted.config.tie_word_embeddings:
@@ -116,7 +116,7 @@ def _unreadable(hosted: MegatronDecoder, tensors: HostedTensors) -> list[str]:
     ]
 
 
-def _left_over(gpt: nn.Module, tensors: HostedTensors) -> list[str]:
+def _unread_parameters(gpt: nn.Module, tensors: MegatronTensors) -> list[str]:
     """Parameters that the kernels wouldn't read: something computes with them."""
     layers = [tensor for index in range(len(gpt.decoder.layers)) for tensor in tensors.layer(index)]
     read = {

@@ -13,10 +13,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from engine.attention.backend import Attention
-from engine.distributed.collectives import gathered_columns
+from engine.distributed.collectives import gather_columns
 from engine.errors import ModelError
 from engine.layers.weight_slot import WeightSlot
-from engine.megatron.fusable import dense_tensors
+from engine.megatron.fusable import fusable_tensors
 from engine.megatron.weight_layout import unwrapped, weight_slots
 from engine.models.config import ModelConfig
 from engine.models.dense_tensors import DenseTensors
@@ -24,7 +24,7 @@ from engine.models.dense_tensors import DenseTensors
 Rope = tuple[Tensor]
 
 
-class HostedModel(nn.Module):
+class MegatronModel(nn.Module):
     """A GPTModel in the place of a DenseModel: whole, on one pipeline stage, rotary positions, causal attention.
 
     max_len bounds positions (default: the model's max_sequence_length). `vocab_size` cuts a padded vocabulary's logits.
@@ -106,7 +106,7 @@ class HostedModel(nn.Module):
         """What kernels need of the model that compute a step in its place. Raises ModelError, listing all in which it
         differs from what such kernels compute.
         """
-        return dense_tensors(self)
+        return fusable_tensors(self)
 
     def _paged(self, index: int, trained: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """The core attention of layer `index`: over pages inside a step of the engine, else as it was."""
@@ -139,7 +139,7 @@ class HostedModel(nn.Module):
             return part[:, :vocab]
         rows, width = part.shape
         out = part.new_empty(rows, vocab)
-        gathered_columns(part.contiguous(), part.new_empty(group.size() * rows, width), out, group)
+        gather_columns(part.contiguous(), part.new_empty(group.size() * rows, width), out, group)
         return out
 
     def _frequencies(self) -> Tensor:

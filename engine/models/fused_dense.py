@@ -18,10 +18,10 @@ from torch import Tensor
 
 from engine.attention.kv_cache import KVCache
 from engine.attention.metadata import SlotState
-from engine.distributed.collectives import Exchange
+from engine.distributed.collectives import TensorParallelCollectives
 from engine.kernels.launch import launch_options, overlaps
-from engine.kernels.paged_decode import DecodeScratch, DecodeWorkspace, Rotation, paged_decode
-from engine.kernels.paged_prefill import Packing, paged_prefill, turn_and_append
+from engine.kernels.paged_decode import DecodeScratch, DecodeWorkspace, NormRope, paged_decode
+from engine.kernels.paged_prefill import VarlenLayout, norm_rope_append, paged_prefill
 from engine.kernels.small_batch_gemm import Scratch, best_of_tiles, half_normed, linear
 from engine.kernels.step_kernels import choose_kernel, embed_kernel
 from engine.models.dense_tensors import FusableModel, LayerTensors
@@ -52,7 +52,7 @@ class FusedDense:
             tokens, max_rows, config.hidden_size, max(self.heads.width, 2 * width), config.vocab_size, dtype, device
         )
         group = self.tensors.group
-        self.exchange = None if group is None else Exchange(group, max_rows, self.tensors.head)
+        self.collectives = None if group is None else TensorParallelCollectives(group, max_rows, self.tensors.head)
         self._max_rows = max_rows
         self._decode_scratch: DecodeScratch | None = None
 
@@ -68,12 +68,12 @@ class FusedDense:
             len(table),
             H=width,
             HP=triton.next_power_of_2(width),
-            SPLIT=self.exchange is not None,
+            SPLIT=self.collectives is not None,
             PDL=pdl,
             **launch_options(pdl),
         )
-        if self.exchange is not None:
-            self.exchange.all_reduce(hidden)
+        if self.collectives is not None:
+            self.collectives.all_reduce(hidden)
 
     def layer(self, index: int, hidden: Tensor, attend: Attend) -> None:
         """Decoder layer `index` on hidden [T, h], in place."""
@@ -111,16 +111,16 @@ class FusedDense:
         self, hidden: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, next_norm: Tensor, turn: int
     ) -> None:
         """Add x Wᵀ + bias to hidden [T, h]: of ranks the sum of their shares, the first of which brings the bias."""
-        if self.exchange is None:
+        if self.collectives is None:
             linear(x, weight, hidden, self._scratch, bias=bias, add=True, next_norm=next_norm)
             return
-        share, adds = self.exchange.onto(hidden, turn)
-        linear(x, weight, share, self._scratch, bias=bias if self.exchange.is_first else None, add=adds)
-        self.exchange.add_up(hidden, turn)
+        share, adds = self.collectives.all_reduce_into(hidden, turn)
+        linear(x, weight, share, self._scratch, bias=bias if self.collectives.is_first else None, add=adds)
+        self.collectives.all_reduce_shared(hidden, turn)
 
     def _half_normed(self, rows: int, inputs: int) -> int:
         """In how many sums of squares a row `_onto` leaves half of the next norm, which takes the whole of hidden."""
-        return 0 if self.exchange else half_normed(rows, self.model.config.hidden_size, inputs, self.model.dtype)
+        return 0 if self.collectives else half_normed(rows, self.model.config.hidden_size, inputs, self.model.dtype)
 
     def _left_by_layer(self, rows: int) -> int:
         """The squares that the last product of a layer leaves for the norm after it."""
@@ -148,7 +148,7 @@ class FusedDense:
 
         return attend
 
-    def choose(
+    def sample_greedy(
         self,
         slots: Tensor,
         positions: Tensor | None,
@@ -165,7 +165,7 @@ class FusedDense:
         slot 0, padding, leave both alone. `after_layer`: hidden is just what `layer` left, not a choice of its rows.
         """
         scratch, head = self._scratch, self.tensors.head
-        part = logits if self.exchange is None else self.exchange.part(len(hidden))
+        part = logits if self.collectives is None else self.collectives.part(len(hidden))
         tiles = linear(
             hidden,
             head,
@@ -173,11 +173,11 @@ class FusedDense:
             scratch,
             norm=self.tensors.norm,
             eps=self.eps,
-            best=self.exchange is None,
+            best=self.collectives is None,
             squares=self._left_by_layer(len(hidden)) if after_layer else 0,
         )
-        if self.exchange is not None:
-            self.exchange.gather(part, logits)
+        if self.collectives is not None:
+            self.collectives.gather(part, logits)
             tiles = best_of_tiles(logits, scratch)
         pdl = overlaps(hidden)
         choose_kernel[(len(hidden),)](
@@ -195,13 +195,13 @@ class FusedDense:
             **launch_options(pdl),
         )
 
-    def prefill(self, tokens: Tensor, packing: Packing, page_table: Tensor) -> Tensor:
+    def prefill(self, tokens: Tensor, packing: VarlenLayout, page_table: Tensor) -> Tensor:
         """Hidden [T, h] before the last norm of T packed tokens, which also go into their pages."""
 
         def attend(index: int, layer: LayerTensors, qkv: Tensor, out: Tensor) -> None:
             k_cache, v_cache = self.kv.k[index], self.kv.v[index]
             q, k, v = self.heads.cut(qkv)
-            turn_and_append(q, k, v, k_cache, v_cache, page_table, packing, self._rotation(layer))
+            norm_rope_append(q, k, v, k_cache, v_cache, page_table, packing, self._rotation(layer))
             paged_prefill(q, k_cache, v_cache, page_table, packing, self.heads.dim**-0.5, out)
 
         hidden = self._embedded(tokens)
@@ -211,16 +211,16 @@ class FusedDense:
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         table = self.tensors.embedding
-        if self.exchange is None:
+        if self.collectives is None:
             return F.embedding(tokens, table)
         here = tokens - self.tensors.first_token
         is_here = (here >= 0) & (here < len(table))
         hidden = F.embedding(here * is_here, table).masked_fill_(~is_here.unsqueeze(1), 0)
-        self.exchange.all_reduce(hidden)
+        self.collectives.all_reduce(hidden)
         return hidden
 
-    def _rotation(self, layer: LayerTensors) -> Rotation:
-        return Rotation(self.tensors.cos, self.tensors.sin, layer.q_norm, layer.k_norm, self.eps)
+    def _rotation(self, layer: LayerTensors) -> NormRope:
+        return NormRope(self.tensors.cos, self.tensors.sin, layer.q_norm, layer.k_norm, self.eps)
 
     def _workspace(self, q: Tensor, page_table: Tensor) -> DecodeWorkspace:
         """Made in the first warm-up run: scratch made inside a capture would belong to that graph alone."""

@@ -50,12 +50,12 @@ class EngineStats:
     idle_check_failures: int = 0
 
 
-FRONT_SPAN = 2**40  # numbers that one front may give away; a front's begin at its own number times this
+CLIENT_ID_SPAN = 2**40  # numbers that one front may give away; a front's begin at its own number times this
 
 
-def front_of(name: str | int) -> int:
+def client_of(name: str | int) -> int:
     """Which front gave a sequence its id, or an Ask its number."""
-    return int(name.partition(".")[0]) if isinstance(name, str) else name // FRONT_SPAN
+    return int(name.partition(".")[0]) if isinstance(name, str) else name // CLIENT_ID_SPAN
 
 
 # ---- commands, to the loop -----------------------------------------------------------------------------------------
@@ -85,10 +85,10 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Leave:
+class ClientDisconnected:
     """A front is gone: abort what it has under way. Never reaches a loop: packing.py makes an Abort of it."""
 
-    front: int
+    client: int
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class Parcels:
+class AddressedReports:
     """Reports, each for one front and pickled already: (front's number, the report). Passed on unopened."""
 
     parcels: list[tuple[int, bytes]]
@@ -168,5 +168,5 @@ class Lost:
     restarts: int
 
 
-Command = Submit | Abort | Ask | Leave | Stop
-Report = Ready | Events | Snapshot | Reply | Parcels | Lost | Dead
+Command = Submit | Abort | Ask | ClientDisconnected | Stop
+Report = Ready | Events | Snapshot | Reply | AddressedReports | Lost | Dead

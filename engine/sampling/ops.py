@@ -67,7 +67,7 @@ def ranked(z: Tensor, count: int) -> Tensor:
 
 
 @dataclass(slots=True)
-class Drawn:
+class SampledTokens:
     """Tokens int64 [b], and of each row's truncated distribution: how many tokens it keeps and their weights' sum."""
 
     token_ids: Tensor
@@ -75,12 +75,12 @@ class Drawn:
     total: Tensor
 
 
-def whole(token_ids: Tensor, weights: Tensor) -> Drawn:
+def whole(token_ids: Tensor, weights: Tensor) -> SampledTokens:
     """Tokens chosen without a draw, beside the untruncated distribution of weights int64 [b, V]."""
-    return Drawn(token_ids, torch.full_like(token_ids, weights.shape[1]), weights.sum(dim=1))
+    return SampledTokens(token_ids, torch.full_like(token_ids, weights.shape[1]), weights.sum(dim=1))
 
 
-def draw_whole(weights: Tensor, min_p: Tensor | None, u: Tensor) -> Drawn:
+def sample_full(weights: Tensor, min_p: Tensor | None, u: Tensor) -> SampledTokens:
     """Inverse CDF in the order of the ids. weights int64 [b, V]; min_p, u float64 [b]; min_p None: all 0."""
     kept = torch.full_like(u, weights.shape[1], dtype=torch.int64)
     if min_p is not None:
@@ -88,12 +88,12 @@ def draw_whole(weights: Tensor, min_p: Tensor | None, u: Tensor) -> Drawn:
         kept = torch.where(min_p > 0, torch.count_nonzero(weights, dim=1), kept)
     cumulative = weights.cumsum(dim=1)
     total = cumulative[:, -1]
-    return Drawn(_pick(cumulative, total, u), kept, total)
+    return SampledTokens(_pick(cumulative, total, u), kept, total)
 
 
-def draw_truncated(
+def sample_truncated(
     z: Tensor, weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, u: Tensor, widest_k: int
-) -> Drawn:
+) -> SampledTokens:
     """Inverse CDF over the tokens that top-k, then top-p, then min-p leave, most likely first.
 
     z float32 [b, V] (row maximum 0), weights int64 [b, V]; top_k float64 [b] (0: off), top_p, min_p, u float64 [b].
@@ -103,20 +103,20 @@ def draw_truncated(
     """
     vocab_size = z.shape[1]
     count = min(vocab_size, widest_k or CANDIDATES)
-    drawn, complete = _draw_ranked(z, weights, top_k, top_p, min_p, u, count)
+    drawn, complete = _sample_ranked(z, weights, top_k, top_p, min_p, u, count)
     if count == vocab_size or widest_k or bool(complete.all()):
         return drawn
     rows = (~complete).nonzero().squeeze(1)
-    wide, _ = _draw_ranked(z[rows], weights[rows], top_k[rows], top_p[rows], min_p[rows], u[rows], vocab_size)
+    wide, _ = _sample_ranked(z[rows], weights[rows], top_k[rows], top_p[rows], min_p[rows], u[rows], vocab_size)
     drawn.token_ids[rows] = wide.token_ids
     drawn.kept[rows] = wide.kept
     drawn.total[rows] = wide.total
     return drawn
 
 
-def _draw_ranked(
+def _sample_ranked(
     z: Tensor, weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, u: Tensor, count: int
-) -> tuple[Drawn, Tensor]:
+) -> tuple[SampledTokens, Tensor]:
     """Draw among the `count` best; also bool [b]: whether the kept tokens are known to end within them."""
     ids = ranked(z, count)
     best = weights.gather(1, ids)
@@ -131,7 +131,7 @@ def _draw_ranked(
     kept = keep.sum(dim=1).clamp(min=1)
     total = cumulative.gather(1, (kept - 1).unsqueeze(1)).squeeze(1)
     token_ids = ids.gather(1, _pick(cumulative, total, u).unsqueeze(1)).squeeze(1)
-    return Drawn(token_ids, kept, total), (limit <= count) | (kept < count)
+    return SampledTokens(token_ids, kept, total), (limit <= count) | (kept < count)
 
 
 def _least_weight(min_p: Tensor) -> Tensor:

@@ -19,10 +19,10 @@ from engine.protocol.request import SamplingParams, TokenLogprob, mix64
 from engine.sampling.logprobs import prompt_logprobs, raw_logprobs
 from engine.sampling.ops import uniform
 from engine.sampling.penalties import TokenCounts
-from engine.sampling.selection import COLUMNS, Choice, Pending, Rule, U, put_rows, rows_of
+from engine.sampling.selection import COLUMNS, Pending, SamplingRule, TokenSelector, U, put_rows, rows_of
 from engine.utils.async_copy import ids_to, upload
 
-__all__ = ["SampleResult", "SamplingState", "prompt_logprobs"]
+__all__ = ["SampleResult", "Sampler", "prompt_logprobs"]
 
 # Columns of the numbers that go to the device once per step, behind those of the choice.
 _REPETITION, _FREQUENCY, _PRESENCE = range(COLUMNS, COLUMNS + 3)
@@ -32,7 +32,7 @@ _REPETITION, _FREQUENCY, _PRESENCE = range(COLUMNS, COLUMNS + 3)
 class _Slot:
     """What the host must know of a slot to decide which work its row needs."""
 
-    rule: Rule = Rule()
+    rule: SamplingRule = SamplingRule()
     penalised: bool = False
     prompt_len: int = 0
     min_tokens: int = 0
@@ -74,7 +74,7 @@ class SampleResult:
         return self._logprobs
 
 
-class SamplingState:
+class Sampler:
     """The sampling parameters of every slot in [0, max_num_seqs), and the draw for a batch of them.
 
     logprobs_mode "processed": of the distribution that was drawn from, after penalties, bias, temperature and
@@ -98,7 +98,7 @@ class SamplingState:
         self.device = torch.device(device)
         self._eos_token_ids = tuple(eos_token_ids)
         self._raw = logprobs_mode == "raw"
-        self._choice = Choice(vocab_size, self.device, self._raw)
+        self._selector = TokenSelector(vocab_size, self.device, self._raw)
         self._counts = TokenCounts(max_num_seqs, vocab_size, self.device)
         # One row more than there are slots: index -1 is the row of inactive entries, and is greedy.
         self._slots = [_INACTIVE] * (max_num_seqs + 1)
@@ -129,7 +129,7 @@ class SamplingState:
             params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
         )
         banned = self._banned(params)
-        rule = self._choice.rule(params)
+        rule = self._selector.rule(params)
         self._slots[slot] = _Slot(
             rule=rule,
             penalised=penalised,
@@ -139,7 +139,7 @@ class SamplingState:
             bias=_bias(params.logit_bias) if params.logit_bias else None,
         )
         self._numbers[slot] = torch.tensor(
-            [*self._choice.numbers(params, rule), params.repetition_penalty, params.frequency_penalty,
+            [*self._selector.numbers(params, rule), params.repetition_penalty, params.frequency_penalty,
              params.presence_penalty],
             dtype=torch.float64,
         )  # fmt: skip
@@ -160,7 +160,7 @@ class SamplingState:
 
     def sample(self, logits: Tensor, slots: Sequence[int] | Tensor, positions: Sequence[int] | Tensor) -> SampleResult:
         """Choose one token per row, and count it as an output of its slot. Nothing of it waits for the device, but for
-        a draw by torch whose nucleus might exceed the ranked tokens (see `draw_truncated`).
+        a draw by torch whose nucleus might exceed the ranked tokens (see `sample_truncated`).
 
         logits [rows, V] of any float type, never written to; row i belongs to slots[i] (-1: inactive), and rows
         beyond the slots are ignored. positions[i] is the index that the new token will have in its sequence: the
@@ -179,7 +179,7 @@ class SamplingState:
         penalised = [i for i, state in enumerate(states) if state.penalised]
         tracked = ids_to(self.device, [slots[i] for i in penalised]) if penalised else None
         x = self._adjusted(raw, penalised, tracked, states, numbers)
-        token_ids, pending = self._choice.choose(x, numbers, [state.rule for state in states])
+        token_ids, pending = self._selector.select(x, numbers, [state.rule for state in states])
         if penalised:
             self._counts.add(tracked, rows_of(token_ids, penalised))
         if self._raw:
@@ -190,12 +190,12 @@ class SamplingState:
 
     def warm_up(self, logits: Tensor) -> None:
         """Compile what draws from logits like these [rows, V] need, so that no request waits seconds for it."""
-        self._choice.warm_up(logits, self._numbers.shape[1])
+        self._selector.warm_up(logits, self._numbers.shape[1])
 
     def _raw_logprobs(self, raw: Tensor, token_ids: Tensor, states: list[_Slot]) -> list[Pending]:
         return [
             (rows, raw_logprobs(rows_of(raw, rows), rows_of(token_ids, rows), [states[i].rule.logprobs for i in rows]))
-            for rows in self._choice.split([i for i, state in enumerate(states) if state.rule.logprobs is not None])
+            for rows in self._selector.split([i for i, state in enumerate(states) if state.rule.logprobs is not None])
         ]
 
     def _end_min_tokens(self, slots: list[int], states: list[_Slot], positions: list[int]) -> None:
@@ -218,8 +218,8 @@ class SamplingState:
         if not (penalised or biased or banned):
             return raw
         x = raw.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        for part, rows in enumerate(self._choice.split(penalised)):
-            start = part * self._choice.part
+        for part, rows in enumerate(self._selector.split(penalised)):
+            start = part * self._selector.part
             slots = tracked[start : start + len(rows)]
             columns = (_column(numbers, rows, c) for c in (_REPETITION, _FREQUENCY, _PRESENCE))
             x = put_rows(x, rows, self._counts.penalise(rows_of(x, rows), slots, *columns))

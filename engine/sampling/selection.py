@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.protocol.request import SamplingParams
 from engine.sampling.logprobs import DeviceLogprobs
-from engine.sampling.ops import draw_truncated, draw_whole, weights_of, whole
+from engine.sampling.ops import sample_full, sample_truncated, weights_of, whole
 from engine.utils.async_copy import ids_to
 
 # The first columns of the numbers that go to the device once per step. _WHOLE and _TRUNCATED: the temperature where the
@@ -32,7 +32,7 @@ _PART_NUMBERS = (2**16, 2**26)
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class SamplingRule:
     """What the host must know of a row to decide how its token is chosen; the default is argmax."""
 
     random: bool = False
@@ -57,7 +57,7 @@ def _kernels(device: torch.device) -> ModuleType | None:
     return fused_sampling
 
 
-class Choice:
+class TokenSelector:
     """Chooses a token per row. raw: log-probabilities are somebody else's, and none is given. Not thread-safe."""
 
     def __init__(self, vocab_size: int, device: torch.device, raw: bool):
@@ -68,11 +68,11 @@ class Choice:
         """Rows that are worked on at a time."""
         self._kernels = _kernels(device)
 
-    def rule(self, params: SamplingParams) -> Rule:
+    def rule(self, params: SamplingParams) -> SamplingRule:
         """How a request's tokens are chosen; it depends on nothing but its parameters, so a batch changes no token."""
         top_k = params.top_k if params.top_k < self._vocab_size else 0
         random = not params.is_greedy
-        return Rule(
+        return SamplingRule(
             random=random,
             fused=random and params.logprobs is None and self._kernels is not None,
             top_k=top_k,
@@ -81,7 +81,7 @@ class Choice:
             logprobs=params.logprobs,
         )
 
-    def numbers(self, params: SamplingParams, rule: Rule) -> list[float]:
+    def numbers(self, params: SamplingParams, rule: SamplingRule) -> list[float]:
         """A row's first COLUMNS numbers; the one in column U, its random number in [0, 1), changes with each token."""
         temperature = params.temperature if rule.fused else 0.0
         by_kernels = (0.0, temperature) if rule.truncated else (temperature, 0.0)
@@ -98,35 +98,35 @@ class Choice:
             none = torch.zeros(1, columns, dtype=torch.float64, device=self._device)  # temperature 0
             for x in (logits[:1], logits[:1].to(torch.float32)):  # as they are, and adjusted
                 for truncated in (False, True):
-                    self._draw_fused(x, none, torch.empty(1, dtype=torch.int64, device=self._device), truncated)
+                    self._sample_fused(x, none, torch.empty(1, dtype=torch.int64, device=self._device), truncated)
 
-    def choose(self, x: Tensor, numbers: Tensor, rules: Sequence[Rule]) -> tuple[Tensor, list[Pending]]:
+    def select(self, x: Tensor, numbers: Tensor, rules: Sequence[SamplingRule]) -> tuple[Tensor, list[Pending]]:
         """Tokens int64 [b] from x [b, V], -1 without a finite best, and the log-probabilities that rules ask for.
 
         numbers float64 [b, COLUMNS or more] on the device, made by `numbers`.
         """
         rest = [i for i, rule in enumerate(rules) if not rule.fused]
         if len(rest) == len(rules):
-            return self._choose_by_torch(x, numbers, rest, rules)
+            return self._sample_by_torch(x, numbers, rest, rules)
         token_ids = torch.empty(len(rules), dtype=torch.int64, device=self._device)
         for truncated in sorted({rule.truncated for rule in rules if rule.fused}):
-            self._draw_fused(x, numbers, token_ids, truncated)
+            self._sample_fused(x, numbers, token_ids, truncated)
         if not rest:
             return token_ids, []
-        chosen, pending = self._choose_by_torch(rows_of(x, rest), rows_of(numbers, rest), rest, rules)
+        chosen, pending = self._sample_by_torch(rows_of(x, rest), rows_of(numbers, rest), rest, rules)
         return put_rows(token_ids, rest, chosen), pending
 
-    def _draw_fused(self, x: Tensor, numbers: Tensor, token_ids: Tensor, truncated: bool) -> None:
+    def _sample_fused(self, x: Tensor, numbers: Tensor, token_ids: Tensor, truncated: bool) -> None:
         """Tokens of those rows of x [b, V] that the kernels draw, and truncate or not, into token_ids int64 [b]."""
         column = numbers.unbind(1)
         if truncated:
             limits = (column[c] for c in (_TOP_K, _TOP_P, _MIN_P))
-            self._kernels.draw_truncated_rows(x, column[_TRUNCATED], *limits, column[U], token_ids)
+            self._kernels.sample_truncated_rows(x, column[_TRUNCATED], *limits, column[U], token_ids)
         else:
-            self._kernels.draw_rows(x, column[_WHOLE], column[_MIN_P], column[U], token_ids)
+            self._kernels.sample_rows(x, column[_WHOLE], column[_MIN_P], column[U], token_ids)
 
-    def _choose_by_torch(
-        self, x: Tensor, numbers: Tensor, rows: list[int], rules: Sequence[Rule]
+    def _sample_by_torch(
+        self, x: Tensor, numbers: Tensor, rows: list[int], rules: Sequence[SamplingRule]
     ) -> tuple[Tensor, list[Pending]]:
         """The same of these rows of the batch: x and numbers are theirs alone, `rules` the whole batch's."""
         x = x.to(torch.float32, memory_format=torch.contiguous_format)
@@ -140,7 +140,7 @@ class Choice:
             pending += logprobs
         return torch.where(torch.isfinite(best), token_ids, -1), pending
 
-    def _parts(self, rules: list[Rule]) -> Iterator[list[int]]:
+    def _parts(self, rules: list[SamplingRule]) -> Iterator[list[int]]:
         """The rows that argmax alone doesn't answer: those drawn in the same way together, at most a part's worth."""
         yield from self.split([i for i, rule in enumerate(rules) if rule.random and not rule.truncated])
         yield from self.split([i for i, rule in enumerate(rules) if rule.random and rule.truncated])
@@ -148,7 +148,7 @@ class Choice:
             yield from self.split([i for i, rule in enumerate(rules) if not rule.random and rule.logprobs is not None])
 
     def _draw(
-        self, x: Tensor, best: Tensor, best_ids: Tensor, numbers: Tensor, rows: list[int], members: list[Rule]
+        self, x: Tensor, best: Tensor, best_ids: Tensor, numbers: Tensor, rows: list[int], members: list[SamplingRule]
     ) -> tuple[Tensor, list[Pending]]:
         """Tokens int64 [b] of one part, and the log-probabilities of its rows that want them.
 
@@ -162,9 +162,9 @@ class Choice:
             drawn = whole(best_ids, weights)
         elif members[0].truncated:
             ks = [rule.top_k for rule in members]
-            drawn = draw_truncated(z, weights, top_k, top_p, min_p, u, max(ks) if min(ks) > 0 else 0)
+            drawn = sample_truncated(z, weights, top_k, top_p, min_p, u, max(ks) if min(ks) > 0 else 0)
         else:
-            drawn = draw_whole(weights, min_p if any(rule.min_p for rule in members) else None, u)
+            drawn = sample_full(weights, min_p if any(rule.min_p for rule in members) else None, u)
         asked = [j for j, rule in enumerate(members) if rule.logprobs is not None]
         if self._raw or not asked:
             return drawn.token_ids, []

@@ -44,7 +44,7 @@ class SchedulerConfig:
             )
 
 
-class Entry:
+class QueuedRequest:
     """What the scheduler remembers of a request beside the record that the loop sees."""
 
     __slots__ = ("chain", "final_pages", "final_tokens", "key", "preemptions", "registered", "request")
@@ -78,18 +78,18 @@ class Admission:
         max_tokens = request.params.max_tokens
         return room if max_tokens is None else min(room, request.prompt_len + max_tokens)
 
-    def entry_for(self, request: Request, order: int) -> Entry:
+    def entry_for(self, request: Request, order: int) -> QueuedRequest:
         """The record of a new request, the `order`-th added. Raises PromptTooLong if it can never fit."""
         self._check_fits(request)
         final_tokens = max(request.prompt_len, self.token_limit(request) - 1)
         key = (request.priority, request.arrival_time, order)
-        return Entry(request, key, final_tokens, self.pool.pages_for(final_tokens))
+        return QueuedRequest(request, key, final_tokens, self.pool.pages_for(final_tokens))
 
-    def pages_now(self, entry: Entry) -> int:
+    def pages_now(self, entry: QueuedRequest) -> int:
         """Pages to enter with: the whole text so far and, unless it ends before, the token after it."""
         return self.pool.pages_for(min(len(entry.request.token_ids) + 1, entry.final_tokens))
 
-    def matched_pages(self, entry: Entry, weight_version: str) -> list[int]:
+    def matched_pages(self, entry: QueuedRequest, weight_version: str) -> list[int]:
         """Cached pages that the request could begin with, not referenced; the entry's chain is renewed if stale.
 
         None for a request that wants its prompt's logprobs: those need every prompt token computed.
@@ -102,7 +102,7 @@ class Admission:
             return []
         return self.prefix_cache.lookup(entry.chain, entry.request.token_ids)
 
-    def shortfall(self, entry: Entry, matched: Sequence[int], others: Sequence[Entry]) -> int:
+    def shortfall(self, entry: QueuedRequest, matched: Sequence[int], others: Sequence[QueuedRequest]) -> int:
         """Pages lacking for `entry` to enter beside `others`; it fits at 0 or below.
 
         Beside others it must also find a reserve free: what each of them and itself may yet ask for, up to one page
@@ -122,8 +122,8 @@ class Admission:
         return lacking + reserve
 
     def victims(
-        self, entry: Entry, matched: Sequence[int], running: Sequence[Entry], slot_free: bool
-    ) -> list[Entry] | None:
+        self, entry: QueuedRequest, matched: Sequence[int], running: Sequence[QueuedRequest], slot_free: bool
+    ) -> list[QueuedRequest] | None:
         """Which of `running` (in order) must be preempted for `entry` to enter; None if even all it may don't do.
 
         Only requests of a strictly lower priority, last in order first, no more than needed. The reserve counts
@@ -131,7 +131,7 @@ class Admission:
         """
         ahead = list(takewhile(lambda other: other.key < entry.key, running))
         lacking = self.shortfall(entry, matched, ahead)
-        chosen: list[Entry] = []
+        chosen: list[QueuedRequest] = []
         dropped: Counter[int] = Counter()  # references that go with those chosen; a shared page needs all of them
         kept = set(matched)
         for other in reversed(running):

@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from engine.scheduling.admission import Entry
+from engine.scheduling.admission import QueuedRequest
 from engine.scheduling.page_pool import PagePool
 from engine.scheduling.request import RequestState
 
 _WAITING_STATES = (RequestState.WAITING, RequestState.PREEMPTED)
 
 
-def line_problems(live: Iterable[str], waiting: Sequence[Entry], running: Sequence[Entry]) -> list[str]:
+def queue_problems(
+    live: Iterable[str], waiting: Sequence[QueuedRequest], running: Sequence[QueuedRequest]
+) -> list[str]:
     """Whether each live request id stands in exactly one line, in order, in a state that fits the line."""
     found = []
     for line, name in ((waiting, "waiting"), (running, "running")):
@@ -41,7 +43,7 @@ def line_problems(live: Iterable[str], waiting: Sequence[Entry], running: Sequen
     return found
 
 
-def slot_problems(free_slots: Sequence[int], running: Sequence[Entry], max_num_seqs: int) -> list[str]:
+def slot_problems(free_slots: Sequence[int], running: Sequence[QueuedRequest], max_num_seqs: int) -> list[str]:
     """Whether each slot is free or held by one running request."""
     seen = Counter([*free_slots, *(entry.request.slot for entry in running)])
     if seen == Counter(range(max_num_seqs)):
@@ -49,7 +51,7 @@ def slot_problems(free_slots: Sequence[int], running: Sequence[Entry], max_num_s
     return [f"slots free and held are {dict(seen)}, not each of 0..{max_num_seqs - 1} once"]
 
 
-def page_problems(pool: PagePool, running: Sequence[Entry]) -> list[str]:
+def page_problems(pool: PagePool, running: Sequence[QueuedRequest]) -> list[str]:
     """Whether every page's reference count is the number of running requests that hold it, and each holds enough."""
     found = []
     held: Counter[int] = Counter()

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from engine.scheduling.admission import Entry, SchedulerInvariantError
+from engine.scheduling.admission import QueuedRequest, SchedulerInvariantError
 from engine.scheduling.batch import Batch
 from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.request import Request
 
 
-class Ledger:
+class RequestProgress:
     """Progress of the requests in `entries`, which the scheduler keeps."""
 
-    def __init__(self, page_size: int, prefix_cache: PrefixCache | None, entries: Mapping[str, Entry]):
+    def __init__(self, page_size: int, prefix_cache: PrefixCache | None, entries: Mapping[str, QueuedRequest]):
         self._page_size = page_size
         self._prefix_cache = prefix_cache
         self._entries = entries

@@ -17,17 +17,17 @@ from heapq import heappop, heappush
 from operator import attrgetter
 
 from engine.errors import QueueFull, RequestError
-from engine.scheduling.admission import Admission, Entry, SchedulerConfig, SchedulerInvariantError
+from engine.scheduling.admission import Admission, QueuedRequest, SchedulerConfig, SchedulerInvariantError
 from engine.scheduling.batch import Batch, PrefillChunk
-from engine.scheduling.invariants import line_problems, page_problems, slot_problems
+from engine.scheduling.invariants import page_problems, queue_problems, slot_problems
 from engine.scheduling.page_pool import PagePool
 from engine.scheduling.prefix_cache import PrefixCache
-from engine.scheduling.progress import Ledger
+from engine.scheduling.progress import RequestProgress
 from engine.scheduling.request import Request, RequestState
 
 __all__ = ["Scheduler", "SchedulerConfig", "SchedulerInvariantError"]
 
-_KEY = attrgetter("key")
+_ORDER_KEY = attrgetter("key")
 
 
 class Scheduler:
@@ -55,13 +55,13 @@ class Scheduler:
         self.ended: Counter[str] = Counter()  # finish reason -> requests
         self._clock = clock
         self._admission = Admission(pool, prefix_cache, config.max_model_len)
-        self._entries: dict[str, Entry] = {}
-        self._waiting: list[Entry] = []  # both in order of key
-        self._running: list[Entry] = []
+        self._entries: dict[str, QueuedRequest] = {}
+        self._waiting: list[QueuedRequest] = []  # both in order of key
+        self._running: list[QueuedRequest] = []
         self._free_slots = list(range(config.max_num_seqs))  # a heap: low slots first
-        self._blocked: Entry | None = None  # head that did not fit; nothing was released since
+        self._blocked: QueuedRequest | None = None  # head that did not fit; nothing was released since
         self._added = self._leased = 0
-        self._ledger = Ledger(pool.page_size, prefix_cache, self._entries)
+        self._progress = RequestProgress(pool.page_size, prefix_cache, self._entries)
 
     @property
     def has_work(self) -> bool:
@@ -109,7 +109,7 @@ class Scheduler:
         self._added += 1
         request.limit = self.token_limit(request)
         self._entries[request.request_id] = entry
-        insort(self._waiting, entry, key=_KEY)
+        insort(self._waiting, entry, key=_ORDER_KEY)
 
     def abort(self, request_id: str) -> bool:
         """End a live request as ABORTED; False if no such request lives.
@@ -140,7 +140,7 @@ class Scheduler:
         request.state = state
         if running and state is RequestState.FAILED and self.prefix_cache is not None:
             self.prefix_cache.reset()
-        _take_out(self._running if running else self._waiting, entry)
+        _remove_from_queue(self._running if running else self._waiting, entry)
         if running:
             self._release(entry)
         del self._entries[request.request_id]
@@ -163,7 +163,7 @@ class Scheduler:
         """
         sent_back = list(self._running)
         for entry in sent_back:
-            self._send_back(entry)
+            self._requeue(entry)
         return [entry.request for entry in sent_back]
 
     def schedule(self) -> Batch:
@@ -192,7 +192,7 @@ class Scheduler:
         """Book a step that was enqueued: its tokens count as computed, and each request whose last token was among
         them has one more token in flight. Requests that ended or were sent back since `schedule` are skipped.
         """
-        self._ledger.dispatch(batch)
+        self._progress.dispatch(batch)
 
     def complete(self, batch: Batch, new_tokens: Sequence[int | None]) -> None:
         """Book a step that was dispatched and read: a token for each of `batch.sampled` is appended. Full pages are
@@ -201,12 +201,12 @@ class Scheduler:
         Requests that ended or were sent back meanwhile are skipped. One whose token is None gets none, and must be
         finished before the next `schedule`. The loop decides on finishing afterwards.
         """
-        self._ledger.complete(batch, new_tokens)
+        self._progress.complete(batch, new_tokens)
 
     def problems(self) -> list[str]:
         """Every broken invariant of lines, slots, pages and caches, in words; O(pages), for checks."""
         found = self.pool.problems() + page_problems(self.pool, self._running)
-        found += line_problems(self._entries, self._waiting, self._running)
+        found += queue_problems(self._entries, self._waiting, self._running)
         found += slot_problems(self._free_slots, self._running, self.config.max_num_seqs)
         return found + (self.prefix_cache.problems() if self.prefix_cache is not None else [])
 
@@ -229,11 +229,11 @@ class Scheduler:
         if found:
             raise SchedulerInvariantError("not idle: " + "; ".join(found))
 
-    def _schedule_decodes(self, batch: Batch) -> list[Entry]:
+    def _schedule_decodes(self, batch: Batch) -> list[QueuedRequest]:
         """List the decodes, in order, each with a page for its token; returns those with more than one to compute."""
         page_size = self.pool.page_size
         running, decodes = self._running, batch.decodes
-        prefilling: list[Entry] = []
+        prefilling: list[QueuedRequest] = []
         index = 0
         while index < len(running):  # it shrinks from its end where pages lack, never before `index`
             entry = running[index]
@@ -254,7 +254,7 @@ class Scheduler:
             index += 1
         return prefilling
 
-    def _grow(self, entry: Entry, batch: Batch) -> bool:
+    def _grow(self, entry: QueuedRequest, batch: Batch) -> bool:
         """Give a decode its next page, preempting from the end of the line; False if it had to go itself."""
         if entry.pages_to_come <= 0:
             raise SchedulerInvariantError(
@@ -283,7 +283,7 @@ class Scheduler:
                 self._preempt(victim, batch)
             self._admit(head, matched, batch)
 
-    def _budget_left_to(self, head: Entry) -> int:
+    def _budget_left_to(self, head: QueuedRequest) -> int:
         """What the step's budget leaves to `head`, were it admitted: no sooner is anybody preempted for it."""
         budget = self.config.max_num_batched_tokens
         for entry in self._running:
@@ -310,14 +310,14 @@ class Scheduler:
             else:
                 budget -= _add_chunk(batch, head.request, budget)
 
-    def _admit(self, entry: Entry, matched: list[int], batch: Batch) -> None:
+    def _admit(self, entry: QueuedRequest, matched: list[int], batch: Batch) -> None:
         """Move the head of the queue to the running line with its slot and all pages of its text."""
         request = entry.request
         if self.prefix_cache is not None:
             self.prefix_cache.take(matched)  # before allocating, or the allocation might evict them
         fresh = self.pool.allocate(self._admission.pages_now(entry) - len(matched))
         del self._waiting[0]
-        insort(self._running, entry, key=_KEY)
+        insort(self._running, entry, key=_ORDER_KEY)
         request.state = RequestState.RUNNING
         request.pages = matched + fresh
         request.slot = heappop(self._free_slots)
@@ -334,21 +334,21 @@ class Scheduler:
                 self.prefix_cache.count(len(request.token_ids), request.num_computed)
         batch.admitted.append(request)
 
-    def _preempt(self, entry: Entry, batch: Batch) -> None:
+    def _preempt(self, entry: QueuedRequest, batch: Batch) -> None:
         """Send a running request back because others need its room, and remember that for its next admission."""
-        self._send_back(entry)
+        self._requeue(entry)
         entry.preemptions += 1
         batch.preempted.append(entry.request)
 
-    def _send_back(self, entry: Entry) -> None:
+    def _requeue(self, entry: QueuedRequest) -> None:
         """Move a running request to its place in the queue: no slot, no pages, everything to recompute."""
         entry.request.state = RequestState.PREEMPTED
-        _take_out(self._running, entry)
+        _remove_from_queue(self._running, entry)
         self._release(entry)
         self.num_preemptions += 1
-        insort(self._waiting, entry, key=_KEY)
+        insort(self._waiting, entry, key=_ORDER_KEY)
 
-    def _release(self, entry: Entry) -> None:
+    def _release(self, entry: QueuedRequest) -> None:
         """Slot and pages come back: the only place where they do. A token in flight is given up; where the request
         runs again it comes again, from the same seed and position.
         """
@@ -370,9 +370,9 @@ def _add_chunk(batch: Batch, request: Request, budget: int) -> int:
     return length
 
 
-def _take_out(line: list[Entry], entry: Entry) -> None:
+def _remove_from_queue(line: list[QueuedRequest], entry: QueuedRequest) -> None:
     """Remove `entry` from a line in order of key."""
-    index = bisect_left(line, entry.key, key=_KEY)
+    index = bisect_left(line, entry.key, key=_ORDER_KEY)
     if index == len(line) or line[index] is not entry:
         raise SchedulerInvariantError(f"{entry.request!r} is not where its key puts it in the line")
     del line[index]

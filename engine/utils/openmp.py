@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 
-SPINS = "5000"
+SPIN_COUNT = "5000"
 
 
-def calm_openmp() -> None:
+def limit_openmp_spinning() -> None:
     """Have idle OpenMP threads sleep soon, unless the environment says how they wait. Call before torch loads."""
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)

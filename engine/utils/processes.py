@@ -10,7 +10,7 @@ from multiprocessing.process import BaseProcess
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def start_deaf(process: BaseProcess) -> None:
+def start_ignoring_stop_signals(process: BaseProcess) -> None:
     """Start a process that hears no stop signal: a terminal's Ctrl-C reaches all, and the parent decides who ends.
 
     From its first moment: what it imports takes seconds. Its main function calls `ignore_stop_signals`.
@@ -24,13 +24,16 @@ def start_deaf(process: BaseProcess) -> None:
 
 
 def ignore_stop_signals() -> None:
-    """In a process begun by `start_deaf`: as before, without a blocked signal that its own children would inherit."""
+    """Ignore stop signals, and unblock them, in a process begun by `start_ignoring_stop_signals`.
+
+    A blocked signal would be inherited by the process's own children.
+    """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
-def log_style() -> tuple[logging.Formatter | None, int]:
+def log_format() -> tuple[logging.Formatter | None, int]:
     """Format and level of this process' log, for a child that writes to the same stream."""
     plain = (handler for handler in logging.getLogger().handlers if type(handler) is logging.StreamHandler)
     formatter = next((handler.formatter for handler in plain), None)

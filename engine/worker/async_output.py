@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from engine.protocol.request import TokenLogprob
 from engine.sampling.logprobs import DeviceLogprobs
 from engine.sampling.sampler import SampleResult
-from graph_cache.ring import Ticket
+from graph_cache.host_ring import Ticket
 
-UNREAD_STEPS = 2  # the one that the device computes, and the one enqueued behind it
+MAX_STEPS_IN_FLIGHT = 2  # the one that the device computes, and the one enqueued behind it
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class StepResult:
     graph_bucket: int | None = None  # of the graph that ran the decodes; None: they ran eager
 
 
-class Launched:
+class AsyncStepOutput:
     """Made and filled by ModelRunner.launch. `read` waits for the step, not for what was enqueued after it."""
 
     def __init__(self, rows: int) -> None:
@@ -44,7 +44,7 @@ class Launched:
         """Whether nothing of it is under way any more."""
         return self._outcome is not None
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for the results and keep them, or what went wrong with them, for `read`."""
         if self._outcome is None:
             try:
@@ -54,7 +54,7 @@ class Launched:
 
     def read(self) -> StepResult:
         """The step's results. Raises what the device raised, which may be about later work too."""
-        self.settle()
+        self.wait()
         if isinstance(self._outcome, Exception):
             raise self._outcome
         return self._outcome

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.attention.backend import DecodeAttention
 from engine.attention.kv_cache import KVCache
-from engine.megatron.model import HostedModel
+from engine.megatron.model import MegatronModel
 from engine.models.dense import DenseModel
 from engine.worker.input_buffers import Layout
 from graph_cache.addresses import AddressBook
@@ -30,7 +30,7 @@ Part = Callable[..., None]
 
 
 def decode_site(
-    model: DenseModel | HostedModel,
+    model: DenseModel | MegatronModel,
     kv: KVCache,
     buffers: StaticBuffers,
     layout: Layout,
@@ -67,7 +67,7 @@ def decode_site(
     )
 
 
-def weights_and_pages(model: DenseModel | HostedModel, kv: KVCache) -> AddressBook:
+def weights_and_pages(model: DenseModel | MegatronModel, kv: KVCache) -> AddressBook:
     """What a step reads by address beside its site's own buffers."""
     book = AddressBook()
     book.watch(model, prefix="model.")
@@ -99,7 +99,7 @@ class _Rows:
         self.positions.add_(real)
 
 
-def _choose(model: DenseModel | HostedModel, hidden: Tensor, logits: Tensor, next_tokens: Tensor) -> Tensor:
+def _choose(model: DenseModel | MegatronModel, hidden: Tensor, logits: Tensor, next_tokens: Tensor) -> Tensor:
     """Logits and the greedy choice into their buffers; -1 marks a row whose logits are not finite.
 
     Returns what to feed back: the choice again, but always a token. The request of a row that isn't finite fails, and
@@ -111,7 +111,7 @@ def _choose(model: DenseModel | HostedModel, hidden: Tensor, logits: Tensor, nex
     return ids
 
 
-def _block_part(model: DenseModel | HostedModel, kv: KVCache, layout: Layout, impl: str) -> list[Part]:
+def _block_part(model: DenseModel | MegatronModel, kv: KVCache, layout: Layout, impl: str) -> list[Part]:
     def step(state, hidden, logits, next_tokens, context=None):
         rows = _Rows(state, layout, len(next_tokens))
         out = model(rows.tokens(), rows.positions, rows.attention(kv, impl, context))
@@ -120,7 +120,7 @@ def _block_part(model: DenseModel | HostedModel, kv: KVCache, layout: Layout, im
     return [step]
 
 
-def _layer_parts(model: DenseModel | HostedModel, kv: KVCache, layout: Layout, impl: str) -> list[Part]:
+def _layer_parts(model: DenseModel | MegatronModel, kv: KVCache, layout: Layout, impl: str) -> list[Part]:
     """Embedding, each layer, and the head. Only `hidden` passes from one part to the next: memory inside one graph
     belongs to the next graph as soon as it replays, so each layer derives rotary and page metadata anew.
     """
@@ -165,6 +165,6 @@ def _fused_layer_parts(fused: FusedDense, layout: Layout) -> list[Part]:
 
     def head(state, hidden, logits, next_tokens):
         rows = layout.views(state)
-        fused.choose(rows.slots, rows.positions, rows.last_tokens, hidden, logits, next_tokens, after_layer=True)
+        fused.sample_greedy(rows.slots, rows.positions, rows.last_tokens, hidden, logits, next_tokens, after_layer=True)
 
     return [embed, *(layer_part(index) for index in range(fused.depth)), head]

@@ -67,7 +67,7 @@ def decode_buffers(
     return StaticBuffers(specs, layout.max_num_seqs, device)
 
 
-class StepInputs:
+class DecodeInputs:
     """Keeps the state what the next step needs it to be. Calls come in the order of the work on the device.
 
     `staged`: the device is another machine, as a GPU is. Then nothing is read from it: a mirror follows what the host
@@ -95,13 +95,13 @@ class StepInputs:
         self._steps_left = 0
         self._advanced = 0  # steps since these rows were placed that are not in `_newest` and the mirror yet
 
-    def take(self, slot: int) -> None:
+    def assign_slot(self, slot: int) -> None:
         """A slot changes hands: nothing that it holds is its new request's."""
         self._catch_up()
         self._newest[slot] = -1
         self._written[slot] = 0
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """Take nothing for granted at the next load: something else wrote to the state, or a step broke off.
 
         The host must know every token by then: read what is in flight first.
@@ -133,7 +133,7 @@ class StepInputs:
         """The decode step that was loaded last is enqueued, and moves its rows one further."""
         self._advanced += 1
 
-    def chose(self, slots: Sequence[int], positions: Sequence[int]) -> None:
+    def set_sampled_positions(self, slots: Sequence[int], positions: Sequence[int]) -> None:
         """These slots' newest tokens were put into `last_tokens` on the device: those at `positions`."""
         self._catch_up()
         self._newest[slots] = positions

@@ -1,7 +1,7 @@
 """A batch becomes tokens: decodes and, on a GPU, prefills by the graph cache's plan, then sampling.
 
 Owns the model, the KV cache and the static buffers on the device, and the way of results to the host: a step is
-enqueued by `launch`, and read later, when the next may be enqueued already. Knows requests only by their tokens, pages
+enqueued by `execute`, and read later, when the next may be enqueued already. Knows requests only by their tokens, pages
 and slots; decides nothing about who runs.
 """
 
@@ -20,20 +20,20 @@ from engine.attention.kv_cache import KVCache
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelError
 from engine.kernels.launch import SHARED_BYTES, fits
-from engine.megatron.model import HostedModel
+from engine.megatron.model import MegatronModel
 from engine.models.dense import DenseModel
-from engine.sampling.sampler import SamplingState, prompt_logprobs
+from engine.sampling.sampler import Sampler, prompt_logprobs
 from engine.scheduling.batch import Batch, PrefillChunk
 from engine.scheduling.request import Request
 from engine.utils.async_copy import ids_to
-from engine.worker.async_output import UNREAD_STEPS, Launched
+from engine.worker.async_output import MAX_STEPS_IN_FLIGHT, AsyncStepOutput
 from engine.worker.decode_graphs import SITE, decode_site
-from engine.worker.input_buffers import Layout, StepInputs, decode_buffers
+from engine.worker.input_buffers import DecodeInputs, Layout, decode_buffers
 from engine.worker.sizing import WARM_CONTEXT, context_buckets
 from graph_cache.buckets import Buckets
 from graph_cache.cache import GraphCache
+from graph_cache.host_ring import HostRing
 from graph_cache.manifest import Manifest
-from graph_cache.ring import HostRing
 
 if TYPE_CHECKING:  # they import triton
     from engine.models.fused_dense import FusedDense
@@ -53,7 +53,7 @@ class ModelRunner:
     def __init__(
         self,
         config: EngineConfig,
-        model: DenseModel | HostedModel,
+        model: DenseModel | MegatronModel,
         eos_token_ids: Sequence[int],
         manifest: Manifest | None = None,
     ):
@@ -70,7 +70,7 @@ class ModelRunner:
         layout = Layout(config.max_num_seqs, pages)
         self.buffers = decode_buffers(layout, spec.hidden_size, spec.vocab_size, dtype, device)
         self.state = layout.views(self.buffers["state"])
-        self.inputs = StepInputs(self.buffers["state"], layout, config.page_size)
+        self.inputs = DecodeInputs(self.buffers["state"], layout, config.page_size)
         fused = self._fused_model(dtype)
         self.cache = GraphCache(
             config.graph_config(), device, capture_on_miss=config.warmup == "lazy", manifest=manifest
@@ -93,7 +93,7 @@ class ModelRunner:
             )
         )
         self.prefill: Prefill | None = None
-        self.exchange = None if fused is None else fused.exchange
+        self.collectives = None if fused is None else fused.collectives
         if fused is not None:
             from engine.worker.prefill_graphs import Prefill
 
@@ -101,7 +101,7 @@ class ModelRunner:
                 fused, self.state.last_tokens, config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len
             )
             self.cache.add_site(self.prefill.site())
-        self.sampling = SamplingState(
+        self.sampling = Sampler(
             config.max_num_seqs,
             spec.vocab_size,
             device,
@@ -110,8 +110,8 @@ class ModelRunner:
         )
         self.sampling.warm_up(self.buffers["logits"])
         # Two results a step, its decodes' and its prefills', for every step that may be unread at a time.
-        self.ring = HostRing(self.cache.pool.backend, config.max_num_seqs, torch.int64, depth=2 * UNREAD_STEPS)
-        self._unread: list[Launched] = []
+        self.ring = HostRing(self.cache.pool.backend, config.max_num_seqs, torch.int64, depth=2 * MAX_STEPS_IN_FLIGHT)
+        self._in_flight: list[AsyncStepOutput] = []
 
     def _fused_model(self, dtype: torch.dtype) -> FusedDense | None:
         """The model's steps in few launches, where the device and the settings have them."""
@@ -143,44 +143,44 @@ class ModelRunner:
         self.sampling.set_slot(
             request.slot, request.params, request.seed, request.request.prompt_token_ids, request.output_ids
         )
-        self.inputs.take(request.slot)
+        self.inputs.assign_slot(request.slot)
 
-    def launch(self, batch: Batch) -> Launched:
+    def execute(self, batch: Batch) -> AsyncStepOutput:
         """Enqueue one batch: the decodes as one padded replay, the prefill chunks as another, or eager together.
 
-        Returns without waiting for it. At most UNREAD_STEPS may be unread, the new one included. After an exception
-        call `abandon`.
+        Returns without waiting for it. At most MAX_STEPS_IN_FLIGHT steps may be unread, the new one included. Call
+        `abandon` after an exception.
         """
-        self._unread = [launched for launched in self._unread if not launched.is_read]
-        launched = Launched(len(batch.decodes))
+        self._in_flight = [output for output in self._in_flight if not output.is_read]
+        output = AsyncStepOutput(len(batch.decodes))
         with torch.inference_mode():
             if batch.decodes:
-                self._decode(batch, launched)
+                self._decode(batch, output)
             if batch.prefills:
-                self._prefill(batch.prefills, launched)
+                self._prefill(batch.prefills, output)
             # For the next step; a GPU is busy with this one meanwhile.
             self.cache.check_addresses(whole=self.device.type == "cuda")
-        self._unread.append(launched)
-        return launched
+        self._in_flight.append(output)
+        return output
 
     def abandon(self) -> None:
         """After a step that broke off: keep what earlier ones have to say, and start the next from what the host knows.
 
         A result that nobody read would hold its place in the ring; and how far the broken step came is unknown.
         """
-        for launched in self._unread:
-            launched.settle()
+        for output in self._in_flight:
+            output.wait()
         self.ring.clear()
-        self.inputs.forget()
+        self.inputs.invalidate()
 
-    def _decode(self, batch: Batch, launched: Launched) -> None:
-        rows, statics = len(batch.decodes), self._statics(batch)
-        plan = self.cache.plan(SITE, rows, **statics)
+    def _decode(self, batch: Batch, output: AsyncStepOutput) -> None:
+        rows, variant = len(batch.decodes), self._variant(batch)
+        plan = self.cache.plan(SITE, rows, **variant)
         self.inputs.load(batch, plan.bucket)
         self.cache.run(plan)
         self.inputs.advance()
-        ran = self.cache.plan(SITE, rows, **statics)  # a miss may have captured
-        launched.graph_bucket = ran.bucket if ran.is_graph else None
+        ran = self.cache.plan(SITE, rows, **variant)  # a miss may have captured
+        output.graph_bucket = ran.bucket if ran.is_graph else None
         tokens = self.buffers["next_tokens"][:rows]
         if self.sampling.needs_sampler(request.slot for request in batch.decodes):
             slots = [request.slot for request in batch.decodes]
@@ -188,17 +188,17 @@ class ModelRunner:
             sampled = self.sampling.sample(self.buffers["logits"][:rows], slots, positions)
             tokens = sampled.token_ids
             self.state.last_tokens.index_copy_(0, self.state.slots[:rows], tokens.clamp(min=0))
-            launched.samples.append((0, sampled))
-        launched.tickets.append(self.ring.push(tokens))
+            output.samples.append((0, sampled))
+        output.tickets.append(self.ring.push(tokens))
 
-    def _statics(self, batch: Batch) -> dict[str, int]:
+    def _variant(self, batch: Batch) -> dict[str, int]:
         """The keyword values of the graph that these decodes need: the context bucket, where attention has one."""
         if not self.contexts:
             return {}
         longest = max(batch.positions) + 1
         return {"context": next(width for width in self.contexts if width >= longest)}
 
-    def _prefill(self, chunks: list[PrefillChunk], launched: Launched) -> None:
+    def _prefill(self, chunks: list[PrefillChunk], output: AsyncStepOutput) -> None:
         ends = [index for index, chunk in enumerate(chunks) if chunk.is_last]
         if self.prefill is not None:
             hidden, logits, tokens = self._packed_prefill(self.prefill, chunks)
@@ -207,15 +207,15 @@ class ModelRunner:
                 index = ids_to(self.device, ends)
                 logits, tokens = logits.index_select(0, index), tokens.index_select(0, index)
         else:
-            hidden, logits = self._plain_prefill(chunks, ends)
+            hidden, logits = self._eager_prefill(chunks, ends)
             normed, tokens = hidden.__getitem__, None
         first = 0
         for chunk in chunks:
             if chunk.request.params.prompt_logprobs is not None:
-                self._score_prompt(chunk, normed(slice(first, first + chunk.length)), launched)
+                self._score_prompt(chunk, normed(slice(first, first + chunk.length)), output)
             first += chunk.length
         if ends:
-            self._choose_first([chunks[index] for index in ends], logits, tokens, launched)
+            self._sample_first_tokens([chunks[index] for index in ends], logits, tokens, output)
 
     def _packed_prefill(self, prefill: Prefill, chunks: list[PrefillChunk]) -> tuple[Tensor, Tensor, Tensor]:
         """Hidden [T, h] before the last norm, and of each chunk the logits after it and their best token."""
@@ -231,7 +231,7 @@ class ModelRunner:
         hidden, logits, tokens = (prefill.buffers[name] for name in ("hidden", "logits", "next_tokens"))
         return hidden[:count], logits[: len(chunks)], tokens[: len(chunks)]
 
-    def _plain_prefill(self, chunks: list[PrefillChunk], ends: list[int]) -> tuple[Tensor, Tensor | None]:
+    def _eager_prefill(self, chunks: list[PrefillChunk], ends: list[int]) -> tuple[Tensor, Tensor | None]:
         """Normed hidden [T, h], and the logits after those chunks that end their prompts."""
         spans = [(chunk.request, range(chunk.start, chunk.start + chunk.length)) for chunk in chunks]
         tokens = [token for request, span in spans for token in request.token_ids[span.start : span.stop]]
@@ -247,8 +247,8 @@ class ModelRunner:
         rows = ids_to(self.device, [lasts[index] - 1 for index in ends])
         return hidden, self.model.logits(hidden.index_select(0, rows))
 
-    def _choose_first(
-        self, ends: list[PrefillChunk], logits: Tensor, tokens: Tensor | None, launched: Launched
+    def _sample_first_tokens(
+        self, ends: list[PrefillChunk], logits: Tensor, tokens: Tensor | None, output: AsyncStepOutput
     ) -> None:
         """The token after each of these chunks, from logits [len(ends), vocab]; left on the device for the decodes.
 
@@ -260,7 +260,7 @@ class ModelRunner:
         if self.sampling.needs_sampler(slots):
             sampled = self.sampling.sample(logits, slots, positions)
             chosen = sampled.token_ids
-            launched.samples.append((launched.rows, sampled))
+            output.samples.append((output.rows, sampled))
         elif tokens is None:
             best, ids = logits.max(dim=-1)
             chosen = torch.where(torch.isfinite(best), ids, -1)
@@ -268,8 +268,8 @@ class ModelRunner:
             self.state.last_tokens.index_copy_(
                 0, ids_to(self.device, [slot + 1 for slot in slots]), chosen.clamp(min=0)
             )
-        self.inputs.chose(slots, positions)
-        launched.tickets.append(self.ring.push(chosen))
+        self.inputs.set_sampled_positions(slots, positions)
+        output.tickets.append(self.ring.push(chosen))
 
     def scrub(self, pages: Sequence[int]) -> None:
         """Zero free pages, and the scratch page, that may hold NaN: attention multiplies masked slots by 0, and 0 * NaN
@@ -279,11 +279,11 @@ class ModelRunner:
         for cache in (*self.kv.k, *self.kv.v):
             cache.index_fill_(0, index, 0)
 
-    def _score_prompt(self, chunk: PrefillChunk, hidden: Tensor, launched: Launched) -> None:
+    def _score_prompt(self, chunk: PrefillChunk, hidden: Tensor, output: AsyncStepOutput) -> None:
         """Log-probabilities of the prompt's tokens that follow this chunk's, in slices so that logits stay small."""
         request = chunk.request
         targets = request.token_ids[chunk.start + 1 : min(chunk.start + chunk.length, request.prompt_len - 1) + 1]
-        found = launched.prompt_scores.setdefault(request.request_id, [])
+        found = output.prompt_scores.setdefault(request.request_id, [])
         for start in range(0, len(targets), PROMPT_LOGPROB_ROWS):
             part = targets[start : start + PROMPT_LOGPROB_ROWS]
             logits = self.model.logits(hidden[start : start + len(part)])

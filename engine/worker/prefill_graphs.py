@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.kernels.paged_prefill import Packing
+from engine.kernels.paged_prefill import VarlenLayout
 from engine.models.fused_dense import FusedDense
 from engine.scheduling.batch import PrefillChunk
 from engine.utils.async_copy import upload
@@ -125,9 +125,9 @@ class Prefill:
         ends, starts, lasts, entries = packed[: 4 * layout.count].view(4, layout.count)
         table = packed[4 * layout.count : layout.token_start].view(layout.count + 1, layout.pages)
         tokens, positions, rows = packed[layout.token_start :].view(-1, 3).t().contiguous()
-        packing = Packing(positions, rows, ends, starts, self._rows[: layout.count])
+        packing = VarlenLayout(positions, rows, ends, starts, self._rows[: layout.count])
         hidden = self._fused.prefill(tokens, packing, table)
-        self._fused.choose(
+        self._fused.sample_greedy(
             entries, None, self._last_tokens, hidden.index_select(0, lasts), logits, next_tokens, after_layer=False
         )
         return hidden

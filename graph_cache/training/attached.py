@@ -36,7 +36,7 @@ GLOBAL_HOOKS = [
 Hook = Callable[..., Any]
 
 
-class Surroundings(Protocol):
+class AmbientState(Protocol):
     """What surrounds the calls of modules and would be baked into a capture of them, beside their arguments: say, a
     precision that a context manager sets.
     """
@@ -57,7 +57,7 @@ class Surroundings(Protocol):
         """A forward was replayed: change what a call would have changed."""
 
 
-class Carry(Protocol):
+class SideOutput(Protocol):
     """Reproduce on replay the side outputs of a part: values that its forward leaves outside its result."""
 
     def gather(self, call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -86,7 +86,7 @@ class Part(NamedTuple):
     method: str = FORWARD
     submodules: tuple[nn.Module, ...] = ()
     chunk: int = 0
-    carry: Carry | None = None
+    carry: SideOutput | None = None
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,10 @@ class Attachment:
     generators: Sequence[torch.Generator] = ()
     state: Mapping[str, Tensor] = field(default_factory=dict)
     fired: Callable[[Hook], bool] | None = None
-    surroundings: Surroundings | None = None
+    surroundings: AmbientState | None = None
 
 
-class Seam:
+class InterceptedMethod:
     """What stands in the place of an attached module's method. A deep copy of the module has the method itself."""
 
     def __init__(self, attached: AttachedModule, call: Callable[[Any, tuple, dict[str, Any]], Any]):
@@ -131,7 +131,7 @@ class AttachedModule:
     """
 
     def __init__(
-        self, part: Part, fired: Callable[[Hook], bool] | None = None, surroundings: Surroundings | None = None
+        self, part: Part, fired: Callable[[Hook], bool] | None = None, surroundings: AmbientState | None = None
     ):
         name, module = part.name, part.module
         self.name = name
@@ -149,7 +149,7 @@ class AttachedModule:
             raise GraphConfigError(
                 f"{name}: its {part.method} is replaced already ({self.before!r}); detach whatever did so first"
             )
-        if isinstance(self.before, Seam):
+        if isinstance(self.before, InterceptedMethod):
             raise GraphConfigError(f"{name}: it is attached already; detach it first")
         self.eager: Callable[..., Any] = getattr(module, self._seam)
         self.carry = part.carry
@@ -185,7 +185,7 @@ class AttachedModule:
 
     def take_over(self, call: Callable[[Any, tuple, dict[str, Any]], Any]) -> None:
         """From here on calls of the module are calls of this, with this object, the arguments and the keywords."""
-        setattr(self.module, self._seam, Seam(self, call))
+        setattr(self.module, self._seam, InterceptedMethod(self, call))
         if self.carry is not None:
             self.carry.begin()
 

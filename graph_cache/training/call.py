@@ -27,7 +27,7 @@ class CallKey:
 
     `tensors` holds (shape, strides, dtype, device, requires_grad) of each tensor argument, in order; `types` tells
     values apart that compare equal and compute differently (2, 2.0 and True). `around`: what else of a call's
-    surroundings would be baked in (see `Surroundings`).
+    surroundings would be baked in (see `AmbientState`).
     """
 
     structure: TreeSpec
@@ -62,7 +62,7 @@ OF_ITS_OWN_MEMORY = (Tensor, nn.Parameter)  # other classes take a closer look
 TENSOR = "<tensor>"  # stands where a tensor argument was, among the values
 
 
-def take_apart(
+def flatten_call(
     args: tuple, kwargs: dict[str, Any], training: bool, around: Hashable = None
 ) -> tuple[CallKey, list[Tensor]]:
     """A call's key and its tensor arguments, in order."""
@@ -187,7 +187,7 @@ class Expected:
         return found
 
 
-def put_together(key: CallKey, tensors: Sequence[Tensor]) -> tuple[tuple, dict[str, Any]]:
+def unflatten_call(key: CallKey, tensors: Sequence[Tensor]) -> tuple[tuple, dict[str, Any]]:
     """The arguments of a call of this key with these tensors."""
     rest = iter(tensors)
     leaves = [next(rest) if value is TENSOR else value for value in key.values]
@@ -195,7 +195,7 @@ def put_together(key: CallKey, tensors: Sequence[Tensor]) -> tuple[tuple, dict[s
 
 
 @dataclass(frozen=True, eq=False)
-class Same:
+class IdentityKey:
     """Part of a key: equal to another only if it holds the very same object, which lives as long, so that its address
     names nothing else. A bound method is the same with the same owner.
     """
@@ -203,7 +203,7 @@ class Same:
     value: Any
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Same):
+        if not isinstance(other, IdentityKey):
             return NotImplemented
         bound = isinstance(self.value, types.MethodType)
         return self.value is other.value or bound and self.value == other.value

@@ -17,7 +17,7 @@ storage_users = torch._C._storage_Use_Count
 ALIGNED = 64  # bytes
 
 
-class HandedOut:
+class UncopiedGradients:
     """Static gradients that are handed out without a copy.
 
     Before each replay, the number of users of their memory says whether somebody still holds one (gradients that
@@ -48,7 +48,7 @@ class HandedOut:
         torch._foreach_copy_(self._grads, saved)
 
 
-class Room:
+class GradientMemory:
     """Memory for a gradient of each parameter, outside of any graph's: what lies in a graph's, the temporaries of
     others may overwrite. A backward under `filling()` computes as much of it in place as it can.
     """

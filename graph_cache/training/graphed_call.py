@@ -17,11 +17,11 @@ from graph_cache.backends.base import Memory
 from graph_cache.errors import CaptureRefused
 from graph_cache.runner import GraphRunner
 from graph_cache.training.attached import AttachedModule
-from graph_cache.training.call import CallKey, Result, autocast_as, is_sparse, lacks_memory, no_autocast, put_together
-from graph_cache.training.gradients import Copies, HandedOut, Room, reached, storage_users
-from graph_cache.training.job import Job
+from graph_cache.training.call import CallKey, Result, autocast_as, is_sparse, lacks_memory, no_autocast, unflatten_call
+from graph_cache.training.capture_context import CaptureContext
+from graph_cache.training.gradients import Copies, GradientMemory, UncopiedGradients, reached, storage_users
+from graph_cache.training.parameter_aliases import ADDED, MainGrads, ParameterAliases, trainable
 from graph_cache.training.side_effects import refused_side_effects
-from graph_cache.training.stand_ins import ADDED, MainGrads, StandIns, trainable
 
 ELSEWHERE = 0x5EED  # any seed but the job's own
 
@@ -37,7 +37,9 @@ class GraphedCall:
 
     hands_out = False
 
-    def __init__(self, owner: AttachedModule, key: CallKey, inputs: Sequence[Tensor], job: Job, memory: Memory):
+    def __init__(
+        self, owner: AttachedModule, key: CallKey, inputs: Sequence[Tensor], job: CaptureContext, memory: Memory
+    ):
         self.name = owner.name
         self.key = key
         self.inputs = list(inputs)
@@ -52,7 +54,7 @@ class GraphedCall:
         self.copied: set[int] = set()  # outputs that are handed out as copies
         self.passed_on: set[int] = set()  # inputs whose gradients another pair's backward reads where they are
         self.parameter_grads: list[Tensor | None] = []
-        self._scope, self._stand_ins = owner.scope, StandIns(owner.scope)
+        self._scope, self._aliases = owner.scope, ParameterAliases(owner.scope)
         self._forward, self._surrounded = owner.eager, owner.surrounded
         self._state = [*owner.scope.buffers(), *job.state.values()]
         self._main_grads = list(MainGrads(owner.scope).values())
@@ -60,9 +62,9 @@ class GraphedCall:
         self._reached: dict[int, set[int]] = {}  # by the differentiable output: inputs and parameters with a part in it
         self._added: list[nn.Parameter] = []  # whose gradient the backward itself adds to their main_grad
         self._dummies: list[Tensor | None] = []  # what it returns for those, of undefined contents
-        self._handed_out: HandedOut | None = None
+        self._handed_out: UncopiedGradients | None = None
         self._copies = Copies(())
-        self._room: Room | None = None  # for the gradients that are handed out
+        self._room: GradientMemory | None = None  # for the gradients that are handed out
         self._pool = pool = job.pool
         self._generators = list(job.generators) if pool.backend.capture_runs else []
         # Where a capture does not run, nothing may run between the halves either: what some kernels save under capture
@@ -101,7 +103,7 @@ class GraphedCall:
         self._replay_forward = self._forward_graph.bare_replay
         self._inputs_at = [(tensor.data_ptr(), tensor.data) for tensor in self.inputs]
         if len(self.differentiable) > 1:
-            leaves = [*self.inputs, *self._stand_ins.trainable]
+            leaves = [*self.inputs, *self._aliases.trainable]
             self._reached = {index: reached(self.outputs[index], leaves) for index in self.differentiable}
 
     def capture_backward(self, arriving: Mapping[int, Tensor]) -> None:
@@ -115,7 +117,7 @@ class GraphedCall:
             for index in self.differentiable
         ]
         if self.hands_out:
-            self._room = Room(self.parameters)
+            self._room = GradientMemory(self.parameters)
         # From another random state than the forward's: a backward that goes back to the forward's state by itself, as
         # checkpointing does, then differs from its replay, which can't, and is refused.
         states = [generator.get_state() for generator in self._generators]
@@ -128,7 +130,7 @@ class GraphedCall:
                 generator.set_state(state)
         if self._room is not None:
             self._room.let_go_of_the_rest()
-            self._handed_out = HandedOut([grad for grad in self.parameter_grads if grad is not None])
+            self._handed_out = UncopiedGradients([grad for grad in self.parameter_grads if grad is not None])
         else:  # read right after each replay, before any other graph runs: their memory may serve other backwards
             self.parameter_grads = [
                 None if grad is None else self._pool.backend.borrow(grad) for grad in self.parameter_grads
@@ -142,11 +144,11 @@ class GraphedCall:
         ]
 
     def _run_forward(self) -> None:
-        args, kwargs = put_together(self.key, self.inputs)
+        args, kwargs = unflatten_call(self.key, self.inputs)
         with (
             self._surrounded(self.key.around),
             autocast_as(self.key),
-            self._stand_ins,
+            self._aliases,
             refused_side_effects(self.name, self._scope, self.inputs),
         ):
             self.result, self.outputs = Result.of(self._forward(*args, **kwargs))
@@ -154,7 +156,7 @@ class GraphedCall:
             raise CaptureRefused(f"{self.name} returns a sparse tensor, which has no memory of its own to find it in")
 
     def _run_backward(self) -> None:
-        leaves = self._stand_ins.trainable
+        leaves = self._aliases.trainable
         wanted = [tensor for tensor in (*self.inputs, *leaves) if tensor.requires_grad]
         self.input_grads = self.parameter_grads = []
         room = self._room.filling() if self._room is not None else nullcontext()

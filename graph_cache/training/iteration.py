@@ -30,25 +30,25 @@ from graph_cache.training.call import (
     CallKey,
     Result,
     are_elsewhere,
+    flatten_call,
     is_sparse,
     lacks_memory,
     load,
-    put_together,
-    take_apart,
+    unflatten_call,
 )
 from graph_cache.training.compiled import is_compiled, reached_from, without_compiling
 from graph_cache.training.gradients import storage_users
 from graph_cache.training.optimizers import OptimizerState, noted_steps, settings_of
+from graph_cache.training.parameter_aliases import MainGrads
 from graph_cache.training.side_effects import floats_of, numbers_of, refused_buffers
-from graph_cache.training.stand_ins import MainGrads
 
 logger = logging.getLogger(__name__)
 
 SCOPE = "full_iteration"
 WARMING = "warming_up"
 FAILED = "capture_failed"
-MOST_SETTINGS = 4  # graphs that differ in settings of optimizers alone
-MOST_WARMING = 64  # kinds that are counted towards a capture at a time: what they were called with is held meanwhile
+MAX_SETTINGS = 4  # graphs that differ in settings of optimizers alone
+MAX_WARMING = 64  # kinds that are counted towards a capture at a time: what they were called with is held meanwhile
 
 
 class _Captured:
@@ -110,7 +110,7 @@ class CapturedIteration:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one iteration."""
-        key, tensors = take_apart(args, kwargs, training=True)
+        key, tensors = flatten_call(args, kwargs, training=True)
         if any(map(is_sparse, tensors)):
             self._stats.fallbacks[self.name, SCOPE, NO_MEMORY] += 1
             return self._eager(args, kwargs)
@@ -216,7 +216,7 @@ class CapturedIteration:
         (key, state), sizes = kind, _sizes(kind[1])
         unknown = [other for other in self._captured if other[0] == key and _sizes(other[1]) != sizes]
         alike = [other for other in self._captured if other[0] == key and other[1][:-1] == state[:-1]]
-        return list(dict.fromkeys([*unknown, *alike[: max(0, len(alike) + 1 - MOST_SETTINGS)]]))
+        return list(dict.fromkeys([*unknown, *alike[: max(0, len(alike) + 1 - MAX_SETTINGS)]]))
 
     def _known(self) -> list[nn.Module]:
         return [module for reference in self._modules.valuerefs() if (module := reference()) is not None]
@@ -234,7 +234,7 @@ class CapturedIteration:
 
     def _count_warming(self, kind: Hashable) -> None:
         held = len(self._captured) + len(self._failed)
-        if kind not in self._seen and len(self._seen) >= MOST_WARMING + held:
+        if kind not in self._seen and len(self._seen) >= MAX_WARMING + held:
             logger.warning(
                 "%s: %d kinds of calls, and none came often enough to be captured: a shape or a value among "
                 "its arguments, a number in a module's attribute, or a setting of an optimizer changes",
@@ -286,7 +286,7 @@ class CapturedIteration:
             before = _GradsBefore(parameters, self._pool.backend)
 
         def body() -> None:
-            static_args, static_kwargs = put_together(key, captured.inputs)
+            static_args, static_kwargs = unflatten_call(key, captured.inputs)
             with torch.set_grad_enabled(key.grad), refused_buffers(self.name, self._known()):
                 captured.result, captured.outputs = Result.of(self._step(*static_args, **static_kwargs))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from graph_cache.training.call import Same
+from graph_cache.training.call import IdentityKey
 
 
 @contextmanager
@@ -41,7 +41,7 @@ def _constant(value: Any) -> Hashable:
         return tuple([_constant(one) for one in value])
     if isinstance(value, (bool, int, float, str, type(None))):
         return type(value), value
-    return Same(value)
+    return IdentityKey(value)
 
 
 class OptimizerState(Mapping[str, Tensor]):

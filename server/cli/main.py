@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from engine.utils.openmp import calm_openmp
+from engine.utils.openmp import limit_openmp_spinning
 
 PROG = "encore"
 
@@ -34,7 +34,7 @@ class Command(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    calm_openmp()
+    limit_openmp_spinning()
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["bench"]:
         return _guarded("bench", lambda: _bench(words[1:]))

@@ -13,7 +13,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from server.http.errors import error_body
-from server.observability.shared_counters import Tally
+from server.observability.shared_counters import SharedCounters
 
 PROBES = tuple(f"GET {path} ".encode() for path in ("/health", "/ready", "/metrics"))
 HEADER_BYTES = 64 * 1024
@@ -27,24 +27,24 @@ class OpenConnections:
     A front that takes connections shows one more than it has, since 0 is a row without a front.
     """
 
-    def __init__(self, tally: Tally | None = None):
-        self._tally = tally if tally is not None else Tally()
-        self._place, self._takes = self._tally.gauge("connections"), self._tally.gauge(TAKES_CONNECTIONS)
+    def __init__(self, counters: SharedCounters | None = None):
+        self._counters = counters if counters is not None else SharedCounters()
+        self._place, self._takes = self._counters.gauge("connections"), self._counters.gauge(TAKES_CONNECTIONS)
         self._own = 0
 
     def begin(self) -> None:
         """Take part in the sharing of connections."""
-        self._tally.values[self._takes] = 1.0
+        self._counters.values[self._takes] = 1.0
         self.set(self._own)
 
     def end(self) -> None:
         """Take no more part."""
-        self._tally.values[self._takes] = self._tally.values[self._place] = 0.0
+        self._counters.values[self._takes] = self._counters.values[self._place] = 0.0
 
     def set(self, count: int) -> None:
         """This front has `count` now."""
         self._own = count
-        self._tally.values[self._place] = count + 1
+        self._counters.values[self._place] = count + 1
 
     def total(self) -> int:
         """All fronts' together."""
@@ -55,7 +55,7 @@ class OpenConnections:
         return int(self._own + 1 - min(self._shown(), default=0))
 
     def _shown(self) -> list[float]:
-        return [shown for shown in self._tally.each_gauge("connections") if shown]
+        return [shown for shown in self._counters.each_gauge("connections") if shown]
 
 
 class LimitedProtocol(HttpToolsProtocol):

@@ -63,7 +63,7 @@ class Keys:
             raise _refusal("the key that was sent is not accepted here")
 
 
-class KeyGuard:
+class KeyMiddleware:
     """Refuses requests without the right key before a byte of their body is read."""
 
     def __init__(self, app: ASGIApp, keys: Keys):

@@ -43,7 +43,7 @@ class RequestIds:
         await self.app(scope, receive, _with_header(send, "X-Request-Id", request_id))
 
 
-class Farewell:
+class CloseWhenDraining:
     """Ends the connection with the answer to a request that comes while the server drains: the client's next one then
     goes to another server, not into a connection that is about to be closed.
     """

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.observability.shared_counters import Counts, Tally, Times
+from server.observability.shared_counters import SharedCounter, SharedCounters, SharedHistogram
 
 if TYPE_CHECKING:
     from engine.client.async_client import Client
@@ -33,9 +33,9 @@ class _Job(Protocol):
 class RequestMetrics:
     """Times of requests as clients see them, and how they ended; of all fronts together."""
 
-    def __init__(self, tally: Tally):
-        def times(name: str, text: str, bounds: Sequence[float]) -> Times:
-            return Times(tally, name, text, bounds)
+    def __init__(self, counters: SharedCounters):
+        def times(name: str, text: str, bounds: Sequence[float]) -> SharedHistogram:
+            return SharedHistogram(counters, name, text, bounds)
 
         self.first_token = times(
             "time_to_first_token_seconds", "From a request's arrival to its first token.", FIRST_TOKEN_BUCKETS
@@ -52,7 +52,7 @@ class RequestMetrics:
         self.queued = times(
             "request_queue_time_seconds", "From a request's arrival at the engine to its first step.", REQUEST_BUCKETS
         )
-        self.ended = Counts(tally, "request_success", "Sequences that ended, by reason.", ["finished_reason"])
+        self.ended = SharedCounter(counters, "request_success", "Sequences that ended, by reason.", ["finished_reason"])
         for reason in ("stop", "length", "abort", "error"):  # so that rates exist before the first of a kind
             self.ended.show(reason)
 
@@ -123,9 +123,9 @@ class RequestWatch:
         self._open.clear()
 
 
-def response_counts(tally: Tally) -> Counts:
+def response_counts(counters: SharedCounters) -> SharedCounter:
     """The counter that CountResponses fills."""
-    return Counts(tally, "http_responses", "Answers, by route and status.", ["route", "status"])
+    return SharedCounter(counters, "http_responses", "Answers, by route and status.", ["route", "status"])
 
 
 class CountResponses:
@@ -134,7 +134,7 @@ class CountResponses:
     A route that raises counts as 500. A client that left before the headers is not counted.
     """
 
-    def __init__(self, app: ASGIApp, answers: Counts):
+    def __init__(self, app: ASGIApp, answers: SharedCounter):
         self.app, self._answers = app, answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

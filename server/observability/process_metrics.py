@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from prometheus_client import ProcessCollector
 from prometheus_client.core import Metric
 
-from server.observability.shared_counters import Tally
+from server.observability.shared_counters import SharedCounters
 
 LEAST = {"process_start_time_seconds", "process_max_fds"}  # of these the least counts, of the others the sum
 
@@ -19,14 +19,14 @@ LEAST = {"process_start_time_seconds", "process_max_fds"}  # of these the least 
 class ProcessesCollector:
     """prometheus_client's figures of one process, put together for all that this server has."""
 
-    def __init__(self, tally: Tally):
-        self._tally = tally
-        tally.values[tally.gauge("pid")] = os.getpid()
+    def __init__(self, counters: SharedCounters):
+        self._counters = counters
+        counters.values[counters.gauge("pid")] = os.getpid()
 
     def collect(self) -> Iterator[Metric]:
         """One family of each name."""
-        pids = {int(pid) for pid in self._tally.each_gauge("pid") if pid}
-        if self._tally.num_rows > 1:
+        pids = {int(pid) for pid in self._counters.each_gauge("pid") if pid}
+        if self._counters.num_rows > 1:
             pids.add(os.getppid())
         found: dict[str, list[Metric]] = {}
         for pid in pids:

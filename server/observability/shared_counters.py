@@ -20,7 +20,7 @@ ROW_DOUBLES = 1 + ENTRIES * _STRIDE  # the row begins with how many entries it h
 GAUGE = "now "  # begins the names of what ends with its front
 
 
-class Tally:
+class SharedCounters:
     """One front's row, and the sums over all rows. One thread of one process writes a row; anyone may read.
 
     `memory`: a writable buffer of doubles for whole rows, zero at first; one's own unless given.
@@ -101,25 +101,25 @@ class Tally:
         return found
 
 
-class Times:
+class SharedHistogram:
     """A histogram of seconds over all fronts. `bounds` are the buckets' upper ends, the last one infinite."""
 
-    def __init__(self, tally: Tally, name: str, text: str, bounds: Sequence[float]):
-        self._tally, self._name, self._text = tally, name, text
+    def __init__(self, counters: SharedCounters, name: str, text: str, bounds: Sequence[float]):
+        self._counters, self._name, self._text = counters, name, text
         self.bounds = (*bounds, float("inf"))
         self._names = [f"{name} {number}" for number in range(len(self.bounds))]
-        self._places = [tally.place(one) for one in self._names]
-        self._sum = tally.place(f"{name} sum")
+        self._places = [counters.place(one) for one in self._names]
+        self._sum = counters.place(f"{name} sum")
 
     def observe(self, seconds: float) -> None:
         """Count one time."""
-        values = self._tally.values
+        values = self._counters.values
         values[self._places[bisect_left(self.bounds, seconds)]] += 1
         values[self._sum] += seconds
 
     def counts(self) -> list[float]:
         """How many times fell into each bucket."""
-        return [self._tally.total(name) for name in self._names]
+        return [self._counters.total(name) for name in self._names]
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         """For Prometheus."""
@@ -128,31 +128,31 @@ class Times:
         for bound, count in zip(self.bounds, self.counts(), strict=True):
             below += count
             buckets.append((floatToGoString(bound), below))
-        family.add_metric([], buckets, self._tally.total(f"{self._name} sum"))
+        family.add_metric([], buckets, self._counters.total(f"{self._name} sum"))
         yield family
 
 
-class Counts:
+class SharedCounter:
     """A counter with labels over all fronts. A set of label values appears with its first count, or with `show`."""
 
-    def __init__(self, tally: Tally, name: str, text: str, labels: Sequence[str]):
-        self._tally, self._name, self._text, self._labels = tally, name, text, tuple(labels)
+    def __init__(self, counters: SharedCounters, name: str, text: str, labels: Sequence[str]):
+        self._counters, self._name, self._text, self._labels = counters, name, text, tuple(labels)
         self._places: dict[tuple[str, ...], int] = {}
 
     def show(self, *values: str) -> None:
         """Begin a series at 0."""
-        self._places[values] = self._tally.place("\t".join((self._name, *values)))
+        self._places[values] = self._counters.place("\t".join((self._name, *values)))
 
     def add(self, *values: str) -> None:
         """Count one."""
         if values not in self._places:
             self.show(*values)
-        self._tally.values[self._places[values]] += 1
+        self._counters.values[self._places[values]] += 1
 
     def totals(self) -> dict[tuple[str, ...], float]:
         """The count of each set of label values."""
-        names = self._tally.names(f"{self._name}\t")
-        return {tuple(name.split("\t")[1:]): self._tally.total(name) for name in names}
+        names = self._counters.names(f"{self._name}\t")
+        return {tuple(name.split("\t")[1:]): self._counters.total(name) for name in names}
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         """For Prometheus."""

@@ -20,7 +20,7 @@ from server.config import ServerConfig
 from server.http.connections import TAKES_CONNECTIONS
 from server.http.errors import WireError
 from server.observability.metrics import RequestMetrics, RequestWatch
-from server.observability.shared_counters import Tally
+from server.observability.shared_counters import SharedCounters
 from server.serving.tokenization import Tokenization
 
 if TYPE_CHECKING:
@@ -56,15 +56,17 @@ class Job:
 class Service:
     """The engine's client as the routes use it: `begin` starts it beside the server, `close` ends it.
 
-    It is one of several fronts where `tally` has several rows: what it counts there is theirs together.
+    It is one of several fronts where `counters` has several rows: what it counts there is theirs together.
     `settled` is set once the start has succeeded or failed, `startup_error` holds what it failed of. Used from the
     event loop's thread only.
     """
 
-    def __init__(self, client: Client, config: ServerConfig, tally: Tally | None = None, began: float | None = None):
+    def __init__(
+        self, client: Client, config: ServerConfig, counters: SharedCounters | None = None, began: float | None = None
+    ):
         self.client, self.config = client, config
-        self.tally = tally if tally is not None else Tally()
-        self.metrics = RequestMetrics(self.tally)
+        self.counters = counters if counters is not None else SharedCounters()
+        self.metrics = RequestMetrics(self.counters)
         self.startup: asyncio.Task[None] | None = None
         self.startup_error: BaseException | None = None
         self.before_ready: Callable[[], None] | None = None  # what takes a moment, and must not once requests come
@@ -74,8 +76,8 @@ class Service:
         self._closed = False
         self._tokens: Tokenization | None = None
         self.in_flight = 0  # of this front's
-        self._in_flight = self.tally.gauge(IN_FLIGHT)
-        self._started = self.tally.gauge(STARTED)
+        self._in_flight = self.counters.gauge(IN_FLIGHT)
+        self._started = self.counters.gauge(STARTED)
         self._numbers = itertools.count()
 
     def begin(self) -> None:
@@ -89,7 +91,7 @@ class Service:
             tokens = Tokenization(self.client.tokenizer, info.max_model_len, info.vocab_size)
             if self.before_ready is not None:
                 self.before_ready()
-            self._tokens, self.tally.values[self._started] = tokens, 1.0
+            self._tokens, self.counters.values[self._started] = tokens, 1.0
         except Exception as exc:
             self.startup_error = exc
         finally:
@@ -138,7 +140,7 @@ class Service:
             return ["shutting down"]
         if self.startup_error is not None:
             return [f"the engine did not start: {self.startup_error}"]
-        loading = self.tally.total_gauge(TAKES_CONNECTIONS) - self.tally.total_gauge(STARTED)
+        loading = self.counters.total_gauge(TAKES_CONNECTIONS) - self.counters.total_gauge(STARTED)
         if not self.started or loading > 0:  # another front may be the one to get the next request
             return [self._why_not_started()]
         health = self.client.health()
@@ -196,11 +198,11 @@ class Service:
     @property
     def all_in_flight(self) -> int:
         """Sequences that all fronts hold places for."""
-        return int(self.tally.total_gauge(IN_FLIGHT))
+        return int(self.counters.total_gauge(IN_FLIGHT))
 
     def _take_places(self, sequences: int) -> None:
         self.in_flight += sequences
-        self.tally.values[self._in_flight] = self.in_flight
+        self.counters.values[self._in_flight] = self.in_flight
 
     async def job(
         self, public_id: str, prompt: str | list[int], param: str, params: SamplingParams, priority: int,

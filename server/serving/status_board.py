@@ -21,7 +21,7 @@ from server.version import version
 
 if TYPE_CHECKING:
     from engine.protocol.messages import EngineStats
-    from server.observability.shared_counters import Times
+    from server.observability.shared_counters import SharedHistogram
 
 log = logging.getLogger("encore.server")
 
@@ -50,7 +50,7 @@ class History:
         self._past: deque[_Reading] = deque(maxlen=SMOOTH_STEPS + 1)
         self._points: deque[tuple[float | None, ...]] = deque(maxlen=KEPT_STEPS)
 
-    def record(self, at: float, stats: EngineStats, first: Times, following: Times) -> None:
+    def record(self, at: float, stats: EngineStats, first: SharedHistogram, following: SharedHistogram) -> None:
         """Add the second that ends `at` (time.monotonic). The times are those to the first and between tokens."""
         now = _Reading(at, stats.generation_tokens, stats.prompt_tokens, first.counts(), following.counts())
         self._past.append(now)
@@ -126,7 +126,7 @@ class StatusBoard:
             "weight_version": stats.weight_version or info.weight_version,
         }  # fmt: skip
         ended = {reason: count for (reason,), count in service.metrics.ended.totals().items()}  # as clients saw it
-        body["queue"] |= {"running": stats.num_running, "waiting": stats.num_waiting, "seats": info.max_num_seqs}
+        body["queue"] |= {"running": stats.num_running, "waiting": stats.num_waiting, "slots": info.max_num_seqs}
         body["engine"] = {
             "restarts": health.restarts, "silent": round(health.silent, 1), "warm": health.warm,
             "last_error": stats.last_error[:SHOWN_ERROR], "kv": stats.kv_cache_usage,

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 import uvloop
 
 from engine.client.async_client import EngineClient
-from engine.client.hub import HubTransport
+from engine.client.router import RouterTransport
 from engine.errors import EngineDead
 from engine.utils.processes import ignore_stop_signals
 from server.app import create_app
@@ -25,18 +25,18 @@ from server.config import ServerConfig
 from server.http.connections import OpenConnections
 from server.http.keys import Keys
 from server.observability.logs import log_settings
-from server.observability.shared_counters import Tally
+from server.observability.shared_counters import SharedCounters
 from server.serving.service import Service
-from server.workers.http_server import Door, Server, freeze_memory, uvicorn_config
+from server.workers.http_server import Server, SharedAcceptor, freeze_memory, uvicorn_config
 
 log = logging.getLogger("encore.server")
 DRAIN, STOP = b"drain", b"stop"
-BEAT = "beat"  # the gauge that shows the main process that this one's loop turns; time.monotonic
-BEAT_SECONDS = 0.5
+HEARTBEAT = "beat"  # the gauge that shows the main process that this one's loop turns; time.monotonic
+HEARTBEAT_SECONDS = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seat:
+class WorkerSettings:
     """All that a front's process is given. `number` is its own alone, `row` its predecessor's too; `began` in seconds
     of time.time is the server's start, `orders` where DRAIN and STOP come from. One that `is_late` comes to a server
     that serves: it takes no connection before it can serve too.
@@ -54,36 +54,36 @@ class Seat:
     memory: ctypes.Array
 
 
-def main(seat: Seat) -> None:
+def main(slot: WorkerSettings) -> None:
     """Serve until ordered to end."""
     ignore_stop_signals()
-    logging.config.dictConfig(log_settings(seat.config.log_level, seat.config.log_format))
+    logging.config.dictConfig(log_settings(slot.config.log_level, slot.config.log_format))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(seat))
+        runner.run(_serve(slot))
 
 
-async def _serve(seat: Seat) -> None:
-    tally = Tally(seat.memory, seat.row)
-    client = EngineClient(seat.config.engine, HubTransport(seat.engine), front=seat.number)
-    app = create_app(client, seat.config, keys=seat.keys, tally=tally, began=seat.began)
-    connections = OpenConnections(tally)
+async def _serve(slot: WorkerSettings) -> None:
+    counters = SharedCounters(slot.memory, slot.row)
+    client = EngineClient(slot.config.engine, RouterTransport(slot.engine), client=slot.number)
+    app = create_app(client, slot.config, keys=slot.keys, counters=counters, began=slot.began)
+    connections = OpenConnections(counters)
     service: Service = app.state.service
-    may_begin = asyncio.Event() if seat.is_late else None
-    door = Door(seat.listener, connections, may_begin)
-    server = Server(uvicorn_config(app, seat.config, connections), service, door)
+    may_begin = asyncio.Event() if slot.is_late else None
+    acceptor = SharedAcceptor(slot.listener, connections, may_begin)
+    server = Server(uvicorn_config(app, slot.config, connections), service, acceptor)
     loop = asyncio.get_running_loop()
 
     def obey() -> None:
         try:
-            order = seat.orders.recv_bytes()
+            order = slot.orders.recv_bytes()
         except (EOFError, OSError):  # the main process is gone
             order = STOP
-            loop.remove_reader(seat.orders.fileno())
+            loop.remove_reader(slot.orders.fileno())
         server.ask_to_end(at_once=order == STOP)
 
-    loop.add_reader(seat.orders.fileno(), obey)
+    loop.add_reader(slot.orders.fileno(), obey)
     service.before_ready = freeze_memory
-    tasks = [asyncio.create_task(_beat(tally))]
+    tasks = [asyncio.create_task(_heartbeat(counters))]
     if may_begin is not None:
         tasks.append(asyncio.create_task(_begin_or_end(server, service, may_begin)))
     try:
@@ -94,11 +94,11 @@ async def _serve(seat: Seat) -> None:
         await service.close()
 
 
-async def _beat(tally: Tally) -> None:
-    place = tally.gauge(BEAT)
+async def _heartbeat(counters: SharedCounters) -> None:
+    place = counters.gauge(HEARTBEAT)
     while True:
-        tally.values[place] = time.monotonic()
-        await asyncio.sleep(BEAT_SECONDS)
+        counters.values[place] = time.monotonic()
+        await asyncio.sleep(HEARTBEAT_SECONDS)
 
 
 async def _begin_or_end(server: Server, service: Service, may_begin: asyncio.Event) -> None:

@@ -26,8 +26,8 @@ from server.http.connections import OpenConnections, limited_protocol
 from server.serving.service import Service
 
 log = logging.getLogger("encore.server")
-LAST_WORDS_SECONDS = 5  # for answers that are complete and not sent yet when the drain is over
-FIRST_WORDS_SECONDS = 0.5  # for a request on a connection that was taken and has brought none yet, at the very end
+DRAIN_RESPONSE_SECONDS = 5  # for answers that are complete and not sent yet when the drain is over
+FIRST_REQUEST_SECONDS = 0.5  # for a request on a connection that was taken and has brought none yet, at the very end
 FILES_BESIDE_CONNECTIONS = 256
 AHEAD = 2  # connections by which a front may be ahead of another before it leaves a new one to it
 YIELD_SECONDS = 0.004  # how long it leaves it: the other may be busy, or hang
@@ -45,7 +45,7 @@ def uvicorn_config(app: object, config: ServerConfig, connections: OpenConnectio
         http=limited_protocol(config.max_connections, config.header_seconds, connections or OpenConnections()),
         server_header=False,
         timeout_keep_alive=math.ceil(config.keep_alive_seconds),
-        timeout_graceful_shutdown=LAST_WORDS_SECONDS,
+        timeout_graceful_shutdown=DRAIN_RESPONSE_SECONDS,
         backlog=backlog(config),
     )
 
@@ -97,13 +97,13 @@ class Server(uvicorn.Server):
     """uvicorn's server with a drain before its end, and signals that end it cleanly.
 
     uvicorn's own handlers raise their signal again, and the exit status is not 0; its graceful end closes the listener
-    at once, so that new requests are refused without an answer. With a `door` it is one of several fronts: connections
-    come through it, and signals are for the main process, which calls `ask_to_end`.
+    at once, so that new requests are refused without an answer. With an `acceptor` it is one of several API workers:
+    connections come through it, and signals are for the main process, which calls `ask_to_end`.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service, door: Door | None = None):
+    def __init__(self, config: uvicorn.Config, service: Service, acceptor: SharedAcceptor | None = None):
         super().__init__(config)
-        self._service, self._door = service, door
+        self._service, self._door = service, acceptor
         self._drain: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
@@ -150,17 +150,17 @@ class Server(uvicorn.Server):
             await self._door.close()
         for server in self.servers:
             server.close()
-        await self._hear_who_has_come()
+        await self._serve_accepted_connections()
         await super().shutdown(sockets)
         if self.force_exit:
             await self.lifespan.shutdown()  # ends the engine, and so every answer under way
             if self.server_state.tasks:
                 await asyncio.wait(self.server_state.tasks, timeout=1.0)
 
-    async def _hear_who_has_come(self) -> None:
+    async def _serve_accepted_connections(self) -> None:
         """Let the requests arrive whose connections were just taken: they are told why they aren't served."""
         loop = asyncio.get_running_loop()
-        until = loop.time() + FIRST_WORDS_SECONDS
+        until = loop.time() + FIRST_REQUEST_SECONDS
         while loop.time() < until and not self.force_exit:
             if all(connection.cycle is not None for connection in self.server_state.connections):
                 return
@@ -175,7 +175,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-class Door:
+class SharedAcceptor:
     """Takes connections from a listener that several fronts share, so that each has about as many as the others.
 
     Whoever wakes first would take the most: a front that is ahead leaves a connection to another one for a moment.
@@ -200,7 +200,7 @@ class Door:
         if self._after is not None:
             await self._after.wait()
         self._connections.begin()
-        self._loop.add_reader(self._listener.fileno(), self._someone_is_there)
+        self._loop.add_reader(self._listener.fileno(), self._on_connection)
 
     async def close(self) -> None:
         """Take no more; those that were taken are there when it returns."""
@@ -211,9 +211,9 @@ class Door:
             self._pause.cancel()
         await asyncio.gather(*self._arrivals, return_exceptions=True)
 
-    def _someone_is_there(self) -> None:
+    def _on_connection(self) -> None:
         if not self._waited and self._connections.ahead() > AHEAD:
-            self._look_again_in(YIELD_SECONDS)
+            self._retry_in(YIELD_SECONDS)
             self._waited = True
             return
         self._waited = False
@@ -225,15 +225,15 @@ class Door:
             if refused.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                 raise
             log.error("no connection can be taken: %s", refused.strerror)
-            self._look_again_in(PAUSE_SECONDS)
+            self._retry_in(PAUSE_SECONDS)
             return
         connection.setblocking(False)
         arrival = self._loop.create_task(self._loop.connect_accepted_socket(self._make_protocol, connection))
         self._arrivals.add(arrival)
         arrival.add_done_callback(self._arrivals.discard)
 
-    def _look_again_in(self, seconds: float) -> None:
+    def _retry_in(self, seconds: float) -> None:
         self._loop.remove_reader(self._listener.fileno())
         self._pause = self._loop.call_later(
-            seconds, self._loop.add_reader, self._listener.fileno(), self._someone_is_there
+            seconds, self._loop.add_reader, self._listener.fileno(), self._on_connection
         )

@@ -20,21 +20,21 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
 from engine.client.async_client import STOP_SECONDS
-from engine.client.hub import Hub
+from engine.client.router import EngineRouter
 from engine.client.supervisor import RestartPolicy, Supervisor
 from engine.client.transport import ProcessTransport, Run, run_loop
 from engine.errors import EngineDead
 from engine.protocol.messages import Dead, Ready, Report
-from engine.utils.processes import STOP_SIGNALS, start_deaf
+from engine.utils.processes import STOP_SIGNALS, start_ignoring_stop_signals
 from server.config import ServerConfig
 from server.http.keys import Keys
-from server.observability.shared_counters import ROW_DOUBLES, Tally
+from server.observability.shared_counters import ROW_DOUBLES, SharedCounters
 from server.serving.service import STARTED
 from server.version import version
-from server.workers import api_worker as front
+from server.workers import api_worker as api_worker
 from server.workers.http_server import (
+    DRAIN_RESPONSE_SECONDS,
     FILES_BESIDE_CONNECTIONS,
-    LAST_WORDS_SECONDS,
     allow_files,
     backlog,
     listen,
@@ -43,10 +43,10 @@ from server.workers.http_server import (
 
 log = logging.getLogger("encore.server")
 WATCH_SECONDS = 0.1
-GRACE_SECONDS = LAST_WORDS_SECONDS + 10  # beyond the drain, before a front that does not end is killed
+GRACE_SECONDS = DRAIN_RESPONSE_SECONDS + 10  # beyond the drain, before a front that does not end is killed
 
 
-async def serve_fronts(config: ServerConfig, run_engine: Run = run_loop) -> None:
+async def serve_workers(config: ServerConfig, run_engine: Run = run_loop) -> None:
     """Serve with `config.fronts` fronts until a stop signal; ends and raises as main.run does."""
     keys = Keys.load(config, os.environ)
     listener = listen(config.host, config.port)
@@ -60,14 +60,14 @@ async def serve_fronts(config: ServerConfig, run_engine: Run = run_loop) -> None
             url_of(listener),
             config.engine.model,
             keys,
-            config.fronts,
+            config.api_workers,
         )
-        fronts = Fronts(config, listener, keys, run_engine)
+        api_workers = WorkerManager(config, listener, keys, run_engine)
         loop = asyncio.get_running_loop()
         for number in STOP_SIGNALS:
-            loop.add_signal_handler(number, fronts.heard_signal, number)
+            loop.add_signal_handler(number, api_workers.on_signal, number)
         try:
-            await fronts.serve()
+            await api_workers.serve()
         finally:
             for number in STOP_SIGNALS:
                 loop.remove_signal_handler(number)
@@ -76,7 +76,7 @@ async def serve_fronts(config: ServerConfig, run_engine: Run = run_loop) -> None
 
 
 @dataclass
-class _Seat:
+class _WorkerSlot:
     """A place for a front, and who has it now. `retry_at`: when the next one begins, in seconds of time.monotonic.
 
     `beat` is the last that was seen of its process, `silent` for how many seconds it has been the last.
@@ -91,7 +91,7 @@ class _Seat:
     silent: float = 0.0
 
 
-class Fronts:
+class WorkerManager:
     """The fronts of one server and their engine. `serve` runs until all have ended."""
 
     def __init__(
@@ -105,10 +105,10 @@ class Fronts:
         self._config, self._listener, self._keys = config, listener, keys
         self._policy = policy or RestartPolicy()
         self._context = multiprocessing.get_context("spawn")
-        self._memory: ctypes.Array = self._context.RawArray(ctypes.c_double, config.fronts * ROW_DOUBLES)
-        self._tally = Tally(self._memory)
-        self._seats = [_Seat(row) for row in range(config.fronts)]
-        self._hub = Hub(Supervisor(lambda: ProcessTransport(config.engine, routed=True, run=run_engine)))
+        self._memory: ctypes.Array = self._context.RawArray(ctypes.c_double, config.api_workers * ROW_DOUBLES)
+        self._counters = SharedCounters(self._memory)
+        self._slots = [_WorkerSlot(row) for row in range(config.api_workers)]
+        self._hub = EngineRouter(Supervisor(lambda: ProcessTransport(config.engine, routed=True, run=run_engine)))
         self._next_number = 0
         self._replaced: list[float] = []  # when
         self._began = time.time()
@@ -121,88 +121,99 @@ class Fronts:
     async def serve(self) -> None:
         """Start engine and fronts, keep them, and end them. Raises what the engine's start failed of."""
         loop = asyncio.get_running_loop()
-        self._hub.start(lambda report: loop.call_soon_threadsafe(self._heard, report))
+        self._hub.start(lambda report: loop.call_soon_threadsafe(self._on_report, report))
         try:
-            while self._ends_by is None or any(seat.process is not None for seat in self._seats):
-                self._look_after_fronts()
+            while self._ends_by is None or any(slot.process is not None for slot in self._slots):
+                self._supervise_workers()
                 await asyncio.sleep(WATCH_SECONDS)
         finally:
-            for seat in self._seats:
-                if seat.process is not None:
-                    seat.process.kill()
-                    seat.process.join()
+            for slot in self._slots:
+                if slot.process is not None:
+                    slot.process.kill()
+                    slot.process.join()
             await asyncio.to_thread(self._hub.stop, STOP_SECONDS)
         if self._failure is not None:
             raise self._failure
 
-    def heard_signal(self, number: int) -> None:
+    def on_signal(self, number: int) -> None:
         """The first signal drains, the next one ends what still runs."""
         log.info("%s: %s", signal.Signals(number).name, "draining" if self._ends_by is None else "stopping at once")
-        self._end(front.DRAIN if self._ends_by is None else front.STOP)
+        self._end(api_worker.DRAIN if self._ends_by is None else api_worker.STOP)
 
     def _end(self, order: bytes) -> None:
-        patience = GRACE_SECONDS + (self._config.drain_seconds if order == front.DRAIN else 0.0)
+        patience = GRACE_SECONDS + (self._config.drain_seconds if order == api_worker.DRAIN else 0.0)
         self._ends_by = time.monotonic() + patience
-        for seat in self._seats:
-            seat.retry_at = None
-            if seat.process is not None:
-                if not self._tally.row_gauge(seat.row, front.BEAT):  # it loads, and would read no order for seconds yet
-                    seat.process.kill()
+        for slot in self._slots:
+            slot.retry_at = None
+            if slot.process is not None:
+                if not self._counters.row_gauge(
+                    slot.row, api_worker.HEARTBEAT
+                ):  # it loads, and would read no order for seconds yet
+                    slot.process.kill()
                 try:
-                    seat.orders.send_bytes(order)
+                    slot.orders.send_bytes(order)
                 except OSError as gone:  # its end is about to be noticed
-                    log.debug("front %d takes no orders: %s", seat.number, gone)
+                    log.debug("front %d takes no orders: %s", slot.number, gone)
 
-    def _heard(self, report: Report) -> None:
+    def _on_report(self, report: Report) -> None:
         """What the engine says to all; its fronts hear it too."""
         if isinstance(report, Ready):
             self._ready = report
         elif isinstance(report, Dead) and self._ready is None and self._ends_by is None:
             self._failure = report.refused or EngineDead(f"the engine ended: {report.reason}")
-            self._end(front.STOP)
+            self._end(api_worker.STOP)
 
-    def _look_after_fronts(self) -> None:
+    def _supervise_workers(self) -> None:
         # Time in which this process itself did not run (stopped, frozen) is no silence of the fronts'.
         now = time.monotonic()
         passed, self._looked_at = min(now - self._looked_at, 2 * WATCH_SECONDS), now
-        for seat in self._seats:
-            if seat.process is not None and not seat.process.is_alive():
-                self._ended(seat, now, f"ended with exit code {seat.process.exitcode}")
-            elif seat.process is not None and self._must_be_killed(seat, now, passed):
-                log.error("front %d does not answer and is killed", seat.number)
-                seat.process.kill()
-            if seat.process is None and seat.retry_at is not None and now >= seat.retry_at:
-                self._begin(seat)
-        if not self._told_serving and self._ready is not None and self._all_serve():
+        for slot in self._slots:
+            if slot.process is not None and not slot.process.is_alive():
+                self._ended(slot, now, f"ended with exit code {slot.process.exitcode}")
+            elif slot.process is not None and self._must_be_killed(slot, now, passed):
+                log.error("front %d does not answer and is killed", slot.number)
+                slot.process.kill()
+            if slot.process is None and slot.retry_at is not None and now >= slot.retry_at:
+                self._begin(slot)
+        if not self._told_serving and self._ready is not None and self._all_ready():
             self._told_serving = True
             names = self._config.served_model_name or (self._ready.info.name,)
             log.info("serving %s after %.1f s", names[0], time.time() - self._began)
 
-    def _begin(self, seat: _Seat) -> None:
-        seat.number, seat.retry_at, seat.beat, seat.silent = self._next_number, None, 0.0, 0.0
+    def _begin(self, slot: _WorkerSlot) -> None:
+        slot.number, slot.retry_at, slot.beat, slot.silent = self._next_number, None, 0.0, 0.0
         self._next_number += 1
         try:
             with ExitStack() as theirs:  # closed here: else the end of the front would not end the pipes
-                engine = theirs.enter_context(self._hub.connect(seat.number))
-                orders, seat.orders = self._context.Pipe(duplex=False)
+                engine = theirs.enter_context(self._hub.connect(slot.number))
+                orders, slot.orders = self._context.Pipe(duplex=False)
                 theirs.enter_context(orders)
-                given = front.Seat(config=self._config, number=seat.number, row=seat.row, is_late=self._told_serving,
-                                   began=self._began, listener=self._listener, keys=self._keys, engine=engine,
-                                   orders=orders, memory=self._memory)  # fmt: skip
-                process = self._context.Process(
-                    target=front.main, args=(given,), name=f"encore-front-{seat.number}", daemon=True
+                given = api_worker.WorkerSettings(
+                    config=self._config,
+                    number=slot.number,
+                    row=slot.row,
+                    is_late=self._told_serving,
+                    began=self._began,
+                    listener=self._listener,
+                    keys=self._keys,
+                    engine=engine,
+                    orders=orders,
+                    memory=self._memory,
                 )
-                start_deaf(process)
+                process = self._context.Process(
+                    target=api_worker.main, args=(given,), name=f"encore-front-{slot.number}", daemon=True
+                )
+                start_ignoring_stop_signals(process)
         except OSError as error:  # too many processes or files: the other fronts serve on meanwhile
-            self._ended(seat, time.monotonic(), f"could not be started: {error}")
+            self._ended(slot, time.monotonic(), f"could not be started: {error}")
         else:
-            seat.process = process
+            slot.process = process
 
-    def _ended(self, seat: _Seat, now: float, how: str) -> None:
-        seat.process = None
-        if seat.orders is not None:
-            seat.orders.close()
-        self._tally.forget_gauges(seat.row)  # the places that it held are free
+    def _ended(self, slot: _WorkerSlot, now: float, how: str) -> None:
+        slot.process = None
+        if slot.orders is not None:
+            slot.orders.close()
+        self._counters.forget_gauges(slot.row)  # the places that it held are free
         if self._ends_by is not None:
             return
         recent = sum(now - then < self._policy.window_seconds for then in self._replaced)
@@ -210,25 +221,25 @@ class Fronts:
             log.error(
                 "front %d %s; fronts were replaced %d times within %.0f s already, so it is not: find the cause "
                 "in the log, then restart the server",
-                seat.number,
+                slot.number,
                 how,
                 recent,
                 self._policy.window_seconds,
             )
-            if all(one.process is None and one.retry_at is None for one in self._seats):
+            if all(one.process is None and one.retry_at is None for one in self._slots):
                 self._failure = EngineDead("every front of the server has ended; the log says why")
-                self._end(front.STOP)
+                self._end(api_worker.STOP)
             return
         self._replaced.append(now)
-        seat.retry_at = now + self._policy.delay(recent)
-        log.error("front %d %s; another one begins", seat.number, how)
+        slot.retry_at = now + self._policy.delay(recent)
+        log.error("front %d %s; another one begins", slot.number, how)
 
-    def _must_be_killed(self, seat: _Seat, now: float, passed: float) -> bool:
-        beat = self._tally.row_gauge(seat.row, front.BEAT)
-        seat.silent = seat.silent + passed if beat and beat == seat.beat else 0.0  # none yet: it loads
-        seat.beat = beat
-        hangs = seat.silent > self._policy.kill_seconds
+    def _must_be_killed(self, slot: _WorkerSlot, now: float, passed: float) -> bool:
+        beat = self._counters.row_gauge(slot.row, api_worker.HEARTBEAT)
+        slot.silent = slot.silent + passed if beat and beat == slot.beat else 0.0  # none yet: it loads
+        slot.beat = beat
+        hangs = slot.silent > self._policy.kill_seconds
         return hangs or (self._ends_by is not None and now > self._ends_by)
 
-    def _all_serve(self) -> bool:
-        return all(self._tally.row_gauge(seat.row, STARTED) for seat in self._seats)
+    def _all_ready(self) -> bool:
+        return all(self._counters.row_gauge(slot.row, STARTED) for slot in self._slots)

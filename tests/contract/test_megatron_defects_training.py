@@ -58,9 +58,9 @@ def test_2_graphs_captured_after_a_suspend_share_memory_as_before(pool, device):
     found = []
     for _ in range(2):
         train(graphed, data)
-        program = graphs._programs[0]
+        program = graphs._recorded_steps[0]
         found.append(pool.nbytes())
-        for chain in program.chains:
+        for chain in program.graphs_of_microbatches:
             assert {id(entry.pair._forward_graph._memory) for entry in chain.entries()} == {id(chain._memory)}
         graphs.clear()
     assert found[1] <= found[0]  # the first capture leaves what libraries keep for their streams
@@ -79,7 +79,7 @@ def test_4_layers_hand_outputs_and_gradients_on_without_a_copy(pool, device):
     _, graphed = twins(mlp, device)
     graphs, _ = attached(graphed, BLOCKS, pool)
     train(graphed, batches(4, device, micro=1))
-    pairs = [entry.pair for entry in graphs._programs[0].entries()]
+    pairs = [entry.pair for entry in graphs._recorded_steps[0].entries()]
     for earlier, later in zip(pairs, pairs[1:], strict=False):
         assert later.inputs[0].data_ptr() == earlier.outputs[0].data_ptr()
         assert earlier.grad_outputs[0].data_ptr() == later.input_grads[0].data_ptr()
@@ -176,8 +176,8 @@ def test_7_replays_build_no_metadata_beyond_one_key_a_step(pool, device, monkeyp
     _, stats = attached(graphed, [f"layers.{index}" for index in range(4)], pool)
     data = batches(4, device, micro=1)
     assert_same(train(graphed, data), train(eager, data))
-    keys, take_apart = [], modules_file.take_apart
-    monkeypatch.setattr(modules_file, "take_apart", lambda *call: keys.append(1) or take_apart(*call))
+    keys, flatten_call = [], modules_file.flatten_call
+    monkeypatch.setattr(modules_file, "flatten_call", lambda *call: keys.append(1) or flatten_call(*call))
     before = sum(stats.replays.values())
     train(graphed, data)
     assert sum(stats.replays.values()) == before + 4 * 4

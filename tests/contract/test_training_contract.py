@@ -12,7 +12,7 @@ from torch.utils._pytree import register_dataclass
 
 from graph_cache.stats import CacheStats
 from graph_cache.training.attached import Attachment, Part
-from graph_cache.training.job import Job
+from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.modules import TrainingGraphs
 from tests.contract.training_models import MODELS, WIDTH, assert_same, attached, batches, mlp, train, twins
 
@@ -109,7 +109,7 @@ def test_the_output_of_one_graph_is_the_input_of_the_next_without_a_copy(pool, d
     _, graphed = twins(mlp, device)
     graphs, _ = attached(graphed, ["0", "1", "2"], pool)
     train(graphed, batches(4, device, micro=1))
-    first, second, third = (entry.pair for entry in graphs._programs[0].entries())
+    first, second, third = (entry.pair for entry in graphs._recorded_steps[0].entries())
     assert second.inputs[0].data_ptr() == first.outputs[0].data_ptr()
     assert third.inputs[0].data_ptr() == second.outputs[0].data_ptr()
     assert first.grad_outputs[0].data_ptr() == second.input_grads[0].data_ptr()
@@ -159,7 +159,7 @@ def test_generators_of_ones_own_draw_fresh_numbers_also_those_made_under_inferen
     eager = Noisy(generator()).to(device)
     eager.load_state_dict(graphed.state_dict())
     stats = CacheStats()
-    graphs = TrainingGraphs(Job(pool, stats, [graphed.generator]), warmup_rounds=2)
+    graphs = TrainingGraphs(CaptureContext(pool, stats, [graphed.generator]), warmup_rounds=2)
     graphs.attach(Attachment([Part("model", graphed)]))
     data = batches(6, device, micro=1)
     assert_same(train(graphed, data), train(eager, data))
@@ -190,7 +190,7 @@ def test_hooks_that_are_to_be_fired_run_once_before_each_replay_and_never_inside
     for module in submodules:
         module.register_forward_pre_hook(gather)
     graphs = TrainingGraphs(
-        Job(pool, CacheStats(), [torch.default_generator] if device.type == "cpu" else []), warmup_rounds=2
+        CaptureContext(pool, CacheStats(), [torch.default_generator] if device.type == "cpu" else []), warmup_rounds=2
     )
     graphs.attach(
         Attachment([Part(str(index), block) for index, block in enumerate(graphed)], fired=lambda hook: hook is gather)
@@ -255,7 +255,7 @@ def test_what_surrounds_a_call_is_part_of_its_kind_and_is_there_again_at_the_cap
     scale = Scale()
     eager, graphed = twins(lambda: Scaled(None), device)
     eager.scale = graphed.scale = scale
-    graphs = TrainingGraphs(Job(pool, CacheStats(), []), warmup_rounds=2)
+    graphs = TrainingGraphs(CaptureContext(pool, CacheStats(), []), warmup_rounds=2)
     graphs.attach(Attachment([Part("model", graphed)], surroundings=scale))
     log = {graphed: [], eager: []}
     for step in range(10):

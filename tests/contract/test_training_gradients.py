@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from graph_cache.training.gradients import Room
+from graph_cache.training.gradients import GradientMemory
 from tests.contract.training_models import (
     LENGTH,
     MANY,
@@ -190,7 +190,7 @@ def test_gradients_need_no_copy_where_nobody_holds_the_last_ones(pool, device):
     _, graphed = twins(mlp, device)
     graphs, _ = attached(graphed, ["0", "1", "2"], pool)
     train(graphed, batches(4, device, micro=1))
-    pair = graphs._programs[0].entries()[2].pair  # the first modules' are copies
+    pair = graphs._recorded_steps[0].entries()[2].pair  # the first modules' are copies
     for _ in range(2):
         graphed.zero_grad()
         graphed(batches(1, device)[0][0]).sum().backward()
@@ -299,7 +299,7 @@ def test_gradients_of_weights_are_computed_where_they_are_handed_out(device):
     parameters, x = list(model.parameters()), torch.randn(4, WIDTH, device=device, requires_grad=True)
     out = model(x).pow(2).mean()
     expected = torch.autograd.grad(out, [x, *parameters], retain_graph=True)
-    room = Room(parameters)
+    room = GradientMemory(parameters)
     with room.filling():
         found = torch.autograd.grad(out, [x, *parameters])
     places = {place.data_ptr() for place in room._places}
@@ -315,7 +315,7 @@ def test_products_that_are_no_gradient_of_a_parameter_do_no_harm_to_those_that_a
     graphs, stats = attached(graphed, [""], pool)
     data = [[torch.randn(WIDTH, WIDTH, device=device)] for _ in range(6)]
     assert_same(train(graphed, data), train(eager, data))
-    pair = graphs._programs[0].entries()[0].pair
+    pair = graphs._recorded_steps[0].entries()[0].pair
     places = [grad.data_ptr() for grad in pair.parameter_grads]
     assert len(set(places)) == 3 and sum(stats.replays.values()) == 4
 
@@ -325,7 +325,7 @@ def test_an_input_gradient_never_lies_where_a_parameters_is_handed_out(device):
     x = torch.randn(WIDTH, WIDTH, device=device, requires_grad=True)
     out = (x @ weight).sum() + other.sum()
     expected = torch.autograd.grad(out, [x, weight, other], retain_graph=True)
-    room = Room([weight, other])  # two places: the products for x and for weight take both
+    room = GradientMemory([weight, other])  # two places: the products for x and for weight take both
     with room.filling():
         found = torch.autograd.grad(out, [x, weight, other])
     inputs, grads = room.settle(found[:1], found[1:])

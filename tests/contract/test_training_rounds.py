@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from graph_cache.errors import GraphConfigError
 from graph_cache.stats import CacheStats
 from graph_cache.training.attached import Attachment, Part
-from graph_cache.training.job import Job
+from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.modules import TrainingGraphs
 from tests.contract.training_models import MANY, WIDTH, assert_same, attached, batches, in_place, mlp, train, twins
 
@@ -102,9 +102,9 @@ def test_a_recorded_step_of_many_microbatches_holds_the_outputs_of_those_outstan
         waiting.pop(0).backward()
         waiting.append(graphed(x).sum())
     recorded = graphs._recording
-    assert len(recorded.chains) == 2
-    assert [sum(map(len, chain._alive.values())) for chain in recorded.chains] == [3, 3]
-    assert all(len(chain._recorded) == 3 for chain in recorded.chains)
+    assert len(recorded.graphs_of_microbatches) == 2
+    assert [sum(map(len, chain._alive.values())) for chain in recorded.graphs_of_microbatches] == [3, 3]
+    assert all(len(chain._recorded) == 3 for chain in recorded.graphs_of_microbatches)
     for loss in waiting:
         loss.backward()
 
@@ -197,7 +197,7 @@ def test_hooks_that_were_removed_run_no_more(pool, device):
         if isinstance(module, nn.Linear)
     ]
     graphs = TrainingGraphs(
-        Job(pool, CacheStats(), [torch.default_generator] if device.type == "cpu" else []), warmup_rounds=2
+        CaptureContext(pool, CacheStats(), [torch.default_generator] if device.type == "cpu" else []), warmup_rounds=2
     )
     graphs.attach(Attachment([Part(name, graphed.get_submodule(name)) for name in BLOCKS], fired=lambda hook: True))
     train(graphed, batches(4, device, micro=1))
@@ -211,7 +211,7 @@ def test_hooks_that_were_removed_run_no_more(pool, device):
 
 def test_one_module_under_two_names_is_refused_and_left_alone(pool, device):
     _, graphed = twins(mlp, device)
-    graphs = TrainingGraphs(Job(pool, CacheStats()), warmup_rounds=2)
+    graphs = TrainingGraphs(CaptureContext(pool, CacheStats()), warmup_rounds=2)
     with pytest.raises(GraphConfigError, match="first, second"):
         graphs.attach(Attachment([Part("first", graphed[0]), Part("second", graphed[0])]))
     assert "forward" not in vars(graphed[0]) and not graphs.modules

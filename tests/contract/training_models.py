@@ -10,8 +10,8 @@ from torch import nn
 
 from graph_cache.stats import CacheStats
 from graph_cache.training.attached import Attachment, Part
+from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.iteration import CapturedIteration
-from graph_cache.training.job import Job
 from graph_cache.training.modules import TrainingGraphs
 
 WIDTH, LENGTH, ROWS = 32, 8, 4
@@ -142,7 +142,7 @@ def train(model, data, *, outstanding=True):
 
 def in_place(graphs):
     """For each captured pair, whether its gradients are handed out where its graph leaves them."""
-    return [entry.owner.handing_out is entry.pair for entry in graphs._programs[0].entries()]
+    return [entry.owner.handing_out is entry.pair for entry in graphs._recorded_steps[0].entries()]
 
 
 def assert_same(ours, theirs):
@@ -156,7 +156,7 @@ def assert_same(ours, theirs):
 def attached(model, paths, pool, rounds=2):
     stats = CacheStats()
     generators = [torch.default_generator] if pool.backend.name == "cpu" else []
-    graphs = TrainingGraphs(Job(pool, stats, generators), warmup_rounds=rounds)
+    graphs = TrainingGraphs(CaptureContext(pool, stats, generators), warmup_rounds=rounds)
     graphs.attach(Attachment([Part(path or "model", model.get_submodule(path)) for path in paths]))
     return graphs, stats
 

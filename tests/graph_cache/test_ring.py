@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from graph_cache.backends.cpu import CpuBackend
 from graph_cache.errors import GraphError
-from graph_cache.ring import HostRing
+from graph_cache.host_ring import HostRing
 
 
 def ring(depth=2, rows=4, shape=()):

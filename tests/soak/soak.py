@@ -65,8 +65,8 @@ def soak(
     time.sleep(CHECK_SECONDS)
     run_load(server, LOADS, LOADS, 2, rounds)  # becoming idle once more makes the engine check itself
     gauges = wait_idle(server)
-    total = {key: sum(tally[key] for tally in tallies) for key in ("finished", "aborted", "tokens", "chunks")}
-    refused = {key: count for tally in tallies for key, count in tally["refused"].items()}
+    total = {key: sum(counters[key] for counters in tallies) for key in ("finished", "aborted", "tokens", "chunks")}
+    refused = {key: count for counters in tallies for key, count in counters["refused"].items()}
     half = len(memory) // 2 - 1
     growth = {process: memory[-1][process] - memory[half][process] if half > 0 else 0 for process in memory[0]}
     faults = [f"{gauge} is {value}" for gauge, value in gauges.items() if value]
@@ -82,8 +82,8 @@ def soak(
     rounds_of = [tallies[i : i + LOADS] for i in range(0, len(tallies), LOADS)]
     return {
         "name": name, "requests": requests, "streams": streams, "asked_to_leave": aborts, **total,
-        "streams_together": max(sum(tally["streams_together"] for tally in one) for one in rounds_of),
-        "seconds": round(sum(max(tally["seconds"] for tally in one) for one in rounds_of), 1),
+        "streams_together": max(sum(counters["streams_together"] for counters in one) for one in rounds_of),
+        "seconds": round(sum(max(counters["seconds"] for counters in one) for one in rounds_of), 1),
         "first_token_ms": tallies[-1]["first_token_ms"], "memory_bytes": memory, "second_half_growth_bytes": growth,
         "restarts": server.metric("engine_restarts_total"), "faults": faults,
     }  # fmt: skip

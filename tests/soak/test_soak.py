@@ -24,8 +24,8 @@ def test_streams_and_leaving_clients_leave_nothing_behind(tiny_model: Path, tmp_
 def test_every_map_of_the_server_and_its_client_is_empty_again(tiny_model: Path) -> None:
     with running(tiny_config(tiny_model, max_model_len=4096, max_num_seqs=16)) as server:
         load = Load(server.url, requests=60, streams=20, tokens=1000, aborts=58, abort_seconds=1.0)
-        tally = asyncio.run(load.run())
-        assert tally.aborted >= 55 and tally.finished + tally.aborted == 60
+        counters = asyncio.run(load.run())
+        assert counters.aborted >= 55 and counters.finished + counters.aborted == 60
         server.wait_idle()
         client = server.service.client
         server.wait(lambda: not client._queues, "the last streams' ends")
@@ -65,8 +65,8 @@ async def test_the_load_tells_ends_from_refusals_and_breaks(body: bytes, expecte
     server = await answering(body)
     async with server:
         port = server.sockets[0].getsockname()[1]
-        tally = await Load(f"http://127.0.0.1:{port}", requests=3, streams=2, tokens=7).run()
-    assert (tally.finished, tally.aborted, tally.refused, tally.tokens) == expected
+        counters = await Load(f"http://127.0.0.1:{port}", requests=3, streams=2, tokens=7).run()
+    assert (counters.finished, counters.aborted, counters.refused, counters.tokens) == expected
 
 
 async def test_the_load_leaves_as_often_as_asked() -> None:
@@ -74,5 +74,5 @@ async def test_the_load_leaves_as_often_as_asked() -> None:
     async with server:
         port = server.sockets[0].getsockname()[1]
         load = Load(f"http://127.0.0.1:{port}", requests=8, streams=8, tokens=7, aborts=5, abort_seconds=0.2)
-        tally = await load.run()
-    assert (tally.finished, tally.aborted, tally.refused) == (3, 5, {})
+        counters = await load.run()
+    assert (counters.finished, counters.aborted, counters.refused) == (3, 5, {})

@@ -14,13 +14,13 @@ from megatron.core.tensor_parallel import random as rng
 from megatron.core.transformer.moe import moe_utils
 from torch import Tensor, nn
 
+from graph_cache.adapters.megatron.ambient_state import MegatronAmbientState
 from graph_cache.adapters.megatron.packed import register_packed_sequences
 from graph_cache.adapters.megatron.parts import layers_of, parts_of
 from graph_cache.adapters.megatron.schedule import weights_in_graphs
-from graph_cache.adapters.megatron.surroundings import MegatronSurroundings
 from graph_cache.config import GraphConfig
 from graph_cache.errors import GraphConfigError
-from graph_cache.training.attached import AttachedModule, Attachment, Hook, Part, Surroundings
+from graph_cache.training.attached import AmbientState, AttachedModule, Attachment, Hook, Part
 
 logger = logging.getLogger(__name__)
 
@@ -138,15 +138,15 @@ def generators() -> list[torch.Generator]:
     return list(states.values())
 
 
-def _surroundings(settings: Collection[Any]) -> Surroundings | None:
+def _surroundings(settings: Collection[Any]) -> AmbientState | None:
     """What a capture must know of selective recompute, and of a precision below 16 bits, Transformer Engine's."""
     precision = None
     if any(getattr(one, "fp8", None) or getattr(one, "fp4", None) for one in settings):
-        from graph_cache.adapters.transformer_engine.surroundings import Fp8Surroundings  # fp8 layers are made of it
+        from graph_cache.adapters.transformer_engine.ambient_state import Fp8AmbientState  # fp8 layers are made of it
 
-        precision = Fp8Surroundings()
+        precision = Fp8AmbientState()
     recomputes = any(getattr(one, "recompute_granularity", None) for one in settings)
-    return MegatronSurroundings(precision) if recomputes else precision
+    return MegatronAmbientState(precision) if recomputes else precision
 
 
 def is_param_gather(hook: Hook) -> bool:

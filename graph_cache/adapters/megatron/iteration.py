@@ -25,7 +25,7 @@ from graph_cache.adapters.megatron.attachment import generators as tracked_gener
 from graph_cache.errors import GraphConfigError, GraphError
 from graph_cache.pool import GraphPool
 from graph_cache.stats import CacheStats
-from graph_cache.training.call import Same
+from graph_cache.training.call import IdentityKey
 from graph_cache.training.iteration import CapturedIteration
 
 PLAIN = (int, float, complex, bool, str, bytes, type(None))
@@ -283,7 +283,7 @@ def _comparable(value: Any) -> Any:
         return kind, tuple([_comparable(one) for one in value])
     if kind is dict:
         return kind, tuple([(key, _comparable(one)) for key, one in value.items()])
-    return Same(value)
+    return IdentityKey(value)
 
 
 def _moved(batch: Any, device: torch.device) -> Any:

@@ -16,7 +16,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from graph_cache.adapters.megatron.dispatch import DispatchState, why_not
+from graph_cache.adapters.megatron.moe_dispatch import DispatchState, why_not
 from graph_cache.errors import GraphConfigError
 from graph_cache.training.attached import Part
 

@@ -17,20 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graph_cache.adapters.transformer_engine.kept import FIRST, Kept
 from graph_cache.adapters.transformer_engine.layer import REPLAYED, Arrival, Layer, own_gradient
-from graph_cache.adapters.transformer_engine.maker import Made, Maker, Plan, Precision
-from graph_cache.adapters.transformer_engine.order import Places, slots
-from graph_cache.adapters.transformer_engine.samples import StandIn, settle, static_inputs
+from graph_cache.adapters.transformer_engine.maker import CapturePlan, Made, Maker, Precision
+from graph_cache.adapters.transformer_engine.order import GraphSlots, slots
+from graph_cache.adapters.transformer_engine.preserved_state import FIRST, PreservedState
+from graph_cache.adapters.transformer_engine.samples import CapturedLayer, settle, static_inputs
 from graph_cache.addresses import AddressBook
 from graph_cache.errors import CaptureError, GraphConfigError
 from graph_cache.training.attached import Hook, Part, Watched
 from graph_cache.training.autograd import Lease
-from graph_cache.training.call import Result, take_apart
+from graph_cache.training.call import Result, flatten_call
+from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.compiled import without_compiling
-from graph_cache.training.job import Job
 from graph_cache.training.modules import FAILED, HOOKS, NO_GRAD, NO_INSTANCE, STALE, UNSEEN, WARMING
-from graph_cache.training.stand_ins import ADDED, MainGrads
+from graph_cache.training.parameter_aliases import ADDED, MainGrads
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class TransformerEngineGraphs:
         self,
         layers: Iterable[Part | tuple[str, nn.Module]],
         order: Sequence[float],
-        job: Job,
+        job: CaptureContext,
         *,
         holders: Mapping[str, nn.Module] | None = None,
         fired: Callable[[Hook], bool] | None = None,
@@ -106,7 +106,7 @@ class TransformerEngineGraphs:
 
     def _forget(self) -> None:
         self._made: Made | None = None
-        self._places: Places | None = None
+        self._places: GraphSlots | None = None
         self._addresses = AddressBook()
         self._capture_seconds = 0.0
         self._warm_rounds = 0
@@ -130,7 +130,7 @@ class TransformerEngineGraphs:
         if not torch.is_grad_enabled():
             return self._eager(layer, args, kwargs, NO_GRAD)
         if self.is_idle:
-            self._begin_round()
+            self._begin_step()
         plain = {name: value for name, value in kwargs.items() if name != FIRST} if FIRST in kwargs else kwargs
         microbatch, places = layer.microbatch(self._rounds), self._places
         if not layer.graphs:
@@ -152,7 +152,7 @@ class TransformerEngineGraphs:
             return self._eager(layer, args, kwargs, HOOKS)
         if self._made is not None or self._failed:
             return self._eager(layer, args, kwargs, FAILED if self._failed else UNSEEN)
-        key, tensors = take_apart(args, plain, layer.attached.module.training)
+        key, tensors = flatten_call(args, plain, layer.attached.module.training)
         if not layer.attached.wants_gradients(tensors):
             return self._eager(layer, args, kwargs, NO_GRAD)
         seen = layer.calls.note(key, tensors, args, plain, self._maker.precision())
@@ -240,7 +240,7 @@ class TransformerEngineGraphs:
 
     # ---- capture ---------------------------------------------------------------------------------------------------
 
-    def _begin_round(self) -> None:
+    def _begin_step(self) -> None:
         """Between two steps: count warm-up, capture after it, and look whether anything changed or moved."""
         self._watched.refresh()
         if self._made is not None and not (self._addresses.unchanged() and self._made.are_current()):
@@ -275,11 +275,11 @@ class TransformerEngineGraphs:
         ran = sorted(self._run_order, key=lambda layer: layer.chunk)
         samples = settle([layer.take_calls() for layer in ran])
         chunks: list[list[Layer]] = [[] for _ in self._chunks]
-        modules: list[StandIn] = []
+        modules: list[CapturedLayer] = []
         without = max((sample.seen.differentiable.count(False) for sample in samples if sample is not None), default=0)
         for layer, sample in zip(ran, samples, strict=True):
             if sample is not None and not layer.attached.hooks_inside:
-                modules.append(layer.stand_in(sample, len(chunks[layer.chunk]), without))
+                modules.append(layer.captured_layer(sample, len(chunks[layer.chunk]), without))
                 chunks[layer.chunk].append(layer)
         if not modules:  # hooks came up in all of them since
             self._forget()
@@ -305,7 +305,7 @@ class TransformerEngineGraphs:
         self.job.stats.observe_capture(self._capture_seconds)
         logger.info("Transformer Engine captured %d pairs of graphs in %.2f s", len(made.calls), self._capture_seconds)
 
-    def _make(self, chunks: Sequence[Sequence[Layer]], modules: Sequence[StandIn]) -> tuple[Made, set[int]]:
+    def _make(self, chunks: Sequence[Sequence[Layer]], modules: Sequence[CapturedLayer]) -> tuple[Made, set[int]]:
         """The graphs, and which parameters' gradients they add to `main_grad` themselves. Raises CaptureError."""
         pool, layers = self.job.pool, [layer for chunk in chunks for layer in chunk]
         reduced = [layer.sample.seen.precision for layer in layers if layer.sample.seen.precision.enabled]
@@ -314,7 +314,7 @@ class TransformerEngineGraphs:
                 f"the layers ran under different recipes or groups ({reduced}): one capture has one; "
                 "run them under one autocast, or attach those that differ apart"
             )
-        plan = Plan(
+        plan = CapturePlan(
             tuple(modules),
             [len(chunk) for chunk in chunks],
             self._order,
@@ -333,14 +333,16 @@ class TransformerEngineGraphs:
                 stack.enter_context(torch.autocast(device, enabled=False))
             for layer in layers:
                 stack.enter_context(layer.hooks_put_aside())
-            kept = stack.enter_context(Kept([layer.attached.scope for layer in layers], self.job.state.values()))
+            kept = stack.enter_context(
+                PreservedState([layer.attached.scope for layer in layers], self.job.state.values())
+            )
             made = self._maker.make(plan)
         self._caches = plan.caches_weights
         return made, kept.added
 
     def _take(self, made: Made, chunks: Sequence[Sequence[Layer]], added: set[int]) -> None:
         """Serve calls from these graphs from here on."""
-        self._made, self._places = made, Places(self._order, [len(chunk) for chunk in chunks])
+        self._made, self._places = made, GraphSlots(self._order, [len(chunk) for chunk in chunks])
         slot_of = {(chunk, microbatch): slot for chunk, microbatch, slot in self._slots}
         for chunk, layers in enumerate(chunks):
             microbatches = range(self._places.microbatches)

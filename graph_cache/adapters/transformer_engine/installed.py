@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graph_cache.adapters.transformer_engine.maker import Plan, Precision
+from graph_cache.adapters.transformer_engine.maker import CapturePlan, Precision
 from graph_cache.adapters.transformer_engine.quantizers import Quantizers
 from graph_cache.backends.cuda import REFUSALS, CudaMemory
 from graph_cache.errors import CaptureError, GraphConfigError
-from graph_cache.training.job import Job
+from graph_cache.training.capture_context import CaptureContext
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def missing(backend: str) -> list[str]:
 class Installed:
     """Captures plans for one job. Raises GraphConfigError, saying what was asked, found, and what to do."""
 
-    def __init__(self, job: Job, options: Mapping[str, Any]):
+    def __init__(self, job: CaptureContext, options: Mapping[str, Any]):
         lacking = missing(job.pool.backend.name)
         if lacking:
             raise _refusal("; ".join(lacking))
@@ -135,7 +135,7 @@ class Installed:
 
     # ---- capture ---------------------------------------------------------------------------------------------------
 
-    def make(self, plan: Plan) -> Captured:
+    def make(self, plan: CapturePlan) -> Captured:
         """Capture a plan into memory of its own. Raises CaptureError; the device and its flags are as before then."""
         memory = self._job.pool.new_memory()
         recipe = plan.precision.recipe if any(plan.enabled) else None
@@ -198,7 +198,7 @@ class Installed:
             self._graph._graph_context_wrapper = capture
 
     @contextmanager
-    def _flag_of(self, plan: Plan) -> Iterator[None]:
+    def _flag_of(self, plan: CapturePlan) -> Iterator[None]:
         """Without cached weights, no flag: one that an earlier capture made would be read by these graphs too, which
         nobody then tells that weights are new.
         """

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graph_cache.adapters.transformer_engine.kept import FIRST
 from graph_cache.adapters.transformer_engine.maker import Precision
-from graph_cache.adapters.transformer_engine.samples import Calls, Sample, StandIn, names_of
+from graph_cache.adapters.transformer_engine.preserved_state import FIRST
+from graph_cache.adapters.transformer_engine.samples import Calls, CapturedLayer, Sample, names_of
 from graph_cache.errors import GraphError
 from graph_cache.training.attached import FORWARD, AttachedModule, Hook, Part, put_back
 
@@ -33,7 +33,7 @@ class Layer:
         self.calls = Calls()
         self.index = 0
         self.sample: Sample | None = None
-        self._stand_in: StandIn | None = None
+        self._alias: CapturedLayer | None = None
         self.added: list[Tensor] = []  # parameters whose gradients the graph adds to their main_grad itself
         self.graphs: list[tuple[Callable[..., Any], list[str]]] = []  # for each microbatch: the graph, its keywords
         self.label = (part.name, "", "", 0)  # under which its replays are counted
@@ -60,11 +60,11 @@ class Layer:
         noted, self.calls = self.calls, Calls()
         return noted
 
-    def stand_in(self, sample: Sample, index: int, without: int) -> StandIn:
+    def captured_layer(self, sample: Sample, index: int, without: int) -> CapturedLayer:
         """What is captured in its place; `without`: see there."""
         self.sample, self.index, self._state = sample, index, self.attached.state
-        self._stand_in = StandIn(self.attached, self._call, sample, without)
-        return self._stand_in
+        self._alias = CapturedLayer(self.attached, self._call, sample, without)
+        return self._alias
 
     def captured(self, calls: Sequence[Callable[..., Any]], slots: Sequence[int], added: set[int], scope: str) -> None:
         """Take its graphs, one for each microbatch; `added`: see Kept."""
@@ -77,7 +77,7 @@ class Layer:
 
     def forget(self) -> None:
         """Be as before the first call."""
-        self.calls, self.sample, self.graphs, self.added, self._stand_in = Calls(), None, [], [], None
+        self.calls, self.sample, self.graphs, self.added, self._alias = Calls(), None, [], [], None
 
     def fits(self, args: tuple, kwargs: dict[str, Any], precision: Precision | None) -> Sequence[Tensor] | None:
         """The tensors of a call that its graphs serve; None for another, or if the layer has changed since."""
@@ -111,7 +111,7 @@ class Layer:
 
     def returned(self, outputs: Sequence[Tensor]) -> tuple[Any, Any]:
         """What the layer would have returned, from what a graph did, and the node where its backward begins."""
-        return self._stand_in.put_together(outputs), outputs[0].grad_fn
+        return self._alias.unflatten_call(outputs), outputs[0].grad_fn
 
 
 class Arrival:

@@ -19,7 +19,7 @@ class Precision:
 
 
 @dataclass(frozen=True)
-class Plan:
+class CapturePlan:
     """Everything that a capture is of.
 
     `modules` are the layers of all chunks, `enabled` says for each whether its precision is reduced, `samples` are the
@@ -55,7 +55,7 @@ class Made(Protocol):
 class Maker(Protocol):
     """Captures by its own ways, at the caller's word alone."""
 
-    def make(self, plan: Plan) -> Made:
+    def make(self, plan: CapturePlan) -> Made:
         """Capture all of it, with generators as before. Raises CaptureError; then nothing is left of it.
 
         What it runs before the capture adds gradients and changes buffers: the caller puts back what is the model's.

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from graph_cache.errors import GraphConfigError, GraphError
 
 
-class What(Enum):
+class EventKind(Enum):
     """What an entry of an order does."""
 
     FORWARD = "forward"
@@ -26,7 +26,7 @@ class What(Enum):
 class Event(NamedTuple):
     """An entry of an order; chunk and microbatch count from 0. `last`: nothing of this microbatch's chunk follows."""
 
-    what: What
+    what: EventKind
     chunk: int
     microbatch: int
     last: bool
@@ -38,25 +38,35 @@ def events(order: Sequence[float]) -> list[Event]:
     Every chunk needs as many forwards as the others, each with one backward after it, and either none of its backwards
     or each of them followed by its weight gradients.
     """
-    done: dict[What, defaultdict[int, int]] = {what: defaultdict(int) for what in What}
+    done: dict[EventKind, defaultdict[int, int]] = {what: defaultdict(int) for what in EventKind}
     delayed = {_chunk(entry) for entry in order if ceil(entry) != entry}
     found = []
     for position, entry in enumerate(order):
         chunk, what = _chunk(entry), _what(entry)
         microbatch = done[what][chunk]
         done[what][chunk] += 1
-        before = {What.FORWARD: None, What.BACKWARD: What.FORWARD, What.WEIGHTS: What.BACKWARD}[what]
+        before = {
+            EventKind.FORWARD: None,
+            EventKind.BACKWARD: EventKind.FORWARD,
+            EventKind.WEIGHTS: EventKind.BACKWARD,
+        }[what]
         wanted = None if before is None else done[before][chunk]
-        if entry == 0 or abs(entry - ceil(entry)) not in (0, 0.5) or (what is What.FORWARD and entry != ceil(entry)):
+        if (
+            entry == 0
+            or abs(entry - ceil(entry)) not in (0, 0.5)
+            or (what is EventKind.FORWARD and entry != ceil(entry))
+        ):
             raise GraphConfigError(
                 f"order: {entry} at position {position} means nothing: forwards are 1, 2, …, "
                 "backwards -1, -2, …, weight gradients -1.5, -2.5, …"
             )
-        if wanted is not None and (microbatch >= wanted or (what is What.WEIGHTS and microbatch != wanted - 1)):
+        if wanted is not None and (microbatch >= wanted or (what is EventKind.WEIGHTS and microbatch != wanted - 1)):
             raise GraphConfigError(
                 f"order: {entry} at position {position} has no {before.value} before it that it could belong to"
             )
-        found.append(Event(what, chunk, microbatch, what is (What.WEIGHTS if chunk in delayed else What.BACKWARD)))
+        found.append(
+            Event(what, chunk, microbatch, what is (EventKind.WEIGHTS if chunk in delayed else EventKind.BACKWARD))
+        )
     _check_counts(done, delayed)
     return found
 
@@ -65,19 +75,19 @@ def _chunk(entry: float) -> int:
     return abs(ceil(entry)) - 1
 
 
-def _what(entry: float) -> What:
+def _what(entry: float) -> EventKind:
     if entry > 0:
-        return What.FORWARD
-    return What.BACKWARD if ceil(entry) == entry else What.WEIGHTS
+        return EventKind.FORWARD
+    return EventKind.BACKWARD if ceil(entry) == entry else EventKind.WEIGHTS
 
 
-def _check_counts(done: dict[What, defaultdict[int, int]], delayed: set[int]) -> None:
-    forwards = done[What.FORWARD]
+def _check_counts(done: dict[EventKind, defaultdict[int, int]], delayed: set[int]) -> None:
+    forwards = done[EventKind.FORWARD]
     if sorted(forwards) != list(range(len(forwards))) or len(set(forwards.values())) != 1:
         counts = {chunk + 1: count for chunk, count in sorted(forwards.items())}
         raise GraphConfigError(f"order: forwards of each chunk are {counts}: every chunk from 1 on needs as many")
     for chunk, count in forwards.items():
-        for what in (What.BACKWARD, *([What.WEIGHTS] if chunk in delayed else [])):
+        for what in (EventKind.BACKWARD, *([EventKind.WEIGHTS] if chunk in delayed else [])):
             if done[what][chunk] != count:
                 raise GraphConfigError(
                     f"order: chunk {chunk + 1} has {count} forwards and {done[what][chunk]} entries "
@@ -103,7 +113,7 @@ def slots(order: Sequence[float]) -> list[tuple[int, int, int]]:
     found = []
     for event in events(order):
         mine = taken[event.chunk]
-        if event.what is What.FORWARD:
+        if event.what is EventKind.FORWARD:
             slot = next(slot for slot in range(len(mine) + 1) if slot not in mine)
             mine[slot] = event.microbatch
             found.append((event.chunk, event.microbatch, slot))
@@ -112,7 +122,7 @@ def slots(order: Sequence[float]) -> list[tuple[int, int, int]]:
     return found
 
 
-class Places:
+class GraphSlots:
     """The graphs of a captured order, one place for each layer and microbatch, and which may be replayed now.
 
     Places count through chunks, then microbatches, then layers. Graphs captured one after another share memory: what
@@ -127,11 +137,11 @@ class Places:
             raise GraphConfigError(
                 f"order: it has {chunks} chunks, found {len(layers_per_chunk)} lists of layers: give one for each chunk"
             )
-        self.microbatches = sum(event.what is What.FORWARD for event in found) // chunks
+        self.microbatches = sum(event.what is EventKind.FORWARD for event in found) // chunks
         self.alive = 0  # a bit for each place between its forward and the end of its backward
         self._layers = list(layers_per_chunk)
         self._starts = [self.microbatches * sum(self._layers[:chunk]) for chunk in range(chunks)]
-        self._beside: dict[What, dict[int, int]] = {what: {} for what in What}
+        self._beside: dict[EventKind, dict[int, int]] = {what: {} for what in EventKind}
         self._owing = 0
         self._is_delayed: dict[int, bool] = {}  # place -> whether its weight gradients come after its backward
         self.read_next: dict[int, int] = {}  # place -> whose backward comes next
@@ -142,19 +152,19 @@ class Places:
         for event in found:
             for place in self._of(event):
                 self._beside[event.what][place] = alive
-                if event.what is What.FORWARD:
+                if event.what is EventKind.FORWARD:
                     alive |= 1 << place
-                elif event.what is What.BACKWARD:
+                elif event.what is EventKind.BACKWARD:
                     if last_backward is not None:
                         self.read_next[last_backward] = place
                     last_backward = place
                 if event.last:
                     alive &= ~(1 << place)
-                    self._is_delayed[place] = event.what is What.WEIGHTS
+                    self._is_delayed[place] = event.what is EventKind.WEIGHTS
 
     def _of(self, event: Event) -> Iterator[int]:
         layers = range(self._layers[event.chunk])
-        for layer in layers if event.what is What.FORWARD else reversed(layers):
+        for layer in layers if event.what is EventKind.FORWARD else reversed(layers):
             yield self.at(event.chunk, event.microbatch, layer)
 
     def at(self, chunk: int, microbatch: int, layer: int) -> int:
@@ -163,7 +173,7 @@ class Places:
 
     def may_begin(self, place: int) -> bool:
         """Whether its forward may be replayed now, beside what is outstanding."""
-        return not self.alive & ~self._beside[What.FORWARD][place]
+        return not self.alive & ~self._beside[EventKind.FORWARD][place]
 
     def begin(self, place: int) -> None:
         """Its forward is replayed now."""
@@ -171,7 +181,7 @@ class Places:
 
     def go_back(self, place: int) -> None:
         """Its backward is replayed now. Raises GraphError where another order was captured."""
-        self._check(place, What.BACKWARD)
+        self._check(place, EventKind.BACKWARD)
         if self._is_delayed[place]:
             self._owing |= 1 << place
         else:
@@ -183,10 +193,10 @@ class Places:
 
     def compute_weights(self, place: int) -> None:
         """The weight gradients that it owes are replayed now. Raises GraphError where another order was captured."""
-        self._check(place, What.WEIGHTS)
+        self._check(place, EventKind.WEIGHTS)
         self.end(place)
 
-    def _check(self, place: int, what: What) -> None:
+    def _check(self, place: int, what: EventKind) -> None:
         others = self.alive & ~self._beside[what][place]
         if others:
             raise GraphError(

@@ -15,7 +15,7 @@ WHOLE = ("quantizers", "_quantizers", "_fp8_workspaces")  # attributes of which 
 METAS = ("fp8_meta", "_fp8_metas")
 STATES = ("scaling_fwd", "scaling_bwd")  # of these, what is read; the rest is told anew at each call
 
-Entry = tuple[Mapping[str, Any], str, Any]
+StateEntry = tuple[Mapping[str, Any], str, Any]
 
 
 class Quantizers:
@@ -23,14 +23,14 @@ class Quantizers:
 
     def __init__(self, modules: Iterable[nn.Module]):
         found = {module: None for one in modules for module in one.modules()}
-        self._entries: list[Entry] = [entry for module in found for entry in _read(module)]
+        self._entries: list[StateEntry] = [entry for module in found for entry in _read(module)]
 
     def are_current(self) -> bool:
         """Whether all of it is still in use."""
         return all(owner.get(key) is value for owner, key, value in self._entries)
 
 
-def _read(module: nn.Module) -> Iterator[Entry]:
+def _read(module: nn.Module) -> Iterator[StateEntry]:
     attributes = vars(module)
     for name in (*WHOLE, *METAS):
         value = attributes.get(name)
@@ -41,7 +41,7 @@ def _read(module: nn.Module) -> Iterator[Entry]:
                 yield from _states(value)
 
 
-def _states(meta: Mapping[str, Any]) -> Iterator[Entry]:
+def _states(meta: Mapping[str, Any]) -> Iterator[StateEntry]:
     """Recipe states, which some modules keep by direction."""
     for key, value in meta.items():
         if key in STATES:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from graph_cache.adapters.transformer_engine.maker import Precision
 from graph_cache.errors import CaptureError
 from graph_cache.training.attached import AttachedModule
-from graph_cache.training.call import PLAIN, CallKey, Expected, Result, autocast_as, put_together, take_apart
+from graph_cache.training.call import PLAIN, CallKey, Expected, Result, autocast_as, flatten_call, unflatten_call
 
 # Values that a graph may hold: they are compared at each call. An object of another kind may change under a graph.
 CONSTANTS = (*PLAIN, enum.Enum)
@@ -110,7 +110,7 @@ class Sample:
         tensors = self.seen.expected.tensors(args, kwargs, training)
         if tensors is not None:
             return tensors
-        key, tensors = take_apart(args, kwargs, training)
+        key, tensors = flatten_call(args, kwargs, training)
         return tensors if key.types == self.key.types and key == self.key else None
 
     def loads(self, tensors: Sequence[Tensor], idle: bool) -> bool:
@@ -129,7 +129,7 @@ class Sample:
     def arguments(self, moving: Sequence[Tensor]) -> tuple[tuple, dict[str, Any]]:
         """The arguments of a call with these moving tensors and the shared ones."""
         rest = iter(moving)
-        return put_together(self.key, [next(rest) if one is None else one.static for one in self.shared])
+        return unflatten_call(self.key, [next(rest) if one is None else one.static for one in self.shared])
 
 
 def settle(layers: Sequence[Calls]) -> list[Sample | None]:
@@ -204,7 +204,7 @@ def _static(signature: tuple) -> Tensor:
     return tensor.fill_(1 if wants_gradient else 0).requires_grad_(wants_gradient)
 
 
-class StandIn(nn.Module):
+class CapturedLayer(nn.Module):
     """What Transformer Engine is given in a layer's place: called with the moving tensors by keyword, it makes the call
     that was recorded, and returns its tensors: those with a gradient, `without` of no gradient, None where there are
     fewer.
@@ -237,7 +237,7 @@ class StandIn(nn.Module):
             raise CaptureError(f"the layer returned {len(tensors)} tensors, and {len(wanted)} in the recorded call")
         return (*[tensors[place] for place in self._places], *[None] * (self._without - wanted.count(False)))
 
-    def put_together(self, outputs: Sequence[Tensor]) -> Any:
+    def unflatten_call(self, outputs: Sequence[Tensor]) -> Any:
         """What the layer would have returned, from a replay's outputs, without history where it gives none."""
         if self._result.is_tensor:
             return outputs[0]

@@ -336,7 +336,7 @@ async def test_a_thread_that_hangs_fails_readiness_until_it_reports_again(lively
 async def test_a_failed_sequence_raises_and_takes_the_others_of_its_request_along(lively_model, monkeypatch, caplog):
     from engine.worker.model_runner import ModelRunner
 
-    launch, calls = ModelRunner.launch, []
+    launch, calls = ModelRunner.execute, []
 
     def flaky(self, batch):
         calls.append(1)
@@ -344,7 +344,7 @@ async def test_a_failed_sequence_raises_and_takes_the_others_of_its_request_alon
             raise RuntimeError("the device coughed")
         return launch(self, batch)
 
-    monkeypatch.setattr(ModelRunner, "launch", flaky)
+    monkeypatch.setattr(ModelRunner, "execute", flaky)
     async with started(EngineConfig(model=str(lively_model), **LONG), in_process=True) as client:
         with pytest.raises(EngineError, match="coughed"):
             await collect(client, "a", [5, 6], greedy(100, n=2))
@@ -373,17 +373,17 @@ if __name__ == "__main__":
 async def test_the_engine_ends_when_its_front_is_killed(lively_model, tmp_path):
     script = tmp_path / "front.py"
     script.write_text(FRONT)
-    front = await asyncio.create_subprocess_exec(
+    client = await asyncio.create_subprocess_exec(
         sys.executable,
         script,
         lively_model,
         stdout=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"},
     )
-    pid = int(await asyncio.wait_for(front.stdout.readline(), 60))
+    pid = int(await asyncio.wait_for(client.stdout.readline(), 60))
     assert alive(pid)
-    front.kill()
-    await front.wait()
+    client.kill()
+    await client.wait()
     await until(lambda: not alive(pid), "the engine's end", 5)
 
 

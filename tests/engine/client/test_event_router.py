@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.client.event_router import Switchboard, is_plain, packed
+from engine.client.event_codec import ReportSplitter, encode_events, is_plain
 from engine.errors import EngineError
 from engine.protocol.messages import (
-    FRONT_SPAN,
+    CLIENT_ID_SPAN,
     Abort,
+    AddressedReports,
+    ClientDisconnected,
     EngineStats,
     Events,
-    Leave,
-    Parcels,
     Reply,
     Snapshot,
     Submit,
@@ -58,7 +58,7 @@ def steps(draw) -> list[TokenEvent]:
 
 @given(steps())
 def test_every_sequence_gets_the_same_events_in_the_same_order(events):
-    report = pickle.loads(pickle.dumps(packed(events)))
+    report = pickle.loads(pickle.dumps(encode_events(events)))
     for name in {event.request_id for event in events}:
         before = [repr(event) for event in events if event.request_id == name]
         assert [repr(event) for event in unpacked(report) if event.request_id == name] == before
@@ -66,7 +66,7 @@ def test_every_sequence_gets_the_same_events_in_the_same_order(events):
 
 
 def test_a_step_of_plain_events_is_one_pair_of_columns():
-    report = packed([plain(f"0.{number}", 100 + number) for number in range(64)])
+    report = encode_events([plain(f"0.{number}", 100 + number) for number in range(64)])
     assert report.events == [] and len(report.tokens) == 1
     assert report.tokens[0] == Tokens([f"0.{n}" for n in range(64)], list(range(100, 164)), "v", 8)
     assert len(pickle.dumps(report)) < 64 * 12
@@ -84,32 +84,32 @@ def request(name: str) -> EngineRequest:
     return EngineRequest(request_id=name, prompt_token_ids=[1], params=SamplingParams())
 
 
-def opened(report: Parcels) -> dict[int, object]:
-    return {front: pickle.loads(parcel) for front, parcel in report.parcels}
+def opened(report: AddressedReports) -> dict[int, object]:
+    return {client: pickle.loads(parcel) for client, parcel in report.parcels}
 
 
 def test_each_front_gets_its_own_part_and_what_is_for_all_stays_whole():
-    board = Switchboard()
-    report = packed([plain("0.1", 5), plain("3.1", 6), plain("0.2", 7, bucket=None),
+    board = ReportSplitter()
+    report = encode_events([plain("0.1", 5), plain("3.1", 6), plain("0.2", 7, bucket=None),
                      TokenEvent(request_id="3.2", finish_reason="length")])  # fmt: skip
     found = opened(board.outgoing(report))
     assert set(found) == {0, 3}
     assert [event.token_ids for event in unpacked(found[0])] == [[5], [7]]
     assert [event.request_id for event in unpacked(found[3])] == ["3.1", "3.2"]
-    assert opened(board.outgoing(Reply(3 * FRONT_SPAN + 4, "value"))) == {3: Reply(3 * FRONT_SPAN + 4, "value")}
+    assert opened(board.outgoing(Reply(3 * CLIENT_ID_SPAN + 4, "value"))) == {3: Reply(3 * CLIENT_ID_SPAN + 4, "value")}
     snapshot = Snapshot(EngineStats())
     assert board.outgoing(snapshot) is snapshot
 
 
 def test_a_front_that_leaves_aborts_what_it_has_under_way_and_nothing_else():
-    board = Switchboard()
+    board = ReportSplitter()
     board.incoming(Submit([request("1.1"), request("1.2#0"), request("1.2#1"), request("2.1")]))
     board.outgoing(Events([TokenEvent(request_id="1.2#0", finish_reason="stop")]))
-    assert board.incoming(Leave(1)) == Abort(["1.1", "1.2#1"])
-    assert board.incoming(Leave(1)) == Abort([])
-    assert board.incoming(Leave(2)) == Abort(["2.1"])
+    assert board.incoming(ClientDisconnected(1)) == Abort(["1.1", "1.2#1"])
+    assert board.incoming(ClientDisconnected(1)) == Abort([])
+    assert board.incoming(ClientDisconnected(2)) == Abort(["2.1"])
 
 
 @pytest.mark.parametrize("command", [Submit([]), Abort(["1.1"])])
 def test_other_commands_pass_unchanged(command):
-    assert Switchboard().incoming(command) is command
+    assert ReportSplitter().incoming(command) is command

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from engine.client.async_client import EngineClient
-from engine.client.hub import Hub, HubTransport
+from engine.client.router import EngineRouter, RouterTransport
 from engine.client.supervisor import RestartPolicy, Supervisor
 from engine.client.transport import ProcessTransport
 from engine.errors import EngineDead, ModelError
@@ -38,7 +38,7 @@ async def tokens_of(client: EngineClient, name: str, params: SamplingParams = SH
 @asynccontextmanager
 async def hub_of(config):
     supervisor = Supervisor(lambda: ProcessTransport(config, routed=True), RestartPolicy(first_delay=0.05))
-    hub, heard = Hub(supervisor), []
+    hub, heard = EngineRouter(supervisor), []
     hub.start(heard.append)
     try:
         yield hub, supervisor, heard
@@ -46,15 +46,15 @@ async def hub_of(config):
         await asyncio.to_thread(hub.stop, 10.0)
 
 
-async def joined(hub: Hub, config, number: int) -> EngineClient:
-    client = EngineClient(config, HubTransport(hub.connect(number)), front=number)
+async def merge_deltas(hub: EngineRouter, config, number: int) -> EngineClient:
+    client = EngineClient(config, RouterTransport(hub.connect(number)), client=number)
     await client.start()
     return client
 
 
 async def test_fronts_share_an_engine_and_each_gets_its_own_answers(config):
     async with hub_of(config(max_model_len=4096)) as (hub, _, heard):
-        one, two = await asyncio.gather(*(joined(hub, config(), number) for number in (0, 1)))
+        one, two = await asyncio.gather(*(merge_deltas(hub, config(), number) for number in (0, 1)))
         alone = [await tokens_of(one, "a", prompt=prompt) for prompt in (9, 10)]
         # The same ids on both, at once; the engine keeps them apart.
         found = await asyncio.gather(*(tokens_of(client, "same", prompt=prompt) for client, prompt in
@@ -73,7 +73,7 @@ async def test_fronts_share_an_engine_and_each_gets_its_own_answers(config):
         assert len(await other) == 3000
         await until(lambda: two.stats().ended.get("abort") == 1, "the abort of what the first had under way")
         # A front that comes later is told at once what the others know.
-        late = await asyncio.wait_for(joined(hub, config(), 2), 2)
+        late = await asyncio.wait_for(merge_deltas(hub, config(), 2), 2)
         assert late.info() == two.info() and late.stats().ended == two.stats().ended
         assert await tokens_of(late, "a") == alone[0]
         assert [type(report) for report in heard if not hasattr(report, "stats")] == [Ready]
@@ -82,7 +82,7 @@ async def test_fronts_share_an_engine_and_each_gets_its_own_answers(config):
 
 async def test_an_engine_that_is_replaced_is_told_to_all_and_to_who_comes_meanwhile(config):
     async with hub_of(config(max_model_len=4096)) as (hub, supervisor, heard):
-        one, two = await asyncio.gather(*(joined(hub, config(), number) for number in (0, 1)))
+        one, two = await asyncio.gather(*(merge_deltas(hub, config(), number) for number in (0, 1)))
         expected = await tokens_of(one, "a")
         await until(lambda: two.stats().generation_tokens == 30, "the count")
         running = [asyncio.create_task(tokens_of(client, "b", LONG)) for client in (one, two)]
@@ -90,7 +90,7 @@ async def test_an_engine_that_is_replaced_is_told_to_all_and_to_who_comes_meanwh
         os.kill(supervisor.pid, signal.SIGKILL)
         ended = await asyncio.gather(*running, return_exceptions=True)
         assert [type(one) for one in ended] == [EngineDead, EngineDead]
-        late = await joined(hub, config(), 2)  # waits for the next engine
+        late = await merge_deltas(hub, config(), 2)  # waits for the next engine
         for client in (one, two, late):
             await until(lambda client=client: client.health().ready, "the restart")
             assert client.health().restarts == 1
@@ -108,7 +108,7 @@ async def test_a_refused_start_reaches_every_front_with_its_type(config, tmp_pat
     async with hub_of(broken) as (hub, _, heard):
         await until(lambda: bool(heard), "the refusal")
         assert isinstance(heard[0], Dead) and isinstance(heard[0].refused, ModelError)
-        client = EngineClient(config(), HubTransport(hub.connect(0)))
+        client = EngineClient(config(), RouterTransport(hub.connect(0)))
         with pytest.raises(ModelError):
             await client.start()
         await client.close()
@@ -116,7 +116,7 @@ async def test_a_refused_start_reaches_every_front_with_its_type(config, tmp_pat
 
 async def test_without_the_hub_a_front_has_no_engine(config):
     async with hub_of(config(max_model_len=4096)) as (hub, _, _):
-        client = await joined(hub, config(), 0)
+        client = await merge_deltas(hub, config(), 0)
         running = asyncio.create_task(tokens_of(client, "a", LONG))
         await until(lambda: client.stats().num_running == 1, "the request")
         await asyncio.to_thread(hub.stop, 10.0)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from engine.client.async_client import make_client
-from engine.client.output_queue import joined
+from engine.client.output_queue import merge_deltas
 from engine.protocol.outputs import OutputDelta
 from engine.protocol.request import SamplingParams, TokenLogprob
 
@@ -21,7 +21,7 @@ def logprob(token: int) -> TokenLogprob:
 
 
 def test_what_waits_becomes_one_delta_with_the_first_ones_facts_and_the_last_ones_end():
-    [one] = joined(
+    [one] = merge_deltas(
         [
             delta("x", 1, logprobs=[logprob(1)], queue_time=0.5, cached_tokens=16, prompt_logprobs=[None]),
             delta("", 2, logprobs=[logprob(2)]),
@@ -36,7 +36,7 @@ def test_what_waits_becomes_one_delta_with_the_first_ones_facts_and_the_last_one
 
 def test_sequences_are_joined_each_on_its_own():
     last = delta("d", 4, child="b", finish_reason="length")
-    found = joined([delta("a", 1), delta("b", 2, child="b"), delta("c", 3), last])
+    found = merge_deltas([delta("a", 1), delta("b", 2, child="b"), delta("c", 3), last])
     assert [(one.child_id, one.text_delta, one.token_ids, one.finish_reason) for one in found] == [
         ("a", "ac", [1, 3], None), ("b", "bd", [2, 4], "length"),
     ]  # fmt: skip
@@ -44,7 +44,7 @@ def test_sequences_are_joined_each_on_its_own():
 
 @pytest.mark.parametrize("origin", [{"weight_version": "new"}, {"graph_bucket": 8}])
 def test_tokens_of_other_weights_or_another_graph_stay_apart(origin):
-    found = joined([delta("a", 1), delta("b", 2, **origin), delta("c", 3, **origin)])
+    found = merge_deltas([delta("a", 1), delta("b", 2, **origin), delta("c", 3, **origin)])
     assert [one.token_ids for one in found] == [[1], [2, 3]]
 
 

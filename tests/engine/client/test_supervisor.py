@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from engine.client.async_client import EngineClient, make_client
-from engine.client.counters import added, carried
+from engine.client.counters import add_totals, totals_after_exit
 from engine.client.supervisor import RestartPolicy, Supervisor
 from engine.client.transport import ProcessTransport
 from engine.errors import ConfigError, EngineDead, ModelError
@@ -278,11 +278,11 @@ def snapshot(scale: int) -> EngineStats:
 
 
 def test_counts_go_on_over_processes_and_gauges_are_the_running_ones_own():
-    lost = carried(snapshot(1), "it crashed")
+    lost = totals_after_exit(snapshot(1), "it crashed")
     assert (lost.num_running, lost.num_waiting, lost.kv_cache_usage, lost.warm) == (0, 0, 0.0, {})
     assert "entries" not in lost.graphs and "pool_bytes" not in lost.graphs
     assert (lost.generation_tokens, lost.last_error, lost.weight_version) == (20, "it crashed", "v1")
-    both = added(lost, snapshot(2))
+    both = add_totals(lost, snapshot(2))
     assert (both.num_running, both.kv_cache_usage, both.weight_version, both.warm) == (2, 0.25, "v2", {"ratio": 0.5})
     assert (both.prompt_tokens, both.generation_tokens, both.steps, both.idle_check_failures) == (30, 60, 3, 3)
     assert (both.prefix_cache_queries, both.prefix_cache_hits, both.num_preemptions) == (3, 3, 3)
@@ -293,8 +293,8 @@ def test_counts_go_on_over_processes_and_gauges_are_the_running_ones_own():
         "entries": [(("decode", "block"), 2)], "pool_bytes": 200, "warm_ratio": 0.5,
     }  # fmt: skip
     # A third process: what the first two counted is carried whole, and each count only grows on the way.
-    assert added(carried(both, ""), EngineStats()).generation_tokens == 60
-    assert carried(both, "").graphs["replays"] == both.graphs["replays"]
+    assert add_totals(totals_after_exit(both, ""), EngineStats()).generation_tokens == 60
+    assert totals_after_exit(both, "").graphs["replays"] == both.graphs["replays"]
 
 
 def test_the_counts_of_a_snapshot_are_all_known_to_the_totals(make_engine):

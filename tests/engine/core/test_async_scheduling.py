@@ -13,7 +13,7 @@ from engine.core.loop import EngineLoop
 from engine.errors import PromptTooLong
 from engine.loader.weights import iterate_safetensors
 from engine.protocol.request import TokenEvent
-from engine.worker.input_buffers import Layout, StepInputs
+from engine.worker.input_buffers import DecodeInputs, Layout
 from tests.engine.core.test_loop import ARRIVALS, SMALL, prompt_of
 from tests.engine.lively import MANY, PROMPTS, SETTINGS, drain, greedy, request, tokens
 
@@ -30,7 +30,7 @@ def as_on_a_gpu(loop: EngineLoop) -> None:
     """Have the loop's inputs kept as they are where the device can't be read: by a mirror, and by sending changes."""
     runner = loop.runner
     layout = Layout(loop.config.max_num_seqs, runner.state.page_table.shape[1])
-    runner.inputs = StepInputs(runner.buffers["state"], layout, loop.config.page_size, staged=True)
+    runner.inputs = DecodeInputs(runner.buffers["state"], layout, loop.config.page_size, staged=True)
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ def test_a_step_is_enqueued_before_the_one_before_it_is_read(ahead, reference):
     given = []
     while loop.has_work:
         given.append([token for event in loop.step() for token in event.token_ids])
-        assert all(not launched.is_read for _, launched in loop._under_way)
+        assert all(not launched.is_read for _, launched in loop._in_flight)
     assert given == [[], *([token] for token in reference.greedy(PROMPTS[0], 5))]
 
 
@@ -265,9 +265,9 @@ def test_a_step_that_fails_takes_nothing_from_the_one_before_it(ahead, reference
     loop.add(request("a", PROMPTS[0], greedy(20)))
     events = [event for _ in range(4) for event in loop.step()]
     loop.add(request("late", list(range(3, 40)), greedy(5)))  # admitted by the step that fails
-    launch = loop.runner.launch
+    launch = loop.runner.execute
     with monkeypatch.context() as patch:
-        patch.setattr(loop.runner, "launch", lambda batch: (launch(batch), 1 / 0))
+        patch.setattr(loop.runner, "execute", lambda batch: (launch(batch), 1 / 0))
         events += loop.step()
     assert tokens(events) == reference.greedy(PROMPTS[0], 4)
     ends = [event for event in events if event.finish_reason]
@@ -284,7 +284,7 @@ def test_a_result_that_can_not_be_read_fails_its_step_and_the_others_go_on(ahead
     loop.add(request("a", PROMPTS[0], greedy(20)))
     events = [event for _ in range(4) for event in loop.step()]
     loop.add(request("b", PROMPTS[2], greedy(20)))
-    [(_, launched)] = loop._under_way
+    [(_, launched)] = loop._in_flight
     monkeypatch.setattr(launched, "_collect", lambda: 1 / 0)
     for own in drain(loop).values():
         events += own
@@ -300,7 +300,7 @@ def test_an_interruption_of_a_step_loses_no_token_and_repeats_none(ahead, refere
     for i, prompt in enumerate(PROMPTS):
         loop.add(request(f"{i}", prompt, greedy(20, presence_penalty=1e-9)))
     events = [event for _ in range(6) for event in loop.step()]
-    launch = loop.runner.launch
+    launch = loop.runner.execute
 
     def interrupted(batch):
         if where == "after the launch":
@@ -308,7 +308,7 @@ def test_an_interruption_of_a_step_loses_no_token_and_repeats_none(ahead, refere
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(loop.runner, "launch", interrupted)
+        patch.setattr(loop.runner, "execute", interrupted)
         loop.step()
     for own in drain(loop).values():
         events += own

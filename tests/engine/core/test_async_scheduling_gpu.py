@@ -59,7 +59,7 @@ def test_gpu_decode_is_enqueued_without_waiting_for_the_device(model, kind):
             loop.add(EngineRequest(request_id=f"{i}", prompt_token_ids=prompt, params=KINDS[kind]))
         for _ in range(4):
             loop.step()
-        launch, launched = loop.runner.launch, []
+        launch, launched = loop.runner.execute, []
 
         def watched(batch):
             assert batch.decodes and not batch.prefills
@@ -70,7 +70,7 @@ def test_gpu_decode_is_enqueued_without_waiting_for_the_device(model, kind):
                 torch.cuda.set_sync_debug_mode("default")
             return launched[-1]
 
-        loop.runner.launch = watched
+        loop.runner.execute = watched
         for _ in range(20):  # beyond the first page
             loop.step()
         assert len(launched) == 20 and not launched[-1].is_read and launched[-2].is_read

@@ -19,14 +19,14 @@ from tests.engine.lively import MANY, PROMPTS, drain, greedy, request, tokens
 
 
 def fail_once(monkeypatch, runner, times: int = 1) -> None:
-    launch, left = runner.launch, iter(range(times))
+    launch, left = runner.execute, iter(range(times))
 
     def flaky(batch):
         if next(left, None) is not None:
             raise RuntimeError("the device coughed")
         return launch(batch)
 
-    monkeypatch.setattr(runner, "launch", flaky)
+    monkeypatch.setattr(runner, "execute", flaky)
 
 
 def test_a_step_that_raises_fails_its_batch_and_the_engine_goes_on(make_engine, reference, monkeypatch, caplog):

@@ -14,8 +14,8 @@ from tests.support.kernels import DEVICE, DTYPE, INTERPRETED  # isort: skip  (be
 import torch.distributed as dist
 import torch.multiprocessing
 
-from engine.distributed.one_shot_all_reduce import MOST_ROWS, PeerMemory, peer_memory
-from engine.kernels.all_reduce_kernels import add_up_kernel
+from engine.distributed.one_shot_all_reduce import MAX_ROWS, OneShotAllReduce, make_one_shot_all_reduce
+from engine.kernels.all_reduce_kernels import all_reduce_kernel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -39,7 +39,7 @@ def test_a_rank_that_has_heard_all_others_adds_their_shares_in_order(rank, flag)
     wanted = hidden.float()
     for share in shares:
         wanted += share.float()
-    add_up_kernel[(programs,)](hidden, *addresses, first, count, RANK=rank, RANKS=ranks, BLOCK=block, PDL=False)
+    all_reduce_kernel[(programs,)](hidden, *addresses, first, count, RANK=rank, RANKS=ranks, BLOCK=block, PDL=False)
     assert torch.equal(hidden, wanted.to(DTYPE))
     for other in range(ranks):
         left = flags[other][first:].view(programs, ranks).tolist()
@@ -59,7 +59,7 @@ def meet(rank: int, folder: str) -> tuple[dist.ProcessGroup, torch.device]:
 def sums(rank: int, folder: str) -> None:
     """Eager and replayed sums of many shapes; each must be what every rank can compute by itself."""
     group, device = meet(rank, folder)
-    memory = peer_memory(group, WIDTH, DTYPE, device)
+    memory = make_one_shot_all_reduce(group, WIDTH, DTYPE, device)
     assert memory is not None
     order = random.Random(5)
 
@@ -72,21 +72,21 @@ def sums(rank: int, folder: str) -> None:
         return (hidden + first + second).to(DTYPE)
 
     for step in range(300):
-        rows = order.choice([1, 2, 7, 8, 33, MOST_ROWS])
+        rows = order.choice([1, 2, 7, 8, 33, MAX_ROWS])
         hidden, *shares = inputs(step, rows)
         if order.random() < 0.2 and rank == step % 2:
             time.sleep(0.002)
         memory.share(rows, step % 2).copy_(shares[rank])
-        memory.add_up(hidden, step % 2)
+        memory.all_reduce_shared(hidden, step % 2)
         assert torch.equal(hidden, wanted(step, rows)), step
     graphs = {}
-    for rows in (1, 8, MOST_ROWS):
+    for rows in (1, 8, MAX_ROWS):
         statics = [one.clone() for one in inputs(0, rows)]
         graphs[rows] = torch.cuda.CUDAGraph(), statics
         with torch.cuda.graph(graphs[rows][0], capture_error_mode="thread_local"):
             for turn in (0, 1, 0, 1):
                 memory.share(rows, turn).copy_(statics[1 + rank])
-                memory.add_up(statics[0], turn)
+                memory.all_reduce_shared(statics[0], turn)
     for step in range(300):
         rows = order.choice(list(graphs))
         graph, statics = graphs[rows]
@@ -104,12 +104,12 @@ def sums(rank: int, folder: str) -> None:
 
 def left_alone(rank: int, folder: str) -> None:
     group, device = meet(rank, folder)
-    memory = PeerMemory(group, WIDTH, DTYPE, device)
+    memory = OneShotAllReduce(group, WIDTH, DTYPE, device)
     dist.barrier()
     if rank == 0:  # the other one never tells
         hidden = torch.zeros(4, WIDTH, dtype=DTYPE, device=device)
         for turn in (0, 1, 0):
-            memory.add_up(hidden, turn)
+            memory.all_reduce_shared(hidden, turn)
         time.sleep(0.5)
         assert not torch.cuda.current_stream().query()
         memory.abandon()
@@ -134,12 +134,12 @@ def test_a_rank_that_waits_for_one_that_is_gone_can_be_let_go(tmp_path):
 def test_shares_of_two_turns_lie_apart():
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        memory = PeerMemory(dist.group.WORLD, WIDTH, DTYPE, torch.device("cuda", 0))
-        first, second = memory.share(MOST_ROWS, 0), memory.share(MOST_ROWS, 1)
+        memory = OneShotAllReduce(dist.group.WORLD, WIDTH, DTYPE, torch.device("cuda", 0))
+        first, second = memory.share(MAX_ROWS, 0), memory.share(MAX_ROWS, 1)
         assert first.data_ptr() + first.numel() * first.element_size() == second.data_ptr()
         hidden = torch.ones(3, WIDTH, dtype=DTYPE, device="cuda")
         memory.share(3, 1).fill_(2)
-        memory.add_up(hidden, 1)
+        memory.all_reduce_shared(hidden, 1)
         assert bool((hidden == 3).all())
     finally:
         dist.destroy_process_group()

@@ -25,11 +25,11 @@ from engine.client.supervisor import RestartPolicy, Supervisor
 from engine.client.transport import ProcessTransport
 from engine.errors import ConfigError, EngineDead, ModelError, RequestError, WeightUpdateError
 from engine.executor.build import build_loop
-from engine.executor.leader import Books, Call, _portable_style, _while_all_live
+from engine.executor.leader import LoopCall, LoopFingerprint, _picklable_log_format, _run_while_ranks_live
 from engine.executor.shard import load_random
-from engine.executor.worker_group import Followers
-from engine.executor.worker_main import obey
-from engine.megatron.model import HostedModel
+from engine.executor.worker_group import WorkerGroup
+from engine.executor.worker_main import execute_calls
+from engine.megatron.model import MegatronModel
 from engine.protocol.request import EngineRequest
 from engine.scheduling.scheduler import SchedulerInvariantError
 from server.cli.flags import server_config
@@ -204,7 +204,7 @@ def scale_weights(file: Path) -> None:
 def test_the_loss_of_a_rank_ends_what_runs_and_all_ranks_are_replaced(served, folder):
     client, leader, follower = served.client, served.supervisor.pid, served.follower
 
-    async def lose() -> Any:
+    async def fail() -> Any:
         running = asyncio.create_task(served.tokens("lost", [4, 5], LONG))
         while client.stats().num_running == 0:
             await asyncio.sleep(0.01)
@@ -213,7 +213,7 @@ def test_the_loss_of_a_rank_ends_what_runs_and_all_ranks_are_replaced(served, fo
         ended = await asyncio.wait_for(asyncio.gather(running, return_exceptions=True), 10)
         return ended[0], time.monotonic() - began
 
-    error, seconds = served.runner.run(lose())
+    error, seconds = served.runner.run(fail())
     assert isinstance(error, EngineDead) and "rank 1 ended with exit code -9" in str(error) and seconds < 5
     served.until(lambda: client.health().ready, "the restart", 30)
     wait_for_end(leader)
@@ -253,7 +253,7 @@ except WeightUpdateError as error:
 def interrupted(batch):
     raise KeyboardInterrupt
 
-engine._loop.runner.launch = interrupted
+engine._loop.runner.execute = interrupted
 try:
     generate()
 except KeyboardInterrupt:
@@ -299,20 +299,20 @@ def test_an_embedded_engine_takes_whole_tensors_and_none_outlives_the_process_th
     assert "nothing.weight" in found["refusal"] and found["refused"] == found["first"]
     assert "update_weights" in found["sharing"] and "broke off in step: KeyboardInterrupt" in found["dead"]
     model = gpt_for(folder)
-    hosted = HostedModel(model)
+    hosted = MegatronModel(model)
     load_random(hosted.weight_slots(), 3, hosted.device)
     hosted.release()
     assert found["first"] == alone(Engine(EngineConfig(graph_manifest="none"), model=model))
 
 
 def test_a_rank_that_is_busy_ends_soon_after_rank_0_hung_up(tmp_path):
-    folder = tmp_path / "meeting"
+    folder = tmp_path / "rendezvous"
     folder.mkdir()
     ours, theirs = Pipe()
     code = (
-        "import os, sys, threading, time\nfrom engine.executor.worker_main import _end_with\n"
+        "import os, sys, threading, time\nfrom engine.executor.worker_main import _exit_with_parent\n"
         "fd, folder = sys.argv[1:]\n"
-        "threading.Thread(target=_end_with, args=(int(fd), os.getppid(), folder), daemon=True).start()\n"
+        "threading.Thread(target=_exit_with_parent, args=(int(fd), os.getppid(), folder), daemon=True).start()\n"
         "print(flush=True)\ntime.sleep(60)"
     )
     with (
@@ -335,27 +335,27 @@ def test_a_rank_that_is_not_where_rank_0_is_goes_no_further(folder):
     loop = build_loop(settings(folder))
     theirs, ours = Pipe()
     request = EngineRequest(request_id="a", prompt_token_ids=[1, 2], params=LONG, seed=0)
-    books = Books(loop)
-    for call in (Call("add", (request,), books.read()), Call("step", (), books.read()), None):
+    fingerprint = LoopFingerprint(loop)
+    for call in (LoopCall("add", (request,), fingerprint.read()), LoopCall("step", (), fingerprint.read()), None):
         theirs.send(call)
     with pytest.raises(RuntimeError, match="before step rank 3 is at"):
-        obey(loop, ours, 3)
+        execute_calls(loop, ours, 3)
     assert loop.scheduler.num_waiting == 1
 
 
 def test_a_rank_passes_over_what_all_refuse_and_ends_by_any_other_error(folder):
     first, other = build_loop(settings(folder)), build_loop(settings(folder))
     theirs, ours = Pipe()
-    books = Books(first)
+    fingerprint = LoopFingerprint(first)
     for name, prompt in (("refused", [1, 97]), ("taken", [1, 2])):
         request = EngineRequest(request_id=name, prompt_token_ids=prompt, params=LONG, seed=0)
-        theirs.send(Call("add", (request,), books.read()))
+        theirs.send(LoopCall("add", (request,), fingerprint.read()))
         with suppress(RequestError):
             first.add(request)
-    theirs.send(Call("idle_check", (), books.read()))
+    theirs.send(LoopCall("idle_check", (), fingerprint.read()))
     theirs.send(None)
     with pytest.raises(SchedulerInvariantError, match="'taken'"):
-        obey(other, ours, 1)
+        execute_calls(other, ours, 1)
 
 
 @pytest.mark.parametrize(
@@ -392,23 +392,23 @@ def test_serve_has_a_flag_for_it():
 
 
 def test_a_rank_that_ends_before_it_came_to_the_meeting_is_not_waited_for():
-    followers = Followers(1)
+    workers = WorkerGroup(1)
     try:
         begun = time.monotonic()
-        os.kill(followers.pids[0], signal.SIGKILL)
+        os.kill(workers.pids[0], signal.SIGKILL)
         with pytest.raises(EngineDead, match="rank 1 ended"):
-            _while_all_live(followers, lambda: time.sleep(60))
+            _run_while_ranks_live(workers, lambda: time.sleep(60))
         assert time.monotonic() - begun < 10
         with pytest.raises(ValueError, match="not here"):
-            _while_all_live(Followers(0), lambda: int("not here"))
+            _run_while_ranks_live(WorkerGroup(0), lambda: int("not here"))
     finally:
-        followers.kill()
+        workers.kill()
 
 
 def test_a_formatter_of_ones_own_program_is_left_out_of_what_other_ranks_get(monkeypatch):
     class Own(logging.Formatter):
         pass
 
-    monkeypatch.setattr("engine.executor.leader.log_style", lambda: (Own(), logging.INFO))
-    style, level = _portable_style()
+    monkeypatch.setattr("engine.executor.leader.log_format", lambda: (Own(), logging.INFO))
+    style, level = _picklable_log_format()
     assert pickle.loads(style) is None and level == logging.INFO

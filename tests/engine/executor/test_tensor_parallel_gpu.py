@@ -51,7 +51,7 @@ from engine.config import EngineConfig
 from engine.errors import EngineDead
 from engine.executor.shard import Shard, plan_shards
 from engine.checkpoint.source import resolve_model
-from engine.executor.leader import leading_loop
+from engine.executor.leader import start_leader
 from engine.protocol.request import EngineRequest, SamplingParams
 
 settings, loses, greedy = json.loads(sys.argv[1])
@@ -63,7 +63,7 @@ if config.tensor_parallel_size == 1:
     shard.join(os.path.join(tempfile.mkdtemp(), "meeting"))
     loop = shard.loop(shard.load(), None)
 else:
-    loop = leading_loop(config, source)
+    loop = start_leader(config, source)
 loop.warm()
 texts = {}
 for number in range(12):

@@ -10,7 +10,7 @@ from tests.support.kernels import DEVICE, DTYPE, INTERPRETED, relative_error  # 
 
 from engine.attention.backend import DecodeAttention
 from engine.attention.kv_cache import KVCache
-from engine.kernels.small_batch_gemm import Pick, Scratch, choose, half_normed, linear
+from engine.kernels.small_batch_gemm import LaunchConfig, Scratch, choose_config, half_normed, linear
 from engine.models import config_from_dict
 from engine.models.dense import DenseModel
 from engine.models.fused_dense import FusedDense
@@ -71,7 +71,7 @@ def test_parts_of_a_product_are_added_whoever_comes_last(splits):
     scratch, out = scratch_for(rows, outputs, inputs), torch.empty(rows, outputs, device=DEVICE, dtype=DTYPE)
     runs = []
     for _ in range(3):
-        linear(x, weight, out, scratch, gated=True, pick=Pick(32, 64, 64, splits, 4, 2))
+        linear(x, weight, out, scratch, gated=True, pick=LaunchConfig(32, 64, 64, splits, 4, 2))
         runs.append(out.clone())
     assert relative_error(runs[0], expected(x, weight, None, None, True, None)) < TOLERANCE
     assert torch.equal(runs[0], runs[1]) and torch.equal(runs[1], runs[2])
@@ -89,7 +89,7 @@ def test_tiles_fit_the_scratch_for_every_model_and_bucket():
         (49152, 576, False),
     ):
         for rows in (1, 2, 4, 8, 16, 24, 56, 64, 120, 136, 256, 512):
-            pick = choose(rows, outputs, inputs, gated)
+            pick = choose_config(rows, outputs, inputs, gated)
             assert pick.splits == 1 or inputs % (pick.columns * pick.splits) == 0
             steps = -(-inputs // (pick.columns * pick.splits))
             stage_bytes = (pick.tile_outputs * (2 if gated else 1) + pick.tile_rows) * pick.columns * 2
@@ -102,7 +102,7 @@ def test_tiles_fit_the_scratch_for_every_model_and_bucket():
 def test_the_best_of_every_tile_fits_the_scratch(max_rows, vocab, hidden):
     scratch = Scratch(max_rows, max_rows, hidden, 64, vocab, DTYPE, torch.device(DEVICE))
     for rows in range(1, max_rows + 1):
-        tiles = -(-vocab // choose(rows, vocab, hidden, False).tile_outputs)
+        tiles = -(-vocab // choose_config(rows, vocab, hidden, False).tile_outputs)
         assert rows * tiles <= len(scratch.best) == len(scratch.best_at)
 
 
@@ -176,7 +176,9 @@ def test_fused_steps_equal_the_models_own(rows, architecture, dtype):
             fused.embed_rows(state, hidden)
             for index in range(config.num_layers):
                 fused.layer(index, hidden, fused.decode_attention(state, rows))
-            fused.choose(state.slots, state.positions, state.last_tokens, hidden, logits, chosen, after_layer=True)
+            fused.sample_greedy(
+                state.slots, state.positions, state.last_tokens, hidden, logits, chosen, after_layer=True
+            )
             attention = DecodeAttention(caches[1], state.page_table[slots], positions, "sdpa")
             wanted = model.logits(model(tokens, positions, attention))
             assert relative_error(logits, wanted) < 4 * TOLERANCE
@@ -196,7 +198,7 @@ def test_padded_rows_stay_where_they_are_and_infinite_logits_give_no_token():
     hidden = torch.ones(2, 64, device=DEVICE, dtype=DTYPE)
     logits, chosen = torch.empty(2, 512, device=DEVICE, dtype=DTYPE), torch.empty(2, dtype=torch.int64).to(DEVICE)
     hidden[0, 3] = float("nan")
-    fused.choose(state.slots, state.positions, state.last_tokens, hidden, logits, chosen, after_layer=False)
+    fused.sample_greedy(state.slots, state.positions, state.last_tokens, hidden, logits, chosen, after_layer=False)
     assert chosen[0] == -1 and chosen[1] >= 0
     assert state.last_tokens.tolist() == [0, 0, 0, 0, 0]
     assert state.positions.tolist() == [5, 0, 0, 0]

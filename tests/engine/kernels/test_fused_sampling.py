@@ -1,4 +1,4 @@
-"""The fused draw against weights_of and draw_whole: tokens, batches, tiles, rows that have none, and in the sampler."""
+"""Fused sampling against weights_of and sample_full: tokens, batches, tiles, rows without a token, and the sampler."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from tests.support.kernels import DEVICE, INTERPRETED  # isort: skip  (before what imports triton)
 
 from engine.kernels import fused_sampling
-from engine.kernels.fused_sampling import TILE, draw_rows
+from engine.kernels.fused_sampling import TILE, sample_rows
 from engine.protocol.request import SamplingParams
 from engine.sampling import ops as draw
-from engine.sampling.sampler import SamplingState
+from engine.sampling.sampler import Sampler
 from tests.support.sampling_cases import (
     LEFT,
     assert_nearly_all_equal,
@@ -46,13 +46,13 @@ def numbers_of(rows, seed=0, temperature=None, min_p=0.0, u=None):
 
 def drawn(logits, numbers, tile=TILE):
     token_ids = torch.full((len(logits),), LEFT, device=DEVICE)
-    draw_rows(logits, *numbers.unbind(1), token_ids, tile)
+    sample_rows(logits, *numbers.unbind(1), token_ids, tile)
     return token_ids
 
 
 def expected(logits, numbers):
     z = scaled_logits(logits, numbers[:, 0])
-    return draw.draw_whole(draw.weights_of(z), numbers[:, 1], numbers[:, 2]).token_ids
+    return draw.sample_full(draw.weights_of(z), numbers[:, 1], numbers[:, 2]).token_ids
 
 
 @pytest.mark.parametrize("vocab_size", VOCABULARIES)
@@ -175,7 +175,7 @@ def test_frequencies_are_the_distribution():
 def test_numbers_of_different_strides_are_refused():
     numbers = numbers_of(2)
     with pytest.raises(ValueError, match="columns of one matrix"):
-        draw_rows(
+        sample_rows(
             random_logits(2, 5),
             numbers[:, 0],
             numbers[:, 1].contiguous(),
@@ -186,7 +186,7 @@ def test_numbers_of_different_strides_are_refused():
 
 @pytest.mark.skipif(INTERPRETED, reason="captures a CUDA graph")
 def test_captured_draw_follows_logits_and_numbers_changed_between_replays():
-    assert_replays_follow(draw_rows, drawn, random_logits(16, 151936, torch.bfloat16), numbers_of)
+    assert_replays_follow(sample_rows, drawn, random_logits(16, 151936, torch.bfloat16), numbers_of)
 
 
 PARAMS = [
@@ -206,8 +206,8 @@ PARAMS = [
 
 def sampler_with(params, rows, vocab_size, *, fused):
     """A sampler whose rows without logprobs are drawn by the kernels, or by torch."""
-    state = SamplingState(rows, vocab_size, DEVICE, eos_token_ids=(2,))
-    state._choice._kernels = fused_sampling if fused else None
+    state = Sampler(rows, vocab_size, DEVICE, eos_token_ids=(2,))
+    state._selector._kernels = fused_sampling if fused else None
     for slot in range(rows):
         state.set_slot(slot, params[slot % len(params)], slot, [1, 2, 3], [4, 5])
     return state

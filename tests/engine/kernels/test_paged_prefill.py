@@ -7,8 +7,8 @@ import torch
 
 from tests.support.kernels import DEVICE, DTYPE, INTERPRETED, relative_error  # isort: skip  (before what imports triton)
 
-from engine.kernels.paged_decode import Rotation
-from engine.kernels.paged_prefill import Packing, paged_prefill, turn_and_append
+from engine.kernels.paged_decode import NormRope
+from engine.kernels.paged_prefill import VarlenLayout, norm_rope_append, paged_prefill
 from engine.models.dense_tensors import HeadLayout
 
 pytestmark = [
@@ -67,7 +67,7 @@ def test_packed_chunks_attend_as_float64_does(chunks, heads, kv_heads, dim, norm
     weights = [torch.randn(dim, generator=generator).to(DEVICE, DTYPE) + 1 if normed else None for _ in range(2)]
     positions = torch.cat([torch.arange(start, start + length) for start, length in chunks] + [torch.zeros(padding)])
     slots = torch.cat([torch.full((length,), row) for row, length in enumerate(lengths, 1)] + [torch.zeros(padding)])
-    packing = Packing(
+    packing = VarlenLayout(
         positions.long().to(DEVICE),
         slots.long().to(DEVICE),
         torch.tensor(lengths).cumsum(0).to(DEVICE),
@@ -78,7 +78,7 @@ def test_packed_chunks_attend_as_float64_does(chunks, heads, kv_heads, dim, norm
     q, k, v = HeadLayout(heads, kv_heads, dim, by_group).cut(torch.empty_like(qkv))
     for place, part in zip((q, k, v), HeadLayout(heads, kv_heads, dim, False).cut(qkv), strict=True):
         place.copy_(part)
-    turn_and_append(q, k, v, k_cache, v_cache, table, packing, Rotation(cos, sin, *weights, 1e-6))
+    norm_rope_append(q, k, v, k_cache, v_cache, table, packing, NormRope(cos, sin, *weights, 1e-6))
     out = paged_prefill(
         q, k_cache, v_cache, table, packing, dim**-0.5, torch.full((tokens, heads * dim), 7.0).to(DEVICE, DTYPE)
     )

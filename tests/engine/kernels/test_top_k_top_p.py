@@ -1,4 +1,4 @@
-"""The kernels' truncated draw against draw_truncated: tokens, ties, every way to them, and rows that have none."""
+"""The kernels' truncated draw against sample_truncated: tokens, ties, every way to them, and rows that have none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from tests.support.kernels import DEVICE, INTERPRETED  # isort: skip  (before what imports triton)
 
 from engine.kernels import fused_sampling
-from engine.kernels.fused_sampling import CANDIDATES, TILE, draw_truncated_rows
+from engine.kernels.fused_sampling import CANDIDATES, TILE, sample_truncated_rows
 from engine.sampling import ops as draw
 from tests.support.sampling_cases import (
     LEFT,
@@ -56,13 +56,13 @@ def numbers_of(rows, recipes=RECIPES, seed=0, temperature=None, u=None):
 
 def drawn(logits, numbers, tile=TILE, candidates=CANDIDATES):
     token_ids = torch.full((len(logits),), LEFT, device=DEVICE)
-    draw_truncated_rows(logits, *numbers.unbind(1), token_ids, tile, candidates)
+    sample_truncated_rows(logits, *numbers.unbind(1), token_ids, tile, candidates)
     return token_ids
 
 
 def expected(logits, numbers):
     z = scaled_logits(logits, numbers[:, 0])
-    return draw.draw_truncated(z, draw.weights_of(z), *numbers.unbind(1)[1:], 0).token_ids
+    return draw.sample_truncated(z, draw.weights_of(z), *numbers.unbind(1)[1:], 0).token_ids
 
 
 @pytest.mark.parametrize("vocab_size", VOCABULARIES)
@@ -226,7 +226,7 @@ def test_numbers_of_different_strides_are_refused():
     columns = list(numbers_of(2).unbind(1))
     columns[2] = columns[2].contiguous()
     with pytest.raises(ValueError, match="top_k.*columns of one matrix"):
-        draw_truncated_rows(random_logits(2, 5), *columns, torch.zeros(2, dtype=torch.int64, device=DEVICE))
+        sample_truncated_rows(random_logits(2, 5), *columns, torch.zeros(2, dtype=torch.int64, device=DEVICE))
 
 
 def test_frequencies_are_those_of_what_is_kept():
@@ -243,4 +243,4 @@ def test_frequencies_are_those_of_what_is_kept():
 
 @pytest.mark.skipif(INTERPRETED, reason="captures a CUDA graph")
 def test_captured_draw_follows_logits_and_numbers_changed_between_replays():
-    assert_replays_follow(draw_truncated_rows, drawn, random_logits(18, 151936, torch.bfloat16), numbers_of)
+    assert_replays_follow(sample_truncated_rows, drawn, random_logits(18, 151936, torch.bfloat16), numbers_of)

@@ -10,7 +10,7 @@ from megatron.core.transformer.torch_norm import L2Norm
 
 from engine import Engine, EngineConfig
 from engine.errors import ModelError
-from engine.megatron.model import HostedModel
+from engine.megatron.model import MegatronModel
 from engine.models.dense_tensors import DenseTensors, HeadLayout
 from tests.support.megatron_models import VOCAB, gpt, tokens
 
@@ -59,13 +59,13 @@ def test_they_compute_what_the_model_computes(kind):
     ids = tokens(3, batch=1, length=20)[0][0]
     with torch.no_grad():
         wanted = model(ids[None], torch.arange(20)[None], None)[0]
-        found = decoded(HostedModel(model).tensors(), ids)
+        found = decoded(MegatronModel(model).tensors(), ids)
     torch.testing.assert_close(found, wanted[:, :VOCAB], rtol=1e-4, atol=1e-5)
 
 
 def test_they_are_the_models_own_parameters_wherever_these_are_now():
     model = gpt()
-    tensors = HostedModel(model).tensors()
+    tensors = MegatronModel(model).tensors()
     fc1 = model.decoder.layers[1].mlp.linear_fc1
     assert tensors.layer(1).gate_up is fc1.weight
     fc1.weight = torch.nn.Parameter(fc1.weight.data.clone())
@@ -99,7 +99,7 @@ def test_heads_are_cut_as_they_lie(by_group):
 )
 def test_a_model_that_computes_something_else_is_refused(changes, says):
     model = gpt()
-    hosted = HostedModel(model)
+    hosted = MegatronModel(model)
     for name, value in changes.items():
         object.__setattr__(model.config, name, value)
     with pytest.raises(ModelError, match=says):
@@ -113,7 +113,7 @@ def test_an_adapter_in_a_projections_place_is_refused():
             self.inner, self.weight = inner, inner.weight
 
     model = gpt()
-    hosted = HostedModel(model)
+    hosted = MegatronModel(model)
     layer = model.decoder.layers[1]
     layer.mlp.linear_fc2 = Adapter(layer.mlp.linear_fc2)
     with pytest.raises(ModelError, match="layers.1.mlp.linear_fc2 is a .*Adapter"):
@@ -161,7 +161,7 @@ def without_a_residual(model):
 )
 def test_a_model_that_was_changed_by_hand_is_refused(change, says):
     model = gpt()
-    hosted = HostedModel(model)
+    hosted = MegatronModel(model)
     hosted.tensors()
     change(model)
     with pytest.raises(ModelError, match=says):
@@ -172,20 +172,20 @@ def test_a_model_whose_training_graphs_are_attached_is_plain_still():
     model = gpt()
     training = Engine(EngineConfig(mode="training"))
     training.attach(model)
-    HostedModel(model).tensors()
+    MegatronModel(model).tensors()
     training.detach()
 
 
 def test_of_a_padded_vocabulary_the_head_has_what_is_served():
     model = gpt()
-    hosted = HostedModel(model, vocab_size=90)
+    hosted = MegatronModel(model, vocab_size=90)
     head = hosted.tensors().head
     assert head.shape == (90, 32) and head.data_ptr() == model.output_layer.weight.data_ptr()
 
 
 def test_parameters_that_are_no_plain_tensors_of_the_models_dtype_are_refused():
     model = gpt()
-    hosted = HostedModel(model)
+    hosted = MegatronModel(model)
     weight = model.decoder.layers[0].self_attention.linear_proj.weight
     weight.data = weight.data.double()
     with pytest.raises(ModelError, match="o of layer 0 is a Tensor .*float64"):
@@ -194,7 +194,7 @@ def test_parameters_that_are_no_plain_tensors_of_the_models_dtype_are_refused():
 
 def test_a_parameter_of_another_shape_is_refused():
     model = gpt()
-    hosted = HostedModel(model)
+    hosted = MegatronModel(model)
     fc2 = model.decoder.layers[1].mlp.linear_fc2
     fc2.weight = torch.nn.Parameter(fc2.weight.data[:, :40].clone())
     with pytest.raises(ModelError, match=r"linear_fc2.weight has shape \[32, 40\], \[32, 48\] is needed"):

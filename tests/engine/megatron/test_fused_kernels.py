@@ -18,9 +18,9 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from engine.attention.kv_cache import KVCache
-from engine.kernels.paged_prefill import Packing
+from engine.kernels.paged_prefill import VarlenLayout
 from engine.megatron.config import gpt_model_arguments, transformer_config_values
-from engine.megatron.model import HostedModel
+from engine.megatron.model import MegatronModel
 from engine.models.fused_dense import FusedDense
 from engine.worker.input_buffers import Layout
 from graph_cache.adapters.megatron.model import empty_gpt_model, forget_groups, split_tensors
@@ -52,7 +52,7 @@ def computed(model: Any) -> dict[str, torch.Tensor]:
     state.slots[:ROWS] = torch.tensor([2, 1, 3])
     state.positions[:ROWS] = torch.tensor([5, 18, 0])
     state.page_table[1:] = (torch.arange((ROWS + 1) * PAGES) + 1).view(ROWS + 1, PAGES).to(device)
-    packing = Packing(
+    packing = VarlenLayout(
         *(
             torch.tensor(values, device=device)
             for values in ([*range(5), *range(18), 0], [2] * 5 + [1] * 18 + [0], [5, 23], [0, 0], [2, 1])
@@ -70,7 +70,9 @@ def computed(model: Any) -> dict[str, torch.Tensor]:
             fused.embed_rows(state, hidden)
             for index in range(config.num_layers):
                 fused.layer(index, hidden, fused.decode_attention(state, ROWS))
-            fused.choose(state.slots, state.positions, state.last_tokens, hidden, logits, chosen, after_layer=True)
+            fused.sample_greedy(
+                state.slots, state.positions, state.last_tokens, hidden, logits, chosen, after_layer=True
+            )
             assert torch.equal(chosen, logits.float().argmax(-1))
             found |= {f"hidden {step}": hidden.clone(), f"logits {step}": logits.clone()}
     return {name: tensor.cpu() for name, tensor in found.items()}
@@ -80,13 +82,13 @@ def native(kind: str) -> Any:
     return small_model(**({"num_attention_heads": 8} | KINDS[kind]))
 
 
-def hosted(kind: str, ranks: int, device: torch.device) -> HostedModel:
+def hosted(kind: str, ranks: int, device: torch.device) -> MegatronModel:
     """The same model as a GPTModel, this rank's part of it."""
     model = native(kind)
     arguments = gpt_model_arguments(model.config)
     arguments["vocab_size"] = 512
     gpt = empty_gpt_model(transformer_config_values(model.config), arguments, ranks=ranks, dtype=DTYPE, device=device)
-    found = HostedModel(gpt, 256, model.config.vocab_size)
+    found = MegatronModel(gpt, 256, model.config.vocab_size)
     weights = dict(model.named_weights())
     for name, slot in found.weight_slots().items():
         slot.write(weights[name])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine.errors import RequestError
 from engine.protocol.request import GOLDEN, SamplingParams, mix64
 from engine.sampling import ops as draw
-from engine.sampling.sampler import SamplingState, prompt_logprobs
+from engine.sampling.sampler import Sampler, prompt_logprobs
 
 EOS = 2
 INF = math.inf
@@ -57,7 +57,7 @@ def reference_distribution(logits, params, prompt, outputs):
 
 
 def state_of(params, prompt, outputs, vocab_size, seed=0, slot=1, **options):
-    state = SamplingState(4, vocab_size, eos_token_ids=(EOS,), **options)
+    state = Sampler(4, vocab_size, eos_token_ids=(EOS,), **options)
     state.set_slot(slot, params, seed, prompt, outputs)
     return state
 
@@ -131,7 +131,7 @@ def test_slot_forgets_its_last_request():
 
 def test_a_sampled_token_counts_against_itself_in_the_next_step_though_the_host_never_saw_it():
     logits = torch.tensor([[0.0, 0.0, 9.0, 8.0, 0.0], [0.0, 0.0, 0.0, 9.0, 8.5]])
-    state = SamplingState(4, 5)
+    state = Sampler(4, 5)
     penalty = SamplingParams(temperature=0.0, frequency_penalty=1.5, logprobs=0)
     state.set_slot(3, penalty, 0, [1])
     state.set_slot(0, SamplingParams(temperature=0.0, logprobs=0), 0, [1])
@@ -143,7 +143,7 @@ def test_a_sampled_token_counts_against_itself_in_the_next_step_though_the_host_
 
 
 def test_a_row_without_a_token_counts_nothing():
-    state = SamplingState(2, 4)
+    state = Sampler(2, 4)
     state.set_slot(0, SamplingParams(temperature=0.0, presence_penalty=2.0), 0, [1])
     assert state.sample(torch.full((1, 4), float("nan")), [0], [1]).token_ids.tolist() == [-1]
     assert state._counts._counts[0].tolist() == [0, 1, 0, 0]
@@ -190,7 +190,7 @@ def test_draws_follow_the_distribution(fields):
     logits = [math.sin(3 * i) * 2 for i in range(30)]
     params = SamplingParams(**fields, temperature=0.8)
     expected = reference_distribution(logits, params, [], [])
-    state = SamplingState(1000, 30)
+    state = Sampler(1000, 30)
     for slot in range(1000):
         state.set_slot(slot, params, slot, [])
     counts = Counter()
@@ -222,7 +222,7 @@ def test_row_is_drawn_the_same_in_every_batch(monkeypatch, part):
     vocab_size, rows = 3000, len(VARIED)
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(rows, vocab_size, generator=generator) * 2).to(torch.bfloat16)
-    state = SamplingState(rows, vocab_size, eos_token_ids=(EOS,))
+    state = Sampler(rows, vocab_size, eos_token_ids=(EOS,))
     for slot, params in enumerate(VARIED):
         state.set_slot(slot, params, params.seed or 0, [1, 2, 3], [4, 5])
     positions = [5 + 7 * slot for slot in range(rows)]
@@ -249,17 +249,17 @@ def test_large_vocabulary_is_truncated_as_the_reference(vocab_size, top_p):
     for top_k in (0, 100, 2000):
         params = SamplingParams(top_p=top_p, top_k=top_k, temperature=3.0, logprobs=0)
         expected = reference_distribution(logits, params, [], [])
-        state = SamplingState(64, vocab_size)
+        state = Sampler(64, vocab_size)
         for slot in range(64):
             state.set_slot(slot, params, slot, [])
         for entry in state.sample(torch.tensor([logits] * 64), range(64), range(64)).logprobs:
             assert entry.logprob == pytest.approx(expected[entry.token_id], abs=1e-5)
-        kept = draw.draw_truncated(*inputs(torch.tensor([logits]), params, 0.5), 0).kept
+        kept = draw.sample_truncated(*inputs(torch.tensor([logits]), params, 0.5), 0).kept
         assert kept.item() == len(expected)
 
 
 def inputs(logits, params, u):
-    """What draw_truncated takes, for rows that share their parameters."""
+    """What sample_truncated takes, for rows that share their parameters."""
     z = (logits - logits.amax(1, keepdim=True)) / params.temperature
     columns = [
         torch.full((len(logits),), x, dtype=torch.float64) for x in (params.top_k, params.top_p, params.min_p, u)
@@ -278,9 +278,9 @@ def test_impossible_token_is_never_drawn(u, seed):
     rows = torch.full((64,), u, dtype=torch.float64)
     z, weights, *columns = inputs(logits, SamplingParams(top_p=0.999999), u)
     for token_ids in (
-        draw.draw_whole(weights, None, rows).token_ids,
-        draw.draw_whole(weights, torch.zeros_like(rows), rows).token_ids,
-        draw.draw_truncated(z, weights, *columns, 0).token_ids,
+        draw.sample_full(weights, None, rows).token_ids,
+        draw.sample_full(weights, torch.zeros_like(rows), rows).token_ids,
+        draw.sample_truncated(z, weights, *columns, 0).token_ids,
     ):
         assert logits.gather(1, token_ids[:, None]).min() > -INF
 
@@ -288,14 +288,14 @@ def test_impossible_token_is_never_drawn(u, seed):
 def test_the_ends_of_the_range_draw_the_first_and_the_last_token():
     weights = torch.tensor([[0, 5, 7, 0, 1, 0]]).expand(3, 6)
     u = torch.tensor([0.0, 5 / 13, 1 - 2.0**-53], dtype=torch.float64)
-    assert draw.draw_whole(weights, None, u).token_ids.tolist() == [1, 2, 4]
+    assert draw.sample_full(weights, None, u).token_ids.tolist() == [1, 2, 4]
 
 
 @given(st.lists(st.integers(1, 2**40), min_size=1, max_size=8), st.integers(1, 2**19))
 def test_rounding_never_reaches_past_the_last_possible_token(some, times):
     weights = torch.tensor([[weight * times for weight in some] + [0, 0]])  # totals up to what a vocabulary can have
     u = torch.tensor([1 - 2.0**-53], dtype=torch.float64)
-    assert draw.draw_whole(weights, None, u).token_ids.item() == len(some) - 1
+    assert draw.sample_full(weights, None, u).token_ids.item() == len(some) - 1
 
 
 def test_equal_logits_rank_by_id():
@@ -307,7 +307,7 @@ def test_equal_logits_rank_by_id():
 @pytest.mark.parametrize("fields", [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 1e-5}], ids=str)
 def test_narrowest_truncation_is_greedy(fields):
     logits = torch.randn(200, 97, generator=torch.Generator().manual_seed(3))
-    state = SamplingState(200, 97)
+    state = Sampler(200, 97)
     for slot in range(200):
         state.set_slot(slot, SamplingParams(**fields), slot, [])
     assert state.sample(logits, range(200), [9] * 200).token_ids.equal(logits.argmax(1))
@@ -317,7 +317,7 @@ def test_top_k_of_the_vocabulary_or_more_is_off():
     logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(3)).expand(40, 50)
     drawn = []
     for top_k in (0, 50, 51, 2**31 - 1):
-        state = SamplingState(40, 50)
+        state = Sampler(40, 50)
         for slot in range(40):
             state.set_slot(slot, SamplingParams(top_k=top_k), slot, [])
         drawn.append(state.sample(logits, range(40), [9] * 40).token_ids.tolist())
@@ -326,7 +326,7 @@ def test_top_k_of_the_vocabulary_or_more_is_off():
 
 def test_seed_and_position_decide_and_negative_seeds_work():
     logits = torch.zeros(1, 1000)
-    state = SamplingState(1, 1000)
+    state = Sampler(1, 1000)
 
     def drawn(seed, position):
         state.set_slot(0, SamplingParams(), seed, [])
@@ -342,7 +342,7 @@ def test_seed_and_position_decide_and_negative_seeds_work():
 @pytest.mark.parametrize("fields", [{"temperature": 0.0}, {}, {"top_p": 0.5}, {"top_k": 2}, {"min_p": 0.5}], ids=str)
 @pytest.mark.parametrize("mode", ["processed", "raw"])
 def test_row_without_a_distribution_is_marked_and_harms_no_other(bad, fields, mode):
-    state = SamplingState(3, 3, logprobs_mode=mode)
+    state = Sampler(3, 3, logprobs_mode=mode)
     for slot in range(3):
         state.set_slot(slot, SamplingParams(**fields, logprobs=2), 9, [])
     good = [0.0, 1.0, 0.5]
@@ -395,7 +395,7 @@ def test_needs_sampler_only_where_argmax_is_not_the_answer(fields, needs):
 
 
 def test_logprobs_are_given_to_the_rows_that_asked():
-    state = SamplingState(3, 6)
+    state = Sampler(3, 6)
     for slot, k in enumerate([None, 0, 2]):
         state.set_slot(slot, SamplingParams(temperature=0.0, logprobs=k), 0, [])
     logits = torch.tensor([[1.0, 2.0, 3.0, 3.0, 0.0, -INF]] * 3)
@@ -452,14 +452,14 @@ def test_peaked_distribution_still_names_the_runners_up():
 
 
 def test_counts_are_allocated_only_when_a_penalty_needs_them():
-    state = SamplingState(4, 8)
+    state = Sampler(4, 8)
     state.set_slot(0, SamplingParams(top_k=3, logprobs=1, logit_bias={1: 1.0}), 0, [1], [2])
     state.sample(torch.zeros(1, 8), [0], [2])
     assert state._counts._counts is None
 
 
 def test_impossible_slots_and_shapes_are_refused():
-    state = SamplingState(2, 8)
+    state = Sampler(2, 8)
     logits = torch.zeros(2, 8)
     calls = [
         lambda: state.set_slot(2, SamplingParams(), 0, []),
@@ -469,7 +469,7 @@ def test_impossible_slots_and_shapes_are_refused():
         lambda: state.sample(logits, [0, 1], [0]),
         lambda: state.sample(logits[:1], [0, 1], [0, 0]),
         lambda: state.sample(logits[:, :7], [0], [0]),
-        lambda: SamplingState(1, 8, logprobs_mode="x"),
+        lambda: Sampler(1, 8, logprobs_mode="x"),
     ]
     for bad in calls:
         with pytest.raises(ValueError):
@@ -477,7 +477,7 @@ def test_impossible_slots_and_shapes_are_refused():
 
 
 def test_params_that_do_not_fit_the_vocabulary_are_refused_and_change_nothing():
-    state = SamplingState(1, 8, eos_token_ids=(7,))
+    state = Sampler(1, 8, eos_token_ids=(7,))
     for params, field in ((SamplingParams(stop_token_ids=[8]), "stop_token_ids"),
                           (SamplingParams(logit_bias={8: 1.0}), "logit_bias"),
                           (SamplingParams(stop_token_ids=list(range(7)), min_tokens=1),

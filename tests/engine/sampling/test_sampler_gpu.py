@@ -7,7 +7,7 @@ import torch
 
 from engine.protocol.request import SamplingParams, mix64
 from engine.sampling import ops as draw
-from engine.sampling.sampler import SamplingState
+from engine.sampling.sampler import Sampler
 
 pytestmark = pytest.mark.gpu
 
@@ -26,7 +26,7 @@ PARAMS = [
 
 
 def state_with(device, rows, vocab_size, params):
-    state = SamplingState(rows, vocab_size, device, eos_token_ids=(2,))
+    state = Sampler(rows, vocab_size, device, eos_token_ids=(2,))
     for slot in range(rows):
         state.set_slot(slot, params[slot % len(params)], slot, [1, 2, 3], [4, 5])
     return state
@@ -71,7 +71,7 @@ def test_gpu_tokens_count_the_same_one_by_one_and_all_at_once():
     logits = torch.randn(1, 500, device="cuda")
     params = SamplingParams(temperature=0.0, frequency_penalty=0.5, repetition_penalty=1.2, logprobs=100)
     outputs = [3, 3, 4, 3, 9]
-    state = SamplingState(2, 500, "cuda")
+    state = Sampler(2, 500, "cuda")
     state.set_slot(0, params, 0, [1, 2], outputs)
     state.set_slot(1, params, 0, [1, 2], outputs[:2])
     for token in outputs[2:]:

@@ -84,7 +84,7 @@ class Simulation:
         new_tokens = [sampled(self.values[request][-1]) for request, _, _, is_last in work if is_last]
         self.newest |= zip((request for request, _, _, is_last in work if is_last), new_tokens, strict=True)
         if fails:
-            self.settle()
+            self.wait()
             for request, *_ in work:
                 if not request.state.is_final:
                     self.scheduler.finish(request, RequestState.FAILED, "error")
@@ -93,9 +93,9 @@ class Simulation:
             self.scheduler.abort(abort_amid.request_id)
         self.scheduler.dispatch(batch)
         self.under_way.append((batch, [request for request, *_ in work], new_tokens))
-        self.settle(1 if self.ahead and batch else 0)
+        self.wait(1 if self.ahead and batch else 0)
 
-    def settle(self, behind: int = 0) -> None:
+    def wait(self, behind: int = 0) -> None:
         """Tell the scheduler the tokens of all steps but the last `behind`, and end who is at its limit."""
         while len(self.under_way) > behind:
             batch, requests, new_tokens = self.under_way.pop(0)
@@ -269,7 +269,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(recompute=st.booleans())
     def new_weights(self, recompute):
-        self.sim.settle()
+        self.sim.wait()
         if recompute:
             self.sim.scheduler.preempt_all()
             assert self.sim.scheduler.num_running == 0 and self.sim.pool.num_in_use == 0

@@ -11,7 +11,7 @@ from engine.attention.metadata import SlotState
 from engine.protocol.request import EngineRequest, SamplingParams
 from engine.scheduling.batch import Batch
 from engine.scheduling.request import Request
-from engine.worker.input_buffers import Layout, StepInputs, decode_buffers
+from engine.worker.input_buffers import DecodeInputs, Layout, decode_buffers
 from graph_cache.buckets import Buckets
 
 ROWS, PAGES, PAGE_SIZE = 8, 6, 4
@@ -25,7 +25,7 @@ class Device:
     def __init__(self, staged: bool):
         self.buffers = decode_buffers(LAYOUT, 4, 10, torch.float32, torch.device("cpu"))
         self.state: SlotState = LAYOUT.views(self.buffers["state"])
-        self.inputs = StepInputs(self.buffers["state"], LAYOUT, PAGE_SIZE, staged=staged)
+        self.inputs = DecodeInputs(self.buffers["state"], LAYOUT, PAGE_SIZE, staged=staged)
 
     def step(self, bucket: int) -> None:
         slots = self.state.slots[:bucket]
@@ -79,7 +79,7 @@ def check(state: SlotState, requests: list[Request], bucket: int) -> None:
 STEPS = st.lists(
     st.tuples(
         st.lists(st.integers(0, ROWS - 1), unique=True, min_size=1, max_size=ROWS),  # slots that decode, by row
-        st.sampled_from(["run"] * 4 + ["takeover", "host token", "prefill", "forget", "capture"]),
+        st.sampled_from(["run"] * 4 + ["takeover", "host token", "prefill", "invalidate", "capture"]),
         st.randoms(use_true_random=False),
     ), min_size=1, max_size=25,
 )  # fmt: skip
@@ -97,21 +97,21 @@ def test_after_any_sequence_of_steps_the_state_is_as_a_naive_fill_leaves_it(step
                 length = random.randint(1, PAGES * PAGE_SIZE - 3)
                 pages = [random.randint(1, 99) for _ in range(-(-length // PAGE_SIZE))]
                 live[slot] = a_request(f"{slot}", slot, pages, length)
-                device.inputs.take(slot)
+                device.inputs.assign_slot(slot)
         requests = [live[slot] for slot in slots]
         if what == "host token":  # computed on the way to another's turn: only the host has it
             for request in requests:
                 request.token_ids.append(random.randint(1, 9))
                 request.num_computed += 1
                 request.lease += 1
-                device.inputs.take(request.slot)
+                device.inputs.assign_slot(request.slot)
         if what == "prefill":  # the device chose these
             for request in requests:
                 request.token_ids.append(random.randint(1, 9))
                 request.num_computed += 1
                 request.lease += 1
                 device.state.last_tokens[request.slot + 1] = request.token_ids[-1]
-            device.inputs.chose(slots, [request.num_computed for request in requests])
+            device.inputs.set_sampled_positions(slots, [request.num_computed for request in requests])
         for request in requests:
             if len(request.pages) * PAGE_SIZE < len(request.token_ids):
                 request.pages += [random.randint(1, 99)]
@@ -119,9 +119,9 @@ def test_after_any_sequence_of_steps_the_state_is_as_a_naive_fill_leaves_it(step
             saved = device.buffers.snapshot(ROWS)
             device.buffers.fill_dummy()
             device.buffers.restore(saved)
-        if what == "forget":
+        if what == "invalidate":
             device.buffers["state"].fill_(random.randint(1, 99))  # something else wrote there
-            device.inputs.forget()
+            device.inputs.invalidate()
         bucket = BUCKETS.round_up(len(requests))
         batch = batch_of(requests)
         device.load(batch, bucket)
@@ -176,7 +176,7 @@ def test_a_slots_next_request_gets_its_own_token_and_pages_though_it_stands_wher
     advance(device, [a_request("old", 2, [3, 4], 5)], 1)
     new = a_request("new", 2, [8, 9], 6)  # its token is at the place where the old one's next would be
     new.token_ids[5] = 77
-    device.inputs.take(2)
+    device.inputs.assign_slot(2)
     device.load(batch_of([new]), 1)
     check(device.state, [new], 1)
 
@@ -185,7 +185,7 @@ def test_a_token_that_neither_device_nor_host_knows_is_an_error_not_a_guess():
     device = Device(staged=True)
     request = a_request("a", 0, [1], 2)
     advance(device, [request], 1)
-    device.inputs.forget()
+    device.inputs.invalidate()
     with pytest.raises(IndexError):
         device.load(batch_of([request]), 1)
 

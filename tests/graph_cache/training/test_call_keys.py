@@ -7,7 +7,7 @@ import enum
 import pytest
 import torch
 
-from graph_cache.training.call import CallKey, take_apart
+from graph_cache.training.call import CallKey, flatten_call
 
 X = torch.zeros(2, 3)
 
@@ -43,7 +43,7 @@ class Mine(str):
 
 
 def key_of(**values) -> CallKey:
-    return take_apart((X,), values, True)[0]
+    return flatten_call((X,), values, True)[0]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from engine.protocol.request import SamplingParams
 from server.http.errors import OUTCOMES, WireError, body_of, error_body
 from server.http.streaming import EventStream, event, merge
 from server.observability.metrics import RequestMetrics
-from server.observability.shared_counters import Tally
+from server.observability.shared_counters import SharedCounters
 from server.serving.service import Job
 
 
@@ -157,7 +157,7 @@ def test_errors_carry_what_the_exception_knows():
 
 
 def test_times_are_observed_per_token_and_every_sequence_is_counted_once():
-    registry, metrics = CollectorRegistry(), RequestMetrics(Tally())
+    registry, metrics = CollectorRegistry(), RequestMetrics(SharedCounters())
     registry.register(metrics)
     output = RequestOutput.empty("r", None, [1], 3)
     watch = metrics.watch(Job(public_id="r", output=output, params=SamplingParams(n=3)))

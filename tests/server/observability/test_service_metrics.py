@@ -8,7 +8,7 @@ from fastapi.testclient import TestClient
 from prometheus_client import CollectorRegistry
 
 from server.observability.metrics import CountResponses, response_counts
-from server.observability.shared_counters import Tally
+from server.observability.shared_counters import SharedCounters
 from server.version import version
 
 
@@ -38,7 +38,7 @@ def test_paths_without_a_route_make_one_series_together(server):
 
 
 def test_a_route_that_raises_counts_as_500_once():
-    registry, app, counts = CollectorRegistry(), FastAPI(), response_counts(Tally())
+    registry, app, counts = CollectorRegistry(), FastAPI(), response_counts(SharedCounters())
     registry.register(counts)
     app.add_middleware(CountResponses, answers=counts)
 

@@ -8,7 +8,14 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from server.observability.shared_counters import ENTRIES, NAME_BYTES, ROW_DOUBLES, Counts, Tally, Times
+from server.observability.shared_counters import (
+    ENTRIES,
+    NAME_BYTES,
+    ROW_DOUBLES,
+    SharedCounter,
+    SharedCounters,
+    SharedHistogram,
+)
 
 
 def shared(rows: int):
@@ -16,7 +23,7 @@ def shared(rows: int):
 
 
 def count_in_a_process(memory, row: int, times: int) -> None:
-    counts = Counts(Tally(memory, row), "answers", "", ["route", "status"])
+    counts = SharedCounter(SharedCounters(memory, row), "answers", "", ["route", "status"])
     for _ in range(times):
         counts.add("/health", "200")
         counts.add(f"/only/{row}", "404")
@@ -24,7 +31,7 @@ def count_in_a_process(memory, row: int, times: int) -> None:
 
 def test_every_row_reads_the_sum_of_all_whoever_named_what_first():
     memory = shared(3)
-    one, two = Tally(memory, 0), Tally(memory, 2)
+    one, two = SharedCounters(memory, 0), SharedCounters(memory, 2)
     one.values[one.place("a")] = 1.5
     two.values[two.place("b")] = 7.0
     two.values[two.place("a")] = 2.0
@@ -38,7 +45,7 @@ def test_processes_count_side_by_side():
                for row in range(3)]  # fmt: skip
     for worker in workers:
         worker.start()
-    seen = Counts(Tally(memory, 0), "answers", "", ["route", "status"])
+    seen = SharedCounter(SharedCounters(memory, 0), "answers", "", ["route", "status"])
     while any(worker.is_alive() for worker in workers):
         assert sum(seen.totals().values()) <= 12000
     assert [worker.exitcode for worker in workers] == [0, 0, 0]
@@ -47,12 +54,12 @@ def test_processes_count_side_by_side():
 
 def test_a_successor_counts_on_and_begins_its_gauges_at_0():
     memory = shared(2)
-    first = Tally(memory, 1)
+    first = SharedCounters(memory, 1)
     first.values[first.place("count")] = 5
     first.values[first.gauge("open")] = 3
-    second = Tally(memory, 1)
+    second = SharedCounters(memory, 1)
     second.values[second.place("count")] += 1
-    watcher = Tally(memory, 0)
+    watcher = SharedCounters(memory, 0)
     assert watcher.total("count") == 6 and watcher.total_gauge("open") == 0
     second.values[second.gauge("open")] = 2
     assert watcher.row_gauge(1, "open") == 2 and watcher.row_gauge(0, "open") == 0
@@ -61,32 +68,32 @@ def test_a_successor_counts_on_and_begins_its_gauges_at_0():
 
 
 def test_a_row_that_is_full_and_a_name_that_is_too_long_are_refused():
-    tally = Tally()
-    tally.place("n" * NAME_BYTES)
+    counters = SharedCounters()
+    counters.place("n" * NAME_BYTES)
     with pytest.raises(ValueError, match="no room"):
-        tally.place("n" * (NAME_BYTES + 1))
+        counters.place("n" * (NAME_BYTES + 1))
     for number in range(ENTRIES - 1):
-        tally.place(str(number))
+        counters.place(str(number))
     with pytest.raises(ValueError, match=f"{ENTRIES} of {ENTRIES} names"):
-        tally.place("one more")
-    assert tally.place("7") == tally.place("7")
+        counters.place("one more")
+    assert counters.place("7") == counters.place("7")
 
 
 def test_what_a_front_left_half_written_is_no_part_of_the_next_name():
     memory = shared(1)
-    Tally(memory).place("first")
+    SharedCounters(memory).place("first")
     memory_bytes = memoryview(memory).cast("B")
     written = bytes(memory_bytes).index(b"first")
     row = 8 * (1 + NAME_BYTES // 8)
     memory_bytes[written + row : written + row + 9] = b"abandoned"  # and was killed before it was counted
-    Tally(memory).place("next")
-    assert Tally(memory).names("") == ["first", "next"]
+    SharedCounters(memory).place("next")
+    assert SharedCounters(memory).names("") == ["first", "next"]
 
 
 def test_times_and_counts_read_as_prometheus_wants_them():
     memory, registry = shared(2), CollectorRegistry()
-    times = [Times(Tally(memory, row), "wait_seconds", "Waiting.", (0.1, 1.0)) for row in range(2)]
-    counts = Counts(Tally(memory, 0), "ends", "Ends.", ["reason"])
+    times = [SharedHistogram(SharedCounters(memory, row), "wait_seconds", "Waiting.", (0.1, 1.0)) for row in range(2)]
+    counts = SharedCounter(SharedCounters(memory, 0), "ends", "Ends.", ["reason"])
     registry.register(times[0])
     registry.register(counts)
     counts.show("stop")

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from engine.protocol.messages import EngineStats
-from server.observability.shared_counters import Tally, Times
+from server.observability.shared_counters import SharedCounters, SharedHistogram
 from server.pages.status import CONTENT_SECURITY_POLICY, PAGE
 from server.serving.status_board import KEPT_STEPS, SERIES, History, graph_summary, quantile
 
@@ -66,7 +66,7 @@ def test_its_values_are_those_of_the_server_after_traffic(start_server):
     found = shown(server)
     assert found["state"] == "ready" and found["reasons"] == []
     assert found["model"]["name"] == HOSTILE and HOSTILE not in PAGE
-    assert found["queue"] == {"in_flight": 0, "limit": 64, "running": 0, "waiting": 0, "seats": 8}
+    assert found["queue"] == {"in_flight": 0, "limit": 64, "running": 0, "waiting": 0, "slots": 8}
     assert found["engine"]["output_tokens"] == 72 and found["engine"]["prompt_tokens"] == 12
     assert found["engine"]["ended"] == {"stop": 0, "length": 6, "abort": 0, "error": 0}
     graphs = found["graphs"]
@@ -108,9 +108,9 @@ def test_it_is_open_where_inference_needs_a_key(server):
 
 
 def test_history_turns_counts_into_rates_and_forgets_the_oldest():
-    history, tally = History(), Tally()
-    first = Times(tally, "first", "", (0.1, 0.2, 0.4))
-    following = Times(tally, "following", "", (0.01, 0.02))
+    history, counters = History(), SharedCounters()
+    first = SharedHistogram(counters, "first", "", (0.1, 0.2, 0.4))
+    following = SharedHistogram(counters, "following", "", (0.01, 0.02))
     for second in range(KEPT_STEPS + 10):
         if second > KEPT_STEPS:
             first.observe(0.15)

@@ -26,7 +26,7 @@ from engine.config import EngineConfig
 from server.config import ServerConfig
 from server.http.keys import Keys
 from server.workers.http_server import listen
-from server.workers.manager import Fronts
+from server.workers.manager import WorkerManager
 from tests.soak.serving import ENVIRONMENT, Serving, serving
 
 FLAGS = ("--dtype", "float32", "--num-threads", "1", "--warmup", "lazy", "--max-model-len", "4096")
@@ -38,7 +38,7 @@ ENDLESS = SHORT | {"max_tokens": 4000}
 @pytest.fixture(scope="module")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     """Two fronts, shared; every test leaves both alive and the engine idle."""
-    log = tmp_path_factory.mktemp("fronts") / "server.log"
+    log = tmp_path_factory.mktemp("api_workers") / "server.log"
     with serving(tiny_model, log, *FLAGS, "--http-workers", "2", "--max-num-seqs", "16") as handle:
         yield handle
 
@@ -58,7 +58,7 @@ def _is_tracker(pid: int) -> bool:
     return False
 
 
-def fronts(server: Serving) -> list[int]:
+def api_workers(server: Serving) -> list[int]:
     engine = server.engine_pid
     return [pid for pid in children(server.process.pid) if pid != engine]
 
@@ -80,7 +80,7 @@ def wait(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> Non
 
 def wait_ready(server: Serving) -> None:
     def both() -> bool:
-        return len(fronts(server)) == 2 and all(httpx.get(server.url + "/ready").is_success for _ in range(6))
+        return len(api_workers(server)) == 2 and all(httpx.get(server.url + "/ready").is_success for _ in range(6))
 
     wait(both, "readiness", 60)
 
@@ -125,7 +125,7 @@ def test_both_fronts_take_a_share_and_what_they_count_is_one_sum(server):
     ended = server.metric("request_success_total")
     streams = [Stream(server, ENDLESS) for _ in range(8)]
     wait(lambda: all(stream.events for stream in streams), "the first tokens")
-    held = [connections_of(pid) for pid in fronts(server)]
+    held = [connections_of(pid) for pid in api_workers(server)]
     assert len(held) == 2 and sum(held) >= 8 and min(held) >= 1
     assert server.metric("num_requests_in_flight") == 8
     for stream in streams:
@@ -166,7 +166,7 @@ def test_a_front_that_ends_takes_only_its_own_streams_and_is_replaced(server):
     expected.join(120)
     streams = [Stream(server, ENDLESS | {"max_tokens": 1500}) for _ in range(8)]
     wait(lambda: all(stream.events for stream in streams), "the first tokens")
-    victim, other = fronts(server)
+    victim, other = api_workers(server)
     os.kill(victim, signal.SIGKILL)
     wait(lambda: any(stream.broke for stream in streams), "the end of its streams", 5)
     wait(lambda: server.metric("num_requests_in_flight") < 8, "its places", 5)
@@ -176,7 +176,7 @@ def test_a_front_that_ends_takes_only_its_own_streams_and_is_replaced(server):
     assert 1 <= len(whole) <= 7 and all(stream.broke for stream in streams if stream not in whole)
     assert {stream.text for stream in whole} == {expected.text}
     wait_ready(server)
-    assert other in fronts(server) and victim not in fronts(server)
+    assert other in api_workers(server) and victim not in api_workers(server)
     wait_idle(server)
     assert server.metric("engine_restarts_total") == 0
     # What the lost front had counted is there still; its own broken streams nobody saw the end of.
@@ -202,8 +202,8 @@ def test_an_engine_that_dies_is_told_to_all_fronts_and_its_counts_go_on(server):
     assert all(server.metric("generation_tokens_total") >= generated for _ in range(6))
     assert server.metric("num_requests_in_flight") == 0
     # A front that begins afterwards knows of it too.
-    os.kill(fronts(server)[0], signal.SIGKILL)
-    wait(lambda: len(fronts(server)) == 1, "its end", 5)
+    os.kill(api_workers(server)[0], signal.SIGKILL)
+    wait(lambda: len(api_workers(server)) == 1, "its end", 5)
     wait_ready(server)
     assert [server.metric("engine_restarts_total") for _ in range(6)] == [1] * 6
     assert all(server.metric("generation_tokens_total") >= generated for _ in range(6))
@@ -239,7 +239,7 @@ def test_a_front_that_comes_later_has_the_servers_keys_and_is_tried_until_it_can
         wait_ready(server)
         keys.write_text("another\n")
         model.rename(tmp_path / "away")
-        os.kill(fronts(server)[0], signal.SIGKILL)
+        os.kill(api_workers(server)[0], signal.SIGKILL)
         wait(lambda: "this front can't serve" in (tmp_path / "server.log").read_text(), "a front that can't", 20)
         url, right = server.url + "/v1/models", {"Authorization": "Bearer right"}
         assert all(httpx.get(url, headers=right).is_success for _ in range(6))
@@ -279,7 +279,7 @@ async def test_a_front_is_replaced_for_its_own_silence_only_and_as_soon_as_the_s
     listener = listen("127.0.0.1", 0)
     listener.listen(16)
     listener.setblocking(False)
-    main = Fronts(ServerConfig(engine=engine, http_workers=2), listener, Keys(),
+    main = WorkerManager(ServerConfig(engine=engine, http_workers=2), listener, Keys(),
                   policy=RestartPolicy(kill_seconds=4.0, first_delay=0.05))  # fmt: skip
     caplog.set_level("INFO", "encore.server")
     ending = asyncio.create_task(main.serve())
@@ -306,7 +306,7 @@ async def test_a_front_is_replaced_for_its_own_silence_only_and_as_soon_as_the_s
         await until(lambda: len(front_pids()) == 2, "another front")
         assert pids[1] in front_pids() and pids[0] not in front_pids() and not ending.done()
     finally:
-        main.heard_signal(signal.SIGTERM)
+        main.on_signal(signal.SIGTERM)
         await ending
         listener.close()
 

@@ -101,7 +101,7 @@ def test_while_it_drains_new_requests_are_a_503_and_a_second_signal_ends_it_at_o
 
 async def test_a_request_on_a_connection_taken_before_the_end_is_answered(tiny_model: Path, monkeypatch) -> None:
     monkeypatch.setattr(
-        "server.workers.http_server.FIRST_WORDS_SECONDS", 60.0
+        "server.workers.http_server.FIRST_REQUEST_SECONDS", 60.0
     )  # of a machine that is as slow as it likes
     engine = EngineConfig(model=str(tiny_model), num_threads=1, warmup="lazy", graph_manifest="none")
     config = ServerConfig(engine=engine, in_process=True)

@@ -12,7 +12,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from graph_cache.adapters.megatron.attachment import attachment
-from graph_cache.adapters.megatron.dispatch import LEFT, why_not
+from graph_cache.adapters.megatron.moe_dispatch import LEFT, why_not
 from graph_cache.adapters.megatron.parts import parts_of
 from graph_cache.config import GraphConfig
 from tests.graph_cache.adapters.megatron import loops

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from graph_cache.adapters.transformer_engine.installed import new_accumulators
-from graph_cache.adapters.transformer_engine.maker import Plan, Precision
+from graph_cache.adapters.transformer_engine.maker import CapturePlan, Precision
 from graph_cache.errors import CaptureError
 from graph_cache.training.call import Result
 
@@ -26,7 +26,7 @@ class StaticMaker:
     def __init__(self, fails: bool = False):
         self.fails = fails
         self.now: Precision | None = Precision()
-        self.plan: Plan | None = None
+        self.plan: CapturePlan | None = None
         self.weights: list[bool] = []
         self.made: list[StaticGraphs] = []
 
@@ -39,7 +39,7 @@ class StaticMaker:
     def update_weights(self, are_new: bool) -> None:
         self.weights.append(are_new)
 
-    def make(self, plan: Plan) -> StaticGraphs:
+    def make(self, plan: CapturePlan) -> StaticGraphs:
         self.plan = plan
         graphs = StaticGraphs(plan)
         for call in graphs.calls:  # as a warm-up would: gradients, buffers and main_grads change
@@ -55,7 +55,7 @@ class StaticGraphs:
     engine = "static"
     nbytes = 1200
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: CapturePlan):
         self.valid: set[StaticCall] = set()  # whose forward's leavings are still there
         self.given: list[StaticCall] = []  # whose input gradients are still there, oldest first
         self.closed = 0
@@ -71,7 +71,7 @@ class StaticGraphs:
         ]
         self._follow(plan, microbatches)
 
-    def _follow(self, plan: Plan, microbatches: int) -> None:
+    def _follow(self, plan: CapturePlan, microbatches: int) -> None:
         """Note what of others was alive when each forward, backward and weight gradient was captured."""
         alive: set[StaticCall] = set()
         done: dict[tuple[str, int], int] = {}

@@ -10,7 +10,7 @@ from graph_cache.backends import backend_for
 from graph_cache.pool import GraphPool
 from graph_cache.stats import CacheStats
 from graph_cache.training.attached import Part
-from graph_cache.training.job import Job
+from graph_cache.training.capture_context import CaptureContext
 from tests.graph_cache.adapters.transformer_engine.static_graphs import StaticMaker
 
 WIDTH = 8
@@ -49,8 +49,8 @@ def stack(layers: int = 3) -> Stack:
     return Stack(layers)
 
 
-def job() -> Job:
-    return Job(GraphPool(backend_for("cpu")), CacheStats())
+def job() -> CaptureContext:
+    return CaptureContext(GraphPool(backend_for("cpu")), CacheStats())
 
 
 def parts(model: Stack, chunk: int = 0) -> list[Part]:

@@ -12,7 +12,7 @@ from graph_cache.adapters.transformer_engine import TransformerEngineGraphs
 from graph_cache.adapters.transformer_engine.maker import Precision
 from graph_cache.adapters.transformer_engine.samples import Calls, settle, static_inputs
 from graph_cache.errors import GraphError
-from graph_cache.training.call import take_apart
+from graph_cache.training.call import flatten_call
 from tests.graph_cache.adapters.transformer_engine.static_graphs import StaticMaker
 from tests.graph_cache.adapters.transformer_engine.te_stack import (
     TWO_AHEAD,
@@ -239,7 +239,7 @@ def noted(*calls) -> Calls:
     """What one layer would have seen of these (args, kwargs)."""
     found = Calls()
     for args, kwargs in calls:
-        seen = found.note(*take_apart(args, kwargs, True), args, kwargs, Precision())
+        seen = found.note(*flatten_call(args, kwargs, True), args, kwargs, Precision())
         seen.differentiable = (True,)
     return found
 

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from graph_cache.adapters.transformer_engine import TransformerEngineGraphs
 from graph_cache.adapters.transformer_engine.maker import Precision
-from graph_cache.adapters.transformer_engine.order import Places
+from graph_cache.adapters.transformer_engine.order import GraphSlots
 from graph_cache.adapters.transformer_engine.quantizers import Quantizers
 from tests.graph_cache.adapters.transformer_engine.static_graphs import StaticMaker
 from tests.graph_cache.adapters.transformer_engine.te_stack import (
@@ -153,7 +153,7 @@ def test_delayed_weight_gradients_pass_through_to_the_graph_of_their_microbatch(
 
 
 def test_graphs_wait_for_weight_gradients_before_they_are_free():
-    places = Places([1, -1, -1.5], [1])
+    places = GraphSlots([1, -1, -1.5], [1])
     places.begin(0)
     places.go_back(0)
     assert places.owes_weights(0) and places.alive and not places.may_begin(0)

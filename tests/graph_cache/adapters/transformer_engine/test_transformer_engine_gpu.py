@@ -21,7 +21,7 @@ from graph_cache.backends import backend_for  # noqa: E402
 from graph_cache.errors import GraphConfigError, GraphError  # noqa: E402
 from graph_cache.pool import GraphPool  # noqa: E402
 from graph_cache.stats import CacheStats  # noqa: E402
-from graph_cache.training.job import Job  # noqa: E402
+from graph_cache.training.capture_context import CaptureContext  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # its modules and their compilers warn at will
 
@@ -74,7 +74,7 @@ def stack(kind: type[nn.Module] = Layer, layers: int = 3) -> Stack:
 
 
 def attached(model: Stack, order=ONE_AT_A_TIME, **options) -> TransformerEngineGraphs:
-    job = Job(GraphPool(backend_for("cuda")), CacheStats())
+    job = CaptureContext(GraphPool(backend_for("cuda")), CacheStats())
     return TransformerEngineGraphs(
         [(f"layers.{index}", layer) for index, layer in enumerate(model.layers)], order, job, **options
     )
@@ -397,7 +397,7 @@ def test_options_that_are_not_free_and_foreign_generators_are_refused():
         attached(model, options={"_order": [1, -1]})
     with pytest.raises(GraphConfigError, match="no_such_option"):
         attached(model, options={"no_such_option": 1})
-    job = Job(GraphPool(backend_for("cuda")), CacheStats(), [torch.Generator("cuda")])
+    job = CaptureContext(GraphPool(backend_for("cuda")), CacheStats(), [torch.Generator("cuda")])
     with pytest.raises(GraphConfigError, match="use_te_rng_tracker"):
         TransformerEngineGraphs([("layer", model.layers[0])], ONE_AT_A_TIME, job)
     graphs = attached(model, options={"num_warmup_iters": 1})

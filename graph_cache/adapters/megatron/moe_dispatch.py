@@ -47,7 +47,7 @@ def why_not(layer: MoELayer) -> str:
 
 
 class DispatchState:
-    """`Carry` of a layer's preprocessing: its result goes with what it leaves with the dispatcher.
+    """`SideOutput` of a layer's preprocessing: its result goes with what it leaves with the dispatcher.
 
     While attached, counts are copied to the host after it and not in it, as for Megatron's own graphs.
     """

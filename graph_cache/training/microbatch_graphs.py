@@ -19,17 +19,19 @@ from torch import Tensor
 from graph_cache.errors import CaptureError
 from graph_cache.training.attached import AttachedModule
 from graph_cache.training.call import CallKey, Expected, is_sparse
+from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.graphed_call import GraphedCall
-from graph_cache.training.instance_order import InstanceOrder
-from graph_cache.training.job import Job
-from graph_cache.training.stand_ins import trainable
+from graph_cache.training.parameter_aliases import trainable
+from graph_cache.training.replay_order import ReplayOrder
 
 logger = logging.getLogger(__name__)
 
 SCOPE = "module"
 SMALL = 4096  # bytes of an output that is copied for who takes it
 COPIED_SHARE, LOSS_SHARE = 0.5, 0.25  # of the gradients' bytes, and of what forwards leave
-Kind = tuple[AttachedModule, CallKey, tuple[bool, ...]]  # what one pair of graphs serves: `state` of the module is last
+CallSignature = tuple[
+    AttachedModule, CallKey, tuple[bool, ...]
+]  # what one pair of graphs serves: `state` of the module is last
 Source = tuple[int, int]  # (place, output) of an earlier call of the same chain
 
 
@@ -43,7 +45,7 @@ class Sample:
 
 
 @dataclass
-class Entry:
+class CapturedCall:
     """A captured pair, and what it takes to see that a call is one that it serves."""
 
     pair: GraphedCall
@@ -78,12 +80,12 @@ class Entry:
         self.pair.close()
 
 
-class Chain:
+class MicrobatchGraphs:
     """The pairs of one microbatch on one model chunk, in memory of their own."""
 
-    def __init__(self, job: Job, chunk: int):
+    def __init__(self, job: CaptureContext, chunk: int):
         self.chunk = chunk
-        self.order: InstanceOrder[Entry] = InstanceOrder()
+        self.order: ReplayOrder[CapturedCall] = ReplayOrder()
         self._job = job
         self._memory = job.pool.new_memory()
         self._retired = False
@@ -92,11 +94,11 @@ class Chain:
         self.abandoned: set[int] = set()  # places whose last forward had no backward: its output may still be held
         self._alive: dict[int, list[Tensor]] = {}  # those outputs, by place, so that their addresses name nothing else
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[CapturedCall]:
         """What was captured."""
         return (entry for entry in self.order.pairs if entry is not None)
 
-    def find(self, kind: Kind) -> int | None:
+    def find(self, kind: CallSignature) -> int | None:
         """A place that may serve such a call now."""
         place = self.order.find(kind)
         while place is not None and self.is_held(place):
@@ -122,12 +124,12 @@ class Chain:
         """For each tensor, which recorded output of this chain it is."""
         return [self._recorded.get(tensor.data_ptr()) for tensor in tensors]
 
-    def find_recorded(self, kind: Kind, tensors: Sequence[Tensor]) -> int | None:
+    def find_recorded(self, kind: CallSignature, tensors: Sequence[Tensor]) -> int | None:
         """A recorded place that such a call may have now."""
         place = self.order.find(kind)
         return place if place is not None and self._samples[place].sources == self.sources(tensors) else None
 
-    def record(self, kind: Kind, tensors: Sequence[Tensor], args: tuple, kwargs: dict[str, Any]) -> int:
+    def record(self, kind: CallSignature, tensors: Sequence[Tensor], args: tuple, kwargs: dict[str, Any]) -> int:
         """A new place for a call like this one, which runs eager now."""
         sources = self.sources(tensors)
         kept = [
@@ -231,7 +233,7 @@ class Chain:
             inputs.append(static.requires_grad_(signature[4]))
         pair = GraphedCall(owner, key, inputs, self._job, self._memory)
         rows = key.tensors[0][0][0] if key.tensors and key.tensors[0][0] else 1
-        entry = Entry(pair, owner, state, sample.expected, (owner.name, SCOPE, "forward", rows), taken)
+        entry = CapturedCall(pair, owner, state, sample.expected, (owner.name, SCOPE, "forward", rows), taken)
         self.order.pairs[place] = entry
         pair.capture_forward()
         entry.is_tensor = pair.result.is_tensor

@@ -12,13 +12,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from graph_cache.training.stand_ins import ADDED, MAIN_GRAD
+from graph_cache.training.parameter_aliases import ADDED, MAIN_GRAD
 
 Thing = TypeVar("Thing")
 FIRST = "is_first_microbatch"  # "the weights are new": an argument of Transformer Engine's, and a flag of Megatron's
 
 
-class Kept:
+class PreservedState:
     """Context that leaves modules, and the tensors of `state`, as they were, however it ends.
 
     No microbatch is a first one inside, whose gradients would take the place of those in `main_grad`. `added` then
@@ -35,7 +35,7 @@ class Kept:
         self._tensors = _distinct([*(buffer for scope in scopes for buffer in scope.buffers()), *state])
 
     @torch.no_grad()
-    def __enter__(self) -> Kept:
+    def __enter__(self) -> PreservedState:
         self._grads = [parameter.grad for parameter in self._parameters]
         self._values = [(tensor, tensor.clone()) for tensor in self._tensors]
         self._main_grads = [

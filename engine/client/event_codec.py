@@ -10,11 +10,22 @@ import pickle
 from collections.abc import Iterable
 from typing import Any
 
-from engine.protocol.messages import Abort, Command, Events, Leave, Parcels, Reply, Report, Submit, Tokens, front_of
+from engine.protocol.messages import (
+    Abort,
+    AddressedReports,
+    ClientDisconnected,
+    Command,
+    Events,
+    Reply,
+    Report,
+    Submit,
+    Tokens,
+    client_of,
+)
 from engine.protocol.request import TokenEvent
 
 
-def packed(events: Iterable[TokenEvent]) -> Events:
+def encode_events(events: Iterable[TokenEvent]) -> Events:
     """The events of a step, the plain ones as columns. Of each sequence the order stays as it was."""
     columns: list[Tokens] = []
     rest: list[TokenEvent] = []
@@ -42,7 +53,7 @@ def is_plain(event: TokenEvent) -> bool:
     )  # fmt: skip
 
 
-class Switchboard:
+class ReportSplitter:
     """In the engine's process, which serves several fronts: what each of them has under way, and what is for whom."""
 
     def __init__(self) -> None:
@@ -52,37 +63,37 @@ class Switchboard:
         """Note a command on its way to the loop. A front's leaving becomes the abort of all that it has under way."""
         if isinstance(command, Submit):
             for request in command.requests:
-                self._live.setdefault(front_of(request.request_id), set()).add(request.request_id)
-        elif isinstance(command, Leave):
-            return Abort(sorted(self._live.pop(command.front, ())))
+                self._live.setdefault(client_of(request.request_id), set()).add(request.request_id)
+        elif isinstance(command, ClientDisconnected):
+            return Abort(sorted(self._live.pop(command.client, ())))
         return command
 
     def outgoing(self, report: Report) -> Report:
         """A report as it leaves: in parcels where each front gets its own part, unchanged where it is for all."""
         if isinstance(report, Reply):
-            return Parcels([(front_of(report.number), _pickled(report))])
+            return AddressedReports([(client_of(report.number), _pickled(report))])
         if not isinstance(report, Events):
             return report
         for event in report.events:
             if event.finish_reason is not None:
-                self._live.get(front_of(event.request_id), set()).discard(event.request_id)
-        return Parcels([(front, _pickled(part)) for front, part in _by_front(report).items()])
+                self._live.get(client_of(event.request_id), set()).discard(event.request_id)
+        return AddressedReports([(client, _pickled(part)) for client, part in _by_client(report).items()])
 
 
-def _by_front(report: Events) -> dict[int, Events]:
+def _by_client(report: Events) -> dict[int, Events]:
     parts: dict[int, Events] = {}
     for columns in report.tokens:
         own: dict[int, Tokens] = {}
         for request_id, token_id in zip(columns.request_ids, columns.token_ids, strict=True):
-            front = front_of(request_id)
-            mine = own.get(front)
+            client = client_of(request_id)
+            mine = own.get(client)
             if mine is None:
-                mine = own[front] = Tokens([], [], columns.weight_version, columns.graph_bucket)
-                parts.setdefault(front, Events([])).tokens.append(mine)
+                mine = own[client] = Tokens([], [], columns.weight_version, columns.graph_bucket)
+                parts.setdefault(client, Events([])).tokens.append(mine)
             mine.request_ids.append(request_id)
             mine.token_ids.append(token_id)
     for event in report.events:
-        parts.setdefault(front_of(event.request_id), Events([])).events.append(event)
+        parts.setdefault(client_of(event.request_id), Events([])).events.append(event)
     return parts
 
 

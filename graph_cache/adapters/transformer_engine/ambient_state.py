@@ -30,8 +30,8 @@ class Around:
     state: tuple = field(compare=False)
 
 
-class Fp8Surroundings:
-    """`Surroundings` of parts with modules of Transformer Engine. One thread calls it."""
+class Fp8AmbientState:
+    """`AmbientState` of parts with modules of Transformer Engine. One thread calls it."""
 
     def __init__(self) -> None:
         # The tensor that captured casts of weights ask whether to skip them: there before the first capture, in which

@@ -12,15 +12,15 @@ import pickle
 import threading
 from multiprocessing.connection import Connection
 
-from engine.client.counters import carried
+from engine.client.counters import totals_after_exit
 from engine.client.transport import OnReport, Outbox, Transport
 from engine.errors import EngineDead
-from engine.protocol.messages import Command, Dead, Leave, Lost, Parcels, Ready, Report, Snapshot
+from engine.protocol.messages import AddressedReports, ClientDisconnected, Command, Dead, Lost, Ready, Report, Snapshot
 
 logger = logging.getLogger(__name__)
 
 
-class Hub:
+class EngineRouter:
     """The one way to an engine, shared by fronts in processes of their own.
 
     `start`, `connect` and `stop` belong to one thread. A front ends with its pipe: what it has under way is aborted,
@@ -47,29 +47,31 @@ class Hub:
         for line in lines.values():
             line.close()
 
-    def connect(self, front: int) -> Connection:
+    def connect(self, client: int) -> Connection:
         """A new front's end of a pipe. Hand it to that front's process, then close it here."""
         ours, theirs = multiprocessing.get_context("spawn").Pipe(duplex=True)
-        line = Outbox(ours, f"encore-front-{front}")
+        line = Outbox(ours, f"encore-front-{client}")
         with self._lock:
-            self._lines[front] = line
+            self._lines[client] = line
             for kind in (Lost, Snapshot, Ready, Dead):  # by the time it is ready it knows the counts
                 if kind in self._known:
                     line.put(_pickled(self._known[kind]))
-        threading.Thread(target=self._listen, args=(front, ours), daemon=True, name=f"encore-front-{front}-in").start()
+        threading.Thread(
+            target=self._listen, args=(client, ours), daemon=True, name=f"encore-front-{client}-in"
+        ).start()
         return theirs
 
-    def _listen(self, front: int, connection: Connection) -> None:
+    def _listen(self, client: int, connection: Connection) -> None:
         """Pass a front's commands on until it is gone."""
         try:
             while True:
                 self._send(connection.recv())
         except (EOFError, OSError):
             with self._lock:
-                line = self._lines.pop(front, None)
+                line = self._lines.pop(client, None)
             if line is not None:
                 line.close()
-            self._send(Leave(front))
+            self._send(ClientDisconnected(client))
 
     def _send(self, command: Command) -> None:
         try:
@@ -78,10 +80,10 @@ class Hub:
             logger.debug("nobody takes commands: %s", gone)
 
     def _relay(self, report: Report) -> None:
-        if isinstance(report, Parcels):
+        if isinstance(report, AddressedReports):
             with self._lock:
-                for front, parcel in report.parcels:
-                    line = self._lines.get(front)
+                for client, parcel in report.parcels:
+                    line = self._lines.get(client)
                     if line is not None:  # else it is gone; the abort is on its way
                         line.put(parcel)
             return
@@ -97,10 +99,10 @@ class Hub:
         if isinstance(report, (Lost, Dead)):
             self._known.pop(Ready, None)  # who comes now waits for the next engine
             if Snapshot in self._known:
-                self._known[Snapshot] = Snapshot(carried(self._known[Snapshot].stats, report.reason))
+                self._known[Snapshot] = Snapshot(totals_after_exit(self._known[Snapshot].stats, report.reason))
 
 
-class HubTransport:
+class RouterTransport:
     """A front's way to the engine, over its pipe to the hub."""
 
     def __init__(self, connection: Connection):

@@ -20,7 +20,7 @@ def trainable(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
-class StandIns:
+class ParameterAliases:
     """Context in which a module's parameters are replaced; `trainable` lists stand-ins as `trainable(module)` does.
 
     A stand-in has the attributes of its parameter; what the module's code sets on it stays off the parameter.
@@ -28,7 +28,7 @@ class StandIns:
 
     def __init__(self, module: nn.Module):
         self._module = module
-        self._of = {id(parameter): _stand_in(parameter) for parameter in module.parameters()}
+        self._of = {id(parameter): _alias(parameter) for parameter in module.parameters()}
         self._kept: list[tuple[dict[str, Any], str, nn.Parameter]] = []
 
     @property
@@ -51,7 +51,7 @@ class StandIns:
             _renew_flat_weights(module)
 
 
-def _stand_in(parameter: nn.Parameter) -> Tensor:
+def _alias(parameter: nn.Parameter) -> Tensor:
     alias = parameter.detach()
     if type(parameter) is nn.Parameter:  # compiled code asks for the very type: another would be compiled for anew
         alias = nn.Parameter(alias, requires_grad=parameter.requires_grad)

@@ -13,7 +13,7 @@ from graph_cache.stats import CacheStats
 
 
 @dataclass(frozen=True)
-class Job:
+class CaptureContext:
     """`generators`: those that captured draws use, registered with every graph.
 
     `state`: tensors outside of the captured modules that these write (Megatron's sums of auxiliary losses), by name,

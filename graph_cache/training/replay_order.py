@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 Pair = TypeVar("Pair")
 
 
-class InstanceOrder(Generic[Pair]):
+class ReplayOrder(Generic[Pair]):
     """Pairs by what they serve, in capture order; each is free or awaits its backward."""
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 
 from torch import nn
 
-from graph_cache.training.attached import Surroundings
+from graph_cache.training.attached import AmbientState
 
 # By these a module throws away what its backward needs and computes it anew there, by a backward inside the backward
 # that no graph can hold. All that a captured part saves has memory of its own for good: nothing is left to be won.
@@ -24,10 +24,10 @@ RECOMPUTES = (
 )
 
 
-class MegatronSurroundings:
-    """`Surroundings` that leave selective recompute out of captures; `precision` is Transformer Engine's, if any."""
+class MegatronAmbientState:
+    """`AmbientState` that leave selective recompute out of captures; `precision` is Transformer Engine's, if any."""
 
-    def __init__(self, precision: Surroundings | None):
+    def __init__(self, precision: AmbientState | None):
         self._precision = precision
 
     def of(self, modules: Sequence[nn.Module]) -> Hashable:
