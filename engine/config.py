@@ -15,6 +15,7 @@ from engine.errors import ConfigError
 from graph_cache.buckets import Buckets
 from graph_cache.config import GraphConfig
 from graph_cache.errors import GraphConfigError
+from graph_cache.validation import did_you_mean, is_whole_number
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 CPU_WEIGHT_FORMATS = ("auto", "bf16", "fp32", "int4")
@@ -97,7 +98,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value is None and getattr(EngineConfig, name) is None:
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not is_whole_number(value, 1):
                 raise ConfigError(f"{name}={value!r}: a whole number of at least 1 is needed")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization}: a share from 0 to 1 is needed")
@@ -143,7 +144,7 @@ class EngineConfig:
             cuda_graph_modules=self.cuda_graph_modules,
             cuda_graph_warmup_steps=self.cuda_graph_warmup_steps,
             training=training,
-            **(_ANY_EXPERTS if training else {}),
+            model_facts_known=not training,  # `attach` checks them against the model
         )
 
     @classmethod
@@ -176,19 +177,11 @@ class EngineConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> EngineConfig:
         """Build from plain values; an unknown key raises and names the nearest known one."""
-        import difflib
-
         known = {field.name for field in dataclasses.fields(cls)}
         for key in values:
             if key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise ConfigError(f"unknown engine setting {key!r}{hint}")
+                raise ConfigError(f"unknown engine setting {key!r}{did_you_mean(key, known)}")
         return cls(**values)
-
-
-# A training engine learns at `attach` which model it gets: only then can settings for experts be refused.
-_ANY_EXPERTS = {"num_moe_experts": 2, "moe_layer_freq": 2, "moe_pad_expert_input_to_capacity": True}
 
 
 def cache_folder() -> str:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from graph_cache.errors import GraphConfigError
+from graph_cache.validation import is_whole_number
 
 # Beyond these a list is a slip of the keyboard ("1-1000000"), not a wish that any warm-up could fulfil.
 MAX_SIZE = 1 << 20
@@ -138,7 +139,7 @@ def _parse_part(part: str, text: str) -> Iterable[int]:
 
 
 def _row_count(value: object, what: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
+    if not is_whole_number(value):
         raise GraphConfigError(f"{what} is {value!r}, of type {type(value).__name__}: give a whole number of rows")
     if not 1 <= value <= MAX_SIZE:
         raise GraphConfigError(f"{what} is {value}: give a number of rows from 1 to {MAX_SIZE}")

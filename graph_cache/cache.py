@@ -437,7 +437,7 @@ class GraphCache:
                     "scope": key.scope,
                     "phase": key.phase,
                     "bucket": key.bucket,
-                    "variant": dict(key.variant),
+                    "statics": dict(key.variant),
                     "state": "captured" if captured else "failed" if entry else self._lost.get(key, NOT_CAPTURED),
                     "replays": entry.replays if entry else 0,
                     "padded_rows": entry.replays * key.bucket - entry.real_rows if entry else 0,
@@ -448,4 +448,4 @@ class GraphCache:
                     "failure": entry.failure if entry else None,
                 }
             )
-        return sorted(rows, key=lambda row: (row["site"], row["phase"], row["bucket"], str(row["variant"])))
+        return sorted(rows, key=lambda row: (row["site"], row["phase"], row["bucket"], str(row["statics"])))

@@ -7,7 +7,6 @@ It knows no tensor and no model: facts about a model that matter to a capture ar
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 import warnings
@@ -17,6 +16,7 @@ from typing import Any
 
 from graph_cache.errors import GraphConfigError
 from graph_cache.refusals import refuse_contradictions
+from graph_cache.validation import did_you_mean, is_whole_number
 
 IMPLS = ("none", "local", "transformer_engine", "full_iteration")
 INFERENCE_SCOPES = ("none", "layer", "block")
@@ -76,6 +76,7 @@ class GraphConfig:
     use_cudagraphable_rng: bool = False
     expandable_segments: bool = None  # type: ignore[assignment]
     nccl_graph_register: bool = None  # type: ignore[assignment]
+    model_facts_known: bool = True  # False: rules about experts wait for the model
     enable_cuda_graph: InitVar[bool | None] = None
     external_cuda_graph: InitVar[bool | None] = None
     cuda_graph_scope: InitVar[Any] = None
@@ -141,7 +142,7 @@ class GraphConfig:
         freq = self.moe_layer_freq
         if isinstance(freq, (list, tuple)) and freq and all(layer in (0, 1) for layer in freq):
             self._set(moe_layer_freq=tuple(int(layer) for layer in freq))
-        elif isinstance(freq, bool) or not isinstance(freq, int) or freq < 1:
+        elif not is_whole_number(freq, 1):
             raise GraphConfigError(
                 f"moe_layer_freq is {freq!r}: give N for one MoE layer in every N, or a list of 0 and 1 per layer"
             )
@@ -285,13 +286,11 @@ def _spelled(name: str, value: Any, known: tuple[str, ...]) -> str:
 
 def _nearest(word: str, known: Iterable[str]) -> str:
     known = sorted(known)
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    return f": known are {', '.join(known)}{hint}"
+    return f": known are {', '.join(known)}{did_you_mean(word, known)}"
 
 
 def _whole_number(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if not is_whole_number(value, 0):
         raise GraphConfigError(f"{name} is {value!r}: give a whole number, 0 or more")
 
 

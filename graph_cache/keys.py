@@ -34,6 +34,11 @@ class GraphKey:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_spelled", repr(self.variant))
 
+    @property
+    def statics(self) -> Variant:
+        """Alias of `variant`."""
+        return self.variant
+
     def __str__(self) -> str:
         values = "".join(f",{name}={value}" for name, value in self.variant)
         return f"{self.site}[{self.scope},{self.phase},{self.bucket}{values}]"
@@ -54,6 +59,11 @@ class Plan:
     key: GraphKey | None
     reason: str | None
     variant: Variant = ()
+
+    @property
+    def statics(self) -> Variant:
+        """Alias of `variant`."""
+        return self.variant
 
     @property
     def is_graph(self) -> bool:

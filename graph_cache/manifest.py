@@ -18,6 +18,7 @@ from typing import Any
 
 from graph_cache.errors import ManifestError
 from graph_cache.keys import GraphKey, Variant
+from graph_cache.validation import is_whole_number
 
 VERSION = 1
 ROWS_METRIC = "encore_graph_batch_rows_total"  # labels: site, phase, rows; counts steps by their real rows
@@ -172,12 +173,12 @@ class Manifest:
             "version": VERSION,
             "fingerprint": self.fingerprint,
             "rows": [
-                {"site": site, "phase": phase, "variant": variant, "steps": sorted(counts.items())}
+                {"site": site, "phase": phase, "statics": variant, "steps": sorted(counts.items())}
                 for (site, phase, variant), counts in self._rows.items()
             ],
             "replays": [
                 {"site": key.site, "scope": key.scope, "phase": key.phase, "bucket": key.bucket,
-                 "variant": key.variant, "count": count}
+                 "statics": key.variant, "count": count}
                 for key, count in self._replays.items()
             ],
             "captured": [
@@ -190,11 +191,11 @@ class Manifest:
         for entry in found["rows"]:
             for rows, count in entry["steps"]:
                 self.observe(
-                    _text(entry["site"]), _text(entry["phase"]), _size(rows), _variant(entry["variant"]), _size(count)
+                    _text(entry["site"]), _text(entry["phase"]), _size(rows), _variant(entry["statics"]), _size(count)
                 )
         for entry in found["replays"]:
             names = (_text(entry[name]) for name in ("site", "scope", "phase"))
-            self.replayed(GraphKey(*names, _size(entry["bucket"]), _variant(entry["variant"])), _size(entry["count"]))
+            self.replayed(GraphKey(*names, _size(entry["bucket"]), _variant(entry["statics"])), _size(entry["count"]))
         for entry in found["captured"]:
             for bucket in entry["buckets"]:
                 self.captured(_text(entry["site"]), _text(entry["phase"]), _size(bucket))
@@ -238,7 +239,7 @@ def histogram_from_metrics(text: str, site: str | None = None, phase: str | None
 
 
 def _size(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if not is_whole_number(value, 0):
         raise ValueError(f"{value!r} is no count")
     return value
 

@@ -28,11 +28,13 @@ class GraphSettings(Protocol):
     use_cudagraphable_rng: bool
     expandable_segments: bool
     nccl_graph_register: bool
+    model_facts_known: bool
 
 
 def refuse_contradictions(config: GraphSettings) -> None:
     """Raise one GraphConfigError with every rule that `config` breaks, or return."""
-    broken = [message for rule in _RULES if (message := rule(config)) is not None]
+    rules = _RULES + _MODEL_RULES if config.model_facts_known else _RULES
+    broken = [message for rule in rules if (message := rule(config)) is not None]
     if broken:
         raise GraphConfigError("\n".join(broken))
 
@@ -149,14 +151,14 @@ def _has_experts(config: GraphSettings) -> bool:
 _RULES = (
     _inference_scope_needs_local,
     _full_iteration_has_no_parts,
-    _moe_modules_need_experts,
     _moe_whole_or_router,
-    _moe_needs_fixed_shapes,
     _preprocess_needs_router,
-    _mlp_needs_dense_layers,
     _full_recompute_needs_full_iteration,
     _offloading_needs_eager,
     _dropout_needs_a_registered_generator,
     _nan_checks_read_the_host,
     _expandable_segments_and_nccl,
 )
+
+# Rules that depend on the model; a training engine learns it at `attach`.
+_MODEL_RULES = (_moe_modules_need_experts, _moe_needs_fixed_shapes, _mlp_needs_dense_layers)

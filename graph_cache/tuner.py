@@ -14,6 +14,7 @@ from itertools import accumulate
 
 from graph_cache.buckets import Buckets, default_ladder
 from graph_cache.errors import GraphConfigError
+from graph_cache.validation import is_whole_number
 
 
 @dataclass(frozen=True)
@@ -325,9 +326,9 @@ def _padding(sizes: Iterable[int], histogram: Mapping[int, int]) -> tuple[float,
 
 def _checked(histogram: Mapping[int, int], max_size: int) -> dict[int, int]:
     for size, count in histogram.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        if not is_whole_number(size, 1):
             raise GraphConfigError(f"the histogram has a batch of {size!r} rows: sizes are whole numbers from 1 up")
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        if not is_whole_number(count, 0):
             raise GraphConfigError(f"the histogram counts {count!r} batches of {size} rows: counts are 0 or more")
     beyond = sorted(size for size, count in histogram.items() if size > max_size and count)
     if beyond:
@@ -341,9 +342,9 @@ def _checked(histogram: Mapping[int, int], max_size: int) -> dict[int, int]:
 def _check_budget(
     max_size: int, max_graphs: int | None, max_bytes: int | None, bytes_of: Callable[[int], int] | None
 ) -> None:
-    if max_graphs is not None and (isinstance(max_graphs, bool) or not isinstance(max_graphs, int) or max_graphs < 1):
+    if max_graphs is not None and not is_whole_number(max_graphs, 1):
         raise GraphConfigError(f"max_graphs is {max_graphs!r}: give at least 1, for max_size={max_size} itself")
-    if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 0):
+    if max_bytes is not None and not is_whole_number(max_bytes, 0):
         raise GraphConfigError(f"max_bytes is {max_bytes!r}: give a whole number of bytes")
     if max_bytes is not None and bytes_of is None:
         raise GraphConfigError("max_bytes is given without bytes_of: say what a graph of each size costs")
@@ -351,6 +352,6 @@ def _check_budget(
 
 def _price(bytes_of: Callable[[int], int], size: int) -> int:
     price = bytes_of(size)
-    if isinstance(price, bool) or not isinstance(price, int) or price < 0:
+    if not is_whole_number(price, 0):
         raise GraphConfigError(f"bytes_of({size}) is {price!r}: give a whole number of bytes, 0 or more")
     return price

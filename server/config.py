@@ -7,7 +7,6 @@ in one flat mapping, as the command line has them.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import os
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from graph_cache.validation import did_you_mean, is_whole_number
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 LOG_FORMATS = ("text", "json")
@@ -102,9 +102,7 @@ class ServerConfig:
             elif name in engine_names:
                 engine[name] = value
             else:
-                near = difflib.get_close_matches(name, own_names | engine_names, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise ConfigError(f"unknown setting {name!r}{hint}")
+                raise ConfigError(f"unknown setting {name!r}{did_you_mean(name, own_names | engine_names)}")
         return cls(engine=EngineConfig.from_dict(engine), **own)
 
 
@@ -131,5 +129,5 @@ def _seconds(name: str, value: Any, low: float) -> None:
 
 
 def _whole(name: str, value: Any, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+    if not is_whole_number(value, low, high):
         raise ConfigError(f"{name}={value!r}: a whole number from {low} to {high} is needed")

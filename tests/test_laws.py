@@ -23,7 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("server", "engine", "graph_cache")
 CAPTURE_FILE = "graph_cache/backends/cuda.py"
 PURE_FILES = tuple(
-    f"graph_cache/{name}.py" for name in ("config", "refusals", "errors", "buckets", "tuner", "manifest", "keys")
+    f"graph_cache/{name}.py"
+    for name in ("config", "refusals", "errors", "buckets", "tuner", "manifest", "keys", "validation")
 )
 
 # Lowest first. Packages and modules on one floor do not import each other.

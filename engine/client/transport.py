@@ -23,7 +23,7 @@ from engine.config import EngineConfig
 from engine.errors import EngineDead, EngineError
 from engine.protocol.messages import Command, Dead, Events, Ready, Report, Snapshot, Stop
 from engine.utils.openmp import limit_openmp_spinning
-from engine.utils.processes import ignore_stop_signals, log_format, start_ignoring_stop_signals
+from engine.utils.processes import ignore_stop_signals, log_format, set_up_child_log, start_ignoring_stop_signals
 
 logger = logging.getLogger(__name__)
 OnReport = Callable[[Report], None]
@@ -236,12 +236,7 @@ def _child(
     """The engine process. The front decides when it ends, and its death ends it."""
     limit_openmp_spinning()
     ignore_stop_signals()
-    handler = logging.StreamHandler()
-    handler.setFormatter(formatter or logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(handlers=[handler])
-    for name in ("engine", "graph_cache"):
-        logging.getLogger(name).setLevel(log_level)
-
+    set_up_child_log(formatter, log_level)
     switchboard = ReportSplitter() if routed else None
 
     def receive(timeout: float) -> Command | None:

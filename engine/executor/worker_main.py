@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from engine.errors import EngineError
 from engine.executor.worker_group import DeviceReady, LoopReady, RankFailed, WeightsLoaded
 from engine.utils.openmp import limit_openmp_spinning
-from engine.utils.processes import ignore_stop_signals
+from engine.utils.processes import ignore_stop_signals, set_up_child_log
 
 if TYPE_CHECKING:  # they import torch, which must find the environment in order
     from engine.core.loop import EngineLoop
@@ -130,17 +130,7 @@ def _log(rank: int, style: bytes, level: int) -> None:
     formatter = None
     with contextlib.suppress(AttributeError, ImportError):  # of a class that only rank 0's program has
         formatter = pickle.loads(style)
-    handler = logging.StreamHandler()
-    handler.setFormatter(formatter or logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-
-    def named(record: logging.LogRecord) -> bool:
-        record.msg = f"rank {rank}: {record.msg}"
-        return True
-
-    handler.addFilter(named)
-    logging.basicConfig(handlers=[handler])
-    for name in ("engine", "graph_cache"):
-        logging.getLogger(name).setLevel(level)
+    set_up_child_log(formatter, level, prefix=f"rank {rank}: ")
     logger.debug("rank %d, process %d", rank, os.getpid())
 
 

@@ -6,7 +6,6 @@ Owns reading, checking and the all-or-nothing rule of updates. Where a tensor go
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +18,7 @@ from engine.errors import ModelError, WeightUpdateError
 from engine.models.config import ModelConfig
 from engine.models.dense import DenseModel
 from engine.models.registry import build_model, config_from_folder, read_json_object
+from graph_cache.validation import did_you_mean
 
 READABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 TIED_HEAD = "lm_head.weight"
@@ -210,8 +210,7 @@ def _tensor_problem(slots: dict[str, Slot], name: str, tensor: Tensor) -> str | 
     """Why `tensor` can't be written as `name`, or None."""
     slot = slots.get(name)
     if slot is None:
-        near = difflib.get_close_matches(name, slots, n=1)
-        return f"{name} is unexpected" + (f" (nearest: {near[0]})" if near else "")
+        return f"{name} is unexpected{did_you_mean(name, slots)}"
     if tensor.dtype not in READABLE_DTYPES:
         return f"{name} has dtype {tensor.dtype}, one of {', '.join(map(str, READABLE_DTYPES))} is needed"
     if tuple(tensor.shape) != slot.shape:

@@ -12,6 +12,7 @@ from typing import Any
 
 from engine.errors import ModelError
 from engine.layers.rotary import ROPE_KINDS, RopeScaling, yarn_attention_factor
+from graph_cache.validation import is_whole_number
 
 MAX_LAYERS = 1024
 MAX_SIZE = 2**24
@@ -105,7 +106,7 @@ class Fields:
         value = self.values.get(key)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        if not is_whole_number(value, low, high):
             raise self.fail(key, f"a whole number from {low} to {high}")
         return value
 
@@ -131,7 +132,7 @@ class Fields:
         """One token id, a list of them, or none."""
         value = self.values.get(key)
         ids = [] if value is None else value if isinstance(value, list) else [value]
-        if any(isinstance(item, bool) or not isinstance(item, int) or item < 0 for item in ids):
+        if not all(is_whole_number(item, 0) for item in ids):
             raise self.fail(key, "a token id or a list of token ids")
         return tuple(ids)
 

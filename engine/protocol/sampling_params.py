@@ -6,7 +6,6 @@ Owns SamplingParams, its bounds and its refusals. Knows no request, no tensors a
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import numbers
 import re
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import RequestError
+from graph_cache.validation import did_you_mean
 
 GREEDY_BELOW = 1e-5  # a lower temperature overflows logits / temperature and picks the best token anyway
 MAX_TOKENS = 2**31 - 1
@@ -166,9 +166,8 @@ def _refusal(name: str, found: Any, allowed: str) -> RequestError:
 
 
 def _unknown_key(name: Any, known: list[str]) -> RequestError:
-    near = difflib.get_close_matches(name[:64], known, n=1, cutoff=0.5) if isinstance(name, str) else []
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-    return RequestError(f"unknown sampling parameter {_shown(name)}; {hint}", param=str(name)[:64])
+    hint = did_you_mean(name, known) or f"; known: {', '.join(known)}"
+    return RequestError(f"unknown sampling parameter {_shown(name)}{hint}", param=str(name)[:64])
 
 
 def _integer(name: str, value: Any, low: int, high: int) -> int:

@@ -34,7 +34,23 @@ def ignore_stop_signals() -> None:
 
 
 def log_format() -> tuple[logging.Formatter | None, int]:
-    """Format and level of this process' log, for a child that writes to the same stream."""
+    """Return the formatter and level of this process's log, for a child that writes to the same stream."""
     plain = (handler for handler in logging.getLogger().handlers if type(handler) is logging.StreamHandler)
     formatter = next((handler.formatter for handler in plain), None)
     return formatter, logging.getLogger("engine").getEffectiveLevel()
+
+
+def set_up_child_log(formatter: logging.Formatter | None, level: int, prefix: str = "") -> None:
+    """Log to standard error in the parent's format; `prefix` goes before every message."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(formatter or logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+
+    def add_prefix(record: logging.LogRecord) -> bool:
+        record.msg = f"{prefix}{record.msg}"
+        return True
+
+    if prefix:
+        handler.addFilter(add_prefix)
+    logging.basicConfig(handlers=[handler])
+    for name in ("engine", "graph_cache"):
+        logging.getLogger(name).setLevel(level)

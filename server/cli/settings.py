@@ -7,7 +7,6 @@ configuration classes' to say. Precedence is the caller's: flag, then environmen
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from graph_cache.validation import did_you_mean
 from server.config import ServerConfig
 
 PREFIX = "ENCORE_"
@@ -58,7 +58,7 @@ def read_file(path: str) -> dict[str, Any]:
     for key, value in found.items():
         name = str(key).removeprefix("--").replace("-", "_")
         if name not in types:
-            raise ConfigError(f"{path}: unknown setting {str(key)!r}{_nearest(name, types)}")
+            raise ConfigError(f"{path}: unknown setting {str(key)!r}{did_you_mean(name, types)}")
         if name in values:
             raise ConfigError(f"{path}: {name} is given twice, in both spellings")
         if value is not None:
@@ -74,7 +74,7 @@ def read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
             continue
         name = variable.removeprefix(PREFIX).lower()
         if name not in types:
-            near = _nearest(name, types, lambda found: PREFIX + found.upper())
+            near = did_you_mean(name, types, lambda found: PREFIX + found.upper())
             raise ConfigError(f"unknown environment variable {variable}{near}")
         if text:
             values[name] = parse(variable, types[name], text)
@@ -150,8 +150,3 @@ _NEEDED = {
 def _is_kubernetes(variable: str, text: str) -> bool:
     by_value = variable.endswith("PORT") and _KUBERNETES_VALUE.match(text) is not None
     return by_value or _KUBERNETES_NAME.fullmatch(variable) is not None
-
-
-def _nearest(name: str, known: Mapping[str, Any], spell: Callable[[str], str] = str) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {spell(near[0])!r}?" if near else ""

@@ -126,7 +126,7 @@ class StatusBoard:
             "weight_version": stats.weight_version or info.weight_version,
         }  # fmt: skip
         ended = {reason: count for (reason,), count in service.metrics.ended.totals().items()}  # as clients saw it
-        body["queue"] |= {"running": stats.num_running, "waiting": stats.num_waiting, "slots": info.max_num_seqs}
+        body["queue"] |= {"running": stats.num_running, "waiting": stats.num_waiting, "seats": info.max_num_seqs}
         body["engine"] = {
             "restarts": health.restarts, "silent": round(health.silent, 1), "warm": health.warm,
             "last_error": stats.last_error[:SHOWN_ERROR], "kv": stats.kv_cache_usage,

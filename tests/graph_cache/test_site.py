@@ -38,7 +38,7 @@ def test_a_bucket_larger_than_its_buffers_is_refused():
 
 def test_warm_keys_are_every_variant_of_the_largest_bucket_first():
     site = site_of(lambda x, n: x, variants=[{"n": 1}, {"n": 2}, {"n": 3}], warm_variants=[{"n": 2}, {"n": 1}])
-    assert [(key.bucket, dict(key.statics)["n"]) for key in site.warm_keys()] == [
+    assert [(key.bucket, dict(key.variant)["n"]) for key in site.warm_keys()] == [
         (8, 2),
         (8, 1),
         (4, 2),

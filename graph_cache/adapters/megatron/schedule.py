@@ -32,6 +32,7 @@ from graph_cache.adapters.megatron.parts import layers_of
 from graph_cache.adapters.transformer_engine.order import events, outstanding, slots
 from graph_cache.errors import GraphConfigError
 from graph_cache.training.attached import Part
+from graph_cache.validation import is_whole_number
 
 __all__ = [
     "Stage",
@@ -355,5 +356,5 @@ def _group_size(stage: Stage, group_size: int | None) -> int:
 
 
 def _whole(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if not is_whole_number(value, least):
         raise GraphConfigError(f"{name} is {value!r}: give a whole number, {least} or more")

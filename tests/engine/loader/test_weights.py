@@ -253,7 +253,7 @@ def test_an_update_may_be_partial_and_of_another_dtype() -> None:
 
 BAD_UPDATES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], list[Any]], str]] = {
     "shape": (lambda new: [*new.items(), (Q, torch.zeros(3))], "has shape"),
-    "unknown": (lambda new: [*new.items(), ("model.norm.wieght", torch.zeros(32))], "nearest: model.norm.weight"),
+    "unknown": (lambda new: [*new.items(), ("model.norm.wieght", torch.zeros(32))], "did you mean 'model.norm.weight'"),
     "dtype": (lambda new: [*list(new.items())[:-1], (list(new)[-1], list(new.values())[-1].long())], "has dtype"),
     "meta": (lambda new: [*list(new.items())[1:], (EMBED, torch.empty(64, 32, device="meta"))], "no dense data"),
     "twice": (lambda new: [*new.items(), (NORM, new[NORM])], "comes twice"),

@@ -66,7 +66,7 @@ def test_its_values_are_those_of_the_server_after_traffic(start_server):
     found = shown(server)
     assert found["state"] == "ready" and found["reasons"] == []
     assert found["model"]["name"] == HOSTILE and HOSTILE not in PAGE
-    assert found["queue"] == {"in_flight": 0, "limit": 64, "running": 0, "waiting": 0, "slots": 8}
+    assert found["queue"] == {"in_flight": 0, "limit": 64, "running": 0, "waiting": 0, "seats": 8}
     assert found["engine"]["output_tokens"] == 72 and found["engine"]["prompt_tokens"] == 12
     assert found["engine"]["ended"] == {"stop": 0, "length": 6, "abort": 0, "error": 0}
     graphs = found["graphs"]

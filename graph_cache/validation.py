@@ -1,0 +1,23 @@
+"""Checks and hints that every package's input validation shares. Pure Python."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+
+
+def did_you_mean(word: object, known: Iterable[str], spell: Callable[[str], str] = str) -> str:
+    """Return `; did you mean 'nearest'?` for the known name nearest to `word`, or an empty string.
+
+    `spell` gives the suggestion's spelling. Compares the first 64 characters only, so that a long word from a request
+    costs little.
+    """
+    near = difflib.get_close_matches(word[:64], list(known), n=1, cutoff=0.5) if isinstance(word, str) else []
+    return f"; did you mean {spell(near[0])!r}?" if near else ""
+
+
+def is_whole_number(value: object, low: int | None = None, high: int | None = None) -> bool:
+    """Return whether `value` is an int in [low, high]. A bool is not a whole number; None leaves a side unbounded."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        return False
+    return (low is None or value >= low) and (high is None or value <= high)
