@@ -1,0 +1,62 @@
+"""The graph table of GET /graphs for a browser: a page that keeps itself up to date."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from server.formatting import human_bytes, percent, site_name
+from server.pages.page import Page
+
+_PAGE = Page("graphs")
+HEADERS = _PAGE.headers
+
+
+def render_graphs_page(body: Mapping[str, Any]) -> str:
+    """The whole HTML document for a body of GET /graphs."""
+    rows = body["graphs"]
+    return _PAGE.render(
+        model=body["model"], facts=_facts(rows, body.get("warm", {})), rows=[_shown(row) for row in rows]
+    )
+
+
+def _facts(rows: Sequence[Mapping[str, Any]], warm: Mapping[str, Any]) -> dict[str, str]:
+    """The values above the table, by name."""
+    captured = sum(row["state"] == "captured" for row in rows)
+    facts = {
+        "Captured": f"{captured} of {len(rows)}",
+        "Replays": f"{sum(row['replays'] for row in rows):,}",
+        "Padding": percent(sum(row["padded_rows"] for row in rows), sum(_computed(row) for row in rows)),
+        "Memory": human_bytes(sum(row["bytes"] for row in rows)),
+    }
+    if "mode" in warm:
+        facts["Warm-up"] = str(warm["mode"])
+    if "ratio" in warm:
+        facts["Warm"] = percent(warm["ratio"], 1)
+    return facts
+
+
+def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row's cells as text, the class of its state, and its padding's bar as a width from 0 to 100."""
+    computed = _computed(row)
+    failure = row.get("failure")
+    return {
+        "site": site_name(row),
+        "bucket": f"{row['bucket']:,}",
+        "state": row["state"].replace("_", " "),
+        "state_class": "captured" if row["state"] == "captured" else "failed" if failure else "",
+        "failure": failure,
+        "replays": f"{row['replays']:,}",
+        "padding": percent(row["padded_rows"], computed),
+        "padding_width": round(100 * row["padded_rows"] / computed) if computed else 0,
+        "bytes": human_bytes(row["bytes"]),
+        "capture": f"{row['capture_seconds']:.3f} s",
+        "scope": row["scope"],
+        "phase": row["phase"],
+        "engine": row.get("engine", ""),
+    }
+
+
+def _computed(row: Mapping[str, Any]) -> int:
+    """Rows that a graph's replays computed, padding included."""
+    return row["replays"] * row["bucket"]
