@@ -1,12 +1,14 @@
 """The one law, held by walking the syntax trees: server -> engine -> graph_cache, never back.
 
-Also: who may import torch, web frameworks, Transformer Engine and Megatron, and that CUDA graphs are captured in one
-file. A rule is a function from a file's place and imports to what is wrong, so each is also shown to find a breach.
+Also: who may import torch, web frameworks, Transformer Engine and Megatron, that CUDA graphs are captured in one file,
+and that no Python file holds the source of a page. A rule is a function from a file's place and imports to what is
+wrong, so each is also shown to find a breach.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -31,6 +33,7 @@ ADAPTERS = {
 # Names that only begin, end or hold a capture; is_current_stream_capturing is a question and free to all.
 CAPTURE_NAMES = {"CUDAGraph", "graph_pool_handle", "capture_begin", "capture_end"}
 CAPTURE_UNDER_CUDA = {"graph", "graphs", "make_graphed_callables"}
+PAGE_SOURCE = re.compile(r"<(?:!doctype|html|style|script|div|span|svg)\b", re.IGNORECASE)
 
 
 def imported_modules(tree: ast.AST, place: str) -> Iterator[tuple[int, str]]:
@@ -110,6 +113,11 @@ def breaches(place: str, source: str) -> list[str]:
     found = [(line, reason) for line, reason in reasons if reason]
     if place != CAPTURE_FILE:
         found += [(line, f"{name}: captures happen in {CAPTURE_FILE} only") for line, name in capture_calls(tree)]
+    found += [
+        (number, f"{match[0]}: the sources of pages are files in server/pages/static")
+        for number, line in enumerate(source.splitlines(), 1)
+        if (match := PAGE_SOURCE.search(line))
+    ]
     return [f"{place}:{line}: {what}" for line, what in sorted(found)]
 
 
@@ -170,6 +178,9 @@ def test_the_capture_file_is_seen_to_capture():
         ("graph_cache/pool.py", "getattr(torch.cuda, 'CUDAGraph')"),
         ("graph_cache/training/autograd.py", "torch.cuda.make_graphed_callables(f, args)"),
         ("engine/model_runner.py", "torch.cuda.graphs.graph(g)"),
+        ("server/app.py", "PAGE = '<!doctype html>'"),
+        ("server/pages/status.py", 'BODY = f"""\n<STYLE>{css}</STYLE>"""'),
+        ("server/pages/graphs.py", "row = '<script>' + code"),
     ],
 )
 def test_a_breach_is_found(place, source):
@@ -187,6 +198,7 @@ def test_a_breach_is_found(place, source):
         ("graph_cache/adapters/megatron.py", "from megatron.core import parallel_state"),
         ("graph_cache/adapters/transformer_engine.py", "import transformer_engine.pytorch as te"),
         ("graph_cache/adapters/megatron/layers.py", "import megatron"),
+        ("server/app.py", "if rows <scripts: shown = '<none>'"),
         (CAPTURE_FILE, "import torch\ngraph = torch.cuda.CUDAGraph()\ngraph.capture_begin()"),
     ],
 )
