@@ -50,7 +50,7 @@ _HOME = {
     "keys": ("GraphKey", "Plan"),
     "manifest": ("Manifest",),
     "pool": ("GraphPool",),
-    "ring": ("HostRing", "Ticket"),
+    "host_ring": ("HostRing", "Ticket"),
     "runner": ("GraphRunner", "RunnerState"),
     "site": ("Site",),
     "tuner": ("tune",),

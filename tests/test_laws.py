@@ -5,6 +5,7 @@
 - No import cycles. Imports inside functions and under TYPE_CHECKING count.
 - torch, web frameworks, Transformer Engine and Megatron are imported only where the tables below allow it.
 - CUDA graphs are captured in one file.
+- No Python file holds the source of a page.
 
 Each rule is a function from files to violations, so that tests also show that it finds one.
 """
@@ -12,6 +13,7 @@ Each rule is a function from files to violations, so that tests also show that i
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -47,7 +49,7 @@ FLOORS = {
         ("bench",),
     ),
     "server": (
-        ("config", "version"),
+        ("config", "version", "formatting"),
         ("schemas", "observability"),
         ("http",),
         ("serving",),
@@ -70,6 +72,7 @@ ADAPTERS = {
 # Names that only begin, end or hold a capture; is_current_stream_capturing is a question and free to all.
 CAPTURE_NAMES = {"CUDAGraph", "graph_pool_handle", "capture_begin", "capture_end"}
 CAPTURE_UNDER_CUDA = {"graph", "graphs", "make_graphed_callables"}
+PAGE_SOURCE = re.compile(r"<(?:!doctype|html|style|script|div|span|svg)\b", re.IGNORECASE)
 
 
 def imported_modules(tree: ast.AST, place: str) -> Iterator[tuple[int, str]]:
@@ -149,6 +152,11 @@ def breaches(place: str, source: str) -> list[str]:
     found = [(line, reason) for line, reason in reasons if reason]
     if place != CAPTURE_FILE:
         found += [(line, f"{name}: captures happen in {CAPTURE_FILE} only") for line, name in capture_calls(tree)]
+    found += [
+        (number, f"{match[0]}: the sources of pages are files in server/pages/static")
+        for number, line in enumerate(source.splitlines(), 1)
+        if (match := PAGE_SOURCE.search(line))
+    ]
     return [f"{place}:{line}: {what}" for line, what in sorted(found)]
 
 
@@ -326,6 +334,9 @@ def test_the_capture_file_is_seen_to_capture():
         ("graph_cache/pool.py", "getattr(torch.cuda, 'CUDAGraph')"),
         ("graph_cache/training/autograd.py", "torch.cuda.make_graphed_callables(f, args)"),
         ("engine/worker/model_runner.py", "torch.cuda.graphs.graph(g)"),
+        ("server/app.py", "PAGE = '<!doctype html>'"),
+        ("server/pages/status.py", 'BODY = f"""\n<STYLE>{css}</STYLE>"""'),
+        ("server/pages/graphs.py", "row = '<script>' + code"),
     ],
 )
 def test_a_breach_is_found(place, source):
@@ -346,6 +357,7 @@ def test_a_breach_is_found(place, source):
         ("graph_cache/adapters/megatron.py", "from megatron.core import parallel_state"),
         ("graph_cache/adapters/transformer_engine.py", "import transformer_engine.pytorch as te"),
         ("graph_cache/adapters/megatron/layers.py", "import megatron"),
+        ("server/app.py", "if rows <scripts: shown = '<none>'"),
         (CAPTURE_FILE, "import torch\ngraph = torch.cuda.CUDAGraph()\ngraph.capture_begin()"),
     ],
 )

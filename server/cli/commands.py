@@ -80,7 +80,7 @@ def graphs(args: argparse.Namespace) -> int:
 
 def graph_table(body: Mapping[str, Any]) -> str:
     """The rows of GET /graphs as aligned text."""
-    from server.pages.graphs import human_bytes, site_name
+    from server.formatting import human_bytes, site_name
 
     heads = ("site", "scope", "phase", "bucket", "state", "replays", "padding", "bytes", "capture", "engine")
     lines = [heads]

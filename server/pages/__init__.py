@@ -1,1 +1,1 @@
-"""HTML pages: status and graph table."""
+"""The pages that a browser gets: one document each, assembled from the files in `static/`."""

@@ -10,7 +10,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.concurrency import run_in_threadpool
 
 from server.http.openapi import NOT_SERVING, answered_by, failing
-from server.pages.graphs import render_graphs_page
+from server.pages import graphs as graphs_page
+from server.pages import page
 from server.schemas import responses as answers
 from server.serving.service import Service
 from server.version import version
@@ -57,8 +58,7 @@ async def graphs(request: Request) -> Response:
     rows: list[dict[str, Any]] = await service.client.graphs()
     body = {"model": service.model_names()[0], "warm": dict(service.client.health().warm), "graphs": rows}
     accepted = request.headers.get("accept", "")
-    vary = {"Vary": "Accept", "Cache-Control": "no-store"}
     if "text/html" in accepted:
-        page = await run_in_threadpool(render_graphs_page, body)
-        return HTMLResponse(page, headers=vary)
-    return JSONResponse(body, headers=vary)
+        document = await run_in_threadpool(graphs_page.render_graphs_page, body)
+        return HTMLResponse(document, headers=graphs_page.HEADERS)
+    return JSONResponse(body, headers=page.HEADERS)

@@ -5,17 +5,11 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
-from server.pages.status import CONTENT_SECURITY_POLICY, PAGE
+from server.pages import page
+from server.pages import status as status_page
 from server.serving.status_board import StatusBoard
 
 router = APIRouter(tags=["server"])
-
-_HEADERS = {
-    "Vary": "Accept",
-    "Cache-Control": "no-store",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-}
 
 
 @router.get("/", include_in_schema=False)
@@ -24,5 +18,5 @@ async def status(request: Request) -> Response:
     accepted = request.headers.get("accept", "")
     if "application/json" in accepted and "text/html" not in accepted:
         board: StatusBoard = request.app.state.board
-        return JSONResponse(await board.show(), headers=_HEADERS)
-    return HTMLResponse(PAGE, headers=_HEADERS | {"Content-Security-Policy": CONTENT_SECURITY_POLICY})
+        return JSONResponse(await board.show(), headers=page.HEADERS)
+    return HTMLResponse(status_page.DOCUMENT, headers=status_page.HEADERS)

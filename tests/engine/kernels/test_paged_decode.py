@@ -9,6 +9,7 @@ import torch
 
 from tests.support.kernels import INTERPRETED, relative_error  # isort: skip  (before what imports triton)
 
+from engine.attention.triton import TritonDecodeAttention
 from engine.kernels import paged_decode as td
 
 pytestmark = [
@@ -163,7 +164,7 @@ def test_attention_object_appends_and_attends_per_layer(device):
     second.k_cache, second.v_cache = first.k_cache + 1, first.v_cache * 2
     layers = [first, second]
     kv = SimpleNamespace(k=[case.k_cache for case in layers], v=[case.v_cache for case in layers])
-    attention = td.TritonDecodeAttention(kv, first.page_table, first.positions)
+    attention = TritonDecodeAttention(kv, first.page_table, first.positions)
     for index, case in enumerate(layers):
         k, v = new_rows(case, seed=index)
         found = attention(index, case.q, k, v)

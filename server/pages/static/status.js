@@ -1,9 +1,4 @@
-"""The status page's script: asks GET / for JSON every second and writes the values into the page as text.
-
-Owns how numbers are shown and the charts. No framework, and no markup made of strings.
-"""
-
-SCRIPT = r"""
+// Ask GET / for JSON every second and write the values into the page as text: no value ever becomes markup.
 "use strict";
 const $ = id => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
@@ -246,4 +241,3 @@ async function refresh() {
 document.addEventListener("visibilitychange", refresh);
 setInterval(refresh, 1000);
 refresh();
-"""

@@ -1,0 +1,27 @@
+"""Values of the graph table as text, for its page and for `encore graphs`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def site_name(row: Mapping[str, Any]) -> str:
+    """A row's site, with the values that its graph was captured for beside the bucket."""
+    statics = ", ".join(f"{name}={value}" for name, value in (row.get("statics") or {}).items())
+    return f"{row['site']} ({statics})" if statics else str(row["site"])
+
+
+def human_bytes(count: int) -> str:
+    """A byte count with a binary unit and three digits at most."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+def percent(part: float, whole: float) -> str:
+    """part / whole in percent with one decimal, or a dash where `whole` is zero."""
+    return f"{100 * part / whole:.1f}%" if whole else "–"
