@@ -13,6 +13,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent
 COMMANDS = {
     "compare": "Compare two result files; exit status 1 where the second is worse.",
+    "plots": "Draw the recorded results as SVG files.",
 }
 
 
@@ -67,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         print(f"error: no benchmark is named {name!r}{hint} `python -m benchmarks` lists all", file=sys.stderr)
         return 2
-    module = importlib.import_module(f"benchmarks.{name}")
+    module = importlib.import_module(f"benchmarks.{name}" if name != "plots" else "benchmarks.plots.draw")
     return module.main(rest)
 
 
