@@ -38,9 +38,9 @@ BALANCE_SPLITS = 4
 STAGES = ((900, 3), (math.inf, 2))
 """Pipeline stages for up to so many programs, of a batch; one row takes ALONE_STAGES.
 
-Measured where the launch stands, between two products (benchmarks/decode_step.py), not among its like: what it takes
-of a multiprocessor's memory decides what else is there. With two stages beside the products of one row, which take
-none, a step of Qwen3-8B's shape is 6.5% faster than with four.
+Measured within a decode step (benchmarks/step/decode_step.py), not in a graph of its own: the shared memory of a launch
+decides which other launches fit beside it. With two stages beside the products of one row, which take none,
+a step of Qwen3-8B's shape is 6.5% faster than with four.
 """
 
 ALONE_STAGES = 2
@@ -100,7 +100,7 @@ def choose_splits(batch: int, kv_heads: int, max_keys: int, multiprocessors: int
 
 
 def choose_tiling(head_dim: int, dtype: torch.dtype, rows: int, kv_heads: int) -> Tiling:
-    """Return the tile for a launch of so many rows, measured on an H200 (benchmarks/attention_decode.py).
+    """Return the tile for a launch of so many rows, measured on an H200 (benchmarks/kernels/attention_decode.py).
 
     Programs of one warp, many to a multiprocessor, hide each other's waits best; where there are few, each keeps more
     tiles in flight.

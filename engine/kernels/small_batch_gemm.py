@@ -49,7 +49,7 @@ def suits_library(rows: int, outputs: int, inputs: int, gated: bool) -> bool:
 def choose_config(rows: int, outputs: int, inputs: int, gated: bool) -> LaunchConfig:
     """The tile for y [rows, outputs] = x [rows, inputs] Wᵀ; a function of shapes alone, measured on an H200.
 
-    Benchmark: benchmarks/skinny_linear.py.
+    Benchmark: benchmarks/kernels/small_gemm.py.
     """
     if rows == 1:
         return _vector_pick(outputs, inputs, gated)

@@ -2,7 +2,7 @@
 
 Parameters enter as inputs and their gradients are returned, so that plain loops, hooks and DistributedDataParallel see
 what they would see of the eager module. This runs for every layer of every step: what it does is counted in
-microseconds (`benchmarks/training_step.py` prints the host's time).
+microseconds (`benchmarks/training/training_step.py` prints the host's time).
 """
 
 from __future__ import annotations

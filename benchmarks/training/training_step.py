@@ -1,24 +1,29 @@
-"""Training step time, the host's part of it, and peak memory: eager, our graphs, torch's own, compiled or not.
+"""A training step of a GPT: eager, per-layer and whole-iteration graphs, PyTorch's own graphs, compiled or not.
 
-`python -m benchmarks.training_step --batches 1,4,8 --out results.json` on a GPU. A GPT of 24 layers of width 1,024 in
-bf16, 512 tokens, AdamW, random tokens; each way in a process of its own, so that peaks don't mix. `--recapture` drops
-and captures the graphs of our ways five times instead, and prints the memory that stays.
+    python -m benchmarks training.training_step --batches 1,4,8 --json FILE
+
+24 layers of width 1,024 in bf16, 512 tokens, AdamW, random tokens. Each way runs in a process of its own, so that peaks
+of memory do not mix. --recapture drops and captures the graphs of our ways five times instead, and shows the memory
+that stays.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.step_timing import compared, sizes, timed, write
+from benchmarks import harness
+from benchmarks.training.step_timing import COLUMNS, add_arguments, run_ways, timed
 from engine import Engine, EngineConfig
 
+NEEDS = "CPU or 1 GPU"
 WAYS = ("eager", "layer", "iteration", "layer_compiled", "iteration_compiled", "compile", "make_graphed_callables")
 OURS = tuple(way for way in WAYS if way.startswith(("layer", "iteration")))
 RECAPTURES, RECAPTURE_STEPS = 5, 6  # rounds, and steps in each: past warm-up, and two replays
@@ -149,24 +154,22 @@ def held(engine: Engine) -> dict[str, int]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batches", default="1,4,8")
-    parser.add_argument("--ways", default=",".join(WAYS))
+def main(argv: Sequence[str]) -> int:
+    parser = harness.parser(__spec__.name, __doc__)
+    add_arguments(parser, WAYS, WAYS)
     parser.add_argument("--recapture", action="store_true", help="drop and capture five times; our ways only")
-    names = sizes(parser)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.one:
-        batch = int(args.batches)
-        step, engines, model = set_up(args.ways, batch, args)
+        step, engines, model = set_up(args.ways[0], args.batches[0], args)
         found = recapture(step, engines[0], model) if args.recapture else timed(step, engines, args.warm, args.steps)
         print(json.dumps(found))
-        return
-    ways = [way for way in args.ways.split(",") if way in OURS or not args.recapture]
-    options = [f"--{name}={getattr(args, name)}" for name in names] + ["--recapture"] * args.recapture
-    batches = [int(batch) for batch in args.batches.split(",")]
-    write(args.out, compared("benchmarks.training_step", ways, batches, options))
+        return 0
+    ways = [way for way in args.ways if way in OURS or not args.recapture]
+    report = harness.Report(__spec__.name, args, argv)
+    run_ways(__spec__.name, ways, args, ["--recapture"] * args.recapture, report)
+    report.finish(None if args.recapture else COLUMNS)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

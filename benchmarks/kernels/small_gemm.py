@@ -1,25 +1,33 @@
-"""Linear layers for few rows on a GPU: our kernels' variants against cuBLAS, µs a layer inside one graph.
+"""Linear layers with few rows (small GEMMs): our kernels' launch parameters beside cuBLAS, µs a layer.
 
-`python -m benchmarks.skinny_linear --shapes qwen3-0.6b --rows 1,8,32 --out results.json`. Each figure is one graph of
-24 layers with weights of their own (more than the L2 holds), so weights come from memory as they do in a model, and
-launches overlap as they do there. `floor` is the weights' bytes at --bandwidth.
+    python -m benchmarks kernels.small_gemm --shapes qwen3-0.6b --rows 1,8,32 --json FILE
+
+Each figure is one CUDA graph of 24 layers with weights of their own (more than the L2 cache holds), so weights come
+from memory as they do in a model, and launches overlap as they do there. The floor is the weights' bytes over
+--bandwidth. chosen_us is the variant that the engine picks.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
+import multiprocessing
 import os
-import statistics
+import sys
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 
-from engine.kernels.small_batch_gemm import WIDE, LaunchConfig, Scratch, choose_config, linear, suits_library
+from benchmarks import harness
+from benchmarks.shapes import SHAPES
+from benchmarks.timing import copy_bandwidth, graph_us
 
+if find_spec("triton"):  # PyTorch for CPUs comes without it, and --help works there
+    from engine.kernels.small_batch_gemm import WIDE, LaunchConfig, Scratch, choose_config, linear, suits_library
+
+NEEDS = "1 GPU"
 LAYERS = 24
 
 
@@ -35,22 +43,18 @@ class Case(NamedTuple):
     best: bool = False
 
 
-SHAPES = {
-    "qwen3-0.6b": [
-        Case("qkv", 4096, 1024, norm=True),
-        Case("o", 1024, 2048, add=True),
-        Case("gate_up", 3072, 1024, norm=True, gated=True),
-        Case("down", 1024, 3072, add=True),
-        Case("head", 151936, 1024, norm=True, best=True),
-    ],
-    "qwen3-8b": [
-        Case("qkv", 6144, 4096, norm=True),
-        Case("o", 4096, 4096, add=True),
-        Case("gate_up", 12288, 4096, norm=True, gated=True),
-        Case("down", 4096, 12288, add=True),
-        Case("head", 151936, 4096, norm=True, best=True),
-    ],
-}
+def cases(shape: str) -> list[Case]:
+    """Return the linear layers of a model shape, each with the norm, gate, sum or argmax that its kernel includes."""
+    config = SHAPES[shape]
+    hidden, middle, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    return [
+        Case("qkv", (heads + 2 * kv_heads) * dim, hidden, norm=True),
+        Case("o", hidden, heads * dim, add=True),
+        Case("gate_up", middle, hidden, norm=True, gated=True),
+        Case("down", hidden, middle, add=True),
+        Case("head", config["vocab_size"], hidden, norm=True, best=True),
+    ]
 
 
 def candidates(case: Case, rows: int) -> list[LaunchConfig]:
@@ -129,26 +133,6 @@ def reference(case: Case, buffers: dict[str, Any]) -> torch.Tensor:
     return y
 
 
-def microseconds(body: Any, layers: int, repeats: int = 7) -> float:
-    """Median µs per layer of a graph of `layers` calls."""
-    body(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for layer in range(layers):
-            body(layer)
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / layers)
-    return statistics.median(times)
-
-
 def cublas(case: Case, buffers: dict[str, Any]) -> Any:
     functional = torch.nn.functional
 
@@ -172,7 +156,7 @@ def compile_some(job: tuple[str, int, int, int]) -> int:
     """Fill Triton's cache from a process of its own: every `stride`-th candidate; how many could be launched."""
     shape, rows, offset, stride = job
     done = 0
-    for case in SHAPES[shape]:
+    for case in cases(shape):
         buffers = None
         for index, pick in enumerate(candidates(case, rows)):
             if index % stride == offset:
@@ -187,76 +171,64 @@ def compile_some(job: tuple[str, int, int, int]) -> int:
 
 
 def measure(case: Case, rows: int, bandwidth: float) -> dict[str, Any]:
-    """One product: floor, cuBLAS and our best variants, each with its relative error against float64."""
+    """One product: floor, cuBLAS and our best variants as [µs, relative error against float64, launch parameters]."""
     layers = 4 if case.n > 50000 else LAYERS
     buffers = make_buffers(case, rows, layers)
     wanted = reference(case, buffers)
+
+    def micros(body: Any) -> float:
+        return graph_us([lambda layer=layer: body(layer) for layer in range(layers)], repeats=7)
+
     floor = sum(w.nbytes for w in buffers["w"]) / layers / bandwidth / 1e3
-    row: dict[str, Any] = {
-        "rows": rows,
-        "case": case.name,
-        "floor": round(floor, 2),
-        "ours": [],
-        "failed": [],
-        "cublas": round(microseconds(cublas(case, buffers), layers), 2),
-    }
+    found, failed = [], []
+    library = micros(cublas(case, buffers))
     for pick in candidates(case, rows):
         try:
             buffers["out"].zero_()
             launch(case, pick, buffers, 0)
             error = ((buffers["out"].double() - wanted).norm() / wanted.norm()).item()
-            fast = microseconds(lambda i: launch(case, pick, buffers, i), layers)  # noqa: B023
-        except Exception as problem:
-            row["failed"].append([pick, f"{type(problem).__name__}: {problem}"[:100]])
+            fast = micros(lambda layer: launch(case, pick, buffers, layer))  # noqa: B023
+        except Exception as problem:  # too much shared memory, say: listed as failed
+            failed.append([pick, f"{type(problem).__name__}: {problem}"[:100]])
             continue
-        row["ours"].append([round(fast, 2), round(error, 4), pick])
-    row["ours"].sort(key=lambda entry: entry[0])
-    row["chosen"] = (
-        None
-        if suits_library(rows, case.n, case.k, case.gated)
-        else next(
-            (us for us, _, pick in row["ours"] if pick == choose_config(rows, case.n, case.k, case.gated)), "failed"
-        )
-    )
-    row["tried"] = len(row["ours"])
-    row["ours"] = row["ours"][:8]
-    return row
+        found.append([round(fast, 2), round(error, 4), pick])
+    found.sort(key=lambda entry: entry[0])
+    row: dict[str, Any] = {"rows": rows, "case": case.name, "floor_us": round(floor, 2), "cublas_us": round(library, 2)}
+    if suits_library(rows, case.n, case.k, case.gated):
+        row["chosen"] = "cublas"
+    else:
+        chosen = choose_config(rows, case.n, case.k, case.gated)
+        row["chosen"] = str(tuple(chosen))
+        row["chosen_us"] = next((us for us, _, pick in found if pick == chosen), None)
+    return row | {"best_us": found[0][0] if found else None, "tried": len(found), "best": found[:8], "failed": failed}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shapes", default="qwen3-0.6b")
-    parser.add_argument("--rows", default="1,8,32")
-    parser.add_argument("--bandwidth", type=float, default=4300.0, help="GB/s")
-    parser.add_argument("--top", type=int, default=3)
-    parser.add_argument("--processes", type=int, default=min(14, os.cpu_count() or 1))
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+def main(argv: Sequence[str]) -> int:
+    parser = harness.parser(__spec__.name, __doc__)
+    parser.add_argument("--shapes", type=harness.names(SHAPES), default=["qwen3-0.6b"])
+    parser.add_argument("--rows", type=harness.counts, default=[1, 8, 32])
+    parser.add_argument("--bandwidth", type=float, metavar="GB/s", help="of the floor (default: a copy's, measured)")
+    parser.add_argument("--processes", type=harness.count, default=min(14, os.cpu_count() or 1), help="that compile")
+    args = parser.parse_args(argv)
+    harness.require_gpus(parser)
+    report = harness.Report(__spec__.name, args, argv)
     jobs = [
-        (shape, int(rows), offset, args.processes)
-        for shape in args.shapes.split(",")
-        for rows in args.rows.split(",")
+        (shape, rows, offset, args.processes)
+        for shape in args.shapes
+        for rows in args.rows
         for offset in range(args.processes)
     ]
-    with ProcessPoolExecutor(args.processes) as pool:
-        print("compiled", sum(pool.map(compile_some, jobs)), flush=True)
-    table = []
-    for shape, rows in itertools.product(args.shapes.split(","), map(int, args.rows.split(","))):
-        for case in SHAPES[shape]:
-            row = {"shape": shape} | measure(case, rows, args.bandwidth)
-            table.append(row)
-            print(
-                f"{shape} M={rows} {case.name}: floor {row['floor']} cublas {row['cublas']} chosen {row['chosen']} "
-                f"tried {row['tried']} failed {len(row['failed'])} "
-                + " | ".join(f"{us} e{error} {pick}" for us, error, pick in row["ours"][: args.top]),
-                flush=True,
-            )
-    if args.out:
-        args.out.write_text(
-            json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": table}, indent=1)
-            + "\n"
-        )
+    # forked processes could not use a GPU that this one has looked at
+    with ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool:
+        print("compiled", sum(pool.map(compile_some, jobs)), "variants", flush=True)
+    bandwidth = args.bandwidth or copy_bandwidth()
+    for shape, rows in itertools.product(args.shapes, args.rows):
+        for case in cases(shape):
+            report.add({"shape": shape} | measure(case, rows, bandwidth))
+    columns = ("shape", "rows", "case", "floor_us", "cublas_us", "chosen_us", "best_us", "chosen", "tried")
+    report.finish(columns, bandwidth_gb_per_s=round(bandwidth, 1))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

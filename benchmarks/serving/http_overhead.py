@@ -1,9 +1,9 @@
-"""What HTTP costs: tokens per second of 64 streams through the server beside the engine's own at the same batch.
+"""HTTP overhead: tokens/s of 64 streams through the server beside the engine's own at the same batch.
 
-    OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.http_overhead --json benchmarks/results/http-overhead.json
+    OMP_NUM_THREADS=1 python -m benchmarks serving.http_overhead --json FILE
 
-Offline engine, server and load are processes of their own and take turns, several rounds; the figures are of the best
-round of each (the machine may be shared), and CPU time per token, which sharing does not change, stands beside them.
+Tiny models on a CPU. Offline engine, server and load are processes of their own and take turns over several rounds.
+Figures are of the best round of each, since the machine may be shared; CPU time per token stands beside them.
 """
 
 from __future__ import annotations
@@ -11,16 +11,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
+import random
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import harness
 from tests.soak.serving import ENVIRONMENT, Serving, results, serving, start_load
 
+NEEDS = "CPU"
+COLUMNS = ("shape", "streams", "engine_offline.tokens_per_second", "server.tokens_per_second", "share_of_engine",
+           "server.server_cpu_us_per_token", "server.engine_cpu_us_per_token")  # fmt: skip
 TICK = os.sysconf("SC_CLK_TCK")
 
 
@@ -38,8 +43,6 @@ def engine_settings(model: Path, streams: int, tokens: int) -> dict[str, Any]:
 
 def offline(model: Path, streams: int, tokens: int) -> dict[str, float]:
     """Engine.generate in this process: greedy, prompts of 16 ids, after a run that is not counted."""
-    import random
-
     from engine import Engine, EngineConfig, SamplingParams
 
     rng = random.Random(0)
@@ -51,7 +54,7 @@ def offline(model: Path, streams: int, tokens: int) -> dict[str, float]:
         outputs = engine.generate(prompt_token_ids=prompts, sampling_params=params)
         seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
     count = sum(len(output.token_ids) for output in outputs)
-    return {"tokens_per_second": count / seconds, "cpu_us_per_token": 1e6 * cpu / count}
+    return {"tokens_per_second": round(count / seconds, 1), "cpu_us_per_token": round(1e6 * cpu / count, 2)}
 
 
 def over_http(server: Serving, streams: int, tokens: int) -> dict[str, Any]:
@@ -61,9 +64,9 @@ def over_http(server: Serving, streams: int, tokens: int) -> dict[str, Any]:
     [found] = results([start_load(server.url, requests=streams, streams=streams, tokens=tokens)])
     if found["finished"] != streams:
         raise RuntimeError(f"the load did not finish: {found}")
-    used = {f"{name}_cpu_us_per_token": 1e6 * (cpu_seconds(pid) - before[name]) / found["tokens"]
+    used = {f"{name}_cpu_us_per_token": round(1e6 * (cpu_seconds(pid) - before[name]) / found["tokens"], 2)
             for name, pid in pids.items()}  # fmt: skip
-    used["client_cpu_us_per_token"] = 1e6 * found["client_cpu_seconds"] / found["tokens"]
+    used["client_cpu_us_per_token"] = round(1e6 * found["client_cpu_seconds"] / found["tokens"], 2)
     return found | used
 
 
@@ -72,22 +75,22 @@ def compare(model: Path, streams: int, tokens: int, rounds: int) -> dict[str, An
     settings = engine_settings(model, streams, tokens)
     flags = [part for name, value in settings.items() if name != "model"
              for part in (f"--{name.replace('_', '-')}", str(value))]  # fmt: skip
-    alone, served = [], []
-    with tempfile.TemporaryDirectory() as folder:
-        with serving(model, Path(folder) / "server.log", *flags) as server:
-            over_http(server, streams, tokens)
-            for _ in range(rounds):
-                command = [sys.executable, "-m", "benchmarks.http_overhead", "--offline", str(model),
-                           "--streams", str(streams), "--tokens", str(tokens)]  # fmt: skip
-                done = subprocess.run(command, env=ENVIRONMENT, check=True, capture_output=True, text=True)
-                alone.append(json.loads(done.stdout))
-                served.append(over_http(server, streams, tokens))
+    command = [sys.executable, "-m", __spec__.name, "--offline", str(model), "--streams", str(streams),
+               "--tokens", str(tokens)]  # fmt: skip
+
+    def engine_alone() -> dict[str, Any]:
+        return json.loads(subprocess.run(command, env=ENVIRONMENT, check=True, capture_output=True, text=True).stdout)
+
+    with tempfile.TemporaryDirectory() as folder, serving(model, Path(folder) / "server.log", *flags) as server:
+        over_http(server, streams, tokens)
+        ways = {"engine": engine_alone, "server": lambda: over_http(server, streams, tokens)}
+        taken = harness.alternate(ways, rounds)
+    served, alone = taken["server"], taken["engine"]
     best = max(served, key=lambda one: one["tokens_per_second"])
     offline_best = max(alone, key=lambda one: one["tokens_per_second"])
     return {
         "streams": streams, "tokens": tokens, "rounds": rounds, "engine_offline": offline_best, "server": best,
-        "ratio": round(best["tokens_per_second"] / offline_best["tokens_per_second"], 3),
-        "load_average": os.getloadavg()[0],
+        "share_of_engine": round(best["tokens_per_second"] / offline_best["tokens_per_second"], 3),
     }  # fmt: skip
 
 
@@ -108,32 +111,35 @@ def tiny_model(folder: Path, layers: int, hidden: int) -> Path:
     return folder
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--shapes", default="2x64,4x128,8x256", help="layers x hidden, separated by commas")
-    parser.add_argument("--json", type=Path, help="write the results there")
-    parser.add_argument("--offline", type=Path, help="only the engine, on this model")
-    found = parser.parse_args()
-    if found.offline is not None:
-        print(json.dumps(offline(found.offline, found.streams, found.tokens)))
+def sizes(text: str) -> list[str]:
+    """Convert LAYERSxHIDDEN,… to its parts; hidden sizes are multiples of 32."""
+    for part in text.split(","):
+        layers, _, hidden = part.partition("x")
+        if harness.count(layers) and harness.count(hidden) % 32:
+            raise argparse.ArgumentTypeError(f"{part!r}: the hidden size must be a multiple of 32, as in 2x64")
+    return text.split(",")
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = harness.parser(__spec__.name, __doc__)
+    parser.add_argument("--streams", type=harness.count, default=64)
+    parser.add_argument("--tokens", type=harness.count, default=256)
+    parser.add_argument("--rounds", type=harness.count, default=5)
+    parser.add_argument("--shapes", type=sizes, default="2x64,4x128,8x256", help="layers x hidden size, by commas")
+    parser.add_argument("--offline", type=Path, help=argparse.SUPPRESS)  # only the engine, on this model
+    args = parser.parse_args(argv)
+    if args.offline is not None:
+        print(json.dumps(offline(args.offline, args.streams, args.tokens)))
         return 0
-    runs = {}
-    for shape in found.shapes.split(","):
+    report = harness.Report(__spec__.name, args, argv)
+    for shape in args.shapes:
         layers, hidden = map(int, shape.split("x"))
         with tempfile.TemporaryDirectory() as folder:
-            runs[shape] = compare(tiny_model(Path(folder), layers, hidden), found.streams, found.tokens, found.rounds)
-        print(shape, json.dumps(runs[shape]), flush=True)
-    if found.json is not None:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-        found.json.write_text(json.dumps({
-            "command": "python -m benchmarks.http_overhead", "commit": commit, "date": time.strftime("%Y-%m-%d"),
-            "python": platform.python_version(), "cpus": os.cpu_count(), "runs": runs,
-        }, indent=1) + "\n")  # fmt: skip
+            model = tiny_model(Path(folder), layers, hidden)
+            report.add({"shape": shape} | compare(model, args.streams, args.tokens, args.rounds))
+    report.finish(COLUMNS)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,32 +1,39 @@
-"""What graphs cost and give: replay against eager, capture time, memory, recapture. One table and one JSON file.
+"""Graph capture: replay beside eager, capture time, pool memory, recapture, capture beside a busy thread.
 
-`python -m benchmarks.graph_capture --shape qwen3-0.6b --out results.json` on a GPU; on a CPU `--shape tiny
---max-num-seqs 8 --repeats 5`. Random weights. Each row says what was asked of it, where a bound exists.
+    python -m benchmarks step.graph_capture --shape qwen3-0.6b --json FILE                      # on a GPU
+    python -m benchmarks step.graph_capture --shape tiny --max-num-seqs 8 --repeats 5           # on a CPU
+
+Random weights. Rows are decode steps by batch size. tokens_equal_eager: whether graphs of each scope give the tokens of
+eager steps. recapture_bytes: memory in use after graphs were dropped and captured again, five times. memory_drift: its
+largest change. allocating_thread: "ok" where a thread that allocates and synchronises does not disturb a capture.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from benchmarks import harness
 from benchmarks.shapes import SHAPES, write_shape
+from benchmarks.timing import synchronize, wall_ms
 from engine.config import EngineConfig
 from engine.core.loop import EngineLoop
 from engine.executor.build import build_loop
 from engine.protocol.request import EngineRequest, SamplingParams
 
+NEEDS = "CPU or 1 GPU"
+
 
 def build(folder: str, scope: str, seqs: int, buckets: tuple[int, ...] | None = None) -> EngineLoop:
-    """A loop over random weights, the same for every call."""
+    """Build an engine loop with random weights, the same ones in every call."""
     return build_loop(
         EngineConfig(
             model=folder,
@@ -45,28 +52,8 @@ def build(folder: str, scope: str, seqs: int, buckets: tuple[int, ...] | None = 
     )
 
 
-def wait() -> None:
-    """Until the device is done."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def median_ms(run: Callable[[], Any], repeats: int) -> float:
-    """Median wall time of a call and its work, in ms."""
-    for _ in range(3):
-        run()
-    wait()
-    times = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        run()
-        wait()
-        times.append((time.perf_counter() - started) * 1e3)
-    return statistics.median(times)
-
-
 def tokens_of(loop: EngineLoop, prompts: list[list[int]], count: int) -> list[list[int]]:
-    """Greedy continuations of all prompts in one batch."""
+    """Return greedy continuations of all prompts, run as one batch."""
     for index, prompt in enumerate(prompts):
         loop.add(
             EngineRequest(
@@ -90,15 +77,15 @@ def prompts_for(rows: int, vocab: int, length: int = 24) -> list[list[int]]:
 
 
 def replay_against_eager(loop: EngineLoop, batches: list[int], repeats: int) -> list[dict]:
-    """Decode steps as the cache runs them against the same callable run eagerly on the same static buffers."""
+    """Time decode steps as graph replays, and the same callable run eagerly on the same static buffers."""
     cache, site, rows = loop.runner.cache, loop.runner.site, []
     statics = dict(site.variants[0])
     for batch in batches:
         plan = cache.plan(site.name, batch, **statics)
         loop.runner.buffers.fill_dummy()
-        replay = median_ms(lambda plan=plan: cache.run(plan), repeats)
+        replay = wall_ms(lambda plan=plan: cache.run(plan), repeats)
         with torch.inference_mode():
-            eager = median_ms(lambda plan=plan: site.run_eager(plan.key), repeats)
+            eager = wall_ms(lambda plan=plan: site.run_eager(plan.key), repeats)
         rows.append(
             {
                 "batch": batch,
@@ -111,7 +98,7 @@ def replay_against_eager(loop: EngineLoop, batches: list[int], repeats: int) -> 
 
 
 def recapture(loop: EngineLoop, times: int) -> dict[str, list[int]]:
-    """Delete all graphs and capture them again: bytes in use on the device with the graphs, and without them."""
+    """Delete all graphs and capture them again; return the bytes in use with and without graphs, per round."""
     found: dict[str, list[int]] = {"with_graphs": [], "without": []}
     for _ in range(times):
         loop.runner.cache.clear()
@@ -124,7 +111,7 @@ def recapture(loop: EngineLoop, times: int) -> dict[str, list[int]]:
 
 def device_bytes(loop: EngineLoop) -> int:
     """Bytes in use: of the whole device on a GPU, of the graphs' pool on a CPU."""
-    wait()
+    synchronize()
     if not torch.cuda.is_available():
         return loop.runner.cache.pool_bytes
     free, total = torch.cuda.mem_get_info()
@@ -153,7 +140,7 @@ def with_allocating_thread(loop: EngineLoop) -> str:
 
 
 def address_check(loop: EngineLoop, step_ms: float) -> dict[str, float]:
-    """What comparing all addresses costs the host, and what it adds to a step when done while the device works."""
+    """Time a comparison of all addresses: alone on the host, and what it adds to a step while the device works."""
     cache, site = loop.runner.cache, loop.runner.site
     plan = cache.plan(site.name, 1, **dict(site.variants[0]))
     started = time.perf_counter()
@@ -165,11 +152,10 @@ def address_check(loop: EngineLoop, step_ms: float) -> dict[str, float]:
         cache.run(plan)
         cache.check_addresses()
 
-    plain, with_check = [], []
-    for _ in range(5):
-        plain.append(median_ms(lambda: cache.run(plan), 30))
-        with_check.append(median_ms(checked, 30))
-    added = statistics.median(with_check) - statistics.median(plain)
+    taken = harness.alternate(
+        {"plain": lambda: wall_ms(lambda: cache.run(plan), 30), "checked": lambda: wall_ms(checked, 30)}, 5
+    )
+    added = statistics.median(taken["checked"]) - statistics.median(taken["plain"])
     return {
         "tensors": len(site.addresses),
         "host_ms": round(host_ms, 4),
@@ -177,29 +163,21 @@ def address_check(loop: EngineLoop, step_ms: float) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="tiny")
-    parser.add_argument("--max-num-seqs", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=50)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    folder = write_shape(args.shape, tempfile.mkdtemp())
-    vocab, seqs = SHAPES[args.shape]["vocab_size"], args.max_num_seqs
-    found: dict[str, Any] = {"shape": args.shape, "torch": torch.__version__, "device": "cpu"}
-    if torch.cuda.is_available():
-        found["device"] = torch.cuda.get_device_name()
-
+def measure(report: harness.Report, folder: str, shape: str, seqs: int, repeats: int) -> dict[str, Any]:
+    """Add a row per batch size to the report and return the figures that belong to no batch size."""
+    vocab = SHAPES[shape]["vocab_size"]
+    found: dict[str, Any] = {}
     loop = build(folder, "block", seqs)
     started = time.perf_counter()
     loop.warm()
-    wait()
+    synchronize()
     found["graphs"] = len(loop.graphs())
     found["capture_seconds"] = round(time.perf_counter() - started, 2)
     found["failed"] = [row["failure"] for row in loop.graphs() if row["state"] != "captured"]
     found["pool_bytes"] = loop.runner.cache.pool_bytes
-    found["replay"] = replay_against_eager(loop, [b for b in (1, 8, 32, 128, 256) if b <= seqs], args.repeats)
-    found["address_check"] = address_check(loop, found["replay"][0]["replay_ms"])
+    for row in replay_against_eager(loop, [b for b in (1, 8, 32, 128, 256) if b <= seqs], repeats):
+        report.add(row)
+    found["address_check"] = address_check(loop, report.rows[0]["replay_ms"])
 
     largest = build(folder, "block", seqs, (seqs,))
     largest.warm()
@@ -224,11 +202,23 @@ def main() -> None:
         for name, used in found["recapture_bytes"].items()
     }
     found["allocating_thread"] = with_allocating_thread(loop)
-    if args.out:
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
+    return found
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = harness.parser(__spec__.name, __doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--max-num-seqs", type=harness.count, default=256)
+    parser.add_argument("--repeats", type=harness.count, default=50)
+    args = parser.parse_args(argv)
+    report = harness.Report(__spec__.name, args, argv)
+    with tempfile.TemporaryDirectory() as root:
+        found = measure(report, write_shape(args.shape, root), args.shape, args.max_num_seqs, args.repeats)
     for name, value in found.items():
         print(f"{name:28} {json.dumps(value)}")
+    report.finish(**found)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

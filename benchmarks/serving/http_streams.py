@@ -1,11 +1,12 @@
-"""Tokens per second over HTTP: N clients that stream completions at once, from several processes with little work each.
+"""HTTP streaming: tokens/s, first-token and inter-token times with N clients of an OpenAI-compatible server.
 
-    .venv/bin/python -m benchmarks.http_streams http://127.0.0.1:8000 --clients 1,16,64,256 --processes 4 --json FILE
-    .venv/bin/python -m benchmarks.http_streams --ceiling --clients 64,256   # what this client itself can take
+    python -m benchmarks serving.http_streams http://127.0.0.1:8000 --clients 1,16,64,256 --processes 4 --json FILE
+    python -m benchmarks serving.http_streams --ceiling --clients 64,256   # what this client itself can take
 
-Drives any OpenAI-compatible `/v1/completions` (ours, `vllm serve`, SGLang) with random prompts of token ids. A client
-is a raw socket on which it counts the events of its stream; JSON is read once a stream, from the last chunk's usage.
-Knows no engine and imports nothing of Encore's, so that the file runs by itself beside another server.
+Drives any `/v1/completions` (ours, `vllm serve`, SGLang) with random prompts of token ids; the API key, where the
+server needs one, is read from OPENAI_API_KEY. A client is a raw socket on which it counts the events of its stream;
+JSON is read once a stream, from the last chunk's usage. Clients are spread over several processes. Needs neither
+PyTorch nor the engine, except to describe the machine in the file of --json.
 """
 
 from __future__ import annotations
@@ -23,11 +24,17 @@ import statistics
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from benchmarks import harness
+
+NEEDS = "CPU"
+COLUMNS = ("clients", "tokens_per_second", "first_token_ms.median", "first_token_ms.p99", "inter_token_ms.median",
+           "inter_token_ms.p99", "request_ms.median", "client.busiest")  # fmt: skip
 EVENT = b'data: {"'  # within a JSON string the quote would be escaped, so this is never text of the model's
 USAGE = re.compile(rb'"completion_tokens": ?(\d+)')
 KEPT = 4096  # bytes of a stream's end, in which its usage stands
@@ -249,68 +256,77 @@ def model_of(url: str, key: str) -> str:
         return json.load(answer)["data"][0]["id"]
 
 
-def numbers(text: str) -> list[int]:
-    """Comma-separated whole numbers."""
-    return [int(part) for part in text.split(",")]
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("url", nargs="?", help="the server, such as http://127.0.0.1:8000")
-    parser.add_argument("--ceiling", action="store_true", help="measure this client on a server that only writes")
-    parser.add_argument("--clients", type=numbers, default=[1, 16, 64, 256], metavar="N,N")
-    parser.add_argument("--requests-per-client", type=int, default=4)
-    parser.add_argument("--prompt-tokens", type=int, default=512)
-    parser.add_argument("--output-tokens", type=int, default=256)
-    parser.add_argument("--vocab", type=numbers, default=[100, 100_000], metavar="LOW,HIGH", help="ids of the prompts")
-    parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) // 4))
-    parser.add_argument("--rounds", type=int, default=1, help="runs of each number of clients; all are reported")
-    parser.add_argument("--warm-up", type=int, default=1, help="runs of each number of clients that are not counted")
-    parser.add_argument("--seed", type=int, default=int(time.time()), help="of the prompts: new ones unless given")
-    parser.add_argument("--model")
-    parser.add_argument("--key", default="", help="the API key, if the server wants one")
-    parser.add_argument("--json", type=Path, help="write the results there")
-    found = parser.parse_args()
-    if found.ceiling:
-        listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-        servers = [
-            multiprocessing.get_context("fork").Process(target=ceiling_server, args=(listener,), daemon=True)
-            for _ in range(found.processes)
-        ]
+@contextmanager
+def ceiling(processes: int) -> Iterator[str]:
+    """Run servers that only write, on one port, and yield their address."""
+    context = multiprocessing.get_context("fork")
+    with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
+        servers = [context.Process(target=ceiling_server, args=(listener,), daemon=True) for _ in range(processes)]
         for server in servers:
             server.start()
-        found.url, found.model = "http://127.0.0.1:{1}".format(*listener.getsockname()), "ceiling"
-    elif not found.url:
-        parser.error("give the server's address, or --ceiling")
+        try:
+            yield "http://127.0.0.1:{1}".format(*listener.getsockname())
+        finally:
+            for server in servers:
+                server.terminate()
+                server.join()
+
+
+def add_arguments(parser: argparse.ArgumentParser, prompt_tokens: int = 512, vocab: str = "100,100000") -> None:
+    """Add the arguments that describe a load."""
+    parser.add_argument("--clients", type=harness.counts, default=[1, 16, 64, 256], metavar="N,N")
+    parser.add_argument("--requests-per-client", type=harness.count, default=4)
+    parser.add_argument("--prompt-tokens", type=harness.count, default=prompt_tokens)
+    parser.add_argument("--output-tokens", type=harness.count, default=256)
+    parser.add_argument("--vocab", type=id_range, default=vocab, metavar="LOW,HIGH", help="ids of the prompts")
+    parser.add_argument("--processes", type=harness.count, default=max(1, (os.cpu_count() or 2) // 4))
+    parser.add_argument("--rounds", type=harness.count, default=1, help="runs of each number of clients, all reported")
+    parser.add_argument("--warm-up", type=int, default=1, help="runs of each number of clients that are not counted")
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="of the prompts: new ones unless given")
+
+
+def id_range(text: str) -> tuple[int, int]:
+    """Convert LOW,HIGH to both token ids; the second is exclusive."""
+    found = harness.counts(text)
+    if len(found) != 2 or found[0] >= found[1]:
+        raise argparse.ArgumentTypeError(f"{text!r} is not LOW,HIGH with LOW below HIGH")
+    return found[0], found[1]
+
+
+def run_loads(url: str, model: str, args: argparse.Namespace, report: harness.Report, key: str = "") -> None:
+    """Run the loads that `args` describe (see add_arguments) and add a row for each to the report."""
     body = {
-        "model": found.model or model_of(found.url, found.key), "max_tokens": found.output_tokens, "temperature": 0,
-        "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
+        "model": model, "max_tokens": args.output_tokens, "temperature": 0, "ignore_eos": True, "stream": True,
+        "stream_options": {"include_usage": True},
     }  # fmt: skip
-    runs = []
-    for clients in found.clients:
-        for number in range(-found.warm_up, found.rounds):
-            seed = found.seed + 1009 * clients + number
-            run = load(
-                found.url,
-                clients,
-                clients * (1 if number < 0 else found.requests_per_client),
-                body,
-                found.prompt_tokens,
-                tuple(found.vocab),
-                found.processes,
-                seed,
-                found.key,
-            )
+    for clients in args.clients:
+        for number in range(-args.warm_up, args.rounds):
+            seed = args.seed + 1009 * clients + number
+            requests = clients * (1 if number < 0 else args.requests_per_client)
+            row = load(url, clients, requests, body, args.prompt_tokens, args.vocab, args.processes, seed, key)
             if number >= 0:
-                runs.append(run)
-                print(json.dumps(run), flush=True)
-    if found.json is not None:
-        found.json.write_text(json.dumps({
-            "command": ["python", "-m", "benchmarks.http_streams", *sys.argv[1:]], "date": time.strftime("%Y-%m-%d"),
-            "cpus": os.cpu_count(), "url": found.url, "runs": runs,
-        }, indent=1) + "\n")  # fmt: skip
+                report.add(row)
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = harness.parser(__spec__.name, __doc__)
+    parser.add_argument("url", nargs="?", help="the server, such as http://127.0.0.1:8000")
+    parser.add_argument("--ceiling", action="store_true", help="measure this client on a server that only writes")
+    parser.add_argument("--model", help="default: the first one that the server lists")
+    add_arguments(parser)
+    args = parser.parse_args(argv)
+    if bool(args.url) == args.ceiling:
+        parser.error("give either the server's address or --ceiling")
+    key = os.environ.get("OPENAI_API_KEY", "")
+    report = harness.Report(__spec__.name, args, argv)
+    if args.ceiling:
+        with ceiling(args.processes) as url:
+            run_loads(url, "ceiling", args, report)
+    else:
+        run_loads(args.url, args.model or model_of(args.url, key), args, report, key)
+    report.finish(COLUMNS)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,23 +1,29 @@
-"""Time of the Triton prefill attention inside a CUDA graph, and its rate in TFLOP/s over the products that count.
+"""Prefill attention over a paged KV cache inside a CUDA graph: µs a call and TFLOP/s.
 
-`python -m benchmarks.attention_prefill --out result.json [--sweep]`. Bf16, head size 128, pages of 16 tokens in random
-order. A shape is query heads, KV heads, and for each chunk how many tokens come before it and how many it has. Products
-above the diagonal don't count. Each result is first compared with float64's. Needs a CUDA device.
+    python -m benchmarks kernels.attention_prefill --json FILE [--sweep]
+
+Bf16, head size 128, pages of 16 tokens in random order. A shape is query heads, KV heads, and for each chunk how many
+tokens come before it and how many it has. Work above the diagonal is not counted. Each result is first compared with
+attention in float64.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-from pathlib import Path
+from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from benchmarks.attention_decode import DIM, DTYPE, PAGE, graph_microseconds
-from engine.kernels.paged_prefill import Tile, VarlenLayout, choose_tile, paged_prefill
+from benchmarks import harness
+from benchmarks.kernels.attention_decode import DIM, DTYPE, PAGE
+from benchmarks.timing import graph_us
 
+if find_spec("triton"):  # PyTorch for CPUs comes without it, and --help works there
+    from engine.kernels.paged_prefill import Tile, VarlenLayout, choose_tile, paged_prefill
+
+NEEDS = "1 GPU"
 CALLS = 8  # in one graph
 SHAPES = [
     (heads, 8, chunks)
@@ -25,7 +31,7 @@ SHAPES = [
     for chunks in ([(0, 512)], [(0, 1024)] * 8, [(0, 128)] * 16, [(3072, 1024)], [(16384, 4096)])
 ]
 SWEEP = [
-    Tile(rows, pack, warps, stages)
+    (rows, pack, warps, stages)
     for rows, warps in ((64, 4), (128, 8), (128, 4))
     for pack in (1, 2, 4)
     for stages in (2, 3, 4)
@@ -85,19 +91,17 @@ def measured(case: Case, tile: Tile | None) -> dict[str, Any]:
     error = case.error()
     if not error < 2e-2:
         raise RuntimeError(f"wrong attention: relative error {error} at {case.heads} heads, {case.chunks}, {tile}")
-    us = graph_microseconds([lambda: case.run(tile)] * CALLS)
+    us = graph_us([lambda: case.run(tile)] * CALLS)
     return {"us": round(us, 2), "tflops": round(case.flops / us / 1e6, 1)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="where to write JSON")
+def main(argv: Sequence[str]) -> int:
+    parser = harness.parser(__spec__.name, __doc__)
     parser.add_argument("--sweep", action="store_true", help="also time other tiles")
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("needs a CUDA device: torch.cuda.is_available() is False")
+    args = parser.parse_args(argv)
+    harness.require_gpus(parser)
+    report = harness.Report(__spec__.name, args, argv)
     torch.manual_seed(0)
-    rows = []
     for heads, kv_heads, chunks in SHAPES:
         case = Case(heads, kv_heads, chunks)
         row = {
@@ -109,7 +113,7 @@ def main() -> None:
         }
         if args.sweep:
             row["sweep"] = []
-            for tile in SWEEP:
+            for tile in (Tile(*sizes) for sizes in SWEEP):
                 if tile.pack > heads // kv_heads:
                     continue
                 try:
@@ -117,22 +121,10 @@ def main() -> None:
                 except Exception as error:  # a tile beyond the shared memory: the sweep goes on without it
                     row["sweep"].append({"tile": tile, "error": f"{type(error).__name__}: {error}"[:200]})
             row["sweep"].sort(key=lambda one: one.get("us", float("inf")))
-        rows.append(row)
-        print(json.dumps({**row, "sweep": row.get("sweep", [])[:4]}), flush=True)
-    if args.out:
-        args.out.write_text(
-            json.dumps(
-                {
-                    "device": torch.cuda.get_device_name(),
-                    "torch": torch.__version__,
-                    "command": " ".join(sys.argv),
-                    "rows": rows,
-                },
-                indent=1,
-            )
-            + "\n"
-        )
+        report.add(row)
+    report.finish()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

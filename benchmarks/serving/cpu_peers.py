@@ -1,11 +1,11 @@
-"""SmolLM2 on a CPU, greedy: Encore, transformers and llama.cpp in turns within one run, beside what was asked.
+"""SmolLM2 on a CPU, greedy: Encore beside transformers and llama.cpp, in turns.
 
-    python benchmarks/cpu_peers.py --llama-python /path/to/venv/bin/python --out benchmarks/results/cpu-smollm2.json
+    python -m benchmarks serving.cpu_peers --llama-python /path/to/venv/bin/python --json FILE
 
-Each engine lives in a process of its own, loads the same GGUF file once and runs when told to; in each round all take
-their turn, in changing order, so that a slow minute slows all of them. --llama-python names a Python that has
-llama-cpp-python; without it llama.cpp is listed as not installed. "encore" has OpenMP's threads wait as the command
-`encore` has them, "encore, default spin" as the library does by itself, which is also how the peers run.
+Each engine lives in a process of its own and loads the same GGUF file once; in each round all take their turn, in
+changing order, so that a slow minute slows all of them. --llama-python names a Python that has llama-cpp-python;
+without it llama.cpp is listed as not installed. "encore" has OpenMP's threads wait as the command `encore` has them,
+"encore, default spin" as the library does by itself, which is also how the peers run.
 """
 
 from __future__ import annotations
@@ -16,20 +16,18 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT)]
+from benchmarks import harness
+from benchmarks.serving.peer_workers import Worker
+from benchmarks.shapes import write_shape
+from engine.checkpoint.source import resolve_model
+from engine.config import DEFAULT_MODEL
+from engine.text.tokenizer import Tokenizer
 
-from benchmarks.peer_workers import Worker  # noqa: E402
-from benchmarks.shapes import write_shape  # noqa: E402
-from engine.bench.measure import circumstances  # noqa: E402
-from engine.checkpoint.source import resolve_model  # noqa: E402
-from engine.config import DEFAULT_MODEL  # noqa: E402
-from engine.text.tokenizer import Tokenizer  # noqa: E402
-
+NEEDS = "CPU"
 TEXT = (
     "The sun is a star at the centre of the solar system. It is a massive, nearly perfect sphere of hot plasma, heated "
     "by nuclear fusion in its core. Light from the sun takes about eight minutes and twenty seconds to reach us. "
@@ -61,7 +59,7 @@ class Peer:
 
 
 def peers_of(args: argparse.Namespace, gguf: str, tiny: str) -> list[Peer]:
-    """All that are asked for, not yet started; the one without a Python of its own is marked missing."""
+    """Return all engines, not yet started. llama.cpp is marked missing where --llama-python was not given."""
     two = args.threads
     found = [
         Peer("encore", "encore", {"model": DEFAULT_MODEL, "threads": two}),
@@ -85,7 +83,7 @@ def peers_of(args: argparse.Namespace, gguf: str, tiny: str) -> list[Peer]:
 
 
 def start(peers: list[Peer]) -> None:
-    """Start and load one after another; one that can't is marked missing with its reason."""
+    """Start the engines one after another. One that fails is marked missing, with the reason."""
     for peer in peers:
         if peer.missing is None:
             try:
@@ -96,7 +94,7 @@ def start(peers: list[Peer]) -> None:
 
 
 def take_turn(peer: Peer, batch: int, prompts: list[list[int]], tokens: int) -> None:
-    """One round of one peer at one batch size: a short and a long run, and what they say."""
+    """Run one round of one peer at one batch size: a short and a long run, whose difference is decoding alone."""
     short = tokens // 4
     _, brief = peer.worker.call("generate", prompts=prompts[:batch], tokens=short)
     peer.tokens[batch], whole = peer.worker.call("generate", prompts=prompts[:batch], tokens=tokens)
@@ -111,7 +109,7 @@ def take_turn(peer: Peer, batch: int, prompts: list[list[int]], tokens: int) -> 
 
 
 def run_rounds(peers: list[Peer], args: argparse.Namespace, prompts: list[list[int]]) -> None:
-    """The alternating part. An untimed turn of everybody comes first: lazily made kernels and graphs, cold caches."""
+    """Run the alternating rounds, after an untimed turn of each engine that compiles kernels and captures graphs."""
     alive = [peer for peer in peers if peer.worker is not None]
     speakers = [peer for peer in alive if "tiny" not in peer.name]
     for peer in alive:
@@ -134,7 +132,7 @@ def run_rounds(peers: list[Peer], args: argparse.Namespace, prompts: list[list[i
 
 
 def idle_share(peers: list[Peer], seconds: float = 1.0) -> float:
-    """Processor time that all waiting workers take together, as a share of one processor: about 0, or they spin."""
+    """Return the processor time of all waiting workers as a share of one processor: above 0 where threads spin."""
     workers = [peer.worker for peer in peers if peer.worker is not None]
     time.sleep(PAUSE_SECONDS)
     before = [worker.cpu_seconds() for worker in workers]
@@ -143,7 +141,7 @@ def idle_share(peers: list[Peer], seconds: float = 1.0) -> float:
 
 
 def compare(peers: dict[str, Peer], batches: list[int], threads: int) -> list[dict[str, Any]]:
-    """What was asked beside what was measured: the median over rounds of the ratio within a round."""
+    """Return rows of ratios with their targets; a ratio is the median over rounds of the ratio within a round."""
     rows = []
     for ours in (peer for peer in peers.values() if peer.kind == "encore" and peer.settings["threads"] == threads):
         for batch in batches:
@@ -182,7 +180,7 @@ def _row(what: str, asked: float | None, ratios: list[float]) -> dict[str, Any]:
 
 
 def agreement(peers: dict[str, Peer], batch: int) -> dict[str, str]:
-    """Rows whose tokens equal those of transformers in float32 throughout, and the mean length before they part."""
+    """Count the rows whose tokens all equal those of transformers in float32, and the mean length of equal tokens."""
     reference = peers["transformers fp32"].tokens.get(batch)
     found = {}
     for name, peer in peers.items():
@@ -196,11 +194,11 @@ def agreement(peers: dict[str, Peer], batch: int) -> dict[str, str]:
     return found
 
 
-def summary(peers: list[Peer], batches: list[int]) -> dict[str, Any]:
-    """Each peer's medians and rounds, as plain values."""
-    found: dict[str, Any] = {}
+def summary(peers: list[Peer], batches: list[int]) -> list[dict[str, Any]]:
+    """Each peer's medians and rounds, as a row."""
+    found = []
     for peer in peers:
-        entry: dict[str, Any] = {"threads": peer.settings["threads"], "missing": peer.missing}
+        entry: dict[str, Any] = {"engine": peer.name, "threads": peer.settings["threads"], "missing": peer.missing}
         if peer.worker is not None:
             entry["about"] = peer.worker.about
         for batch in batches:
@@ -211,64 +209,37 @@ def summary(peers: list[Peer], batches: list[int]) -> dict[str, Any]:
         if peer.replays:
             entry["replay_ms"] = round(statistics.median(one["replay_ms"] for one in peer.replays), 3)
             entry["eager_ms"] = round(statistics.median(one["eager_ms"] for one in peer.replays), 3)
-        found[peer.name] = entry
+        found.append(entry)
     return found
 
 
-def print_tables(report: dict[str, Any], batches: list[int]) -> None:
-    """Tokens per second by engine, then the ratios beside what was asked."""
-    heads = [f"batch {batch} {what}" for batch in batches for what in ("overall", "decode")]
-    print(f"\n{'tokens/s, medians':24}{''.join(f'{head:>18}' for head in heads)}{'replay ms':>12}{'eager ms':>12}")
-    for name, entry in report["peers"].items():
-        if entry["missing"]:
-            print(f"{name:24}{entry['missing']}")
-            continue
-        cells = [
-            entry.get(f"batch_{batch}_{what}_tokens_per_second") for batch in batches for what in ("overall", "decode")
-        ]
-        line = "".join(f"{'-' if cell is None else f'{cell:.1f}':>18}" for cell in cells)
-        print(f"{name:24}{line}{entry.get('replay_ms', '-'):>12}{entry.get('eager_ms', '-'):>12}")
-    print(f"\n{'ratio':58}{'asked':>8}{'measured':>10}   range")
-    for row in report["ratios"]:
-        asked = "-" if row["asked"] is None else f"{row['asked']:.1f}"
-        verdict = (
-            ""
-            if row["asked"] is None or row["measured"] is None
-            else ("" if row["measured"] >= row["asked"] else "  BELOW")
-        )
-        measured = "none" if row["measured"] is None else f"{row['measured']:.2f}"
-        print(f"{row['what']:58}{asked:>8}{measured:>10}   {row['range'] or ''}{verdict}")
+def print_ratios(report: dict[str, Any]) -> None:
+    """Print the ratios beside what was asked, then agreement and idle load."""
+    rows = [
+        row | {"verdict": "BELOW" if row["asked"] and row["measured"] and row["measured"] < row["asked"] else ""}
+        for row in report["ratios"]
+    ]
+    print(f"\n{harness.table(rows, ('what', 'asked', 'measured', 'verdict'))}")
     print(f"\nsame tokens as transformers fp32: {json.dumps(report['same_tokens'])}")
-    print(f"idle workers took {100 * report['idle_share']:.1f}% of a processor; load before {report['load_before']}")
+    print(f"idle workers took {100 * report['idle_share']:.1f}% of a processor")
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--batches", type=lambda text: [int(one) for one in text.split(",")], default=[1, 8])
-    parser.add_argument("--prompt-tokens", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=64, help="generated in the long run; a quarter in the short one")
+def main(argv: Sequence[str]) -> int:
+    parser = harness.parser(__spec__.name, __doc__)
+    parser.add_argument("--rounds", type=harness.count, default=5)
+    parser.add_argument("--threads", type=harness.count, default=2)
+    parser.add_argument("--batches", type=harness.counts, default=[1, 8])
+    parser.add_argument("--prompt-tokens", type=harness.count, default=32)
+    parser.add_argument("--tokens", type=harness.count, default=64,
+                        help="generated in the long run; a quarter in the short one")  # fmt: skip
     parser.add_argument("--llama-python", help="a Python that has llama-cpp-python")
-    parser.add_argument(
-        "--spins",
-        type=lambda text: text.split(","),
-        default=[],
-        metavar="N,N",
-        help="also run encore with these values of GOMP_SPINCOUNT",
-    )
+    parser.add_argument("--spins", type=lambda text: text.split(","), default=[], metavar="N,N",
+                        help="also run encore with these values of GOMP_SPINCOUNT")  # fmt: skip
     parser.add_argument("--only", help="peers to run, by the beginning of their names, comma-separated (default: all)")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    if min(args.rounds, args.threads, args.prompt_tokens, *args.batches) < 1 or args.tokens < 4:
-        parser.error("rounds, threads, batches and prompt tokens start at 1, tokens at 4")
-    return args
-
-
-def main() -> None:
-    args = parse()
-    report = circumstances(sys.argv)
-    report["threads"] = args.threads
+    args = parser.parse_args(argv)
+    if args.tokens < 4:
+        parser.error(f"--tokens: at least 4 are needed, {args.tokens} were given")
+    report = harness.Report(__spec__.name, args, argv)
     gguf = resolve_model(DEFAULT_MODEL)
     ids = Tokenizer.load(gguf).encode(TEXT * (1 + args.prompt_tokens // 64))
     prompts = [ids[3 * row : 3 * row + args.prompt_tokens] for row in range(max(args.batches))]
@@ -282,17 +253,9 @@ def main() -> None:
             start(peers)
             run_rounds(peers, args, prompts)
             by_name = {peer.name: peer for peer in peers}
-            report |= {
-                "settings": {
-                    "model": DEFAULT_MODEL,
-                    "rounds": args.rounds,
-                    "prompt_tokens": args.prompt_tokens,
-                    "tokens": args.tokens,
-                    "batches": args.batches,
-                    "greedy": True,
-                },
+            found = {
+                "model": DEFAULT_MODEL,
                 "idle_share": round(idle_share(peers), 4),
-                "peers": summary(peers, args.batches),
                 "ratios": compare(by_name, args.batches, args.threads),
                 "same_tokens": agreement(by_name, max(args.batches)),
                 "decode_steps": {
@@ -301,15 +264,17 @@ def main() -> None:
                     if peer.worker is not None and peer.kind == "encore"
                 },
             }
+            for row in summary(peers, args.batches):
+                report.add(row)
         finally:
             for peer in peers:
                 if peer.worker is not None:
                     peer.worker.close()
-    print_tables(report, args.batches)
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    rates = [f"batch_{batch}_{what}_tokens_per_second" for batch in args.batches for what in ("overall", "decode")]
+    print_ratios(found)
+    report.finish(("engine", *rates, "replay_ms", "eager_ms", "missing"), **found)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

@@ -1,7 +1,7 @@
-"""The engines that cpu_peers.py compares: each a process that loads its model once, then runs when it is told to.
+"""The engines that cpu_peers.py compares, each in a process that loads its model once and then waits for commands.
 
 `python peer_workers.py KIND SETTINGS` reads JSON commands, one a line, and answers each with a line. A worker without a
-command blocks on its pipe. Heavy imports happen inside the chosen kind: llama.cpp's Python need not have torch.
+command blocks on its pipe. Heavy imports happen inside the chosen kind: llama.cpp's Python need not have PyTorch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Encore:
@@ -197,7 +197,7 @@ KINDS = {"encore": Encore, "transformers": Transformers, "llama.cpp": LlamaCpp}
 
 
 class Worker:
-    """One engine in a process of its own, as the parent sees it. Raises RuntimeError with its last words if it dies."""
+    """The parent's handle of an engine in a process of its own. Raises RuntimeError where that process ends."""
 
     def __init__(self, kind: str, settings: Mapping[str, Any], python: str = sys.executable):
         threads = str(settings["threads"])

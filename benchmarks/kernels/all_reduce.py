@@ -1,33 +1,42 @@
-"""A sum over two GPUs inside a graph: NCCL, PyTorch's one-shot sum of symmetric memory, and ours, µs each.
+"""All-reduce over two GPUs inside a CUDA graph: NCCL, PyTorch's symmetric memory and our kernel, µs each.
 
-`python -m benchmarks.rank_sums` on two GPUs of one host. Each graph holds 36 linear layers of half an 8B model's width
-(4,096 outputs of 2,048 inputs, bf16), each followed by the sum; the figure is what a sum adds to a layer. Leave NVLink
-multicast off where others share the host: TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NCCL_NVLS_ENABLE=0.
+    TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NCCL_NVLS_ENABLE=0 python -m benchmarks kernels.all_reduce --json FILE
+
+Two GPUs of one host. Each graph holds 36 linear layers of half an 8B model's width (4,096 outputs of 2,048 inputs,
+bf16), each followed by the all-reduce of its output. A figure is what the all-reduce adds to a layer. The variables
+turn NVLink multicast off, which hosts that are shared may not allow.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor
 
-from engine.distributed.one_shot_all_reduce import OneShotAllReduce
-from engine.kernels.small_batch_gemm import Scratch, linear
+from benchmarks import harness
+from benchmarks.timing import capture
 
+if find_spec("triton"):  # PyTorch for CPUs comes without it, and --help works there
+    from engine.distributed.one_shot_all_reduce import OneShotAllReduce
+    from engine.kernels.small_batch_gemm import Scratch, linear
+
+NEEDS = "2 GPUs"
 RANKS, WIDTH, INPUTS, LAYERS, REPLAYS = 2, 4096, 2048, 36, 20
 DTYPE = torch.bfloat16
 
 
 def ways(memory: OneShotAllReduce, layer: Callable[..., None]) -> dict[str, Callable[[Tensor], None]]:
-    """By name, what adds LAYERS products to `hidden`, each the sum of all ranks'."""
+    """By name, functions that run all layers, each adding the sum of all ranks' products to `hidden`."""
     group = dist.group.WORLD
 
     def alone(hidden: Tensor) -> None:
@@ -55,10 +64,7 @@ def ways(memory: OneShotAllReduce, layer: Callable[..., None]) -> dict[str, Call
 
 def micros(fn: Callable[[Tensor], None], hidden: Tensor) -> float:
     """µs of a layer and its sum, as a median of five windows of replays."""
-    fn(hidden)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        fn(hidden)
+    graph = capture(lambda: fn(hidden), error_mode="thread_local")  # NCCL's watchdog thread may call CUDA meanwhile
     windows = []
     for _ in range(6):  # the first warms up
         torch.cuda.synchronize()
@@ -73,10 +79,12 @@ def micros(fn: Callable[[Tensor], None], hidden: Tensor) -> float:
 
 @torch.inference_mode()
 def rank_main(rank: int, folder: str, sizes: list[int]) -> None:
+    """Measure all sizes in one of the processes; rank 0 leaves the rows in results.json of the folder."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", store=dist.FileStore(f"{folder}/meeting", RANKS), rank=rank, world_size=RANKS)
     memory = OneShotAllReduce(dist.group.WORLD, WIDTH, DTYPE, device)
+    results = []
     weights = [torch.randn(WIDTH, INPUTS, device=device, dtype=DTYPE) * 0.01 for _ in range(LAYERS)]
     for rows in sizes:
         x = torch.randn(rows, INPUTS, device=device, dtype=DTYPE)
@@ -91,18 +99,26 @@ def rank_main(rank: int, folder: str, sizes: list[int]) -> None:
         }
         added = {name: round(time - found["alone"], 2) for name, time in found.items() if name != "alone"}
         if rank == 0:
-            print(json.dumps({"rows": rows, "layer_alone": round(found["alone"], 2), "added": added}), flush=True)
+            results.append({"rows": rows, "layer_us": round(found["alone"], 2), "added_us": added})
+    if rank == 0:
+        Path(folder, "results.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", default="1,8,32,64,128")
-    args = parser.parse_args()
+def main(argv: Sequence[str]) -> int:
+    parser = harness.parser(__spec__.name, __doc__)
+    parser.add_argument("--rows", type=harness.counts, default=[1, 8, 32, 64, 128])
+    args = parser.parse_args(argv)
+    harness.require_gpus(parser, RANKS)
+    report = harness.Report(__spec__.name, args, argv)
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(rank_main, (folder, [int(rows) for rows in args.rows.split(",")]), nprocs=RANKS)
+        torch.multiprocessing.spawn(rank_main, (folder, args.rows), nprocs=RANKS)
+        for row in json.loads(Path(folder, "results.json").read_text()):
+            report.add(row)
+    report.finish()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

@@ -1,27 +1,36 @@
-"""Tokens drawn from a batch's logits: our kernels beside torch's operations, alternating in one process.
+"""Sampling of tokens from a batch of logits: our kernels beside PyTorch's operations, in turns.
 
-`python -m benchmarks.token_draws --top-k 20 --top-p 0.95` on a GPU; bf16 logits of 151,936 tokens. device_ms: between
-events around a call that was enqueued behind a sleeping kernel, so that no gap of the host's is in it. call_ms: until
-`sample` returns; wall_ms: until its tokens are there. `--confident`: 100 tokens lie 15 above the others, which makes a
-nucleus small. `TRITON_INTERPRET=1 … --device cpu --vocab 3000 --rows 1,4 --repeats 2` tries it without a GPU.
+    python -m benchmarks kernels.sampling --top-k 20 --top-p 0.95 --json FILE
+    TRITON_INTERPRET=1 python -m benchmarks kernels.sampling --device cpu --vocab 3000 --rows 1,4 --repeats 2
+
+bf16 logits of 151,936 tokens. device_ms: between events around a call that was enqueued behind a sleeping kernel, so
+that no gap of the host's is in it. call_ms: until `sample` returns. wall_ms: until its tokens are there. With
+--confident 100 tokens lie 15 above the others, which makes a nucleus small. The second command tries it without a GPU,
+where Triton is installed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
+import sys
 import time
+from collections.abc import Sequence
+from importlib.util import find_spec
 
 import torch
 
-from engine.kernels import fused_sampling
+from benchmarks import harness
 from engine.protocol.request import SamplingParams
 from engine.sampling.sampler import Sampler
 
+NEEDS = "1 GPU"
+
 
 def sampler(args: argparse.Namespace, rows: int, fused: bool) -> Sampler:
-    """A state whose slots all draw in the way that is asked for."""
+    """Return a state whose slots all draw with our kernels, or all with PyTorch's operations."""
+    from engine.kernels import fused_sampling  # imports Triton, which PyTorch for CPUs comes without
+
     made = Sampler(rows, args.vocab, args.device)
     made._selector._kernels = fused_sampling if fused else None
     params = SamplingParams(temperature=args.temperature, min_p=args.min_p, top_k=args.top_k, top_p=args.top_p)
@@ -61,10 +70,12 @@ def measured(args: argparse.Namespace, rows: int) -> dict[str, object]:
         torch.stack([state.sample(logits, range(rows), [position] * rows).token_ids for position in range(5)])
         for state in states.values()
     ]
-    taken: dict[str, list] = {name: [] for name in states}
-    for position in range(args.repeats):
-        for name, state in states.items():
-            taken[name].append(times(state, logits, position))
+    positions = {name: iter(range(args.repeats)) for name in states}
+    taken = harness.alternate(
+        {name: lambda name=name, state=state: times(state, logits, next(positions[name]))
+         for name, state in states.items()},
+        args.repeats,
+    )  # fmt: skip
     row: dict[str, object] = {"rows": rows, "same_tokens": (tokens[0] == tokens[1]).double().mean().item()}
     for name, found in taken.items():
         medians = (round(statistics.median(column), 4) for column in zip(*found, strict=True))
@@ -72,21 +83,28 @@ def measured(args: argparse.Namespace, rows: int) -> dict[str, object]:
     return row
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--vocab", type=int, default=151936)
-    parser.add_argument("--rows", default="1,32,256")
-    parser.add_argument("--repeats", type=int, default=40)
+def main(argv: Sequence[str]) -> int:
+    parser = harness.parser(__spec__.name, __doc__)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--vocab", type=harness.count, default=151936)
+    parser.add_argument("--rows", type=harness.counts, default=[1, 32, 256])
+    parser.add_argument("--repeats", type=harness.count, default=40)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--min-p", type=float, default=0.0)
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--confident", action="store_true")
-    args = parser.parse_args()
-    for rows in map(int, args.rows.split(",")):
-        print(json.dumps(measured(args, rows)), flush=True)
+    args = parser.parse_args(argv)
+    if args.device == "cuda":
+        harness.require_gpus(parser)
+    if not find_spec("triton"):
+        parser.error("needs Triton, which is not installed: it comes with PyTorch for CUDA")
+    report = harness.Report(__spec__.name, args, argv)
+    for rows in args.rows:
+        report.add(measured(args, rows))
+    report.finish()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

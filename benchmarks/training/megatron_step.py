@@ -1,8 +1,9 @@
-"""Step time and peak memory of a GPTModel of Megatron-Core: eager, our graphs, and Megatron's own two kinds.
+"""A training step of Megatron-Core's GPTModel: eager, our graphs, and Megatron's own two kinds.
 
-`python -m benchmarks.megatron_step --batches 1,4 --out results.json` on a GPU with Transformer Engine: 24 layers of
-width 1,024 in bf16, 512 tokens, AdamW, random tokens, Transformer Engine's layer spec, or `--fp8 delayed|current`.
-Without it, or without a GPU, the local spec and our ways alone run.
+    python -m benchmarks training.megatron_step --batches 1,4 --json FILE [--fp8 delayed]
+
+24 layers of width 1,024 in bf16, 512 tokens, AdamW, random tokens, Transformer Engine's layer spec. Without Transformer
+Engine, or without a GPU, the local spec is used and Megatron's ways are left out.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import argparse
 import importlib.util
 import json
 import os
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,10 +28,12 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from benchmarks.step_timing import compared, sizes, timed, write
+from benchmarks import harness
+from benchmarks.training.step_timing import COLUMNS, add_arguments, run_ways, timed
 from engine import Engine, EngineConfig
 from graph_cache.adapters.megatron.cpu import keep_rotary_in_place, layer_spec
 
+NEEDS = "CPU or 1 GPU"
 OURS = ("eager", "layer", "attn_mlp", "iteration")
 WAYS = (*OURS, "transformer_engine", "megatron_local", "megatron_transformer_engine")
 VOCABULARY = 32000
@@ -175,22 +179,20 @@ def _loop(
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batches", default="1,4,8")
-    parser.add_argument("--ways", default=",".join(WAYS if HAVE_TE else OURS))
+def main(argv: Sequence[str]) -> int:
+    parser = harness.parser(__spec__.name, __doc__)
+    add_arguments(parser, WAYS if HAVE_TE else OURS, WAYS if HAVE_TE else OURS)
     parser.add_argument("--fp8", choices=("delayed", "current"))
-    names = sizes(parser)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.one:
-        step, engines = set_up(args.ways, int(args.batches), args)
-        found = timed(step, engines, args.warm, args.steps)
-        print(json.dumps(found), flush=True)
+        step, engines = set_up(args.ways[0], args.batches[0], args)
+        print(json.dumps(timed(step, engines, args.warm, args.steps)), flush=True)
         os._exit(0)  # Megatron's own graphs hold NCCL's buffers, and an orderly exit may hang on them
-    options = [f"--{name}={getattr(args, name)}" for name in names] + ([f"--fp8={args.fp8}"] if args.fp8 else [])
-    batches = [int(batch) for batch in args.batches.split(",")]
-    write(args.out, compared("benchmarks.megatron_step", args.ways.split(","), batches, options))
+    report = harness.Report(__spec__.name, args, argv)
+    run_ways(__spec__.name, args.ways, args, [f"--fp8={args.fp8}"] if args.fp8 else [], report)
+    report.finish(COLUMNS)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

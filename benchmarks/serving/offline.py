@@ -1,12 +1,15 @@
-"""Offline engines side by side on one GPU: decode time a step, prefill, first token, throughput, start.
+"""Offline engines side by side on one GPU: decode time, prefill, first token, throughput and start-up.
 
-`python -m benchmarks.offline --shape qwen3-0.6b --engines encore,sglang --rounds 2 --out results.json`. Random weights,
-greedy, prompts as token ids. Each run is a process of its own; the engines take turns, so that a machine's mood meets
-both. A peer must be importable: `--path sglang=/folder:/other` puts its folders on PYTHONPATH for its runs.
+    python -m benchmarks serving.offline --shape qwen3-0.6b --engines encore,sglang --rounds 2 --json FILE
 
-decode: (T(160 output tokens) - T(32)) / 128 with 512-token prompts. prefill: 32 prompts of 1,024, one token each.
-first token: one prompt of 512. throughput: 1,024 requests, input and output lengths uniform in 128..1,024 (seed 42).
-start: from importing the engine to its first token, and to all graphs captured.
+Random weights, greedy, prompts as token ids. Each run is a process of its own; the engines take turns, so that a change
+of the machine affects all. A peer must be importable: `--path sglang=/folder:/other` puts its folders on PYTHONPATH.
+
+decode_ms: (T(160 output tokens) - T(32)) / 128 with 512-token prompts, by batch size
+prefill_tokens_per_s: 32 prompts of 1,024, one output token each
+first_token_ms: one prompt of 512
+output_tokens_per_s: 1,024 requests, input and output lengths uniform in 128..1,024 (seed 42)
+warm_seconds, first_answer_seconds: from importing the engine to all graphs captured, and to the first token
 """
 
 from __future__ import annotations
@@ -20,12 +23,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import harness
 from benchmarks.shapes import SHAPES, write_shape
 
+NEEDS = "CPU or 1 GPU"
 PHASES = ("decode", "prefill", "first_token", "throughput")
 CONTEXT = 4096
 Run = Callable[[list[list[int]], list[int]], tuple[float, int]]
@@ -44,7 +49,7 @@ def encore(folder: str, args: argparse.Namespace, found: dict[str, Any]) -> Run:
             warmup="full",
             graph_manifest="none",
             enable_prefix_caching=False,
-            **json.loads(args.settings),
+            **args.settings,
         )
     )
 
@@ -84,7 +89,7 @@ def sglang(folder: str, args: argparse.Namespace, found: dict[str, Any]) -> Run:
             "attention_backend": "fa3",
             "log_level": "warning",
         }
-        | json.loads(args.settings)
+        | args.settings
     )
 
     def run(prompts: list[list[int]], lengths: list[int]) -> tuple[float, int]:
@@ -111,7 +116,7 @@ def vllm(folder: str, args: argparse.Namespace, found: dict[str, Any]) -> Run:
             "gpu_memory_utilization": 0.85,
             "seed": 0,
         }
-        | json.loads(args.settings)
+        | args.settings
     )
 
     def run(prompts: list[list[int]], lengths: list[int]) -> tuple[float, int]:
@@ -142,10 +147,10 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     run(prompts([512]), [1])
     found["first_answer_seconds"] = round(time.perf_counter() - started, 2)
     run(prompts([512] * 8), [16] * 8)
-    phases = args.phases.split(",")
+    phases = args.phases
     if "decode" in phases:
         found["decode_ms"] = {}
-        for batch in map(int, args.batches.split(",")):
+        for batch in args.batches:
             run(prompts([512] * batch), [4] * batch)
             steps = [
                 (run(prompts([512] * batch), [160] * batch)[0] - run(prompts([512] * batch), [32] * batch)[0])
@@ -177,65 +182,70 @@ def child(name: str, args: argparse.Namespace, paths: dict[str, str]) -> dict[st
     environment = dict(os.environ)
     if name in paths:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH", ""), paths[name])))
-    settings = json.dumps(json.loads(args.settings).get(name, {}))
+    options = {
+        "one": name,
+        "shape": args.shape,
+        "phases": ",".join(args.phases),
+        "batches": ",".join(map(str, args.batches)),
+        "repeats": args.repeats,
+        "requests": args.requests,
+        "settings": json.dumps(args.settings.get(name, {})),
+    }
     with tempfile.NamedTemporaryFile("r", suffix=".json") as file:
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.offline",
-            "--one",
-            name,
-            "--shape",
-            args.shape,
-            "--phases",
-            args.phases,
-            "--batches",
-            args.batches,
-            "--repeats",
-            str(args.repeats),
-            "--requests",
-            str(args.requests),
-            "--settings",
-            settings,
-            "--out",
-            file.name,
-        ]
+        command = [sys.executable, "-m", __spec__.name, f"--json={file.name}"]
+        command += [f"--{option}={value}" for option, value in options.items()]
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         text = Path(file.name).read_text()
     if not text:
-        return {"engine": name, "error": done.stdout.strip()[-1500:]}
+        return {"engine": name, "shape": args.shape, "error": done.stdout.strip()[-1500:]}
     return json.loads(text)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="tiny")
-    parser.add_argument("--engines", default="encore")
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--phases", default=",".join(PHASES))
-    parser.add_argument("--batches", default="1,8,32,128,256")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=1024)
-    parser.add_argument("--path", action="append", default=[], help="ENGINE=FOLDERS for its PYTHONPATH")
-    parser.add_argument("--settings", default="{}", help='JSON of more settings by engine: {"sglang": {...}}')
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--one", choices=ENGINES, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.one:
-        args.out.write_text(json.dumps(measure(args.one, args)))
-        os._exit(0)  # a peer's worker processes may outlive its engine otherwise
-    paths = dict(entry.split("=", 1) for entry in args.path)
-    runs = []
-    for _ in range(args.rounds):
-        for name in args.engines.split(","):
-            runs.append(child(name, args, paths))
-            print(json.dumps(runs[-1]), flush=True)
-    if args.out:
-        import torch
+def folders(text: str) -> tuple[str, str]:
+    """Convert ENGINE=FOLDER:FOLDER to both parts."""
+    name, equals, found = text.partition("=")
+    if not equals or name not in ENGINES:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ENGINE=FOLDERS with one of {', '.join(ENGINES)}")
+    return name, found
 
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-        args.out.write_text(json.dumps({"device": device, "torch": torch.__version__, "runs": runs}, indent=1) + "\n")
+
+def json_object(text: str) -> dict[str, Any]:
+    """Convert a JSON object to a dictionary."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f'{text!r} is not a JSON object such as {{"sglang": {{}}}}')
+    return found
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = harness.parser(__spec__.name, __doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--engines", type=harness.names(ENGINES), default=["encore"])
+    parser.add_argument("--rounds", type=harness.count, default=1)
+    parser.add_argument("--phases", type=harness.names(PHASES), default=list(PHASES))
+    parser.add_argument("--batches", type=harness.counts, default=[1, 8, 32, 128, 256])
+    parser.add_argument("--repeats", type=harness.count, default=3)
+    parser.add_argument("--requests", type=harness.count, default=1024)
+    parser.add_argument("--path", type=folders, action="append", default=[], metavar="ENGINE=FOLDERS",
+                        help="folders for its PYTHONPATH")  # fmt: skip
+    parser.add_argument("--settings", type=json_object, default={}, metavar="JSON",
+                        help='more settings by engine: {"sglang": {...}}')  # fmt: skip
+    parser.add_argument("--one", choices=ENGINES, help=argparse.SUPPRESS)  # in this process; with its settings alone
+    args = parser.parse_args(argv)
+    if args.one:
+        args.json.write_text(json.dumps(measure(args.one, args)))
+        os._exit(0)  # a peer's worker processes may outlive its engine otherwise
+    report = harness.Report(__spec__.name, args, argv)
+    paths = dict(args.path)
+    harness.alternate(
+        {name: lambda name=name: report.add(child(name, args, paths)) for name in args.engines}, args.rounds
+    )
+    report.finish()
+    return 1 if any("error" in row for row in report.rows) else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

@@ -1,27 +1,24 @@
-"""Time of the Triton decode attention inside a CUDA graph, beside the memory floor and, where it imports, FlashInfer.
+"""Decode attention over a paged KV cache inside a CUDA graph: µs a call, beside the memory floor and FlashInfer.
 
-    python benchmarks/attention_decode.py --out result.json [--sweep] [--no-flashinfer] [--quick]
+    python -m benchmarks kernels.attention_decode --json FILE [--sweep] [--no-flashinfer] [--quick]
 
 Each graph holds several calls that read different pages of a pool larger than the L2 cache; times are medians over
-replays, divided by the calls. The floor is bytes of keys and values over --bandwidth (4.3 TB/s: a copy on an H200).
-FlashInfer compiles at first use unless its kernels are prebuilt: --no-flashinfer leaves it out. Needs a CUDA device.
+replays, divided by the calls. The floor is bytes of keys and values over --bandwidth. FlashInfer compiles at first use
+unless its kernels are prebuilt: --no-flashinfer leaves it out.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
-import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks import harness
+from benchmarks.timing import copy_bandwidth, graph_us
 
+NEEDS = "1 GPU"
 PAGE = 16
 DIM = 128
 DTYPE = torch.bfloat16
@@ -78,30 +75,6 @@ def make_case(heads: int, kv_heads: int, batch: int, keys: int, context: int) ->
     )  # fmt: skip
 
 
-def graph_microseconds(calls: list[Callable[[], object]], replays: int = 15) -> float:
-    """Median time per call, all calls captured one after another in one graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        calls[0]()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return statistics.median(times)
-
-
 def error_of_first_row(case: Case, out: torch.Tensor) -> float:
     """Relative error of row 0 against float64 attention over its pages."""
     table = case.tables[0][0, : case.keys // PAGE]
@@ -135,7 +108,7 @@ def time_triton(case: Case, ways: tuple[str, ...], num_splits=None, tiling=None)
     error = error_of_first_row(case, out)
     if not error < 2e-2:
         raise RuntimeError(f"wrong attention: relative error {error} at {case.batch} x {case.keys}, {options}")
-    return {way: graph_microseconds([call(table, way) for table in case.tables]) for way in ways}
+    return {way: graph_us([call(table, way) for table in case.tables]) for way in ways}
 
 
 def time_flashinfer(case: Case, scratch: torch.Tensor) -> tuple[float, bool]:
@@ -160,7 +133,7 @@ def time_flashinfer(case: Case, scratch: torch.Tensor) -> tuple[float, bool]:
                 indptr, indices, last, case.heads, case.kv_heads, DIM, PAGE, q_data_type=DTYPE, kv_data_type=DTYPE
             )
             calls.append(lambda wrapper=wrapper: wrapper.run(case.q, (case.k_cache, case.v_cache)))
-        found.append((graph_microseconds(calls), tensor_cores))
+        found.append((graph_us(calls), tensor_cores))
     return min(found)
 
 
@@ -190,29 +163,23 @@ def sweep(context: int) -> list[dict]:
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="where to write JSON")
-    parser.add_argument("--bandwidth", type=float, default=4.3e12, help="bytes per second of the floor")
-    parser.add_argument("--context", type=int, default=4096, help="keys that a page table has room for")
+def main(argv: Sequence[str]) -> int:
+    parser = harness.parser(__spec__.name, __doc__)
+    parser.add_argument("--bandwidth", type=float, metavar="GB/s", help="of the floor (default: a copy's, measured)")
+    parser.add_argument("--context", type=harness.count, default=4096, help="keys that a page table has room for")
     parser.add_argument("--no-flashinfer", action="store_true", help="leave FlashInfer out")
     parser.add_argument("--sweep", action="store_true", help="also time other tiles and split counts")
     parser.add_argument("--quick", action="store_true", help="three shapes only")
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("needs a CUDA device: torch.cuda.is_available() is False")
+    args = parser.parse_args(argv)
+    harness.require_gpus(parser)
+    report = harness.Report(__spec__.name, args, argv)
     torch.manual_seed(0)
-    result = {
-        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "command": " ".join(sys.argv),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "dtype": str(DTYPE),
-        "page_size": PAGE, "head_dim": DIM, "context": args.context, "bandwidth": args.bandwidth, "rows": [],
-    }  # fmt: skip
+    bandwidth = args.bandwidth or copy_bandwidth()
     flashinfer_error = "left out" if args.no_flashinfer else None
     scratch = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    print("heads  batch  keys  floor us  decode   fused  % of floor (fused)  flashinfer us", flush=True)
     for shape in QUICK_SHAPES if args.quick else SHAPES:
         case = make_case(*shape, args.context)
-        floor = case.bytes / args.bandwidth * 1e6
+        floor = case.bytes / bandwidth / 1e3
         row = {"heads": case.heads, "kv_heads": case.kv_heads, "batch": case.batch, "keys": case.keys}
         row |= {"floor_us": round(floor, 2)} | {
             f"{way}_us": round(us, 2) for way, us in time_triton(case, ("decode", "fused")).items()
@@ -224,22 +191,17 @@ def main() -> None:
                 row |= {"flashinfer_us": round(us, 2), "flashinfer_tensor_cores": tensor_cores}
             except Exception as error:  # a peer that can't run here is reported and left out of the other shapes
                 flashinfer_error = f"{type(error).__name__}: {error}"[:300]
-        result["rows"].append(row)
-        print(
-            f"{case.heads:>2}/{case.kv_heads}  {case.batch:>6} {case.keys:>5} {floor:>9.1f} {row['decode_us']:>7.1f} "
-            f"{row['fused_us']:>7.1f} {100 * row['fraction_of_floor']:>12.0f} % "
-            f"{row.get('flashinfer_us', '-'):>18}",
-            flush=True,
-        )
+        report.add(row)
         del case
-    result["flashinfer_error"] = flashinfer_error
-    if flashinfer_error:
-        print(f"flashinfer: {flashinfer_error}")
+    figures = {"dtype": str(DTYPE), "page_size": PAGE, "head_dim": DIM, "bandwidth_gb_per_s": round(bandwidth, 1),
+               "flashinfer_error": flashinfer_error}  # fmt: skip
     if args.sweep:
-        result["sweep"] = sweep(args.context)
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        figures["sweep"] = sweep(args.context)
+    if flashinfer_error:
+        print(f"FlashInfer: {flashinfer_error}")
+    report.finish(**figures)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

@@ -1,14 +1,13 @@
-"""From the start of the `encore serve` process to its first served token, with the default model in the cache.
+"""Start-up of `encore serve` with the model in the cache: seconds to listening and to the first token.
 
-    python benchmarks/second_start.py --out benchmarks/results/second-start.json
+    python -m benchmarks serving.second_start --json FILE [OPTIONS OF encore serve]
 
-Each run starts `encore serve --warmup background` on a free port and asks POST /generate, as a stream, again and again
+Each run starts `encore serve --warmup background` on a free port and sends POST /generate, as a stream, again and again
 until a token comes. One untimed start first, so that the model and its converted form are in the cache.
 """
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import re
@@ -18,14 +17,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT)]
+from benchmarks import harness
 
-from engine.bench.measure import circumstances  # noqa: E402
-
+NEEDS = "CPU or 1 GPU"
+ROOT = Path(__file__).resolve().parents[2]
 ASKED_SECONDS = 8.0
 RETRY_SECONDS = 0.05
 GIVE_UP_SECONDS = 300.0
@@ -79,35 +78,24 @@ def one_start(command: list[str]) -> dict[str, Any]:
             process.wait()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--out", type=Path)
-    args, more = parser.parse_known_args()
-    if args.runs < 1:
-        parser.error("--runs: at least 1 is needed")
-    report = circumstances(sys.argv)
-    serve = [sys.executable, "-m", "server.cli", "serve", "--port", "0", "--warmup", "background", *more]
+def main(argv: Sequence[str]) -> int:
+    parser = harness.parser(__spec__.name, __doc__)
+    parser.add_argument("--runs", type=harness.count, default=3)
+    args, serve_options = parser.parse_known_args(argv)
+    report = harness.Report(__spec__.name, args, argv)
+    serve = [sys.executable, "-m", "server.cli", "serve", "--port", "0", "--warmup", "background", *serve_options]
     one_start(serve)
-    runs = [one_start(serve) for _ in range(args.runs)]
-    report |= {
-        "serve": "encore serve --port 0 --warmup background " + " ".join(more),
-        "runs": runs,
-        "median_seconds": round(statistics.median(run["seconds"] for run in runs), 3),
-        "asked_seconds": ASKED_SECONDS,
-    }
-    print(
-        "\n".join(
-            f"{run['seconds']:.2f} s to the first token ({run['listening_seconds']:.2f} s to listening), "
-            f"which is {run['first_text']!r}"
-            for run in runs
-        )
+    for _ in range(args.runs):
+        report.add(one_start(serve))
+    median = round(statistics.median(row["seconds"] for row in report.rows), 3)
+    print(f"median {median:.2f} s, asked: under {ASKED_SECONDS:.0f} s")
+    report.finish(
+        serve=" ".join(["encore serve --port 0 --warmup background", *serve_options]),
+        median_seconds=median,
+        asked_seconds=ASKED_SECONDS,
     )
-    print(f"median {report['median_seconds']:.2f} s, asked: under {ASKED_SECONDS:.0f} s")
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

@@ -1,38 +1,47 @@
-"""One decode step on a GPU as a graph: ms a replay, what its kernels take, and the floor that memory sets.
+"""One decode step as a CUDA graph, without the engine's host side: ms a replay and memory bandwidth.
 
-`python -m benchmarks.decode_step --shape qwen3-0.6b --batches 1,8,32,128,256 --out results.json`. Random weights, every
-row at --context tokens; rows advance as they do in service. The floor is the bytes of weights and of keys and values at
---bandwidth. `--profile` adds each kernel's share of one step; `--ablate` what a step takes without attention, or
-without one of a layer's products: launches overlap, so what a part costs where it stands is not what it takes alone.
+    python -m benchmarks step.decode_step --shape qwen3-0.6b --batches 1,8,32,128,256 --json FILE
+
+Random weights, every row at --context tokens; rows advance as they do in service. gb_per_s is the bytes that a step
+moves (weights, keys and values) over its time; share_of_copy is that over the bandwidth of a copy on the same GPU,
+measured first unless --bandwidth gives it, and floor_ms the time that those bytes take at it. --profile adds each
+kernel's share of one step. --ablate adds what a step takes less without attention, or without one of a layer's linear
+layers: launches overlap, so what a part costs in a step differs from what it takes alone.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
+import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
+from benchmarks import harness
 from benchmarks.shapes import SHAPES, write_shape
+from benchmarks.timing import capture, copy_bandwidth, replay_ms
 from engine.attention.kv_cache import KVCache
-from engine.models import config_from_folder, fused_dense
+from engine.models import config_from_folder
 from engine.models.dense import DenseModel
-from engine.models.fused_dense import FusedDense
 from engine.worker.input_buffers import Layout
 
+if find_spec("triton"):  # PyTorch for CPUs comes without it, and --help works there
+    from engine.models import fused_dense
+    from engine.models.fused_dense import FusedDense
+
+NEEDS = "1 GPU"
 PAGE = 16
 PRODUCTS = ("qkv", "o", "gate_up", "down")
 
 
 def build(shape: str, rows: int, context: int) -> tuple[FusedDense, Any, Layout]:
-    """A model with random weights, pages for `rows` sequences of `context` and a few tokens more, and their state."""
+    """Build a model with random weights, pages for `rows` sequences of `context` + 512 tokens, and their state."""
     config = config_from_folder(write_shape(shape, tempfile.mkdtemp()))
     model = DenseModel(config, torch.bfloat16, "cuda", max_len=4096)
     torch.manual_seed(0)
@@ -53,8 +62,9 @@ def build(shape: str, rows: int, context: int) -> tuple[FusedDense, Any, Layout]
     return FusedDense(model, kv, rows, rows), state, layout
 
 
-def measure(fused: FusedDense, state: Any, rows: int, context: int, args: argparse.Namespace) -> dict[str, Any]:
-    model, kv = fused.model, fused.kv
+def measure(fused: FusedDense, state: Any, rows: int, bandwidth: float, args: argparse.Namespace) -> dict[str, Any]:
+    """Time the step of `rows` rows; `bandwidth` is a copy's in GB/s."""
+    model, kv, context = fused.model, fused.kv, args.context
     hidden = torch.empty(rows, model.config.hidden_size, dtype=torch.bfloat16, device="cuda")
     logits = torch.empty(rows, model.config.vocab_size, dtype=torch.bfloat16, device="cuda")
     chosen = torch.empty(rows, dtype=torch.int64, device="cuda")
@@ -75,49 +85,39 @@ def measure(fused: FusedDense, state: Any, rows: int, context: int, args: argpar
             0 if model.config.tie_word_embeddings else model.embed.weight.nbytes
         )
         cache = rows * context * kv.nbytes / (kv.num_pages * PAGE)
+        ms, moved = statistics.median(times), weights + cache
         found = {
             "batch": rows,
-            "ms": round(statistics.median(times), 4),
+            "ms": round(ms, 4),
             "least_ms": round(min(times), 4),
-            "floor_ms": round((weights + cache) / 4.3e12 * 1e3, 3),
+            "floor_ms": round(moved / bandwidth / 1e6, 3),
+            "moved_bytes": round(moved),
+            "gb_per_s": round(moved / ms / 1e6, 1),
+            "share_of_copy": round(moved / ms / 1e6 / bandwidth, 3),
         }
         if args.profile:
             found["kernels"] = kernels(graph, rewind)
         if args.ablate:
-            found["us_a_layer"] = {}
+            found["layer_us"] = {}
             for part in ("attention", *PRODUCTS):
                 with left_out(fused, part):
                     less = statistics.median(timed(step, rewind, args.repeats)[1])
-                found["us_a_layer"][part] = round((statistics.median(times) - less) / model.config.num_layers * 1e3, 2)
+                found["layer_us"][part] = round((ms - less) / model.config.num_layers * 1e3, 2)
     return found
 
 
 def timed(
     step: Callable[[], None], rewind: Callable[[], None], repeats: int
 ) -> tuple[torch.cuda.CUDAGraph, list[float]]:
-    """The step as a graph, and ms of a replay, each of 20."""
+    """Return the step as a graph, and ms of a replay, each the mean of 20 from the rows' first positions."""
     rewind()
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    times = []
-    for _ in range(repeats):
-        rewind()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(20):
-            graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / 20)
-    return graph, times
+    graph = capture(step)
+    return graph, replay_ms(graph, repeats, 20, before=rewind)
 
 
 @contextmanager
 def left_out(fused: FusedDense, part: str) -> Iterator[None]:
-    """Steps within the block lack the launches of this part; what they compute is nothing."""
+    """Leave the launches of this part out of steps within the block; their results are meaningless."""
     layers = [fused.tensors.layer(index) for index in range(fused.depth)]
     without = {getattr(layer, part).data_ptr() for layer in layers} if part in PRODUCTS else set()
     linear, attend = fused_dense.linear, fused_dense.paged_decode
@@ -148,37 +148,26 @@ def kernels(graph: torch.cuda.CUDAGraph, rewind: Any) -> list[tuple[str, int, fl
     return [(name, counts[name], round(us / 1e3, 4)) for name, us in times.most_common(12)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(argv: Sequence[str]) -> int:
+    parser = harness.parser(__spec__.name, __doc__)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
-    parser.add_argument("--batches", default="1,8,32,128,256")
-    parser.add_argument("--context", type=int, default=608)
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--batches", type=harness.counts, default=[1, 8, 32, 128, 256])
+    parser.add_argument("--context", type=harness.count, default=608)
+    parser.add_argument("--repeats", type=harness.count, default=9)
+    parser.add_argument("--bandwidth", type=float, metavar="GB/s", help="to compare with (default: a copy's, measured)")
     parser.add_argument("--profile", action="store_true", help="each kernel's share")
-    parser.add_argument("--ablate", action="store_true", help="what the step takes without each part")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    batches = [int(size) for size in args.batches.split(",")]
-    fused, state, _ = build(args.shape, max(batches), args.context)
-    rows = []
-    for batch in batches:
-        rows.append(measure(fused, state, batch, args.context, args))
-        print(args.shape, json.dumps(rows[-1]), flush=True)
-    if args.out:
-        args.out.write_text(
-            json.dumps(
-                {
-                    "shape": args.shape,
-                    "context": args.context,
-                    "torch": torch.__version__,
-                    "device": torch.cuda.get_device_name(),
-                    "rows": rows,
-                },
-                indent=1,
-            )
-            + "\n"
-        )
+    parser.add_argument("--ablate", action="store_true", help="what the step takes less without each part")
+    args = parser.parse_args(argv)
+    harness.require_gpus(parser)
+    report = harness.Report(__spec__.name, args, argv)
+    bandwidth = args.bandwidth or copy_bandwidth()
+    fused, state, _ = build(args.shape, max(args.batches), args.context)
+    for batch in args.batches:
+        report.add({"shape": args.shape} | measure(fused, state, batch, bandwidth, args))
+    print(f"bandwidth of a copy: {bandwidth:,.0f} GB/s" + (" (given)" if args.bandwidth else " (measured)"))
+    report.finish(bandwidth_gb_per_s=round(bandwidth, 1))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Benchmarks of Encore: `python -m benchmarks` lists them."""

@@ -1,0 +1,1 @@
+"""Plots of the recorded results: `python -m benchmarks.plots` draws them."""
