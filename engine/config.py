@@ -25,7 +25,7 @@ LOGPROBS_MODES = ("processed", "raw")
 LOAD_FORMATS = ("auto", "dummy")
 MODES = ("inference", "training")
 KERNELS = ("auto", "fused", "torch")
-_COUNTS = (
+_POSITIVE_INTEGERS = (
     "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",
@@ -94,7 +94,7 @@ class EngineConfig:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}")
-        for name in _COUNTS:
+        for name in _POSITIVE_INTEGERS:
             value = getattr(self, name)
             if value is None and getattr(EngineConfig, name) is None:
                 continue
@@ -105,7 +105,7 @@ class EngineConfig:
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model={self.model!r}: the name of a model, a folder or a .gguf file is needed")
         if self.tensor_parallel_size > 1:
-            self._check_parallel()
+            self._check_tensor_parallel()
         if self.graph_buckets is not None:
             object.__setattr__(self, "graph_buckets", tuple(self.graph_buckets))
             self._check_buckets()
@@ -116,12 +116,12 @@ class EngineConfig:
                 "graphs: take 'local', or 'none' to run without"
             )
 
-    def _check_parallel(self) -> None:
-        asked = f"tensor_parallel_size={self.tensor_parallel_size}"
+    def _check_tensor_parallel(self) -> None:
+        setting = f"tensor_parallel_size={self.tensor_parallel_size}"
         if self.mode == "training":
-            raise ConfigError(f"{asked} is for inference; in a training job Megatron-Core splits the model")
+            raise ConfigError(f"{setting} is for inference; in a training job Megatron-Core splits the model")
         if self.cpu_weight_format == "int4":
-            raise ConfigError(f"cpu_weight_format='int4' can't be split, found {asked}; use auto, bf16 or fp32")
+            raise ConfigError(f"cpu_weight_format='int4' can't be split, found {setting}; use auto, bf16 or fp32")
 
     def _check_buckets(self) -> None:
         """Against max_num_seqs too, once that is known: at the latest when `resolve()` has chosen it."""
@@ -136,8 +136,8 @@ class EngineConfig:
     def graph_config(self) -> GraphConfig:
         """The capture core's view of these settings; its refusals are raised here, at construction."""
         training = self.mode == "training"
-        own = "block" if self.cuda_graph_impl == "local" and not training else "none"
-        scope = self.inference_cuda_graph_scope or own
+        default_scope = "block" if self.cuda_graph_impl == "local" and not training else "none"
+        scope = self.inference_cuda_graph_scope or default_scope
         return GraphConfig(
             cuda_graph_impl=self.cuda_graph_impl,
             inference_cuda_graph_scope=scope,
@@ -155,12 +155,12 @@ class EngineConfig:
         Raises GraphConfigError for combinations that Megatron refuses too. Build the model itself with
         `cuda_graph_impl="none"`.
         """
-        trains = overrides.get("mode") == "training"
+        training = overrides.get("mode") == "training"
         # `attach` and `capture_forward_backward` look at the random states' tracker themselves.
         graphs = GraphConfig.from_megatron(
             source,
-            training=trains,
-            **({"inference_cuda_graph_scope": "none", "use_cudagraphable_rng": True} if trains else {}),
+            training=training,
+            **({"inference_cuda_graph_scope": "none", "use_cudagraphable_rng": True} if training else {}),
         )
         return cls(
             **(

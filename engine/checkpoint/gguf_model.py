@@ -58,24 +58,24 @@ class GGUFModel:
         self._sources = {self._hf_name(name): name for name in file.tensors}
         self._check_shapes()
 
-    def _number(self, key: str, kind: type = int, default: Any = None) -> Any:
+    def _number(self, key: str, number_type: type = int, default: Any = None) -> Any:
         name = f"{self.architecture}.{key}"
         value = self.file.metadata.get(name, default)
         if value is None:
             raise ModelError(f"{self.file.path}: metadata has no {name!r}")
-        accepted = (int, float) if kind is float else (int,)
+        accepted = (int, float) if number_type is float else (int,)
         if isinstance(value, bool) or not isinstance(value, accepted) or not 0 < value < 2**31:
-            shown = repr(value) if not isinstance(value, list) else "a list"
-            raise ModelError(f"{self.file.path}: {name} is {shown}; a positive {kind.__name__} is needed")
+            found = repr(value) if not isinstance(value, list) else "a list"
+            raise ModelError(f"{self.file.path}: {name} is {found}; a positive {number_type.__name__} is needed")
         # Floats are stored in single precision: the shortest decimal is what the author wrote (1e-05).
-        return float(str(np.float32(value))) if kind is float else value
+        return float(str(np.float32(value))) if number_type is float else value
 
     def _read_config(self) -> dict[str, Any]:
         metadata, tensors = self.file.metadata, self.file.tensors
         hidden, heads = self._number("embedding_length"), self._number("attention.head_count")
         head_dim = self._number("attention.key_length", default=hidden // heads or None)
         layers = self._number("block_count")
-        self._refuse_unsupported(head_dim, layers)
+        self._reject_unsupported(head_dim, layers)
         vocab_size, width = (self.file.info("token_embd.weight").shape + (0,))[:2]
         if width != hidden:
             raise ModelError(
@@ -122,7 +122,7 @@ class GGUFModel:
             }
         return config
 
-    def _refuse_unsupported(self, head_dim: int, layers: int) -> None:
+    def _reject_unsupported(self, head_dim: int, layers: int) -> None:
         metadata, prefix = self.file.metadata, self.architecture
         if metadata.get(f"{prefix}.expert_count"):
             raise ModelError(f"{self.file.path}: mixture-of-experts models are not supported from GGUF files")
@@ -141,7 +141,7 @@ class GGUFModel:
     def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of every weight that the config asks for, by Hugging Face name."""
         config = self.config
-        hidden, wide, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+        hidden, intermediate, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
         q_rows, kv_rows = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
         layer: dict[str, tuple[int, ...]] = {
             "input_layernorm.weight": (hidden,),
@@ -150,9 +150,9 @@ class GGUFModel:
             "self_attn.k_proj.weight": (kv_rows, hidden),
             "self_attn.v_proj.weight": (kv_rows, hidden),
             "self_attn.o_proj.weight": (hidden, q_rows),
-            "mlp.gate_proj.weight": (wide, hidden),
-            "mlp.up_proj.weight": (wide, hidden),
-            "mlp.down_proj.weight": (hidden, wide),
+            "mlp.gate_proj.weight": (intermediate, hidden),
+            "mlp.up_proj.weight": (intermediate, hidden),
+            "mlp.down_proj.weight": (hidden, intermediate),
         }
         if config["attention_bias"]:
             layer |= {

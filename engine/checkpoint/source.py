@@ -17,7 +17,7 @@ from engine.errors import ModelError
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*", "merges.txt", "vocab.txt"]
-_FORMS = (
+_ACCEPTED_NAMES = (
     f"give {DEFAULT_MODEL!r}, a folder in Hugging Face layout (config.json, safetensors, tokenizer), a .gguf "
     "file, or a hub name (owner/name)"
 )
@@ -38,27 +38,27 @@ def resolve_model(name: str) -> ModelSource:
     A path that exists wins over a hub name. Raises ModelError saying what was looked for and what to do.
     """
     if not isinstance(name, str) or not name.strip() or "\0" in name:
-        raise ModelError(f"{name!r} names no model; {_FORMS}")
+        raise ModelError(f"{name!r} names no model; {_ACCEPTED_NAMES}")
     if name.lower() == DEFAULT_MODEL:
         return ModelSource(default_gguf(), "gguf", DEFAULT_MODEL)
     path = os.path.expanduser(name)
     if os.path.isdir(path):
-        return ModelSource(_checked_folder(path), "hf", name)
+        return ModelSource(_require_config(path), "hf", name)
     if os.path.isfile(path):
         if path.lower().endswith(".gguf"):
             return ModelSource(path, "gguf", name)
-        raise ModelError(f"{name} is a file, but not a .gguf file; {_FORMS}")
+        raise ModelError(f"{name} is a file, but not a .gguf file; {_ACCEPTED_NAMES}")
     if os.path.isabs(path) or name.startswith((".", "~")) or name.lower().endswith(".gguf"):
-        raise ModelError(f"there is no folder and no file {name}; {_FORMS}")
+        raise ModelError(f"there is no folder and no file {name}; {_ACCEPTED_NAMES}")
     if not _HUB_NAME.fullmatch(name):
-        raise ModelError(f"{name!r} is neither a folder or file here nor a hub name; {_FORMS}")
-    return ModelSource(_checked_folder(_from_hub(name)), "hf", name)
+        raise ModelError(f"{name!r} is neither a folder or file here nor a hub name; {_ACCEPTED_NAMES}")
+    return ModelSource(_require_config(_from_hub(name)), "hf", name)
 
 
-def _checked_folder(path: str) -> str:
+def _require_config(path: str) -> str:
     if not os.path.isfile(os.path.join(path, "config.json")):
         ggufs = sorted(entry for entry in os.listdir(path) if entry.lower().endswith(".gguf"))
-        hint = f"; to serve a GGUF file name it: {os.path.join(path, ggufs[0])}" if ggufs else f"; {_FORMS}"
+        hint = f"; to serve a GGUF file name it: {os.path.join(path, ggufs[0])}" if ggufs else f"; {_ACCEPTED_NAMES}"
         raise ModelError(f"{path} has no config.json{hint}")
     return path
 

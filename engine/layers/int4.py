@@ -16,7 +16,7 @@ from engine.layers.weight_slot import WeightSlot
 
 GROUP = 32
 ROW_MULTIPLE = 16
-_PACKED_ROWS = 64  # blocks of this many rows pack independently of each other (32 under AVX2)
+_PACK_BLOCK_ROWS = 64  # blocks of this many rows pack independently of each other (32 under AVX2)
 
 # The 4-bit kernel reads a quarter of the bytes but multiplies slowly: at few rows it wins by up to 4 times, from a
 # dozen rows on dense bfloat16 does, by 10 times at 512 rows. A layer that keeps a dense copy takes it for more rows
@@ -134,7 +134,7 @@ class Int4Linear(nn.Module):
         end = row + weight.shape[0]
         with torch.no_grad():
             codes, scale, zero = quantize(weight)
-            if row % _PACKED_ROWS == 0 and (end % _PACKED_ROWS == 0 or end == self.outputs):
+            if row % _PACK_BLOCK_ROWS == 0 and (end % _PACK_BLOCK_ROWS == 0 or end == self.outputs):
                 self.packed[row:end].copy_(pack_codes(codes))
             else:
                 all_codes = self.codes()
@@ -157,18 +157,18 @@ class Int4Linear(nn.Module):
 
     def slots(self, prefix: str) -> dict[str, WeightSlot | Int4Slot]:
         """Hugging Face's names to row ranges of the fused storage."""
-        found: dict[str, WeightSlot | Int4Slot] = {}
+        slots: dict[str, WeightSlot | Int4Slot] = {}
         start = 0
         for name, rows in self.parts.items():
-            found[f"{prefix}.{name}.weight"] = Int4Slot(self, start, rows)
+            slots[f"{prefix}.{name}.weight"] = Int4Slot(self, start, rows)
             if self.bias is not None:
-                found[f"{prefix}.{name}.bias"] = WeightSlot(self.bias, start, rows)
+                slots[f"{prefix}.{name}.bias"] = WeightSlot(self.bias, start, rows)
             start += rows
-        return found
+        return slots
 
     def extra_repr(self) -> str:
-        bound = f"up to {self.dense_above} rows" if self.weight is not None else "always"
-        return f"{self.inputs} -> {self.outputs}, 4-bit {bound}"
+        used_for = f"up to {self.dense_above} rows" if self.weight is not None else "always"
+        return f"{self.inputs} -> {self.outputs}, 4-bit {used_for}"
 
 
 class Int4Slot:

@@ -32,14 +32,14 @@ class Linear(nn.Module):
 
     def slots(self, prefix: str) -> dict[str, WeightSlot]:
         """Hugging Face's names (`prefix.q_proj.weight`, `….bias`) to row ranges of the fused storage."""
-        found: dict[str, WeightSlot] = {}
+        slots: dict[str, WeightSlot] = {}
         start = 0
         for name, rows in self.parts.items():
-            found[f"{prefix}.{name}.weight"] = WeightSlot(self.weight, start, rows)
+            slots[f"{prefix}.{name}.weight"] = WeightSlot(self.weight, start, rows)
             if self.bias is not None:
-                found[f"{prefix}.{name}.bias"] = WeightSlot(self.bias, start, rows)
+                slots[f"{prefix}.{name}.bias"] = WeightSlot(self.bias, start, rows)
             start += rows
-        return found
+        return slots
 
     def extra_repr(self) -> str:
         return f"{self.inputs} -> {'+'.join(f'{name}:{rows}' for name, rows in self.parts.items())}"

@@ -37,15 +37,15 @@ class RopeScaling:
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
     """Radians per position of each of the head_dim/2 rotations: float32 [head_dim / 2] on the CPU."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    plain = 1.0 / theta**exponents
+    base = 1.0 / theta**exponents
     if scaling is None or scaling.kind == "default":
-        return plain
+        return base
     if scaling.kind == "linear":
-        return plain / scaling.factor
+        return base / scaling.factor
     if scaling.kind == "llama3":
-        return _llama3(plain, scaling)
+        return _llama3(base, scaling)
     if scaling.kind == "yarn":
-        return _yarn(plain, head_dim, theta, scaling)
+        return _yarn(base, head_dim, theta, scaling)
     raise ValueError(f"rope scaling {scaling.kind!r} is none of {', '.join(ROPE_KINDS)}")
 
 
@@ -60,29 +60,29 @@ def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: f
     return temperature(1.0)
 
 
-def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:
+def _llama3(base: Tensor, scaling: RopeScaling) -> Tensor:
     """Keep short wavelengths, divide long ones by the factor, blend between."""
-    turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)  # rotations within the trained context
+    rotations = scaling.original_max_position_embeddings * base / (2 * math.pi)  # rotations within the trained context
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return (1 - keep) * plain / scaling.factor + keep * plain
+    kept = ((rotations - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - kept) * base / scaling.factor + kept * base
 
 
-def _yarn(plain: Tensor, head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
+def _yarn(base: Tensor, head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
     """Stretch dimensions that turn under beta_slow times in the trained context, keep those over beta_fast, blend."""
 
-    def dimension_turning(rotations: float) -> float:
+    def dimension_at(rotations: float) -> float:
         context = scaling.original_max_position_embeddings
         return head_dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    first, last = dimension_turning(scaling.beta_fast), dimension_turning(scaling.beta_slow)
+    first, last = dimension_at(scaling.beta_fast), dimension_at(scaling.beta_slow)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, head_dim - 1)
     if first == last:
         last += 0.001  # a step instead of a division by zero
-    stretch = ((torch.arange(head_dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0.0, 1.0)
-    return stretch * plain / scaling.factor + (1 - stretch) * plain
+    interpolation = ((torch.arange(head_dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0.0, 1.0)
+    return interpolation * base / scaling.factor + (1 - interpolation) * base
 
 
 class RotaryTable(nn.Module):

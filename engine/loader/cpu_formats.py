@@ -36,14 +36,14 @@ def choose_cpu_format(requested: str = "auto", dtype: str = "auto", is_4bit: boo
     """
     if dtype == "float16":
         raise ConfigError("dtype='float16' is not offered on a CPU; use bfloat16 or float32")
-    wanted = _FORMAT_OF_DTYPE.get(dtype)
+    dtype_format = _FORMAT_OF_DTYPE.get(dtype)
     if requested == "auto":
-        if wanted != "fp32" and is_4bit and has_fast_bf16() and int4_available():
+        if dtype_format != "fp32" and is_4bit and has_fast_bf16() and int4_available():
             return "int4"
-        return wanted or ("bf16" if has_fast_bf16() else "fp32")
+        return dtype_format or ("bf16" if has_fast_bf16() else "fp32")
     if requested not in _DTYPE_OF_FORMAT:
         raise ConfigError(f"cpu_weight_format={requested!r} is not one of auto, {', '.join(_DTYPE_OF_FORMAT)}")
-    if wanted == "fp32" and requested != "fp32" or wanted == "bf16" and requested == "fp32":
+    if dtype_format == "fp32" and requested != "fp32" or dtype_format == "bf16" and requested == "fp32":
         raise ConfigError(
             f"cpu_weight_format={requested!r} and dtype={dtype!r} contradict each other; leave one at auto"
         )
@@ -81,20 +81,20 @@ def load_gguf(
     """
     source = GGUFModel(GGUFFile(path))
     config = config_from_dict(source.config, path)
-    on_cpu = torch.device(device).type == "cpu"
-    chosen = choose_cpu_format(cpu_weight_format, dtype, source.is_mostly_4bit()) if on_cpu else None
+    is_cpu = torch.device(device).type == "cpu"
+    chosen = choose_cpu_format(cpu_weight_format, dtype, source.is_mostly_4bit()) if is_cpu else None
     if chosen is None:
         torch_dtype = getattr(torch, "bfloat16" if dtype == "auto" else dtype)
     else:
         torch_dtype = _DTYPE_OF_FORMAT[chosen]
     model = build_model(config, torch_dtype, device, max_len)
-    done: set[str] = set()
+    loaded: set[str] = set()
     if chosen == "int4":
-        done = _fill_int4(model, source)
+        loaded = _fill_int4(model, source)
     try:
         slots = model.weight_slots()
         for name in source.names():
-            if name not in done:
+            if name not in loaded:
                 slots[name].write(source.weight(name))
     except KeyError as error:
         raise ModelError(f"{path}: weight {error} has no place in a {config.architecture}") from error
@@ -107,7 +107,7 @@ def quantize_model(model: DenseModel, keep_dense: bool | None = None) -> None:
     For models that come in full precision, when int4 was asked for by name. Embedding and head stay as they are. The
     model's parameter addresses change: do it before graphs are captured. `keep_dense` None: by KEEP_DENSE_BYTES.
     """
-    keep = _keeps_dense(model) if keep_dense is None else keep_dense
+    keep = _dense_copies_fit(model) if keep_dense is None else keep_dense
     for _, parent, attribute in model.linears():
         old: Linear = getattr(parent, attribute)
         if fits_int4(old.outputs, old.inputs):
@@ -120,9 +120,9 @@ def quantize_model(model: DenseModel, keep_dense: bool | None = None) -> None:
 
 def _fill_int4(model: DenseModel, source: GGUFModel) -> set[str]:
     """Replace and fill every projection whose parts are all Q4_1; returns the names that are done."""
-    keep = _keeps_dense(model)
-    prefixes = {id(slot_owner): prefix for prefix, slot_owner in _projection_prefixes(model)}
-    done: set[str] = set()
+    keep = _dense_copies_fit(model)
+    prefixes = {id(owner): prefix for prefix, owner in _projection_prefixes(model)}
+    loaded: set[str] = set()
     for _, parent, attribute in model.linears():
         old: Linear = getattr(parent, attribute)
         names = [f"{prefixes[id(parent)]}.{part}.weight" for part in old.parts]
@@ -131,8 +131,8 @@ def _fill_int4(model: DenseModel, source: GGUFModel) -> set[str]:
             codes, scale, low = (torch.cat(pieces) for pieces in zip(*map(source.q4_1, names), strict=True))
             new.load_codes(codes, scale, low + 8 * scale)
             setattr(parent, attribute, new)
-            done |= set(names)
-    return done
+            loaded |= set(names)
+    return loaded
 
 
 def _projection_prefixes(model: DenseModel) -> list[tuple[str, nn.Module]]:
@@ -148,5 +148,5 @@ def _empty_int4(old: Linear, keep_dense: bool) -> Int4Linear:
     return Int4Linear(old.parts, old.inputs, bias=old.bias is not None, keep_dense=keep_dense)
 
 
-def _keeps_dense(model: DenseModel) -> bool:
+def _dense_copies_fit(model: DenseModel) -> bool:
     return sum(getattr(parent, name).weight.nbytes for _, parent, name in model.linears()) <= KEEP_DENSE_BYTES

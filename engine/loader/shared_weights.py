@@ -34,13 +34,13 @@ def share_weights(trainer: nn.Module, model: DenseModel) -> int:
                 "cpu_weight_format bf16 or fp32, and host a model of Megatron-Core instead of sharing it"
             )
             continue
-        for what, here, there in (
+        for attribute, found, expected in (
             ("shape", tuple(parameter.shape), slot.shape),
             ("dtype", parameter.dtype, slot.dtype),
             ("device", parameter.device, slot.target.device),
         ):
-            if here != there:
-                problems.append(f"{name}: {what} {here} in the trainer, {there} in the engine")
+            if found != expected:
+                problems.append(f"{name}: {attribute} {found} in the trainer, {expected} in the engine")
     if problems:
         raise WeightUpdateError("the weights can't be shared: " + "; ".join(problems[:20]))
     with torch.no_grad():

@@ -108,7 +108,7 @@ def load_weights(model: DenseModel, tensors: Iterable[tuple[str, Tensor]], sourc
     problems: list[str] = []
     head: Tensor | None = None
     for name, tensor in tensors:
-        if _is_derived(name):
+        if _is_rotary_buffer(name):
             continue
         if name == TIED_HEAD and name not in slots:
             head = tensor
@@ -125,7 +125,7 @@ def load_weights(model: DenseModel, tensors: Iterable[tuple[str, Tensor]], sourc
         problems += _tied_problem(head, slots[EMBEDDING].read())
     problems += [f"{name} is missing" for name in unfilled]
     if problems:
-        raise ModelError(f"{source} does not fit {model.config.architecture}: {_listed(problems)}")
+        raise ModelError(f"{source} does not fit {model.config.architecture}: {_join_problems(problems)}")
 
 
 def load_dummy(model: DenseModel, seed: int = 0) -> None:
@@ -163,7 +163,7 @@ def stage_update(
             problems.append(f"item {index} is {type(item).__name__}, a (name, tensor) pair is needed")
             continue
         name, tensor = item
-        if _is_derived(name):
+        if _is_rotary_buffer(name):
             continue
         if name == TIED_HEAD and name not in slots:
             head = tensor
@@ -188,13 +188,13 @@ def stage_update(
     if not staged and not problems:
         problems.append("it holds no tensors; was the iterable used up?")
     if problems:
-        raise WeightUpdateError(f"weight update refused, the old weights still serve: {_listed(problems)}")
+        raise WeightUpdateError(f"weight update refused, the old weights still serve: {_join_problems(problems)}")
     for name, tensor in staged.items():
         slots[name].write(tensor)
     return len(staged)
 
 
-def _is_derived(name: str) -> bool:
+def _is_rotary_buffer(name: str) -> bool:
     """Old checkpoints carry rotary frequencies, which the config determines."""
     return name.endswith("rotary_emb.inv_freq")
 
@@ -227,7 +227,7 @@ def _tied_problem(head: Tensor, embedding: Tensor) -> list[str]:
     return [f"{TIED_HEAD} differs from {EMBEDDING}, but the config ties them (tie_word_embeddings)"]
 
 
-def _listed(problems: list[str]) -> str:
+def _join_problems(problems: list[str]) -> str:
     """Problems in one line; beyond LISTED_PROBLEMS only their count."""
-    rest = len(problems) - LISTED_PROBLEMS
-    return "; ".join(problems[:LISTED_PROBLEMS]) + (f"; and {rest} more" if rest > 0 else "")
+    unlisted = len(problems) - LISTED_PROBLEMS
+    return "; ".join(problems[:LISTED_PROBLEMS]) + (f"; and {unlisted} more" if unlisted > 0 else "")

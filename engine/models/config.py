@@ -96,18 +96,18 @@ class Fields:
     def __init__(self, values: Mapping[str, Any], where: str):
         self.values, self.where = values, where
 
-    def fail(self, key: str, needed: str) -> ModelError:
+    def error(self, key: str, needed: str) -> ModelError:
         """The error for `key`, to raise."""
         found = f"{self.values[key]!r}" if key in self.values else "nothing"
         return ModelError(f"{self.where}: {key!r} should be {needed}, found {found}; correct it or take another model")
 
-    def whole(self, key: str, default: int | None = None, low: int = 1, high: int = MAX_SIZE) -> int:
+    def integer(self, key: str, default: int | None = None, low: int = 1, high: int = MAX_SIZE) -> int:
         """A whole number in [low, high]; null counts as absent."""
         value = self.values.get(key)
         if value is None and default is not None:
             return default
         if not is_whole_number(value, low, high):
-            raise self.fail(key, f"a whole number from {low} to {high}")
+            raise self.error(key, f"a whole number from {low} to {high}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -116,7 +116,7 @@ class Fields:
         if value is None and default is not None:
             return default
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_NUMBER:
-            raise self.fail(key, "a number above 0")
+            raise self.error(key, "a number above 0")
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
@@ -125,7 +125,7 @@ class Fields:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise self.fail(key, "true or false")
+            raise self.error(key, "true or false")
         return value
 
     def token_ids(self, key: str) -> tuple[int, ...]:
@@ -133,7 +133,7 @@ class Fields:
         value = self.values.get(key)
         ids = [] if value is None else value if isinstance(value, list) else [value]
         if not all(is_whole_number(item, 0) for item in ids):
-            raise self.fail(key, "a token id or a list of token ids")
+            raise self.error(key, "a token id or a list of token ids")
         return tuple(ids)
 
 
@@ -143,28 +143,28 @@ def read_model_config(values: Mapping[str, Any], family: Family, where: str) -> 
     Raises ModelError for a missing or impossible value and for what can't be computed exactly here.
     """
     fields = Fields(values, where)
-    _refuse_unsupported(fields)
-    heads = fields.whole("num_attention_heads")
-    kv_heads = fields.whole("num_key_value_heads", heads)
+    _reject_unsupported(fields)
+    heads = fields.integer("num_attention_heads")
+    kv_heads = fields.integer("num_key_value_heads", heads)
     if heads % kv_heads:
-        raise fields.fail("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
-    hidden = fields.whole("hidden_size")
-    head_dim = fields.whole("head_dim", family.default_head_dim or max(hidden // heads, 1), high=1024)
+        raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
+    hidden = fields.integer("hidden_size")
+    head_dim = fields.integer("head_dim", family.default_head_dim or max(hidden // heads, 1), high=1024)
     if head_dim % 2:
         raise ModelError(f"{where}: head_dim {head_dim} is odd; rotary positions need pairs")
-    max_positions = fields.whole("max_position_embeddings", high=MAX_CONTEXT)
+    max_positions = fields.integer("max_position_embeddings", high=MAX_CONTEXT)
     theta, scaling = read_rope(values, max_positions, where)
     bias = fields.flag("attention_bias")
     bos = fields.token_ids("bos_token_id")
     return ModelConfig(
         architecture=family.architecture,
-        vocab_size=fields.whole("vocab_size"),
+        vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden,
-        num_layers=fields.whole("num_hidden_layers", high=MAX_LAYERS),
+        num_layers=fields.integer("num_hidden_layers", high=MAX_LAYERS),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate_size=fields.whole("intermediate_size"),
+        intermediate_size=fields.integer("intermediate_size"),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
@@ -181,7 +181,7 @@ def read_model_config(values: Mapping[str, Any], family: Family, where: str) -> 
     )
 
 
-def _refuse_unsupported(fields: Fields) -> None:
+def _reject_unsupported(fields: Fields) -> None:
     values = fields.values
     if values.get("quantization_config") is not None:
         raise ModelError(
@@ -190,9 +190,9 @@ def _refuse_unsupported(fields: Fields) -> None:
         )
     activation = values.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise fields.fail("hidden_act", "'silu'")
+        raise fields.error("hidden_act", "'silu'")
     if values.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise fields.fail("partial_rotary_factor", "1.0 (rotation of whole heads)")
+        raise fields.error("partial_rotary_factor", "1.0 (rotation of whole heads)")
 
 
 def _sliding_window(fields: Fields, family: Family) -> int | None:
@@ -201,13 +201,13 @@ def _sliding_window(fields: Fields, family: Family) -> int | None:
         return None
     if "sliding_window" in fields.values and fields.values["sliding_window"] is None:
         return None
-    window = fields.whole("sliding_window", family.default_window)
+    window = fields.integer("sliding_window", family.default_window)
     layer_types = fields.values.get("layer_types")
     if isinstance(layer_types, list) and "sliding_attention" not in layer_types:
         return None
     if family.window == "flagged" and layer_types is None:
         # layers before max_window_layers attend to everything
-        if fields.whole("max_window_layers", 28, low=0) >= fields.whole("num_hidden_layers"):
+        if fields.integer("max_window_layers", 28, low=0) >= fields.integer("num_hidden_layers"):
             return None
     return window
 
@@ -219,7 +219,7 @@ def _dtype(fields: Fields) -> str:
         return "float32"
     name = value.removeprefix("torch.") if isinstance(value, str) else value
     if name not in DTYPE_NAMES:
-        raise fields.fail(key, f"one of {', '.join(DTYPE_NAMES)}")
+        raise fields.error(key, f"one of {', '.join(DTYPE_NAMES)}")
     return name
 
 
@@ -228,12 +228,12 @@ def read_rope(values: Mapping[str, Any], max_positions: int, where: str) -> tupl
     key = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
     settings = values.get(key) or {}
     if not isinstance(settings, Mapping):
-        raise Fields(values, where).fail(key, "an object")
+        raise Fields(values, where).error(key, "an object")
     if any(isinstance(value, Mapping) for value in settings.values()):
         raise ModelError(f"{where}: {key!r} differs by layer type ({', '.join(settings)}), which is not supported")
     fields = Fields(settings, f"{where}, {key}")
     if settings.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise fields.fail("partial_rotary_factor", "1.0 (rotation of whole heads)")
+        raise fields.error("partial_rotary_factor", "1.0 (rotation of whole heads)")
     theta = fields.number("rope_theta", Fields(values, where).number("rope_theta", 10000.0))
     if theta <= 1.0:
         raise ModelError(f"{where}: rope_theta {theta} should be above 1, or no two dimensions would turn apart")
@@ -242,34 +242,34 @@ def read_rope(values: Mapping[str, Any], max_positions: int, where: str) -> tupl
         raise ModelError(f"{where}: rope scaling {kind!r} is not supported; supported are {', '.join(ROPE_KINDS)}")
     if kind == "default":
         return theta, None
-    trained = Fields(values, where).whole(
-        "original_max_position_embeddings", fields.whole("original_max_position_embeddings", max_positions)
+    original_length = Fields(values, where).integer(
+        "original_max_position_embeddings", fields.integer("original_max_position_embeddings", max_positions)
     )
-    return theta, _scaling(kind, fields, trained, max_positions)
+    return theta, _scaling(kind, fields, original_length, max_positions)
 
 
-def _scaling(kind: str, fields: Fields, trained: int, max_positions: int) -> RopeScaling:
+def _scaling(kind: str, fields: Fields, original_length: int, max_positions: int) -> RopeScaling:
     """The scaling of one kind; `trained` is the context before stretching."""
     if kind == "linear":
         return RopeScaling(kind=kind, factor=fields.number("factor"))
     if kind == "llama3":
         low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
         if high <= low:
-            raise fields.fail("high_freq_factor", f"above low_freq_factor ({low})")
+            raise fields.error("high_freq_factor", f"above low_freq_factor ({low})")
         return RopeScaling(
             kind=kind,
             factor=fields.number("factor"),
-            original_max_position_embeddings=trained,
+            original_max_position_embeddings=original_length,
             low_freq_factor=low,
             high_freq_factor=high,
         )
-    factor = fields.number("factor", max_positions / trained)
+    factor = fields.number("factor", max_positions / original_length)
     mscale = fields.number("mscale") if fields.values.get("mscale") else None
     mscale_all = fields.number("mscale_all_dim") if fields.values.get("mscale_all_dim") else None
     return RopeScaling(
         kind=kind,
         factor=factor,
-        original_max_position_embeddings=trained,
+        original_max_position_embeddings=original_length,
         beta_fast=fields.number("beta_fast", 32.0),
         beta_slow=fields.number("beta_slow", 1.0),
         truncate=fields.flag("truncate", True),

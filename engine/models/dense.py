@@ -55,10 +55,10 @@ class SelfAttention(nn.Module):
         return self.o(out)
 
     def slots(self, prefix: str) -> dict[str, WeightSlot]:
-        found = {**self.qkv.slots(prefix), **self.o.slots(prefix)}
+        slots = {**self.qkv.slots(prefix), **self.o.slots(prefix)}
         if self.qk_norm is not None:
-            found |= self.qk_norm.slots(prefix)
-        return found
+            slots |= self.qk_norm.slots(prefix)
+        return slots
 
 
 class GatedMLP(nn.Module):
@@ -162,13 +162,13 @@ class DenseModel(nn.Module):
 
         The one table that loading, updating and exporting go by. Made anew at each call, from the modules as they are.
         """
-        found = {**self.embed.slots("model.embed_tokens")}
+        slots = {**self.embed.slots("model.embed_tokens")}
         for index, layer in enumerate(self.layers):
-            found |= layer.slots(f"model.layers.{index}")
-        found |= self.norm.slots("model.norm")
+            slots |= layer.slots(f"model.layers.{index}")
+        slots |= self.norm.slots("model.norm")
         if not self.config.tie_word_embeddings:
-            found |= {name.removeprefix("."): slot for name, slot in self.head.slots("").items()}
-        return found
+            slots |= {name.removeprefix("."): slot for name, slot in self.head.slots("").items()}
+        return slots
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, tensor) of every weight; tensors alias the model's storage."""

@@ -31,13 +31,13 @@ class HeadLayout(NamedTuple):
 
     def cut(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Views of qkv [T, width]: q [T, KV, H/KV, D], k and v [T, KV, D]."""
-        tokens, each = len(qkv), self.heads // self.kv_heads
+        tokens, group_size = len(qkv), self.heads // self.kv_heads
         if self.by_group:
-            groups = qkv.view(tokens, self.kv_heads, each + 2, self.dim)
-            return groups[:, :, :each], groups[:, :, each], groups[:, :, each + 1]
+            groups = qkv.view(tokens, self.kv_heads, group_size + 2, self.dim)
+            return groups[:, :, :group_size], groups[:, :, group_size], groups[:, :, group_size + 1]
         rows = qkv.view(tokens, self.heads + 2 * self.kv_heads, self.dim)
         q, k, v = rows.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
-        return q.unflatten(1, (self.kv_heads, each)), k, v
+        return q.unflatten(1, (self.kv_heads, group_size)), k, v
 
 
 class LayerTensors(NamedTuple):

@@ -26,7 +26,7 @@ from engine.kernels.small_batch_gemm import Scratch, best_of_tiles, half_normed,
 from engine.kernels.step_kernels import choose_kernel, embed_kernel
 from engine.models.dense_tensors import FusableModel, LayerTensors
 
-Attend = Callable[[int, LayerTensors, Tensor, Tensor], None]
+AttentionFn = Callable[[int, LayerTensors, Tensor, Tensor], None]
 """(layer's index and tensors, raw qkv [T, width], out [T, H * D]): writes this step's keys and values, and attention
 into out."""
 
@@ -44,10 +44,10 @@ class FusedDense:
         self.heads, self.eps, self.depth = self.tensors.heads, config.rms_norm_eps, config.num_layers
         width = config.intermediate_size
         tokens = max(max_rows, max_tokens)
-        new = lambda *shape: torch.empty(shape, dtype=dtype, device=device)  # noqa: E731
-        self._qkv = new(tokens, self.heads.width)
-        self._attended = torch.zeros(tokens, self.heads.heads * self.heads.dim, dtype=dtype, device=device)
-        self._gated = new(tokens, width)
+        empty = lambda *shape: torch.empty(shape, dtype=dtype, device=device)  # noqa: E731
+        self._qkv = empty(tokens, self.heads.width)
+        self._attention_out = torch.zeros(tokens, self.heads.heads * self.heads.dim, dtype=dtype, device=device)
+        self._mlp_activations = empty(tokens, width)
         self._scratch = Scratch(
             tokens, max_rows, config.hidden_size, max(self.heads.width, 2 * width), config.vocab_size, dtype, device
         )
@@ -75,10 +75,10 @@ class FusedDense:
         if self.collectives is not None:
             self.collectives.all_reduce(hidden)
 
-    def layer(self, index: int, hidden: Tensor, attend: Attend) -> None:
+    def layer(self, index: int, hidden: Tensor, attend: AttentionFn) -> None:
         """Decoder layer `index` on hidden [T, h], in place."""
         layer, rows, scratch = self.tensors.layer(index), len(hidden), self._scratch
-        qkv, attended, gated = self._qkv[:rows], self._attended[:rows], self._gated[:rows]
+        qkv, attention_out, gated = self._qkv[:rows], self._attention_out[:rows], self._mlp_activations[:rows]
         linear(
             hidden,
             layer.qkv,
@@ -87,11 +87,11 @@ class FusedDense:
             norm=layer.input_norm,
             eps=self.eps,
             bias=layer.qkv_bias,
-            squares=self._left_by_layer(rows) if index else 0,
+            squares=self._squares_after_layer(rows) if index else 0,
             late=True,
         )
-        attend(index, layer, qkv, attended)
-        self._onto(hidden, attended, layer.o, layer.o_bias, layer.post_norm, turn=0)
+        attend(index, layer, qkv, attention_out)
+        self._add_linear(hidden, attention_out, layer.o, layer.o_bias, layer.post_norm, buffer_index=0)
         linear(
             hidden,
             layer.gate_up,
@@ -101,32 +101,32 @@ class FusedDense:
             eps=self.eps,
             bias=layer.gate_up_bias,
             gated=True,
-            squares=self._half_normed(rows, attended.shape[1]),
+            squares=self._partial_squares(rows, attention_out.shape[1]),
         )
         last = index + 1 == self.depth
-        following = self.tensors.norm if last else self.tensors.layer(index + 1).input_norm
-        self._onto(hidden, gated, layer.down, layer.down_bias, following, turn=1)
+        next_norm = self.tensors.norm if last else self.tensors.layer(index + 1).input_norm
+        self._add_linear(hidden, gated, layer.down, layer.down_bias, next_norm, buffer_index=1)
 
-    def _onto(
-        self, hidden: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, next_norm: Tensor, turn: int
+    def _add_linear(
+        self, hidden: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, next_norm: Tensor, buffer_index: int
     ) -> None:
         """Add x Wᵀ + bias to hidden [T, h]: of ranks the sum of their shares, the first of which brings the bias."""
         if self.collectives is None:
             linear(x, weight, hidden, self._scratch, bias=bias, add=True, next_norm=next_norm)
             return
-        share, adds = self.collectives.all_reduce_into(hidden, turn)
-        linear(x, weight, share, self._scratch, bias=bias if self.collectives.is_first else None, add=adds)
-        self.collectives.all_reduce_shared(hidden, turn)
+        partial_sum, accumulate = self.collectives.all_reduce_into(hidden, buffer_index)
+        linear(x, weight, partial_sum, self._scratch, bias=bias if self.collectives.is_first else None, add=accumulate)
+        self.collectives.all_reduce_shared(hidden, buffer_index)
 
-    def _half_normed(self, rows: int, inputs: int) -> int:
+    def _partial_squares(self, rows: int, inputs: int) -> int:
         """In how many sums of squares a row `_onto` leaves half of the next norm, which takes the whole of hidden."""
         return 0 if self.collectives else half_normed(rows, self.model.config.hidden_size, inputs, self.model.dtype)
 
-    def _left_by_layer(self, rows: int) -> int:
+    def _squares_after_layer(self, rows: int) -> int:
         """The squares that the last product of a layer leaves for the norm after it."""
-        return self._half_normed(rows, self.model.config.intermediate_size)
+        return self._partial_squares(rows, self.model.config.intermediate_size)
 
-    def decode_attention(self, state: SlotState, rows: int) -> Attend:
+    def decode_attention(self, state: SlotState, rows: int) -> AttentionFn:
         """Attention of one token per row over its slot's pages."""
         slots, positions = state.slots[:rows], state.positions[:rows]
 
@@ -141,7 +141,7 @@ class FusedDense:
                 self.heads.dim**-0.5,
                 new_kv=(k, v),
                 slots=slots,
-                rotation=self._rotation(layer),
+                rotation=self._norm_rope(layer),
                 out=out.view(rows, self.heads.heads, self.heads.dim),
                 workspace=self._workspace(q, state.page_table),
             )
@@ -165,19 +165,19 @@ class FusedDense:
         slot 0, padding, leave both alone. `after_layer`: hidden is just what `layer` left, not a choice of its rows.
         """
         scratch, head = self._scratch, self.tensors.head
-        part = logits if self.collectives is None else self.collectives.part(len(hidden))
+        local_logits = logits if self.collectives is None else self.collectives.part(len(hidden))
         tiles = linear(
             hidden,
             head,
-            part,
+            local_logits,
             scratch,
             norm=self.tensors.norm,
             eps=self.eps,
             best=self.collectives is None,
-            squares=self._left_by_layer(len(hidden)) if after_layer else 0,
+            squares=self._squares_after_layer(len(hidden)) if after_layer else 0,
         )
         if self.collectives is not None:
-            self.collectives.gather(part, logits)
+            self.collectives.gather(local_logits, logits)
             tiles = best_of_tiles(logits, scratch)
         pdl = overlaps(hidden)
         choose_kernel[(len(hidden),)](
@@ -195,31 +195,31 @@ class FusedDense:
             **launch_options(pdl),
         )
 
-    def prefill(self, tokens: Tensor, packing: VarlenLayout, page_table: Tensor) -> Tensor:
+    def prefill(self, tokens: Tensor, layout: VarlenLayout, page_table: Tensor) -> Tensor:
         """Hidden [T, h] before the last norm of T packed tokens, which also go into their pages."""
 
         def attend(index: int, layer: LayerTensors, qkv: Tensor, out: Tensor) -> None:
             k_cache, v_cache = self.kv.k[index], self.kv.v[index]
             q, k, v = self.heads.cut(qkv)
-            norm_rope_append(q, k, v, k_cache, v_cache, page_table, packing, self._rotation(layer))
-            paged_prefill(q, k_cache, v_cache, page_table, packing, self.heads.dim**-0.5, out)
+            norm_rope_append(q, k, v, k_cache, v_cache, page_table, layout, self._norm_rope(layer))
+            paged_prefill(q, k_cache, v_cache, page_table, layout, self.heads.dim**-0.5, out)
 
-        hidden = self._embedded(tokens)
+        hidden = self._embed_tokens(tokens)
         for index in range(self.depth):
             self.layer(index, hidden, attend)
         return hidden
 
-    def _embedded(self, tokens: Tensor) -> Tensor:
+    def _embed_tokens(self, tokens: Tensor) -> Tensor:
         table = self.tensors.embedding
         if self.collectives is None:
             return F.embedding(tokens, table)
-        here = tokens - self.tensors.first_token
-        is_here = (here >= 0) & (here < len(table))
-        hidden = F.embedding(here * is_here, table).masked_fill_(~is_here.unsqueeze(1), 0)
+        local_ids = tokens - self.tensors.first_token
+        is_local = (local_ids >= 0) & (local_ids < len(table))
+        hidden = F.embedding(local_ids * is_local, table).masked_fill_(~is_local.unsqueeze(1), 0)
         self.collectives.all_reduce(hidden)
         return hidden
 
-    def _rotation(self, layer: LayerTensors) -> NormRope:
+    def _norm_rope(self, layer: LayerTensors) -> NormRope:
         return NormRope(self.tensors.cos, self.tensors.sin, layer.q_norm, layer.k_norm, self.eps)
 
     def _workspace(self, q: Tensor, page_table: Tensor) -> DecodeWorkspace:

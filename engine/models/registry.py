@@ -58,9 +58,9 @@ def find_family(values: Mapping[str, Any], where: str) -> Family:
     for family in FAMILIES:
         if family.architecture in names or (not names and values.get("model_type") == family.model_type):
             return family
-    asked = ", ".join(names) or values.get("model_type") or "of no name"
+    requested = ", ".join(names) or values.get("model_type") or "of no name"
     raise ModelError(
-        f"{where}: architecture {asked} is not supported; supported are {', '.join(supported_architectures())}"
+        f"{where}: architecture {requested} is not supported; supported are {', '.join(supported_architectures())}"
     )
 
 
@@ -79,8 +79,8 @@ def config_from_folder(folder: str | Path) -> ModelConfig:
     generation = folder / "generation_config.json"
     if generation.exists():
         # chat models name their end-of-turn token only here
-        extra = Fields(read_json_object(generation), str(generation)).token_ids("eos_token_id")
-        config = replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *extra))))
+        extra_eos_ids = Fields(read_json_object(generation), str(generation)).token_ids("eos_token_id")
+        config = replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *extra_eos_ids))))
     return config
 
 

@@ -29,15 +29,15 @@ class Download:
 
     def __init__(self, source: Tensor):
         self._host = source
-        self._arrived: torch.cuda.Event | None = None
+        self._copied: torch.cuda.Event | None = None
         if source.device.type == "cuda":
             self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
             self._host.copy_(source, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
+            self._copied = torch.cuda.Event()
+            self._copied.record()
 
     def read(self) -> Tensor:
         """The result on the host, when it is there."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
+        if self._copied is not None:
+            self._copied.synchronize()
         return self._host

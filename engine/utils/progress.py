@@ -10,7 +10,7 @@ from tqdm import tqdm
 from graph_cache.keys import GraphKey
 
 logger = logging.getLogger(__name__)
-LINES = 5  # about as many log lines as a warm-up may take
+MAX_LOG_LINES = 5  # about as many log lines as a warm-up may take
 
 
 class WarmProgress:
@@ -21,7 +21,7 @@ class WarmProgress:
 
     def __call__(self, done: int, total: int, key: GraphKey) -> None:
         if not sys.stderr.isatty():
-            if done == total or done % max(1, total // LINES) == 0:
+            if done == total or done % max(1, total // MAX_LOG_LINES) == 0:
                 logger.info("captured %d of %d graphs", done, total)
             return
         if self._bar is None:

@@ -47,33 +47,33 @@ def random_weights(architecture: str, tied: bool, seed: int = 0) -> dict[str, to
     s = SIZES
     q_rows, kv_rows = s["heads"] * s["head_dim"], s["kv_heads"] * s["head_dim"]
 
-    def draw(*shape: int, around: float = 0.0) -> torch.Tensor:
+    def random(*shape: int, around: float = 0.0) -> torch.Tensor:
         return torch.randn(*shape, generator=rng) * 0.1 + around
 
-    weights = {"model.embed_tokens.weight": draw(len(vocabulary()[0]), s["hidden"])}
+    weights = {"model.embed_tokens.weight": random(len(vocabulary()[0]), s["hidden"])}
     for index in range(s["layers"]):
         layer = {
-            "input_layernorm.weight": draw(s["hidden"], around=1.0),
-            "self_attn.q_proj.weight": draw(q_rows, s["hidden"]),
-            "self_attn.k_proj.weight": draw(kv_rows, s["hidden"]),
-            "self_attn.v_proj.weight": draw(kv_rows, s["hidden"]),
-            "self_attn.o_proj.weight": draw(s["hidden"], q_rows),
-            "post_attention_layernorm.weight": draw(s["hidden"], around=1.0),
-            "mlp.gate_proj.weight": draw(s["wide"], s["hidden"]),
-            "mlp.up_proj.weight": draw(s["wide"], s["hidden"]),
-            "mlp.down_proj.weight": draw(s["hidden"], s["wide"]),
+            "input_layernorm.weight": random(s["hidden"], around=1.0),
+            "self_attn.q_proj.weight": random(q_rows, s["hidden"]),
+            "self_attn.k_proj.weight": random(kv_rows, s["hidden"]),
+            "self_attn.v_proj.weight": random(kv_rows, s["hidden"]),
+            "self_attn.o_proj.weight": random(s["hidden"], q_rows),
+            "post_attention_layernorm.weight": random(s["hidden"], around=1.0),
+            "mlp.gate_proj.weight": random(s["wide"], s["hidden"]),
+            "mlp.up_proj.weight": random(s["wide"], s["hidden"]),
+            "mlp.down_proj.weight": random(s["hidden"], s["wide"]),
         }
         if architecture == "qwen2":
             layer |= {
-                f"self_attn.{name}.bias": draw(rows)
+                f"self_attn.{name}.bias": random(rows)
                 for name, rows in (("q_proj", q_rows), ("k_proj", kv_rows), ("v_proj", kv_rows))
             }
         if architecture == "qwen3":
-            layer |= {f"self_attn.{name}_norm.weight": draw(s["head_dim"], around=1.0) for name in "qk"}
+            layer |= {f"self_attn.{name}_norm.weight": random(s["head_dim"], around=1.0) for name in "qk"}
         weights |= {f"model.layers.{index}.{name}": value for name, value in layer.items()}
-    weights["model.norm.weight"] = draw(s["hidden"], around=1.0)
+    weights["model.norm.weight"] = random(s["hidden"], around=1.0)
     if not tied:
-        weights["lm_head.weight"] = draw(len(vocabulary()[0]), s["hidden"])
+        weights["lm_head.weight"] = random(len(vocabulary()[0]), s["hidden"])
     return weights
 
 

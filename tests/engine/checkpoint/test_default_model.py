@@ -86,14 +86,14 @@ def test_the_cache_folder_is_the_default(model: WheelModel, tmp_path: Path, monk
     assert default_gguf(model) == str(tmp_path / "elsewhere" / "models" / "tiny" / "tiny.gguf")
 
 
-def test_a_wheel_with_another_hash_is_refused_and_leaves_nothing(model: WheelModel, tmp_path: Path) -> None:
+def test_a_wheel_with_a_wrong_hash_is_rejected_and_leaves_nothing(model: WheelModel, tmp_path: Path) -> None:
     wrong = replace(model, wheel_sha256="0" * 64)
     with pytest.raises(ModelError, match=f"{model.wheel_sha256}.*{'0' * 64}"):
         default_gguf(wrong, str(tmp_path / "cache"))
     assert [entry.name for entry in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
-def test_a_gguf_with_another_hash_is_refused(model: WheelModel, tmp_path: Path) -> None:
+def test_a_gguf_with_a_wrong_hash_is_rejected(model: WheelModel, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="SHA-256"):
         default_gguf(replace(model, gguf_sha256="1" * 64), str(tmp_path / "cache"))
     assert not (tmp_path / "cache" / "tiny.gguf").exists()
@@ -133,7 +133,7 @@ def test_without_pip_the_error_says_what_to_do(model: WheelModel, tmp_path: Path
         default_gguf(model, str(tmp_path / "cache"))
 
 
-def test_a_wheel_or_file_put_there_by_hand_is_taken(
+def test_a_manually_placed_wheel_or_file_is_used(
     model: WheelModel, registry: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forbid_pip(monkeypatch)
@@ -144,7 +144,7 @@ def test_a_wheel_or_file_put_there_by_hand_is_taken(
         assert Path(default_gguf(model, str(folder))).read_bytes() == CONTENT
 
 
-def test_starts_at_once_fetch_one_time_and_all_get_the_file(model: WheelModel, tmp_path: Path, caplog) -> None:
+def test_concurrent_starts_fetch_once_and_share_the_file(model: WheelModel, tmp_path: Path, caplog) -> None:
     caplog.set_level(logging.INFO, logger="engine.checkpoint.default_model")
     results: list[str | Exception] = []
 
@@ -164,7 +164,7 @@ def test_starts_at_once_fetch_one_time_and_all_get_the_file(model: WheelModel, t
     assert sum("from the Python registry, once" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_a_folder_that_cannot_be_written_is_named(model: WheelModel, tmp_path: Path) -> None:
+def test_an_unwritable_cache_folder_is_named_in_the_error(model: WheelModel, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ModelError, match="file/cache.*ENCORE_CACHE"):
         default_gguf(model, str(tmp_path / "file" / "cache"))
@@ -214,13 +214,13 @@ def test_folders_and_files_resolve_to_themselves(tiny_model: Path, tmp_path: Pat
     ("smollm3", "neither a folder"), ("a/b/c", "neither a folder"), ("../none", "no folder and no file"),
     ("/none/at/all", "no folder and no file"), ("some/file.gguf", "no folder and no file"),
 ])  # fmt: skip
-def test_names_that_mean_nothing_are_refused_with_the_forms(name: object, message: str) -> None:
+def test_unknown_names_are_rejected_with_the_accepted_forms(name: object, message: str) -> None:
     with pytest.raises(ModelError, match=message) as error:
         resolve_model(name)
     assert DEFAULT_MODEL in str(error.value) and "owner/name" in str(error.value)
 
 
-def test_a_folder_without_config_is_refused_and_its_gguf_pointed_out(tmp_path: Path) -> None:
+def test_a_folder_without_config_is_rejected_and_its_gguf_suggested(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="has no config.json"):
         resolve_model(str(tmp_path))
     (tmp_path / "weights.gguf").write_bytes(b"GGUF")
@@ -228,7 +228,7 @@ def test_a_folder_without_config_is_refused_and_its_gguf_pointed_out(tmp_path: P
         resolve_model(str(tmp_path))
 
 
-def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
+def test_other_file_types_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "model.bin").write_bytes(b"x")
     with pytest.raises(ModelError, match="not a .gguf file"):
         resolve_model(str(tmp_path / "model.bin"))

@@ -49,7 +49,7 @@ def assert_is_product(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) 
 
 @pytest.mark.parametrize("rows", [16, 48, 64, 160, 576])
 @pytest.mark.parametrize("tokens", [1, 3, 8, 40])
-def test_product_is_that_of_the_codes(rows: int, tokens: int) -> None:
+def test_product_matches_the_dequantized_weight(rows: int, tokens: int) -> None:
     codes, scale, zero = random_codes(rows, 96)
     layer = Int4Linear({"w": rows}, 96, bias=False, keep_dense=False)
     layer.load_codes(codes, scale, zero)
@@ -72,7 +72,7 @@ def test_codes_are_read_back_exactly() -> None:
     assert torch.equal(layer.effective_weight(), dequantize(codes, scale.bfloat16(), zero.bfloat16()))
 
 
-def test_quantisation_errs_by_half_a_step_at_most() -> None:
+def test_quantisation_error_is_at_most_half_a_step() -> None:
     weight = random_weight(64, 128)
     codes, scale, zero = quantize(weight)
     error = (dequantize(codes, scale, zero) - weight).view(64, 4, 32).abs().amax(dim=2)
@@ -111,7 +111,7 @@ def test_writing_one_part_leaves_the_others_and_all_addresses(parts: tuple[int, 
     assert torch.equal(layer.weight[start:end], after[start:end].bfloat16())
 
 
-def test_short_calls_take_four_bits_and_long_ones_the_dense_copy() -> None:
+def test_few_rows_use_int4_and_many_rows_the_dense_copy() -> None:
     layer = layer_of({"w": 32}, 64, keep_dense=True, dense_above=4)
     layer.weight.zero_()
     x = torch.ones(5, 64, dtype=torch.bfloat16)
@@ -119,14 +119,14 @@ def test_short_calls_take_four_bits_and_long_ones_the_dense_copy() -> None:
     assert layer(x).abs().sum() == 0
 
 
-def test_without_a_dense_copy_long_calls_take_four_bits() -> None:
+def test_without_a_dense_copy_many_rows_use_int4() -> None:
     layer = layer_of({"w": 32}, 64, dense_above=4)
     x = torch.randn(70, 64).bfloat16()
     assert_is_product(layer(x), x, layer.effective_weight())
 
 
 @pytest.mark.parametrize(("rows", "inputs"), [(24, 64), (32, 48), (8, 32)])
-def test_shapes_that_the_kernel_cannot_take_are_refused(rows: int, inputs: int) -> None:
+def test_unsupported_shapes_are_rejected(rows: int, inputs: int) -> None:
     assert not fits_int4(rows, inputs)
     with pytest.raises(ModelError, match=f"{rows} x {inputs}.*bf16"):
         Int4Linear({"w": rows}, inputs, bias=False, keep_dense=False)
@@ -147,7 +147,7 @@ def relative_distance(model, reference, token_ids: list[int]) -> float:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
-def test_gguf_in_4_bits_is_as_near_the_exact_weights_as_bf16_is(tmp_path: Path, architecture: str) -> None:
+def test_int4_gguf_is_about_as_accurate_as_bf16(tmp_path: Path, architecture: str) -> None:
     path = str(tmp_path / "m.gguf")
     write_gguf(tmp_path / "m.gguf", architecture=architecture, matrices=Kind.Q4_1, embedding=Kind.Q8_0)
     exact, bf16, int4 = (load_gguf(path, cpu_weight_format=name)[1] for name in ("fp32", "bf16", "int4"))
@@ -201,13 +201,13 @@ def test_dense_copies_are_kept_only_on_demand(tmp_path: Path) -> None:
     ("fp32", "auto", True, "fp32"),
     ("int4", "bfloat16", False, "int4"),
 ])  # fmt: skip
-def test_format_follows_what_was_asked(requested: str, dtype: str, is_4bit: bool, chosen: str) -> None:
+def test_format_follows_the_request(requested: str, dtype: str, is_4bit: bool, chosen: str) -> None:
     assert choose_cpu_format(requested, dtype, is_4bit) == chosen
 
 
 @pytest.mark.parametrize(("requested", "dtype"), [
     ("bf16", "float32"), ("int4", "float32"), ("fp32", "bfloat16"), ("auto", "float16"), ("q4", "auto"),
 ])  # fmt: skip
-def test_formats_that_contradict_are_refused(requested: str, dtype: str) -> None:
+def test_contradictory_formats_are_rejected(requested: str, dtype: str) -> None:
     with pytest.raises(ConfigError, match=requested if requested == "q4" else "dtype"):
         choose_cpu_format(requested, dtype)

@@ -39,7 +39,7 @@ def read(**changes: Any) -> ModelConfig:
     return config_from_dict({**BASE, **changes})
 
 
-def test_the_plain_fields() -> None:
+def test_basic_fields() -> None:
     config = read(bos_token_id=1, eos_token_id=[2, 5])
     assert dataclasses.asdict(config) == {
         "architecture": "LlamaForCausalLM",
@@ -138,7 +138,7 @@ def test_frequencies_equal_transformers(scaling: dict[str, Any], head_dim: int) 
         ({"dtype": "torch.float16"}, {"dtype": "float16"}),
     ],
 )
-def test_families_differ_as_they_should(changes: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_families_set_their_own_defaults(changes: dict[str, Any], expected: dict[str, Any]) -> None:
     config = read(**changes)
     assert {name: getattr(config, name) for name in expected} == expected
 
@@ -161,7 +161,7 @@ MISTRAL, QWEN2 = {"architectures": ["MistralForCausalLM"]}, {"architectures": ["
         ({**QWEN2, "sliding_window": 64, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 3}, 64),
     ],
 )
-def test_a_sliding_window_counts_only_where_it_is_in_force(changes: dict[str, Any], window: int | None) -> None:
+def test_a_sliding_window_applies_only_where_enabled(changes: dict[str, Any], window: int | None) -> None:
     config = read(**changes)
     assert config.sliding_window == window
     assert config.context_length == min(128, window or 128)
@@ -216,7 +216,7 @@ def test_stretched_rope_stretches_the_context(scaling: dict[str, Any], length: i
         ({**MISTRAL, "sliding_window": 0}, "'sliding_window' should be"),
     ],
 )
-def test_what_cannot_be_computed_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+def test_unsupported_values_are_rejected_by_field_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message) as caught:
         config_from_dict({**BASE, **changes}, "somewhere/config.json")
     assert "somewhere/config.json" in str(caught.value)
@@ -231,7 +231,7 @@ def test_supported_architectures_are_named() -> None:
     )
 
 
-def test_an_unknown_scaling_never_passes_as_none() -> None:
+def test_an_unknown_scaling_kind_is_rejected() -> None:
     with pytest.raises(ValueError, match="'su' is none of"):
         inverse_frequencies(8, 1e4, RopeScaling(kind="su"))
 
@@ -247,7 +247,7 @@ def test_an_unknown_scaling_never_passes_as_none() -> None:
         (b"{}", "of no name is not supported"),
     ],
 )
-def test_a_malformed_config_file_is_a_model_error(content: bytes | None, message: str, tmp_path: Path) -> None:
+def test_a_malformed_config_file_raises_model_error(content: bytes | None, message: str, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ModelError, match=message):
@@ -286,7 +286,7 @@ KEYS = (
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.sampled_from(KEYS), JSON, min_size=1, max_size=3), st.sampled_from(supported_architectures()))
-def test_any_value_reads_or_is_a_model_error(changes: dict[str, Any], architecture: str) -> None:
+def test_any_value_is_read_or_raises_model_error(changes: dict[str, Any], architecture: str) -> None:
     try:
         config = config_from_dict({**BASE, "architectures": [architecture], **changes})
     except ModelError:

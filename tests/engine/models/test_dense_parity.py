@@ -144,7 +144,7 @@ def test_logits_equal_transformers_in_prefill_and_decode(name: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["llama-llama3-biases", "qwen3-wide-heads-tied"])
-def test_exported_weights_are_the_checkpoints_names_and_bits(name: str, tmp_path: Path) -> None:
+def test_exported_weights_equal_the_checkpoint(name: str, tmp_path: Path) -> None:
     reference = reference_model(CASES[name], tmp_path)
     _, model = load_hf_folder(tmp_path, torch.float32, "cpu")
     exported = dict(model.named_weights())
@@ -209,7 +209,7 @@ def test_chunked_prefill_equals_whole_prefill(sizes: tuple[int, ...]) -> None:
 
 
 @torch.no_grad()
-def test_padded_rows_change_no_page_but_the_scratch_page() -> None:
+def test_padded_rows_write_only_the_scratch_page() -> None:
     model = tiny()
     cache = make_cache(model)
     for pages in (*cache.k, *cache.v):
@@ -258,7 +258,7 @@ class _OpLog(TorchDispatchMode):
 @pytest.mark.parametrize(("architecture", "limit"), [("LlamaForCausalLM", 26), ("Qwen3ForCausalLM", 32)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
-def test_a_decode_step_is_few_ops_and_reads_nothing_back(architecture: str, limit: int, dtype: torch.dtype) -> None:
+def test_a_decode_step_has_few_ops_and_no_host_sync(architecture: str, limit: int, dtype: torch.dtype) -> None:
     model = tiny(architecture).to(dtype)
     cache = make_cache(model, dtype=dtype)
     ids, at, table = torch.tensor([1, 2]), torch.tensor([3, 9]), torch.tensor([[1, 2], [3, 4]])
@@ -274,7 +274,7 @@ def test_a_decode_step_is_few_ops_and_reads_nothing_back(architecture: str, limi
     assert len(layer.names) - len(attention.names) - 1 <= limit  # 1: the embedding
 
 
-def test_a_tied_head_is_the_embeddings_own_storage() -> None:
+def test_a_tied_head_shares_the_embedding_storage() -> None:
     tied, untied = tiny(tie_word_embeddings=True), tiny()
     assert tied.head.weight.data_ptr() == tied.embed.weight.data_ptr()
     assert untied.head.weight.data_ptr() != untied.embed.weight.data_ptr()

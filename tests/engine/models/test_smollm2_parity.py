@@ -132,7 +132,7 @@ def loss_in_chunks(model: DenseModel, ids: list[int], chunk: int) -> float:
 
 
 @pytest.mark.skipif(not int4_available(), reason="this CPU or torch has no fast 4-bit kernel")
-def test_4_bit_weights_predict_real_text_as_the_exact_ones_do(
+def test_int4_weights_match_the_loss_of_exact_weights(
     source: ModelSource, tokenizer: Tokenizer, float32: DenseModel
 ) -> None:
     ids = tokenizer.encode(TEXT)
