@@ -1,4 +1,4 @@
-"""How a warm-up is shown: a progress bar on a terminal, log lines elsewhere."""
+"""Warm-up progress: a progress bar on a terminal, log lines otherwise."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tqdm import tqdm
 from graph_cache.keys import GraphKey
 
 logger = logging.getLogger(__name__)
-MAX_LOG_LINES = 5  # about as many log lines as a warm-up may take
+MAX_LOG_LINES = 5  # approximate number of log lines per warm-up
 
 
 class WarmProgress:
-    """Called as `progress(done, total, key)` after each capture of a warm-up."""
+    """Progress callback of a warm-up: `progress(done, total, key)` after each capture."""
 
     def __init__(self) -> None:
         self._bar: tqdm | None = None
