@@ -1,7 +1,4 @@
-"""What a caller may ask of sampling and stopping, checked at construction.
-
-Owns SamplingParams, its bounds and its refusals. Knows no request, no tensors and no HTTP.
-"""
+"""Sampling parameters and stop conditions of a request, validated at construction."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from typing import Any
 from engine.errors import RequestError
 from graph_cache.validation import did_you_mean
 
-GREEDY_BELOW = 1e-5  # a lower temperature overflows logits / temperature and picks the best token anyway
+GREEDY_BELOW = 1e-5  # below it, logits / temperature can overflow, and sampling is greedy anyway
 MAX_TOKENS = 2**31 - 1
 MAX_LOGPROBS = 100
 MAX_STOP_STRINGS = 64
@@ -56,18 +53,18 @@ class LogitBias(Mapping[int, float]):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to choose a request's tokens and when to stop; frozen, hashable, validated at construction.
+    """Sampling and stop parameters of a request; frozen, hashable and validated at construction.
 
-    A wrong type, a NaN or a value out of range raises RequestError whose `param` is the field's name. Lists become
-    tuples, top_k -1 becomes 0, and a temperature below 1e-5 becomes 0 (greedy). Token ids are checked against a
-    vocabulary by `check_vocab`.
+    Lists become tuples, top_k -1 becomes 0, and a temperature below 1e-5 becomes 0 (greedy). `check_vocab` checks
+    token ids against a vocabulary. Raises RequestError for a wrong type, a NaN or a value out of range; its `param`
+    is the field's name.
     """
 
-    max_tokens: int | None = 16  # None: up to the context; 0: the prompt's logprobs only
-    min_tokens: int = 0  # until then no end-of-text id, stop token or stop string ends the request
+    max_tokens: int | None = 16  # None: up to the context length; 0: prompt logprobs only
+    min_tokens: int = 0  # until then EOS, stop tokens and stop strings are ignored
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
-    top_k: int = 0  # 0 or -1: off
+    top_k: int = 0  # 0 or -1: disabled
     min_p: float = 0.0
     repetition_penalty: float = 1.0  # over prompt and output, multiplicative
     frequency_penalty: float = 0.0  # over the output, per occurrence
@@ -79,7 +76,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     n: int = 1
     seed: int | None = None
-    logprobs: int | None = None  # k alternatives beside the sampled token; 0: the sampled one only
+    logprobs: int | None = None  # the top k beside the sampled token; 0: the sampled token only
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
 
@@ -119,11 +116,11 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the best token is taken, with no random number drawn."""
+        """Whether decoding is greedy: the most likely token, no random numbers."""
         return self.temperature == 0.0
 
     def check_vocab(self, vocab_size: int) -> None:
-        """Raise RequestError if logit_bias or stop_token_ids name a token id that is not in [0, vocab_size)."""
+        """Raise RequestError if logit_bias or stop_token_ids contain a token id of vocab_size or more."""
         for name, ids in (("logit_bias", self.logit_bias or ()), ("stop_token_ids", self.stop_token_ids)):
             for token_id in ids:
                 if token_id >= vocab_size:
@@ -136,9 +133,9 @@ class SamplingParams:
     def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
         """Build from decoded JSON.
 
-        A null means "not given" where the field has no meaning for it; for max_tokens it means up to the context.
-        logit_bias keys may be strings of digits, as JSON has them. An unknown key raises RequestError that names
-        the nearest known one.
+        A null counts as unset unless the field accepts None; for max_tokens, null means up to the context length.
+        logit_bias keys may be strings of digits, as in JSON. Raises RequestError for an unknown key, naming the
+        nearest known one.
         """
         if not isinstance(values, Mapping):
             raise _invalid("sampling_params", values, "an object of sampling parameters")
@@ -154,10 +151,10 @@ class SamplingParams:
 
 
 def _describe(value: Any) -> str:
-    """A value for an error message: short, and never failing on what a stranger sent."""
+    """Return a short description of a value for an error message; never fails on untrusted input."""
     try:
         return f"{reprlib.repr(value)} ({type(value).__name__})"
-    except ValueError:  # Python refuses to print integers of more than 4300 digits
+    except ValueError:  # Python does not print integers of more than 4300 digits
         return f"a huge {type(value).__name__}"
 
 
@@ -178,11 +175,11 @@ def _integer(name: str, value: Any, low: int, high: int) -> int:
 
 
 def _number(name: str, value: Any, low: float, high: float, *, exclusive: bool = False) -> float:
-    """A finite float in [low, high]; with `above`, low itself is refused."""
+    """Return value as a finite float in [low, high], or in (low, high] with `exclusive`; else raise RequestError."""
     allowed = f"a number {'above' if exclusive else 'from'} {low:g} {'up ' if exclusive else ''}to {high:g}"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise _invalid(name, value, allowed)
-    # The comparison comes before float(): a huge integer compares, but does not convert. NaN compares false.
+    # Compare before float(): a huge integer can be compared but not converted. Comparisons with NaN are false.
     if not low <= value <= high or (exclusive and not value > low) or not math.isfinite(value):
         raise _invalid(name, value, allowed)
     return float(value)
@@ -202,11 +199,11 @@ def _stop_strings(value: Any) -> tuple[str, ...]:
 
 
 def checked_token_ids(name: str, value: Any, max_length: int) -> tuple[int, ...]:
-    """The list `value` as a tuple of ints in [0, 2**63), or RequestError(param=name)."""
+    """Return the list `value` as a tuple of ints in [0, 2**63). Raises RequestError(param=name)."""
     if not isinstance(value, (list, tuple)) or len(value) > max_length:
         raise _invalid(name, value, f"a list of at most {max_length} token ids")
     if set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= INT64_MAX:
-        return tuple(value)  # a prompt has thousands, and the engine's loop looks at them too
+        return tuple(value)  # fast path: prompts have thousands of ids, and the engine loop checks them too
     return tuple(_integer(name, token_id, 0, INT64_MAX) for token_id in value)
 
 
@@ -224,7 +221,7 @@ def _logit_bias(value: Any) -> LogitBias | None:
 
 
 def _int_keys(bias: Mapping[Any, Any]) -> dict[Any, Any]:
-    """JSON's string keys as ints; what is not a plain decimal number is left for the field's own check to refuse."""
+    """Convert string keys in plain decimal to ints; other keys are left for the field's own check to reject."""
     out = {}
     for key, value in bias.items():
         token_id = int(key) if isinstance(key, str) and _CANONICAL_INT.fullmatch(key) else key
