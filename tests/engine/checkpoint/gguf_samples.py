@@ -1,4 +1,4 @@
-"""Writes small GGUF files for tests, in llama.cpp's conventions, next to the weights they were made of."""
+"""Write small GGUF files in llama.cpp's conventions for tests, and return the weights they contain."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LAYER = {
 
 
 def vocabulary() -> tuple[list[str], list[str], list[int]]:
-    """Tokens, merges and token types of a byte-level BPE: three control tokens, 256 bytes, a few words; 272 ids."""
+    """Return tokens, merges and token types of a byte-level BPE: 3 control tokens, 256 bytes, 13 words; 272 ids."""
     specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     merges = ["t h", "th e", "Ġ the", "1 2", "a n", "an d", "Ġ and", "h e", "l l", "he ll", "hell o", "Ġ hello", "Ġ 1"]
     words = [merge.replace(" ", "") for merge in merges]
@@ -42,7 +42,7 @@ def vocabulary() -> tuple[list[str], list[str], list[int]]:
 
 
 def random_weights(architecture: str, tied: bool, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Float32 weights of SIZES by Hugging Face names."""
+    """Return random float32 weights of SIZES by Hugging Face name."""
     rng = torch.Generator().manual_seed(seed)
     s = SIZES
     q_rows, kv_rows = s["heads"] * s["head_dim"], s["kv_heads"] * s["head_dim"]
@@ -78,13 +78,13 @@ def random_weights(architecture: str, tied: bool, seed: int = 0) -> dict[str, to
 
 
 def llama_cpp_order(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """What llama.cpp's converter does to Llama's Q and K: the two halves of each head's rows are interleaved."""
+    """Interleave the two halves of each head's rows, as llama.cpp's converter does to Llama's Q and K."""
     halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
 def gguf_name(name: str) -> str:
-    """The GGUF name of a Hugging Face weight."""
+    """Return the GGUF name of a Hugging Face weight."""
     top = {
         "model.embed_tokens.weight": "token_embd.weight",
         "model.norm.weight": "output_norm.weight",
@@ -110,10 +110,10 @@ def write_gguf(
     embedding_rows: int | None = None,
     extra: dict[str, np.ndarray] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Write a model to `path`; returns its weights by Hugging Face name, as the file's quantisation leaves them.
+    """Write a model to `path` and return its weights by Hugging Face name, after quantisation.
 
-    `metadata` adds or replaces keys below the architecture's prefix, `drop` leaves tensors out, `extra` adds some (both
-    by GGUF name), `embedding_rows` cuts the embedding.
+    `metadata` adds or replaces keys under the architecture's prefix, `drop` omits tensors and `extra` adds tensors
+    (both by GGUF name), `embedding_rows` truncates the embedding.
     """
     writer = gguf.GGUFWriter(path, architecture)
     numbers = {
@@ -141,7 +141,7 @@ def write_gguf(
         raw = gguf.quants.quantize(np.ascontiguousarray(values), kind)
         if gguf_name(name) not in drop:
             writer.add_tensor(gguf_name(name), raw, raw_dtype=kind)
-        # quantisation works within a row, so rows may be quantised in either order
+        # quantisation works within rows, so the row order doesn't matter
         exact = gguf.quants.dequantize(gguf.quants.quantize(np.ascontiguousarray(weight.numpy()), kind), kind)
         stored[name] = torch.from_numpy(np.array(exact, dtype=np.float32).reshape(weight.shape))
     for name, values in (extra or {}).items():

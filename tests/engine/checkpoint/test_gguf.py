@@ -1,4 +1,4 @@
-"""GGUF files: what is read equals what was written, and whatever a damaged file holds ends in a ModelError."""
+"""GGUF files: values are read as written, and any damage to a file raises ModelError."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def write_tensors(path: Path, tensors: dict[str, tuple[np.ndarray, Kind]]) -> No
 
 
 def read_everything(path: Path) -> None:
-    """All that a start reads of a file, except that no model is allocated."""
+    """Read everything that startup reads from a file, without allocating a model."""
     source = GGUFModel(GGUFFile(path))
     config_from_dict(source.config, str(path))
     for _ in source.weights():
@@ -164,7 +164,7 @@ def test_config_matches_the_metadata(tmp_path: Path) -> None:
     ({"metadata": {"block_count": 3}}, "blk|missing"),
     ({"metadata": {"block_count": 2**30}}, "block_count"),
     ({"metadata": {"block_count": 1}}, "blk.1"),
-    ({"metadata": {"feed_forward_length": 1 << 24}}, "the metadata asks for"),
+    ({"metadata": {"feed_forward_length": 1 << 24}}, "the metadata implies"),
     ({"embedding_rows": 270}, "272 tokens.*270 rows"),
     ({"metadata": {"expert_count": 8}}, "mixture-of-experts"),
     ({"metadata": {"rope.dimension_count": 8}}, "rope.dimension_count"),
@@ -210,8 +210,8 @@ HEADER = b"GGUF" + struct.pack("<I", 3)
     (b"GGUF" + struct.pack("<I", 1) + bytes(100), "version 1 "),
     (HEADER + struct.pack("<QQ", 2**60, 0) + bytes(100), "don't fit"),
     (HEADER + struct.pack("<QQ", 0, 2**63) + bytes(100), "don't fit"),
-    (HEADER + struct.pack("<QQQ", 0, 1, 2**62) + bytes(100), "cut"),
-    (HEADER + struct.pack("<QQQ", 0, 1, 1) + b"a" + struct.pack("<IIQ", 9, 4, 2**61) + bytes(50), "'a'.*cut"),
+    (HEADER + struct.pack("<QQQ", 0, 1, 2**62) + bytes(100), "truncated"),
+    (HEADER + struct.pack("<QQQ", 0, 1, 1) + b"a" + struct.pack("<IIQ", 9, 4, 2**61) + bytes(50), "'a'.*truncated"),
     (HEADER + struct.pack("<QQQ", 0, 1, 1) + b"a" + struct.pack("<IIQ", 9, 8, 2**40) + bytes(50), "8796093022208"),
     (HEADER + struct.pack("<QQQ", 0, 1, 1) + b"a" + struct.pack("<IIQ", 9, 9, 1) + bytes(50), "'a'.*type 9"),
     (HEADER + struct.pack("<QQQ", 0, 1, 1) + b"a" + struct.pack("<I", 99) + bytes(50), "'a'.*type 99"),
@@ -243,7 +243,7 @@ def test_truncated_files_are_rejected(tmp_path: Path) -> None:
     content = (tmp_path / "m.gguf").read_bytes()
     rng = random.Random(0)
     cut = tmp_path / "cut.gguf"
-    # the writer pads the end to the alignment of 32: those bytes belong to no tensor
+    # the writer pads the end to 32 bytes, and no tensor uses the padding
     for length in [*rng.sample(range(len(content) - 32), 150), len(content) - 33]:
         cut.write_bytes(content[:length])
         with pytest.raises(ModelError, match=r"cut\.gguf"):
@@ -267,4 +267,4 @@ def test_random_damage_raises_only_model_errors(tmp_path: Path) -> None:
         except ModelError as error:
             assert str(bad) in str(error)
             refused += 1
-    assert refused > 50  # the loop does reach the checks
+    assert refused > 50  # the damage does reach the checks
