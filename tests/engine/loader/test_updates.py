@@ -1,4 +1,4 @@
-"""New weights while the engine lives: in place and all or nothing, and weights that moved or are not numbers."""
+"""Weight updates in a running engine: in place, all or nothing; moved weights; NaN weights."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_a_moved_weight_is_detected_and_its_old_address_never_read(make_engine, 
 
 @pytest.mark.parametrize("warmup", ["lazy", "full"])
 def test_a_moved_weight_is_detected_before_the_next_replay(make_engine, warmup):
-    """A prompt of one token is a decode at once: no eager step comes before it that could notice."""
+    """A one-token prompt starts with a decode step, so no eager step can detect the move first."""
     graphed, eager = make_engine(warmup=warmup), make_engine(inference_cuda_graph_scope="none")
     found = []
     for _ in range(2):
@@ -182,7 +182,7 @@ def test_a_moved_weight_is_detected_before_the_next_replay(make_engine, warmup):
     assert found[0] == found[1] != found[2] == found[3]
 
 
-# ---- weights that are no numbers -----------------------------------------------------------------------------------
+# ---- NaN weights ---------------------------------------------------------------------------------------------------
 
 
 def spoil(engine) -> None:

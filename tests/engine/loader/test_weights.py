@@ -1,4 +1,4 @@
-"""Loading and updating weights: every tensor exactly once, nothing half-done, nothing moved, no second copy."""
+"""Loading and updating weights: every tensor exactly once, all or nothing, in place, without a second copy."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_shards_are_read_by_the_index(tmp_path: Path) -> None:
     halves = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
     for file, part in halves.items():
         save_file({name: weights[name] for name in part}, tmp_path / file)
-    save_file({"stray": torch.zeros(1)}, tmp_path / "consolidated.safetensors")  # not in the index: not read
+    save_file({"stray": torch.zeros(1)}, tmp_path / "consolidated.safetensors")  # not in the index, so not read
     index = {"weight_map": {name: file for file, part in halves.items() for name in part}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     _, model = load_hf_folder(tmp_path, torch.float32, "cpu")
@@ -100,7 +100,7 @@ def test_all_mismatches_are_reported_together(tmp_path: Path) -> None:
         f"{K} is missing",
         f"{NORM} is missing",
         "model.layers.9.mlp.up_proj.weight is unexpected",
-        f"{UP} has shape [32, 48], [48, 32] is needed",
+        f"{UP} has shape [32, 48], expected [48, 32]",
         f"{Q} has dtype torch.int8",
     ):
         assert part in message
@@ -110,7 +110,7 @@ def test_all_mismatches_are_reported_together(tmp_path: Path) -> None:
 def test_a_repeated_tensor_is_rejected() -> None:
     model = make_model()
     weights = weights_of(model)
-    with pytest.raises(ModelError, match="model.norm.weight comes twice"):
+    with pytest.raises(ModelError, match="model.norm.weight appears twice"):
         load_weights(model, [*weights.items(), (NORM, weights[NORM])], "shards")
 
 
@@ -169,15 +169,15 @@ def _index(weight_map: object) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (_truncate, "model.safetensors is no readable safetensors file"),
-        (_garbage, "model.safetensors is no readable safetensors file"),
-        (_empty, "model.safetensors is no readable safetensors file"),
-        (_no_weights, r"holds no \*\.safetensors; was the download complete"),
+        (_truncate, "model.safetensors is not a readable safetensors file"),
+        (_garbage, "model.safetensors is not a readable safetensors file"),
+        (_empty, "model.safetensors is not a readable safetensors file"),
+        (_no_weights, r"has no \*\.safetensors; was the download complete"),
         (_pickles, "convert pytorch_model.bin to safetensors"),
         (_index({NORM: "lost.safetensors"}), "lacks lost.safetensors"),
         (_index({NORM: "../elsewhere.safetensors"}), "names files outside its folder"),
         (_index([1, 2]), "'weight_map' should map"),
-        (_index({}), r"holds no \*\.safetensors"),
+        (_index({}), r"has no \*\.safetensors"),
     ],
 )
 def test_errors_name_the_damaged_folder(damage: Callable[[Path], None], message: str, tmp_path: Path) -> None:
@@ -256,10 +256,13 @@ BAD_UPDATES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], list[Any]], str
     "unknown": (lambda new: [*new.items(), ("model.norm.wieght", torch.zeros(32))], "did you mean 'model.norm.weight'"),
     "dtype": (lambda new: [*list(new.items())[:-1], (list(new)[-1], list(new.values())[-1].long())], "has dtype"),
     "meta": (lambda new: [*list(new.items())[1:], (EMBED, torch.empty(64, 32, device="meta"))], "no dense data"),
-    "twice": (lambda new: [*new.items(), (NORM, new[NORM])], "comes twice"),
+    "twice": (lambda new: [*new.items(), (NORM, new[NORM])], "appears twice"),
     "nan": (lambda new: [*list(new.items())[1:], (EMBED, torch.full((64, 32), float("nan")))], "NaN or infinity"),
-    "not a pair": (lambda new: [*new.items(), "model.norm.weight"], "is str, a .name, tensor. pair"),
-    "not a tensor": (lambda new: [*new.items(), ("model.norm.weight", [1.0] * 32)], "is tuple, a .name, tensor. pair"),
+    "not a pair": (lambda new: [*new.items(), "model.norm.weight"], "is str, expected a .name"),
+    "not a tensor": (
+        lambda new: [*new.items(), ("model.norm.weight", [1.0] * 32)],
+        "is tuple, expected a .name",
+    ),
     "empty": (lambda new: [], "no tensors"),
 }
 
