@@ -1,4 +1,4 @@
-"""4-bit layers: exact for GGUF codes, bounded for quantised weights, and written in place."""
+"""4-bit layers: exact for GGUF codes, bounded error for quantised weights, in-place writes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.engine.checkpoint.gguf_samples import write_gguf
 pytestmark = pytest.mark.skipif(not int4_available(), reason="this CPU or torch has no fast 4-bit kernel")
 
 BF16_STEP = 2.0**-8
-"""Relative distance of neighbouring bfloat16 numbers; rounding errs by half of it."""
+"""Relative spacing of bfloat16 numbers; the rounding error is at most half of it."""
 
 
 def random_codes(rows: int, inputs: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -40,7 +40,7 @@ def layer_of(parts: dict[str, int], inputs: int, **settings) -> Int4Linear:
 
 
 def assert_is_product(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
-    """out [T, N] equals x Wᵀ up to one rounding to bfloat16 and float32 summation."""
+    """Assert that out [T, N] equals x Wᵀ up to float32 summation and one rounding to bfloat16."""
     exact = x.double() @ weight.double().T
     allowed = exact.abs() * BF16_STEP + (x.double().abs() @ weight.double().abs().T) * 2.0**-18
     assert out.dtype == torch.bfloat16
@@ -76,10 +76,10 @@ def test_quantisation_error_is_at_most_half_a_step() -> None:
     weight = random_weight(64, 128)
     codes, scale, zero = quantize(weight)
     error = (dequantize(codes, scale, zero) - weight).view(64, 4, 32).abs().amax(dim=2)
-    # beyond half a step only by what rounding scale and zero to bfloat16 moves the ends of the range
+    # rounding scale and zero to bfloat16 moves the ends of the range, which adds to half a step
     assert bool((error <= 0.5 * scale + BF16_STEP * (8 * scale + zero.abs())).all())
     assert codes.max() <= 15
-    assert bool((error >= 0.2 * scale).any())  # the bound is near: this is no wider format
+    assert bool((error >= 0.2 * scale).any())  # the bound is tight: a wider format would fail
 
 
 def test_quantisation_keeps_equal_values_and_zeros() -> None:
@@ -154,7 +154,7 @@ def test_int4_gguf_is_about_as_accurate_as_bf16(tmp_path: Path, architecture: st
     layers = [getattr(parent, attribute) for _, parent, attribute in int4.linears()]
     assert [type(layer) for layer in layers] == [Int4Linear] * 8
     for ids in ([5, 9, 44], [5, 9, 44, 120, 7, 3, 200, 15, 8, 60, 61, 62, 63, 64, 65, 66, 67, 68, 69, 70]):
-        # one rounding of the scales more than bf16 has; a lost permutation or group would give about 1
+        # the scales add one rounding to bf16's error; a wrong permutation or group would give about 1
         assert relative_distance(int4, exact, ids) < 2 * relative_distance(bf16, exact, ids) < 0.04
 
 

@@ -232,7 +232,7 @@ def test_supported_architectures_are_named() -> None:
 
 
 def test_an_unknown_scaling_kind_is_rejected() -> None:
-    with pytest.raises(ValueError, match="'su' is none of"):
+    with pytest.raises(ValueError, match="'su' is not one of"):
         inverse_frequencies(8, 1e4, RopeScaling(kind="su"))
 
 
