@@ -1,10 +1,16 @@
-"""A dense decoder on CUDA in few launches: the model's own parameters, read where they lie.
+"""Dense decoder on CUDA with fused kernels, reading the model's own parameters in place.
 
-A layer is five launches in a decode step: norm + QKV, attention (with head norms, rotation and the append of keys and
-values), output + residual, norm + gate and up + SiLU, down + residual. Prefill is the same with an attention of its
-own. Of a model that is split over ranks it is this rank's part, and the ranks' parts are added up after each residual.
-Owns the buffers between the launches. Knows no request; what a row or a token is comes from the step's state. Imports
-triton: import it only where the device is CUDA (or under TRITON_INTERPRET=1).
+A decoder layer takes five launches in a decode step:
+
+1. norm + QKV
+2. attention, with head norms, RoPE and the append to the KV cache
+3. output projection + residual
+4. norm + gate and up + SiLU
+5. down projection + residual
+
+Prefill uses the same launches with its own attention kernels. With tensor parallelism each rank computes its shard, and
+an all-reduce follows steps 3 and 5. This module imports triton: import it only if the device is CUDA (or under
+TRITON_INTERPRET=1).
 """
 
 from __future__ import annotations
@@ -27,15 +33,16 @@ from engine.kernels.step_kernels import choose_kernel, embed_kernel
 from engine.models.dense_tensors import FusableModel, LayerTensors
 
 AttentionFn = Callable[[int, LayerTensors, Tensor, Tensor], None]
-"""(layer's index and tensors, raw qkv [T, width], out [T, H * D]): writes this step's keys and values, and attention
-into out."""
+"""(layer index, layer tensors, raw qkv [T, width], out [T, H * D]): append this step's keys and values to the KV cache
+and write the attention output to `out`."""
 
 
 class FusedDense:
-    """`model` over the pages of `kv`, for decode steps of up to max_rows rows and prefills of up to max_tokens tokens.
+    """Compute `model` over the KV pages of `kv`: decode steps of up to max_rows rows, prefills of up to max_tokens.
 
-    All methods launch on the current stream, their grids depend on shapes alone, and nothing is read back: safe to
-    capture. Calls stay on one stream, since they share scratch. All ranks of a model that is split make the same calls.
+    All methods launch on the current stream with grids that depend only on shapes, and never synchronize with the
+    host: safe to capture. Use one stream for all calls, since they share scratch. With tensor parallelism all ranks
+    must make the same calls.
     """
 
     def __init__(self, model: FusableModel, kv: KVCache, max_rows: int, max_tokens: int):
@@ -57,7 +64,7 @@ class FusedDense:
         self._decode_scratch: DecodeScratch | None = None
 
     def embed_rows(self, state: SlotState, hidden: Tensor) -> None:
-        """hidden [b, h]: the embedding of each row's newest token."""
+        """Write the embedding of each row's newest token to hidden [b, h]."""
         table, (rows, width), pdl = self.tensors.embedding, hidden.shape, overlaps(hidden)
         embed_kernel[(rows,)](
             state.slots,
@@ -76,7 +83,7 @@ class FusedDense:
             self.collectives.all_reduce(hidden)
 
     def layer(self, index: int, hidden: Tensor, attend: AttentionFn) -> None:
-        """Decoder layer `index` on hidden [T, h], in place."""
+        """Run decoder layer `index` on hidden [T, h], in place."""
         layer, rows, scratch = self.tensors.layer(index), len(hidden), self._scratch
         qkv, attention_out, gated = self._qkv[:rows], self._attention_out[:rows], self._mlp_activations[:rows]
         linear(
@@ -110,7 +117,7 @@ class FusedDense:
     def _add_linear(
         self, hidden: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, next_norm: Tensor, buffer_index: int
     ) -> None:
-        """Add x Wᵀ + bias to hidden [T, h]: of ranks the sum of their shares, the first of which brings the bias."""
+        """Add x Wᵀ + bias to hidden [T, h], all-reduced over the ranks; only the first rank adds the bias."""
         if self.collectives is None:
             linear(x, weight, hidden, self._scratch, bias=bias, add=True, next_norm=next_norm)
             return
@@ -119,15 +126,18 @@ class FusedDense:
         self.collectives.all_reduce_shared(hidden, buffer_index)
 
     def _partial_squares(self, rows: int, inputs: int) -> int:
-        """In how many sums of squares a row `_onto` leaves half of the next norm, which takes the whole of hidden."""
+        """Return the partial sums of squares per row that `_add_linear` leaves for the next norm; 0: none.
+
+        With tensor parallelism it is 0, since the norm needs the all-reduced hidden.
+        """
         return 0 if self.collectives else half_normed(rows, self.model.config.hidden_size, inputs, self.model.dtype)
 
     def _squares_after_layer(self, rows: int) -> int:
-        """The squares that the last product of a layer leaves for the norm after it."""
+        """Return the partial sums of squares per row that a layer's last GEMM leaves for the norm after it."""
         return self._partial_squares(rows, self.model.config.intermediate_size)
 
     def decode_attention(self, state: SlotState, rows: int) -> AttentionFn:
-        """Attention of one token per row over its slot's pages."""
+        """Return attention for decode: one token per row, over the pages of the row's slot."""
         slots, positions = state.slots[:rows], state.positions[:rows]
 
         def attend(index: int, layer: LayerTensors, qkv: Tensor, out: Tensor) -> None:
@@ -159,10 +169,10 @@ class FusedDense:
         *,
         after_layer: bool,
     ) -> None:
-        """Logits [b, vocab] of hidden [b, h], and the greedy token of each row: -1 where its logits are not finite.
+        """Compute logits [b, vocab] of hidden [b, h] and each row's greedy token; -1 if its logits are not finite.
 
-        It also becomes its slot's newest in last_tokens (0 for a -1), and positions, where given, move one on; rows of
-        slot 0, padding, leave both alone. `after_layer`: hidden is just what `layer` left, not a choice of its rows.
+        Also writes the token to its slot in last_tokens (0 for -1) and increments positions, unless None. Padding rows
+        (slot 0) change neither. `after_layer`: hidden is the direct output of `layer`, not a selection of its rows.
         """
         scratch, head = self._scratch, self.tensors.head
         local_logits = logits if self.collectives is None else self.collectives.part(len(hidden))
@@ -196,7 +206,7 @@ class FusedDense:
         )
 
     def prefill(self, tokens: Tensor, layout: VarlenLayout, page_table: Tensor) -> Tensor:
-        """Hidden [T, h] before the last norm of T packed tokens, which also go into their pages."""
+        """Return hidden [T, h] of T packed tokens before the final norm; write their keys and values to the pages."""
 
         def attend(index: int, layer: LayerTensors, qkv: Tensor, out: Tensor) -> None:
             k_cache, v_cache = self.kv.k[index], self.kv.v[index]
@@ -223,7 +233,10 @@ class FusedDense:
         return NormRope(self.tensors.cos, self.tensors.sin, layer.q_norm, layer.k_norm, self.eps)
 
     def _workspace(self, q: Tensor, page_table: Tensor) -> DecodeWorkspace:
-        """Made in the first warm-up run: scratch made inside a capture would belong to that graph alone."""
+        """Return decode scratch, allocated in the first warm-up run.
+
+        If allocated during a capture, it would belong to that graph's memory pool alone.
+        """
         if self._decode_scratch is None:
             self._decode_scratch = DecodeScratch(self._max_rows, q, self.kv.k[0], page_table)
         return self._decode_scratch.of(len(q))

@@ -1,4 +1,4 @@
-"""Reading config.json: two dialects, every refusal with a reason, never another kind of error."""
+"""Reading config.json: both layouts; unsupported values raise ModelError with a reason, never another error."""
 
 from __future__ import annotations
 
@@ -186,34 +186,34 @@ def test_stretched_rope_stretches_the_context(scaling: dict[str, Any], length: i
     [
         ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM is not supported; supported are LlamaForCausalLM"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification is not supported"),
-        ({"architectures": [], "model_type": None}, "of no name is not supported"),
+        ({"architectures": [], "model_type": None}, r"\(none named\) is not supported"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic'.*default, linear, llama3, yarn"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope' is not supported"),
         ({"rope_scaling": {"rope_type": ["yarn"]}}, "is not supported"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: 'factor' should be a number above 0, found nothing"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: 'factor' must be a number above 0, found nothing"),
         ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}}, "above low_freq_factor"),
-        ({"rope_scaling": "yarn"}, "'rope_scaling' should be an object"),
+        ({"rope_scaling": "yarn"}, "'rope_scaling' must be an object"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "differs by layer type"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised checkpoints"),
-        ({"hidden_act": "gelu"}, "'hidden_act' should be 'silu', found 'gelu'"),
+        ({"hidden_act": "gelu"}, "'hidden_act' must be 'silu', found 'gelu'"),
         ({"num_key_value_heads": 4}, "a divisor of num_attention_heads"),
         ({"head_dim": 7}, "head_dim 7 is odd"),
-        ({"hidden_size": "48"}, "'hidden_size' should be a whole number from 1 to"),
-        ({"hidden_size": None}, "'hidden_size' should be"),
-        ({"hidden_size": True}, "'hidden_size' should be"),
+        ({"hidden_size": "48"}, "'hidden_size' must be a whole number from 1 to"),
+        ({"hidden_size": None}, "'hidden_size' must be"),
+        ({"hidden_size": True}, "'hidden_size' must be"),
         ({"vocab_size": -1}, "'vocab_size'.*found -1"),
         ({"num_hidden_layers": 10**9}, "'num_hidden_layers'"),
         ({"max_position_embeddings": 10**9}, "'max_position_embeddings'"),
-        ({"rms_norm_eps": float("nan")}, "'rms_norm_eps' should be a number above 0"),
-        ({"rope_theta": 0}, "'rope_theta' should be a number above 0"),
-        ({"rope_theta": 10**400}, "'rope_theta' should be a number above 0"),
-        ({"rope_theta": 1}, "rope_theta 1.0 should be above 1"),
-        ({"tie_word_embeddings": "yes"}, "'tie_word_embeddings' should be true or false"),
-        ({"eos_token_id": ["</s>"]}, "'eos_token_id' should be a token id"),
-        ({"torch_dtype": "int8"}, "'torch_dtype' should be one of bfloat16"),
-        ({**MISTRAL, "sliding_window": 0}, "'sliding_window' should be"),
+        ({"rms_norm_eps": float("nan")}, "'rms_norm_eps' must be a number above 0"),
+        ({"rope_theta": 0}, "'rope_theta' must be a number above 0"),
+        ({"rope_theta": 10**400}, "'rope_theta' must be a number above 0"),
+        ({"rope_theta": 1}, "rope_theta 1.0 must be above 1"),
+        ({"tie_word_embeddings": "yes"}, "'tie_word_embeddings' must be true or false"),
+        ({"eos_token_id": ["</s>"]}, "'eos_token_id' must be a token id"),
+        ({"torch_dtype": "int8"}, "'torch_dtype' must be one of bfloat16"),
+        ({**MISTRAL, "sliding_window": 0}, "'sliding_window' must be"),
     ],
 )
 def test_unsupported_values_are_rejected_by_field_name(changes: dict[str, Any], message: str) -> None:
@@ -243,8 +243,8 @@ def test_an_unknown_scaling_kind_is_rejected() -> None:
         (b"{", "can't be read as JSON"),
         (b"\xff\xfe\x00", "can't be read as JSON"),
         (b"[" * 100_000, "can't be read as JSON"),
-        (b"[1, 2]", "holds a JSON list"),
-        (b"{}", "of no name is not supported"),
+        (b"[1, 2]", "has a JSON list"),
+        (b"{}", r"\(none named\) is not supported"),
     ],
 )
 def test_a_malformed_config_file_raises_model_error(content: bytes | None, message: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Models on a GPU: the CPU's logits, both decode kernels alike, and a captured step that follows its inputs."""
+"""Models on a GPU: logits match the CPU with both decode kernels, and a captured step follows its inputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.models import DenseModel, build_model, config_from_dict
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("default::DeprecationWarning"),  # Triton's own, of Python's ast and numpy's scalars
+    pytest.mark.filterwarnings("default::DeprecationWarning"),  # from Triton, about Python's ast and numpy scalars
 ]
 
 PAGE, VOCAB = 16, 500
@@ -55,7 +55,7 @@ def make_cache(model: DenseModel) -> KVCache:
 
 @torch.no_grad()
 def run_texts(model: DenseModel, impl: str, steps: int = 6) -> torch.Tensor:
-    """Logits [rows, vocab] of two texts: prefill whole and in chunks, then decode steps with a padded row."""
+    """Return logits [rows, vocab] of two texts: chunked prefill, then decode steps with a padded row."""
     device, cache = model.device, make_cache(model)
     tokens = torch.arange(2 * 64).view(2, 64) * 37 % VOCAB
     outs = []
