@@ -1,4 +1,4 @@
-"""Sampling parameters are refused or normalised at construction; requests move through their states one way."""
+"""Validation of sampling parameters, splitting of requests, and the request state machine."""
 
 import dataclasses
 import math
@@ -45,12 +45,12 @@ FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 
 
 def type_id(value) -> str:
-    """A test's id for a value that may be too long to print."""
+    """Return a test id for a value that may be too long to print."""
     return type(value).__name__
 
 
 def expect_rejection(**fields) -> RequestError:
-    """The one error that both ways of making the parameters give; it must name the field."""
+    """Return the error that the constructor and `from_dict` raise; it must name the field."""
     (name,) = fields
     with pytest.raises(RequestError) as direct:
         SamplingParams(**fields)
@@ -281,7 +281,7 @@ def test_split_of_one_keeps_id_and_seed():
 
 
 def test_mix64_is_the_published_finalizer():
-    # The first outputs of splitmix64 seeded with 1234567, as published with its reference implementation.
+    # The first outputs of splitmix64 with seed 1234567, published with its reference implementation.
     golden = 0x9E3779B97F4A7C15
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     assert [mix64(1234567 + k * golden) % 2**64 for k in (1, 2, 3)] == published
