@@ -1,7 +1,7 @@
-"""Requests in, tokens out: continuous batching over a paged KV cache, with decode steps replayed from graphs.
+"""LLM inference engine: continuous batching over a paged KV cache, with decode steps replayed from graphs.
 
-`from engine import Engine, EngineConfig, SamplingParams` is all that embedding needs. Knows requests, pages, models
-and tokens; knows no HTTP. Names are imported on first use, so that a server process need not load torch.
+To embed it: `from engine import Engine, EngineConfig, SamplingParams`. The package handles requests, KV pages, models
+and tokens, but no HTTP. Names are imported on first use, so that a server process need not load torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What an engine is built from: one frozen object, validated when it is made.
+"""Engine configuration: one frozen object, validated at construction.
 
-Owns names, defaults and refusals of the engine's settings. Knows no HTTP. `resolve()` fills what depends on the
-machine and the model and returns a new object; nothing else in the engine guesses a default.
+Defines the names, defaults and checks of all engine settings. `resolve` in worker/sizing.py fills in the defaults that
+depend on the machine and the model and returns a new object; no other part of the engine chooses a default.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LOGPROBS_MODES = ("processed", "raw")
 LOAD_FORMATS = ("auto", "dummy")
 MODES = ("inference", "training")
 KERNELS = ("auto", "fused", "torch")
-_COUNTS = (
+_POSITIVE_INTEGERS = (
     "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",
@@ -38,17 +38,20 @@ _COUNTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Settings of one engine. Sizes are in tokens, sequences or pages, as named; None means "choose for me".
+    """Settings of one engine. Sizes are in tokens, sequences or pages, as named; None selects a default.
 
-    `mode` "training" makes an engine for a training job (docs/training.md), which uses the graph settings only.
-    `model` is the default model's name, a local folder in Hugging Face layout, a `.gguf` file, or a hub name.
-    `seed` seeds requests of an offline engine that bring none; a server draws theirs. `async_scheduling` enqueues each
-    step before the last one's tokens were read, by default on a GPU only. `kernels` says how a GPU computes a step:
-    "fused" by the engine's own kernels, "torch" by the model's layers around the paged attention; "auto" takes the
-    fused ones for 16-bit weights on GPUs that hold their tiles (Hopper). `tensor_parallel_size`: GPUs of this host that
-    the model is split over, a process each (on a CPU processes without graphs). The graph settings have Megatron's
-    names and values, of which inference takes the impls `none` and `local`; a scope that is not given is `block` under
-    `local` (Megatron's own default is `layer`), else `none`. Raises ConfigError for a value that can't be meant.
+    - `mode`: "training" makes an engine for a training job (docs/training.md), which uses the graph settings only.
+    - `model`: the default model's name, a local folder in Hugging Face layout, a `.gguf` file, or a hub name.
+    - `seed`: base seed for requests without one in an offline engine; a server uses random seeds instead.
+    - `async_scheduling`: enqueue each step before the previous step's tokens are read. Default: on a GPU only.
+    - `kernels`: how a GPU computes a step. "fused": the engine's own kernels; "torch": the model's layers around paged
+      attention; "auto": fused for 16-bit weights on GPUs whose shared memory holds the tiles (Hopper).
+    - `tensor_parallel_size`: GPUs of this host to split the model over, one process each (on a CPU: processes without
+      graphs).
+    - Graph settings use Megatron's names and values. Inference accepts the impls `none` and `local`. The default scope
+      is `block` under `local` (Megatron's is `layer`), else `none`.
+
+    Raises ConfigError for an invalid value.
     """
 
     mode: str = "inference"
@@ -94,37 +97,37 @@ class EngineConfig:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}")
-        for name in _COUNTS:
+        for name in _POSITIVE_INTEGERS:
             value = getattr(self, name)
             if value is None and getattr(EngineConfig, name) is None:
                 continue
             if not is_whole_number(value, 1):
-                raise ConfigError(f"{name}={value!r}: a whole number of at least 1 is needed")
+                raise ConfigError(f"{name}={value!r} must be a whole number of at least 1")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization}: a share from 0 to 1 is needed")
+            raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization} must be above 0 and at most 1")
         if not isinstance(self.model, str) or not self.model:
-            raise ConfigError(f"model={self.model!r}: the name of a model, a folder or a .gguf file is needed")
+            raise ConfigError(f"model={self.model!r} must be a model name, a folder or a .gguf file")
         if self.tensor_parallel_size > 1:
-            self._check_parallel()
+            self._check_tensor_parallel()
         if self.graph_buckets is not None:
             object.__setattr__(self, "graph_buckets", tuple(self.graph_buckets))
             self._check_buckets()
         impl = self.graph_config().cuda_graph_impl
         if self.mode == "inference" and impl not in ("none", "local"):
             raise ConfigError(
-                f"cuda_graph_impl={impl!r} captures training only, and inference would run without "
-                "graphs: take 'local', or 'none' to run without"
+                f"cuda_graph_impl={impl!r} only captures training, so inference would run without "
+                "graphs: use 'local', or 'none' to run without graphs"
             )
 
-    def _check_parallel(self) -> None:
-        asked = f"tensor_parallel_size={self.tensor_parallel_size}"
+    def _check_tensor_parallel(self) -> None:
+        setting = f"tensor_parallel_size={self.tensor_parallel_size}"
         if self.mode == "training":
-            raise ConfigError(f"{asked} is for inference; in a training job Megatron-Core splits the model")
+            raise ConfigError(f"{setting} applies to inference only; in a training job Megatron-Core splits the model")
         if self.cpu_weight_format == "int4":
-            raise ConfigError(f"cpu_weight_format='int4' can't be split, found {asked}; use auto, bf16 or fp32")
+            raise ConfigError(f"cpu_weight_format='int4' does not support {setting}; use auto, bf16 or fp32")
 
     def _check_buckets(self) -> None:
-        """Against max_num_seqs too, once that is known: at the latest when `resolve()` has chosen it."""
+        """Check graph_buckets, also against max_num_seqs once that is set (at the latest by `resolve()`)."""
         try:
             if self.max_num_seqs is None:
                 Buckets(self.graph_buckets)
@@ -134,10 +137,10 @@ class EngineConfig:
             raise ConfigError(f"graph_buckets={','.join(map(str, self.graph_buckets))}: {error}") from error
 
     def graph_config(self) -> GraphConfig:
-        """The capture core's view of these settings; its refusals are raised here, at construction."""
+        """Return these settings as a GraphConfig. Raises GraphConfigError for a combination it rejects."""
         training = self.mode == "training"
-        own = "block" if self.cuda_graph_impl == "local" and not training else "none"
-        scope = self.inference_cuda_graph_scope or own
+        default_scope = "block" if self.cuda_graph_impl == "local" and not training else "none"
+        scope = self.inference_cuda_graph_scope or default_scope
         return GraphConfig(
             cuda_graph_impl=self.cuda_graph_impl,
             inference_cuda_graph_scope=scope,
@@ -149,18 +152,18 @@ class EngineConfig:
 
     @classmethod
     def from_megatron(cls, source: object, **overrides: Any) -> EngineConfig:
-        """The graph settings of a Megatron configuration (a TransformerConfig, an arguments namespace or a mapping, of
-        any version, deprecated fields included) as an engine's; `overrides` are this class's own settings and win.
+        """Build from the graph settings of a Megatron configuration.
 
-        Raises GraphConfigError for combinations that Megatron refuses too. Build the model itself with
-        `cuda_graph_impl="none"`.
+        `source` is a TransformerConfig, an arguments namespace or a mapping, of any version, deprecated fields
+        included. `overrides` are fields of this class and take precedence. Raises GraphConfigError for combinations
+        that Megatron rejects too. Build the model itself with `cuda_graph_impl="none"`.
         """
-        trains = overrides.get("mode") == "training"
-        # `attach` and `capture_forward_backward` look at the random states' tracker themselves.
+        training = overrides.get("mode") == "training"
+        # `attach` and `capture_forward_backward` check the RNG state tracker themselves.
         graphs = GraphConfig.from_megatron(
             source,
-            training=trains,
-            **({"inference_cuda_graph_scope": "none", "use_cudagraphable_rng": True} if trains else {}),
+            training=training,
+            **({"inference_cuda_graph_scope": "none", "use_cudagraphable_rng": True} if training else {}),
         )
         return cls(
             **(
@@ -176,7 +179,7 @@ class EngineConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> EngineConfig:
-        """Build from plain values; an unknown key raises and names the nearest known one."""
+        """Build from a dict of field values. Raises ConfigError for an unknown key, naming the nearest known one."""
         known = {field.name for field in dataclasses.fields(cls)}
         for key in values:
             if key not in known:
@@ -185,6 +188,6 @@ class EngineConfig:
 
 
 def cache_folder() -> str:
-    """Where downloaded and converted models are kept: $ENCORE_CACHE, else the user's cache folder."""
+    """Return the folder for downloaded and converted models: $ENCORE_CACHE, else the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return os.environ.get("ENCORE_CACHE") or os.path.join(base, "encore")

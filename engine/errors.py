@@ -1,32 +1,32 @@
-"""The engine's exceptions, one tree.
+"""The engine's exception hierarchy.
 
 EngineError
-├── ConfigError            settings that can't be meant (also ValueError)
-├── ModelError             a model that can't be found, read or supported
-├── RequestError           a request that can't be accepted (also ValueError); .param names the field
+├── ConfigError            invalid settings (also ValueError)
+├── ModelError             a model that is missing, unreadable or unsupported
+├── RequestError           an invalid request (also ValueError); .param names the field
 │   └── PromptTooLong      a prompt that can never fit
-├── QueueFull              accepted nothing: try again later
-├── WeightUpdateError      an update that was refused whole; the old weights still serve
-└── EngineDead             the loop has ended; nothing more will be answered
+├── QueueFull              the request was not accepted: try again later
+├── WeightUpdateError      an update that was rejected as a whole; the old weights stay in use
+└── EngineDead             the engine loop has ended; no request will be answered
 """
 
 from __future__ import annotations
 
 
 class EngineError(Exception):
-    """Anything the engine refuses or fails at, with a message that says what to do."""
+    """Base class of the engine's errors; the message says what to do."""
 
 
 class ConfigError(EngineError, ValueError):
-    """A setting that can't be meant."""
+    """An invalid setting or combination of settings."""
 
 
 class ModelError(EngineError):
-    """A model that can't be found, read or supported."""
+    """A model that is missing, unreadable or unsupported."""
 
 
 class RequestError(EngineError, ValueError):
-    """A request that can't be accepted; `param` names the field at fault, where one is."""
+    """An invalid request; `param` names the field at fault, or is None."""
 
     def __init__(self, message: str, param: str | None = None):
         super().__init__(message)
@@ -38,12 +38,12 @@ class PromptTooLong(RequestError):
 
 
 class QueueFull(EngineError):
-    """The waiting queue is at its bound; nothing was accepted."""
+    """The waiting queue is full; the request was not accepted."""
 
 
 class WeightUpdateError(EngineError):
-    """An update that was refused whole; the weights are as they were."""
+    """A weight update that was rejected as a whole; no weight was changed."""
 
 
 class EngineDead(EngineError):
-    """The engine loop has ended or hangs; pending requests end with this."""
+    """The engine loop has ended or hangs; pending requests fail with this error."""

@@ -1,6 +1,6 @@
-"""Shared fixtures and the rules of markers.
+"""Shared fixtures and marker rules.
 
-- `gpu`: needs a CUDA device; skipped with a reason where there is none.
+- `gpu`: needs a CUDA device; skipped with a reason if there is none.
 - `interpretable`: a `gpu` test that also runs on the CPU under TRITON_INTERPRET=1 (slow, no bfloat16).
 """
 
@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def device() -> torch.device:
-    """The CUDA device; the CPU where kernels are interpreted."""
+    """The CUDA device, or the CPU if kernels are interpreted."""
     import torch
 
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -57,7 +57,7 @@ CHAT_TEMPLATE = (
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random 2-layer Llama (float32, context 4,096) and a byte-level BPE tokenizer of about 300 ids.
 
-    Greedy text of it is arbitrary but fixed; `<|endoftext|>` is id 0, and the tokenizer has a chat template.
+    Its greedy text is arbitrary but deterministic; `<|endoftext|>` is id 0, and the tokenizer has a chat template.
     """
     folder = tmp_path_factory.mktemp("tiny-llama")
     write_tiny_model(folder)
@@ -65,7 +65,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_tiny_model(folder: Path) -> None:
-    """Write the model of `tiny_model` into a folder."""
+    """Write the model of `tiny_model` to a folder."""
     import tokenizers
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast

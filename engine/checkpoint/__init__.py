@@ -1,1 +1,1 @@
-"""Where model files come from: names, folders, the hub, the default model, GGUF files."""
+"""Locate and read model files: names, folders, the Hugging Face hub, the default model, GGUF files."""

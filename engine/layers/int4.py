@@ -1,8 +1,7 @@
 """Linear layers with 4-bit weights in groups of 32 inputs, for CPUs: weight = scale * (code - 8) + zero.
 
-Owns the packed form, its exact filling from GGUF codes, the lossy quantisation of dense weights, and which kernel a
-call takes. Knows no file. Activations are bfloat16; scales and zeros are kept in bfloat16 too, as the kernel wants
-them, so the weights differ from the exact ones by at most 2^-9 of the scale's and the zero's size.
+Weights are packed exactly from GGUF codes or quantised (lossy) from dense weights. Activations are bfloat16. The kernel
+needs scales and zeros in bfloat16 too, so a weight's error is at most 2^-9 of the magnitude of the scale and zero.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ from engine.layers.weight_slot import WeightSlot
 
 GROUP = 32
 ROW_MULTIPLE = 16
-_PACKED_ROWS = 64  # blocks of this many rows pack independently of each other (32 under AVX2)
+_PACK_BLOCK_ROWS = 64  # blocks of this many rows are packed independently (32 under AVX2)
 
-# The 4-bit kernel reads a quarter of the bytes but multiplies slowly: at few rows it wins by up to 4 times, from a
-# dozen rows on dense bfloat16 does, by 10 times at 512 rows. A layer that keeps a dense copy takes it for more rows
-# than these, which is above every decode bucket of the CPU's default: all of those use one form. The choice depends on
-# the shape alone, so a captured graph stays right; the two forms are rounded differently (2^-9), so with a larger
-# max_num_seqs a sequence's tokens can depend on which side of the bound its batch is.
+# The 4-bit kernel reads a quarter of the bytes but multiplies slowly: it is up to 4 times faster for few rows, while
+# dense bfloat16 is faster from about a dozen rows, by 10 times at 512. A layer with a dense copy uses it above this
+# many rows, which exceeds every decode bucket of the CPU default, so that all of those use the 4-bit kernel. The choice
+# depends on the shape alone, so captured graphs stay valid. The two forms round differently (2^-9): with a larger
+# max_num_seqs, a sequence's tokens can depend on whether its batch is above or below the limit.
 DENSE_ABOVE = 16
 
 
 def int4_available() -> bool:
-    """Whether this torch and CPU have the 4-bit kernel in a fast form, checked by running it once."""
+    """Return whether this torch and CPU have a fast 4-bit kernel, by running it once."""
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         return False
     codes = torch.arange(ROW_MULTIPLE * GROUP).view(ROW_MULTIPLE, GROUP).remainder(16).to(torch.uint8)
@@ -41,38 +40,38 @@ def int4_available() -> bool:
 
 
 def fits_int4(rows: int, inputs: int) -> bool:
-    """Whether the kernel takes a weight [rows, inputs]."""
+    """Return whether the kernel supports a weight [rows, inputs]."""
     return rows % ROW_MULTIPLE == 0 and inputs % GROUP == 0
 
 
 def pack_codes(codes: Tensor) -> Tensor:
-    """Codes 0..15, uint8 [N, K], in the kernel's own order: uint8 [N, K / 2]."""
+    """Pack codes 0..15, uint8 [N, K], in the kernel's layout: uint8 [N, K / 2]."""
     return torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32), 1)
 
 
 def pack_scales(scale: Tensor, zero: Tensor) -> Tensor:
-    """Scale and zero [N, K / 32] as the kernel reads them: bfloat16 [K / 32, N, 2]."""
+    """Pack scale and zero [N, K / 32] in the kernel's layout: bfloat16 [K / 32, N, 2]."""
     return torch.stack((scale, zero), dim=-1).transpose(0, 1).to(torch.bfloat16).contiguous()
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Nearest codes of a dense weight [N, K], lossy: (codes uint8 [N, K], scale, zero float32 [N, K / 32]).
+    """Quantise a dense weight [N, K], lossy; return codes uint8 [N, K], scale and zero float32 [N, K / 32].
 
-    Each group's range is cut into 15 steps. Scale and zero are rounded to bfloat16 before the codes are chosen, so that
-    the codes are the nearest for the numbers that are used.
+    Each group's range is divided into 15 steps. Scale and zero are rounded to bfloat16 first, so that the codes are the
+    nearest ones for the values that the kernel uses.
     """
     rows, inputs = weight.shape
     groups = weight.float().view(rows, inputs // GROUP, GROUP)
     low, high = groups.amin(dim=2), groups.amax(dim=2)
     scale = ((high - low) / 15).bfloat16().float()
     zero = (low + 8 * scale).bfloat16().float()
-    step = scale.where(scale > 0, torch.ones_like(scale))  # a group of equal values: code 8, the zero says it all
+    step = scale.where(scale > 0, torch.ones_like(scale))  # a group of equal values has code 8 and zero = value
     codes = ((groups - zero.unsqueeze(2)) / step.unsqueeze(2)).round_().add_(8).clamp_(0, 15)
     return codes.to(torch.uint8).view(rows, inputs), scale, zero
 
 
 def dequantize(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """Float32 [N, K] from codes [N, K] and scale, zero [N, K / 32]."""
+    """Dequantise codes [N, K] with scale and zero [N, K / 32] to float32 [N, K]."""
     groups = codes.view(*scale.shape, GROUP).float() - 8
     return (groups * scale.float().unsqueeze(2) + zero.float().unsqueeze(2)).view(codes.shape)
 
@@ -82,11 +81,11 @@ def _int4_product(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
 
 
 class Int4Linear(nn.Module):
-    """y = x Wᵀ + b with W [sum of rows, inputs] in 4 bits; x and y bfloat16, `parts` as in layers.Linear.
+    """Linear layer y = x Wᵀ + b with 4-bit W [sum of rows, inputs]; x and y are bfloat16, `parts` as in layers.Linear.
 
-    All storage is allocated here, uninitialised, and filled in place ever after: addresses are fixed for life. With
-    `keep_dense` a bfloat16 copy of W serves calls of more than `dense_above` rows; without, 4 bits serve all.
-    Raises ModelError for a shape that `fits_int4` refuses.
+    Storage is allocated here, uninitialised, and only written in place afterwards, so addresses never change. With
+    `keep_dense`, a bfloat16 copy of W computes calls with more than `dense_above` rows; otherwise the 4-bit kernel
+    computes all calls. Raises ModelError for a shape that `fits_int4` rejects.
     """
 
     packed: Tensor
@@ -99,7 +98,7 @@ class Int4Linear(nn.Module):
         self.parts, self.inputs, self.outputs = dict(parts), inputs, sum(parts.values())
         if not fits_int4(self.outputs, inputs):
             raise ModelError(
-                f"a weight of {self.outputs} x {inputs} can't be kept in 4 bits (rows in multiples of "
+                f"a weight of {self.outputs} x {inputs} can't be stored in 4 bits (rows must be a multiple of "
                 f"{ROW_MULTIPLE}, inputs of {GROUP}); use --cpu-weight-format bf16"
             )
         self.dense_above = dense_above
@@ -118,7 +117,7 @@ class Int4Linear(nn.Module):
         return out if self.bias is None else out.add_(self.bias)
 
     def load_codes(self, codes: Tensor, scale: Tensor, zero: Tensor) -> None:
-        """Fill the whole weight: codes uint8 [N, K] in 0..15, scale and zero [N, K / 32] of any floating dtype."""
+        """Set the whole weight in place: codes uint8 [N, K] in 0..15, scale and zero [N, K / 32] of any float dtype."""
         with torch.no_grad():
             self.packed.copy_(pack_codes(codes))
             self.scales.copy_(pack_scales(scale, zero))
@@ -126,15 +125,15 @@ class Int4Linear(nn.Module):
                 self.weight.copy_(dequantize(codes, scale, zero))
 
     def load_dense(self, weight: Tensor, row: int = 0) -> None:
-        """Quantise `weight` [rows, K] (lossy) into rows row.. in place; the other rows keep their bits.
+        """Quantise `weight` [rows, K] (lossy) into rows starting at `row`, in place; other rows are unchanged.
 
-        The packed order mixes rows within blocks of 64. Where a part of a fused layer doesn't fill whole blocks, all
-        codes are read back first.
+        Packing interleaves rows within blocks of 64. If a part of a fused layer doesn't cover whole blocks, all codes
+        are read back and repacked.
         """
         end = row + weight.shape[0]
         with torch.no_grad():
             codes, scale, zero = quantize(weight)
-            if row % _PACKED_ROWS == 0 and (end % _PACKED_ROWS == 0 or end == self.outputs):
+            if row % _PACK_BLOCK_ROWS == 0 and (end % _PACK_BLOCK_ROWS == 0 or end == self.outputs):
                 self.packed[row:end].copy_(pack_codes(codes))
             else:
                 all_codes = self.codes()
@@ -142,37 +141,37 @@ class Int4Linear(nn.Module):
                 self.packed.copy_(pack_codes(all_codes))
             self.scales[:, row:end].copy_(pack_scales(scale, zero))
             if self.weight is not None:
-                # what the 4-bit form computes, so that short and long calls agree about an updated weight
+                # store the dequantised weight, so that both kernels use the same values after an update
                 self.weight[row:end].copy_(dequantize(codes, scale, zero))
 
     def codes(self) -> Tensor:
-        """The codes as uint8 [N, K], read back by a product with the identity (exact: they are small whole numbers)."""
+        """Return the codes, uint8 [N, K], by multiplying with the identity (exact, as they are small integers)."""
         ones, zeros = torch.ones_like(self.scales[..., 0]).T, torch.zeros_like(self.scales[..., 0]).T
         identity = torch.eye(self.inputs, dtype=torch.bfloat16)
         return _int4_product(identity, self.packed, pack_scales(ones, zeros)).T.add(8).to(torch.uint8).contiguous()
 
     def effective_weight(self) -> Tensor:
-        """Float32 [N, K], a fresh tensor: the weight the 4-bit kernel computes with."""
+        """Return the weight that the 4-bit kernel uses, as a new float32 tensor [N, K]."""
         return dequantize(self.codes(), self.scales[..., 0].T, self.scales[..., 1].T)
 
     def slots(self, prefix: str) -> dict[str, WeightSlot | Int4Slot]:
-        """Hugging Face's names to row ranges of the fused storage."""
-        found: dict[str, WeightSlot | Int4Slot] = {}
+        """Map Hugging Face names to row ranges of the fused storage."""
+        slots: dict[str, WeightSlot | Int4Slot] = {}
         start = 0
         for name, rows in self.parts.items():
-            found[f"{prefix}.{name}.weight"] = Int4Slot(self, start, rows)
+            slots[f"{prefix}.{name}.weight"] = Int4Slot(self, start, rows)
             if self.bias is not None:
-                found[f"{prefix}.{name}.bias"] = WeightSlot(self.bias, start, rows)
+                slots[f"{prefix}.{name}.bias"] = WeightSlot(self.bias, start, rows)
             start += rows
-        return found
+        return slots
 
     def extra_repr(self) -> str:
-        bound = f"up to {self.dense_above} rows" if self.weight is not None else "always"
-        return f"{self.inputs} -> {self.outputs}, 4-bit {bound}"
+        used_for = f"up to {self.dense_above} rows" if self.weight is not None else "always"
+        return f"{self.inputs} -> {self.outputs}, 4-bit {used_for}"
 
 
 class Int4Slot:
-    """The home of one checkpoint tensor in an Int4Linear; as WeightSlot, but writing quantises (lossy)."""
+    """The slot of one checkpoint tensor in an Int4Linear; like WeightSlot, but `write` quantises (lossy)."""
 
     dtype = torch.bfloat16
 
@@ -185,9 +184,9 @@ class Int4Slot:
         return (self.rows, self.layer.inputs)
 
     def write(self, tensor: Tensor) -> None:
-        """Quantise `tensor` in place, every group to its own range; the storage's address stays."""
+        """Quantise `tensor` into the storage in place; addresses don't change."""
         self.layer.load_dense(tensor.to(device="cpu"), self.start)
 
     def read(self) -> Tensor:
-        """The weight that is computed with, dequantised: a copy."""
+        """Return a dequantised bfloat16 copy of the weight in use."""
         return self.layer.effective_weight()[self.start : self.start + self.rows].bfloat16()

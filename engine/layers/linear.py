@@ -1,7 +1,4 @@
-"""Linear and embedding layers whose storage may fuse several checkpoint tensors.
-
-A fused layer is one matrix product instead of two or three. Owns the weights' layout; knows no attention and no file.
-"""
+"""Linear and embedding layers. A linear layer can fuse several checkpoint tensors into one GEMM."""
 
 from __future__ import annotations
 
@@ -13,9 +10,9 @@ from engine.layers.weight_slot import WeightSlot
 
 
 class Linear(nn.Module):
-    """y = x Wᵀ + b with W [sum of rows, inputs]; `parts` maps each checkpoint name to its count of rows, in order.
+    """Linear layer y = x Wᵀ + b with W [sum of rows, inputs]; `parts` maps checkpoint names to row counts, in order.
 
-    `Linear({"q_proj": 576, "k_proj": 192, "v_proj": 192}, 576, ...)` fuses three products; a plain layer has one part.
+    `Linear({"q_proj": 576, "k_proj": 192, "v_proj": 192}, 576, ...)` fuses three GEMMs; an unfused layer has one part.
     """
 
     def __init__(self, parts: dict[str, int], inputs: int, *, bias: bool, dtype: torch.dtype, device: torch.device):
@@ -31,22 +28,22 @@ class Linear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
     def slots(self, prefix: str) -> dict[str, WeightSlot]:
-        """Hugging Face's names (`prefix.q_proj.weight`, `….bias`) to row ranges of the fused storage."""
-        found: dict[str, WeightSlot] = {}
+        """Map Hugging Face names (`prefix.q_proj.weight`, `….bias`) to row ranges of the fused storage."""
+        slots: dict[str, WeightSlot] = {}
         start = 0
         for name, rows in self.parts.items():
-            found[f"{prefix}.{name}.weight"] = WeightSlot(self.weight, start, rows)
+            slots[f"{prefix}.{name}.weight"] = WeightSlot(self.weight, start, rows)
             if self.bias is not None:
-                found[f"{prefix}.{name}.bias"] = WeightSlot(self.bias, start, rows)
+                slots[f"{prefix}.{name}.bias"] = WeightSlot(self.bias, start, rows)
             start += rows
-        return found
+        return slots
 
     def extra_repr(self) -> str:
         return f"{self.inputs} -> {'+'.join(f'{name}:{rows}' for name, rows in self.parts.items())}"
 
 
 class Embedding(nn.Module):
-    """A table [vocab, hidden]; forward maps token ids [T] int64 to rows [T, hidden]."""
+    """Embedding table [vocab, hidden]; maps token ids [T] int64 to rows [T, hidden]."""
 
     def __init__(self, vocab: int, hidden: int, *, dtype: torch.dtype, device: torch.device):
         super().__init__()
@@ -56,5 +53,5 @@ class Embedding(nn.Module):
         return F.embedding(token_ids, self.weight)
 
     def slots(self, prefix: str) -> dict[str, WeightSlot]:
-        """Hugging Face's name of the table to where it is stored."""
+        """Map the table's Hugging Face name to its slot."""
         return {f"{prefix}.weight": WeightSlot(self.weight)}

@@ -1,7 +1,7 @@
-"""Root-mean-square normalisation over the last dimension, of hidden states and of attention heads.
+"""RMSNorm over the last dimension, of hidden states and of attention heads.
 
-Owns the weights and the choice of kernel. torch has a fused RMSNorm on CUDA only; on a CPU `F.rms_norm` runs as six to
-eight small ops, so the two CPU forms here say the same with three.
+torch has a fused RMSNorm only on CUDA. On a CPU `F.rms_norm` runs six to eight small ops; the implementations here need
+three.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from engine.layers.weight_slot import WeightSlot
 
 
 class _Norm(nn.Module):
-    """x / sqrt(mean(x²) + eps) over the last dimension, of `size`; in x's dtype, computed in float32."""
+    """Compute x / sqrt(mean(x²) + eps) over the last dimension, of `size`, in float32; the result has x's dtype."""
 
     eps_tensor: Tensor
 
@@ -29,14 +29,17 @@ class _Norm(nn.Module):
         if x.dtype == torch.float32:
             length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
             return x * torch.addcmul(self.eps_tensor, length, length, value=1.0 / self.size).rsqrt()
-        # The concatenation of x and -x has mean 0 and variance mean(x²), so the native layer norm of it is the RMSNorm
-        # of x: accumulated in float32 and rounded once, which gives Hugging Face's bits where F.rms_norm does not.
+        # The concatenation of x and -x has mean 0 and variance mean(x²), so its layer norm is the RMSNorm of x. It
+        # accumulates in float32 and rounds once, which matches Hugging Face bit for bit; F.rms_norm does not.
         mirrored = F.layer_norm(torch.cat((x, -x), dim=-1), (2 * self.size,), eps=self.eps)
         return mirrored[..., : self.size]
 
 
 class RMSNorm(_Norm):
-    """y = weight * x / sqrt(mean(x²) + eps) over the last dimension; x of any leading shape, y new, in x's dtype."""
+    """RMSNorm: y = weight * x / sqrt(mean(x²) + eps) over the last dimension, for x of any leading shape.
+
+    y is a new tensor of x's dtype.
+    """
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device):
         super().__init__(size, eps, device)
@@ -48,7 +51,7 @@ class RMSNorm(_Norm):
         return self.normalise(x) * self.weight
 
     def slots(self, prefix: str) -> dict[str, WeightSlot]:
-        """Hugging Face's name of the weight to where it is stored."""
+        """Map the weight's Hugging Face name to its slot."""
         return {f"{prefix}.weight": WeightSlot(self.weight)}
 
     def extra_repr(self) -> str:
@@ -56,10 +59,10 @@ class RMSNorm(_Norm):
 
 
 class HeadNorm(_Norm):
-    """RMSNorm of each head of q and k together: [T, H + KV, D], the first H heads by q's weight, the others by k's.
+    """RMSNorm of each head of q and k together, [T, H + KV, D]: q's weight for the first H heads, k's for the others.
 
-    One normalisation and one product for both: the two weights [D] are laid out per head anew at each call, so that
-    they stay the checkpoint's own tensors and an update in place is seen at once.
+    q and k share one normalisation and one multiplication. The two weights [D] are expanded per head at each call, so
+    that in-place weight updates take effect immediately.
     """
 
     def __init__(self, heads: int, kv_heads: int, size: int, eps: float, dtype: torch.dtype, device: torch.device):
@@ -73,7 +76,7 @@ class HeadNorm(_Norm):
         return self.normalise(qk) * torch.cat(rows)
 
     def slots(self, prefix: str) -> dict[str, WeightSlot]:
-        """Hugging Face's names of the two weights to where they are stored."""
+        """Map the two weights' Hugging Face names to their slots."""
         return {
             f"{prefix}.q_norm.weight": WeightSlot(self.q_weight),
             f"{prefix}.k_norm.weight": WeightSlot(self.k_weight),

@@ -1,8 +1,7 @@
-"""Rotary position embedding: the frequencies of each scaling rule, a table of them, and their application.
+"""Rotary position embedding (RoPE): frequencies of each scaling rule, the cos/sin table, and its application.
 
-Owns the numbers a position turns into. Knows rope settings and tensors, no model and no file. The table is computed
-in float32 on the CPU, so that every device rotates by the same numbers, and kept in the model's dtype as Hugging Face
-does.
+The table is computed in float32 on the CPU, so that all devices use the same values, and stored in the model's dtype
+as in Hugging Face.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How rope frequencies are stretched; `kind` is one of ROPE_KINDS, lengths in tokens.
+    """RoPE scaling settings. `kind` is one of ROPE_KINDS; lengths are in tokens.
 
-    `attention_factor` multiplies cos and sin (yarn; 1.0 elsewhere). Fields another kind owns keep their defaults.
+    `attention_factor` multiplies cos and sin (yarn; 1.0 otherwise). Fields of other kinds keep their defaults.
     """
 
     kind: str = "default"
@@ -35,22 +34,22 @@ class RopeScaling:
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
-    """Radians per position of each of the head_dim/2 rotations: float32 [head_dim / 2] on the CPU."""
+    """Return the rotation frequencies in radians per position: float32 [head_dim / 2] on the CPU."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    plain = 1.0 / theta**exponents
+    base = 1.0 / theta**exponents
     if scaling is None or scaling.kind == "default":
-        return plain
+        return base
     if scaling.kind == "linear":
-        return plain / scaling.factor
+        return base / scaling.factor
     if scaling.kind == "llama3":
-        return _llama3(plain, scaling)
+        return _llama3(base, scaling)
     if scaling.kind == "yarn":
-        return _yarn(plain, head_dim, theta, scaling)
-    raise ValueError(f"rope scaling {scaling.kind!r} is none of {', '.join(ROPE_KINDS)}")
+        return _yarn(base, head_dim, theta, scaling)
+    raise ValueError(f"rope scaling {scaling.kind!r} is not one of {', '.join(ROPE_KINDS)}")
 
 
 def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
-    """The factor on cos and sin that keeps attention's entropy where a yarn config states none."""
+    """Return yarn's default factor on cos and sin, which preserves the entropy of attention."""
 
     def temperature(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -60,36 +59,39 @@ def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: f
     return temperature(1.0)
 
 
-def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:
-    """Keep short wavelengths, divide long ones by the factor, blend between."""
-    turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)  # rotations within the trained context
+def _llama3(base: Tensor, scaling: RopeScaling) -> Tensor:
+    """Keep high frequencies, divide low ones by the factor, interpolate between."""
+    rotations = scaling.original_max_position_embeddings * base / (2 * math.pi)  # within the trained context
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return (1 - keep) * plain / scaling.factor + keep * plain
+    kept = ((rotations - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - kept) * base / scaling.factor + kept * base
 
 
-def _yarn(plain: Tensor, head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
-    """Stretch dimensions that turn under beta_slow times in the trained context, keep those over beta_fast, blend."""
+def _yarn(base: Tensor, head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
+    """Interpolate between two bounds, in rotations within the trained context.
 
-    def dimension_turning(rotations: float) -> float:
+    Frequencies below beta_slow are divided by the factor, those above beta_fast are kept.
+    """
+
+    def dimension_at(rotations: float) -> float:
         context = scaling.original_max_position_embeddings
         return head_dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    first, last = dimension_turning(scaling.beta_fast), dimension_turning(scaling.beta_slow)
+    first, last = dimension_at(scaling.beta_fast), dimension_at(scaling.beta_slow)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, head_dim - 1)
     if first == last:
-        last += 0.001  # a step instead of a division by zero
-    stretch = ((torch.arange(head_dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0.0, 1.0)
-    return stretch * plain / scaling.factor + (1 - stretch) * plain
+        last += 0.001  # avoid a division by zero
+    interpolation = ((torch.arange(head_dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0.0, 1.0)
+    return interpolation * base / scaling.factor + (1 - interpolation) * base
 
 
 class RotaryTable(nn.Module):
-    """cos and sin of positions 0..max_len-1, looked up once a step: positions [T] int64 -> two [T, 1, head_dim].
+    """Table of cos and sin for positions 0..max_len-1: positions [T] int64 -> two tensors [T, 1, head_dim].
 
-    The first half of sin is negated, which makes rotate_half a plain roll (see `rotate`). A position of max_len or more
-    is a caller's error that an index check reports on the CPU and a device assert on CUDA.
+    Looked up once per step. The first half of sin is negated, so that rotate_half becomes a roll (see `rotate`). A
+    position of max_len or more raises an index error on the CPU and a device assert on CUDA.
     """
 
     cos: Tensor
@@ -118,8 +120,9 @@ class RotaryTable(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate heads x [T, heads, D] by a table's cos and sin [T, 1, D]: x*cos + rotate_half(x)*sin, a new tensor.
+    """Apply RoPE to heads x [T, heads, D] with cos and sin [T, 1, D]: return x*cos + rotate_half(x)*sin.
 
-    rotate_half is (-x2, x1); with the minus in the table it is a roll by half: three ops, and q and k go in together.
+    rotate_half is (-x2, x1). With the sign in the table it is a roll by D/2, so this takes three ops for q and k
+    together.
     """
     return torch.addcmul(x * cos, torch.roll(x, x.shape[-1] // 2, dims=-1), sin)

@@ -1,6 +1,6 @@
-"""Where one checkpoint tensor lives inside the model's fused storage.
+"""Map checkpoint tensors to views of the model's fused storage.
 
-Owns the write of a tensor into its place. Knows no file and no model: layers hand slots out, weights.py fills them.
+Layers create the slots; loader/weights.py writes to them.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 class WeightSlot:
-    """The home of one checkpoint tensor: a view of a parameter (or of a row range of a fused one).
+    """The storage of one checkpoint tensor: a view of a parameter, or of a row range of a fused one.
 
-    A layer with another storage form offers an object with the same `shape`, `dtype`, `write` and `read`.
+    Layers with another storage format use a class with the same `shape`, `dtype`, `write` and `read`.
     """
 
     def __init__(self, storage: Tensor, start: int = 0, rows: int | None = None):
@@ -25,18 +25,18 @@ class WeightSlot:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the tensor is converted to when written."""
+        """The storage dtype, to which `write` converts."""
         return self.target.dtype
 
     def write(self, tensor: Tensor) -> None:
-        """Copy `tensor` (same shape, any floating dtype, any device) in place; the storage's address stays."""
+        """Copy `tensor` (same shape, any floating dtype, any device) into the storage; its address doesn't change."""
         with torch.no_grad():
             self.target.copy_(tensor)
 
     def part_of(self, tensor: Tensor) -> Tensor:
-        """What of such a tensor is stored here: all of it."""
+        """Return the part of a whole checkpoint tensor that is stored here: all of it."""
         return tensor
 
     def read(self) -> Tensor:
-        """The stored tensor: an alias, which the next write changes."""
+        """Return the stored tensor; it aliases the storage, so the next write changes it."""
         return self.target

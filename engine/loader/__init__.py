@@ -1,1 +1,1 @@
-"""Checkpoints into model parameters, and weight updates in place."""
+"""Load checkpoints into models, and update weights in place."""

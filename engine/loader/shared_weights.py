@@ -1,6 +1,6 @@
-"""One storage for a trainer's model and the engine's: the trainer's parameters become views of the engine's.
+"""Share weight storage with a trainer: its parameters become views of the engine's storage, matched by HF name.
 
-Owns the matching by Hugging Face names and the refusals. After it, what an optimizer writes is what the engine serves.
+Afterwards the engine serves what the optimizer writes.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from engine.models.dense import DenseModel
 
 
 def share_weights(trainer: nn.Module, model: DenseModel) -> int:
-    """Copy the trainer's values into the engine's storage, and make its parameters views of it; returns how many.
+    """Copy the trainer's values into the engine's storage and make its parameters views of it.
 
-    All or nothing: raises WeightUpdateError, listing every problem (names, shapes, dtypes, devices, quantised layers),
-    before anything changes. Optimizer states and hooks stay with their parameters, whose identity is kept. Graphs
-    that were captured of the trainer before this read the old storage: share first.
+    Returns the number of parameters. All or nothing: raises WeightUpdateError with every problem (names, shapes,
+    dtypes, devices, quantised layers) before anything changes. Parameter objects are kept, and so are their optimizer
+    states and hooks. Graphs of the trainer that were captured earlier still read the old storage: share first.
     """
     slots = model.weight_slots()
     parameters = dict(trainer.named_parameters())
@@ -30,17 +30,17 @@ def share_weights(trainer: nn.Module, model: DenseModel) -> int:
             continue
         if type(slot) is not WeightSlot:
             problems.append(
-                f"{name}: the engine keeps it quantised, or as part of another tensor; serve with "
-                "cpu_weight_format bf16 or fp32, and host a model of Megatron-Core instead of sharing it"
+                f"{name}: the engine stores it quantised, or as part of another tensor; serve with "
+                "cpu_weight_format bf16 or fp32, or host the Megatron-Core model instead of sharing it"
             )
             continue
-        for what, here, there in (
+        for attribute, found, expected in (
             ("shape", tuple(parameter.shape), slot.shape),
             ("dtype", parameter.dtype, slot.dtype),
             ("device", parameter.device, slot.target.device),
         ):
-            if here != there:
-                problems.append(f"{name}: {what} {here} in the trainer, {there} in the engine")
+            if found != expected:
+                problems.append(f"{name}: {attribute} {found} in the trainer, {expected} in the engine")
     if problems:
         raise WeightUpdateError("the weights can't be shared: " + "; ".join(problems[:20]))
     with torch.no_grad():

@@ -1,7 +1,7 @@
-"""Weights into a model: from safetensors shards, from a random seed, or from a trainer while the engine serves.
+"""Load weights from safetensors shards or a random seed, and apply all-or-nothing updates while the engine serves.
 
-Owns reading, checking and the all-or-nothing rule of updates. Where a tensor goes is the model's table
-(`weight_slots`). Reads shard by shard from memory-mapped files: there is never a second copy of the model in memory.
+The model's `weight_slots` maps tensor names to storage. Shards are memory-mapped and read one at a time, so memory
+never holds a second copy of the model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LISTED_PROBLEMS = 20
 
 
 class Slot(Protocol):
-    """What the model's table gives for a name; WeightSlot is the plain one."""
+    """The storage of one checkpoint tensor, as in `weight_slots`; WeightSlot is the usual implementation."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -38,10 +38,10 @@ class Slot(Protocol):
 def load_hf_folder(
     folder: str | Path, dtype: torch.dtype, device: torch.device | str, max_len: int | None = None
 ) -> tuple[ModelConfig, DenseModel]:
-    """Read a folder in Hugging Face layout into a new model on `device`.
+    """Load a folder in Hugging Face layout into a new model on `device`.
 
-    max_len bounds positions (default: the model's context). Raises ModelError for whatever is wrong with the folder,
-    naming the file; on return every parameter was read from it exactly once.
+    max_len bounds positions (default: the model's context length). On return every parameter was read exactly once.
+    Raises ModelError naming the file for an invalid folder.
     """
     config = config_from_folder(folder)
     shards = safetensors_files(folder)
@@ -51,15 +51,15 @@ def load_hf_folder(
 
 
 def safetensors_files(folder: str | Path) -> list[Path]:
-    """The folder's weight files, in order: those of its index, or model.safetensors, or every *.safetensors."""
+    """Return the folder's weight files in order: those of the index, else model.safetensors, else *.safetensors."""
     folder = Path(folder)
     index = folder / "model.safetensors.index.json"
     if index.exists():
         names = read_json_object(index).get("weight_map")
         if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-            raise ModelError(f"{index}: 'weight_map' should map tensor names to file names; fetch the model again")
+            raise ModelError(f"{index}: 'weight_map' should map tensor names to file names; download the model again")
         files = [folder / name for name in sorted(set(names.values()))]
-        # an index that came with the weights must not reach out of their folder
+        # an untrusted index must not read files outside its folder
         if outside := [str(path) for path in files if path.parent != folder]:
             raise ModelError(f"{index} names files outside its folder: {', '.join(outside)}")
     elif (folder / "model.safetensors").exists():
@@ -69,53 +69,53 @@ def safetensors_files(folder: str | Path) -> list[Path]:
     if not files:
         others = ", ".join(sorted(path.name for path in folder.glob("*.bin"))[:3])
         advice = f"convert {others} to safetensors" if others else "was the download complete?"
-        raise ModelError(f"{folder} holds no *.safetensors; {advice}")
+        raise ModelError(f"{folder} has no *.safetensors; {advice}")
     if missing := [path.name for path in files if not path.is_file()]:
-        raise ModelError(f"{folder} lacks {', '.join(missing)}, which its index names; fetch the model again")
+        raise ModelError(f"{folder} lacks {', '.join(missing)}, listed in its index; download the model again")
     return files
 
 
 def iterate_safetensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, CPU tensor) of every tensor in the folder's weight files; tensors alias the mapped file. ModelError."""
+    """Yield (name, CPU tensor) of every tensor in the folder; tensors alias the mapped file. Raises ModelError."""
     return iterate_shards(safetensors_files(folder))
 
 
 def iterate_shards(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
-    """(name, CPU tensor) of every tensor in these files, one file mapped at a time. Raises ModelError naming a file."""
+    """Yield (name, CPU tensor) of every tensor, mapping one file at a time. Raises ModelError naming the file."""
     for path in files:
         try:
             shard = safe_open(path, framework="pt", device="cpu")
             names = list(shard.keys())
         except (SafetensorError, OSError, ValueError) as error:
-            raise ModelError(f"{path} is no readable safetensors file ({error}); fetch it again") from error
+            raise ModelError(f"{path} is not a readable safetensors file ({error}); download it again") from error
         with shard:
             for name in names:
                 try:
                     tensor = shard.get_tensor(name)
                 except (SafetensorError, OSError, ValueError, RuntimeError, AttributeError) as error:
-                    raise ModelError(f"{path}: tensor {name!r} can't be read ({error}); fetch it again") from error
+                    raise ModelError(f"{path}: tensor {name!r} can't be read ({error}); download it again") from error
                 yield name, tensor
 
 
 def load_weights(model: DenseModel, tensors: Iterable[tuple[str, Tensor]], source: str) -> None:
-    """Write every tensor to its place as it comes, and demand that each place is filled exactly once.
+    """Write every tensor to its slot as it is read, and check that each slot is filled exactly once.
 
-    A tied model's own lm_head (if equal to the embedding) and rotary inv_freq buffers are passed over. Raises one
-    ModelError that lists missing, unexpected, repeated and misshapen tensors; the model is then unusable.
+    Ignores rotary inv_freq buffers, and lm_head in a tied model if it equals the embedding. Raises one ModelError
+    that lists missing, unexpected, repeated and misshapen tensors; the model is then unusable.
     """
     slots: dict[str, Slot] = dict(model.weight_slots())
     unfilled = dict.fromkeys(slots)
     problems: list[str] = []
     head: Tensor | None = None
     for name, tensor in tensors:
-        if _is_derived(name):
+        if _is_rotary_buffer(name):
             continue
         if name == TIED_HEAD and name not in slots:
             head = tensor
             continue
         problem = _tensor_problem(slots, name, tensor)
         if problem is None and name not in unfilled:
-            problem = f"{name} comes twice"
+            problem = f"{name} appears twice"
         if problem is None:
             slots[name].write(tensor)
         else:
@@ -125,13 +125,13 @@ def load_weights(model: DenseModel, tensors: Iterable[tuple[str, Tensor]], sourc
         problems += _tied_problem(head, slots[EMBEDDING].read())
     problems += [f"{name} is missing" for name in unfilled]
     if problems:
-        raise ModelError(f"{source} does not fit {model.config.architecture}: {_listed(problems)}")
+        raise ModelError(f"{source} does not fit {model.config.architecture}: {_join_problems(problems)}")
 
 
 def load_dummy(model: DenseModel, seed: int = 0) -> None:
-    """Fill the model with random weights (norms 1, all else normal with deviation 0.02), the same for equal seeds.
+    """Fill the model with random weights: norms 1, all others normal with standard deviation 0.02.
 
-    Random numbers are drawn on the model's device: a CPU's and a GPU's differ.
+    The same seed gives the same weights on the same type of device; a CPU's and a GPU's differ.
     """
     generator = torch.Generator(model.device).manual_seed(seed)
     for name, tensor in model.named_weights():
@@ -148,37 +148,37 @@ def stage_update(
     complete: bool = False,
     check_finite: bool = False,
 ) -> int:
-    """Replace weights in place, all or none; returns the count of tensors. Addresses stay as they were.
+    """Replace weights in place, all or none, without changing addresses; return the number of tensors written.
 
-    `slots`: a model's `weight_slots()`. Takes (Hugging Face name, tensor) pairs of any floating dtype on any device; a
-    part of the weights is allowed unless `complete`. All pairs are drawn and checked before the first write, so the
-    tensors must stay as they are until this returns. Raises one WeightUpdateError that lists every problem. Call it
-    between steps, on the loop's thread.
+    `slots` is a model's `weight_slots()`. `tensors` yields (Hugging Face name, tensor) pairs of any floating dtype on
+    any device; a subset of the weights is accepted unless `complete`. All pairs are read and checked before the first
+    write, so the tensors must not change until this returns. `check_finite` also rejects NaN and infinity. Raises one
+    WeightUpdateError that lists every problem. Call it between steps, on the loop's thread.
     """
     staged: dict[str, Tensor] = {}
     problems: list[str] = []
     head: Tensor | None = None
     for index, item in enumerate(tensors):
         if not _is_pair(item):
-            problems.append(f"item {index} is {type(item).__name__}, a (name, tensor) pair is needed")
+            problems.append(f"item {index} is {type(item).__name__}, expected a (name, tensor) pair")
             continue
         name, tensor = item
-        if _is_derived(name):
+        if _is_rotary_buffer(name):
             continue
         if name == TIED_HEAD and name not in slots:
             head = tensor
             continue
         problem = _tensor_problem(slots, name, tensor)
         if problem is None and name in staged:
-            problem = f"{name} comes twice"
+            problem = f"{name} appears twice"
         if problem is None and check_finite and not bool(torch.isfinite(tensor).all()):
-            problem = f"{name} holds NaN or infinity"
+            problem = f"{name} contains NaN or infinity"
         if problem is None:
             staged[name] = tensor
         else:
             problems.append(problem)
     if head is not None:
-        slot = slots[EMBEDDING]  # which may hold a part of it
+        slot = slots[EMBEDDING]  # may hold only this rank's part of the embedding
         if EMBEDDING in staged or head.shape != slot.shape:
             problems += _tied_problem(head, staged.get(EMBEDDING, slot.read()))
         else:
@@ -186,48 +186,48 @@ def stage_update(
     if complete:
         problems += [f"{name} is missing" for name in slots if name not in staged]
     if not staged and not problems:
-        problems.append("it holds no tensors; was the iterable used up?")
+        problems.append("it has no tensors; was the iterable already consumed?")
     if problems:
-        raise WeightUpdateError(f"weight update refused, the old weights still serve: {_listed(problems)}")
+        raise WeightUpdateError(f"weight update rejected, the old weights still serve: {_join_problems(problems)}")
     for name, tensor in staged.items():
         slots[name].write(tensor)
     return len(staged)
 
 
-def _is_derived(name: str) -> bool:
-    """Old checkpoints carry rotary frequencies, which the config determines."""
+def _is_rotary_buffer(name: str) -> bool:
+    """Return whether this is a rotary frequency buffer of an old checkpoint, which the config determines."""
     return name.endswith("rotary_emb.inv_freq")
 
 
 def _is_pair(item: Any) -> bool:
-    """Whether item is (str, Tensor)."""
+    """Return whether item is a (str, Tensor) pair."""
     if not isinstance(item, tuple | list) or len(item) != 2:
         return False
     return isinstance(item[0], str) and isinstance(item[1], Tensor)
 
 
 def _tensor_problem(slots: dict[str, Slot], name: str, tensor: Tensor) -> str | None:
-    """Why `tensor` can't be written as `name`, or None."""
+    """Return why `tensor` can't be written as `name`, or None if it can."""
     slot = slots.get(name)
     if slot is None:
         return f"{name} is unexpected{did_you_mean(name, slots)}"
     if tensor.dtype not in READABLE_DTYPES:
-        return f"{name} has dtype {tensor.dtype}, one of {', '.join(map(str, READABLE_DTYPES))} is needed"
+        return f"{name} has dtype {tensor.dtype}, expected one of {', '.join(map(str, READABLE_DTYPES))}"
     if tuple(tensor.shape) != slot.shape:
-        return f"{name} has shape {list(tensor.shape)}, {list(slot.shape)} is needed"
+        return f"{name} has shape {list(tensor.shape)}, expected {list(slot.shape)}"
     if tensor.is_meta or tensor.layout is not torch.strided:
-        return f"{name} holds no dense data (device {tensor.device}, layout {tensor.layout})"
+        return f"{name} has no dense data (device {tensor.device}, layout {tensor.layout})"
     return None
 
 
 def _tied_problem(head: Tensor, embedding: Tensor) -> list[str]:
-    """A tied model has one matrix: another head than the embedding can't be honoured and must not be dropped."""
+    """Check a tied model's head against its embedding. A different head can't be stored; don't drop it silently."""
     if head.shape == embedding.shape and torch.equal(head.to(embedding), embedding):
         return []
     return [f"{TIED_HEAD} differs from {EMBEDDING}, but the config ties them (tie_word_embeddings)"]
 
 
-def _listed(problems: list[str]) -> str:
-    """Problems in one line; beyond LISTED_PROBLEMS only their count."""
-    rest = len(problems) - LISTED_PROBLEMS
-    return "; ".join(problems[:LISTED_PROBLEMS]) + (f"; and {rest} more" if rest > 0 else "")
+def _join_problems(problems: list[str]) -> str:
+    """Join problems into one line; beyond LISTED_PROBLEMS give only their count."""
+    unlisted = len(problems) - LISTED_PROBLEMS
+    return "; ".join(problems[:LISTED_PROBLEMS]) + (f"; and {unlisted} more" if unlisted > 0 else "")

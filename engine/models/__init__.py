@@ -1,6 +1,6 @@
-"""Models: what a config.json describes, as torch modules over an attention callable.
+"""Models: torch modules built from a config.json, with attention passed in as a callable.
 
-`config_from_folder` reads a description, `build_model` makes the model; registry.py lists what is supported.
+`config_from_folder` reads the config, `build_model` creates the model; registry.py lists the supported architectures.
 """
 
 from engine.models.config import ModelConfig

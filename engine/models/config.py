@@ -1,7 +1,7 @@
-"""What a model is, read from a Hugging Face config.json: shapes, rope, ties and token ids.
+"""Model configuration, read from a Hugging Face config.json: shapes, RoPE, tied weights and token ids.
 
-Owns the reading of that file in both of its dialects (rope_theta + rope_scaling, and transformers 5's rope_parameters)
-and every refusal of what the models here can't compute exactly. Makes no tensors; registry.py knows the architectures.
+Reads both layouts of that file (rope_theta + rope_scaling, and transformers 5's rope_parameters) and rejects every
+setting that the models here can't compute exactly. registry.py lists the architectures.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ DTYPE_NAMES = ("bfloat16", "float16", "float32")
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What sets an architecture apart, beyond what its config.json says.
+    """Properties of an architecture that its config.json doesn't state.
 
-    qkv_bias / output_bias: biases of the attention's projections (None: as `attention_bias` says). mlp_bias_key: the
-    config may ask for biases in the MLP. window: "always" (a sliding_window in the config holds for all layers),
-    "flagged" (only with use_sliding_window) or "never". default_window and default_head_dim stand in for absent keys.
+    - qkv_bias, output_bias: whether attention projections have biases; None: as `attention_bias` in the config.
+    - mlp_bias_key: whether the config can enable biases in the MLP.
+    - window: "always" (the config's sliding_window applies to all layers), "flagged" (only with use_sliding_window) or
+      "never".
+    - default_window, default_head_dim: values of absent keys.
     """
 
     architecture: str
@@ -43,11 +45,12 @@ class Family:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A dense decoder's shapes and constants; sizes in elements, lengths in tokens.
+    """Shapes and constants of a dense decoder; sizes in elements, lengths in tokens.
 
-    attention_bias: q, k and v have biases; output_bias: the attention's output projection has one. sliding_window: the
-    window where one is in force, else None; contexts up to it are computed exactly, so `context_length` ends there.
-    eos_token_ids: every id that ends a text. dtype: the checkpoint's own, one of DTYPE_NAMES.
+    - attention_bias: whether q, k and v have biases; output_bias: whether attention's output projection has one.
+    - sliding_window: the active window, or None. Contexts up to it are computed exactly, so it bounds `context_length`.
+    - eos_token_ids: all end-of-text ids.
+    - dtype: the checkpoint's dtype, one of DTYPE_NAMES.
     """
 
     architecture: str
@@ -74,7 +77,7 @@ class ModelConfig:
 
     @property
     def context_length(self) -> int:
-        """The longest context the model computes as its authors meant: positions it has, within its sliding window."""
+        """The longest context computed exactly: the model's positions, bounded by its sliding window."""
         length = self.max_position_embeddings
         scaling = self.rope_scaling
         if scaling is not None and scaling.kind == "yarn":
@@ -86,85 +89,85 @@ class ModelConfig:
 
     @property
     def eos_token_id(self) -> int | None:
-        """The first end-of-text id, where there is one."""
+        """The first end-of-text id, or None."""
         return self.eos_token_ids[0] if self.eos_token_ids else None
 
 
 class Fields:
-    """Typed reading of a JSON object; every complaint names the file, the key, what was found and what is needed."""
+    """Typed access to a JSON object. Errors name the file, the key, the value found and what is expected."""
 
     def __init__(self, values: Mapping[str, Any], where: str):
         self.values, self.where = values, where
 
-    def fail(self, key: str, needed: str) -> ModelError:
-        """The error for `key`, to raise."""
+    def error(self, key: str, needed: str) -> ModelError:
+        """Return a ModelError for `key`, for the caller to raise."""
         found = f"{self.values[key]!r}" if key in self.values else "nothing"
-        return ModelError(f"{self.where}: {key!r} should be {needed}, found {found}; correct it or take another model")
+        return ModelError(f"{self.where}: {key!r} must be {needed}, found {found}; correct it or use another model")
 
-    def whole(self, key: str, default: int | None = None, low: int = 1, high: int = MAX_SIZE) -> int:
-        """A whole number in [low, high]; null counts as absent."""
+    def integer(self, key: str, default: int | None = None, low: int = 1, high: int = MAX_SIZE) -> int:
+        """Return a whole number in [low, high]; null counts as absent."""
         value = self.values.get(key)
         if value is None and default is not None:
             return default
         if not is_whole_number(value, low, high):
-            raise self.fail(key, f"a whole number from {low} to {high}")
+            raise self.error(key, f"a whole number from {low} to {high}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A number above 0 and up to MAX_NUMBER; null counts as absent."""
+        """Return a number above 0 and up to MAX_NUMBER; null counts as absent."""
         value = self.values.get(key)
         if value is None and default is not None:
             return default
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_NUMBER:
-            raise self.fail(key, "a number above 0")
+            raise self.error(key, "a number above 0")
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """true or false; null counts as absent."""
+        """Return a boolean; null counts as absent."""
         value = self.values.get(key)
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise self.fail(key, "true or false")
+            raise self.error(key, "true or false")
         return value
 
     def token_ids(self, key: str) -> tuple[int, ...]:
-        """One token id, a list of them, or none."""
+        """Return the token ids of a single id, a list of ids, or null."""
         value = self.values.get(key)
         ids = [] if value is None else value if isinstance(value, list) else [value]
         if not all(is_whole_number(item, 0) for item in ids):
-            raise self.fail(key, "a token id or a list of token ids")
+            raise self.error(key, "a token id or a list of token ids")
         return tuple(ids)
 
 
 def read_model_config(values: Mapping[str, Any], family: Family, where: str) -> ModelConfig:
-    """Build a ModelConfig from config.json's content; `where` names the file in errors.
+    """Build a ModelConfig from the content of a config.json; `where` names the file in errors.
 
-    Raises ModelError for a missing or impossible value and for what can't be computed exactly here.
+    Raises ModelError for a missing, invalid or unsupported value.
     """
     fields = Fields(values, where)
-    _refuse_unsupported(fields)
-    heads = fields.whole("num_attention_heads")
-    kv_heads = fields.whole("num_key_value_heads", heads)
+    _reject_unsupported(fields)
+    heads = fields.integer("num_attention_heads")
+    kv_heads = fields.integer("num_key_value_heads", heads)
     if heads % kv_heads:
-        raise fields.fail("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
-    hidden = fields.whole("hidden_size")
-    head_dim = fields.whole("head_dim", family.default_head_dim or max(hidden // heads, 1), high=1024)
+        raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
+    hidden = fields.integer("hidden_size")
+    head_dim = fields.integer("head_dim", family.default_head_dim or max(hidden // heads, 1), high=1024)
     if head_dim % 2:
-        raise ModelError(f"{where}: head_dim {head_dim} is odd; rotary positions need pairs")
-    max_positions = fields.whole("max_position_embeddings", high=MAX_CONTEXT)
+        raise ModelError(f"{where}: head_dim {head_dim} is odd; rotary embedding needs an even one")
+    max_positions = fields.integer("max_position_embeddings", high=MAX_CONTEXT)
     theta, scaling = read_rope(values, max_positions, where)
     bias = fields.flag("attention_bias")
     bos = fields.token_ids("bos_token_id")
     return ModelConfig(
         architecture=family.architecture,
-        vocab_size=fields.whole("vocab_size"),
+        vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden,
-        num_layers=fields.whole("num_hidden_layers", high=MAX_LAYERS),
+        num_layers=fields.integer("num_hidden_layers", high=MAX_LAYERS),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate_size=fields.whole("intermediate_size"),
+        intermediate_size=fields.integer("intermediate_size"),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
@@ -181,33 +184,33 @@ def read_model_config(values: Mapping[str, Any], family: Family, where: str) -> 
     )
 
 
-def _refuse_unsupported(fields: Fields) -> None:
+def _reject_unsupported(fields: Fields) -> None:
     values = fields.values
     if values.get("quantization_config") is not None:
         raise ModelError(
             f"{fields.where}: quantised checkpoints (quantization_config) are not supported; "
-            "take the model's unquantised weights"
+            "use the model's unquantised weights"
         )
     activation = values.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise fields.fail("hidden_act", "'silu'")
+        raise fields.error("hidden_act", "'silu'")
     if values.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise fields.fail("partial_rotary_factor", "1.0 (rotation of whole heads)")
+        raise fields.error("partial_rotary_factor", "1.0 (rotation of whole heads)")
 
 
 def _sliding_window(fields: Fields, family: Family) -> int | None:
-    """The window in force on any layer, or None."""
+    """Return the window that is active on any layer, or None."""
     if family.window == "never" or (family.window == "flagged" and not fields.flag("use_sliding_window")):
         return None
     if "sliding_window" in fields.values and fields.values["sliding_window"] is None:
         return None
-    window = fields.whole("sliding_window", family.default_window)
+    window = fields.integer("sliding_window", family.default_window)
     layer_types = fields.values.get("layer_types")
     if isinstance(layer_types, list) and "sliding_attention" not in layer_types:
         return None
     if family.window == "flagged" and layer_types is None:
-        # layers before max_window_layers attend to everything
-        if fields.whole("max_window_layers", 28, low=0) >= fields.whole("num_hidden_layers"):
+        # layers before max_window_layers use full attention
+        if fields.integer("max_window_layers", 28, low=0) >= fields.integer("num_hidden_layers"):
             return None
     return window
 
@@ -219,57 +222,57 @@ def _dtype(fields: Fields) -> str:
         return "float32"
     name = value.removeprefix("torch.") if isinstance(value, str) else value
     if name not in DTYPE_NAMES:
-        raise fields.fail(key, f"one of {', '.join(DTYPE_NAMES)}")
+        raise fields.error(key, f"one of {', '.join(DTYPE_NAMES)}")
     return name
 
 
 def read_rope(values: Mapping[str, Any], max_positions: int, where: str) -> tuple[float, RopeScaling | None]:
-    """rope theta and scaling (None: plain), from `rope_parameters` or from `rope_theta` and `rope_scaling`."""
+    """Return RoPE theta and scaling (None: unscaled), from `rope_parameters` or `rope_theta` and `rope_scaling`."""
     key = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
     settings = values.get(key) or {}
     if not isinstance(settings, Mapping):
-        raise Fields(values, where).fail(key, "an object")
+        raise Fields(values, where).error(key, "an object")
     if any(isinstance(value, Mapping) for value in settings.values()):
         raise ModelError(f"{where}: {key!r} differs by layer type ({', '.join(settings)}), which is not supported")
     fields = Fields(settings, f"{where}, {key}")
     if settings.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise fields.fail("partial_rotary_factor", "1.0 (rotation of whole heads)")
+        raise fields.error("partial_rotary_factor", "1.0 (rotation of whole heads)")
     theta = fields.number("rope_theta", Fields(values, where).number("rope_theta", 10000.0))
     if theta <= 1.0:
-        raise ModelError(f"{where}: rope_theta {theta} should be above 1, or no two dimensions would turn apart")
+        raise ModelError(f"{where}: rope_theta {theta} must be above 1: each dimension needs its own frequency")
     kind = settings.get("rope_type", settings.get("type", "default"))
     if kind not in ROPE_KINDS:
         raise ModelError(f"{where}: rope scaling {kind!r} is not supported; supported are {', '.join(ROPE_KINDS)}")
     if kind == "default":
         return theta, None
-    trained = Fields(values, where).whole(
-        "original_max_position_embeddings", fields.whole("original_max_position_embeddings", max_positions)
+    original_length = Fields(values, where).integer(
+        "original_max_position_embeddings", fields.integer("original_max_position_embeddings", max_positions)
     )
-    return theta, _scaling(kind, fields, trained, max_positions)
+    return theta, _scaling(kind, fields, original_length, max_positions)
 
 
-def _scaling(kind: str, fields: Fields, trained: int, max_positions: int) -> RopeScaling:
-    """The scaling of one kind; `trained` is the context before stretching."""
+def _scaling(kind: str, fields: Fields, original_length: int, max_positions: int) -> RopeScaling:
+    """Return the scaling of one kind; `original_length` is the context length before scaling."""
     if kind == "linear":
         return RopeScaling(kind=kind, factor=fields.number("factor"))
     if kind == "llama3":
         low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
         if high <= low:
-            raise fields.fail("high_freq_factor", f"above low_freq_factor ({low})")
+            raise fields.error("high_freq_factor", f"above low_freq_factor ({low})")
         return RopeScaling(
             kind=kind,
             factor=fields.number("factor"),
-            original_max_position_embeddings=trained,
+            original_max_position_embeddings=original_length,
             low_freq_factor=low,
             high_freq_factor=high,
         )
-    factor = fields.number("factor", max_positions / trained)
+    factor = fields.number("factor", max_positions / original_length)
     mscale = fields.number("mscale") if fields.values.get("mscale") else None
     mscale_all = fields.number("mscale_all_dim") if fields.values.get("mscale_all_dim") else None
     return RopeScaling(
         kind=kind,
         factor=factor,
-        original_max_position_embeddings=trained,
+        original_max_position_embeddings=original_length,
         beta_fast=fields.number("beta_fast", 32.0),
         beta_slow=fields.number("beta_slow", 1.0),
         truncate=fields.flag("truncate", True),

@@ -1,9 +1,10 @@
-"""The dense decoder: Llama, Mistral, Qwen2 and Qwen3 in one class, told apart by their ModelConfig.
+"""Dense decoder: Llama, Mistral, Qwen2 and Qwen3 in one class, configured by ModelConfig.
 
-Owns the forward pass and its parameters. Attention is an argument: the model knows no page, no batch and no request.
-The forward makes no host tensor and reads none back, so that a step can be captured whole, by layer or by module.
+Attention is passed in as a callable, so the model is independent of KV pages, batches and requests. The forward pass
+creates no host tensors and never synchronizes with the device, so that a step can be captured whole, by layer or by
+module.
 
-Shapes: T tokens, H query heads, KV key/value heads, D head size.
+Shapes: T tokens, h hidden size, H query heads, KV key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from engine.models.dense_tensors import DenseTensors, HeadLayout, LayerTensors
 
 
 class SelfAttention(nn.Module):
-    """Projections, head norms and rotation around an `attention` callable: normed hidden [T, h] -> [T, h]."""
+    """Projections, head norms and RoPE around an `attention` callable: normed hidden [T, h] -> [T, h]."""
 
     def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device):
         super().__init__()
@@ -55,14 +56,14 @@ class SelfAttention(nn.Module):
         return self.o(out)
 
     def slots(self, prefix: str) -> dict[str, WeightSlot]:
-        found = {**self.qkv.slots(prefix), **self.o.slots(prefix)}
+        slots = {**self.qkv.slots(prefix), **self.o.slots(prefix)}
         if self.qk_norm is not None:
-            found |= self.qk_norm.slots(prefix)
-        return found
+            slots |= self.qk_norm.slots(prefix)
+        return slots
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), gate and up in one product: normed hidden [T, h] -> [T, h]."""
+    """down(silu(gate(x)) * up(x)), with gate and up in one GEMM: normed hidden [T, h] -> [T, h]."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device):
         super().__init__()
@@ -79,7 +80,7 @@ class GatedMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each after a norm and around a residual: hidden [T, h] -> hidden [T, h]."""
+    """Attention and MLP, each with a pre-norm and a residual connection: hidden [T, h] -> hidden [T, h]."""
 
     def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device):
         super().__init__()
@@ -102,10 +103,10 @@ class DecoderLayer(nn.Module):
 
 
 class DenseModel(nn.Module):
-    """A dense decoder with uninitialised parameters on `device`; weights.py fills them through `weight_slots`.
+    """A dense decoder with uninitialised parameters on `device`; loader/weights.py fills them through `weight_slots`.
 
-    max_len bounds positions (the rope table's length; default: the config's context_length). Raises ModelError where
-    max_len is beyond a sliding window, which this model doesn't compute. Parameters don't require gradients.
+    max_len bounds positions: the length of the RoPE table (default: the config's context_length). Parameters don't
+    require gradients. Raises ModelError if max_len exceeds the sliding window, as windowed attention is not supported.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str, max_len: int | None = None):
@@ -126,7 +127,7 @@ class DenseModel(nn.Module):
 
     def _make_head(self) -> Linear:
         config = self.config
-        # a tied head borrows the embedding's parameter: make it without storage of its own
+        # a tied head uses the embedding's parameter, so it needs no storage
         device = torch.device("meta") if config.tie_word_embeddings else self.device
         head = Linear({"lm_head": config.vocab_size}, config.hidden_size, bias=False, dtype=self.dtype, device=device)
         if config.tie_word_embeddings:
@@ -138,7 +139,7 @@ class DenseModel(nn.Module):
         return self.embed(token_ids)
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions int64 [T] -> (cos, sin), each [T, 1, D], for `layer`; once a step, shared by all layers."""
+        """Positions int64 [T] -> (cos, sin), each [T, 1, D]; computed once per step and shared by all layers."""
         return self.rotary(positions)
 
     def layer(self, index: int, hidden: Tensor, rope: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
@@ -158,25 +159,25 @@ class DenseModel(nn.Module):
         return self.head(hidden)
 
     def weight_slots(self) -> dict[str, WeightSlot]:
-        """Hugging Face's tensor names to their places, in layer order; a tied head has no name of its own.
+        """Map Hugging Face tensor names to slots, in layer order; a tied head has no entry.
 
-        The one table that loading, updating and exporting go by. Made anew at each call, from the modules as they are.
+        Loading, updating and exporting all use this mapping. It is rebuilt from the current modules at each call.
         """
-        found = {**self.embed.slots("model.embed_tokens")}
+        slots = {**self.embed.slots("model.embed_tokens")}
         for index, layer in enumerate(self.layers):
-            found |= layer.slots(f"model.layers.{index}")
-        found |= self.norm.slots("model.norm")
+            slots |= layer.slots(f"model.layers.{index}")
+        slots |= self.norm.slots("model.norm")
         if not self.config.tie_word_embeddings:
-            found |= {name.removeprefix("."): slot for name, slot in self.head.slots("").items()}
-        return found
+            slots |= {name.removeprefix("."): slot for name, slot in self.head.slots("").items()}
+        return slots
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor) of every weight; tensors alias the model's storage."""
+        """Yield (Hugging Face name, tensor) of every weight; tensors alias the model's storage."""
         for name, slot in self.weight_slots().items():
             yield name, slot.read()
 
     def load_weight(self, name: str, tensor: Tensor) -> None:
-        """Write one checkpoint tensor in place. Raises ModelError for an unknown name or another shape."""
+        """Write one checkpoint tensor in place. Raises ModelError for an unknown name or a wrong shape."""
         slot = self.weight_slots().get(name)
         if slot is None:
             raise ModelError(f"the model has no weight {name!r}")
@@ -185,19 +186,19 @@ class DenseModel(nn.Module):
         slot.write(tensor)
 
     def tensors(self) -> DenseTensors:
-        """What kernels need of the model that compute a step in its place."""
+        """Return the parameters in the form that the fused kernels use."""
         return NativeTensors(self)
 
     def cuda_graph_modules(self) -> dict[str, list[str]]:
-        """Megatron's names of the parts of a layer to the paths of those submodules; "layer" for whole layers."""
+        """Map Megatron's names of layer parts to submodule paths; "layer" stands for whole layers."""
         layers = [f"layers.{index}" for index in range(len(self.layers))]
         return {"layer": layers, "attn": [f"{path}.attn" for path in layers], "mlp": [f"{path}.mlp" for path in layers]}
 
     def linears(self, include_head: bool = False) -> Iterator[tuple[str, nn.Module, str]]:
-        """(name, parent module, attribute) of each projection, for replacing it by a layer of another weight format.
+        """Yield (name, parent module, attribute) of each projection, to replace it with another weight format.
 
-        A replacement is called as `parent.attribute(x)` and offers `slots(prefix)`. The head, last and on request:
-        where it is tied, its parameter is the embedding's.
+        A replacement is called as `parent.attribute(x)` and must have `slots(prefix)`. The head comes last, only with
+        `include_head`; a tied head's parameter is the embedding's.
         """
         for index, layer in enumerate(self.layers):
             for owner, attribute in (("attn", "qkv"), ("attn", "o"), ("mlp", "gate_up"), ("mlp", "down")):
@@ -207,7 +208,7 @@ class DenseModel(nn.Module):
 
 
 class NativeTensors:
-    """A DenseModel as DenseTensors."""
+    """DenseTensors of a DenseModel."""
 
     group = None
     first_token = 0

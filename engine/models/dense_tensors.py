@@ -1,6 +1,6 @@
-"""A dense decoder as its tensors: what kernels of our own need of a model, whoever built it and however it lies.
+"""Interface between models and the fused kernels: the tensors of a dense decoder, for any model and memory layout.
 
-Owns the names of those tensors and where heads lie in a joint projection. Knows no kernel and no forward pass.
+Defines the tensors' names and the layout of heads in a fused QKV projection.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from engine.models.config import ModelConfig
 
 
 class HeadLayout(NamedTuple):
-    """How a row of the joint projection of q, k and v is cut: all q, all k, all v, each in order of heads; or
-    `by_group` one KV head after the other, each with its queries before its key and its value.
+    """Layout of a row of the fused QKV projection.
+
+    By default all q heads, then all k heads, then all v heads. With `by_group`, KV head by KV head: its queries, its
+    key, its value.
     """
 
     heads: int
@@ -26,23 +28,24 @@ class HeadLayout(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Numbers of a row."""
+        """Number of elements in a row."""
         return (self.heads + 2 * self.kv_heads) * self.dim
 
     def cut(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Views of qkv [T, width]: q [T, KV, H/KV, D], k and v [T, KV, D]."""
-        tokens, each = len(qkv), self.heads // self.kv_heads
+        """Split qkv [T, width] into views: q [T, KV, H/KV, D], k and v [T, KV, D]."""
+        tokens, group_size = len(qkv), self.heads // self.kv_heads
         if self.by_group:
-            groups = qkv.view(tokens, self.kv_heads, each + 2, self.dim)
-            return groups[:, :, :each], groups[:, :, each], groups[:, :, each + 1]
+            groups = qkv.view(tokens, self.kv_heads, group_size + 2, self.dim)
+            return groups[:, :, :group_size], groups[:, :, group_size], groups[:, :, group_size + 1]
         rows = qkv.view(tokens, self.heads + 2 * self.kv_heads, self.dim)
         q, k, v = rows.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
-        return q.unflatten(1, (self.kv_heads, each)), k, v
+        return q.unflatten(1, (self.kv_heads, group_size)), k, v
 
 
 class LayerTensors(NamedTuple):
-    """The parameters of a decoder layer. Matrices are [outputs, inputs]; `gate_up` has the gate's rows first, `qkv` its
-    rows as a HeadLayout says. None: the layer has no such thing.
+    """The parameters of a decoder layer; None: the layer has no such parameter.
+
+    Matrices are [outputs, inputs]. `gate_up` has the gate's rows first; the rows of `qkv` follow the HeadLayout.
     """
 
     input_norm: Tensor
@@ -60,10 +63,10 @@ class LayerTensors(NamedTuple):
 
 
 class DenseTensors(Protocol):
-    """The tensors of a model. Parameters are read from it at each access: they are where the model has them then.
+    """The tensors of a model. Parameters are looked up at each access, so replaced parameters are noticed.
 
-    With a `group` of several ranks they are this rank's: heads, columns of the MLP, and rows of the vocabulary from
-    `first_token` on, in both the embedding and the head. What `o` and `down` give is to be added up over the ranks.
+    With a `group` of several ranks, they are this rank's shard: heads, columns of the MLP, and vocabulary rows from
+    `first_token` on, in both the embedding and the head. The outputs of `o` and `down` must be all-reduced.
     """
 
     config: ModelConfig
@@ -72,30 +75,30 @@ class DenseTensors(Protocol):
     first_token: int
     cos: Tensor
     sin: Tensor
-    """Of each position, [positions, D] (or [positions, 1, D]) in the model's dtype, the first half of sin negated."""
+    """RoPE table, [positions, D] or [positions, 1, D], in the model's dtype; the first half of sin is negated."""
 
     def layer(self, index: int) -> LayerTensors:
-        """The tensors of decoder layer `index`."""
+        """Return the parameters of decoder layer `index`."""
 
     @property
     def embedding(self) -> Tensor:
-        """[vocab of this rank, h]"""
+        """Embedding table [vocab of this rank, h]."""
 
     @property
     def norm(self) -> Tensor:
-        """The last norm's weight [h]."""
+        """Weight of the final norm, [h]."""
 
     @property
     def head(self) -> Tensor:
-        """[vocab of this rank, h]"""
+        """LM head weight [vocab of this rank, h]."""
 
 
 class FusableModel(Protocol):
-    """A model that can hand its parameters to the fused kernels."""
+    """A model that exposes its parameters to the fused kernels."""
 
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
 
     def tensors(self) -> DenseTensors:
-        """The parameters. Raises ModelError if the model computes something else than a dense decoder."""
+        """Return the parameters. Raises ModelError if the model is not a dense decoder."""

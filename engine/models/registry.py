@@ -1,6 +1,6 @@
-"""Which architectures exist, and how a folder or a config becomes a model of one.
+"""Registry of supported architectures; builds configs and models.
 
-Owns the table of families: a new dense architecture is a row here, another kind of model a class beside DenseModel.
+To add a dense architecture, add a row to FAMILIES; any other type of model needs a class beside DenseModel.
 """
 
 from __future__ import annotations
@@ -47,64 +47,67 @@ FAMILIES = (
 
 
 def supported_architectures() -> tuple[str, ...]:
-    """Names as `architectures` in a config.json has them."""
+    """Return the supported architecture names, as in `architectures` of a config.json."""
     return tuple(family.architecture for family in FAMILIES)
 
 
 def find_family(values: Mapping[str, Any], where: str) -> Family:
-    """The family of a config.json's content, by `architectures`, or by `model_type` where that is absent."""
+    """Return the family for a config.json's content, by `architectures` or, if absent, by `model_type`.
+
+    Raises ModelError if it is not supported.
+    """
     named = values.get("architectures")
     names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
     for family in FAMILIES:
         if family.architecture in names or (not names and values.get("model_type") == family.model_type):
             return family
-    asked = ", ".join(names) or values.get("model_type") or "of no name"
+    requested = ", ".join(names) or values.get("model_type") or "(none named)"
     raise ModelError(
-        f"{where}: architecture {asked} is not supported; supported are {', '.join(supported_architectures())}"
+        f"{where}: architecture {requested} is not supported; supported are {', '.join(supported_architectures())}"
     )
 
 
 def config_from_dict(values: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
-    """A ModelConfig from a config.json's content; `where` names it in errors. Raises ModelError."""
+    """Build a ModelConfig from a config.json's content; `where` names the file in errors. Raises ModelError."""
     return read_model_config(values, find_family(values, where), where)
 
 
 def config_from_folder(folder: str | Path) -> ModelConfig:
-    """Read `folder`/config.json, and further end-of-text ids from generation_config.json. Raises ModelError."""
+    """Read `folder`/config.json, and more end-of-text ids from generation_config.json. Raises ModelError."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise ModelError(f"{folder} is not a folder; give a folder in Hugging Face layout (config.json, *.safetensors)")
+        raise ModelError(f"{folder} is not a folder; use a folder in Hugging Face layout (config.json, *.safetensors)")
     path = folder / "config.json"
     config = config_from_dict(read_json_object(path), str(path))
     generation = folder / "generation_config.json"
     if generation.exists():
-        # chat models name their end-of-turn token only here
-        extra = Fields(read_json_object(generation), str(generation)).token_ids("eos_token_id")
-        config = replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *extra))))
+        # chat models list their end-of-turn token only here
+        extra_eos_ids = Fields(read_json_object(generation), str(generation)).token_ids("eos_token_id")
+        config = replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *extra_eos_ids))))
     return config
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; ModelError where it can't be read or is something else."""
+    """Read a JSON object from `path`. Raises ModelError if it can't be read or is not an object."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(f"{path} is missing; a model folder needs it (was the download complete?)") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path} can't be read as JSON ({error}); fetch the model again") from error
+        raise ModelError(f"{path} can't be read as JSON ({error}); download the model again") from error
     if not isinstance(values, dict):
-        raise ModelError(f"{path} holds a JSON {type(values).__name__}, an object is needed; fetch the model again")
+        raise ModelError(f"{path} has a JSON {type(values).__name__}, expected an object; download the model again")
     return values
 
 
 def build_model(
     config: ModelConfig, dtype: torch.dtype, device: torch.device | str, max_len: int | None = None
 ) -> DenseModel:
-    """An uninitialised model of config's architecture; see DenseModel. Raises ModelError where memory is short."""
+    """Create an uninitialised DenseModel of `config`. Raises ModelError if it can't be allocated."""
     try:
         return DenseModel(config, dtype, device, max_len)
     except (RuntimeError, MemoryError) as error:
         raise ModelError(
             f"{config.architecture} with {config.num_layers} layers of width {config.hidden_size} in {dtype} can't be "
-            f"made on {device} ({error}); take a smaller model or dtype"
+            f"created on {device} ({error}); use a smaller model or dtype"
         ) from error

@@ -1,1 +1,1 @@
-"""Values that cross process boundaries: requests, sampling parameters, messages, outputs."""
+"""Data that crosses process boundaries: requests, sampling parameters, messages, outputs."""

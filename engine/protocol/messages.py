@@ -1,6 +1,6 @@
-"""What passes between the front and the loop, in one process or across two: plain values that pickle.
+"""Messages between clients and the engine loop: commands, reports and statistics snapshots.
 
-Owns the commands, the reports and the snapshots. Knows no transport, no tensors and no HTTP.
+All messages are picklable plain data, used within one process or across two. Transports live in engine/client.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from engine.protocol.request import EngineRequest, TokenEvent
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInfo:
-    """What a front must know of the model that is served."""
+    """Properties of the served model that clients need."""
 
     name: str
     architecture: str
@@ -31,7 +31,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """A snapshot of the loop's counters and gauges. `graphs` is the graph cache's own snapshot as plain data."""
+    """A snapshot of the loop's counters and gauges. `graphs` is the graph cache's snapshot as plain data."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -50,11 +50,11 @@ class EngineStats:
     idle_check_failures: int = 0
 
 
-CLIENT_ID_SPAN = 2**40  # numbers that one front may give away; a front's begin at its own number times this
+CLIENT_ID_SPAN = 2**40  # IDs per client: client c uses [c * CLIENT_ID_SPAN, (c + 1) * CLIENT_ID_SPAN)
 
 
 def client_of(name: str | int) -> int:
-    """Which front gave a sequence its id, or an Ask its number."""
+    """Return the index of the client that issued a sequence id or an Ask number."""
     return int(name.partition(".")[0]) if isinstance(name, str) else name // CLIENT_ID_SPAN
 
 
@@ -63,21 +63,21 @@ def client_of(name: str | int) -> int:
 
 @dataclass(frozen=True)
 class Submit:
-    """Take these sequences on; each is answered by TokenEvents until one carries finish_reason."""
+    """Add sequences; the loop answers each with TokenEvents, the last of which carries finish_reason."""
 
     requests: list[EngineRequest]
 
 
 @dataclass(frozen=True)
 class Abort:
-    """End these sequences; each live one is answered by a last event with finish_reason "abort"."""
+    """Abort sequences; each live one gets a last event with finish_reason "abort"."""
 
     request_ids: list[str]
 
 
 @dataclass(frozen=True)
 class Ask:
-    """Call a named method of the loop between steps; answered by one Reply with the same number."""
+    """Call a method of the loop between steps; the loop answers with one Reply of the same number."""
 
     number: int
     method: str
@@ -86,14 +86,14 @@ class Ask:
 
 @dataclass(frozen=True)
 class ClientDisconnected:
-    """A front is gone: abort what it has under way. Never reaches a loop: packing.py makes an Abort of it."""
+    """A client disconnected: abort its sequences. event_codec.py turns it into an Abort before the loop sees it."""
 
     client: int
 
 
 @dataclass(frozen=True)
 class Stop:
-    """End the loop: running sequences are aborted."""
+    """Stop the loop and abort running sequences."""
 
 
 # ---- reports, from the loop ----------------------------------------------------------------------------------------
@@ -101,26 +101,26 @@ class Stop:
 
 @dataclass(frozen=True)
 class Ready:
-    """The model is loaded and requests are answered."""
+    """The model is loaded and the loop accepts requests."""
 
     info: ModelInfo
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """One new token for each of several sequences, and nothing else to say of them: the columns of plain events."""
+    """One new token for each of several sequences, in columns: a compact form of events that carry nothing else."""
 
     request_ids: list[str]
-    token_ids: list[int]  # parallel
+    token_ids: list[int]  # parallel to request_ids
     weight_version: str
     graph_bucket: int | None
 
 
 @dataclass(frozen=True)
 class Events:
-    """What one step gave. Of a sequence, what is in `tokens` came before what is in `events`.
+    """The output of one step. For a given sequence, `tokens` precede `events`.
 
-    The loop fills `events` alone; a transport that leaves the process moves what it can into `tokens` (packing.py).
+    The loop fills only `events`; for other processes, event_codec.py moves plain events into `tokens`.
     """
 
     events: list[TokenEvent]
@@ -129,14 +129,14 @@ class Events:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The loop is alive; sent several times a second while it steps or waits."""
+    """Heartbeat with statistics, sent several times a second while the loop steps or waits."""
 
     stats: EngineStats
 
 
 @dataclass(frozen=True)
 class Reply:
-    """The answer to an Ask: a value, or the error that it ended with."""
+    """The answer to an Ask: the method's return value, or the exception it raised."""
 
     number: int
     value: Any = None
@@ -145,14 +145,14 @@ class Reply:
 
 @dataclass(frozen=True)
 class AddressedReports:
-    """Reports, each for one front and pickled already: (front's number, the report). Passed on unopened."""
+    """Reports for individual clients as (client index, pickled report) pairs; forwarded without unpickling."""
 
     parcels: list[tuple[int, bytes]]
 
 
 @dataclass(frozen=True)
 class Dead:
-    """The loop has ended. `reason` is empty after a Stop; `refused`: the start failed of the configuration or model."""
+    """The loop has ended. `reason` is empty after a Stop; `refused` is set if the config or model prevented startup."""
 
     reason: str
     refused: Exception | None = None
@@ -160,8 +160,9 @@ class Dead:
 
 @dataclass(frozen=True)
 class Lost:
-    """A loop that served has ended or was killed, and another one is about to be started: the next report is its Ready,
-    another Lost, or a Dead. `restarts` counts this one too. Sent by a supervisor, never by a loop.
+    """A running loop ended or was killed and is being restarted. Sent by the supervisor, never by a loop.
+
+    The next report is Ready, another Lost, or Dead. `restarts` includes this restart.
     """
 
     reason: str

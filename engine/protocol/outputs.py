@@ -1,7 +1,6 @@
-"""From the engine's token events to what a caller reads: text, stop strings, accumulated results.
+"""Request outputs as the caller sees them: per-event deltas and accumulated results.
 
-Owns the caller's side of every running sequence. Runs where the caller runs, so it knows no tensors, no scheduler
-and no HTTP; a tokenizer is optional.
+Used in the caller's process, so it depends on neither tensors nor the scheduler nor HTTP.
 """
 
 from __future__ import annotations
@@ -14,28 +13,28 @@ from engine.protocol.request import FinishReason, TokenLogprob
 
 @dataclass(kw_only=True, slots=True)
 class OutputDelta:
-    """What one event adds to one of a request's sequences; the last one carries finish_reason."""
+    """The output that one event adds to one sequence of a request; the last delta carries finish_reason."""
 
     request_id: str  # the caller's id
-    child_id: str  # the engine's id of this sequence: may differ from the caller's
-    index: int = 0  # which of the n
+    child_id: str  # the engine's id of this sequence; may differ from request_id
+    index: int = 0  # among the request's n sequences
     text_delta: str = ""
-    token_ids: list[int] = field(default_factory=list)  # new ones
+    token_ids: list[int] = field(default_factory=list)  # new tokens
     logprobs: list[TokenLogprob] | None = None  # parallel to token_ids
     prompt_logprobs: list[TokenLogprob | None] | None = None  # with the first delta only
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None  # the token id or the string that stopped it
+    stop_reason: int | str | None = None  # the stop token id or stop string
     error: str | None = None
-    abort: bool = False  # a stop string ended it here: tell the engine to abort child_id
+    abort: bool = False  # a stop string matched: the engine must abort child_id
     weight_version: str = ""
     cached_tokens: int = 0
     queue_time: float | None = None  # seconds, with the first delta only
-    graph_bucket: int | None = None  # of the graph that gave the tokens; None: they came from an eager run
+    graph_bucket: int | None = None  # bucket of the graph that produced the tokens; None: eager
 
     def join(self, later: OutputDelta) -> bool:
-        """Take the delta that came next of the same sequence in, unless its tokens have another origin; whether it did.
+        """Merge the sequence's next delta into this one, as if both had come in one event. Return whether it merged.
 
-        What results is as if both had come in one event.
+        Deltas with different graph buckets or weight versions are not merged.
         """
         if later.graph_bucket != self.graph_bucket or later.weight_version != self.weight_version:
             return False
@@ -50,7 +49,7 @@ class OutputDelta:
 
 @dataclass(kw_only=True)
 class CompletionOutput:
-    """One finished or growing sequence."""
+    """The accumulated output of one sequence, finished or running."""
 
     index: int
     text: str = ""
@@ -59,7 +58,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
-    weight_version: str = ""  # of the weights that gave the last token
+    weight_version: str = ""  # of the last token
 
     def add(self, delta: OutputDelta) -> None:
         """Append a delta of this sequence."""
@@ -74,19 +73,19 @@ class CompletionOutput:
 
 @dataclass(kw_only=True)
 class RequestOutput:
-    """A request's prompt and all its sequences, filled by `add`; text, token_ids, … are those of the first."""
+    """A request's prompt and sequences, filled by `add`. `text`, `token_ids`, … are the first sequence's."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     prompt_logprobs: list[TokenLogprob | None] | None = None
     outputs: list[CompletionOutput]
-    cached_tokens: int = 0  # prompt tokens from the prefix cache, of the first sequence
+    cached_tokens: int = 0  # prompt tokens from the prefix cache, for the first sequence
     weight_version: str = ""
 
     @classmethod
     def empty(cls, request_id: str, prompt: str | None, prompt_token_ids: Sequence[int], n: int = 1) -> RequestOutput:
-        """A request of n sequences that has no output yet."""
+        """Return the output of a request with n sequences and no tokens yet."""
         return cls(
             request_id=request_id,
             prompt=prompt,
@@ -95,7 +94,7 @@ class RequestOutput:
         )
 
     def add(self, delta: OutputDelta) -> None:
-        """Append a delta to the sequence that it names."""
+        """Append a delta to sequence `delta.index`."""
         self.outputs[delta.index].add(delta)
         if self.prompt_logprobs is None:
             self.prompt_logprobs = delta.prompt_logprobs

@@ -1,7 +1,7 @@
-"""What a caller asks and what the engine answers, as plain values that cross processes.
+"""Engine requests and token events, as picklable plain data.
 
-Owns EngineRequest (in), TokenEvent (out, one per request and step), the request's state machine and the split of a
-request for n sequences; SamplingParams is offered from here. Knows no tensors, no scheduler, no HTTP.
+Defines EngineRequest (input), TokenEvent (output, one per request and step) and the split of a request into its n
+sequences. Re-exports SamplingParams.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ __all__ = [
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
-# The public constants of splitmix64: an odd step that visits every 64-bit value, and two odd multipliers.
+# The published constants of splitmix64: an odd increment that visits every 64-bit value, and two odd multipliers.
 GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MASK64 = 2**64 - 1
 
 
 @dataclass(kw_only=True)
 class EngineRequest:
-    """One sequence for the engine to continue. n is 1 here: the front splits a request for several (`split_n`)."""
+    """One sequence to generate. params.n must be 1: the client splits a request with n > 1 (`split_n`)."""
 
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
-    priority: int = 0  # lower first
+    priority: int = 0  # lower values run first
     arrival_time: float = field(default_factory=time.monotonic)  # seconds, time.monotonic
-    seed: int | None = None  # always an int64 after construction: params.seed, else drawn
+    seed: int | None = None  # int64, set at construction: params.seed, else random
 
     def __post_init__(self) -> None:
         if self.params.n != 1:
             raise RequestError(
-                f"the engine takes one sequence per request, asked for n={self.params.n}: use split_n", param="n"
+                f"the engine takes one sequence per request, found n={self.params.n}: use split_n", param="n"
             )
         if self.seed is None:
             self.seed = resolve_seed(self.params)
@@ -58,7 +58,7 @@ class EngineRequest:
 
 @dataclass(slots=True)
 class TokenLogprob:
-    """One token's log-probability: `rank` 1 is the most likely token; `top` maps the k best ids to theirs."""
+    """One token's logprob. `rank` 1 is the most likely token; `top` maps the k best token ids to their logprobs."""
 
     token_id: int
     logprob: float
@@ -68,25 +68,25 @@ class TokenLogprob:
 
 @dataclass(kw_only=True)
 class TokenEvent:
-    """What one step gave one request; the last one carries finish_reason."""
+    """The output of one step for one request; the last event carries finish_reason."""
 
     request_id: str
     token_ids: list[int] = field(default_factory=list)  # new this step
     logprobs: list[TokenLogprob] | None = None  # parallel to token_ids
-    prompt_logprobs: list[TokenLogprob | None] | None = None  # once, with the first event; entry 0 is None
+    prompt_logprobs: list[TokenLogprob | None] | None = None  # with the first event only; entry 0 is None
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None  # the token id that stopped it
+    stop_reason: int | str | None = None  # the stop token id
     error: str | None = None
-    refusal: EngineError | None = None  # it was never accepted, and this says why
+    refusal: EngineError | None = None  # why the request was not accepted
     weight_version: str = ""
-    cached_tokens: int = 0  # prompt tokens that came from the prefix cache
-    queue_time: float | None = None  # seconds, with the first event
-    graph_bucket: int | None = None  # of the decode graph that gave the tokens; None: a prefill or an eager run did
+    cached_tokens: int = 0  # prompt tokens from the prefix cache
+    queue_time: float | None = None  # seconds, with the first event only
+    graph_bucket: int | None = None  # bucket of the decode graph that was replayed; None: prefill or eager
 
 
 @dataclass(frozen=True, kw_only=True)
 class Child:
-    """One of the n sequences of a request: its own id, its place among the n, its own seed, and params with n=1."""
+    """One of the n sequences of a request: id, index among the n, seed, and params with n=1."""
 
     request_id: str
     index: int
@@ -95,15 +95,15 @@ class Child:
 
 
 def resolve_seed(params: SamplingParams) -> int:
-    """The request's own seed, or a fresh one from the system's randomness; an int64."""
+    """Return params.seed, or a random int64 from the operating system if it is None."""
     return params.seed if params.seed is not None else secrets.randbits(63)
 
 
 def split_n(request_id: str, params: SamplingParams, base_seed: int) -> list[Child]:
-    """The n sequences of a request; with n=1 the one child keeps the id, else child k is called "id#k".
+    """Split a request into its n sequences. With n=1 the child keeps the id, otherwise child k gets the id "id#k".
 
-    Child 0 keeps base_seed, so that asking for more choices leaves the first as it was; the others' seeds are
-    mixed from base_seed and their index.
+    Child 0 uses base_seed, so that a larger n leaves the first choice unchanged. The seeds of the others are mixed
+    from base_seed and their index.
     """
     if params.n == 1:
         return [Child(request_id=request_id, index=0, params=params, seed=base_seed)]
@@ -119,7 +119,10 @@ def _child_seed(base_seed: int, index: int) -> int:
 
 
 def check_prompt_ids(prompt_token_ids: Sequence[int], vocab_size: int) -> list[int]:
-    """The prompt as a list of ints, or RequestError: not a list, empty, not integers, or not in the vocabulary."""
+    """Return the prompt as a list of ints.
+
+    Raises RequestError if it is not a list, is empty, or has an item that is not an integer in the vocabulary.
+    """
     name = "prompt_token_ids"
     ids = list(checked_token_ids(name, prompt_token_ids, MAX_TOKENS))
     if not ids:
@@ -132,7 +135,7 @@ def check_prompt_ids(prompt_token_ids: Sequence[int], vocab_size: int) -> list[i
 
 
 def mix64(value: int) -> int:
-    """Scatter an integer over all 64 bits, as an int64: splitmix64's finalizer, a bijection of the value mod 2**64."""
+    """Hash an integer to an int64 with splitmix64's finalizer, a bijection of the value mod 2**64."""
     x = value & _MASK64
     x = ((x ^ (x >> 30)) * MIX_1) & _MASK64
     x = ((x ^ (x >> 27)) * MIX_2) & _MASK64

@@ -1,7 +1,4 @@
-"""What a caller may ask of sampling and stopping, checked at construction.
-
-Owns SamplingParams, its bounds and its refusals. Knows no request, no tensors and no HTTP.
-"""
+"""Sampling parameters and stop conditions of a request, validated at construction."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from typing import Any
 from engine.errors import RequestError
 from graph_cache.validation import did_you_mean
 
-GREEDY_BELOW = 1e-5  # a lower temperature overflows logits / temperature and picks the best token anyway
+GREEDY_BELOW = 1e-5  # below it, logits / temperature can overflow, and sampling is greedy anyway
 MAX_TOKENS = 2**31 - 1
 MAX_LOGPROBS = 100
 MAX_STOP_STRINGS = 64
@@ -56,18 +53,18 @@ class LogitBias(Mapping[int, float]):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to choose a request's tokens and when to stop; frozen, hashable, validated at construction.
+    """Sampling and stop parameters of a request; frozen, hashable and validated at construction.
 
-    A wrong type, a NaN or a value out of range raises RequestError whose `param` is the field's name. Lists become
-    tuples, top_k -1 becomes 0, and a temperature below 1e-5 becomes 0 (greedy). Token ids are checked against a
-    vocabulary by `check_vocab`.
+    Lists become tuples, top_k -1 becomes 0, and a temperature below 1e-5 becomes 0 (greedy). `check_vocab` checks
+    token ids against a vocabulary. Raises RequestError for a wrong type, a NaN or a value out of range; its `param`
+    is the field's name.
     """
 
-    max_tokens: int | None = 16  # None: up to the context; 0: the prompt's logprobs only
-    min_tokens: int = 0  # until then no end-of-text id, stop token or stop string ends the request
+    max_tokens: int | None = 16  # None: up to the context length; 0: prompt logprobs only
+    min_tokens: int = 0  # until then EOS, stop tokens and stop strings are ignored
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
-    top_k: int = 0  # 0 or -1: off
+    top_k: int = 0  # 0 or -1: disabled
     min_p: float = 0.0
     repetition_penalty: float = 1.0  # over prompt and output, multiplicative
     frequency_penalty: float = 0.0  # over the output, per occurrence
@@ -79,14 +76,14 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     n: int = 1
     seed: int | None = None
-    logprobs: int | None = None  # k alternatives beside the sampled token; 0: the sampled one only
+    logprobs: int | None = None  # the top k beside the sampled token; 0: the sampled token only
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
-            self._put("max_tokens", _integer("max_tokens", self.max_tokens, 0, MAX_TOKENS))
-        self._put("min_tokens", _integer("min_tokens", self.min_tokens, 0, MAX_TOKENS))
+            self._set("max_tokens", _integer("max_tokens", self.max_tokens, 0, MAX_TOKENS))
+        self._set("min_tokens", _integer("min_tokens", self.min_tokens, 0, MAX_TOKENS))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}: lower min_tokens or raise "
@@ -94,36 +91,36 @@ class SamplingParams:
                 param="min_tokens",
             )
         temperature = _number("temperature", self.temperature, 0.0, 100.0)
-        self._put("temperature", 0.0 if temperature < GREEDY_BELOW else temperature)
-        self._put("top_p", _number("top_p", self.top_p, 0.0, 1.0, above=True))
-        self._put("top_k", max(0, _integer("top_k", self.top_k, -1, MAX_TOKENS)))
-        self._put("min_p", _number("min_p", self.min_p, 0.0, 1.0))
-        self._put("repetition_penalty", _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0))
-        self._put("frequency_penalty", _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0))
-        self._put("presence_penalty", _number("presence_penalty", self.presence_penalty, -2.0, 2.0))
-        self._put("logit_bias", _logit_bias(self.logit_bias))
-        self._put("stop", _stop_strings(self.stop))
-        self._put("stop_token_ids", checked_token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS))
+        self._set("temperature", 0.0 if temperature < GREEDY_BELOW else temperature)
+        self._set("top_p", _number("top_p", self.top_p, 0.0, 1.0, exclusive=True))
+        self._set("top_k", max(0, _integer("top_k", self.top_k, -1, MAX_TOKENS)))
+        self._set("min_p", _number("min_p", self.min_p, 0.0, 1.0))
+        self._set("repetition_penalty", _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0))
+        self._set("frequency_penalty", _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0))
+        self._set("presence_penalty", _number("presence_penalty", self.presence_penalty, -2.0, 2.0))
+        self._set("logit_bias", _logit_bias(self.logit_bias))
+        self._set("stop", _stop_strings(self.stop))
+        self._set("stop_token_ids", checked_token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS))
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
-                raise _refusal(name, getattr(self, name), "true or false")
-        self._put("n", _integer("n", self.n, 1, MAX_N))
+                raise _invalid(name, getattr(self, name), "true or false")
+        self._set("n", _integer("n", self.n, 1, MAX_N))
         if self.seed is not None:
-            self._put("seed", _integer("seed", self.seed, INT64_MIN, INT64_MAX))
+            self._set("seed", _integer("seed", self.seed, INT64_MIN, INT64_MAX))
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                self._put(name, _integer(name, getattr(self, name), 0, MAX_LOGPROBS))
+                self._set(name, _integer(name, getattr(self, name), 0, MAX_LOGPROBS))
 
-    def _put(self, name: str, value: Any) -> None:
+    def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the best token is taken, with no random number drawn."""
+        """Whether decoding is greedy: the most likely token, no random numbers."""
         return self.temperature == 0.0
 
     def check_vocab(self, vocab_size: int) -> None:
-        """Raise RequestError if logit_bias or stop_token_ids name a token id that is not in [0, vocab_size)."""
+        """Raise RequestError if logit_bias or stop_token_ids contain a token id of vocab_size or more."""
         for name, ids in (("logit_bias", self.logit_bias or ()), ("stop_token_ids", self.stop_token_ids)):
             for token_id in ids:
                 if token_id >= vocab_size:
@@ -136,12 +133,12 @@ class SamplingParams:
     def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
         """Build from decoded JSON.
 
-        A null means "not given" where the field has no meaning for it; for max_tokens it means up to the context.
-        logit_bias keys may be strings of digits, as JSON has them. An unknown key raises RequestError that names
-        the nearest known one.
+        A null counts as unset unless the field accepts None; for max_tokens, null means up to the context length.
+        logit_bias keys may be strings of digits, as in JSON. Raises RequestError for an unknown key, naming the
+        nearest known one.
         """
         if not isinstance(values, Mapping):
-            raise _refusal("sampling_params", values, "an object of sampling parameters")
+            raise _invalid("sampling_params", values, "an object of sampling parameters")
         fields = {f.name: f for f in dataclasses.fields(cls)}
         given = {}
         for name, value in values.items():
@@ -153,38 +150,38 @@ class SamplingParams:
         return cls(**given)
 
 
-def _shown(value: Any) -> str:
-    """A value for an error message: short, and never failing on what a stranger sent."""
+def _describe(value: Any) -> str:
+    """Return a short description of a value for an error message; never fails on untrusted input."""
     try:
         return f"{reprlib.repr(value)} ({type(value).__name__})"
-    except ValueError:  # Python refuses to print integers of more than 4300 digits
+    except ValueError:  # Python does not print integers of more than 4300 digits
         return f"a huge {type(value).__name__}"
 
 
-def _refusal(name: str, found: Any, allowed: str) -> RequestError:
-    return RequestError(f"{name} must be {allowed}; found {_shown(found)}", param=name)
+def _invalid(name: str, found: Any, allowed: str) -> RequestError:
+    return RequestError(f"{name} must be {allowed}; found {_describe(found)}", param=name)
 
 
 def _unknown_key(name: Any, known: list[str]) -> RequestError:
     hint = did_you_mean(name, known) or f"; known: {', '.join(known)}"
-    return RequestError(f"unknown sampling parameter {_shown(name)}{hint}", param=str(name)[:64])
+    return RequestError(f"unknown sampling parameter {_describe(name)}{hint}", param=str(name)[:64])
 
 
 def _integer(name: str, value: Any, low: int, high: int) -> int:
     allowed = f"an integer from {low} to {high}"
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not low <= value <= high:
-        raise _refusal(name, value, allowed)
+        raise _invalid(name, value, allowed)
     return int(value)
 
 
-def _number(name: str, value: Any, low: float, high: float, *, above: bool = False) -> float:
-    """A finite float in [low, high]; with `above`, low itself is refused."""
-    allowed = f"a number {'above' if above else 'from'} {low:g} {'up ' if above else ''}to {high:g}"
+def _number(name: str, value: Any, low: float, high: float, *, exclusive: bool = False) -> float:
+    """Return value as a finite float in [low, high], or in (low, high] with `exclusive`; else raise RequestError."""
+    allowed = f"a number {'above' if exclusive else 'from'} {low:g} {'up ' if exclusive else ''}to {high:g}"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise _refusal(name, value, allowed)
-    # The comparison comes before float(): a huge integer compares, but does not convert. NaN compares false.
-    if not low <= value <= high or (above and not value > low) or not math.isfinite(value):
-        raise _refusal(name, value, allowed)
+        raise _invalid(name, value, allowed)
+    # Compare before float(): a huge integer can be compared but not converted. Comparisons with NaN are false.
+    if not low <= value <= high or (exclusive and not value > low) or not math.isfinite(value):
+        raise _invalid(name, value, allowed)
     return float(value)
 
 
@@ -192,21 +189,21 @@ def _stop_strings(value: Any) -> tuple[str, ...]:
     allowed = f"a string, or a list of at most {MAX_STOP_STRINGS} strings, each of 1 to {MAX_STOP_CHARS} characters"
     strings = (value,) if isinstance(value, str) else value
     if not isinstance(strings, (list, tuple)) or len(strings) > MAX_STOP_STRINGS:
-        raise _refusal("stop", value, allowed)
+        raise _invalid("stop", value, allowed)
     for string in strings:
         if not isinstance(string, str) or not 1 <= len(string) <= MAX_STOP_CHARS:
-            raise _refusal("stop", string, allowed)
+            raise _invalid("stop", string, allowed)
         if any("\ud800" <= c <= "\udfff" for c in string):
-            raise _refusal("stop", string, "text that UTF-8 can encode (a lone surrogate can never be generated)")
+            raise _invalid("stop", string, "text that UTF-8 can encode (a lone surrogate can never be generated)")
     return tuple(strings)
 
 
-def checked_token_ids(name: str, value: Any, longest: int) -> tuple[int, ...]:
-    """The list `value` as a tuple of ints in [0, 2**63), or RequestError(param=name)."""
-    if not isinstance(value, (list, tuple)) or len(value) > longest:
-        raise _refusal(name, value, f"a list of at most {longest} token ids")
+def checked_token_ids(name: str, value: Any, max_length: int) -> tuple[int, ...]:
+    """Return the list `value` as a tuple of ints in [0, 2**63). Raises RequestError(param=name)."""
+    if not isinstance(value, (list, tuple)) or len(value) > max_length:
+        raise _invalid(name, value, f"a list of at most {max_length} token ids")
     if set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= INT64_MAX:
-        return tuple(value)  # a prompt has thousands, and the engine's loop looks at them too
+        return tuple(value)  # fast path: prompts have thousands of ids, and the engine loop checks them too
     return tuple(_integer(name, token_id, 0, INT64_MAX) for token_id in value)
 
 
@@ -214,7 +211,7 @@ def _logit_bias(value: Any) -> LogitBias | None:
     if value is None:
         return None
     if not isinstance(value, Mapping) or len(value) > MAX_BIASED_TOKENS:
-        raise _refusal("logit_bias", value, f"an object of at most {MAX_BIASED_TOKENS} token ids and numbers")
+        raise _invalid("logit_bias", value, f"an object of at most {MAX_BIASED_TOKENS} token ids and numbers")
     return LogitBias(
         {
             _integer("logit_bias", token_id, 0, INT64_MAX): _number("logit_bias", bias, -100.0, 100.0)
@@ -224,11 +221,11 @@ def _logit_bias(value: Any) -> LogitBias | None:
 
 
 def _int_keys(bias: Mapping[Any, Any]) -> dict[Any, Any]:
-    """JSON's string keys as ints; what is not a plain decimal number is left for the field's own check to refuse."""
+    """Convert string keys in plain decimal to ints; other keys are left for the field's own check to reject."""
     out = {}
     for key, value in bias.items():
         token_id = int(key) if isinstance(key, str) and _CANONICAL_INT.fullmatch(key) else key
         if token_id in out:
-            raise RequestError(f"logit_bias names token id {_shown(token_id)} twice", param="logit_bias")
+            raise RequestError(f"logit_bias names token id {_describe(token_id)} twice", param="logit_bias")
         out[token_id] = value
     return out

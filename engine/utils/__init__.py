@@ -1,1 +1,1 @@
-"""Helpers without knowledge of models or requests: async copies, OpenMP settings, child processes, progress."""
+"""Helpers independent of models and requests: async copies, OpenMP settings, child processes, progress."""

@@ -1,7 +1,4 @@
-"""Small copies between the host and the device that don't wait for the work before them.
-
-Owns pinned memory for the way there and back. Knows no request and no model.
-"""
+"""Asynchronous copies of small tensors between host and device, through pinned memory."""
 
 from __future__ import annotations
 
@@ -12,32 +9,33 @@ from torch import Tensor
 
 
 def ids_to(device: torch.device, values: Sequence) -> Tensor:
-    """Host integers (a list, or a list of rows) as int64 on the device."""
+    """Copy host integers (a list, or a list of rows) to an int64 tensor on the device, asynchronously."""
     return upload(torch.tensor(values, dtype=torch.int64), device)
 
 
 def upload(host: Tensor, device: torch.device) -> Tensor:
-    """A host tensor on the device, without waiting for the device; on a CPU the tensor itself."""
+    """Copy a host tensor to the device without synchronizing. On a CPU, return the tensor itself."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 class Download:
-    """A result on its way to the host: the copy is enqueued at construction, so later work doesn't delay it.
+    """An asynchronous copy of a device tensor to the host.
 
-    `source` must not be written to before the copy, which on a CPU is never made: give it a tensor of its own.
+    The copy is enqueued at construction, so that work enqueued later doesn't delay it. On a CPU no copy is made and
+    `read` returns `source` itself: pass a tensor that is not written to afterwards.
     """
 
     def __init__(self, source: Tensor):
         self._host = source
-        self._arrived: torch.cuda.Event | None = None
+        self._copied: torch.cuda.Event | None = None
         if source.device.type == "cuda":
             self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
             self._host.copy_(source, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
+            self._copied = torch.cuda.Event()
+            self._copied.record()
 
     def read(self) -> Tensor:
-        """The result on the host, when it is there."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
+        """Wait for the copy and return the host tensor."""
+        if self._copied is not None:
+            self._copied.synchronize()
         return self._host

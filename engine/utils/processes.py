@@ -11,11 +11,12 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def start_ignoring_stop_signals(process: BaseProcess) -> None:
-    """Start a process that hears no stop signal: a terminal's Ctrl-C reaches all, and the parent decides who ends.
+    """Start a process with stop signals blocked: Ctrl-C reaches the whole group, and the parent decides what ends.
 
-    From its first moment: what it imports takes seconds. Its main function calls `ignore_stop_signals`.
+    Signals are blocked from the start because the child's imports take seconds. The child's main function must call
+    `ignore_stop_signals`.
     """
-    resource_tracker.ensure_running()  # else the start would see to it, and that ends the blocking
+    resource_tracker.ensure_running()  # otherwise start() launches the tracker, which unblocks the signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         process.start()
@@ -24,9 +25,9 @@ def start_ignoring_stop_signals(process: BaseProcess) -> None:
 
 
 def ignore_stop_signals() -> None:
-    """Ignore stop signals, and unblock them, in a process begun by `start_ignoring_stop_signals`.
+    """Ignore and unblock stop signals in a process started by `start_ignoring_stop_signals`.
 
-    A blocked signal would be inherited by the process's own children.
+    Left blocked, the signals would stay blocked in the process's own children.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -34,14 +35,14 @@ def ignore_stop_signals() -> None:
 
 
 def log_format() -> tuple[logging.Formatter | None, int]:
-    """Return the formatter and level of this process's log, for a child that writes to the same stream."""
+    """Return the formatter and level of this process's log, for a child that logs to the same stream."""
     plain = (handler for handler in logging.getLogger().handlers if type(handler) is logging.StreamHandler)
     formatter = next((handler.formatter for handler in plain), None)
     return formatter, logging.getLogger("engine").getEffectiveLevel()
 
 
 def set_up_child_log(formatter: logging.Formatter | None, level: int, prefix: str = "") -> None:
-    """Log to standard error in the parent's format; `prefix` goes before every message."""
+    """Log to standard error in the parent's format, with `prefix` before every message."""
     handler = logging.StreamHandler()
     handler.setFormatter(formatter or logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
 

@@ -1,4 +1,4 @@
-"""How a warm-up is shown: a progress bar on a terminal, log lines elsewhere."""
+"""Warm-up progress: a progress bar on a terminal, log lines otherwise."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from tqdm import tqdm
 from graph_cache.keys import GraphKey
 
 logger = logging.getLogger(__name__)
-LINES = 5  # about as many log lines as a warm-up may take
+MAX_LOG_LINES = 5  # approximate number of log lines per warm-up
 
 
 class WarmProgress:
-    """Called as `progress(done, total, key)` after each capture of a warm-up."""
+    """Progress callback of a warm-up: `progress(done, total, key)` after each capture."""
 
     def __init__(self) -> None:
         self._bar: tqdm | None = None
 
     def __call__(self, done: int, total: int, key: GraphKey) -> None:
         if not sys.stderr.isatty():
-            if done == total or done % max(1, total // LINES) == 0:
+            if done == total or done % max(1, total // MAX_LOG_LINES) == 0:
                 logger.info("captured %d of %d graphs", done, total)
             return
         if self._bar is None:

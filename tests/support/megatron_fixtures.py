@@ -1,6 +1,6 @@
-"""Fixtures for tests of Megatron-Core on a CPU: a process group of one rank over gloo, and one thread.
+"""Fixtures for Megatron-Core tests on a CPU: a gloo process group of one rank, and one thread.
 
-A conftest.py imports them for its folder. GPU tests make process groups of their own.
+A conftest.py imports them for its folder. GPU tests create their own process groups.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # its imports warn of what isn't installed, and of its own old names
+    warnings.simplefilter("ignore")  # importing it warns of missing packages and of its own deprecated names
     import megatron.core.models.gpt
     import megatron.core.models.gpt.gpt_layer_specs
     import megatron.core.pipeline_parallel.schedules

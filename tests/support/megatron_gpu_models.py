@@ -1,6 +1,6 @@
-"""Small models of Megatron-Core with Transformer Engine's layers, and how the GPU tests train them.
+"""Small Megatron-Core models with Transformer Engine layers, and their training loop, for GPU tests.
 
-Importing it skips a module where they can't run, and says why: import it before anything of Megatron's.
+Importing it skips the test module, with a reason, if they can't run: import it before Megatron.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device: torch.cuda.is_available() is False", allow_module_level=True)
-os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # attention's backward too must round alike twice
+os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # attention's backward must be deterministic too
 pytest.importorskip("transformer_engine", reason="needs Transformer Engine")
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
@@ -43,7 +43,7 @@ PLAIN = {
     "activation_func": torch.nn.functional.silu,
     "num_query_groups": 2,
     "qk_layernorm": True,
-}  # what the engine's own kernels can compute
+}  # supported by the engine's fused kernels
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -56,7 +56,7 @@ def one_process():
 
 
 def build(pattern=None, **changes):
-    """The same small model for the same settings, weights and random states alike; with a pattern a hybrid one."""
+    """Build a small model with reproducible weights and RNG states; with a pattern, a hybrid model."""
     torch.manual_seed(0)
     model_parallel_cuda_manual_seed(1, te_rng_tracker=True, force_reset_rng=True)
     values = {
@@ -113,7 +113,7 @@ def loss_of(model, step, micro=0):
 
 
 def train(model, steps=10, micro=2, outstanding=True):
-    """Losses and gradients of each step."""
+    """Train, and return the losses and gradients of each step."""
     torch.manual_seed(2)
     optimizer, log = torch.optim.AdamW(model.parameters(), lr=1e-3), []
     for step in range(steps):
@@ -146,7 +146,7 @@ def training(modules=(), **options):
 
 
 def equal_to_eager(modules=(), steps=10, micro=2, outstanding=True, **changes):
-    """Rows of what was captured or refused, after the run was found equal to eager's."""
+    """Assert that training with graphs equals eager training, and return the rows of `Engine.graphs`."""
     expected = train(build(**changes), steps, micro, outstanding)
     model = build(**changes)
     with training(modules) as engine:
@@ -156,7 +156,7 @@ def equal_to_eager(modules=(), steps=10, micro=2, outstanding=True, **changes):
 
 
 def compare(*args, **kwargs):
-    """The same where everything is to be captured."""
+    """Like `equal_to_eager`, and assert that everything was captured."""
     rows = equal_to_eager(*args, **kwargs)
     assert all(row["failed"] == 0 and row["replays"] > 0 for row in rows), rows
     return rows

@@ -1,4 +1,4 @@
-"""Small GPTModels of Megatron-Core's own that run on a CPU."""
+"""Small Megatron-Core GPTModels that run on a CPU."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ FIXED = EXPERTS | {
     "moe_pad_expert_input_to_capacity": True,
     "normalization": "LayerNorm",
 }
-"""Layers of experts, each with the same number of tokens, whatever the router says. LayerNorm, since RMSNorm in plain
-torch uses its input twice: captured by itself, it adds up gradients in another order than eager does.
+"""MoE layers with a fixed number of tokens per expert, for any routing. They use LayerNorm: torch's RMSNorm uses its
+input twice, and captured by itself it accumulates gradients in a different order from eager.
 """
 
 
 def config(**changes: Any) -> TransformerConfig:
-    """A Llama-like configuration of two layers, 32 wide; `qk_layernorm=True` makes it Qwen3-like."""
+    """Return a Llama-like config with two layers of width 32; `qk_layernorm=True` makes it Qwen3-like."""
     values = {
         "num_layers": 2,
         "hidden_size": 32,
@@ -51,7 +51,7 @@ def config(**changes: Any) -> TransformerConfig:
         "params_dtype": torch.float32,
     } | changes
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns of its own defaults
+        warnings.simplefilter("ignore")  # Megatron warns of its own defaults
         return TransformerConfig(**values)
 
 
@@ -65,7 +65,7 @@ def gpt(
     rotary_base: int = 10000,
     **changes: Any,
 ) -> GPTModel:
-    """A GPTModel with random weights of this seed, in training mode."""
+    """Return a GPTModel in training mode with random weights from `seed`."""
     torch.manual_seed(seed)
     cfg = config(**changes)
     spec = layer_spec(
@@ -93,12 +93,12 @@ def gpt(
 
 
 def tokens(seed: int, batch: int = 2, length: int = 12) -> tuple[Tensor, Tensor]:
-    """Token ids and their positions, int64 [batch, length]."""
+    """Return random token ids and their positions, int64 [batch, length]."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, VOCAB, (batch, length), generator=generator)
     return ids, torch.arange(length).expand(batch, -1)
 
 
 def loss_of(model: GPTModel, ids: Tensor, positions: Tensor) -> Tensor:
-    """The mean loss of predicting each next token."""
+    """Return the mean next-token loss."""
     return model(ids, positions, None, labels=ids.roll(-1, 1)).mean()

@@ -1,4 +1,4 @@
-"""Processes that work together, as the ranks of a job: started at once, none left behind."""
+"""Run the ranks of a job as concurrent processes, and kill those that remain."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from typing import Any
 
 
 def outputs_of(commands: Sequence[Sequence[str]], seconds: float, **options: Any) -> list[str]:
-    """What each command wrote to its output, once all have ended well, within `seconds`; `options` are Popen's."""
+    """Run commands concurrently and return their standard outputs; `options` are passed to Popen.
+
+    Fails if a command takes longer than `seconds` or exits with an error.
+    """
     ranks = [
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
         for command in commands
     ]
     try:
-        with ThreadPoolExecutor(len(ranks)) as pool:  # one that waits for another may write more than a pipe holds
+        with ThreadPoolExecutor(len(ranks)) as pool:  # drain all pipes: a full pipe would block its rank
             ended = list(pool.map(lambda rank: rank.communicate(timeout=seconds), ranks))
     finally:
         for rank in ranks:

@@ -1,4 +1,4 @@
-"""What the tests of drawing kernels share: logits, random numbers, and how near to torch's draws they must come."""
+"""Shared code of the sampling kernel tests: logits, random numbers, and the tolerance against torch's samples."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from engine.protocol.request import mix64
 from engine.sampling import ops as draw
 from tests.support.kernels import DEVICE
 
-LEFT = -7  # what a row holds that nobody drew
+LEFT = -7  # initial value of rows that are not sampled
 
 
 def random_logits(rows, vocab_size, dtype=torch.float32, seed=0):
@@ -17,18 +17,18 @@ def random_logits(rows, vocab_size, dtype=torch.float32, seed=0):
 
 
 def uniforms(rows, seed):
-    """A random number for each row: float64 [rows]."""
+    """Return a random number per row: float64 [rows]."""
     return draw.uniform(torch.tensor([mix64(seed)]), torch.arange(rows))
 
 
 def scaled_logits(logits, temperatures):
-    """z float32 [rows, V] as the sampler has it, row maximum 0."""
+    """Return the sampler's scaled logits, float32 [rows, V], with row maximum 0."""
     x = logits.float()
     return (x - x.amax(1, keepdim=True)) / temperatures.float().unsqueeze(1)
 
 
 def assert_replays_follow(draw, drawn, logits, numbers_of):
-    """A captured `draw` gives what `drawn` gives after logits and numbers changed between two replays."""
+    """Assert that replays of a captured `draw` match `drawn` after logits and random numbers change."""
     (rows, vocab_size), numbers = logits.shape, numbers_of(len(logits))
     token_ids = drawn(logits, numbers)
     graph = torch.cuda.CUDAGraph()
@@ -42,5 +42,5 @@ def assert_replays_follow(draw, drawn, logits, numbers_of):
 
 
 def assert_nearly_all_equal(found, wanted):
-    """exp may differ in its last bit from torch's, which moves a draw once in millions."""
+    """Assert that at least 99.9% are equal. exp may differ from torch's in its last bit, which can change a sample."""
     assert (found == wanted).sum() >= 0.999 * len(wanted)

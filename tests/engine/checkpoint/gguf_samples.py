@@ -1,4 +1,4 @@
-"""Writes small GGUF files for tests, in llama.cpp's conventions, next to the weights they were made of."""
+"""Write small GGUF files in llama.cpp's conventions for tests, and return the weights they contain."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LAYER = {
 
 
 def vocabulary() -> tuple[list[str], list[str], list[int]]:
-    """Tokens, merges and token types of a byte-level BPE: three control tokens, 256 bytes, a few words; 272 ids."""
+    """Return tokens, merges and token types of a byte-level BPE: 3 control tokens, 256 bytes, 13 words; 272 ids."""
     specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     merges = ["t h", "th e", "Ġ the", "1 2", "a n", "an d", "Ġ and", "h e", "l l", "he ll", "hell o", "Ġ hello", "Ġ 1"]
     words = [merge.replace(" ", "") for merge in merges]
@@ -42,49 +42,49 @@ def vocabulary() -> tuple[list[str], list[str], list[int]]:
 
 
 def random_weights(architecture: str, tied: bool, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Float32 weights of SIZES by Hugging Face names."""
+    """Return random float32 weights of SIZES by Hugging Face name."""
     rng = torch.Generator().manual_seed(seed)
     s = SIZES
     q_rows, kv_rows = s["heads"] * s["head_dim"], s["kv_heads"] * s["head_dim"]
 
-    def draw(*shape: int, around: float = 0.0) -> torch.Tensor:
+    def random(*shape: int, around: float = 0.0) -> torch.Tensor:
         return torch.randn(*shape, generator=rng) * 0.1 + around
 
-    weights = {"model.embed_tokens.weight": draw(len(vocabulary()[0]), s["hidden"])}
+    weights = {"model.embed_tokens.weight": random(len(vocabulary()[0]), s["hidden"])}
     for index in range(s["layers"]):
         layer = {
-            "input_layernorm.weight": draw(s["hidden"], around=1.0),
-            "self_attn.q_proj.weight": draw(q_rows, s["hidden"]),
-            "self_attn.k_proj.weight": draw(kv_rows, s["hidden"]),
-            "self_attn.v_proj.weight": draw(kv_rows, s["hidden"]),
-            "self_attn.o_proj.weight": draw(s["hidden"], q_rows),
-            "post_attention_layernorm.weight": draw(s["hidden"], around=1.0),
-            "mlp.gate_proj.weight": draw(s["wide"], s["hidden"]),
-            "mlp.up_proj.weight": draw(s["wide"], s["hidden"]),
-            "mlp.down_proj.weight": draw(s["hidden"], s["wide"]),
+            "input_layernorm.weight": random(s["hidden"], around=1.0),
+            "self_attn.q_proj.weight": random(q_rows, s["hidden"]),
+            "self_attn.k_proj.weight": random(kv_rows, s["hidden"]),
+            "self_attn.v_proj.weight": random(kv_rows, s["hidden"]),
+            "self_attn.o_proj.weight": random(s["hidden"], q_rows),
+            "post_attention_layernorm.weight": random(s["hidden"], around=1.0),
+            "mlp.gate_proj.weight": random(s["wide"], s["hidden"]),
+            "mlp.up_proj.weight": random(s["wide"], s["hidden"]),
+            "mlp.down_proj.weight": random(s["hidden"], s["wide"]),
         }
         if architecture == "qwen2":
             layer |= {
-                f"self_attn.{name}.bias": draw(rows)
+                f"self_attn.{name}.bias": random(rows)
                 for name, rows in (("q_proj", q_rows), ("k_proj", kv_rows), ("v_proj", kv_rows))
             }
         if architecture == "qwen3":
-            layer |= {f"self_attn.{name}_norm.weight": draw(s["head_dim"], around=1.0) for name in "qk"}
+            layer |= {f"self_attn.{name}_norm.weight": random(s["head_dim"], around=1.0) for name in "qk"}
         weights |= {f"model.layers.{index}.{name}": value for name, value in layer.items()}
-    weights["model.norm.weight"] = draw(s["hidden"], around=1.0)
+    weights["model.norm.weight"] = random(s["hidden"], around=1.0)
     if not tied:
-        weights["lm_head.weight"] = draw(len(vocabulary()[0]), s["hidden"])
+        weights["lm_head.weight"] = random(len(vocabulary()[0]), s["hidden"])
     return weights
 
 
 def llama_cpp_order(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """What llama.cpp's converter does to Llama's Q and K: the two halves of each head's rows are interleaved."""
+    """Interleave the two halves of each head's rows, as llama.cpp's converter does to Llama's Q and K."""
     halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
 def gguf_name(name: str) -> str:
-    """The GGUF name of a Hugging Face weight."""
+    """Return the GGUF name of a Hugging Face weight."""
     top = {
         "model.embed_tokens.weight": "token_embd.weight",
         "model.norm.weight": "output_norm.weight",
@@ -110,10 +110,10 @@ def write_gguf(
     embedding_rows: int | None = None,
     extra: dict[str, np.ndarray] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Write a model to `path`; returns its weights by Hugging Face name, as the file's quantisation leaves them.
+    """Write a model to `path` and return its weights by Hugging Face name, after quantisation.
 
-    `metadata` adds or replaces keys below the architecture's prefix, `drop` leaves tensors out, `extra` adds some (both
-    by GGUF name), `embedding_rows` cuts the embedding.
+    `metadata` adds or replaces keys under the architecture's prefix, `drop` omits tensors and `extra` adds tensors
+    (both by GGUF name), `embedding_rows` truncates the embedding.
     """
     writer = gguf.GGUFWriter(path, architecture)
     numbers = {
@@ -141,7 +141,7 @@ def write_gguf(
         raw = gguf.quants.quantize(np.ascontiguousarray(values), kind)
         if gguf_name(name) not in drop:
             writer.add_tensor(gguf_name(name), raw, raw_dtype=kind)
-        # quantisation works within a row, so rows may be quantised in either order
+        # quantisation works within rows, so the row order doesn't matter
         exact = gguf.quants.dequantize(gguf.quants.quantize(np.ascontiguousarray(weight.numpy()), kind), kind)
         stored[name] = torch.from_numpy(np.array(exact, dtype=np.float32).reshape(weight.shape))
     for name, values in (extra or {}).items():

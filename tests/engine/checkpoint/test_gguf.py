@@ -1,4 +1,4 @@
-"""GGUF files: what is read equals what was written, and whatever a damaged file holds ends in a ModelError."""
+"""GGUF files: values are read as written, and any damage to a file raises ModelError."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def write_tensors(path: Path, tensors: dict[str, tuple[np.ndarray, Kind]]) -> No
 
 
 def read_everything(path: Path) -> None:
-    """All that a start reads of a file, except that no model is allocated."""
+    """Read everything that startup reads from a file, without allocating a model."""
     source = GGUFModel(GGUFFile(path))
     config_from_dict(source.config, str(path))
     for _ in source.weights():
@@ -69,7 +69,7 @@ def test_dense_equals_the_reference_dequantisation_bit_for_bit(tmp_path: Path, k
     assert torch.equal(found, torch.from_numpy(np.array(expected, dtype=np.float32)))
 
 
-def test_q4_1_codes_and_limits_give_the_dense_values_bit_for_bit(tmp_path: Path) -> None:
+def test_q4_1_codes_scale_and_minimum_give_the_dense_values_bit_for_bit(tmp_path: Path) -> None:
     values = np.random.default_rng(1).normal(size=(5, 96)).astype(np.float32)
     write_tensors(tmp_path / "t.gguf", {"w": (values, Kind.Q4_1)})
     file = GGUFFile(tmp_path / "t.gguf")
@@ -87,7 +87,7 @@ def test_codes_of_another_quantisation_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("matrices", [Kind.F32, Kind.Q4_1])
-def test_weights_come_under_hugging_face_names_in_hugging_face_order(tmp_path: Path, architecture, matrices) -> None:
+def test_weights_have_hugging_face_names_and_row_order(tmp_path: Path, architecture, matrices) -> None:
     expected = write_gguf(tmp_path / "m.gguf", architecture=architecture, matrices=matrices, tied=False)
     found = dict(GGUFModel(GGUFFile(tmp_path / "m.gguf")).weights())
     assert found.keys() == expected.keys()
@@ -100,7 +100,7 @@ def test_llama_rows_are_permuted_in_the_file() -> None:
     assert not torch.equal(llama_cpp_order(weight, SIZES["heads"]), weight)
 
 
-def test_q4_1_codes_are_unpermuted_as_the_dense_weight_is(tmp_path: Path) -> None:
+def test_q4_1_codes_use_the_row_order_of_the_dense_weight(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", matrices=Kind.Q4_1)
     source, name = GGUFModel(GGUFFile(tmp_path / "m.gguf")), "model.layers.1.self_attn.k_proj.weight"
     codes, scale, low = source.q4_1(name)
@@ -146,7 +146,7 @@ def test_logits_equal_transformers_on_the_same_weights(tmp_path: Path, architect
     assert (logits_of(tmp_path / "m.gguf", ids) - expected).abs().max() < 1e-4
 
 
-def test_config_says_what_the_metadata_says(tmp_path: Path) -> None:
+def test_config_matches_the_metadata(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", tied=False)
     config, _ = gguf_config(str(tmp_path / "m.gguf"))
     assert (config.architecture, config.num_layers) == ("LlamaForCausalLM", 2)
@@ -164,7 +164,7 @@ def test_config_says_what_the_metadata_says(tmp_path: Path) -> None:
     ({"metadata": {"block_count": 3}}, "blk|missing"),
     ({"metadata": {"block_count": 2**30}}, "block_count"),
     ({"metadata": {"block_count": 1}}, "blk.1"),
-    ({"metadata": {"feed_forward_length": 1 << 24}}, "the metadata asks for"),
+    ({"metadata": {"feed_forward_length": 1 << 24}}, "the metadata implies"),
     ({"embedding_rows": 270}, "272 tokens.*270 rows"),
     ({"metadata": {"expert_count": 8}}, "mixture-of-experts"),
     ({"metadata": {"rope.dimension_count": 8}}, "rope.dimension_count"),
@@ -188,7 +188,7 @@ def test_unsupported_or_contradictory_files_are_refused_by_name(tmp_path: Path, 
     assert str(path) in str(error.value)
 
 
-def test_a_quantisation_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_an_unreadable_quantisation_is_named(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "t.gguf", "llama")
     writer.add_tensor("w", np.zeros((2, 32), np.int32))
     writer.write_header_to_file()
@@ -210,8 +210,8 @@ HEADER = b"GGUF" + struct.pack("<I", 3)
     (b"GGUF" + struct.pack("<I", 1) + bytes(100), "version 1 "),
     (HEADER + struct.pack("<QQ", 2**60, 0) + bytes(100), "don't fit"),
     (HEADER + struct.pack("<QQ", 0, 2**63) + bytes(100), "don't fit"),
-    (HEADER + struct.pack("<QQQ", 0, 1, 2**62) + bytes(100), "cut"),
-    (HEADER + struct.pack("<QQQ", 0, 1, 1) + b"a" + struct.pack("<IIQ", 9, 4, 2**61) + bytes(50), "'a'.*cut"),
+    (HEADER + struct.pack("<QQQ", 0, 1, 2**62) + bytes(100), "truncated"),
+    (HEADER + struct.pack("<QQQ", 0, 1, 1) + b"a" + struct.pack("<IIQ", 9, 4, 2**61) + bytes(50), "'a'.*truncated"),
     (HEADER + struct.pack("<QQQ", 0, 1, 1) + b"a" + struct.pack("<IIQ", 9, 8, 2**40) + bytes(50), "8796093022208"),
     (HEADER + struct.pack("<QQQ", 0, 1, 1) + b"a" + struct.pack("<IIQ", 9, 9, 1) + bytes(50), "'a'.*type 9"),
     (HEADER + struct.pack("<QQQ", 0, 1, 1) + b"a" + struct.pack("<I", 99) + bytes(50), "'a'.*type 99"),
@@ -222,7 +222,7 @@ HEADER = b"GGUF" + struct.pack("<I", 3)
     (HEADER + struct.pack("<QQQ", 1, 0, 1) + b"w" + struct.pack("<IQQIQ", 2, 2**40, 2**40, 0, 0) + bytes(90), "ends"),
     (HEADER + struct.pack("<QQQ", 1, 0, 1) + b"w" + struct.pack("<IQIQ", 1, 4, 0, 2**63) + bytes(90), "ends at"),
 ])  # fmt: skip
-def test_impossible_headers_are_refused_at_once(tmp_path: Path, content: bytes, message: str) -> None:
+def test_impossible_headers_are_rejected_immediately(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "bad.gguf"
     path.write_bytes(content)
     start = time.monotonic()
@@ -238,19 +238,19 @@ def test_missing_files_and_folders_are_refused(tmp_path: Path) -> None:
             GGUFFile(path)
 
 
-def test_every_cut_of_a_file_is_refused(tmp_path: Path) -> None:
+def test_truncated_files_are_rejected(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", matrices=Kind.Q4_1)
     content = (tmp_path / "m.gguf").read_bytes()
     rng = random.Random(0)
     cut = tmp_path / "cut.gguf"
-    # the writer pads the end to the alignment of 32: those bytes belong to no tensor
+    # the writer pads the end to 32 bytes, and no tensor uses the padding
     for length in [*rng.sample(range(len(content) - 32), 150), len(content) - 33]:
         cut.write_bytes(content[:length])
         with pytest.raises(ModelError, match=r"cut\.gguf"):
             GGUFModel(GGUFFile(cut))
 
 
-def test_random_damage_ends_as_a_model_error_or_not_at_all(tmp_path: Path) -> None:
+def test_random_damage_raises_only_model_errors(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", matrices=Kind.Q4_1)
     content = (tmp_path / "m.gguf").read_bytes()
     header = GGUFFile(tmp_path / "m.gguf").info("token_embd.weight").offset
@@ -267,4 +267,4 @@ def test_random_damage_ends_as_a_model_error_or_not_at_all(tmp_path: Path) -> No
         except ModelError as error:
             assert str(bad) in str(error)
             refused += 1
-    assert refused > 50  # the loop does reach the checks
+    assert refused > 50  # the damage does reach the checks

@@ -1,4 +1,4 @@
-"""4-bit layers: exact for GGUF codes, bounded for quantised weights, and written in place."""
+"""4-bit layers: exact for GGUF codes, bounded error for quantised weights, in-place writes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.engine.checkpoint.gguf_samples import write_gguf
 pytestmark = pytest.mark.skipif(not int4_available(), reason="this CPU or torch has no fast 4-bit kernel")
 
 BF16_STEP = 2.0**-8
-"""Relative distance of neighbouring bfloat16 numbers; rounding errs by half of it."""
+"""Relative spacing of bfloat16 numbers; the rounding error is at most half of it."""
 
 
 def random_codes(rows: int, inputs: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -40,7 +40,7 @@ def layer_of(parts: dict[str, int], inputs: int, **settings) -> Int4Linear:
 
 
 def assert_is_product(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
-    """out [T, N] equals x Wᵀ up to one rounding to bfloat16 and float32 summation."""
+    """Assert that out [T, N] equals x Wᵀ up to float32 summation and one rounding to bfloat16."""
     exact = x.double() @ weight.double().T
     allowed = exact.abs() * BF16_STEP + (x.double().abs() @ weight.double().abs().T) * 2.0**-18
     assert out.dtype == torch.bfloat16
@@ -49,7 +49,7 @@ def assert_is_product(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) 
 
 @pytest.mark.parametrize("rows", [16, 48, 64, 160, 576])
 @pytest.mark.parametrize("tokens", [1, 3, 8, 40])
-def test_product_is_that_of_the_codes(rows: int, tokens: int) -> None:
+def test_product_matches_the_dequantized_weight(rows: int, tokens: int) -> None:
     codes, scale, zero = random_codes(rows, 96)
     layer = Int4Linear({"w": rows}, 96, bias=False, keep_dense=False)
     layer.load_codes(codes, scale, zero)
@@ -72,14 +72,14 @@ def test_codes_are_read_back_exactly() -> None:
     assert torch.equal(layer.effective_weight(), dequantize(codes, scale.bfloat16(), zero.bfloat16()))
 
 
-def test_quantisation_errs_by_half_a_step_at_most() -> None:
+def test_quantisation_error_is_at_most_half_a_step() -> None:
     weight = random_weight(64, 128)
     codes, scale, zero = quantize(weight)
     error = (dequantize(codes, scale, zero) - weight).view(64, 4, 32).abs().amax(dim=2)
-    # beyond half a step only by what rounding scale and zero to bfloat16 moves the ends of the range
+    # rounding scale and zero to bfloat16 moves the ends of the range, which adds to half a step
     assert bool((error <= 0.5 * scale + BF16_STEP * (8 * scale + zero.abs())).all())
     assert codes.max() <= 15
-    assert bool((error >= 0.2 * scale).any())  # the bound is near: this is no wider format
+    assert bool((error >= 0.2 * scale).any())  # the bound is tight: a wider format would fail
 
 
 def test_quantisation_keeps_equal_values_and_zeros() -> None:
@@ -111,7 +111,7 @@ def test_writing_one_part_leaves_the_others_and_all_addresses(parts: tuple[int, 
     assert torch.equal(layer.weight[start:end], after[start:end].bfloat16())
 
 
-def test_short_calls_take_four_bits_and_long_ones_the_dense_copy() -> None:
+def test_few_rows_use_int4_and_many_rows_the_dense_copy() -> None:
     layer = layer_of({"w": 32}, 64, keep_dense=True, dense_above=4)
     layer.weight.zero_()
     x = torch.ones(5, 64, dtype=torch.bfloat16)
@@ -119,14 +119,14 @@ def test_short_calls_take_four_bits_and_long_ones_the_dense_copy() -> None:
     assert layer(x).abs().sum() == 0
 
 
-def test_without_a_dense_copy_long_calls_take_four_bits() -> None:
+def test_without_a_dense_copy_many_rows_use_int4() -> None:
     layer = layer_of({"w": 32}, 64, dense_above=4)
     x = torch.randn(70, 64).bfloat16()
     assert_is_product(layer(x), x, layer.effective_weight())
 
 
 @pytest.mark.parametrize(("rows", "inputs"), [(24, 64), (32, 48), (8, 32)])
-def test_shapes_that_the_kernel_cannot_take_are_refused(rows: int, inputs: int) -> None:
+def test_unsupported_shapes_are_rejected(rows: int, inputs: int) -> None:
     assert not fits_int4(rows, inputs)
     with pytest.raises(ModelError, match=f"{rows} x {inputs}.*bf16"):
         Int4Linear({"w": rows}, inputs, bias=False, keep_dense=False)
@@ -147,14 +147,14 @@ def relative_distance(model, reference, token_ids: list[int]) -> float:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
-def test_gguf_in_4_bits_is_as_near_the_exact_weights_as_bf16_is(tmp_path: Path, architecture: str) -> None:
+def test_int4_gguf_is_about_as_accurate_as_bf16(tmp_path: Path, architecture: str) -> None:
     path = str(tmp_path / "m.gguf")
     write_gguf(tmp_path / "m.gguf", architecture=architecture, matrices=Kind.Q4_1, embedding=Kind.Q8_0)
     exact, bf16, int4 = (load_gguf(path, cpu_weight_format=name)[1] for name in ("fp32", "bf16", "int4"))
     layers = [getattr(parent, attribute) for _, parent, attribute in int4.linears()]
     assert [type(layer) for layer in layers] == [Int4Linear] * 8
     for ids in ([5, 9, 44], [5, 9, 44, 120, 7, 3, 200, 15, 8, 60, 61, 62, 63, 64, 65, 66, 67, 68, 69, 70]):
-        # one rounding of the scales more than bf16 has; a lost permutation or group would give about 1
+        # the scales add one rounding to bf16's error; a wrong permutation or group would give about 1
         assert relative_distance(int4, exact, ids) < 2 * relative_distance(bf16, exact, ids) < 0.04
 
 
@@ -201,13 +201,13 @@ def test_dense_copies_are_kept_only_on_demand(tmp_path: Path) -> None:
     ("fp32", "auto", True, "fp32"),
     ("int4", "bfloat16", False, "int4"),
 ])  # fmt: skip
-def test_format_follows_what_was_asked(requested: str, dtype: str, is_4bit: bool, chosen: str) -> None:
+def test_format_follows_the_request(requested: str, dtype: str, is_4bit: bool, chosen: str) -> None:
     assert choose_cpu_format(requested, dtype, is_4bit) == chosen
 
 
 @pytest.mark.parametrize(("requested", "dtype"), [
     ("bf16", "float32"), ("int4", "float32"), ("fp32", "bfloat16"), ("auto", "float16"), ("q4", "auto"),
 ])  # fmt: skip
-def test_formats_that_contradict_are_refused(requested: str, dtype: str) -> None:
+def test_contradictory_formats_are_rejected(requested: str, dtype: str) -> None:
     with pytest.raises(ConfigError, match=requested if requested == "q4" else "dtype"):
         choose_cpu_format(requested, dtype)

@@ -1,4 +1,4 @@
-"""New weights while the engine lives: in place and all or nothing, and weights that moved or are not numbers."""
+"""Weight updates in a running engine: in place, all or nothing; moved weights; NaN weights."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ def expected(reference, count: int = 12) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("scope", ["block", "layer"])
-def test_an_update_writes_in_place_and_every_graph_stays(make_engine, reference, other_reference, other_model, scope):
+def test_an_update_writes_in_place_and_keeps_every_graph(make_engine, reference, other_reference, other_model, scope):
     engine = make_engine(warmup="full", graph_buckets=LADDER, inference_cuda_graph_scope=scope)
     assert answers(engine) == expected(reference)
-    before, where = captures(engine), addresses(engine)
+    before, old_addresses = captures(engine), addresses(engine)
     written = engine.update_weights(iterate_safetensors(other_model), version="second")
     assert written == len(list(iterate_safetensors(other_model)))
     assert answers(engine) == expected(other_reference)
     assert captures(engine) == before and not engine.stats().graphs["invalidations"]
-    assert addresses(engine) == where
+    assert addresses(engine) == old_addresses
     assert not [labels for labels, _ in engine.stats().graphs["fallbacks"] if labels[0] == "decode"]
     assert engine.weight_version == engine.stats().weight_version == "second"
 
 
-def test_outputs_name_the_weights_that_gave_them(make_engine, other_model):
+def test_outputs_report_their_weight_version(make_engine, other_model):
     engine = make_engine()
     assert engine.generate(prompt_token_ids=PROMPT, sampling_params=greedy(2))[0].weight_version == "initial"
     engine.update_weights(iterate_safetensors(other_model), version="step-12")
@@ -65,26 +65,26 @@ def test_outputs_name_the_weights_that_gave_them(make_engine, other_model):
     assert output.weight_version == "step-12" and {one.weight_version for one in output.outputs} == {"step-12"}
 
 
-def test_a_part_of_the_weights_may_be_updated(make_engine, other_model):
+def test_partial_updates_are_accepted(make_engine, other_model):
     part = {name: tensor for name, tensor in iterate_safetensors(other_model) if "layers.1." in name}
-    updated, made_whole = make_engine(), make_engine()
+    updated, full = make_engine(), make_engine()
     updated.update_weights(part.items(), version="part")
-    whole = weights_of(made_whole) | part
-    made_whole.update_weights(whole.items(), version="whole")
-    assert answers(updated) == answers(made_whole)
+    whole = weights_of(full) | part
+    full.update_weights(whole.items(), version="whole")
+    assert answers(updated) == answers(full)
     assert weights_of(updated).keys() == whole.keys()
 
 
 def test_prefix_kv_of_older_weights_is_never_reused(make_engine, reference, other_reference, lively_model, other_model):
     engine = make_engine()
-    for folder, truth in ((other_model, other_reference), (lively_model, reference)) * 2:
+    for folder, expected_model in ((other_model, other_reference), (lively_model, reference)) * 2:
         engine.update_weights(iterate_safetensors(folder), version="always the same name")
         first, second = (engine.generate(prompt_token_ids=PROMPT, sampling_params=greedy(9))[0] for _ in range(2))
         assert (first.cached_tokens, second.cached_tokens) == (0, 48)
-        assert first.token_ids == second.token_ids == truth.greedy(PROMPT, 9)
+        assert first.token_ids == second.token_ids == expected_model.greedy(PROMPT, 9)
 
 
-def test_a_running_request_is_recomputed_and_goes_on_under_the_new_weights(
+def test_a_running_request_is_recomputed_and_continues_with_the_new_weights(
     make_engine, reference, other_reference, other_model
 ):
     loop = make_engine()._loop
@@ -103,10 +103,10 @@ def test_a_running_request_is_recomputed_and_goes_on_under_the_new_weights(
 @pytest.mark.parametrize(
     "spoil", ["unknown name", "wrong shape", "twice", "integers", "no pair", "fails midway", "nothing"]
 )
-def test_a_refused_update_leaves_everything(make_engine, reference, other_model, spoil):
+def test_a_rejected_update_changes_nothing(make_engine, reference, other_model, spoil):
     engine = make_engine(warmup="full", graph_buckets=LADDER)
     engine.generate(prompt_token_ids=PROMPT, sampling_params=greedy(2))
-    before, where, graphs = weights_of(engine), addresses(engine), captures(engine)
+    before, old_addresses, graphs = weights_of(engine), addresses(engine), captures(engine)
 
     def spoiled():
         good = list(iterate_safetensors(other_model))
@@ -127,14 +127,14 @@ def test_a_refused_update_leaves_everything(make_engine, reference, other_model,
         engine.update_weights(spoiled(), version="second")
     after = weights_of(engine)
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert addresses(engine) == where and captures(engine) == graphs and engine.weight_version == "initial"
+    assert addresses(engine) == old_addresses and captures(engine) == graphs and engine.weight_version == "initial"
     output = engine.generate(prompt_token_ids=PROMPT, sampling_params=greedy(9))[0]
     assert output.cached_tokens == 48 and output.weight_version == "initial"
     assert output.token_ids == reference.greedy(PROMPT, 9)
 
 
 @pytest.mark.parametrize("version", ["", None, 3])
-def test_a_version_that_is_no_name_is_refused_before_anything_is_written(make_engine, reference, other_model, version):
+def test_an_invalid_version_is_rejected_before_any_write(make_engine, reference, other_model, version):
     engine = make_engine()
     with pytest.raises(RequestError, match="version"):
         engine.update_weights(iterate_safetensors(other_model), version=version)
@@ -155,9 +155,7 @@ def replace_parameter(layer: nn.Module) -> None:
 @pytest.mark.parametrize("warmup", ["lazy", "full"])
 @pytest.mark.parametrize("scope", ["block", "layer"])
 @pytest.mark.parametrize("move", [move_data, replace_parameter])
-def test_a_weight_that_moved_between_calls_is_noticed_and_never_read_at_its_old_place(
-    make_engine, warmup, scope, move, caplog
-):
+def test_a_moved_weight_is_detected_and_its_old_address_never_read(make_engine, warmup, scope, move, caplog):
     settings = {"inference_cuda_graph_scope": scope, "warmup": warmup, "enable_prefix_caching": False}
     graphed, eager = make_engine(**settings), make_engine(**settings | {"inference_cuda_graph_scope": "none"})
     before = answers(graphed)
@@ -173,8 +171,8 @@ def test_a_weight_that_moved_between_calls_is_noticed_and_never_read_at_its_old_
 
 
 @pytest.mark.parametrize("warmup", ["lazy", "full"])
-def test_a_moved_weight_is_noticed_before_the_first_replay_after_it(make_engine, warmup):
-    """A prompt of one token is a decode at once: no eager step comes before it that could notice."""
+def test_a_moved_weight_is_detected_before_the_next_replay(make_engine, warmup):
+    """A one-token prompt starts with a decode step, so no eager step can detect the move first."""
     graphed, eager = make_engine(warmup=warmup), make_engine(inference_cuda_graph_scope="none")
     found = []
     for _ in range(2):
@@ -184,7 +182,7 @@ def test_a_moved_weight_is_noticed_before_the_first_replay_after_it(make_engine,
     assert found[0] == found[1] != found[2] == found[3]
 
 
-# ---- weights that are no numbers -----------------------------------------------------------------------------------
+# ---- NaN weights ---------------------------------------------------------------------------------------------------
 
 
 def spoil(engine) -> None:
@@ -202,7 +200,7 @@ def spoil(engine) -> None:
         SamplingParams(max_tokens=0, prompt_logprobs=2),
     ],
 )
-def test_nan_weights_fail_requests_with_a_message_and_the_next_serve(make_engine, reference, lively_model, params):
+def test_nan_weights_fail_requests_until_the_next_good_update(make_engine, reference, lively_model, params):
     engine = make_engine(num_pages=40)
     engine.generate(prompt_token_ids=PROMPTS, sampling_params=greedy(3))
     spoil(engine)
@@ -218,7 +216,7 @@ def test_nan_weights_fail_requests_with_a_message_and_the_next_serve(make_engine
     assert engine.stats().ended["error"] == 12
 
 
-def test_a_running_request_that_meets_nan_fails_with_the_tokens_it_had(make_engine, reference):
+def test_a_running_request_that_hits_nan_keeps_its_earlier_tokens(make_engine, reference):
     loop = make_engine()._loop
     loop.add(EngineRequest(request_id="a", prompt_token_ids=PROMPT, params=greedy(20)))
     events = [event for _ in range(5) for event in loop.step()]

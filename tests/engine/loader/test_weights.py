@@ -1,4 +1,4 @@
-"""Loading and updating weights: every tensor exactly once, nothing half-done, nothing moved, no second copy."""
+"""Loading and updating weights: every tensor exactly once, all or nothing, in place, without a second copy."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_shards_are_read_by_the_index(tmp_path: Path) -> None:
     halves = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
     for file, part in halves.items():
         save_file({name: weights[name] for name in part}, tmp_path / file)
-    save_file({"stray": torch.zeros(1)}, tmp_path / "consolidated.safetensors")  # not in the index: not read
+    save_file({"stray": torch.zeros(1)}, tmp_path / "consolidated.safetensors")  # not in the index, so not read
     index = {"weight_map": {name: file for file, part in halves.items() for name in part}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     _, model = load_hf_folder(tmp_path, torch.float32, "cpu")
@@ -86,7 +86,7 @@ def test_loading_converts_to_the_models_dtype(tmp_path: Path) -> None:
     assert same(model, {name: tensor.bfloat16() for name, tensor in weights.items()})
 
 
-def test_every_misfit_is_listed_at_once(tmp_path: Path) -> None:
+def test_all_mismatches_are_reported_together(tmp_path: Path) -> None:
     weights = weights_of(make_model())
     del weights[K], weights[NORM]
     weights["model.layers.9.mlp.up_proj.weight"] = torch.zeros(48, 32)
@@ -100,27 +100,27 @@ def test_every_misfit_is_listed_at_once(tmp_path: Path) -> None:
         f"{K} is missing",
         f"{NORM} is missing",
         "model.layers.9.mlp.up_proj.weight is unexpected",
-        f"{UP} has shape [32, 48], [48, 32] is needed",
+        f"{UP} has shape [32, 48], expected [48, 32]",
         f"{Q} has dtype torch.int8",
     ):
         assert part in message
     assert f"{Q} is missing" not in message
 
 
-def test_a_repeated_tensor_is_refused() -> None:
+def test_a_repeated_tensor_is_rejected() -> None:
     model = make_model()
     weights = weights_of(model)
-    with pytest.raises(ModelError, match="model.norm.weight comes twice"):
+    with pytest.raises(ModelError, match="model.norm.weight appears twice"):
         load_weights(model, [*weights.items(), (NORM, weights[NORM])], "shards")
 
 
-def test_a_long_list_of_problems_is_cut_and_counted() -> None:
+def test_a_long_list_of_problems_is_truncated_with_a_count() -> None:
     model = make_model()
     with pytest.raises(ModelError, match=r"; and \d+ more$"):
         load_weights(model, [], "nothing")
 
 
-def test_rotary_buffers_of_old_checkpoints_are_passed_over(tmp_path: Path) -> None:
+def test_rotary_buffers_of_old_checkpoints_are_ignored(tmp_path: Path) -> None:
     weights = weights_of(make_model())
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
     _, model = load_hf_folder(write_folder(tmp_path, weights), torch.float32, "cpu")
@@ -169,18 +169,18 @@ def _index(weight_map: object) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (_truncate, "model.safetensors is no readable safetensors file"),
-        (_garbage, "model.safetensors is no readable safetensors file"),
-        (_empty, "model.safetensors is no readable safetensors file"),
-        (_no_weights, r"holds no \*\.safetensors; was the download complete"),
+        (_truncate, "model.safetensors is not a readable safetensors file"),
+        (_garbage, "model.safetensors is not a readable safetensors file"),
+        (_empty, "model.safetensors is not a readable safetensors file"),
+        (_no_weights, r"has no \*\.safetensors; was the download complete"),
         (_pickles, "convert pytorch_model.bin to safetensors"),
         (_index({NORM: "lost.safetensors"}), "lacks lost.safetensors"),
         (_index({NORM: "../elsewhere.safetensors"}), "names files outside its folder"),
         (_index([1, 2]), "'weight_map' should map"),
-        (_index({}), r"holds no \*\.safetensors"),
+        (_index({}), r"has no \*\.safetensors"),
     ],
 )
-def test_a_damaged_folder_is_named(damage: Callable[[Path], None], message: str, tmp_path: Path) -> None:
+def test_errors_name_the_damaged_folder(damage: Callable[[Path], None], message: str, tmp_path: Path) -> None:
     damage(write_folder(tmp_path, weights_of(make_model())))
     with pytest.raises(ModelError, match=message) as caught:
         load_hf_folder(tmp_path, torch.float32, "cpu")
@@ -188,14 +188,14 @@ def test_a_damaged_folder_is_named(damage: Callable[[Path], None], message: str,
 
 
 @pytest.mark.parametrize("cut", [0, 7, 8, 9, 200, 3000, -1])
-def test_a_file_cut_anywhere_is_a_model_error(cut: int, tmp_path: Path) -> None:
+def test_a_truncated_file_raises_model_error(cut: int, tmp_path: Path) -> None:
     path = write_folder(tmp_path, weights_of(make_model())) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:cut])
     with pytest.raises(ModelError):
         list(iterate_safetensors(tmp_path))
 
 
-def test_loading_holds_no_second_copy(tmp_path: Path) -> None:
+def test_loading_makes_no_second_copy(tmp_path: Path) -> None:
     status = Path("/proc/self/status")
     if not status.exists():
         pytest.skip("needs /proc")
@@ -233,11 +233,11 @@ def test_dummy_weights_follow_the_seed() -> None:
 def test_an_update_writes_in_place() -> None:
     model, new = make_model(seed=1), weights_of(make_model(seed=2))
     addresses = [parameter.data_ptr() for parameter in model.parameters()]
-    versions = model.layers[0].attn.qkv.weight
+    weight = model.layers[0].attn.qkv.weight
     assert stage_update(model.weight_slots(), iter(new.items())) == len(new)
     assert same(model, new)
     assert addresses == [parameter.data_ptr() for parameter in model.parameters()]
-    assert model.layers[0].attn.qkv.weight is versions
+    assert model.layers[0].attn.qkv.weight is weight
 
 
 def test_an_update_may_be_partial_and_of_another_dtype() -> None:
@@ -256,10 +256,13 @@ BAD_UPDATES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], list[Any]], str
     "unknown": (lambda new: [*new.items(), ("model.norm.wieght", torch.zeros(32))], "did you mean 'model.norm.weight'"),
     "dtype": (lambda new: [*list(new.items())[:-1], (list(new)[-1], list(new.values())[-1].long())], "has dtype"),
     "meta": (lambda new: [*list(new.items())[1:], (EMBED, torch.empty(64, 32, device="meta"))], "no dense data"),
-    "twice": (lambda new: [*new.items(), (NORM, new[NORM])], "comes twice"),
+    "twice": (lambda new: [*new.items(), (NORM, new[NORM])], "appears twice"),
     "nan": (lambda new: [*list(new.items())[1:], (EMBED, torch.full((64, 32), float("nan")))], "NaN or infinity"),
-    "not a pair": (lambda new: [*new.items(), "model.norm.weight"], "is str, a .name, tensor. pair"),
-    "not a tensor": (lambda new: [*new.items(), ("model.norm.weight", [1.0] * 32)], "is tuple, a .name, tensor. pair"),
+    "not a pair": (lambda new: [*new.items(), "model.norm.weight"], "is str, expected a .name"),
+    "not a tensor": (
+        lambda new: [*new.items(), ("model.norm.weight", [1.0] * 32)],
+        "is tuple, expected a .name",
+    ),
     "empty": (lambda new: [], "no tensors"),
 }
 
@@ -274,7 +277,7 @@ def test_a_bad_update_writes_nothing(kind: str) -> None:
     assert same(model, before)
 
 
-def test_an_updates_problems_come_together() -> None:
+def test_update_problems_are_reported_together() -> None:
     model = make_model()
     with pytest.raises(WeightUpdateError) as caught:
         stage_update(model.weight_slots(), [(Q, torch.zeros(1)), ("x", torch.zeros(1)), (NORM, torch.zeros(32).int())])
@@ -295,7 +298,7 @@ def test_a_source_that_fails_midway_leaves_the_old_weights() -> None:
     assert same(model, before)
 
 
-def test_a_tied_update_may_name_the_head_only_as_the_embedding() -> None:
+def test_a_tied_update_requires_a_head_equal_to_the_embedding() -> None:
     model = make_model(tie_word_embeddings=True)
     table = torch.randn(64, 32)
     stage_update(model.weight_slots(), [("lm_head.weight", table), (EMBED, table)])
@@ -305,7 +308,7 @@ def test_a_tied_update_may_name_the_head_only_as_the_embedding() -> None:
     assert torch.equal(model.embed.weight, table)
 
 
-def test_load_weight_refuses_by_name_and_shape() -> None:
+def test_load_weight_rejects_unknown_names_and_shapes() -> None:
     model = make_model()
     model.load_weight(V, torch.full((32, 32), 2.0))
     assert torch.equal(model.layers[1].attn.qkv.weight[-32:], torch.full((32, 32), 2.0))

@@ -1,4 +1,4 @@
-"""Models on a GPU: the CPU's logits, both decode kernels alike, and a captured step that follows its inputs."""
+"""Models on a GPU: logits match the CPU with both decode kernels, and a captured step follows its inputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.models import DenseModel, build_model, config_from_dict
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("default::DeprecationWarning"),  # Triton's own, of Python's ast and numpy's scalars
+    pytest.mark.filterwarnings("default::DeprecationWarning"),  # from Triton, about Python's ast and numpy scalars
 ]
 
 PAGE, VOCAB = 16, 500
@@ -55,27 +55,27 @@ def make_cache(model: DenseModel) -> KVCache:
 
 @torch.no_grad()
 def run_texts(model: DenseModel, impl: str, steps: int = 6) -> torch.Tensor:
-    """Logits [rows, vocab] of two texts: prefill whole and in chunks, then decode steps with a padded row."""
+    """Return logits [rows, vocab] of two texts: chunked prefill, then decode steps with a padded row."""
     device, cache = model.device, make_cache(model)
     tokens = torch.arange(2 * 64).view(2, 64) * 37 % VOCAB
     outs = []
     for chunks in ([(0, 33), (0, 7)], [(33, 9), (7, 20)]):
         ids = torch.cat([tokens[row, start : start + length] for row, (start, length) in enumerate(chunks)])
-        at = torch.cat([torch.arange(start, start + length) for start, length in chunks])
-        hidden = model(ids.to(device), at.to(device), PrefillAttention(cache, chunks, PAGES))
+        positions = torch.cat([torch.arange(start, start + length) for start, length in chunks])
+        hidden = model(ids.to(device), positions.to(device), PrefillAttention(cache, chunks, PAGES))
         outs.append(model.logits(hidden))
     table = torch.tensor([*PAGES, [0, 0, 0, 0]], device=device)
     for step in range(steps):
-        at = torch.tensor([42 + step, 27 + step, 0])
-        ids = torch.stack([tokens[0, at[0]], tokens[1, at[1]], torch.tensor(0)])
-        attention = DecodeAttention(cache, table, at.to(device), impl)
-        outs.append(model.logits(model(ids.to(device), at.to(device), attention))[:2])
+        positions = torch.tensor([42 + step, 27 + step, 0])
+        ids = torch.stack([tokens[0, positions[0]], tokens[1, positions[1]], torch.tensor(0)])
+        attention = DecodeAttention(cache, table, positions.to(device), impl)
+        outs.append(model.logits(model(ids.to(device), positions.to(device), attention))[:2])
     return torch.cat(outs).float().cpu()
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
-def test_float32_logits_are_the_cpus(architecture: str, impl: str) -> None:
+def test_float32_logits_match_the_cpu(architecture: str, impl: str) -> None:
     on_cpu = run_texts(make_model(architecture, torch.float32, "cpu"), "sdpa")
     on_gpu = run_texts(make_model(architecture, torch.float32, "cuda"), impl)
     assert float(on_cpu.abs().max()) > 1.0
@@ -94,11 +94,11 @@ def test_bfloat16_logits_are_near_float32(impl: str) -> None:
 def test_a_captured_step_follows_tokens_pages_and_updated_weights(impl: str) -> None:
     model = make_model("Qwen3ForCausalLM", torch.bfloat16, "cuda")
     cache = make_cache(model)
-    ids, at = torch.tensor([1, 2], device="cuda"), torch.tensor([20, 33], device="cuda")
+    ids, positions = torch.tensor([1, 2], device="cuda"), torch.tensor([20, 33], device="cuda")
     table = torch.tensor(PAGES, device="cuda")
 
     def step() -> torch.Tensor:
-        return model.logits(model(ids, at, DecodeAttention(cache, table, at, impl)))
+        return model.logits(model(ids, positions, DecodeAttention(cache, table, positions, impl)))
 
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -108,7 +108,7 @@ def test_a_captured_step_follows_tokens_pages_and_updated_weights(impl: str) -> 
     with torch.cuda.graph(graph):
         out = step()
     for update in (False, True):
-        ids.copy_(torch.tensor([77, 5])), at.copy_(torch.tensor([40, 3]))
+        ids.copy_(torch.tensor([77, 5])), positions.copy_(torch.tensor([40, 3]))
         table.copy_(torch.tensor(PAGES[::-1]))
         if update:
             other = {name: -tensor for name, tensor in model.named_weights() if "mlp" in name}
@@ -120,7 +120,7 @@ def test_a_captured_step_follows_tokens_pages_and_updated_weights(impl: str) -> 
 
 
 @torch.no_grad()
-def test_dummy_weights_are_drawn_on_the_device() -> None:
+def test_dummy_weights_are_generated_on_the_device() -> None:
     model = make_model("LlamaForCausalLM", torch.bfloat16, "cuda")
     load_dummy(model, 3)
     first = model.layers[0].mlp.down.weight.clone()

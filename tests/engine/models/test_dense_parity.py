@@ -1,4 +1,4 @@
-"""Our models against transformers' on the same weights: logits of prefill and of 20 decode steps, float32, CPU."""
+"""Parity with transformers on the same weights: logits of prefill and of 20 decode steps, float32, CPU."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ CASES = {
 
 
 def reference_model(case: Case, folder: Path) -> transformers.PreTrainedModel:
-    """A random model with weights large enough that every part of it matters, saved to folder."""
+    """Save a random model to `folder`, with weights large enough that every part affects the logits."""
     torch.manual_seed(7)
     shapes = {
         "vocab_size": VOCAB,
@@ -121,7 +121,7 @@ def test_logits_equal_transformers_in_prefill_and_decode(name: str, tmp_path: Pa
     if name == "mistral-wide-heads-sharded":
         assert len(list(tmp_path.glob("*.safetensors"))) > 1
 
-    # two sequences of unlike lengths, on pages out of order, and a padded row in each decode step
+    # two sequences of different lengths, on unordered pages, and a padded row in each decode step
     lengths, pages = (37, 22), ([9, 3, 14, 2, 8, 21, 5, 1], [4, 17, 6, 12, 7, 11, 10, 13])
     texts = [torch.randint(0, VOCAB, (length + 20,)) for length in lengths]
     expected = [reference(text[None]).logits[0] for text in texts]
@@ -144,7 +144,7 @@ def test_logits_equal_transformers_in_prefill_and_decode(name: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["llama-llama3-biases", "qwen3-wide-heads-tied"])
-def test_exported_weights_are_the_checkpoints_names_and_bits(name: str, tmp_path: Path) -> None:
+def test_exported_weights_equal_the_checkpoint(name: str, tmp_path: Path) -> None:
     reference = reference_model(CASES[name], tmp_path)
     _, model = load_hf_folder(tmp_path, torch.float32, "cpu")
     exported = dict(model.named_weights())
@@ -209,7 +209,7 @@ def test_chunked_prefill_equals_whole_prefill(sizes: tuple[int, ...]) -> None:
 
 
 @torch.no_grad()
-def test_padded_rows_change_no_page_but_the_scratch_page() -> None:
+def test_padded_rows_write_only_the_scratch_page() -> None:
     model = tiny()
     cache = make_cache(model)
     for pages in (*cache.k, *cache.v):
@@ -240,7 +240,7 @@ def test_a_rows_logits_do_not_depend_on_its_neighbours() -> None:
 
 
 class _OpLog(TorchDispatchMode):
-    """Records the ATen calls of what runs inside."""
+    """Record the ATen ops that run inside the context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,13 +258,13 @@ class _OpLog(TorchDispatchMode):
 @pytest.mark.parametrize(("architecture", "limit"), [("LlamaForCausalLM", 26), ("Qwen3ForCausalLM", 32)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
-def test_a_decode_step_is_few_ops_and_reads_nothing_back(architecture: str, limit: int, dtype: torch.dtype) -> None:
+def test_a_decode_step_has_few_ops_and_no_host_sync(architecture: str, limit: int, dtype: torch.dtype) -> None:
     model = tiny(architecture).to(dtype)
     cache = make_cache(model, dtype=dtype)
     ids, at, table = torch.tensor([1, 2]), torch.tensor([3, 9]), torch.tensor([[1, 2], [3, 4]])
     with _OpLog() as step:
         model.logits(model(ids, at, DecodeAttention(cache, table, at)))
-    # what a graph could not hold: host reads, tensors made from Python values, shapes that follow data
+    # ops that can't be captured: host reads, tensors from Python values, data-dependent shapes
     assert not {"_local_scalar_dense", "item", "lift_fresh", "nonzero", "repeat_interleave"} & set(step.names)
     cos, sin = model.rope(at)
     with _OpLog() as layer:
@@ -274,7 +274,7 @@ def test_a_decode_step_is_few_ops_and_reads_nothing_back(architecture: str, limi
     assert len(layer.names) - len(attention.names) - 1 <= limit  # 1: the embedding
 
 
-def test_a_tied_head_is_the_embeddings_own_storage() -> None:
+def test_a_tied_head_shares_the_embedding_storage() -> None:
     tied, untied = tiny(tie_word_embeddings=True), tiny()
     assert tied.head.weight.data_ptr() == tied.embed.weight.data_ptr()
     assert untied.head.weight.data_ptr() != untied.embed.weight.data_ptr()

@@ -1,4 +1,4 @@
-"""The default model against transformers, on the same dequantised weights in float32: greedy text, token for token."""
+"""Parity of the default model with transformers, on the same dequantised float32 weights: greedy text by token."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def make_cache(model: DenseModel, pages: int) -> KVCache:
 
 @torch.inference_mode()
 def greedy(model: DenseModel, prompts: list[list[int]], count: int) -> list[list[int]]:
-    """`count` tokens after each prompt, end of text or not: prefill one by one, then decode all in one batch."""
+    """Generate `count` tokens per prompt, ignoring EOS: prefill one by one, then decode in one batch."""
     kv = make_cache(model, 1 + len(prompts) * PAGES_EACH)
     tables = [list(range(1 + row * PAGES_EACH, 1 + (row + 1) * PAGES_EACH)) for row in range(len(prompts))]
     outputs: list[list[int]] = []
@@ -76,7 +76,7 @@ def greedy(model: DenseModel, prompts: list[list[int]], count: int) -> list[list
 
 
 def reference_model(source: ModelSource) -> LlamaForCausalLM:
-    """transformers' own Llama with the file's weights, dequantised one by one."""
+    """Return transformers' Llama with the file's dequantised weights."""
     weights = GGUFModel(GGUFFile(source.path))
     config = weights.config
     model = LlamaForCausalLM(
@@ -109,7 +109,7 @@ def test_greedy_text_equals_transformers(source: ModelSource, tokenizer: Tokeniz
     ids = torch.tensor([[2] * (width - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     with torch.inference_mode():
-        # no end token: both go on past it, so that every prompt compares 64 tokens
+        # ignore EOS, so that all 64 tokens of every prompt are compared
         wanted = reference_model(source).generate(
             ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None
         )
@@ -119,7 +119,7 @@ def test_greedy_text_equals_transformers(source: ModelSource, tokenizer: Tokeniz
 
 @torch.inference_mode()
 def loss_in_chunks(model: DenseModel, ids: list[int], chunk: int) -> float:
-    """Mean negative log likelihood of ids[1:], in nats, computed `chunk` tokens at a time."""
+    """Return the mean negative log likelihood of ids[1:] in nats, computed `chunk` tokens at a time."""
     kv = make_cache(model, 2 + len(ids) // PAGE)
     table = list(range(1, kv.num_pages))
     logits = []
@@ -132,7 +132,7 @@ def loss_in_chunks(model: DenseModel, ids: list[int], chunk: int) -> float:
 
 
 @pytest.mark.skipif(not int4_available(), reason="this CPU or torch has no fast 4-bit kernel")
-def test_4_bit_weights_predict_real_text_as_the_exact_ones_do(
+def test_int4_weights_match_the_loss_of_exact_weights(
     source: ModelSource, tokenizer: Tokenizer, float32: DenseModel
 ) -> None:
     ids = tokenizer.encode(TEXT)

@@ -1,4 +1,4 @@
-"""Sampling parameters are refused or normalised at construction; requests move through their states one way."""
+"""Validation of sampling parameters, splitting of requests, and the request state machine."""
 
 import dataclasses
 import math
@@ -44,13 +44,13 @@ NUMBERS = {
 FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 
 
-def kind(value) -> str:
-    """A test's id for a value that may be too long to print."""
+def type_id(value) -> str:
+    """Return a test id for a value that may be too long to print."""
     return type(value).__name__
 
 
-def refused(**fields) -> RequestError:
-    """The one error that both ways of making the parameters give; it must name the field."""
+def expect_rejection(**fields) -> RequestError:
+    """Return the error that the constructor and `from_dict` raise; it must name the field."""
     (name,) = fields
     with pytest.raises(RequestError) as direct:
         SamplingParams(**fields)
@@ -64,78 +64,80 @@ def refused(**fields) -> RequestError:
 
 @pytest.mark.parametrize("name", INTEGERS)
 @pytest.mark.parametrize("value", [True, "3", 2.0, math.nan, math.inf, [1], {}, b"1", HUGE, -HUGE, 2**63, -(2**63) - 1],
-                         ids=kind)  # fmt: skip
-def test_integer_field_refuses_what_is_no_integer_in_range(name, value):
-    refused(**{name: value})
+                         ids=type_id)  # fmt: skip
+def test_integer_field_rejects_non_integers_and_out_of_range_values(name, value):
+    expect_rejection(**{name: value})
 
 
 @pytest.mark.parametrize("name", INTEGERS)
-def test_integer_field_takes_its_bounds_and_nothing_beyond(name):
+def test_integer_field_accepts_its_bounds_only(name):
     low, high = INTEGERS[name]
     extra = {"max_tokens": None} if name == "min_tokens" else {}
     for value in (low, high):
         assert getattr(SamplingParams(**{name: value}, **extra), name) == max(value, 0 if name == "top_k" else value)
-    refused(**{name: low - 1})
-    refused(**{name: high + 1})
+    expect_rejection(**{name: low - 1})
+    expect_rejection(**{name: high + 1})
 
 
 @pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize(
-    "value", [True, "0.5", math.nan, math.inf, -math.inf, [0.5], {}, HUGE, -HUGE, 1e308, -1e308], ids=kind
+    "value", [True, "0.5", math.nan, math.inf, -math.inf, [0.5], {}, HUGE, -HUGE, 1e308, -1e308], ids=type_id
 )
-def test_number_field_refuses_what_is_no_number_in_range(name, value):
-    refused(**{name: value})
+def test_number_field_rejects_non_numbers_and_out_of_range_values(name, value):
+    expect_rejection(**{name: value})
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_number_field_takes_its_bounds_and_nothing_beyond(name):
+def test_number_field_accepts_its_bounds_only(name):
     low, high = NUMBERS[name]
     if name == "top_p":
-        refused(top_p=0.0)
+        expect_rejection(top_p=0.0)
         low = 5e-324
     for value in (low, high):
         assert getattr(SamplingParams(**{name: value}), name) == value
-    refused(**{name: math.nextafter(low, -math.inf) if name != "top_p" else -5e-324})
-    refused(**{name: math.nextafter(high, math.inf)})
+    expect_rejection(**{name: math.nextafter(low, -math.inf) if name != "top_p" else -5e-324})
+    expect_rejection(**{name: math.nextafter(high, math.inf)})
 
 
 @pytest.mark.parametrize("name", FLAGS)
 @pytest.mark.parametrize("value", [0, 1, "true", [], math.nan])
-def test_flag_refuses_what_is_not_a_boolean(name, value):
-    refused(**{name: value})
+def test_flag_rejects_non_booleans(name, value):
+    expect_rejection(**{name: value})
 
 
 @pytest.mark.parametrize(
     "stop",
     ["", ["a", ""], [1], {"a": 1}, 3, "x" * 1025, ["x"] * 65, b"a", "\ud800", ["ok", "\udfff"], [["a"]], [None]],
-    ids=kind,
+    ids=type_id,
 )
-def test_stop_refuses_what_can_never_stop(stop):
-    refused(stop=stop)
+def test_stop_rejects_invalid_stop_strings(stop):
+    expect_rejection(stop=stop)
 
 
-def test_stop_takes_a_string_or_a_list_and_becomes_a_tuple():
+def test_stop_accepts_a_string_or_list_and_becomes_a_tuple():
     assert SamplingParams(stop="END").stop == ("END",)
     assert SamplingParams(stop=["a", "😀" * 1024]).stop == ("a", "😀" * 1024)
     assert len(SamplingParams(stop=["x"] * 64).stop) == 64
 
 
 @pytest.mark.parametrize("ids", [5, "5", [True], [-1], [1.0], ["1"], [HUGE], [2**63], [0] * 1025, {1: 2}, [None]],
-                         ids=kind)  # fmt: skip
-def test_stop_token_ids_refuses_what_is_no_list_of_ids(ids):
-    refused(stop_token_ids=ids)
+                         ids=type_id)  # fmt: skip
+def test_stop_token_ids_rejects_invalid_lists(ids):
+    expect_rejection(stop_token_ids=ids)
 
 
 @pytest.mark.parametrize(
     "bias",
     [5, [1], {-1: 1}, {1: 100.5}, {1: -101}, {1: math.nan}, {1: "2"}, {1: True}, {1.0: 1}, {True: 1}, {HUGE: 1},
-     {1: HUGE}, dict.fromkeys(range(4097), 1.0), {None: 1}], ids=kind,
+     {1: HUGE}, dict.fromkeys(range(4097), 1.0), {None: 1}], ids=type_id,
 )  # fmt: skip
-def test_logit_bias_refuses_what_is_no_map_of_ids_to_numbers(bias):
-    refused(logit_bias=bias)
+def test_logit_bias_rejects_invalid_mappings(bias):
+    expect_rejection(logit_bias=bias)
 
 
-@pytest.mark.parametrize("key", ["", "-1", "+1", "01", " 1", "1.0", "１", "a", "9" * 30, "9" * 5000, "1_0"], ids=kind)
+@pytest.mark.parametrize(
+    "key", ["", "-1", "+1", "01", " 1", "1.0", "１", "a", "9" * 30, "9" * 5000, "1_0"], ids=type_id
+)
 def test_logit_bias_string_key_must_be_a_plain_number(key):
     with pytest.raises(RequestError) as error:
         SamplingParams.from_dict({"logit_bias": {key: 1.0}})
@@ -148,7 +150,7 @@ def test_logit_bias_string_keys_become_ids_and_may_not_repeat():
         SamplingParams.from_dict({"logit_bias": {"17": 1, 17: 2}})
 
 
-def test_check_vocab_names_the_id_that_is_outside():
+def test_check_vocab_names_the_out_of_range_id():
     SamplingParams(logit_bias={9: 1.0}, stop_token_ids=[9]).check_vocab(10)
     for params, field in ((SamplingParams(logit_bias={10: 1.0}), "logit_bias"),
                           (SamplingParams(stop_token_ids=[3, 10]), "stop_token_ids")):  # fmt: skip
@@ -157,10 +159,10 @@ def test_check_vocab_names_the_id_that_is_outside():
         assert error.value.param == field
 
 
-def test_min_tokens_may_not_exceed_max_tokens():
+def test_min_tokens_cannot_exceed_max_tokens():
     assert SamplingParams(min_tokens=16).min_tokens == 16
     assert SamplingParams(min_tokens=5000, max_tokens=None).min_tokens == 5000
-    error = refused(min_tokens=17)
+    error = expect_rejection(min_tokens=17)
     assert "max_tokens=16" in str(error)
 
 
@@ -172,7 +174,7 @@ def test_values_are_normalised():
     assert not SamplingParams(temperature=1e-5).is_greedy
 
 
-def test_params_are_frozen_hashable_and_cross_processes():
+def test_params_are_frozen_hashable_and_picklable():
     params = SamplingParams(logit_bias={3: 1.5}, stop=["a"], stop_token_ids=[1], seed=-7)
     twin = pickle.loads(pickle.dumps(params))
     assert twin == params and hash(twin) == hash(params)
@@ -193,8 +195,8 @@ def test_logit_bias_is_a_copy():
     assert direct == {3: 50.0}
 
 
-def test_logit_bias_is_checked_whatever_mapping_it_comes_in():
-    refused(logit_bias=LogitBias({3: 1000.0}))
+def test_logit_bias_is_validated_for_any_mapping_type():
+    expect_rejection(logit_bias=LogitBias({3: 1000.0}))
 
 
 def test_from_dict_names_the_nearest_key():
@@ -211,13 +213,13 @@ def test_from_dict_names_the_nearest_key():
 
 
 @pytest.mark.parametrize("values", [None, [], "x", 3, [("n", 1)]])
-def test_from_dict_refuses_what_is_no_object(values):
+def test_from_dict_rejects_non_objects(values):
     with pytest.raises(RequestError) as error:
         SamplingParams.from_dict(values)
     assert error.value.param == "sampling_params"
 
 
-def test_from_dict_takes_null_as_not_given():
+def test_from_dict_treats_null_as_unset():
     nulls = {field.name: None for field in dataclasses.fields(SamplingParams) if field.name != "max_tokens"}
     assert SamplingParams.from_dict(nulls) == SamplingParams()
     assert SamplingParams.from_dict({"max_tokens": None}).max_tokens is None
@@ -231,7 +233,7 @@ json_values = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from([f.name for f in dataclasses.fields(SamplingParams)]) | st.text(), json_values))
-def test_any_json_is_taken_or_refused_by_name(values):
+def test_any_json_is_accepted_or_rejected_by_field_name(values):
     try:
         params = SamplingParams.from_dict(values)
     except RequestError as error:
@@ -248,11 +250,11 @@ def engine_request(**fields) -> EngineRequest:
 def test_engine_request_resolves_its_seed():
     assert engine_request(params=SamplingParams(seed=-5)).seed == -5
     assert engine_request(params=SamplingParams(seed=-5), seed=8).seed == 8
-    drawn = {engine_request().seed for _ in range(8)}
-    assert len(drawn) == 8 and all(0 <= seed < 2**63 for seed in drawn)
+    seeds = {engine_request().seed for _ in range(8)}
+    assert len(seeds) == 8 and all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_engine_request_refuses_several_sequences():
+def test_engine_request_rejects_n_above_one():
     with pytest.raises(RequestError) as error:
         engine_request(params=SamplingParams(n=2))
     assert error.value.param == "n"
@@ -279,21 +281,21 @@ def test_split_of_one_keeps_id_and_seed():
 
 
 def test_mix64_is_the_published_finalizer():
-    # The first outputs of splitmix64 seeded with 1234567, as published with its reference implementation.
+    # The first outputs of splitmix64 with seed 1234567, published with its reference implementation.
     golden = 0x9E3779B97F4A7C15
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     assert [mix64(1234567 + k * golden) % 2**64 for k in (1, 2, 3)] == published
 
 
 @pytest.mark.parametrize("ids", [[], "abc", None, 5, [True], [1.0], [-1], ["1"], [10], [HUGE], {1: 2}, [[1]]],
-                         ids=kind)  # fmt: skip
-def test_prompt_refuses_what_is_no_list_of_known_ids(ids):
+                         ids=type_id)  # fmt: skip
+def test_prompt_rejects_invalid_token_ids(ids):
     with pytest.raises(RequestError) as error:
         check_prompt_ids(ids, 10)
     assert error.value.param == "prompt_token_ids"
 
 
-def test_prompt_is_given_back_as_a_list():
+def test_prompt_is_returned_as_a_list():
     assert check_prompt_ids((1, np.int64(9)), 10) == [1, 9]
 
 
@@ -302,17 +304,17 @@ ALLOWED = {
     ("RUNNING", "PREEMPTED"), ("RUNNING", "FINISHED"), ("RUNNING", "ABORTED"), ("RUNNING", "FAILED"),
     ("PREEMPTED", "RUNNING"), ("PREEMPTED", "ABORTED"), ("PREEMPTED", "FAILED"),
 }  # fmt: skip
-WAY_TO = {
+PATH_TO = {
     "WAITING": [], "RUNNING": ["RUNNING"], "PREEMPTED": ["RUNNING", "PREEMPTED"],
     "FINISHED": ["RUNNING", "FINISHED"], "ABORTED": ["ABORTED"], "FAILED": ["FAILED"],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("old", WAY_TO)
-@pytest.mark.parametrize("new", WAY_TO)
-def test_state_moves_only_along_the_table(old, new):
+@pytest.mark.parametrize("old", PATH_TO)
+@pytest.mark.parametrize("new", PATH_TO)
+def test_state_allows_only_listed_transitions(old, new):
     request = Request(engine_request())
-    for name in WAY_TO[old]:
+    for name in PATH_TO[old]:
         request.state = RequestState[name]
     if (old, new) in ALLOWED:
         request.state = RequestState[new]
@@ -324,18 +326,18 @@ def test_state_moves_only_along_the_table(old, new):
     assert RequestState[old].is_final == (old in ("FINISHED", "ABORTED", "FAILED"))
 
 
-def test_request_tells_prompt_from_output():
-    asked = engine_request(priority=3)
-    request = Request(asked, weight_version="v1")
+def test_request_separates_prompt_and_output():
+    source = engine_request(priority=3)
+    request = Request(source, weight_version="v1")
     request.token_ids += [7, 8]
     assert (request.prompt_len, request.output_len, request.output_ids) == (3, 2, [7, 8])
-    assert asked.prompt_token_ids == [1, 2, 3]
+    assert source.prompt_token_ids == [1, 2, 3]
     assert (request.request_id, request.priority, request.params, request.seed, request.arrival_time) == (
-        "r", 3, asked.params, asked.seed, asked.arrival_time)  # fmt: skip
+        "r", 3, source.params, source.seed, source.arrival_time)  # fmt: skip
     assert "waiting" in repr(request)
 
 
-def test_messages_cross_processes():
+def test_messages_are_picklable():
     event = TokenEvent(request_id="r", token_ids=[1], logprobs=[TokenLogprob(1, -0.5, 1, {1: -0.5})])
-    asked = engine_request()
-    assert pickle.loads(pickle.dumps((event, asked))) == (event, asked)
+    source = engine_request()
+    assert pickle.loads(pickle.dumps((event, source))) == (event, source)
