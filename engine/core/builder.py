@@ -43,25 +43,27 @@ def build_megatron_loop(
             f"tensor_parallel_size={config.tensor_parallel_size} is for models that the engine loads, "
             "and this one exists already: leave it out"
         )
-    hosted = MegatronModel(model, config.max_model_len, _vocabulary(source) if source else None)
+    megatron_model = MegatronModel(model, config.max_model_len, _vocab_size(source) if source else None)
     try:
         for name, given, found in (
-            ("device", config.device, str(hosted.device)),
-            ("dtype", config.dtype, hosted.config.dtype),
+            ("device", config.device, str(megatron_model.device)),
+            ("dtype", config.dtype, megatron_model.config.dtype),
             ("cpu_weight_format", config.cpu_weight_format, "auto"),
         ):
             if given not in ("auto", found):
                 raise ConfigError(
                     f"{name}={given!r} was asked for, and the model that is to be served has {found}; leave it out"
                 )
-        sized = resolve(config, hosted.config, hosted.device, hosted.dtype)
-        return make_loop(sized, hosted, hosted.config.architecture, eos_token_ids, hosted.config.dtype, None)
+        sized = resolve(config, megatron_model.config, megatron_model.device, megatron_model.dtype)
+        return make_loop(
+            sized, megatron_model, megatron_model.config.architecture, eos_token_ids, megatron_model.config.dtype, None
+        )
     except BaseException:
-        hosted.release()
+        megatron_model.release()
         raise
 
 
-def _vocabulary(source: ModelSource) -> int | None:
+def _vocab_size(source: ModelSource) -> int | None:
     """How many tokens the model there has; None for a folder that holds a tokenizer alone."""
     if source.kind == "hf" and not os.path.exists(os.path.join(source.path, "config.json")):
         return None
@@ -72,20 +74,20 @@ def make_loop(
     config: EngineConfig,
     model: DenseModel | MegatronModel,
     name: str,
-    ends: tuple[int, ...],
+    eos_token_ids: tuple[int, ...],
     weight_format: str,
     manifest: Manifest | None,
-    make: Callable[..., EngineLoop] = EngineLoop,
+    loop_class: Callable[..., EngineLoop] = EngineLoop,
 ) -> EngineLoop:
     """The runner and the loop of a loaded model. `config` has all its sizes; `make` takes what EngineLoop does."""
-    runner = ModelRunner(config, model, ends, manifest)
+    runner = ModelRunner(config, model, eos_token_ids, manifest)
     info = ModelInfo(
         name=name,
         architecture=model.config.architecture,
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         vocab_size=model.config.vocab_size,
-        eos_token_ids=ends,
+        eos_token_ids=eos_token_ids,
         device=config.device,
         dtype=config.dtype,
         weight_format=weight_format,
@@ -93,7 +95,7 @@ def make_loop(
         logprobs_mode=config.logprobs_mode,
         graph_buckets=runner.site.buckets.sizes,
     )
-    return make(config, runner, info, manifest)
+    return loop_class(config, runner, info, manifest)
 
 
 def choose_device(name: str) -> torch.device:
@@ -126,8 +128,8 @@ def choose_format(
 ) -> tuple[str, torch.dtype]:
     """The weights' format (for reports) and the activations' dtype."""
     if device.type == "cpu":
-        chosen = choose_cpu_format(config.cpu_weight_format, config.dtype, is_4bit)
-        return chosen, format_dtype(chosen)
+        weight_format = choose_cpu_format(config.cpu_weight_format, config.dtype, is_4bit)
+        return weight_format, format_dtype(weight_format)
     if config.cpu_weight_format != "auto":
         raise ConfigError(f"cpu_weight_format={config.cpu_weight_format!r} was given for device {device}; leave it out")
     name = config.dtype if config.dtype != "auto" else (model.dtype or "bfloat16")

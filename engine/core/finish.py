@@ -28,23 +28,23 @@ class StepFinisher:
         self.scheduler = scheduler
         self.runner = runner
         self.events: list[TokenEvent] = []
-        self.generated = 0  # tokens that were given to requests
+        self.generated_tokens = 0  # tokens that were given to requests
         self.ended: Counter[str] = Counter()
 
-    def book(self, batch: Batch, result: StepResult) -> None:
+    def finish_step(self, batch: Batch, result: StepResult) -> None:
         """Append the sampled tokens, then decide who is done.
 
         Whoever ended or was sent back since the step was chosen gets nothing of it.
         """
         for chunk in batch.prefills:
             scores = result.prompt_logprobs.get(chunk.request.request_id)
-            if scores and chunk.request.lease == chunk.lease and not chunk.request.reported:
+            if scores and chunk.request.lease == chunk.lease and not chunk.request.first_event_sent:
                 chunk.request.prompt_scores += scores
         sampled, tokens = batch.sampled, result.tokens
         self.scheduler.complete(
             batch,
             [
-                token if token >= 0 and request.wants_tokens else None
+                token if token >= 0 and request.generates_tokens else None
                 for (request, _), token in zip(sampled, tokens, strict=True)
             ],
         )
@@ -57,25 +57,25 @@ class StepFinisher:
             if token < 0:
                 self._fail_row(request, bucket)
                 continue
-            if not request.wants_tokens:
+            if not request.generates_tokens:
                 self._finish(request, TokenEvent(request_id=request.request_id, graph_bucket=bucket), "length")
                 continue
-            self.generated += 1
+            self.generated_tokens += 1
             event = TokenEvent(
                 request_id=request.request_id,
                 token_ids=[token],
                 graph_bucket=bucket,
                 logprobs=[logprobs[row]] if row in logprobs else None,
             )
-            if token in request.ends_on and self._may_end(request):
+            if token in request.end_token_ids and self._can_stop(request):
                 event.stop_reason = token if token in request.params.stop_token_ids else None
                 self._finish(request, event, "stop")
-            elif request.limit <= len(request.token_ids):
+            elif request.max_length <= len(request.token_ids):
                 self._finish(request, event, "length")
             else:
                 self._emit(request, event)
 
-    def _may_end(self, request: Request) -> bool:
+    def _can_stop(self, request: Request) -> bool:
         """Whether it has more than min_tokens, so that the token that came last may end it."""
         return request.output_len > request.params.min_tokens or not request.params.min_tokens
 
@@ -91,13 +91,13 @@ class StepFinisher:
             RequestState.FAILED,
             TokenEvent(request_id=request.request_id, finish_reason="error", error=error, graph_bucket=bucket),
         )
-        self.runner.scrub([page for page in pages if not self.scheduler.pool.count(page)])
+        self.runner.zero_pages([page for page in pages if not self.scheduler.pool.ref_count(page)])
 
     def _finish(self, request: Request, event: TokenEvent, reason: str) -> None:
         event.finish_reason = reason
         self.end(request, RequestState.FINISHED, event)
 
-    def refuse(self, request: EngineRequest, error: EngineError, weight_version: str) -> None:
+    def reject(self, request: EngineRequest, error: EngineError, weight_version: str) -> None:
         """Answer a request that was never accepted."""
         self.ended["error"] += 1
         self.events.append(
@@ -121,8 +121,8 @@ class StepFinisher:
     def _emit(self, request: Request, event: TokenEvent) -> None:
         """Complete an event with what belongs to every event, or to the first one only."""
         event.weight_version = request.weight_version
-        if not request.reported:
-            request.reported = True
+        if not request.first_event_sent:
+            request.first_event_sent = True
             event.cached_tokens = request.cached_tokens
             if request.first_scheduled_time is not None:
                 event.queue_time = max(0.0, request.first_scheduled_time - request.arrival_time)

@@ -53,13 +53,13 @@ REPORT_SECONDS = 0.2
 IDLE_SECONDS = 0.05
 MANIFEST_SECONDS = 30.0
 IDLE_CHECK_SECONDS = 5.0
-FAILURES_IN_A_ROW = 3
+MAX_CONSECUTIVE_FAILURES = 3
 
 
 class EngineLoop:
     """Requests, scheduler and runner of one model. One thread calls its methods; `serve` makes a loop of them."""
 
-    fatal_failures = FAILURES_IN_A_ROW  # steps that fail in a row; the last one ends the loop
+    fatal_failures = MAX_CONSECUTIVE_FAILURES  # steps that fail in a row; the last one ends the loop
 
     def __init__(self, config: EngineConfig, runner: ModelRunner, info: ModelInfo, manifest: Manifest | None = None):
         self.config = config
@@ -81,16 +81,14 @@ class EngineLoop:
         )
         self.finisher = StepFinisher(self.scheduler, runner)
         self._eos = frozenset(info.eos_token_ids)
-        self._max_behind = (
-            MAX_STEPS_IN_FLIGHT - 1 if config.async_scheduling else 0
-        )  # steps that may be unread after a step()
+        self._max_unread_steps = MAX_STEPS_IN_FLIGHT - 1 if config.async_scheduling else 0  # after a step()
         self._in_flight: deque[tuple[Batch, AsyncStepOutput]] = deque()  # enqueued and not read, oldest first
         self._steps = self._failures = 0
         self._last_error = ""
-        self.warm_asked = False  # capture between steps also under warm-up `lazy`, until nothing is missing
+        self.warm_requested = False  # capture between steps also under warm-up `lazy`, until nothing is missing
         self.operations = Operations(self)
         # Whoever brings requests or commands may have moved storage before; between the steps of one batch nobody can.
-        self._unchecked = True
+        self._storage_may_have_moved = True
         self._idle_check_failures = 0
         self._next_idle_check = 0.0
         self._next_capture = 0.0
@@ -100,7 +98,7 @@ class EngineLoop:
 
     def add(self, request: EngineRequest) -> None:
         """Accept a request. Raises RequestError (PromptTooLong) for one that can't be meant or can never fit."""
-        self._unchecked = True
+        self._storage_may_have_moved = True
         check_prompt_ids(request.prompt_token_ids, self.info.vocab_size)
         self.runner.sampling.check(request.params)
         self.scheduler.add(Request(request, self.weight_version, self._eos))
@@ -111,7 +109,7 @@ class EngineLoop:
             try:
                 self.add(request)
             except EngineError as error:
-                self.finisher.refuse(request, error, self.weight_version)
+                self.finisher.reject(request, error, self.weight_version)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests that live; unknown ids (ended a moment ago) are left alone."""
@@ -135,14 +133,14 @@ class EngineLoop:
         """Enqueue one batch and read the oldest unread one; return what that gave, with every answer that came up since
         the last step. With nothing to enqueue, all that is unread is read.
         """
-        if self._unchecked:
+        if self._storage_may_have_moved:
             self.runner.cache.check_addresses()
-            self._unchecked = False
+            self._storage_may_have_moved = False
         batch = self.scheduler.schedule()
         failure = self._execute(batch)
-        self.drain(self._max_behind if batch and failure is None else 0)
+        self.drain(self._max_unread_steps if batch and failure is None else 0)
         if failure is not None:
-            self._fail(batch, failure)
+            self._fail_batch(batch, failure)
         self._steps += bool(batch)
         events, self.finisher.events = self.finisher.events, []
         return events
@@ -158,7 +156,7 @@ class EngineLoop:
                 self.scheduler.dispatch(batch)
                 self._in_flight.append((batch, output))
         except BaseException as error:
-            self.runner.abandon()
+            self.runner.reset_after_failure()
             if isinstance(error, Exception):
                 return error
             self.scheduler.preempt_all()  # interrupted: how far the device came is unknown, so all is computed anew
@@ -174,13 +172,13 @@ class EngineLoop:
             try:
                 result = output.read()  # an interruption here leaves it to the next step
                 self._in_flight.popleft()
-                self.finisher.book(batch, result)
+                self.finisher.finish_step(batch, result)
                 self._failures = 0
             except Exception as error:
                 behind = 0  # what comes next is fed from the host, which must know every token by then
-                self._fail(batch, error)
+                self._fail_batch(batch, error)
 
-    def _fail(self, batch: Batch, error: Exception) -> None:
+    def _fail_batch(self, batch: Batch, error: Exception) -> None:
         """Fail the requests of a batch that raised. The error is told to their callers, logged and kept for reports."""
         logger.error(
             "a step failed; its %d requests fail with it", len(batch.decodes) + len(batch.prefills), exc_info=error
@@ -190,7 +188,7 @@ class EngineLoop:
         self._failures += 1
         if not batch or self._failures >= self.fatal_failures:
             raise error
-        self.runner.abandon()
+        self.runner.reset_after_failure()
         # Those admitted without a chunk in this step too: their slot may hold another's sampling state.
         involved = dict.fromkeys((*batch.decodes, *(chunk.request for chunk in batch.prefills), *batch.admitted))
         for request in involved:
@@ -219,14 +217,14 @@ class EngineLoop:
         capture comes after it on the device, and leaves the static inputs as it found them.
         """
         now = time.monotonic()
-        is_lazy = self.config.warmup == "lazy" and not self.warm_asked
+        is_lazy = self.config.warmup == "lazy" and not self.warm_requested
         if is_lazy or (self.scheduler.has_work and now < self._next_capture):
             return False
         if not self.capture_next():
-            self.warm_asked = False
+            self.warm_requested = False
             return False
-        took = time.monotonic() - now
-        self._next_capture = now + 2 * took
+        elapsed = time.monotonic() - now
+        self._next_capture = now + 2 * elapsed
         return True
 
     def capture_next(self, key: GraphKey | None = None) -> bool:
@@ -274,7 +272,7 @@ class EngineLoop:
             prefix_cache_hits=self.prefix_cache.hits if self.prefix_cache else 0,
             num_preemptions=scheduler.num_preemptions,
             prompt_tokens=scheduler.prompt_tokens,
-            generation_tokens=self.finisher.generated,
+            generation_tokens=self.finisher.generated_tokens,
             steps=self._steps,
             ended=dict(self.finisher.ended),
             graphs=graphs,
@@ -341,7 +339,7 @@ class EngineLoop:
                     while command is not None:
                         if isinstance(command, Stop):
                             return
-                        self._obey(command, send)
+                        self._handle_command(command, send)
                         command = receive(0.0)
                     if self.has_work:
                         events = self.step()
@@ -372,13 +370,13 @@ class EngineLoop:
             gc.unfreeze()
             send(Dead(reason))
 
-    def _obey(self, command: Command, send: Callable[[Report], None]) -> None:
+    def _handle_command(self, command: Command, send: Callable[[Report], None]) -> None:
         if isinstance(command, Submit):
             self.submit(command.requests)
         elif isinstance(command, Abort):
             self.abort(command.request_ids)
         elif isinstance(command, Ask):
-            self._unchecked = True
+            self._storage_may_have_moved = True
             self.drain()  # what is asked may move weights or storage under a step
             try:
                 send(Reply(command.number, attrgetter(command.method)(self)(*command.args)))

@@ -23,7 +23,7 @@ class ControlledLoop(Protocol):
     """The part of EngineLoop that operations use."""
 
     runner: ModelRunner
-    warm_asked: bool
+    warm_requested: bool
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: str) -> int: ...
 
@@ -38,7 +38,7 @@ class Operations:
     def warm(self) -> int:
         """Capture what is wanted ahead and missing, between steps from now on; returns how many graphs that is."""
         missing = len(self._loop.runner.cache.pending())
-        self._loop.warm_asked = missing > 0
+        self._loop.warm_requested = missing > 0
         return missing
 
     def invalidate(self) -> int:
@@ -50,11 +50,11 @@ class Operations:
 
         Raises WeightUpdateError, with the old weights serving on, for what can't be read or doesn't fit.
         """
-        place = Path(path)
+        source = Path(path)
         try:
-            if not place.exists():
+            if not source.exists():
                 raise ModelError(f"{path!r} is not there; give a safetensors file or a folder on the server's machine")
-            files = safetensors_files(place) if place.is_dir() else [place]
+            files = safetensors_files(source) if source.is_dir() else [source]
             return self._loop.update_weights(iterate_shards(files), version)
         except ModelError as error:
             raise WeightUpdateError(str(error)) from error

@@ -59,7 +59,7 @@ class QueuedRequest:
         self.preemptions = 0
 
     @property
-    def pages_to_come(self) -> int:
+    def pages_remaining(self) -> int:
         """Pages it may still ask for while it runs."""
         return self.final_pages - len(self.request.pages)
 
@@ -74,9 +74,9 @@ class Admission:
 
     def token_limit(self, request: Request) -> int:
         """Prompt and output tokens together at which `request` is at its end; see Scheduler.token_limit."""
-        room = min(self.max_model_len, self.pool.capacity * self.pool.page_size + 1)
+        limit = min(self.max_model_len, self.pool.capacity * self.pool.page_size + 1)
         max_tokens = request.params.max_tokens
-        return room if max_tokens is None else min(room, request.prompt_len + max_tokens)
+        return limit if max_tokens is None else min(limit, request.prompt_len + max_tokens)
 
     def entry_for(self, request: Request, order: int) -> QueuedRequest:
         """The record of a new request, the `order`-th added. Raises PromptTooLong if it can never fit."""
@@ -110,16 +110,16 @@ class Admission:
         some preemptions it waits until it can't be. With no others there is no reserve: what fits the pool enters.
         """
         needed = self.pages_now(entry) - len(matched)
-        idle_matched = sum(1 for page in matched if self.pool.count(page) == 0)
-        lacking = needed - (self.pool.num_free - idle_matched)
+        idle_matched = sum(1 for page in matched if self.pool.ref_count(page) == 0)
+        missing = needed - (self.pool.num_free - idle_matched)
         if not others:
-            return lacking
+            return missing
         share = 1 << min(entry.preemptions, _MAX_DOUBLINGS)
-        if lacking + share * (len(others) + 1) <= 0:
+        if missing + share * (len(others) + 1) <= 0:
             return 0  # even the most that the reserve can be is free: no need to sum it up
         reserve = min(entry.final_pages - self.pages_now(entry), share)
-        reserve += sum(min(other.pages_to_come, share) for other in others)
-        return lacking + reserve
+        reserve += sum(min(other.pages_remaining, share) for other in others)
+        return missing + reserve
 
     def victims(
         self, entry: QueuedRequest, matched: Sequence[int], running: Sequence[QueuedRequest], slot_free: bool
@@ -130,36 +130,36 @@ class Admission:
         only those ahead of `entry`, as nobody behind can take its pages.
         """
         ahead = list(takewhile(lambda other: other.key < entry.key, running))
-        lacking = self.shortfall(entry, matched, ahead)
-        chosen: list[QueuedRequest] = []
-        dropped: Counter[int] = Counter()  # references that go with those chosen; a shared page needs all of them
+        missing = self.shortfall(entry, matched, ahead)
+        selected: list[QueuedRequest] = []
+        released: Counter[int] = Counter()  # references that go with those chosen; a shared page needs all of them
         kept = set(matched)
         for other in reversed(running):
-            if lacking <= 0 and (slot_free or chosen):
+            if missing <= 0 and (slot_free or selected):
                 break
             if other.key[0] <= entry.key[0]:
                 return None
-            chosen.append(other)
-            dropped.update(other.request.pages)
-            lacking -= sum(
-                1 for page in other.request.pages if dropped[page] == self.pool.count(page) and page not in kept
+            selected.append(other)
+            released.update(other.request.pages)
+            missing -= sum(
+                1 for page in other.request.pages if released[page] == self.pool.ref_count(page) and page not in kept
             )
-        return chosen if lacking <= 0 and (slot_free or chosen) else None
+        return selected if missing <= 0 and (slot_free or selected) else None
 
     def _check_fits(self, request: Request) -> None:
         prompt, max_tokens = request.prompt_len, request.params.max_tokens
-        asked = prompt + (1 if max_tokens is None else max_tokens)  # without a bound, room for one token will do
-        what = f"{prompt} prompt tokens and " + ("one more" if max_tokens is None else f"max_tokens={max_tokens}")
+        total = prompt + (1 if max_tokens is None else max_tokens)  # without a bound, room for one token will do
+        summary = f"{prompt} prompt tokens and " + ("one more" if max_tokens is None else f"max_tokens={max_tokens}")
         param = "prompt_token_ids" if max_tokens is None or prompt >= self.max_model_len else "max_tokens"
-        if asked > self.max_model_len:
+        if total > self.max_model_len:
             raise PromptTooLong(
-                f"{what} exceed the context of {self.max_model_len} tokens: shorten the prompt or lower max_tokens",
+                f"{summary} exceed the context of {self.max_model_len} tokens: shorten the prompt or lower max_tokens",
                 param=param,
             )
-        pages = self.pool.pages_for(max(prompt, asked - 1))
+        pages = self.pool.pages_for(max(prompt, total - 1))
         if pages > self.pool.capacity:
             raise PromptTooLong(
-                f"{what} need {pages} pages of {self.pool.page_size} tokens, the whole KV cache has "
+                f"{summary} need {pages} pages of {self.pool.page_size} tokens, the whole KV cache has "
                 f"{self.pool.capacity}: shorten the prompt, lower max_tokens, or give the cache more pages",
                 param=param,
             )

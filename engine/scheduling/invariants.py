@@ -20,15 +20,15 @@ def queue_problems(
 ) -> list[str]:
     """Whether each live request id stands in exactly one line, in order, in a state that fits the line."""
     found = []
-    for line, name in ((waiting, "waiting"), (running, "running")):
-        keys = [entry.key for entry in line]
+    for queue, name in ((waiting, "waiting"), (running, "running")):
+        keys = [entry.key for entry in queue]
         if keys != sorted(keys):
             found.append(f"the {name} line is out of order")
-    in_lines = Counter(entry.request.request_id for entry in (*waiting, *running))
+    queued = Counter(entry.request.request_id for entry in (*waiting, *running))
     ids = set(live)
-    found += [f"request {name!r} is live but in no line" for name in sorted(ids - in_lines.keys())]
-    found += [f"request {name!r} is in a line but not live" for name in sorted(in_lines.keys() - ids)]
-    found += [f"request {name!r} is in the lines {times} times" for name, times in in_lines.items() if times > 1]
+    found += [f"request {name!r} is live but in no line" for name in sorted(ids - queued.keys())]
+    found += [f"request {name!r} is in a line but not live" for name in sorted(queued.keys() - ids)]
+    found += [f"request {name!r} is in the lines {times} times" for name, times in queued.items() if times > 1]
     for entry in waiting:
         request = entry.request
         if request.state not in _WAITING_STATES:
@@ -63,6 +63,6 @@ def page_problems(pool: PagePool, running: Sequence[QueuedRequest]) -> list[str]
         if not pool.pages_for(request.num_computed) <= len(request.pages) <= entry.final_pages:
             found.append(f"{request!r} should hold pages for its computed tokens, {entry.final_pages} at most")
     for page in range(pool.num_pages):
-        if pool.count(page) != held[page]:
-            found.append(f"page {page} counts {pool.count(page)} references, running requests hold {held[page]}")
+        if pool.ref_count(page) != held[page]:
+            found.append(f"page {page} counts {pool.ref_count(page)} references, running requests hold {held[page]}")
     return found

@@ -68,7 +68,7 @@ class PagePool:
         """Pages that hold the keys and values of `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
 
-    def count(self, page: int) -> int:
+    def ref_count(self, page: int) -> int:
         """References to `page`."""
         return self._counts[page]
 

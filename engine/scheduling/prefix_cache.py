@@ -78,11 +78,11 @@ class PrefixCache:
             pages.append(page)
         return pages
 
-    def take(self, pages: Sequence[int]) -> None:
+    def acquire(self, pages: Sequence[int]) -> None:
         """Reference the pages of a `lookup`, before anything else is allocated; the caller frees them."""
         self.pool.acquire(pages)
 
-    def count(self, queried: int, hit: int) -> None:
+    def record_lookup(self, queried: int, hit: int) -> None:
         """Count a lookup that was acted on, in tokens; apart, for a blocked request is looked up many times."""
         self.queries += queried
         self.hits += hit
@@ -90,8 +90,8 @@ class PrefixCache:
     def match(self, token_ids: Sequence[int], salt: str) -> list[int]:
         """`lookup`, `take` and `count` in one: the pages are referenced for the caller."""
         pages = self.lookup(self.chain(salt), token_ids)
-        self.take(pages)
-        self.count(len(token_ids), len(pages) * self.pool.page_size)
+        self.acquire(pages)
+        self.record_lookup(len(token_ids), len(pages) * self.pool.page_size)
         return pages
 
     def insert(self, chain: PrefixChain, token_ids: Sequence[int], pages: Sequence[int], start: int, stop: int) -> None:

@@ -52,9 +52,9 @@ class RequestProgress:
                 if batch.completed
                 else "a batch is completed after it was dispatched"
             )
-        wanted = len(batch.decodes) + sum(chunk.is_last for chunk in batch.prefills)
-        if len(new_tokens) != wanted:
-            raise SchedulerInvariantError(f"{len(new_tokens)} tokens came for a batch that samples {wanted}")
+        num_sampled = len(batch.decodes) + sum(chunk.is_last for chunk in batch.prefills)
+        if len(new_tokens) != num_sampled:
+            raise SchedulerInvariantError(f"{len(new_tokens)} tokens came for a batch that samples {num_sampled}")
         batch.completed = True
         tokens, page_size = iter(new_tokens), self._page_size
         for request, position, lease, token in zip(batch.decodes, batch.positions, batch.leases, tokens, strict=False):

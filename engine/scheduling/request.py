@@ -58,11 +58,11 @@ class Request:
         self.pages: list[int] = []
         self.slot: int | None = None
         self.lease = 0
-        self.limit = 0
-        self.ends_on = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
-        self.wants_tokens = params.max_tokens != 0
+        self.max_length = 0
+        self.end_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
+        self.generates_tokens = params.max_tokens != 0
         self.prompt_scores: list[TokenLogprob] = []  # as far as this run of its prompt has come
-        self.reported = False  # its first event is out
+        self.first_event_sent = False  # its first event is out
         self.cached_tokens = 0
         self.first_scheduled_time: float | None = None
         self.weight_version = weight_version

@@ -59,8 +59,8 @@ class Scheduler:
         self._waiting: list[QueuedRequest] = []  # both in order of key
         self._running: list[QueuedRequest] = []
         self._free_slots = list(range(config.max_num_seqs))  # a heap: low slots first
-        self._blocked: QueuedRequest | None = None  # head that did not fit; nothing was released since
-        self._added = self._leased = 0
+        self._blocked_head: QueuedRequest | None = None  # head that did not fit; nothing was released since
+        self._added = self._last_lease = 0
         self._progress = RequestProgress(pool.page_size, prefix_cache, self._entries)
 
     @property
@@ -107,7 +107,7 @@ class Scheduler:
         if self.config.max_waiting is not None and len(self._waiting) >= self.config.max_waiting:
             raise QueueFull(f"{len(self._waiting)} requests wait already, the bound is {self.config.max_waiting}")
         self._added += 1
-        request.limit = self.token_limit(request)
+        request.max_length = self.token_limit(request)
         self._entries[request.request_id] = entry
         insort(self._waiting, entry, key=_ORDER_KEY)
 
@@ -161,10 +161,10 @@ class Scheduler:
 
         Does not count against them in the admission reserve. Returns those requests.
         """
-        sent_back = list(self._running)
-        for entry in sent_back:
+        preempted = list(self._running)
+        for entry in preempted:
             self._requeue(entry)
-        return [entry.request for entry in sent_back]
+        return [entry.request for entry in preempted]
 
     def schedule(self) -> Batch:
         """Choose the next step's work; falsy if there is none. Pages and slots of what it lists are theirs already.
@@ -239,13 +239,13 @@ class Scheduler:
             entry = running[index]
             request = entry.request
             computed, length = request.num_computed, request.length
-            left = length - computed
-            if length >= request.limit and length > len(request.token_ids):
+            remaining = length - computed
+            if length >= request.max_length and length > len(request.token_ids):
                 pass  # ends with the token in flight
-            elif left == 1:
-                if computed < len(request.pages) * page_size or self._grow(entry, batch):
+            elif remaining == 1:
+                if computed < len(request.pages) * page_size or self._allocate_next_page(entry, batch):
                     decodes.append(request)
-            elif left > 1:
+            elif remaining > 1:
                 prefilling.append(entry)
             else:
                 raise SchedulerInvariantError(
@@ -254,9 +254,9 @@ class Scheduler:
             index += 1
         return prefilling
 
-    def _grow(self, entry: QueuedRequest, batch: Batch) -> bool:
+    def _allocate_next_page(self, entry: QueuedRequest, batch: Batch) -> bool:
         """Give a decode its next page, preempting from the end of the line; False if it had to go itself."""
-        if entry.pages_to_come <= 0:
+        if entry.pages_remaining <= 0:
             raise SchedulerInvariantError(
                 f"{entry.request!r} outgrew its limit of {self.token_limit(entry.request)} tokens: finish it there"
             )
@@ -272,28 +272,28 @@ class Scheduler:
         """Admit requests that a running one of lower priority keeps waiting, preempting where slots or pages lack."""
         while self._waiting and self._running:
             head, last = self._waiting[0], self._running[-1]
-            if head is self._blocked or head.key[0] >= last.key[0] or self._budget_left_to(head) <= 0:
+            if head is self._blocked_head or head.key[0] >= last.key[0] or self._budget_left_for(head) <= 0:
                 return
             matched = self._admission.matched_pages(head, self.weight_version)
             victims = self._admission.victims(head, matched, self._running, bool(self._free_slots))
             if victims is None:
-                self._blocked = head
+                self._blocked_head = head
                 return
             for victim in victims:
                 self._preempt(victim, batch)
             self._admit(head, matched, batch)
 
-    def _budget_left_to(self, head: QueuedRequest) -> int:
+    def _budget_left_for(self, head: QueuedRequest) -> int:
         """What the step's budget leaves to `head`, were it admitted: no sooner is anybody preempted for it."""
         budget = self.config.max_num_batched_tokens
         for entry in self._running:
-            left = entry.request.length - entry.request.num_computed
-            budget -= left if entry.key < head.key or left == 1 else 0
+            remaining = entry.request.length - entry.request.num_computed
+            budget -= remaining if entry.key < head.key or remaining == 1 else 0
         return budget
 
     def _admit_in_order(self, batch: Batch, budget: int) -> None:
         """Admit from the head of the queue while budget, slots and pages last; nobody overtakes a head that waits."""
-        while budget > 0 and self._waiting and self._free_slots and self._waiting[0] is not self._blocked:
+        while budget > 0 and self._waiting and self._free_slots and self._waiting[0] is not self._blocked_head:
             head = self._waiting[0]
             if head.request in batch.preempted:  # making room for others and taking it back would be for nothing
                 return
@@ -301,7 +301,7 @@ class Scheduler:
             if self._admission.shortfall(head, matched, self._running) > 0:
                 if not self._running:  # it fits an empty pool, so waiting on would be for ever
                     raise SchedulerInvariantError(f"{head.request!r} can't enter an idle engine: {self.problems()}")
-                self._blocked = head
+                self._blocked_head = head
                 return
             self._admit(head, matched, batch)
             if len(head.request.token_ids) - head.request.num_computed == 1:
@@ -314,15 +314,15 @@ class Scheduler:
         """Move the head of the queue to the running line with its slot and all pages of its text."""
         request = entry.request
         if self.prefix_cache is not None:
-            self.prefix_cache.take(matched)  # before allocating, or the allocation might evict them
+            self.prefix_cache.acquire(matched)  # before allocating, or the allocation might evict them
         fresh = self.pool.allocate(self._admission.pages_now(entry) - len(matched))
         del self._waiting[0]
         insort(self._running, entry, key=_ORDER_KEY)
         request.state = RequestState.RUNNING
         request.pages = matched + fresh
         request.slot = heappop(self._free_slots)
-        self._leased += 1
-        request.lease = self._leased
+        self._last_lease += 1
+        request.lease = self._last_lease
         request.num_computed = len(matched) * self.pool.page_size
         request.weight_version = self.weight_version
         entry.registered = len(matched)
@@ -331,7 +331,7 @@ class Scheduler:
             request.cached_tokens = request.num_computed
             self.prompt_tokens += request.prompt_len
             if self.prefix_cache is not None:
-                self.prefix_cache.count(len(request.token_ids), request.num_computed)
+                self.prefix_cache.record_lookup(len(request.token_ids), request.num_computed)
         batch.admitted.append(request)
 
     def _preempt(self, entry: QueuedRequest, batch: Batch) -> None:
@@ -359,20 +359,20 @@ class Scheduler:
         request.slot = None
         request.lease = request.num_computed = 0
         request.length = len(request.token_ids)
-        self._blocked = None
+        self._blocked_head = None
 
 
 def _add_chunk(batch: Batch, request: Request, budget: int) -> int:
     """Add the next chunk of at most `budget` tokens; returns its length."""
-    left = len(request.token_ids) - request.num_computed
-    length = min(left, budget)
-    batch.prefills.append(PrefillChunk(request, request.num_computed, length, length == left, request.lease))
+    remaining = len(request.token_ids) - request.num_computed
+    length = min(remaining, budget)
+    batch.prefills.append(PrefillChunk(request, request.num_computed, length, length == remaining, request.lease))
     return length
 
 
-def _remove_from_queue(line: list[QueuedRequest], entry: QueuedRequest) -> None:
+def _remove_from_queue(queue: list[QueuedRequest], entry: QueuedRequest) -> None:
     """Remove `entry` from a line in order of key."""
-    index = bisect_left(line, entry.key, key=_ORDER_KEY)
-    if index == len(line) or line[index] is not entry:
+    index = bisect_left(queue, entry.key, key=_ORDER_KEY)
+    if index == len(queue) or queue[index] is not entry:
         raise SchedulerInvariantError(f"{entry.request!r} is not where its key puts it in the line")
-    del line[index]
+    del queue[index]

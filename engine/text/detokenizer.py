@@ -13,18 +13,18 @@ from typing import Any, Protocol
 
 from tokenizers import decoders
 
-_UNKNOWN = "\ufffd"  # what a decoder writes for bytes that are not, or not yet, a character
-_LONGEST_CHARACTER = 4  # bytes in UTF-8, so at most as many tokens
-_CONTEXT = 8  # tokens of the prompt that decide how the first token is written
+_REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are not, or not yet, a character
+_MAX_UTF8_BYTES = 4  # bytes in UTF-8, so at most as many tokens
+_CONTEXT_TOKENS = 8  # tokens of the prompt that decide how the first token is written
 
 
 def _byte_alphabet() -> dict[str, int]:
     """The characters by which byte-level tokenizers spell bytes, as GPT-2 chose them: those that can be seen stand for
     themselves, the others for the code points from 256 on, in their order.
     """
-    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    unseen = [byte for byte in range(256) if byte not in seen]
-    return {chr(byte): byte for byte in seen} | {chr(256 + place): byte for place, byte in enumerate(unseen)}
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
 _BYTES = _byte_alphabet()
@@ -49,7 +49,7 @@ class Detokenizers:
     def make(self, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> AnyDetokenizer:
         """The detokenizer of one sequence. A prompt that ends within a character needs the one that decodes."""
         pieces = self._pieces.get(skip_special_tokens)
-        if pieces is None or pieces.end_within_character(prompt_ids):
+        if pieces is None or pieces.ends_mid_character(prompt_ids):
             return Detokenizer(self._tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
         return ByteDetokenizer(pieces)
 
@@ -67,18 +67,18 @@ class BytePieces(dict[int, str | bytes]):
     def __missing__(self, token_id: int) -> str | bytes:
         text = self._tokenizer.decode((token_id,), skip_special_tokens=self._skip)
         piece: str | bytes = text
-        if _UNKNOWN in text:
+        if _REPLACEMENT in text:
             token = self._backend.id_to_token(token_id)
             if all(character in _BYTES for character in token):  # an added token may spell that very character
-                written = bytes(_BYTES[character] for character in token)
-                piece = text if text.encode() == written else written
+                raw = bytes(_BYTES[character] for character in token)
+                piece = text if text.encode() == raw else raw
         self[token_id] = piece
         return piece
 
-    def end_within_character(self, ids: Sequence[int]) -> bool:
+    def ends_mid_character(self, ids: Sequence[int]) -> bool:
         """Whether the text of `ids` ends before its last character does."""
         tail = b""
-        for token_id in reversed(ids[-_CONTEXT:]):
+        for token_id in reversed(ids[-_CONTEXT_TOKENS:]):
             piece = self[token_id]
             if piece and isinstance(piece, str):
                 break
@@ -89,20 +89,20 @@ class BytePieces(dict[int, str | bytes]):
 class ByteDetokenizer:
     """As Detokenizer, for byte-level tokenizers: the same text, at the cost of a look-up a token."""
 
-    __slots__ = ("_pieces", "_half")
+    __slots__ = ("_pieces", "_partial")
 
     def __init__(self, pieces: BytePieces):
         self._pieces = pieces
-        self._half = b""  # of a character that is not yet complete
+        self._partial = b""  # of a character that is not yet complete
 
     def add_one(self, token_id: int) -> str:
         """The text that this token completes; may be empty."""
         piece = self._pieces[token_id]
-        if not self._half and type(piece) is str:
+        if not self._partial and type(piece) is str:
             return piece
-        data = self._half + (piece.encode() if type(piece) is str else piece)
+        data = self._partial + (piece.encode() if type(piece) is str else piece)
         text, read = codecs.utf_8_decode(data, "replace", False)
-        self._half = data[read:]
+        self._partial = data[read:]
         return text
 
     def add(self, token_ids: Iterable[int]) -> str:
@@ -111,7 +111,7 @@ class ByteDetokenizer:
 
     def finish(self) -> str:
         """What is held back, as it is."""
-        half, self._half = self._half, b""
+        half, self._partial = self._partial, b""
         return half.decode("utf-8", "replace")
 
 
@@ -131,10 +131,10 @@ class Detokenizer:
         self._pending: list[int] = []
         # Written already; decides the spaces of what follows. It begins with a whole character: some tokenizers give
         # up good bytes that stand beside half a character.
-        for length in range(_CONTEXT, _CONTEXT - _LONGEST_CHARACTER, -1):
+        for length in range(_CONTEXT_TOKENS, _CONTEXT_TOKENS - _MAX_UTF8_BYTES, -1):
             self._context = list(prompt_ids[-length:])
             self._context_text = self._decode(self._context)
-            if not self._context_text.startswith(_UNKNOWN):
+            if not self._context_text.startswith(_REPLACEMENT):
                 break
 
     def add_one(self, token_id: int) -> str:
@@ -147,9 +147,9 @@ class Detokenizer:
         if not self._pending:
             return ""
         text = self._decode(self._context + self._pending)
-        if not text.endswith(_UNKNOWN):
+        if not text.endswith(_REPLACEMENT):
             return self._release(text, len(self._pending))
-        if len(self._pending) <= _LONGEST_CHARACTER:
+        if len(self._pending) <= _MAX_UTF8_BYTES:
             return ""
         # More than one character waits, so some bytes will never be one: release what later bytes can't change.
         for count in range(len(self._pending) - 1, 0, -1):
@@ -177,11 +177,11 @@ class Detokenizer:
             self._context_text = self._decode(released)
         elif not self._context_text:
             # Nothing was written at all so far: these tokens, though without text, are what the next one follows.
-            self._context = (self._context + released)[-_CONTEXT:]
+            self._context = (self._context + released)[-_CONTEXT_TOKENS:]
         return new
 
     def _written(self, text: str) -> int:
-        if not text.startswith(self._context_text) and self._context_text.endswith(_UNKNOWN):
+        if not text.startswith(self._context_text) and self._context_text.endswith(_REPLACEMENT):
             return len(commonprefix((text, self._context_text)))  # the prompt ended within a character, now complete
         return len(self._context_text)
 
@@ -231,7 +231,7 @@ class StopStrings:
 
     def _step(self, character: str) -> list[str]:
         """Advance every search by one character; the stop strings that end with it."""
-        ended = []
+        completed = []
         for i, stop in enumerate(self._stops):
             n, fallbacks = self._matched[i], self._fallbacks[i]
             while n and stop[n] != character:
@@ -239,10 +239,10 @@ class StopStrings:
             if stop[n] == character:
                 n += 1
             if n == len(stop):
-                ended.append(stop)
+                completed.append(stop)
                 n = fallbacks[n - 1]
             self._matched[i] = n
-        return ended
+        return completed
 
 
 def _fallbacks(stop: str) -> list[int]:

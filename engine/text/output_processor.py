@@ -127,26 +127,26 @@ def _text_of(sequence: _Sequence, event: TokenEvent) -> tuple[str, int, str | No
     if detokenizer is None:
         sequence.num_tokens += total
         return "", total, None
-    silent = event.finish_reason == "stop" and not sequence.params.include_stop_str_in_output
+    hide_last = event.finish_reason == "stop" and not sequence.params.include_stop_str_in_output
     pieces = []
     for count, token_id in enumerate(event.token_ids, start=1):
         sequence.num_tokens += 1
-        if silent and count == total:
+        if hide_last and count == total:
             break
-        text, stop = _shown(sequence, detokenizer.add_one(token_id))
+        text, stop = _visible(sequence, detokenizer.add_one(token_id))
         pieces.append(text)
         if stop is not None:
             return "".join(pieces), count, stop
     if event.finish_reason is None:
         return "".join(pieces), total, None
-    text, stop = _shown(sequence, detokenizer.finish())
+    text, stop = _visible(sequence, detokenizer.finish())
     pieces.append(text)
     if stop is None and stops is not None:
         pieces.append(stops.finish())
     return "".join(pieces), total, stop
 
 
-def _shown(sequence: _Sequence, text: str) -> tuple[str, str | None]:
+def _visible(sequence: _Sequence, text: str) -> tuple[str, str | None]:
     """What of a new text can be shown, and the stop string found in it."""
     if sequence.stops is None:
         return text, None

@@ -28,7 +28,7 @@ _QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
-_IDS_WORK = "prompts given as token ids still work"
+_IDS_HINT = "prompts given as token ids still work"
 
 
 class NoTokenizer(ModelError):
@@ -154,20 +154,20 @@ class Tokenizer:
 
 def _from_gguf(source: ModelSource) -> Tokenizer:
     metadata = GGUFFile(source.path).metadata
-    kind, flavour = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
-    if kind is None:
-        raise NoTokenizer(f"{source.path}: holds no tokenizer; {_IDS_WORK}")
-    if kind != "gpt2" or flavour not in ("smollm", "gpt-2", "qwen2"):
+    model_type, pre_tokenizer = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
+    if model_type is None:
+        raise NoTokenizer(f"{source.path}: holds no tokenizer; {_IDS_HINT}")
+    if model_type != "gpt2" or pre_tokenizer not in ("smollm", "gpt-2", "qwen2"):
         raise NoTokenizer(
-            f"{source.path}: tokenizer {kind!r} with pre-tokenizer {flavour!r} is not supported from "
+            f"{source.path}: tokenizer {model_type!r} with pre-tokenizer {pre_tokenizer!r} is not supported from "
             f"GGUF files (gpt2 with smollm, gpt-2 or qwen2 is); use the model's Hugging Face folder, or "
-            f"token ids: {_IDS_WORK}"
+            f"token ids: {_IDS_HINT}"
         )
     tokens, template = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.chat_template")
     try:
-        backend = _byte_level_bpe(tokens, metadata.get("tokenizer.ggml.merges"), flavour)
+        backend = _byte_level_bpe(tokens, metadata.get("tokenizer.ggml.merges"), pre_tokenizer)
         _add_special_tokens(backend, tokens, metadata.get("tokenizer.ggml.token_type") or [])
-        names = {key: _token_named(metadata, tokens, key) for key in ("bos", "eos", "eot")}
+        names = {key: _special_token(metadata, tokens, key) for key in ("bos", "eos", "eot")}
         if metadata.get("tokenizer.ggml.add_bos_token") and names["bos"]:
             backend.post_processor = processors.TemplateProcessing(
                 single=f"{names['bos']} $A", special_tokens=[(names["bos"], tokens.index(names["bos"]))]
@@ -185,13 +185,13 @@ def _from_gguf(source: ModelSource) -> Tokenizer:
     )
 
 
-def _byte_level_bpe(tokens: list[str], merges: list[str], flavour: str) -> tokenizers.Tokenizer:
+def _byte_level_bpe(tokens: list[str], merges: list[str], pre_tokenizer: str) -> tokenizers.Tokenizer:
     """Byte-level BPE from a vocabulary in id order and merges as "left right" lines."""
     vocabulary = {token: index for index, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens):
         raise ValueError(f"{len(tokens) - len(vocabulary)} of {len(tokens)} tokens appear twice")
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[tuple(merge.split(" ")) for merge in merges]))
-    if flavour == "qwen2":
+    if pre_tokenizer == "qwen2":
         backend.normalizer = normalizers.NFC()
         split = pre_tokenizers.Split(tokenizers.Regex(_QWEN2_PATTERN), behavior="isolated")
         backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -199,7 +199,7 @@ def _byte_level_bpe(tokens: list[str], merges: list[str], flavour: str) -> token
         )
     else:
         steps = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        if flavour == "smollm":
+        if pre_tokenizer == "smollm":
             steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
         backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
     backend.decoder = decoders.ByteLevel()
@@ -216,7 +216,7 @@ def _add_special_tokens(backend: tokenizers.Tokenizer, tokens: list[str], types:
     )
 
 
-def _token_named(metadata: dict[str, Any], tokens: list[str], key: str) -> str | None:
+def _special_token(metadata: dict[str, Any], tokens: list[str], key: str) -> str | None:
     index = metadata.get(f"tokenizer.ggml.{key}_token_id")
     if index is None:
         return None
@@ -227,7 +227,7 @@ def _token_named(metadata: dict[str, Any], tokens: list[str], key: str) -> str |
 
 def _from_folder(source: ModelSource) -> Tokenizer:
     if not any(os.path.exists(os.path.join(source.path, name)) for name in _TOKENIZER_FILES):
-        raise NoTokenizer(f"{source.path} has no tokenizer ({', '.join(_TOKENIZER_FILES)}); {_IDS_WORK}")
+        raise NoTokenizer(f"{source.path} has no tokenizer ({', '.join(_TOKENIZER_FILES)}); {_IDS_HINT}")
     # By its full name: `from transformers import …` fails while another thread imports transformers for the first time.
     from transformers.models.auto.tokenization_auto import AutoTokenizer
 
@@ -237,7 +237,7 @@ def _from_folder(source: ModelSource) -> Tokenizer:
         raise ModelError(f"{source.path}: the tokenizer can't be loaded: {error}") from error
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise NoTokenizer(f"{source.path}: {type(tokenizer).__name__} has no fast form (tokenizer.json); {_IDS_WORK}")
+        raise NoTokenizer(f"{source.path}: {type(tokenizer).__name__} has no fast form (tokenizer.json); {_IDS_HINT}")
     eos = [tokenizer.eos_token_id, *_generation_eos(source.path)]
     return Tokenizer(
         backend,

@@ -31,8 +31,8 @@ class StepResult:
 class AsyncStepOutput:
     """Made and filled by ModelRunner.launch. `read` waits for the step, not for what was enqueued after it."""
 
-    def __init__(self, rows: int) -> None:
-        self.rows = rows  # how many decodes it has
+    def __init__(self, num_decodes: int) -> None:
+        self.num_decodes = num_decodes  # how many decodes it has
         self.tickets: list[Ticket] = []  # of tokens: the decodes', then the prefills'
         self.samples: list[tuple[int, SampleResult]] = []  # with the row where each begins
         self.prompt_scores: dict[str, list[DeviceLogprobs]] = {}
@@ -63,10 +63,10 @@ class AsyncStepOutput:
         result = StepResult(graph_bucket=self.graph_bucket)
         for ticket in self.tickets:
             result.tokens += ticket.read().tolist()
-        for first, sampled in self.samples:  # after the tokens: these arrive later
+        for start, sampled in self.samples:  # after the tokens: these arrive later
             for row, logprob in enumerate(sampled.logprobs or ()):
                 if logprob is not None:
-                    result.logprobs[first + row] = logprob
+                    result.logprobs[start + row] = logprob
         result.prompt_logprobs = {
             name: [entry for part in parts for entry in part.read()] for name, parts in self.prompt_scores.items()
         }

@@ -46,12 +46,12 @@ def decode_site(
     a graph of its own; empty if the attention kernel reads lengths from device memory and needs none. `fused` computes
     the step in the model's place where it is given.
     """
-    book = weights_and_pages(model, kv)
+    addresses = model_addresses(model, kv)
     variants = [{"context": width} for width in contexts] or [{}]
     warm = [{"context": width} for width in warm_contexts] or [{}]
     if fused is not None:
-        make = _fused_layer_parts if scope == "layer" else _fused_block_part
-        parts = make(fused, layout)
+        build_parts = _fused_layer_parts if scope == "layer" else _fused_block_part
+        parts = build_parts(fused, layout)
     else:
         parts = (_layer_parts if scope == "layer" else _block_part)(model, kv, layout, impl)
     return Site(
@@ -63,17 +63,17 @@ def decode_site(
         phase="decode",
         variants=variants,
         warm_variants=warm,
-        addresses=book,
+        addresses=addresses,
     )
 
 
-def weights_and_pages(model: DenseModel | MegatronModel, kv: KVCache) -> AddressBook:
+def model_addresses(model: DenseModel | MegatronModel, kv: KVCache) -> AddressBook:
     """What a step reads by address beside its site's own buffers."""
-    book = AddressBook()
-    book.watch(model, prefix="model.")
+    addresses = AddressBook()
+    addresses.watch(model, prefix="model.")
     for name, tensors in (("k", kv.k), ("v", kv.v)):
-        book.watch({str(layer): tensor for layer, tensor in enumerate(tensors)}, prefix=f"kv.{name}.")
-    return book
+        addresses.watch({str(layer): tensor for layer, tensor in enumerate(tensors)}, prefix=f"kv.{name}.")
+    return addresses
 
 
 class _Rows:
@@ -94,12 +94,12 @@ class _Rows:
 
     def advance(self, tokens: Tensor) -> None:
         """Leave the next step's inputs: tokens int64 [b] and each position one further; padding (entry 0) stays 0."""
-        real = self.slots.sign()
-        self._state.last_tokens.index_copy_(0, self.slots, tokens * real)
-        self.positions.add_(real)
+        is_real = self.slots.sign()
+        self._state.last_tokens.index_copy_(0, self.slots, tokens * is_real)
+        self.positions.add_(is_real)
 
 
-def _choose(model: DenseModel | MegatronModel, hidden: Tensor, logits: Tensor, next_tokens: Tensor) -> Tensor:
+def _sample_greedy(model: DenseModel | MegatronModel, hidden: Tensor, logits: Tensor, next_tokens: Tensor) -> Tensor:
     """Logits and the greedy choice into their buffers; -1 marks a row whose logits are not finite.
 
     Returns what to feed back: the choice again, but always a token. The request of a row that isn't finite fails, and
@@ -115,7 +115,7 @@ def _block_part(model: DenseModel | MegatronModel, kv: KVCache, layout: Layout, 
     def step(state, hidden, logits, next_tokens, context=None):
         rows = _Rows(state, layout, len(next_tokens))
         out = model(rows.tokens(), rows.positions, rows.attention(kv, impl, context))
-        rows.advance(_choose(model, out, logits, next_tokens))
+        rows.advance(_sample_greedy(model, out, logits, next_tokens))
 
     return [step]
 
@@ -137,7 +137,7 @@ def _layer_parts(model: DenseModel | MegatronModel, kv: KVCache, layout: Layout,
         return layer
 
     def head(state, hidden, logits, next_tokens, context=None):
-        ids = _choose(model, model.norm(hidden), logits, next_tokens)
+        ids = _sample_greedy(model, model.norm(hidden), logits, next_tokens)
         _Rows(state, layout, len(hidden)).advance(ids)
 
     return [embed, *(layer_part(index) for index in range(len(model.layers))), head]

@@ -23,12 +23,12 @@ class Layout(NamedTuple):
     """Where each part of the state lies: one tensor, so that one small copy and one scatter change any of it."""
 
     max_num_seqs: int
-    pages: int
+    pages_per_slot: int
 
     @property
     def size(self) -> int:
         """Elements of the whole."""
-        return self.page_start + (self.max_num_seqs + 1) * self.pages
+        return self.page_start + (self.max_num_seqs + 1) * self.pages_per_slot
 
     @property
     def token_start(self) -> int:
@@ -45,7 +45,7 @@ class Layout(NamedTuple):
             state[:rows],
             state[rows : 2 * rows],
             state[2 * rows : self.page_start],
-            state[self.page_start :].reshape(rows + 1, self.pages),
+            state[self.page_start :].reshape(rows + 1, self.pages_per_slot),
         )
 
 
@@ -83,23 +83,23 @@ class DecodeInputs:
         self._page_size = page_size
         self._staged = state.device.type == "cuda" if staged is None else staged
         self._mirror = np.zeros(layout.size, np.int64) if self._staged else state.numpy()
-        self._seen: SlotState = layout.views(self._mirror)
+        self._mirror_views: SlotState = layout.views(self._mirror)
         self._changes: list[tuple[np.ndarray, np.ndarray]] = []
         # By slot: which token of its sequence the newest one is (-1: none is there), and how many pages are written.
-        self._newest = np.full(layout.max_num_seqs, -1, np.int64)
-        self._written = np.zeros(layout.max_num_seqs, np.int64)
+        self._token_positions = np.full(layout.max_num_seqs, -1, np.int64)
+        self._num_pages = np.zeros(layout.max_num_seqs, np.int64)
         # The rows as they are: whose they are, their slots, and for how many steps more all their pages are written.
         self._leases: list[int] = []
         self._bucket = 0
         self._slots = np.zeros(0, np.int64)
-        self._steps_left = 0
-        self._advanced = 0  # steps since these rows were placed that are not in `_newest` and the mirror yet
+        self._steps_until_pages = 0
+        self._unapplied_steps = 0  # steps enqueued but not yet added to `_token_positions` and the mirror
 
     def assign_slot(self, slot: int) -> None:
         """A slot changes hands: nothing that it holds is its new request's."""
-        self._catch_up()
-        self._newest[slot] = -1
-        self._written[slot] = 0
+        self._apply_advances()
+        self._token_positions[slot] = -1
+        self._num_pages[slot] = 0
 
     def invalidate(self) -> None:
         """Take nothing for granted at the next load: something else wrote to the state, or a step broke off.
@@ -109,10 +109,10 @@ class DecodeInputs:
         self._state.zero_()
         self._mirror.fill(0)
         self._changes.clear()
-        self._newest.fill(-1)
-        self._written.fill(0)
+        self._token_positions.fill(-1)
+        self._num_pages.fill(0)
         self._leases = []
-        self._advanced = 0
+        self._unapplied_steps = 0
 
     def load(self, batch: Batch, bucket: int) -> None:
         """Row i becomes the batch's decode i; rows up to `bucket` become padding.
@@ -122,75 +122,75 @@ class DecodeInputs:
         either case pages where a row comes to need more.
         """
         if bucket != self._bucket or batch.leases != self._leases:
-            self._place(batch, bucket)
-        if self._steps_left <= 0:
+            self._set_rows(batch, bucket)
+        if self._steps_until_pages <= 0:
             self._write_pages(batch)
-        self._steps_left -= 1
+        self._steps_until_pages -= 1
         if self._changes:
-            self._send()
+            self._upload_changes()
 
     def advance(self) -> None:
         """The decode step that was loaded last is enqueued, and moves its rows one further."""
-        self._advanced += 1
+        self._unapplied_steps += 1
 
     def set_sampled_positions(self, slots: Sequence[int], positions: Sequence[int]) -> None:
         """These slots' newest tokens were put into `last_tokens` on the device: those at `positions`."""
-        self._catch_up()
-        self._newest[slots] = positions
+        self._apply_advances()
+        self._token_positions[slots] = positions
 
-    def _catch_up(self) -> None:
+    def _apply_advances(self) -> None:
         """Do what steps did to the state to what is known of it; a batch that stays the same needs it at its end."""
-        if self._advanced:
-            self._newest[self._slots] += self._advanced
+        if self._unapplied_steps:
+            self._token_positions[self._slots] += self._unapplied_steps
             if self._staged:
-                self._seen.positions[: len(self._slots)] += self._advanced
-            self._advanced = 0
+                self._mirror_views.positions[: len(self._slots)] += self._unapplied_steps
+            self._unapplied_steps = 0
 
-    def _place(self, batch: Batch, bucket: int) -> None:
-        self._catch_up()
+    def _set_rows(self, batch: Batch, bucket: int) -> None:
+        self._apply_advances()
         rows, layout = len(batch.decodes), self._layout
-        self._leases, self._bucket, self._steps_left = batch.leases, bucket, 0
+        self._leases, self._bucket, self._steps_until_pages = batch.leases, bucket, 0
         self._slots = slots = np.array([request.slot for request in batch.decodes], np.int64)
-        wanted = np.zeros((2, bucket), np.int64)
-        wanted[0, :rows], wanted[1, :rows] = slots + 1, batch.positions
-        for start, row in zip((0, layout.max_num_seqs), wanted, strict=True):
-            held = self._mirror[start : start + bucket]
-            if self._staged and len(changed := np.flatnonzero(held != row)):
+        new_rows = np.zeros((2, bucket), np.int64)
+        new_rows[0, :rows], new_rows[1, :rows] = slots + 1, batch.positions
+        for start, row in zip((0, layout.max_num_seqs), new_rows, strict=True):
+            current = self._mirror[start : start + bucket]
+            if self._staged and len(changed := np.flatnonzero(current != row)):
                 self._changes.append((changed + start, row[changed]))
-            held[:] = row
-        unknown = np.flatnonzero(self._newest[slots] != wanted[1, :rows]).tolist()
-        if unknown:
-            self._newest[slots] = wanted[1, :rows]
+            current[:] = row
+        missing = np.flatnonzero(self._token_positions[slots] != new_rows[1, :rows]).tolist()
+        if missing:
+            self._token_positions[slots] = new_rows[1, :rows]
             self._write(
-                [layout.token_start + 1 + batch.decodes[row].slot for row in unknown],
-                [batch.decodes[row].token_ids[batch.positions[row]] for row in unknown],
+                [layout.token_start + 1 + batch.decodes[row].slot for row in missing],
+                [batch.decodes[row].token_ids[batch.positions[row]] for row in missing],
             )
 
     def _write_pages(self, batch: Batch) -> None:
         """Write the pages of rows that come to need more, and see how long these will do."""
         size, layout, slots = self._page_size, self._layout, self._slots
         positions = np.array(batch.positions, np.int64)
-        places: list[int] = []
+        indices: list[int] = []
         values: list[int] = []
-        for row in np.flatnonzero(self._written[slots] * size <= positions).tolist():
+        for row in np.flatnonzero(self._num_pages[slots] * size <= positions).tolist():
             request = batch.decodes[row]
             pages, slot = request.pages, request.slot
-            first, have = layout.page_start + (slot + 1) * layout.pages, int(self._written[slot])
-            places += range(first + have, first + len(pages))
-            values += pages[have:]
-            self._written[slot] = len(pages)
-        if places:
-            self._write(places, values)
-        self._steps_left = int((self._written[slots] * size - positions).min())
+            start, num_written = layout.page_start + (slot + 1) * layout.pages_per_slot, int(self._num_pages[slot])
+            indices += range(start + num_written, start + len(pages))
+            values += pages[num_written:]
+            self._num_pages[slot] = len(pages)
+        if indices:
+            self._write(indices, values)
+        self._steps_until_pages = int((self._num_pages[slots] * size - positions).min())
 
-    def _write(self, places: list[int], values: list[int]) -> None:
+    def _write(self, indices: list[int], values: list[int]) -> None:
         """Set single entries, each once."""
-        self._mirror[places] = values
+        self._mirror[indices] = values
         if self._staged:
-            self._changes.append((np.array(places, np.int64), np.array(values, np.int64)))
+            self._changes.append((np.array(indices, np.int64), np.array(values, np.int64)))
 
-    def _send(self) -> None:
-        places, values = (np.concatenate(part) for part in zip(*self._changes, strict=True))
+    def _upload_changes(self) -> None:
+        indices, values = (np.concatenate(part) for part in zip(*self._changes, strict=True))
         self._changes.clear()
-        pairs = upload(torch.from_numpy(np.stack((places, values))), self._state.device)
+        pairs = upload(torch.from_numpy(np.stack((indices, values))), self._state.device)
         self._state.index_copy_(0, pairs[0], pairs[1])

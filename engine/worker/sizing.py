@@ -30,8 +30,8 @@ def resolve(config: EngineConfig, model: ModelConfig, device: torch.device, dtyp
     context = config.max_model_len or model.context_length
     if context > model.context_length:
         raise ConfigError(f"max_model_len={context} exceeds the model's context of {model.context_length} tokens")
-    usual = _usual_seqs(device)
-    seqs = config.max_num_seqs or min(usual, config.max_num_batched_tokens or usual)
+    default_seqs = _default_max_num_seqs(device)
+    seqs = config.max_num_seqs or min(default_seqs, config.max_num_batched_tokens or default_seqs)
     batched = config.max_num_batched_tokens or max(seqs, CUDA_BATCHED_TOKENS if on_gpu else CPU_BATCHED_TOKENS)
     if batched < seqs:
         raise ConfigError(
@@ -53,7 +53,7 @@ def resolve(config: EngineConfig, model: ModelConfig, device: torch.device, dtyp
     )
 
 
-def _usual_seqs(device: torch.device) -> int:
+def _default_max_num_seqs(device: torch.device) -> int:
     """How many sequences run at once unless told. A step's products cost about as much for many rows as for few."""
     if device.type != "cuda":
         return CPU_MAX_NUM_SEQS
@@ -85,7 +85,7 @@ def _affordable_pages(
     context: int,
 ) -> int:
     size = page_bytes(model, config.page_size, dtype)
-    per_sequence = -(-context // config.page_size)
+    pages_per_sequence = -(-context // config.page_size)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         budget = int(total * config.gpu_memory_utilization) - (total - free) - GRAPH_RESERVE_BYTES
@@ -93,8 +93,8 @@ def _affordable_pages(
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         budget = min(CPU_KV_BYTES, int(memory * CPU_KV_SHARE))
-    pages = min(1 + seqs * per_sequence, budget // size)
-    if pages <= per_sequence:
+    pages = min(1 + seqs * pages_per_sequence, budget // size)
+    if pages <= pages_per_sequence:
         raise ConfigError(
             f"the KV cache has room for {max(0, pages - 1) * config.page_size} tokens ({budget >> 20} MiB), and one "
             f"sequence may have {context}: lower max_model_len, or give num_pages"
@@ -104,9 +104,9 @@ def _affordable_pages(
 
 def context_buckets(max_model_len: int, page_size: int) -> tuple[int, ...]:
     """Widths in tokens at which attention without a paged kernel reads the KV cache: doubling up to the context."""
-    top, width = -(-max_model_len // page_size) * page_size, FIRST_CONTEXT_BUCKET
-    widths = {top}  # whole pages: large ones round several widths to the same
-    while width < top:
+    max_width, width = -(-max_model_len // page_size) * page_size, FIRST_CONTEXT_BUCKET
+    widths = {max_width}  # whole pages: large ones round several widths to the same
+    while width < max_width:
         widths.add(-(-width // page_size) * page_size)
         width *= 2
     return tuple(sorted(widths))

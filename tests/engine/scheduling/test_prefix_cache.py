@@ -25,7 +25,7 @@ def test_match_returns_the_pages_of_the_shared_prefix_referenced(cache):
     pages = stored(cache, list(range(12)))
     found = cache.match([*range(8), 99, 98, 97, 96, 95], "v1")
     assert found == pages[:2]
-    assert [cache.pool.count(page) for page in pages] == [1, 1, 0]
+    assert [cache.pool.ref_count(page) for page in pages] == [1, 1, 0]
 
 
 @pytest.mark.parametrize(("length", "pages"), [(3, 0), (4, 0), (5, 1), (8, 1), (9, 2), (12, 2), (13, 3)])
@@ -60,7 +60,7 @@ def test_reset_empties_the_cache_and_refuses_pages_begun_before(cache):
     assert cache.pool.num_free == 16 and cache.problems() == []
 
 
-def test_reset_keeps_a_second_life_under_the_same_version_apart(cache):
+def test_reset_separates_two_runs_under_the_same_version(cache):
     # A version name that returns (a roll-back) must not revive what an older run of it began.
     old = cache.chain("v1")
     cache.reset()

@@ -144,7 +144,7 @@ def test_recomputed_requests_belong_to_the_new_weights():
     assert request.weight_version == "v2" and len(scheduler.prefix_cache) == 3
 
 
-def test_failed_run_leaves_nothing_of_it_in_the_cache_not_even_by_those_who_built_on_it():
+def test_failed_request_drops_its_cached_pages_and_those_built_on_them():
     scheduler = make()
     request = add(scheduler, "a", list(range(12)), max_tokens=20)
     step(scheduler)
@@ -193,7 +193,7 @@ def test_first_schedule_is_stamped_once():
     assert request.first_scheduled_time == 5.0 and request.weight_version == "w1"
 
 
-def test_abort_works_waiting_running_and_preempted_and_says_so_once():
+def test_abort_ends_waiting_running_and_preempted_requests_once():
     scheduler = make(seqs=1)
     running = add(scheduler, "running", 4)
     waiting = add(scheduler, "waiting", 4, arrival=1.0)
@@ -326,7 +326,7 @@ def test_leaked_page_that_blocks_an_idle_engine_is_an_error_not_a_hang():
     "wrong",
     [{"max_num_seqs": 0}, {"max_waiting": 0}, {"max_num_batched_tokens": 7, "max_num_seqs": 8}, {"max_model_len": -1}],
 )
-def test_config_refuses_what_cannot_be_meant(wrong):
+def test_config_rejects_invalid_values(wrong):
     right = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 64}
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         SchedulerConfig(**{**right, **wrong})

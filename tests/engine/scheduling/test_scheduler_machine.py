@@ -43,11 +43,16 @@ class Simulation:
     """
 
     def __init__(
-        self, num_pages: int, page_size: int, config: SchedulerConfig, cached: bool = True, ahead: bool = False
+        self,
+        num_pages: int,
+        page_size: int,
+        config: SchedulerConfig,
+        cached: bool = True,
+        async_scheduling: bool = False,
     ):
-        self.ahead = ahead
-        self.under_way: list[tuple[Batch, list[Request], list[int]]] = []
-        self.newest: dict[Request, int] = {}  # the token that the device chose last
+        self.async_scheduling = async_scheduling
+        self.in_flight: list[tuple[Batch, list[Request], list[int]]] = []
+        self.last_sampled: dict[Request, int] = {}  # the token that the device chose last
         self.pool = PagePool(num_pages, page_size)
         self.cache = PrefixCache(self.pool) if cached else None
         self.scheduler = Scheduler(config, self.pool, self.cache, weight_version="0")
@@ -60,7 +65,7 @@ class Simulation:
 
     def add(self, prompt: list[int], priority: int, params: SamplingParams, arrival: float) -> Request:
         number = len(self.accepted)
-        asked = EngineRequest(
+        engine_request = EngineRequest(
             request_id=f"r{number}",
             prompt_token_ids=prompt,
             params=params,
@@ -68,13 +73,13 @@ class Simulation:
             arrival_time=arrival,
             seed=0,
         )
-        request = Request(asked)
+        request = Request(engine_request)
         self.scheduler.add(request)
         self.accepted.append(request)
         self.order[request] = (priority, arrival, number)
         return request
 
-    def step(self, abort_amid: Request | None = None, fails: bool = False) -> None:
+    def step(self, abort_mid_step: Request | None = None, fails: bool = False) -> None:
         """schedule, run, complete, finish; or a run that fails and takes its requests along."""
         batch = self.scheduler.schedule()
         self.check_batch(batch)
@@ -82,23 +87,23 @@ class Simulation:
         work += [(chunk.request, chunk.start, chunk.length, chunk.is_last) for chunk in batch.prefills]
         self.write(batch.admitted, work)
         new_tokens = [sampled(self.values[request][-1]) for request, _, _, is_last in work if is_last]
-        self.newest |= zip((request for request, _, _, is_last in work if is_last), new_tokens, strict=True)
+        self.last_sampled |= zip((request for request, _, _, is_last in work if is_last), new_tokens, strict=True)
         if fails:
             self.wait()
             for request, *_ in work:
                 if not request.state.is_final:
                     self.scheduler.finish(request, RequestState.FAILED, "error")
             return
-        if abort_amid is not None:
-            self.scheduler.abort(abort_amid.request_id)
+        if abort_mid_step is not None:
+            self.scheduler.abort(abort_mid_step.request_id)
         self.scheduler.dispatch(batch)
-        self.under_way.append((batch, [request for request, *_ in work], new_tokens))
-        self.wait(1 if self.ahead and batch else 0)
+        self.in_flight.append((batch, [request for request, *_ in work], new_tokens))
+        self.wait(1 if self.async_scheduling and batch else 0)
 
     def wait(self, behind: int = 0) -> None:
         """Tell the scheduler the tokens of all steps but the last `behind`, and end who is at its limit."""
-        while len(self.under_way) > behind:
-            batch, requests, new_tokens = self.under_way.pop(0)
+        while len(self.in_flight) > behind:
+            batch, requests, new_tokens = self.in_flight.pop(0)
             self.scheduler.complete(batch, new_tokens)
             for request in requests:
                 if request.slot is not None and len(request.token_ids) >= self.scheduler.token_limit(request):
@@ -118,7 +123,7 @@ class Simulation:
             assert len(values) == start + 1
             for position in range(start, start + length):
                 known = position < len(request.token_ids)
-                token = request.token_ids[position] if known else self.newest[request]
+                token = request.token_ids[position] if known else self.last_sampled[request]
                 values.append(value_after(values[-1], token, self.weights))
                 self.cells[request.pages[position // size], position % size] = values[-1]
         for request, start, length, _ in work:  # after all writes, as a layer appends for all before it attends
@@ -129,7 +134,7 @@ class Simulation:
     def check_batch(self, batch) -> None:
         scheduler, config = self.scheduler, self.scheduler.config
         scheduler.check()
-        if not self.under_way:
+        if not self.in_flight:
             assert bool(batch) == scheduler.has_work, "a step with live requests computes something"
         assert tokens_of(batch) <= config.max_num_batched_tokens
         listed = batch.decodes + [chunk.request for chunk in batch.prefills]
@@ -144,7 +149,7 @@ class Simulation:
             assert chunk.start == chunk.request.num_computed and 1 <= chunk.length <= left
             assert chunk.is_last == (chunk.length == left)
         running = [request for request in scheduler.requests() if request.slot is not None]
-        decoding = [r for r in running if r.num_computed == r.length - 1 < r.limit - 1 and r not in batch.admitted]
+        decoding = [r for r in running if r.num_computed == r.length - 1 < r.max_length - 1 and r not in batch.admitted]
         assert set(decoding) <= set(batch.decodes), "a running decode never misses a step"
         self.check_order(batch, running)
 
@@ -167,7 +172,7 @@ class Simulation:
         live = self.scheduler.requests()
         longest = max((self.scheduler.token_limit(request) for request in live), default=0)
         for _ in range(len(live) * (2 * longest + 4)):
-            if not self.scheduler.has_work and not self.under_way:
+            if not self.scheduler.has_work and not self.in_flight:
                 break
             self.step()
         self.scheduler.idle_check()
@@ -187,7 +192,7 @@ class Simulation:
 
 
 SHARED = [0, 1, 2, 2, 1, 0, 0, 1, 2, 2, 1, 0]
-ASKS = st.fixed_dictionaries(
+REQUESTS = st.fixed_dictionaries(
     {
         "tail": st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6),
         "shared": st.sampled_from([0, 4, 8, 12]),
@@ -209,21 +214,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         spare_tokens=st.integers(0, 12),
         max_model_len=st.integers(12, 40),
         cached=st.booleans(),
-        ahead=st.booleans(),
+        async_scheduling=st.booleans(),
     )
-    def start(self, num_pages, page_size, max_num_seqs, spare_tokens, max_model_len, cached, ahead):
+    def start(self, num_pages, page_size, max_num_seqs, spare_tokens, max_model_len, cached, async_scheduling):
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + spare_tokens,
             max_model_len=max_model_len,
             max_waiting=MAX_WAITING,
         )
-        self.sim = Simulation(num_pages, page_size, config, cached, ahead)
+        self.sim = Simulation(num_pages, page_size, config, cached, async_scheduling)
 
-    @rule(asks=st.lists(ASKS, min_size=1, max_size=5))
-    def add(self, asks):
-        for ask in asks:
-            self.add_one(**ask)
+    @rule(requests=st.lists(REQUESTS, min_size=1, max_size=5))
+    def add(self, requests):
+        for fields in requests:
+            self.add_one(**fields)
 
     def add_one(self, tail, shared, priority, max_tokens, prompt_logprobs, arrival):
         sim, prompt = self.sim, SHARED[:shared] + tail
@@ -251,11 +256,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.sim.step(fails=True)
 
     @precondition(lambda self: len(self.sim.scheduler.requests()) > 2)
-    @rule(data=st.data(), amid=st.booleans())
-    def abort(self, data, amid):
+    @rule(data=st.data(), mid_step=st.booleans())
+    def abort(self, data, mid_step):
         request = data.draw(st.sampled_from(self.sim.scheduler.requests()))
-        if amid:
-            self.sim.step(abort_amid=request)
+        if mid_step:
+            self.sim.step(abort_mid_step=request)
         else:
             assert self.sim.scheduler.abort(request.request_id)
         assert request.state.is_final and not request.pages and request.slot is None
@@ -283,7 +288,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(self.sim.cache) == 0
 
     @invariant()
-    def books_are_whole(self):
+    def invariants_hold(self):
         if hasattr(self, "sim"):
             self.sim.scheduler.check()
             live = self.sim.scheduler.requests()

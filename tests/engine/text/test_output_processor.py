@@ -146,7 +146,7 @@ def test_character_is_released_by_the_token_that_completes_it(by_decode):
     assert pieces(BYTES, [[i] for i in ids], by_decode=by_decode) == ["", "", "😀", "a", ""]
 
 
-def test_bytes_that_never_become_a_character_do_not_dam_the_stream():
+def test_bytes_that_never_become_a_character_do_not_block_the_stream():
     ids = [BYTES.backend.token_to_id("Ģ")] * 200  # a continuation byte that continues nothing
     stream = Detokenizer(BYTES)
     for count, token_id in enumerate(ids, start=1):
@@ -177,7 +177,7 @@ def test_special_tokens_are_shown_on_demand():
     assert "".join(pieces(BYTES, [[i] for i in ids])) == "a<tool>"
 
 
-def test_only_a_prompt_that_ends_within_a_character_is_decoded_again_and_again():
+def test_only_a_prompt_ending_mid_character_gets_the_decoding_detokenizer():
     whole, half = BYTES.encode("a😀"), BYTES.encode("a😀")[:-1]
     prompts = ([], whole, [*whole, SPECIAL], half, [*half, SPECIAL])
     kinds = [type(Detokenizers(BYTES).make(prompt)) for prompt in prompts]
@@ -262,7 +262,7 @@ def test_unarmed_search_lets_a_stop_pass_and_shows_it():
     assert search.add("NDx") == ("", "END")
 
 
-def test_search_for_nothing_holds_nothing():
+def test_no_stop_strings_hold_nothing_back():
     assert StopStrings([]).add("anything") == ("anything", None)
 
 
@@ -308,7 +308,7 @@ def test_stop_string_may_be_shown():
 
 
 @pytest.mark.parametrize("reason", ["length", "stop", "abort", "error"])
-def test_what_was_held_back_comes_with_the_end(reason):
+def test_held_back_text_comes_with_the_last_event(reason):
     ids = BYTES.encode("abSTO") + BYTES.encode("😀")[:1]
     chunks = [ids[:3], ids[3:], [END] if reason == "stop" else []]
     deltas = processed(SamplingParams(stop="STOP"), chunks, last=reason)

@@ -91,7 +91,7 @@ def test_a_begin_token_is_added_only_if_the_file_says_so(tmp_path: Path, tokeniz
 
 
 @pytest.mark.parametrize("text", [None, 7, b"bytes", ["list"], "lone \ud800 surrogate"])
-def test_what_is_no_text_is_a_request_error(tokenizer: Tokenizer, text: object) -> None:
+def test_invalid_text_is_a_request_error(tokenizer: Tokenizer, text: object) -> None:
     with pytest.raises(RequestError) as error:
         tokenizer.encode(text)
     assert error.value.param == "prompt"

@@ -46,7 +46,7 @@ def answers(model: str, **options) -> tuple[list[list[int]], dict]:
         return [output.token_ids for output in outputs], engine.stats().graphs
 
 
-def test_gpu_replay_of_fused_kernels_gives_eagers_tokens(model):
+def test_gpu_replay_of_fused_kernels_gives_the_same_tokens_as_eager(model):
     replayed, graphs = answers(model)
     assert not dict(graphs["fallbacks"])
     assert {labels[2] for labels, _ in graphs["replays"]} == {"decode", "prefill"}
@@ -55,7 +55,7 @@ def test_gpu_replay_of_fused_kernels_gives_eagers_tokens(model):
     assert answers(model, warmup="lazy")[0] == replayed
 
 
-def test_gpu_fused_log_probabilities_are_those_of_float32(model):
+def test_gpu_fused_log_probabilities_match_float32(model):
     wanted = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, logprobs=0)
     found = {}
     for dtype, kernels in (("bfloat16", "fused"), ("bfloat16", "torch"), ("float32", "auto")):

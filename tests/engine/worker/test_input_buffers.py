@@ -87,7 +87,7 @@ STEPS = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(steps=STEPS, staged=st.booleans())
-def test_after_any_sequence_of_steps_the_state_is_as_a_naive_fill_leaves_it(steps, staged):
+def test_after_any_sequence_of_steps_the_state_equals_a_naive_fill(steps, staged):
     device = Device(staged)
     live: dict[int, Request] = {}
     for slots, what, random in steps:
@@ -171,7 +171,7 @@ def test_a_row_that_leaves_moves_the_others_but_none_of_their_pages(staged):
 
 
 @pytest.mark.parametrize("staged", [True, False])
-def test_a_slots_next_request_gets_its_own_token_and_pages_though_it_stands_where_the_last_one_did(staged):
+def test_a_reused_slot_gets_the_new_requests_token_and_pages_at_the_same_position(staged):
     device = Device(staged)
     advance(device, [a_request("old", 2, [3, 4], 5)], 1)
     new = a_request("new", 2, [8, 9], 6)  # its token is at the place where the old one's next would be

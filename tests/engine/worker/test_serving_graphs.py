@@ -118,7 +118,7 @@ def test_background_answers_while_captures_are_pending_and_ends_with_none(make_e
     assert counters(engine, "captures") == {("decode", "block", "background"): wanted}
 
 
-def test_a_context_bucket_is_crossed_without_a_seam(make_engine, reference):
+def test_crossing_a_context_bucket_does_not_change_the_tokens(make_engine, reference):
     prompt = [7 + i % 300 for i in range(248)]
     engine = make_engine(max_model_len=600)
     output = engine.generate(prompt_token_ids=[prompt, [5]], sampling_params=[greedy(16), greedy(16)])
@@ -127,7 +127,7 @@ def test_a_context_bucket_is_crossed_without_a_seam(make_engine, reference):
     assert {row["statics"]["context"]: row["replays"] for row in engine.graphs() if row["replays"]} == {256: 9, 512: 7}
 
 
-def test_a_restart_wants_what_traffic_used_before(make_engine, tmp_path):
+def test_a_restart_warms_what_earlier_traffic_used(make_engine, tmp_path):
     settings = {"graph_manifest": str(tmp_path / "manifest.json"), "max_model_len": 4096, "graph_buckets": (2, 8)}
     first = make_engine(**settings)
     first.generate(prompt_token_ids=[9] * 1030, sampling_params=greedy(4))
@@ -228,7 +228,7 @@ def test_dropped_graphs_give_their_memory_back_and_are_captured_again(make_engin
     assert counters(engine, "captures") == {("decode", "block", "warmup"): 4, ("decode", "block", "evicted"): 12}
 
 
-def test_warming_amid_traffic_leaves_nothing_of_it_in_the_padding(make_engine, reference):
+def test_warming_between_requests_leaves_no_old_rows_in_the_padding(make_engine, reference):
     """A capture overwrites and restores the static inputs; rows left from a larger batch must become padding again."""
     engine = make_engine(enable_prefix_caching=False, num_pages=20)
     engine.generate(prompt_token_ids=MANY, sampling_params=greedy(20))
