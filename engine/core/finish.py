@@ -1,6 +1,6 @@
-"""What a step's tokens mean: each request goes on or ends, exactly once, and an event says so.
+"""Finish a step: append its tokens, end requests that reached a stop condition, and emit events.
 
-Owns the waiting events and the one way out of the engine. Knows no commands and no steps.
+Every request ends exactly once, in `StepFinisher.end`.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ NOT_FINITE = (
 
 
 class StepFinisher:
-    """Takes what steps gave to the scheduler's books and to `events`, which the loop hands out."""
+    """Applies step results to the scheduler and collects `events` for the loop to return."""
 
     def __init__(self, scheduler: Scheduler, runner: ModelRunner):
         self.scheduler = scheduler
         self.runner = runner
         self.events: list[TokenEvent] = []
-        self.generated_tokens = 0  # tokens that were given to requests
+        self.generated_tokens = 0  # tokens appended to requests
         self.ended: Counter[str] = Counter()
 
     def finish_step(self, batch: Batch, result: StepResult) -> None:
-        """Append the sampled tokens, then decide who is done.
+        """Append the sampled tokens, then end the requests that reached a stop condition.
 
-        Whoever ended or was sent back since the step was chosen gets nothing of it.
+        A request that ended or was preempted since the step was scheduled has another lease; its result is dropped.
         """
         for chunk in batch.prefills:
             scores = result.prompt_logprobs.get(chunk.request.request_id)
@@ -76,13 +76,13 @@ class StepFinisher:
                 self._emit(request, event)
 
     def _can_stop(self, request: Request) -> bool:
-        """Whether it has more than min_tokens, so that the token that came last may end it."""
+        """Whether the request has more than min_tokens tokens, so that its last token may end it."""
         return request.output_len > request.params.min_tokens or not request.params.min_tokens
 
     def _fail_row(self, request: Request, bucket: int | None) -> None:
-        """Fail a request whose logits were not finite, and clean the pages that it leaves.
+        """Fail a request whose logits were not finite, and zero the pages that it frees.
 
-        A next step of it may be enqueued already, and write NaN to those pages again: the cleaning is enqueued after.
+        Its next step may already be enqueued and write NaN to those pages again, so zeroing is enqueued after it.
         """
         pages = list(request.pages)
         error = NOT_FINITE.format(position=len(request.token_ids), prompt=request.prompt_len)
@@ -98,7 +98,7 @@ class StepFinisher:
         self.end(request, RequestState.FINISHED, event)
 
     def reject(self, request: EngineRequest, error: EngineError, weight_version: str) -> None:
-        """Answer a request that was never accepted."""
+        """Emit the error event of a request that was never queued."""
         self.ended["error"] += 1
         self.events.append(
             TokenEvent(
@@ -111,7 +111,7 @@ class StepFinisher:
         )
 
     def end(self, request: Request, state: RequestState, event: TokenEvent) -> None:
-        """The one way out: sampling state, slot and pages come back, and the last event goes out."""
+        """End a live request: emit its final event, clear its sampling state and free its slot and pages."""
         self._emit(request, event)
         if request.slot is not None:
             self.runner.sampling.clear_slot(request.slot)
@@ -119,7 +119,7 @@ class StepFinisher:
         self.ended[event.finish_reason] += 1
 
     def _emit(self, request: Request, event: TokenEvent) -> None:
-        """Complete an event with what belongs to every event, or to the first one only."""
+        """Queue an event with the fields of every event and, for a request's first one, the first-event fields."""
         event.weight_version = request.weight_version
         if not request.first_event_sent:
             request.first_event_sent = True
