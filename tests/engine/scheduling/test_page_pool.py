@@ -1,4 +1,4 @@
-"""The page pool: every page is in one condition, and wrong hands are caught before anything changes."""
+"""The page pool: every page is in exactly one state, and misuse raises before anything changes."""
 
 import pytest
 from hypothesis import settings
@@ -28,7 +28,7 @@ def test_pool_rejects_sizes_without_a_usable_page(num_pages, page_size):
 def test_short_pool_raises_and_takes_nothing():
     pool = PagePool(4, 16)
     pool.allocate(2)
-    with pytest.raises(NoPages, match="2 pages were asked for, 1 of 3 are free"):
+    with pytest.raises(NoPages, match="2 pages were requested, 1 of 3 are free"):
         pool.allocate(2)
     assert pool.num_free == 1
     pool.check()
@@ -114,12 +114,12 @@ def test_check_lists_every_problem_at_once():
     first, second, _ = pool.allocate(3)
     pool._counts[first] = 0
     pool._empty.append(second)
-    with pytest.raises(InvariantError, match=rf"page {first} is in 0 conditions.*page {second} is in 2 conditions"):
+    with pytest.raises(InvariantError, match=rf"page {first} is in 0 states.*page {second} is in 2 states"):
         pool.check()
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Random owners allocate, share, keep and free; a plain list of references is the model."""
+    """Random owners allocate, share, keep and free pages; the reference model is a plain list of references."""
 
     held = Bundle("held")
 

@@ -1,8 +1,8 @@
-"""Random workloads on a real scheduler, pool and prefix cache, with page contents simulated beside them.
+"""Random workloads on a real scheduler, page pool and prefix cache, with simulated page contents.
 
-The simulation writes into every page what a model would: a value that depends on the token, the weights and all
-values before it. So a page that is shared wrongly, lent twice, left unwritten, or reused across weight versions shows
-up as a wrong value, and a request that was preempted must still end with the tokens it would have given alone.
+Like a model, the simulation writes a value into every page that depends on the token, the weights and all values before
+it. A page that is shared wrongly, allocated twice, left unwritten, or reused across weight versions then shows up as a
+wrong value, and a preempted request must still produce the tokens it produces alone.
 """
 
 import pytest
@@ -23,7 +23,7 @@ MAX_WAITING = 8
 
 
 def value_after(value: int, token: int, weights: int) -> int:
-    """The simulated KV of a token, given the KV before it."""
+    """Return the simulated KV of a token, given the KV before it."""
     return hash((value, token, weights))
 
 
@@ -32,14 +32,14 @@ def sampled(value: int) -> int:
 
 
 def tokens_of(batch: Batch) -> int:
-    """What the step computes, padding not counted."""
+    """Return the number of tokens the step computes, without padding."""
     return len(batch.decodes) + sum(chunk.length for chunk in batch.prefills)
 
 
 class Simulation:
-    """A scheduler driven as the loop drives it, over simulated page contents.
+    """Drives a scheduler like the engine loop, over simulated page contents.
 
-    `ahead`: each step is chosen before the tokens of the one before it are told to the scheduler.
+    `async_scheduling`: each step is scheduled before the scheduler gets the tokens of the previous one.
     """
 
     def __init__(
@@ -52,13 +52,13 @@ class Simulation:
     ):
         self.async_scheduling = async_scheduling
         self.in_flight: list[tuple[Batch, list[Request], list[int]]] = []
-        self.last_sampled: dict[Request, int] = {}  # the token that the device chose last
+        self.last_sampled: dict[Request, int] = {}  # the token that the device sampled last
         self.pool = PagePool(num_pages, page_size)
         self.cache = PrefixCache(self.pool) if cached else None
         self.scheduler = Scheduler(config, self.pool, self.cache, weight_version="0")
         self.weights = 0
         self.cells: dict[tuple[int, int], int] = {}
-        self.values: dict[Request, list[int]] = {}  # what each running request must find in its pages
+        self.values: dict[Request, list[int]] = {}  # expected page contents of each running request
         self.first_weights: dict[Request, int] = {}
         self.accepted: list[Request] = []
         self.order: dict[Request, tuple[int, float, int]] = {}
@@ -80,7 +80,7 @@ class Simulation:
         return request
 
     def step(self, abort_mid_step: Request | None = None, fails: bool = False) -> None:
-        """schedule, run, complete, finish; or a run that fails and takes its requests along."""
+        """Schedule, run, complete and finish one step; with `fails`, fail the step and its requests."""
         batch = self.scheduler.schedule()
         self.check_batch(batch)
         work = [(request, request.num_computed, 1, True) for request in batch.decodes]
@@ -101,7 +101,7 @@ class Simulation:
         self.wait(1 if self.async_scheduling and batch else 0)
 
     def wait(self, behind: int = 0) -> None:
-        """Tell the scheduler the tokens of all steps but the last `behind`, and end who is at its limit."""
+        """Complete all steps in flight but the last `behind`, and finish requests at their maximum length."""
         while len(self.in_flight) > behind:
             batch, requests, new_tokens = self.in_flight.pop(0)
             self.scheduler.complete(batch, new_tokens)
@@ -126,7 +126,8 @@ class Simulation:
                 token = request.token_ids[position] if known else self.last_sampled[request]
                 values.append(value_after(values[-1], token, self.weights))
                 self.cells[request.pages[position // size], position % size] = values[-1]
-        for request, start, length, _ in work:  # after all writes, as a layer appends for all before it attends
+        # After all writes: a layer stores KV for the whole batch before attention.
+        for request, start, length, _ in work:
             for position in range(start + length):
                 cell = self.cells.get((request.pages[position // size], position % size))
                 assert cell == self.values[request][position + 1], f"{request!r} reads wrong KV at {position}"
@@ -157,18 +158,18 @@ class Simulation:
         waiting = sorted((r for r in self.scheduler.requests() if r.slot is None), key=self.order.__getitem__)
         if not waiting:
             return
-        assert all(self.order[request] < self.order[waiting[0]] for request in batch.admitted), "nobody overtakes"
+        assert all(self.order[request] < self.order[waiting[0]] for request in batch.admitted), "no request overtakes"
         first = min(running, key=self.order.__getitem__)
         assert first not in batch.preempted
         idle_budget = tokens_of(batch) < self.scheduler.config.max_num_batched_tokens
         if idle_budget and waiting[0] not in batch.preempted and len(running) < self.scheduler.config.max_num_seqs:
-            # Preempted at most num_preemptions times: more free pages than this must have let the head in.
+            # A request is preempted at most num_preemptions times, so with more free pages the head must be admitted.
             share = 1 << min(self.scheduler.num_preemptions, 16)
             need = self.pool.pages_for(len(waiting[0].token_ids) + 1) + (len(running) + 1) * share
             assert need > self.pool.num_free, f"{waiting[0]!r} waits though it would fit"
 
     def drain(self) -> None:
-        """Run until all has ended, within a bound that depends only on what is live."""
+        """Run until all requests have ended, within a step limit that depends only on the live requests."""
         live = self.scheduler.requests()
         longest = max((self.scheduler.token_limit(request) for request in live), default=0)
         for _ in range(len(live) * (2 * longest + 4)):
@@ -180,7 +181,7 @@ class Simulation:
         assert sum(self.scheduler.ended.values()) == len(self.accepted)
 
     def check_outputs(self) -> None:
-        """Whoever saw one set of weights only has a prefix of what it would have generated alone."""
+        """Check that a request that saw only one set of weights has a prefix of the tokens it generates alone."""
         for request in self.accepted:
             if self.first_weights.get(request) != self.weights:
                 continue
@@ -205,7 +206,7 @@ REQUESTS = st.fixed_dictionaries(
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Adds, steps, failures, aborts, ends and new weights in any order; everything is checked after each."""
+    """Adds, steps, failures, aborts, finishes and new weights in any order, with all invariants checked after each."""
 
     @initialize(
         num_pages=st.integers(4, 24),
@@ -308,7 +309,7 @@ TestSchedulerMachine.settings = settings(
 
 
 def overload(num_requests: int, num_pages: int, cached: bool) -> Simulation:
-    """Requests that fit alone but not together, all at once."""
+    """Add requests at once that fit alone but not together."""
     config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32, max_model_len=64)
     sim = Simulation(num_pages, 4, config, cached)
     for number in range(num_requests):
@@ -323,4 +324,4 @@ def test_overload_ends_with_the_same_tokens_and_little_recomputation(cached):
     sim.drain()
     sim.check_outputs()
     assert all(request.output_len == 40 for request in sim.accepted)
-    assert 0 < sim.scheduler.num_preemptions <= 2 * len(sim.accepted), "requests are thrown out again and again"
+    assert 0 < sim.scheduler.num_preemptions <= 2 * len(sim.accepted), "requests are preempted again and again"
