@@ -1,7 +1,6 @@
-"""Prefill on CUDA: chunks of prompts packed into one step, as a graph per token bucket where they fit one.
+"""Prefill on CUDA: prompt chunks packed into one varlen step, replayed as one graph per token bucket.
 
-Owns how chunks become static inputs, and what of the step is captured. Knows requests by their tokens and pages only.
-Imports triton (through the fused model): import it only where the device is CUDA (or under TRITON_INTERPRET=1).
+Imports triton through the fused model, so import this module only on CUDA (or under TRITON_INTERPRET=1).
 """
 
 from __future__ import annotations
@@ -24,20 +23,23 @@ from graph_cache.site import Site
 
 SITE = "prefill"
 TOKEN_BUCKETS = (*range(64, 1024, 64), *range(1024, 2048, 128), *range(2048, 4096, 512), *range(4096, 8193, 1024))
-"""Those below the most tokens that a step may have; that number is a bucket too. While requests wait, each one that
-ends is followed by a prompt of a few hundred tokens in a step of its own: padding there is paid at nearly every step.
+"""Token buckets below max_num_batched_tokens, which is a bucket too. They are dense at small sizes: under load, each
+request that ends is followed by one prompt of a few hundred tokens, so nearly every step pays for padding there.
 """
 
 MIN_CHUNKS, TOKENS_PER_CHUNK = 8, 32
-"""A bucket has room for a chunk per so many tokens: each is a row of the vocabulary's product, there or not."""
+"""A bucket holds one chunk per TOKENS_PER_CHUNK tokens, at least MIN_CHUNKS. Each is a row of the LM head's GEMM, used
+or not.
+"""
 
 
 class PackedLayout(NamedTuple):
-    """Where a step's inputs lie in one int64 tensor: `count` chunks with `pages` pages each, then the tokens.
+    """Layout of a prefill step's inputs in one int64 tensor.
 
-    For each chunk: the count of tokens up to its end, how many tokens precede it in its sequence, which token of the
-    step is its last, and the entry of `last_tokens` that its next token goes to (0: none). Then count + 1 rows of
-    pages, the first of them empty. Then, for each token: itself, its position, and its row of pages.
+    - [4, num_chunks]: per chunk, the number of tokens up to its end, the number of tokens before it in its sequence,
+      the index of its last token in the step, and the `last_tokens` entry for its next token (0: none).
+    - [num_chunks + 1, pages_per_chunk]: page tables; row 0 is padding.
+    - [tokens, 3]: per token, its id, its position and its page table row.
     """
 
     num_chunks: int
@@ -45,11 +47,11 @@ class PackedLayout(NamedTuple):
 
     @property
     def token_start(self) -> int:
-        """Where the tokens begin."""
+        """Offset of the per-token part."""
         return 4 * self.num_chunks + (self.num_chunks + 1) * self.pages_per_chunk
 
     def fill(self, chunks: Sequence[PrefillChunk], tokens: int) -> Tensor:
-        """The host tensor of a step of `tokens` tokens, padding included."""
+        """Create the host tensor of a step of `tokens` tokens, padding included."""
         packed = np.zeros(self.token_start + 3 * tokens, np.int64)
         per_chunk = packed[: 4 * self.num_chunks].reshape(4, self.num_chunks)
         table = packed[4 * self.num_chunks : self.token_start].reshape(self.num_chunks + 1, self.pages_per_chunk)
@@ -65,12 +67,12 @@ class PackedLayout(NamedTuple):
             per_token[start:end, 1] = np.arange(chunk.start, chunk.start + chunk.length)
             per_token[start:end, 2] = index + 1
             start = end
-        per_chunk[0, len(chunks) :] = start  # chunks that are not there end where the last one does
+        per_chunk[0, len(chunks) :] = start  # unused chunks are empty: they end where the last one does
         return torch.from_numpy(packed)
 
 
 class Prefill:
-    """Runs packed chunks on a fused model, by the static inputs and results in `buffers` or on tensors of their own."""
+    """Runs packed chunks on a fused model: captured over the static `buffers`, or eager on new tensors."""
 
     def __init__(self, fused: FusedDense, last_tokens: Tensor, max_chunks: int, max_tokens: int, max_model_len: int):
         model, device = fused.model, fused.model.device
@@ -92,22 +94,25 @@ class Prefill:
         )
 
     def layout(self, bucket: int) -> PackedLayout:
-        """How a token bucket's inputs lie, and so how many chunks it takes."""
+        """Return the input layout of a token bucket, including its number of chunks."""
         return PackedLayout(min(self._max_chunks, max(MIN_CHUNKS, bucket // TOKENS_PER_CHUNK)), self._pages)
 
     def site(self) -> Site:
-        """What the graph cache captures: the packed step at each token bucket."""
+        """Build the site for the graph cache: the packed step at each token bucket."""
         addresses = model_addresses(self._fused.model, self._fused.kv)
         addresses.watch({"last_tokens": self._last_tokens})
         return Site(SITE, [self._part], self.buffers, self.buckets, phase="prefill", addresses=addresses)
 
     def load(self, chunks: Sequence[PrefillChunk], bucket: int) -> None:
-        """Send the chunks to the static inputs of a bucket."""
+        """Copy the chunks to a bucket's static inputs."""
         host = self.layout(bucket).fill(chunks, bucket)
         self.buffers["packed"][: len(host)].copy_(upload(host, self._device), non_blocking=True)
 
     def run_eager(self, chunks: Sequence[PrefillChunk]) -> tuple[Tensor, Tensor, Tensor]:
-        """Hidden [T, h] before the last norm, logits [chunks, vocab] and next tokens [chunks], of any chunks."""
+        """Run any number of chunks eager.
+
+        Returns hidden [T, h] before the final norm, logits [chunks, vocab] and greedy tokens int64 [chunks].
+        """
         layout = PackedLayout(len(chunks), self._pages)
         tokens = sum(chunk.length for chunk in chunks)
         inputs = upload(layout.fill(chunks, tokens), self._device)

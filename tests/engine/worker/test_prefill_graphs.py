@@ -1,4 +1,4 @@
-"""Packed prefill: what a bucket's graph would run equals the plain model, chunk by chunk, padding and all."""
+"""Packed prefill: what a bucket's graph captures equals the unfused model, chunk by chunk, including padding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.engine.kernels.test_decode_step import TOLERANCE, small_model
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.interpretable,
-    pytest.mark.filterwarnings("default::DeprecationWarning"),  # Triton's own, of Python's ast and numpy's scalars
+    pytest.mark.filterwarnings("default::DeprecationWarning"),  # from Triton: Python's ast, numpy scalars
 ]
 
 
@@ -55,7 +55,7 @@ def test_a_padded_bucket_gives_what_the_plain_model_gives():
         assert relative_error(logits, model.logits(hidden[[4, 13, 14]])) < 4 * TOLERANCE
         assert relative_error(model.norm(prefill.buffers["hidden"][:15]), hidden) < 4 * TOLERANCE
     assert torch.equal(chosen, logits.float().argmax(-1))
-    # only chunks that end their prompts leave a token, and padding touches nobody's pages
+    # only chunks that end their prompts write a token, and padding writes to no request's pages
     assert last_tokens.tolist() == [77, 77, 77, int(chosen[0]), 77, 77, int(chosen[2]), 77, 77]
     for layer in range(config.num_layers):
         assert relative_error(caches[0].k[layer], caches[1].k[layer]) < 4 * TOLERANCE
