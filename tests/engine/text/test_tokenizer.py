@@ -19,7 +19,7 @@ from tests.engine.checkpoint.gguf_samples import add_tokenizer, vocabulary, writ
 
 
 def load_gguf_tokenizer(folder: Path, **changes) -> Tokenizer:
-    """The sample tokenizer, with GGUF metadata keys added after it (merges, pre, or key -> (type, value))."""
+    """Load the sample tokenizer with extra GGUF metadata (merges, pre, or key -> (type, value))."""
     path = folder / "t.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     add_tokenizer(writer, **{key: changes.pop(key) for key in ("merges", "pre") if key in changes})
