@@ -1,4 +1,4 @@
-"""The host one step behind the device: every request gets what it would have got, whatever happens in between."""
+"""Async scheduling: every request gets the same results as without it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SAMPLING_PARAMS = (
 
 
 def use_staged_inputs(loop: EngineLoop) -> None:
-    """Have the loop's inputs kept as they are where the device can't be read: by a mirror, and by sending changes."""
+    """Make the loop keep its decode inputs like on a GPU: with a host mirror, uploading only changes."""
     runner = loop.runner
     layout = Layout(loop.config.max_num_seqs, runner.state.page_table.shape[1])
     runner.inputs = DecodeInputs(runner.buffers["state"], layout, loop.config.page_size, staged=True)
@@ -35,7 +35,7 @@ def use_staged_inputs(loop: EngineLoop) -> None:
 
 @pytest.fixture
 def async_loop(make_engine):
-    """A loop that runs ahead, by settings."""
+    """A factory of loops with async scheduling and the given settings."""
 
     def make(**options) -> EngineLoop:
         loop = make_engine(**({"async_scheduling": True} | options))._loop
@@ -45,12 +45,12 @@ def async_loop(make_engine):
     return make
 
 
-# ---- the same answers ----------------------------------------------------------------------------------------------
+# ---- the same results ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["prefixes cached", "no prefix cache"])
 def pair(lively_model, request):
-    """Two engines with few pages, one that waits for each step and one that runs ahead."""
+    """The loops of two engines with few pages, without and with async scheduling."""
     base = {"model": str(lively_model)} | SETTINGS | SMALL | {"max_num_batched_tokens": 16}
     engines = [
         Engine(EngineConfig(**base, enable_prefix_caching=request.param, async_scheduling=behind))
@@ -154,7 +154,7 @@ def test_events_come_in_the_same_order_with_the_same_bucket(make_engine):
     assert found[0] == found[1] and len(found[0]) == 72
 
 
-# ---- running ahead -------------------------------------------------------------------------------------------------
+# ---- async scheduling ------------------------------------------------------------------------------------------------
 
 
 def test_a_step_is_enqueued_before_the_one_before_it_is_read(async_loop, reference):
@@ -172,7 +172,7 @@ def test_no_request_computes_a_token_beyond_its_limit(async_loop):
     for i, prompt in enumerate(PROMPTS):
         loop.add(request(f"{i}", prompt, greedy(i)))
     drain(loop)
-    # Decodes: one token fewer than wanted, as the prefill gives the first; the prompt of one token has no prefill.
+    # Decodes: one fewer than max_tokens, as the prefill gives the first token; the one-token prompt has no prefill.
     assert dict(loop.stats().graphs["real_tokens"])["decode",] == (1 + 0) + 1 + 2 + 3
     assert loop.stats().generation_tokens == sum(range(5))
 
@@ -193,7 +193,7 @@ def test_a_steady_batch_sends_nothing_but_new_pages(async_loop, monkeypatch):
     )
     for _ in range(30):
         loop.step()
-    # The first decode fills rows, positions and pages; a page lasts 16 tokens and the prompts have 3.
+    # The first decode uploads rows, positions and pages; a page holds 16 tokens and the prompts have 3.
     assert sent == [8 + 8 + 8, 8]
     drain(loop)
 
@@ -296,7 +296,7 @@ def test_an_unreadable_result_fails_its_step_and_no_other(async_loop, reference,
     assert tokens(event for event in events if event.request_id == "b") == reference.greedy(PROMPTS[2], 20)
 
 
-@pytest.mark.parametrize("where", ["before the launch", "after the launch"])
+@pytest.mark.parametrize("where", ["before execute", "after execute"])
 def test_an_interruption_of_a_step_loses_no_token_and_repeats_none(async_loop, reference, monkeypatch, where):
     loop = async_loop()
     for i, prompt in enumerate(PROMPTS):
@@ -305,7 +305,7 @@ def test_an_interruption_of_a_step_loses_no_token_and_repeats_none(async_loop, r
     execute = loop.runner.execute
 
     def interrupted(batch):
-        if where == "after the launch":
+        if where == "after execute":
             execute(batch)
         raise KeyboardInterrupt
 

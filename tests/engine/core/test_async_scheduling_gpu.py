@@ -1,4 +1,4 @@
-"""Running ahead on a GPU: the same tokens as one step at a time, and an enqueued step that waits for nothing."""
+"""Async scheduling on a GPU: the same tokens as without it, and enqueuing a step never waits for the device."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tests.engine.lively import MANY, write_lively_model
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("default::DeprecationWarning"),  # Triton's own, of Python's ast and numpy's scalars
+    pytest.mark.filterwarnings("default::DeprecationWarning"),  # from Triton: Python's ast, numpy scalars
 ]
 
-# float32: a row's low bits then hardly ever decide a token, whichever rows are beside it.
+# float32, so that rounding differences between batch compositions hardly ever change a token.
 SETTINGS = {"device": "cuda", "dtype": "float32", "max_num_seqs": 8, "max_model_len": 256, "num_pages": 200,
             "graph_buckets": (8,), "graph_manifest": "none", "warmup": "full"}  # fmt: skip
 SAMPLING_PARAMS = [
@@ -46,7 +46,7 @@ def answers(model: str, **options) -> list:
 def test_gpu_async_scheduling_gives_the_same_answers(model):
     waiting = answers(model, async_scheduling=False)
     assert answers(model) == waiting
-    assert answers(model, num_pages=20) == waiting  # some are preempted with a token in flight
+    assert answers(model, num_pages=20) == waiting  # some requests are preempted with a token in flight
     assert all(len(tokens) == 40 for tokens, _, _ in waiting)
 
 
@@ -63,7 +63,7 @@ def test_gpu_decode_is_enqueued_without_waiting_for_the_device(model, kind):
 
         def watched(batch):
             assert batch.decodes and not batch.prefills
-            torch.cuda.set_sync_debug_mode("error")  # raises at any call that waits
+            torch.cuda.set_sync_debug_mode("error")  # raises at any call that waits for the device
             try:
                 outputs.append(execute(batch))
             finally:

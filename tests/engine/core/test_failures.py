@@ -1,4 +1,4 @@
-"""Steps that raise, and the loop as a service: every end is told, and what can go on does."""
+"""Failing steps, and the loop as a service: every request gets a final event, and the others continue."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_step_that_raises_fails_its_batch_and_the_engine_continues(make_engine
 
 
 def test_a_failed_step_leaves_no_pages_in_the_padding(make_engine, reference, monkeypatch):
-    """Rows that pad the next batch must not write into pages that their last requests had and others have now."""
+    """Padded rows of the next batch must not write to pages of failed requests, which others may have by now."""
     engine = make_engine(enable_prefix_caching=False, num_pages=20)
     loop = engine._loop
     for i, prompt in enumerate(MANY):
@@ -81,7 +81,7 @@ def test_failures_separated_by_good_steps_do_not_end_the_loop(make_engine, monke
 
 
 def serve(loop: EngineLoop, *commands, patience: int = 200) -> list:
-    """Run `serve` over scripted commands (None: nothing came) and return its reports; a Stop follows."""
+    """Run `serve` over scripted commands (None: no command), then a Stop. Returns its reports."""
     reports, script = [], iter([*commands, *[None] * patience, Stop()])
     loop.serve(lambda timeout: next(script), reports.append)
     return reports
@@ -140,11 +140,11 @@ def test_a_loop_that_fails_for_good_ends_its_requests_and_reports_why(make_engin
 
 
 def test_a_broken_scheduler_still_ends_with_a_dead_report(make_engine, monkeypatch):
-    """Who waits for answers is told only by the Dead: it must come even if the requests can't be ended one by one."""
+    """The Dead report must come even if requests can't be ended one by one: it ends all waiting streams."""
     loop = make_engine()._loop
 
     def broken(*_):
-        raise EngineError("the books are broken")
+        raise EngineError("the scheduler is broken")
 
     monkeypatch.setattr(loop.scheduler, "finish", broken)
     reports = serve(loop, Submit([request("a", PROMPTS[0], greedy(3))]))

@@ -1,4 +1,4 @@
-"""The loop: every accepted request ends once with its own tokens, whatever else happens, and gives everything back."""
+"""The loop: every accepted request ends once, with its own tokens, and frees its slot and pages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_an_answer_is_cached_for_the_conversation_that_follows(make_engine, refe
     answer = engine.generate(prompt_token_ids=prompt, sampling_params=greedy(40))[0].token_ids
     longer = [*prompt, *answer, 7, 7]
     output = engine.generate(prompt_token_ids=longer, sampling_params=greedy(20))[0]
-    assert output.cached_tokens == 48  # of 49 tokens whose KV was stored: the last sampled one never was
+    assert output.cached_tokens == 48  # of 49 tokens with stored KV: the last sampled token has none
     assert output.token_ids == reference.greedy(longer, 20)
 
 
@@ -197,7 +197,7 @@ def test_an_abort_frees_pages_and_slot_and_the_others_continue(make_engine, refe
     stats = loop.stats()
     assert stats.kv_cache_usage == 0 and stats.ended == {"abort": 1, "length": 1}
     loop.idle_check()
-    loop.add(request("next", PROMPTS[1], greedy(9)))  # in the slot of the one that was aborted
+    loop.add(request("next", PROMPTS[1], greedy(9)))  # in the slot of the aborted request
     assert tokens(drain(loop)["next"]) == reference.greedy(PROMPTS[1], 9)
 
 
@@ -239,16 +239,16 @@ SAMPLING_PARAMS = (
 )  # fmt: skip
 ARRIVALS = st.lists(
     st.tuples(
-        st.integers(0, len(SAMPLING_PARAMS) - 1), st.sampled_from([1, 2, 3, 4, 5, 8, 13, 30, 56]),  # kind, length
-        st.integers(0, 40), st.none() | st.integers(0, 60), st.integers(0, 2),  # arrives, is aborted, priority
-        st.booleans(),  # shares its beginning
+        st.integers(0, len(SAMPLING_PARAMS) - 1), st.sampled_from([1, 2, 3, 4, 5, 8, 13, 30, 56]),  # params, length
+        st.integers(0, 40), st.none() | st.integers(0, 60), st.integers(0, 2),  # arrival step, abort step, priority
+        st.booleans(),  # shares the prefix
     ), min_size=1, max_size=14,
 )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def crowded(lively_model):
-    """One small engine that all examples use in turn, and a roomy one that runs a request alone."""
+    """A small engine for all examples, and one with enough pages that runs each request alone."""
     from engine import EngineConfig
     from tests.engine.lively import SETTINGS
 
