@@ -87,7 +87,7 @@ def test_outputs_are_cached_for_the_next_turn_but_never_an_uncomputed_token():
     assert len(scheduler.prefix_cache) == 2
 
 
-def test_pages_of_a_prompt_under_way_hold_only_computed_tokens():
+def test_pages_of_a_prompt_in_prefill_hold_only_computed_tokens():
     scheduler = make(budget=8)
     add(scheduler, "a", list(range(30)))
     scheduler.schedule()
