@@ -1,7 +1,4 @@
-"""From a configuration to a loop that can step: the composition of the engine, in the order in which things depend.
-
-Owns device and dtype choice and which loader reads which source. Knows no requests.
-"""
+"""Build an engine loop from a configuration: choose device and dtype, load the model, create runner and loop."""
 
 from __future__ import annotations
 
@@ -33,36 +30,36 @@ FIRST_WEIGHT_VERSION = "initial"
 def build_megatron_loop(
     config: EngineConfig, model: nn.Module, eos_token_ids: tuple[int, ...] = (), source: ModelSource | None = None
 ) -> EngineLoop:
-    """Put the engine together around a GPTModel of Megatron-Core that exists already; nothing is copied or captured.
+    """Build a loop around an existing Megatron-Core GPTModel. Copies no weights and captures no graphs.
 
-    Device and dtype are the model's; `source`, if given, says how many tokens of a padded vocabulary there are. Raises
+    Uses the model's device and dtype. `source`, if given, provides the vocabulary size without padding. Raises
     ConfigError or ModelError.
     """
     if config.tensor_parallel_size > 1:
         raise ConfigError(
-            f"tensor_parallel_size={config.tensor_parallel_size} is for models that the engine loads, "
-            "and this one exists already: leave it out"
+            f"tensor_parallel_size={config.tensor_parallel_size} applies only to models that the engine loads, "
+            "and this model already exists: leave it out"
         )
-    hosted = MegatronModel(model, config.max_model_len, _vocabulary(source) if source else None)
+    megatron_model = MegatronModel(model, config.max_model_len, _vocab_size(source) if source else None)
     try:
         for name, given, found in (
-            ("device", config.device, str(hosted.device)),
-            ("dtype", config.dtype, hosted.config.dtype),
+            ("device", config.device, str(megatron_model.device)),
+            ("dtype", config.dtype, megatron_model.config.dtype),
             ("cpu_weight_format", config.cpu_weight_format, "auto"),
         ):
             if given not in ("auto", found):
-                raise ConfigError(
-                    f"{name}={given!r} was asked for, and the model that is to be served has {found}; leave it out"
-                )
-        sized = resolve(config, hosted.config, hosted.device, hosted.dtype)
-        return make_loop(sized, hosted, hosted.config.architecture, eos_token_ids, hosted.config.dtype, None)
+                raise ConfigError(f"{name}={given!r} was requested, but the given model has {found}: leave it out")
+        sized = resolve(config, megatron_model.config, megatron_model.device, megatron_model.dtype)
+        return make_loop(
+            sized, megatron_model, megatron_model.config.architecture, eos_token_ids, megatron_model.config.dtype, None
+        )
     except BaseException:
-        hosted.release()
+        megatron_model.release()
         raise
 
 
-def _vocabulary(source: ModelSource) -> int | None:
-    """How many tokens the model there has; None for a folder that holds a tokenizer alone."""
+def _vocab_size(source: ModelSource) -> int | None:
+    """Return the vocabulary size of the model at `source`; None for a folder with only a tokenizer."""
     if source.kind == "hf" and not os.path.exists(os.path.join(source.path, "config.json")):
         return None
     return read_config(source)[0].vocab_size
@@ -72,20 +69,23 @@ def make_loop(
     config: EngineConfig,
     model: DenseModel | MegatronModel,
     name: str,
-    ends: tuple[int, ...],
+    eos_token_ids: tuple[int, ...],
     weight_format: str,
     manifest: Manifest | None,
-    make: Callable[..., EngineLoop] = EngineLoop,
+    loop_class: Callable[..., EngineLoop] = EngineLoop,
 ) -> EngineLoop:
-    """The runner and the loop of a loaded model. `config` has all its sizes; `make` takes what EngineLoop does."""
-    runner = ModelRunner(config, model, ends, manifest)
+    """Create the runner and loop of a loaded model.
+
+    `config` must have all sizes resolved. `loop_class` takes the same arguments as EngineLoop.
+    """
+    runner = ModelRunner(config, model, eos_token_ids, manifest)
     info = ModelInfo(
         name=name,
         architecture=model.config.architecture,
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         vocab_size=model.config.vocab_size,
-        eos_token_ids=ends,
+        eos_token_ids=eos_token_ids,
         device=config.device,
         dtype=config.dtype,
         weight_format=weight_format,
@@ -93,43 +93,46 @@ def make_loop(
         logprobs_mode=config.logprobs_mode,
         graph_buckets=runner.site.buckets.sizes,
     )
-    return make(config, runner, info, manifest)
+    return loop_class(config, runner, info, manifest)
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of a name; `auto` is the first GPU, else the CPU. Raises ConfigError for one that isn't there."""
+    """Return the device called `name`; `auto` is the first GPU, or the CPU if there is none.
+
+    Raises ConfigError for an unknown or missing device.
+    """
     if name == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"device={name!r} is no device; give auto, cpu, cuda or cuda:N") from error
+        raise ConfigError(f"device={name!r} is not a device; give auto, cpu, cuda or cuda:N") from error
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device={name!r} is not supported; give auto, cpu, cuda or cuda:N")
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
             raise ConfigError(
-                f"device={name!r} was asked for, and torch sees {count} GPUs; give cpu, or install a torch with CUDA"
+                f"device={name!r} was requested, but torch sees {count} GPUs; give cpu, or install torch with CUDA"
             )
         return torch.device("cuda", device.index or 0)
     return device
 
 
 def read_config(source: ModelSource) -> tuple[ModelConfig, bool]:
-    """The model's config, and whether its weights come in 4 bits."""
+    """Return the model's config and whether its weights are stored in 4 bits."""
     return gguf_config(source.path) if source.kind == "gguf" else (config_from_folder(source.path), False)
 
 
 def choose_format(
     config: EngineConfig, model: ModelConfig, device: torch.device, is_4bit: bool
 ) -> tuple[str, torch.dtype]:
-    """The weights' format (for reports) and the activations' dtype."""
+    """Return the weight format (for reports) and the activation dtype."""
     if device.type == "cpu":
-        chosen = choose_cpu_format(config.cpu_weight_format, config.dtype, is_4bit)
-        return chosen, format_dtype(chosen)
+        weight_format = choose_cpu_format(config.cpu_weight_format, config.dtype, is_4bit)
+        return weight_format, format_dtype(weight_format)
     if config.cpu_weight_format != "auto":
-        raise ConfigError(f"cpu_weight_format={config.cpu_weight_format!r} was given for device {device}; leave it out")
+        raise ConfigError(f"cpu_weight_format={config.cpu_weight_format!r} doesn't apply to {device}; leave it out")
     name = config.dtype if config.dtype != "auto" else (model.dtype or "bfloat16")
     if name == "float32" and config.dtype == "auto":
         name = "bfloat16"
@@ -163,7 +166,7 @@ def load_model(
 
 
 def load_manifest(config: EngineConfig, source: ModelSource, weight_format: str) -> Manifest | None:
-    """What earlier runs of the same model and sizes used; `graph_manifest` "none" keeps none."""
+    """Load the graph manifest of earlier runs with the same model and sizes; None if `graph_manifest` is "none"."""
     if config.graph_manifest == "none":
         return None
     identity = f"{os.path.realpath(source.path)} {weight_format} {config.device} {config.dtype} {config.max_model_len}"

@@ -1,6 +1,6 @@
-"""What a step's tokens mean: each request goes on or ends, exactly once, and an event says so.
+"""Finish a step: append its tokens, end requests that reached a stop condition, and emit events.
 
-Owns the waiting events and the one way out of the engine. Knows no commands and no steps.
+Every request ends exactly once, in `StepFinisher.end`.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ NOT_FINITE = (
 
 
 class StepFinisher:
-    """Takes what steps gave to the scheduler's books and to `events`, which the loop hands out."""
+    """Applies step results to the scheduler and collects `events` for the loop to return."""
 
     def __init__(self, scheduler: Scheduler, runner: ModelRunner):
         self.scheduler = scheduler
         self.runner = runner
         self.events: list[TokenEvent] = []
-        self.generated = 0  # tokens that were given to requests
+        self.generated_tokens = 0  # tokens appended to requests
         self.ended: Counter[str] = Counter()
 
-    def book(self, batch: Batch, result: StepResult) -> None:
-        """Append the sampled tokens, then decide who is done.
+    def finish_step(self, batch: Batch, result: StepResult) -> None:
+        """Append the sampled tokens, then end the requests that reached a stop condition.
 
-        Whoever ended or was sent back since the step was chosen gets nothing of it.
+        A request that ended or was preempted since the step was scheduled has another lease; its result is dropped.
         """
         for chunk in batch.prefills:
             scores = result.prompt_logprobs.get(chunk.request.request_id)
-            if scores and chunk.request.lease == chunk.lease and not chunk.request.reported:
+            if scores and chunk.request.lease == chunk.lease and not chunk.request.first_event_sent:
                 chunk.request.prompt_scores += scores
         sampled, tokens = batch.sampled, result.tokens
         self.scheduler.complete(
             batch,
             [
-                token if token >= 0 and request.wants_tokens else None
+                token if token >= 0 and request.generates_tokens else None
                 for (request, _), token in zip(sampled, tokens, strict=True)
             ],
         )
@@ -57,32 +57,32 @@ class StepFinisher:
             if token < 0:
                 self._fail_row(request, bucket)
                 continue
-            if not request.wants_tokens:
+            if not request.generates_tokens:
                 self._finish(request, TokenEvent(request_id=request.request_id, graph_bucket=bucket), "length")
                 continue
-            self.generated += 1
+            self.generated_tokens += 1
             event = TokenEvent(
                 request_id=request.request_id,
                 token_ids=[token],
                 graph_bucket=bucket,
                 logprobs=[logprobs[row]] if row in logprobs else None,
             )
-            if token in request.ends_on and self._may_end(request):
+            if token in request.end_token_ids and self._can_stop(request):
                 event.stop_reason = token if token in request.params.stop_token_ids else None
                 self._finish(request, event, "stop")
-            elif request.limit <= len(request.token_ids):
+            elif request.max_length <= len(request.token_ids):
                 self._finish(request, event, "length")
             else:
                 self._emit(request, event)
 
-    def _may_end(self, request: Request) -> bool:
-        """Whether it has more than min_tokens, so that the token that came last may end it."""
+    def _can_stop(self, request: Request) -> bool:
+        """Whether the request has more than min_tokens tokens, so that its last token may end it."""
         return request.output_len > request.params.min_tokens or not request.params.min_tokens
 
     def _fail_row(self, request: Request, bucket: int | None) -> None:
-        """Fail a request whose logits were not finite, and clean the pages that it leaves.
+        """Fail a request whose logits were not finite, and zero the pages that it frees.
 
-        A next step of it may be enqueued already, and write NaN to those pages again: the cleaning is enqueued after.
+        Its next step may already be enqueued and write NaN to those pages again, so zeroing is enqueued after it.
         """
         pages = list(request.pages)
         error = NOT_FINITE.format(position=len(request.token_ids), prompt=request.prompt_len)
@@ -91,14 +91,14 @@ class StepFinisher:
             RequestState.FAILED,
             TokenEvent(request_id=request.request_id, finish_reason="error", error=error, graph_bucket=bucket),
         )
-        self.runner.scrub([page for page in pages if not self.scheduler.pool.count(page)])
+        self.runner.zero_pages([page for page in pages if not self.scheduler.pool.ref_count(page)])
 
     def _finish(self, request: Request, event: TokenEvent, reason: str) -> None:
         event.finish_reason = reason
         self.end(request, RequestState.FINISHED, event)
 
-    def refuse(self, request: EngineRequest, error: EngineError, weight_version: str) -> None:
-        """Answer a request that was never accepted."""
+    def reject(self, request: EngineRequest, error: EngineError, weight_version: str) -> None:
+        """Emit the error event of a request that was never queued."""
         self.ended["error"] += 1
         self.events.append(
             TokenEvent(
@@ -111,7 +111,7 @@ class StepFinisher:
         )
 
     def end(self, request: Request, state: RequestState, event: TokenEvent) -> None:
-        """The one way out: sampling state, slot and pages come back, and the last event goes out."""
+        """End a live request: emit its final event, clear its sampling state and free its slot and pages."""
         self._emit(request, event)
         if request.slot is not None:
             self.runner.sampling.clear_slot(request.slot)
@@ -119,10 +119,10 @@ class StepFinisher:
         self.ended[event.finish_reason] += 1
 
     def _emit(self, request: Request, event: TokenEvent) -> None:
-        """Complete an event with what belongs to every event, or to the first one only."""
+        """Queue an event with the fields of every event and, for a request's first one, the first-event fields."""
         event.weight_version = request.weight_version
-        if not request.reported:
-            request.reported = True
+        if not request.first_event_sent:
+            request.first_event_sent = True
             event.cached_tokens = request.cached_tokens
             if request.first_scheduled_time is not None:
                 event.queue_time = max(0.0, request.first_scheduled_time - request.arrival_time)

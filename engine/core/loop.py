@@ -1,7 +1,7 @@
-"""The one thread that touches the device: takes commands, steps, reports.
+"""The engine loop: receives commands, runs steps and sends reports, on the only thread that uses the device.
 
-`step()` is the hot loop: schedule, launch, and then book and judge what is read: the same step, or the one before it,
-which the device finished while this one was being enqueued. Knows no transport and no text.
+`step()` is the hot path: schedule a batch, enqueue it on the device, then read and finish a step. That is the same
+step or, with async scheduling, the one before it, which the device completed while this one was being enqueued.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ REPORT_SECONDS = 0.2
 IDLE_SECONDS = 0.05
 MANIFEST_SECONDS = 30.0
 IDLE_CHECK_SECONDS = 5.0
-FAILURES_IN_A_ROW = 3
+MAX_CONSECUTIVE_FAILURES = 3
 
 
 class EngineLoop:
-    """Requests, scheduler and runner of one model. One thread calls its methods; `serve` makes a loop of them."""
+    """The scheduler, runner and live requests of one model. Not thread-safe. `serve` runs it until a Stop command."""
 
-    fatal_failures = FAILURES_IN_A_ROW  # steps that fail in a row; the last one ends the loop
+    fatal_failures = MAX_CONSECUTIVE_FAILURES  # this many failed steps in a row end the loop
 
     def __init__(self, config: EngineConfig, runner: ModelRunner, info: ModelInfo, manifest: Manifest | None = None):
         self.config = config
@@ -81,16 +81,15 @@ class EngineLoop:
         )
         self.finisher = StepFinisher(self.scheduler, runner)
         self._eos = frozenset(info.eos_token_ids)
-        self._max_behind = (
-            MAX_STEPS_IN_FLIGHT - 1 if config.async_scheduling else 0
-        )  # steps that may be unread after a step()
-        self._in_flight: deque[tuple[Batch, AsyncStepOutput]] = deque()  # enqueued and not read, oldest first
+        self._max_unread_steps = MAX_STEPS_IN_FLIGHT - 1 if config.async_scheduling else 0  # when step() returns
+        self._in_flight: deque[tuple[Batch, AsyncStepOutput]] = deque()  # enqueued, not yet read; oldest first
         self._steps = self._failures = 0
         self._last_error = ""
-        self.warm_asked = False  # capture between steps also under warm-up `lazy`, until nothing is missing
+        self.warm_requested = False  # capture between steps also under warm-up `lazy`, until nothing is missing
         self.operations = Operations(self)
-        # Whoever brings requests or commands may have moved storage before; between the steps of one batch nobody can.
-        self._unchecked = True
+        # Check graph addresses before the next step: a caller may have moved storage since the last one. Storage can't
+        # move between steps without a new request or command.
+        self._storage_may_have_moved = True
         self._idle_check_failures = 0
         self._next_idle_check = 0.0
         self._next_capture = 0.0
@@ -99,22 +98,22 @@ class EngineLoop:
     # ---- requests --------------------------------------------------------------------------------------------------
 
     def add(self, request: EngineRequest) -> None:
-        """Accept a request. Raises RequestError (PromptTooLong) for one that can't be meant or can never fit."""
-        self._unchecked = True
+        """Queue a request. Raises RequestError for an invalid request, PromptTooLong for one that can never fit."""
+        self._storage_may_have_moved = True
         check_prompt_ids(request.prompt_token_ids, self.info.vocab_size)
         self.runner.sampling.check(request.params)
         self.scheduler.add(Request(request, self.weight_version, self._eos))
 
     def submit(self, requests: Iterable[EngineRequest]) -> None:
-        """Accept requests; one that is refused is answered by a last event with finish_reason "error"."""
+        """Queue requests. A rejected request gets a final event with finish_reason "error"."""
         for request in requests:
             try:
                 self.add(request)
             except EngineError as error:
-                self.finisher.refuse(request, error, self.weight_version)
+                self.finisher.reject(request, error, self.weight_version)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """End requests that live; unknown ids (ended a moment ago) are left alone."""
+        """Abort live requests. Unknown ids are ignored, since a request may just have ended."""
         for request_id in request_ids:
             request = self.scheduler.get(request_id)
             if request is not None:
@@ -123,65 +122,72 @@ class EngineLoop:
                 )
 
     def drop_events(self) -> None:
-        """Forget answers that nobody will take: those of requests that a caller has just aborted."""
+        """Discard pending events that no caller will read, such as those of requests just aborted."""
         self.finisher.events.clear()
 
     @property
     def has_work(self) -> bool:
-        """Whether a request lives, a step is unread, or an answer waits to be taken."""
+        """Whether there is a live request, a step in flight or a pending event."""
         return self.scheduler.has_work or bool(self._in_flight) or bool(self.finisher.events)
 
     def step(self) -> list[TokenEvent]:
-        """Enqueue one batch and read the oldest unread one; return what that gave, with every answer that came up since
-        the last step. With nothing to enqueue, all that is unread is read.
+        """Schedule and enqueue one batch, finish older steps, and return all new events.
+
+        With async scheduling the new step stays in flight. Without it, or with nothing to enqueue, every step is
+        finished.
         """
-        if self._unchecked:
+        if self._storage_may_have_moved:
             self.runner.cache.check_addresses()
-            self._unchecked = False
+            self._storage_may_have_moved = False
         batch = self.scheduler.schedule()
         failure = self._execute(batch)
-        self.drain(self._max_behind if batch and failure is None else 0)
+        self.drain(self._max_unread_steps if batch and failure is None else 0)
         if failure is not None:
-            self._fail(batch, failure)
+            self._fail_batch(batch, failure)
         self._steps += bool(batch)
         events, self.finisher.events = self.finisher.events, []
         return events
 
     def _execute(self, batch: Batch) -> Exception | None:
-        """Enqueue a batch; returns what went wrong, if anything did. Earlier steps are read first then."""
+        """Enqueue a batch. If that raises, wait for the earlier steps and return the exception."""
         try:
             for request in batch.admitted:
-                request.prompt_scores = []  # of a prefill that a preemption broke off
+                request.prompt_scores = []  # drop partial scores of a prefill that was preempted
                 self.runner.admit(request)
             if batch:
                 output = self.runner.execute(batch)
                 self.scheduler.dispatch(batch)
                 self._in_flight.append((batch, output))
         except BaseException as error:
-            self.runner.abandon()
+            self.runner.reset_after_failure()
             if isinstance(error, Exception):
                 return error
-            self.scheduler.preempt_all()  # interrupted: how far the device came is unknown, so all is computed anew
+            self.scheduler.preempt_all()  # interrupted with the device's progress unknown: recompute everything
             raise
         return None
 
     def drain(self, behind: int = 0) -> None:
-        """Read, book and judge what is under way, but for the newest `behind` steps. Call it before anything changes
-        that tokens are judged by: those of steps under way belong to what was then.
+        """Read and finish steps in flight, oldest first, until at most `behind` are left.
+
+        Call it before changing the weights or anything else that finishing a step depends on: the tokens in flight
+        were computed under the old state.
         """
         while len(self._in_flight) > behind:
             batch, output = self._in_flight[0]
             try:
-                result = output.read()  # an interruption here leaves it to the next step
+                result = output.read()  # if interrupted here, the next step reads it again
                 self._in_flight.popleft()
-                self.finisher.book(batch, result)
+                self.finisher.finish_step(batch, result)
                 self._failures = 0
             except Exception as error:
-                behind = 0  # what comes next is fed from the host, which must know every token by then
-                self._fail(batch, error)
+                behind = 0  # the next step's inputs come from the host, which must know every token by then
+                self._fail_batch(batch, error)
 
-    def _fail(self, batch: Batch, error: Exception) -> None:
-        """Fail the requests of a batch that raised. The error is told to their callers, logged and kept for reports."""
+    def _fail_batch(self, batch: Batch, error: Exception) -> None:
+        """Fail the requests of a batch that raised. The error goes to their callers, the log and `stats`.
+
+        Raises the error again if the batch was empty or `fatal_failures` steps failed in a row.
+        """
         logger.error(
             "a step failed; its %d requests fail with it", len(batch.decodes) + len(batch.prefills), exc_info=error
         )
@@ -190,8 +196,9 @@ class EngineLoop:
         self._failures += 1
         if not batch or self._failures >= self.fatal_failures:
             raise error
-        self.runner.abandon()
-        # Those admitted without a chunk in this step too: their slot may hold another's sampling state.
+        self.runner.reset_after_failure()
+        # Include requests admitted without a chunk in this step: their slot may still hold the sampling state of its
+        # previous request.
         involved = dict.fromkeys((*batch.decodes, *(chunk.request for chunk in batch.prefills), *batch.admitted))
         for request in involved:
             if not request.state.is_final:
@@ -210,33 +217,35 @@ class EngineLoop:
     def warm(
         self, progress: Callable[[int, int, Any], None] | None = None, wanted: Sequence[GraphKey] | None = None
     ) -> None:
-        """Capture every graph that is wanted ahead, or these."""
+        """Capture the graphs in `wanted`, or by default every missing graph of the warm-up plan."""
         self.runner.cache.warm(progress, wanted)
 
     def capture_between_steps(self) -> bool:
-        """Capture one graph that is wanted ahead and missing: all of them under warm-up `background`, those that were
-        dropped as stale under `full`. While serving, at most half the time goes to it. A step may be under way: a
-        capture comes after it on the device, and leaves the static inputs as it found them.
+        """Capture one missing graph of the warm-up plan; returns whether one was captured.
+
+        Under warm-up `background` this captures all of them over time, under `full` only those dropped as stale. While
+        requests are live, captures take at most half the time. A step may be in flight: the capture runs after it on
+        the device and restores the static inputs.
         """
         now = time.monotonic()
-        is_lazy = self.config.warmup == "lazy" and not self.warm_asked
+        is_lazy = self.config.warmup == "lazy" and not self.warm_requested
         if is_lazy or (self.scheduler.has_work and now < self._next_capture):
             return False
         if not self.capture_next():
-            self.warm_asked = False
+            self.warm_requested = False
             return False
-        took = time.monotonic() - now
-        self._next_capture = now + 2 * took
+        elapsed = time.monotonic() - now
+        self._next_capture = now + 2 * elapsed
         return True
 
     def capture_next(self, key: GraphKey | None = None) -> bool:
-        """Capture one graph that is wanted ahead and missing, or this one; False if there is none."""
+        """Capture the graph of `key`, or by default one missing graph of the plan. Returns False if none is missing."""
         return self.runner.cache.warm_next(key)
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: str) -> int:
-        """Write new weights in place, all or nothing; graphs stay valid. Returns how many tensors were written.
+        """Write new weights in place; graphs stay valid. Returns the number of tensors written.
 
-        Raises WeightUpdateError, with the old weights untouched, if any name, shape or value is refused.
+        Raises WeightUpdateError, with the old weights unchanged, if any name, shape or value is invalid.
         """
         _check_version(version)
         written = stage_update(self.runner.model.weight_slots(), weights)
@@ -244,7 +253,7 @@ class EngineLoop:
         return written
 
     def weights_changed(self, version: str) -> None:
-        """The weights in place are new ones: running requests are recomputed, prefix KV of the old ones is dropped."""
+        """Record that the weights changed in place: recompute running requests and drop the old weights' prefix KV."""
         _check_version(version)
         self.drain()
         self.scheduler.preempt_all()
@@ -253,11 +262,11 @@ class EngineLoop:
         self.runner.cache.check_addresses()
 
     def graphs(self) -> list[dict[str, Any]]:
-        """The graph cache as rows of plain values."""
+        """Return the graph cache's table, one dict of plain values per graph."""
         return self.runner.cache.table()
 
     def stats(self) -> EngineStats:
-        """A snapshot of every counter and gauge."""
+        """Return a snapshot of all counters and gauges."""
         cache, scheduler = self.runner.cache, self.scheduler
         entries = Counter((row["site"], row["scope"]) for row in cache.table() if row["state"] == "captured")
         graphs = cache.stats.snapshot() | {
@@ -274,7 +283,7 @@ class EngineLoop:
             prefix_cache_hits=self.prefix_cache.hits if self.prefix_cache else 0,
             num_preemptions=scheduler.num_preemptions,
             prompt_tokens=scheduler.prompt_tokens,
-            generation_tokens=self.finisher.generated,
+            generation_tokens=self.finisher.generated_tokens,
             steps=self._steps,
             ended=dict(self.finisher.ended),
             graphs=graphs,
@@ -290,12 +299,12 @@ class EngineLoop:
         )
 
     def idle_check(self) -> None:
-        """Raise, listing every leak, unless all pages and slots are back and nothing is under way."""
+        """Drain, then raise SchedulerInvariantError listing every live request and leaked page or slot, if any."""
         self.drain()
         self.scheduler.idle_check()
 
     def _check_idle(self) -> None:
-        """On becoming idle, look for leaks, at most every IDLE_CHECK_SECONDS; one is logged and counted, not fatal."""
+        """Run `idle_check` at most every IDLE_CHECK_SECONDS. A leak is logged and counted; it is not fatal."""
         if time.monotonic() < self._next_idle_check:
             return
         self._next_idle_check = time.monotonic() + IDLE_CHECK_SECONDS
@@ -307,7 +316,7 @@ class EngineLoop:
             self._last_error = str(error)
 
     def save_manifest(self) -> None:
-        """Write what traffic used to disk, if a manifest is kept; a disk that refuses is logged."""
+        """Save the graph manifest, if there is one. Logs a failure instead of raising."""
         self._next_save = time.monotonic() + MANIFEST_SECONDS
         if self.manifest is not None:
             try:
@@ -316,7 +325,7 @@ class EngineLoop:
                 logger.warning("the graph manifest was not saved: %s", error)
 
     def close(self) -> None:
-        """Drop the graphs and let the model go; nothing may be called after it."""
+        """Drop the graphs and release the model. The loop can't be used afterwards."""
         self.runner.cache.clear()
         if isinstance(self.runner.model, MegatronModel):
             self.runner.model.release()
@@ -324,24 +333,25 @@ class EngineLoop:
     # ---- as a service ----------------------------------------------------------------------------------------------
 
     def serve(self, receive: Callable[[float], Command | None], send: Callable[[Report], None]) -> None:
-        """Take commands, step and report until a Stop. `receive(timeout)` gives the next command or None.
+        """Process commands and run steps until a Stop command. `receive(timeout)` returns the next command or None.
 
-        Always ends with one Dead report, whatever happens.
+        The last report is always a Dead, also after an error, which it then names.
         """
         reason, next_report, captures = "", 0.0, None
         gc.collect()
         try:
             while True:
                 if captures != (captures := self.runner.cache.stats.captures.total()):
-                    # A collection would walk the model's and the graphs' objects, which stay, for 100 ms amid a step.
-                    gc.freeze()  # again after each capture, which lets go of what is frozen
+                    # Keep the garbage collector off the long-lived objects of model and graphs: walking them would
+                    # stall a step for 100 ms. Freeze again after each capture, because captures unfreeze.
+                    gc.freeze()
                 busy = self.has_work
                 command = receive(0.0 if busy else IDLE_SECONDS)
                 with self.runner.cache.pool.turn():
                     while command is not None:
                         if isinstance(command, Stop):
                             return
-                        self._obey(command, send)
+                        self._handle_command(command, send)
                         command = receive(0.0)
                     if self.has_work:
                         events = self.step()
@@ -358,7 +368,7 @@ class EngineLoop:
                 if now >= self._next_save and not self.has_work:
                     self.save_manifest()
         except Exception as error:
-            logger.exception("the engine loop ends")
+            logger.exception("the engine loop failed")
             reason = f"{type(error).__name__}: {error}"
         finally:
             try:
@@ -366,20 +376,20 @@ class EngineLoop:
                 self.save_manifest()
                 if self.finisher.events:
                     send(Events(self.finisher.events))
-            except Exception as error:  # broken books; the Dead below still ends every request at the caller's side
+            except Exception as error:  # scheduler state is broken; the Dead below still ends every request's stream
                 logger.exception("the engine loop could not end its requests")
                 reason = reason or f"{type(error).__name__}: {error}"
             gc.unfreeze()
             send(Dead(reason))
 
-    def _obey(self, command: Command, send: Callable[[Report], None]) -> None:
+    def _handle_command(self, command: Command, send: Callable[[Report], None]) -> None:
         if isinstance(command, Submit):
             self.submit(command.requests)
         elif isinstance(command, Abort):
             self.abort(command.request_ids)
         elif isinstance(command, Ask):
-            self._unchecked = True
-            self.drain()  # what is asked may move weights or storage under a step
+            self._storage_may_have_moved = True
+            self.drain()  # the called method may change weights or storage that a step in flight uses
             try:
                 send(Reply(command.number, attrgetter(command.method)(self)(*command.args)))
             except Exception as error:
@@ -388,4 +398,4 @@ class EngineLoop:
 
 def _check_version(version: object) -> None:
     if not isinstance(version, str) or not version:
-        raise RequestError(f"version={version!r}: a name for the new weights is needed", param="version")
+        raise RequestError(f"version={version!r} is invalid: give the new weights a non-empty name", param="version")

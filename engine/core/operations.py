@@ -1,6 +1,6 @@
-"""What an operator asks of a running loop: warm, drop and recapture graphs, load weights from disk, take a profile.
+"""Operator requests to a running loop: warm and drop graphs, load weights from disk, record a profile.
 
-Each runs between two steps, on the loop's thread, and returns plain values. Knows the loop; no HTTP and no keys.
+Each runs on the loop's thread between two steps and returns plain values.
 """
 
 from __future__ import annotations
@@ -16,53 +16,53 @@ from engine.errors import ModelError, RequestError, WeightUpdateError
 from engine.loader.weights import iterate_shards, safetensors_files
 from engine.worker.model_runner import ModelRunner
 
-ASKED = "asked"  # the reason under which graphs dropped by an operator are counted
+ASKED = "asked"  # invalidation reason of graphs that an operator dropped
 
 
 class ControlledLoop(Protocol):
     """The part of EngineLoop that operations use."""
 
     runner: ModelRunner
-    warm_asked: bool
+    warm_requested: bool
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: str) -> int: ...
 
 
 class Operations:
-    """The operator's methods of one loop; called by `Client.ask("operations.…")`."""
+    """Operator methods of one loop, called through `Client.ask("operations.…")`."""
 
     def __init__(self, loop: ControlledLoop):
         self._loop = loop
         self._profiler: torch.profiler.profile | None = None
 
     def warm(self) -> int:
-        """Capture what is wanted ahead and missing, between steps from now on; returns how many graphs that is."""
+        """Start capturing the missing graphs of the warm-up plan between steps. Returns how many are missing."""
         missing = len(self._loop.runner.cache.pending())
-        self._loop.warm_asked = missing > 0
+        self._loop.warm_requested = missing > 0
         return missing
 
     def invalidate(self) -> int:
-        """Drop every graph; they come back by the warm-up mode's rule. Returns how many there were."""
+        """Drop every graph; the warm-up mode decides when each is captured again. Returns the number dropped."""
         return self._loop.runner.cache.invalidate(ASKED)
 
     def load_weights(self, path: str, version: str) -> int:
-        """Update the weights from a safetensors file, or a folder of them. Returns how many tensors were written.
+        """Update the weights from a safetensors file or a folder of them. Returns the number of tensors written.
 
-        Raises WeightUpdateError, with the old weights serving on, for what can't be read or doesn't fit.
+        Raises WeightUpdateError if the files can't be read or don't match the model; the old weights stay in use.
         """
-        place = Path(path)
+        source = Path(path)
         try:
-            if not place.exists():
-                raise ModelError(f"{path!r} is not there; give a safetensors file or a folder on the server's machine")
-            files = safetensors_files(place) if place.is_dir() else [place]
+            if not source.exists():
+                raise ModelError(f"{path!r} does not exist: give a safetensors file or folder on the server's machine")
+            files = safetensors_files(source) if source.is_dir() else [source]
             return self._loop.update_weights(iterate_shards(files), version)
         except ModelError as error:
             raise WeightUpdateError(str(error)) from error
 
     def profile_start(self) -> None:
-        """Record every operation from here on, on CPU and GPU. Costs time and memory until `profile_stop`."""
+        """Start recording all CPU and GPU operations. Costs time and memory until `profile_stop`."""
         if self._profiler is not None:
-            raise RequestError("a profile is being recorded already: stop that one first")
+            raise RequestError("a profile is already being recorded: stop it first")
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -71,7 +71,7 @@ class Operations:
         self._profiler = profiler
 
     def profile_stop(self, folder: str) -> str:
-        """End the recording and write it into `folder` as a Chrome trace; returns the file's path."""
+        """Stop recording and write a Chrome trace into `folder`. Returns the file's path."""
         if self._profiler is None:
             raise RequestError("no profile is being recorded: start one first")
         profiler, self._profiler = self._profiler, None
@@ -81,5 +81,5 @@ class Operations:
             path.parent.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(path))
         except OSError as error:
-            raise RequestError(f"the profile can't be written to {path}: {error.strerror or error}") from error
+            raise RequestError(f"can't write the profile to {path}: {error.strerror or error}") from error
         return str(path)

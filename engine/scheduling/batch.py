@@ -1,7 +1,4 @@
-"""What one step runs, as the scheduler chose it and the runner reads it.
-
-Owns no state of its own and knows no tensors: requests, ranges of tokens, and what changed hands for this step.
-"""
+"""One step's work: the requests and token ranges that the scheduler chose for the model runner."""
 
 from __future__ import annotations
 
@@ -12,10 +9,10 @@ from engine.scheduling.request import Request
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Compute token_ids[start : start + length] of a request; pages for all of it are allocated.
+    """Prefill token_ids[start : start + length] of a request. Its pages are allocated.
 
-    `is_last`: the chunk reaches the end of token_ids, so its last logits give the next token. `lease` is the
-    request's when this was chosen: where it is another by now, the chunk is nobody's.
+    `is_last`: the chunk reaches the end of token_ids, so its last logits give the next token. `lease` is the request's
+    lease at scheduling: if the request's lease has changed since, the chunk is stale and its result is dropped.
     """
 
     request: Request
@@ -27,13 +24,15 @@ class PrefillChunk:
 
 @dataclass(slots=True)
 class Batch:
-    """One step's work: a request is in `decodes`, in one chunk of `prefills`, or in neither.
+    """One step's work. A request has at most one decode or one prefill chunk in it.
 
-    Each of `decodes` computes exactly its last token, whose page is allocated. That includes a prompt of which one
-    token was left to compute (the rest was cached or came in earlier chunks): its first output comes from a decode.
-    `positions` and `leases` go with them: the place of that token in its sequence, and the request's lease.
-    `admitted`: requests that took a slot for this step; the slot's former contents are another request's.
-    `preempted`: requests that lost slot and pages; they are recomputed later, outputs included. None is in both.
+    - decodes: requests that compute exactly their last token; its page is allocated. A prompt with one token left to
+      compute (the others were cached or in earlier chunks) is also a decode.
+    - positions, leases: per decode, the position of that token in its sequence and the request's lease.
+    - prefills: prefill chunks.
+    - admitted: requests that got a slot in this step; the slot still holds the previous request's state.
+    - preempted: requests that lost slot and pages; all their tokens, outputs included, are recomputed later. Never
+      also in `admitted`.
     """
 
     decodes: list[Request] = field(default_factory=list)
@@ -42,15 +41,15 @@ class Batch:
     prefills: list[PrefillChunk] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
-    dispatched: bool = False  # set by Scheduler.dispatch and complete, which refuse to count a step twice
+    dispatched: bool = False  # set by Scheduler.dispatch and complete, which raise if called twice for a batch
     completed: bool = False
 
     def __bool__(self) -> bool:
-        """Whether there is anything to compute."""
+        """Whether the batch computes any token."""
         return bool(self.decodes or self.prefills)
 
     @property
     def sampled(self) -> list[tuple[Request, int]]:
-        """The requests whose next token this step gives, each with its lease: decodes first, then prompts' ends."""
+        """The requests that this step samples a token for, with their leases: decodes, then last prefill chunks."""
         ends = [(chunk.request, chunk.lease) for chunk in self.prefills if chunk.is_last]
         return [*zip(self.decodes, self.leases, strict=True), *ends]

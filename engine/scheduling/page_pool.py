@@ -1,7 +1,6 @@
-"""The pool of KV pages: who may write where, as plain ints.
+"""The pool of KV pages: page numbers, reference counts, and which unreferenced pages keep cached contents.
 
-Owns page numbers, their reference counts, and which unreferenced pages are still worth keeping for their contents.
-Must not know tensors (the attention backend holds those), tokens, hashes or requests. One thread, the engine loop's.
+Works on plain integers; the attention backend holds the tensors. Not thread-safe: the engine loop's thread owns it.
 """
 
 from __future__ import annotations
@@ -11,73 +10,75 @@ from collections.abc import Callable, Sequence
 
 from engine.errors import ConfigError, EngineError
 
-SCRATCH_PAGE = 0  # padded rows read and write here, so that they can't touch a request's pages
+SCRATCH_PAGE = 0  # padded rows read and write this page, so they never touch a request's pages
 
 
 class NoPages(EngineError):
-    """More pages were asked for than are free; nothing was taken."""
+    """More pages were requested than are free; none was allocated."""
 
 
 class InvariantError(EngineError, RuntimeError):
-    """The engine's own bookkeeping is broken: a bug, never a caller's mistake."""
+    """The engine's internal state is inconsistent: a bug, never an invalid request."""
 
 
 class PagePool:
-    """`num_pages` pages of `page_size` tokens each; page 0 is the scratch page and is never lent.
+    """`num_pages` pages of `page_size` tokens each. Page 0 is the scratch page and is never allocated.
 
-    Every other page is in exactly one of three conditions:
-    referenced (count >= 1), empty (count 0, contents worthless), or idle (count 0, contents kept by `keep`).
-    Empty and idle pages both count as free: `allocate` takes empty ones first, then the least recently released
-    idle one, telling `on_evict` about it first.
+    Every other page is in exactly one of three states: referenced (count >= 1), empty (count 0, contents invalid), or
+    idle (count 0, contents kept by `keep`). Empty and idle pages both count as free: `allocate` takes empty ones first,
+    then evicts the least recently released idle one, calling `on_evict` first.
     """
 
     def __init__(self, num_pages: int, page_size: int):
         if page_size < 1:
-            raise ConfigError(f"page_size={page_size}: at least 1 token is needed")
+            raise ConfigError(f"page_size={page_size} is invalid: give at least 1 token")
         if num_pages < 2:
-            raise ConfigError(f"num_pages={num_pages}: at least 2 are needed, one is the scratch page")
+            raise ConfigError(f"num_pages={num_pages} is invalid: give at least 2, as page 0 is the scratch page")
         self.num_pages = num_pages
         self.page_size = page_size
         self.on_evict: Callable[[int], None] | None = None  # set by the one PrefixCache on this pool
         self._counts = [0] * num_pages
-        self._empty = list(range(num_pages - 1, SCRATCH_PAGE, -1))  # a stack: low numbers are lent first
+        self._empty = list(range(num_pages - 1, SCRATCH_PAGE, -1))  # a stack: low numbers are allocated first
         self._idle: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._kept: set[int] = set()  # pages whose contents are cached, referenced or not
 
     @property
     def capacity(self) -> int:
-        """Pages that can be lent at all."""
+        """Number of pages that can be allocated: all but the scratch page."""
         return self.num_pages - 1
 
     @property
     def num_free(self) -> int:
-        """Pages that `allocate` could give now, idle ones included."""
+        """Number of pages that `allocate` can return now, idle ones included."""
         return len(self._empty) + len(self._idle)
 
     @property
     def num_in_use(self) -> int:
-        """Pages that somebody references."""
+        """Number of referenced pages."""
         return self.capacity - self.num_free
 
     @property
     def usage(self) -> float:
-        """Share of the pages in use, 0 to 1; cached but unreferenced pages count as free."""
+        """Fraction of the pages in use, 0 to 1; cached but unreferenced pages count as free."""
         return self.num_in_use / self.capacity
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that hold the keys and values of `num_tokens` tokens."""
+        """Return the number of pages that hold the keys and values of `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
 
-    def count(self, page: int) -> int:
-        """References to `page`."""
+    def ref_count(self, page: int) -> int:
+        """Return the number of references to `page`."""
         return self._counts[page]
 
     def allocate(self, num: int) -> list[int]:
-        """`num` pages with one reference each, contents undefined. Raises NoPages and takes nothing if short."""
+        """Return `num` pages with one reference each and undefined contents.
+
+        Raises NoPages, allocating nothing, if fewer are free.
+        """
         if num < 0:
             raise InvariantError(f"allocate({num}): a number of pages can't be negative")
         if num > self.num_free:
-            raise NoPages(f"{num} pages were asked for, {self.num_free} of {self.capacity} are free")
+            raise NoPages(f"{num} pages were requested, {self.num_free} of {self.capacity} are free")
         pages = []
         for _ in range(num):
             page = self._empty.pop() if self._empty else self._evict_oldest()
@@ -86,7 +87,7 @@ class PagePool:
         return pages
 
     def acquire(self, pages: Sequence[int]) -> None:
-        """Add a reference to each page; each must be referenced or idle, for an empty page has no contents to share."""
+        """Add a reference to each page. Each must be referenced or idle: an empty page has no contents to share."""
         for page in pages:
             if self._counts[page] == 0 and page not in self._idle:
                 raise InvariantError(f"page {page} is empty (or the scratch page): it can't be shared")
@@ -96,16 +97,16 @@ class PagePool:
             self._counts[page] += 1
 
     def free(self, pages: Sequence[int]) -> None:
-        """Drop one reference to each page. Raises InvariantError, changing nothing, for one that has none.
+        """Drop one reference to each page. Raises InvariantError, changing nothing, for a page without references.
 
-        Released last to first, so that of a chain of kept pages the end is evicted before the beginning that more
+        Releases pages last to first, so that the end of a cached prefix is evicted before its beginning, which more
         prompts share.
         """
         if len(set(pages)) != len(pages):
-            raise InvariantError(f"the same page is freed twice in one call: {list(pages)}")
+            raise InvariantError(f"free() got the same page twice: {list(pages)}")
         unreferenced = [page for page in pages if self._counts[page] == 0]
         if unreferenced:
-            raise InvariantError(f"pages {unreferenced} are freed without a reference: a double free")
+            raise InvariantError(f"double free: pages {unreferenced} have no references")
         for page in reversed(pages):
             self._counts[page] -= 1
             if self._counts[page] == 0:
@@ -115,31 +116,31 @@ class PagePool:
                     self._empty.append(page)
 
     def keep(self, page: int) -> None:
-        """From now on the contents of this referenced page are worth keeping after its release."""
+        """Keep the contents of this referenced page after its release, until eviction or `discard`."""
         if self._counts[page] == 0:
-            raise InvariantError(f"page {page} is kept while nobody references it: its contents are not settled")
+            raise InvariantError(f"keep() got page {page}, which has no references: its contents may be overwritten")
         self._kept.add(page)
 
     def discard(self, page: int) -> None:
-        """The contents of this kept page are worthless from now on; does not call `on_evict`."""
+        """Stop keeping the contents of this kept page. Does not call `on_evict`."""
         self._kept.remove(page)
         if page in self._idle:
             del self._idle[page]
             self._empty.append(page)
 
     def problems(self) -> list[str]:
-        """Everything that is wrong with the pool itself, in words; empty if it is whole."""
+        """Describe every inconsistency of the pool; empty if there is none."""
         found = []
         empty = set(self._empty)
         if len(empty) != len(self._empty):
-            found.append("a page is twice among the empty ones")
+            found.append("a page is in the empty list twice")
         if SCRATCH_PAGE in empty or SCRATCH_PAGE in self._idle or self._counts[SCRATCH_PAGE]:
-            found.append("the scratch page was lent or freed")
+            found.append("the scratch page was allocated or freed")
         for page in range(1, self.num_pages):
             conditions = (self._counts[page] > 0) + (page in empty) + (page in self._idle)
             if conditions != 1:
                 found.append(
-                    f"page {page} is in {conditions} conditions, not one: count {self._counts[page]}, "
+                    f"page {page} is in {conditions} states instead of one: count {self._counts[page]}, "
                     f"empty {page in empty}, idle {page in self._idle}"
                 )
             if page in self._idle and page not in self._kept:
@@ -149,13 +150,13 @@ class PagePool:
         return found
 
     def check(self) -> None:
-        """Raise InvariantError listing every problem; for tests and the idle check, O(pages)."""
+        """Raise InvariantError listing every problem. O(pages); for tests and the idle check."""
         found = self.problems()
         if found:
             raise InvariantError("the page pool is broken: " + "; ".join(found))
 
     def kept_pages(self) -> frozenset[int]:
-        """Pages whose contents are kept, referenced or idle; a copy, for checks."""
+        """Return the pages with kept contents, referenced or idle, as a copy; for checks."""
         return frozenset(self._kept)
 
     def _evict_oldest(self) -> int:

@@ -1,8 +1,7 @@
-"""Which full pages hold which tokens: prompts that begin alike share their keys and values.
+"""The prefix cache: maps prefixes to full KV pages, so that prompts with the same beginning share keys and values.
 
-Owns the map from a prefix to its pages and its counters. A page's key is a digest of (its parent's digest, its
-tokens), and the first parent is a digest of the salt, so that equal keys mean equal prefixes under equal weights.
-Must not know requests, queues or tensors. One thread, the engine loop's.
+A page's key is a digest of (its parent's digest, its tokens). The first parent is a digest of the salt, so equal keys
+mean equal prefixes under equal weights. Not thread-safe: the engine loop's thread owns it.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from engine.scheduling.page_pool import PagePool
 
 
 class PrefixChain:
-    """The digests of one sequence's full pages, computed as far as anybody asked; made by `PrefixCache.chain`.
+    """The digests of one sequence's full pages, computed on demand. Created by `PrefixCache.chain`.
 
-    It belongs to the generation of the cache that made it: after `reset` it matches nothing and inserts nothing,
-    which keeps pages written under older weights out for good.
+    A chain belongs to the cache generation that created it. After `reset` it matches and inserts nothing, which keeps
+    pages computed with older weights out of the cache.
     """
 
     __slots__ = ("digests", "generation", "root")
@@ -29,7 +28,7 @@ class PrefixChain:
         self.digests: list[bytes] = []
 
     def digest(self, index: int, token_ids: Sequence[int], page_size: int) -> bytes:
-        """The key of full page `index` of `token_ids`; earlier tokens must be those of earlier calls."""
+        """Return the key of full page `index` of `token_ids`. Earlier tokens must not differ from earlier calls."""
         while len(self.digests) <= index:
             start = len(self.digests) * page_size
             parent = self.digests[-1] if self.digests else self.root
@@ -39,7 +38,7 @@ class PrefixChain:
 
 
 class PrefixCache:
-    """The cached pages of one pool. `queries` and `hits` count prompt tokens looked up and found; never reset."""
+    """The cached pages of one pool. `queries` and `hits` count prompt tokens looked up and found, never reset."""
 
     def __init__(self, pool: PagePool):
         self.pool = pool
@@ -52,21 +51,21 @@ class PrefixCache:
         pool.on_evict = self._evicted
 
     def __len__(self) -> int:
-        """Pages in the cache, referenced or idle."""
+        """Number of cached pages, referenced or idle."""
         return len(self._page_of)
 
     def chain(self, salt: str) -> PrefixChain:
-        """A chain for one sequence. Sequences of different salts (the weights' version) never share pages."""
+        """Create the chain of one sequence. Sequences with different salts (weight versions) never share pages."""
         return PrefixChain(blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=32).digest(), self.generation)
 
     def is_current(self, chain: PrefixChain) -> bool:
-        """Whether no `reset` came since the chain was made."""
+        """Whether the chain was created after the last `reset`."""
         return chain.generation == self.generation
 
     def lookup(self, chain: PrefixChain, token_ids: Sequence[int]) -> list[int]:
-        """Pages holding the longest cached prefix of `token_ids`, not referenced and not counted: see `take`.
+        """Return the pages of the longest cached prefix of `token_ids`, without referencing or counting them.
 
-        Never the whole: at least one token is left to compute, for its logits are needed.
+        At least one token is left to compute, because its logits are needed.
         """
         pages: list[int] = []
         if not self.is_current(chain):
@@ -78,27 +77,27 @@ class PrefixCache:
             pages.append(page)
         return pages
 
-    def take(self, pages: Sequence[int]) -> None:
-        """Reference the pages of a `lookup`, before anything else is allocated; the caller frees them."""
+    def acquire(self, pages: Sequence[int]) -> None:
+        """Reference the pages that `lookup` returned. Call it before any allocation; the caller frees them."""
         self.pool.acquire(pages)
 
-    def count(self, queried: int, hit: int) -> None:
-        """Count a lookup that was acted on, in tokens; apart, for a blocked request is looked up many times."""
+    def record_lookup(self, queried: int, hit: int) -> None:
+        """Count a lookup that was used, in tokens. Separate from `lookup`, which a blocked request repeats."""
         self.queries += queried
         self.hits += hit
 
     def match(self, token_ids: Sequence[int], salt: str) -> list[int]:
-        """`lookup`, `take` and `count` in one: the pages are referenced for the caller."""
+        """Look up, reference and count in one call; the caller frees the returned pages."""
         pages = self.lookup(self.chain(salt), token_ids)
-        self.take(pages)
-        self.count(len(token_ids), len(pages) * self.pool.page_size)
+        self.acquire(pages)
+        self.record_lookup(len(token_ids), len(pages) * self.pool.page_size)
         return pages
 
     def insert(self, chain: PrefixChain, token_ids: Sequence[int], pages: Sequence[int], start: int, stop: int) -> None:
-        """Offer pages[start:stop], each full and computed, of the sequence `token_ids` that references `pages`.
+        """Cache pages[start:stop] of the sequence `token_ids`; each must be referenced, full and computed.
 
-        A prefix that is cached already keeps its page, and the offered one stays private. A chain from before a
-        `reset` is ignored.
+        If a prefix is already cached, its page stays and the given one remains private. Does nothing for a chain
+        created before a `reset`.
         """
         if not self.is_current(chain):
             return
@@ -110,7 +109,7 @@ class PrefixCache:
                 self._digest_of[pages[index]] = digest
 
     def reset(self) -> None:
-        """Drop everything and start a new generation: pages in use stay with their users, but are never shared."""
+        """Drop all entries and start a new generation. Referenced pages stay with their requests, but aren't shared."""
         for page in self._digest_of:
             self.pool.discard(page)
         self._page_of.clear()
@@ -118,7 +117,7 @@ class PrefixCache:
         self.generation += 1
 
     def problems(self) -> list[str]:
-        """Where the cache disagrees with itself or with its pool, in words; empty if nowhere."""
+        """Describe every inconsistency within the cache or with its pool; empty if there is none."""
         found = []
         if {page: digest for digest, page in self._page_of.items()} != self._digest_of:
             found.append("the prefix cache's two maps disagree")

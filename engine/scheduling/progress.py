@@ -1,8 +1,7 @@
-"""What a step means for the books, in two moments: it was enqueued, and its tokens were read.
+"""Update request progress at dispatch and again when tokens are read, and add full pages to the prefix cache.
 
-Between the two a request's newest token exists on the device only: it is "in flight", and the next step may be chosen
-and enqueued meanwhile. Owns that counting and the offer of full pages to the prefix cache. Moves no request and takes
-no page.
+Between the two, a request's newest token exists only on the device: it is "in flight", and the next step may be
+scheduled and enqueued meanwhile.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from engine.scheduling.request import Request
 
 
 class RequestProgress:
-    """Progress of the requests in `entries`, which the scheduler keeps."""
+    """Tracks the progress of the requests in `entries`, a mapping that the scheduler updates."""
 
     def __init__(self, page_size: int, prefix_cache: PrefixCache | None, entries: Mapping[str, QueuedRequest]):
         self._page_size = page_size
@@ -26,13 +25,13 @@ class RequestProgress:
     def dispatch(self, batch: Batch) -> None:
         """See Scheduler.dispatch."""
         if batch.dispatched:
-            raise SchedulerInvariantError("this batch was dispatched before: its tokens would count twice")
+            raise SchedulerInvariantError("this batch was already dispatched: its tokens would count twice")
         batch.dispatched = True
         for request, position, lease in zip(batch.decodes, batch.positions, batch.leases, strict=True):
             if request.lease != lease:
                 continue
             if request.num_computed != position:
-                raise SchedulerInvariantError(f"{request!r} is not at {position}, where this batch decodes")
+                raise SchedulerInvariantError(f"{request!r} is not at position {position}, which this batch decodes")
             request.num_computed = position + 1
             request.length = position + 2
         for chunk in batch.prefills:
@@ -40,7 +39,7 @@ class RequestProgress:
             if request.lease != chunk.lease:
                 continue
             if request.num_computed != chunk.start:
-                raise SchedulerInvariantError(f"{request!r} is not at {chunk.start}, where this batch's chunk begins")
+                raise SchedulerInvariantError(f"{request!r} is not at position {chunk.start}, where its chunk starts")
             request.num_computed = chunk.start + chunk.length
             request.length += chunk.is_last
 
@@ -48,13 +47,13 @@ class RequestProgress:
         """See Scheduler.complete."""
         if batch.completed or not batch.dispatched:
             raise SchedulerInvariantError(
-                "this batch was completed before: its tokens would count twice"
+                "this batch was already completed: its tokens would count twice"
                 if batch.completed
-                else "a batch is completed after it was dispatched"
+                else "this batch was not dispatched: call dispatch() before complete()"
             )
-        wanted = len(batch.decodes) + sum(chunk.is_last for chunk in batch.prefills)
-        if len(new_tokens) != wanted:
-            raise SchedulerInvariantError(f"{len(new_tokens)} tokens came for a batch that samples {wanted}")
+        num_sampled = len(batch.decodes) + sum(chunk.is_last for chunk in batch.prefills)
+        if len(new_tokens) != num_sampled:
+            raise SchedulerInvariantError(f"got {len(new_tokens)} tokens for a batch that samples {num_sampled}")
         batch.completed = True
         tokens, page_size = iter(new_tokens), self._page_size
         for request, position, lease, token in zip(batch.decodes, batch.positions, batch.leases, tokens, strict=False):
@@ -76,9 +75,10 @@ class RequestProgress:
                 self._register(request, chunk.start + chunk.length)
 
     def _register(self, request: Request, computed: int) -> None:
-        """Offer the pages that this batch made full to the prefix cache; it refuses those begun before a reset.
+        """Add the pages filled by this batch to the prefix cache, which ignores those started before a reset.
 
-        Not by `num_computed`, which counts what is enqueued since: a page is offered when all its tokens are known.
+        `computed` is taken from the batch, not from `num_computed`, which includes steps enqueued since: a page is
+        cached only when all its tokens are known.
         """
         if self._prefix_cache is None:
             return

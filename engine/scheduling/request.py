@@ -1,4 +1,4 @@
-"""The scheduler's record of one request, and the states that it passes through."""
+"""The scheduler's record of one request, and its state machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.protocol.request import EngineRequest, TokenLogprob
 
 
 class RequestState(enum.Enum):
-    """Where a request is; the last three are final."""
+    """State of a request; the last three are final."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -37,13 +37,16 @@ _NEXT_STATES: Mapping[RequestState, frozenset[RequestState]] = {
 
 
 class Request:
-    """The scheduler's record of one request, owned by the loop's thread. Compared and hashed by identity.
+    """The scheduler's record of one request. Owned by the loop's thread; compared and hashed by identity.
 
-    Assigning `state` checks the transition. `token_ids` is prompt and output together, as far as the host knows them;
-    `length` counts those in flight too, which were asked of the device and not read yet. The first `num_computed` have
-    their keys and values in `pages`, or will have them when the work enqueued so far is done. `slot` is an index in
-    [0, max_num_seqs) while running, and `lease` a number of its own for each time that the request ran, else 0.
-    `limit` is the number of tokens at which it ends; Scheduler.add sets it.
+    - state: assigning it checks the transition.
+    - token_ids: prompt and output tokens known to the host.
+    - length: number of tokens, including those in flight: computed by an enqueued step and not read yet.
+    - num_computed: number of leading tokens with keys and values in `pages` once all enqueued work is done.
+    - slot: index in [0, max_num_seqs) while running, else None.
+    - lease: a new number, from a counter that increments, each time the request gets a slot; 0 without a slot. Batches
+      record it, so that a result of an earlier run of the request is recognised as stale and dropped.
+    - max_length: number of tokens at which the request ends; set by Scheduler.add.
     """
 
     def __init__(self, request: EngineRequest, weight_version: str = "", eos_token_ids: Set[int] = frozenset()):
@@ -58,11 +61,11 @@ class Request:
         self.pages: list[int] = []
         self.slot: int | None = None
         self.lease = 0
-        self.limit = 0
-        self.ends_on = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
-        self.wants_tokens = params.max_tokens != 0
-        self.prompt_scores: list[TokenLogprob] = []  # as far as this run of its prompt has come
-        self.reported = False  # its first event is out
+        self.max_length = 0
+        self.end_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
+        self.generates_tokens = params.max_tokens != 0
+        self.prompt_scores: list[TokenLogprob] = []  # prompt logprobs of the chunks prefilled so far in this run
+        self.first_event_sent = False
         self.cached_tokens = 0
         self.first_scheduled_time: float | None = None
         self.weight_version = weight_version
@@ -99,7 +102,7 @@ class Request:
 
     @property
     def output_ids(self) -> list[int]:
-        """The sampled tokens so far, as a copy."""
+        """The sampled tokens known to the host, as a copy."""
         return self.token_ids[self.prompt_len :]
 
     def __repr__(self) -> str:

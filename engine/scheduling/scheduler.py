@@ -1,10 +1,10 @@
-"""Chooses what each step runs: the queues, slots and pages of every request between `add` and its end.
+"""The scheduler: choose the requests and tokens of each step, and manage queues, slots and KV pages.
 
-Order is (priority, arrival, order of `add`), everywhere. Running decodes come first, then prompts under way, then new
-admissions, all under one token budget. A request enters only with the pages of its whole text, so a prompt never
-stalls half-way; a decode that finds no page preempts the last request in order, which keeps its place and is
-recomputed. The first request in order is never preempted for another, so something always moves forward.
-Must not know tensors, models or HTTP. One owner thread, the engine loop's; nothing here locks.
+Requests are ordered by (priority, arrival, order of `add`) everywhere. A step takes running decodes first, then
+partially prefilled prompts, then new requests, under one token budget. A request is admitted only with pages for all
+its tokens so far, so a prefill never stalls half-way. A decode that finds no free page preempts the last request in
+order, which keeps its place in the queue and is recomputed. The first request in order is never preempted for another,
+so there is always progress. Works on plain integers, no tensors. Not thread-safe: the engine loop's thread owns it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _ORDER_KEY = attrgetter("key")
 
 
 class Scheduler:
-    """Queues, slots and page accounting over one pool and, optionally, its prefix cache.
+    """Schedules requests over one page pool and, optionally, its prefix cache.
 
-    Each request given to `add` is waiting (PREEMPTED ones too), running, or final, and stays findable until final.
-    `weight_version` is stamped on requests when they are admitted; change it with `set_weight_version`.
+    A request given to `add` is waiting (preempted ones included) or running until it ends; `get` finds it until then.
+    A request gets the current `weight_version` on admission; change it with `set_weight_version`.
     """
 
     def __init__(
@@ -51,16 +51,16 @@ class Scheduler:
         self.prefix_cache = prefix_cache
         self.weight_version = weight_version
         self.num_preemptions = 0
-        self.prompt_tokens = 0  # of all requests that were ever admitted
+        self.prompt_tokens = 0  # of all requests admitted so far
         self.ended: Counter[str] = Counter()  # finish reason -> requests
         self._clock = clock
         self._admission = Admission(pool, prefix_cache, config.max_model_len)
         self._entries: dict[str, QueuedRequest] = {}
-        self._waiting: list[QueuedRequest] = []  # both in order of key
+        self._waiting: list[QueuedRequest] = []  # both queues are sorted by key
         self._running: list[QueuedRequest] = []
         self._free_slots = list(range(config.max_num_seqs))  # a heap: low slots first
-        self._blocked: QueuedRequest | None = None  # head that did not fit; nothing was released since
-        self._added = self._leased = 0
+        self._blocked_head: QueuedRequest | None = None  # head that did not fit, until something is released
+        self._added = self._last_lease = 0
         self._progress = RequestProgress(pool.page_size, prefix_cache, self._entries)
 
     @property
@@ -77,44 +77,46 @@ class Scheduler:
         return len(self._waiting)
 
     def get(self, request_id: str) -> Request | None:
-        """The live request of this id, or None once it has ended."""
+        """Return the live request with this id, or None if there is none."""
         entry = self._entries.get(request_id)
         return entry.request if entry is not None else None
 
     def requests(self) -> list[Request]:
-        """All live requests, in the order they were added; a new list."""
+        """Return all live requests in the order they were added, as a new list."""
         return [entry.request for entry in self._entries.values()]
 
     def token_limit(self, request: Request) -> int:
-        """Prompt and output tokens together at which the loop must end `request` with "length".
+        """Return the length, prompt and output tokens together, at which the loop must end `request` with "length".
 
-        The least of max_tokens, the context and the pool; the last token's KV is never stored, so the pool allows
-        one token more than it holds.
+        It is the minimum over max_tokens, the context and the pool. The last token's KV is never stored, so the pool
+        allows one token more than it holds.
         """
         return self._admission.token_limit(request)
 
     def add(self, request: Request) -> None:
-        """Queue a WAITING request. Raises PromptTooLong if it can never fit, QueueFull at max_waiting, RequestError
-        for an empty prompt or an id in use; then nothing was accepted.
+        """Queue a new request.
+
+        Raises PromptTooLong if it can never fit, QueueFull at max_waiting, and RequestError for an empty prompt or an
+        id in use. The scheduler is unchanged then.
         """
         if request.request_id in self._entries:
             raise RequestError(f"request_id {request.request_id!r} is in use by a live request", param="request_id")
         if request.prompt_len == 0:
             raise RequestError("the prompt is empty: give at least one token", param="prompt_token_ids")
         if request.state is not RequestState.WAITING or request.pages or request.slot is not None:
-            raise SchedulerInvariantError(f"{request!r} was scheduled before: give add() a new record")
+            raise SchedulerInvariantError(f"{request!r} was already scheduled: give add() a new record")
         entry = self._admission.entry_for(request, self._added)
         if self.config.max_waiting is not None and len(self._waiting) >= self.config.max_waiting:
-            raise QueueFull(f"{len(self._waiting)} requests wait already, the bound is {self.config.max_waiting}")
+            raise QueueFull(f"{len(self._waiting)} requests are waiting, the limit is {self.config.max_waiting}")
         self._added += 1
-        request.limit = self.token_limit(request)
+        request.max_length = self.token_limit(request)
         self._entries[request.request_id] = entry
         insort(self._waiting, entry, key=_ORDER_KEY)
 
     def abort(self, request_id: str) -> bool:
-        """End a live request as ABORTED; False if no such request lives.
+        """Abort a live request; returns False if there is none with this id.
 
-        Safe at any time, steps under way or not: see `finish`.
+        Safe with steps in flight: see `finish`.
         """
         entry = self._entries.get(request_id)
         if entry is None:
@@ -123,17 +125,18 @@ class Scheduler:
         return True
 
     def finish(self, request: Request, state: RequestState, reason: str | None = None) -> None:
-        """End a live request in a final state; slot and pages come back, the record keeps its tokens.
+        """End a live request in a final state and free its slot and pages. The record keeps its tokens.
 
-        Steps under way may hold work of it: `dispatch` and `complete` skip that, and slot and pages go to another only
-        with a later `schedule`, whose work the device runs after it.
-        `reason` (default: the state's name) is counted in `ended`. A running request that FAILED also empties the
-        prefix cache: what it computed, and whatever others built on that, is in doubt. Raises SchedulerInvariantError
-        for a request not live here, and EngineError, changing nothing, for a transition that its state forbids.
+        Safe with steps in flight: `dispatch` and `complete` skip this request's part of them, and slot and pages are
+        reused only by a later `schedule`, whose work the device runs afterwards.
+        `reason` (default: the state's name) is counted in `ended`. If a running request FAILED, the prefix cache is
+        reset, because the pages it computed, and pages that others computed from them, may be wrong. Raises
+        SchedulerInvariantError for a request that is not live, and EngineError, changing nothing, for an invalid
+        state transition.
         """
         entry = self._entries.get(request.request_id)
         if entry is None or entry.request is not request:
-            raise SchedulerInvariantError(f"{request!r} is not live in this scheduler: it ended before or never began")
+            raise SchedulerInvariantError(f"{request!r} is not live in this scheduler: it has ended or was never added")
         if not state.is_final:
             raise SchedulerInvariantError(f"finish({request.request_id!r}) needs a final state, not {state.value}")
         running = request.state is RequestState.RUNNING
@@ -147,32 +150,32 @@ class Scheduler:
         self.ended[reason if reason is not None else state.value] += 1
 
     def set_weight_version(self, version: str) -> None:
-        """From now on admitted requests are of this version, and no KV from before is ever shared with them.
+        """Set the weight version of requests admitted from now on; they never share KV of earlier versions.
 
-        Running requests go on with the KV they have (call `preempt_all` first to have them recomputed); what they
-        compute from here is of mixed versions and stays out of the prefix cache.
+        Running requests continue with the KV they have; call `preempt_all` first to have them recomputed. What they
+        compute from now on mixes versions and stays out of the prefix cache.
         """
         self.weight_version = version
         if self.prefix_cache is not None:
             self.prefix_cache.reset()
 
     def preempt_all(self) -> list[Request]:
-        """Send every running request back to its place in the queue, to be recomputed: the KV memory is going away.
+        """Preempt every running request, because its KV becomes invalid. Returns those requests.
 
-        Does not count against them in the admission reserve. Returns those requests.
+        Each goes back to its place in the queue and is recomputed. Does not raise their admission reserve.
         """
-        sent_back = list(self._running)
-        for entry in sent_back:
+        preempted = list(self._running)
+        for entry in preempted:
             self._requeue(entry)
-        return [entry.request for entry in sent_back]
+        return [entry.request for entry in preempted]
 
     def schedule(self) -> Batch:
-        """Choose the next step's work; falsy if there is none. Pages and slots of what it lists are theirs already.
+        """Choose the next step's batch and allocate its slots and pages. The batch is falsy if there is no work.
 
-        A token in flight counts as present, so this may run before it was read; a request that will be at its limit
-        with it is left out. Computes nothing and appends nothing: without `dispatch`, the next call lists the same
-        work again. Raises SchedulerInvariantError if a running request has nothing to compute or outgrew
-        `token_limit`: the loop should have finished it.
+        A token in flight counts as present, so this may run before it is read; a request that reaches its maximum
+        length with it is left out. Does not advance requests: without `dispatch`, the next call returns the same work
+        again. Raises SchedulerInvariantError if a running request has nothing to compute or exceeds `token_limit`,
+        that is, if the loop failed to end it.
         """
         batch = Batch()
         if self._waiting and self._running and self._waiting[0].key[0] < self._running[-1].key[0]:
@@ -189,22 +192,23 @@ class Scheduler:
         return batch
 
     def dispatch(self, batch: Batch) -> None:
-        """Book a step that was enqueued: its tokens count as computed, and each request whose last token was among
-        them has one more token in flight. Requests that ended or were sent back since `schedule` are skipped.
+        """Update progress for a batch that was enqueued.
+
+        Its tokens count as computed, and each request whose last known token was among them has one more token in
+        flight. Requests that ended or were preempted since `schedule` are skipped.
         """
         self._progress.dispatch(batch)
 
     def complete(self, batch: Batch, new_tokens: Sequence[int | None]) -> None:
-        """Book a step that was dispatched and read: a token for each of `batch.sampled` is appended. Full pages are
-        offered to the prefix cache.
+        """Append the tokens of a dispatched batch, one for each of `batch.sampled`, and cache the pages that are full.
 
-        Requests that ended or were sent back meanwhile are skipped. One whose token is None gets none, and must be
-        finished before the next `schedule`. The loop decides on finishing afterwards.
+        Requests that ended or were preempted meanwhile are skipped. A request whose token is None gets none and must be
+        finished before the next `schedule`. Checking stop conditions is left to the loop.
         """
         self._progress.complete(batch, new_tokens)
 
     def problems(self) -> list[str]:
-        """Every broken invariant of lines, slots, pages and caches, in words; O(pages), for checks."""
+        """Describe every broken invariant of queues, slots, pages and prefix cache. O(pages); for checks."""
         found = self.pool.problems() + page_problems(self.pool, self._running)
         found += queue_problems(self._entries, self._waiting, self._running)
         found += slot_problems(self._free_slots, self._running, self.config.max_num_seqs)
@@ -217,8 +221,9 @@ class Scheduler:
             raise SchedulerInvariantError("the scheduler is broken: " + "; ".join(found))
 
     def idle_check(self) -> None:
-        """Raise SchedulerInvariantError, listing every leak at once, unless all requests ended and everything came
-        back: slots, pages (cached ones may keep their contents), maps and lines.
+        """Raise SchedulerInvariantError, listing every leak, unless all requests ended and freed their slots and pages.
+
+        Cached pages may keep their contents.
         """
         found = [f"{request!r} is still live" for request in self.requests()]
         if self.pool.num_in_use:
@@ -230,35 +235,35 @@ class Scheduler:
             raise SchedulerInvariantError("not idle: " + "; ".join(found))
 
     def _schedule_decodes(self, batch: Batch) -> list[QueuedRequest]:
-        """List the decodes, in order, each with a page for its token; returns those with more than one to compute."""
+        """Add the decodes to `batch` in order, each with a page for its token. Returns the requests in prefill."""
         page_size = self.pool.page_size
         running, decodes = self._running, batch.decodes
         prefilling: list[QueuedRequest] = []
         index = 0
-        while index < len(running):  # it shrinks from its end where pages lack, never before `index`
+        while index < len(running):  # preemption removes entries from the end of `running`
             entry = running[index]
             request = entry.request
             computed, length = request.num_computed, request.length
-            left = length - computed
-            if length >= request.limit and length > len(request.token_ids):
-                pass  # ends with the token in flight
-            elif left == 1:
-                if computed < len(request.pages) * page_size or self._grow(entry, batch):
+            remaining = length - computed
+            if length >= request.max_length and length > len(request.token_ids):
+                pass  # the token in flight is its last
+            elif remaining == 1:
+                if computed < len(request.pages) * page_size or self._allocate_next_page(entry, batch):
                     decodes.append(request)
-            elif left > 1:
+            elif remaining > 1:
                 prefilling.append(entry)
             else:
                 raise SchedulerInvariantError(
-                    f"{request!r} has nothing to compute: complete() brought no token and nobody finished it"
+                    f"{request!r} has nothing to compute: it got no token from complete() and was not finished"
                 )
             index += 1
         return prefilling
 
-    def _grow(self, entry: QueuedRequest, batch: Batch) -> bool:
-        """Give a decode its next page, preempting from the end of the line; False if it had to go itself."""
-        if entry.pages_to_come <= 0:
+    def _allocate_next_page(self, entry: QueuedRequest, batch: Batch) -> bool:
+        """Allocate a decode's next page, preempting from the end of the queue; False if the decode was preempted."""
+        if entry.pages_remaining <= 0:
             raise SchedulerInvariantError(
-                f"{entry.request!r} outgrew its limit of {self.token_limit(entry.request)} tokens: finish it there"
+                f"{entry.request!r} exceeds its limit of {self.token_limit(entry.request)} tokens: it must end there"
             )
         while not self.pool.num_free:
             victim = self._running[-1]
@@ -269,39 +274,39 @@ class Scheduler:
         return True
 
     def _admit_urgent(self, batch: Batch) -> None:
-        """Admit requests that a running one of lower priority keeps waiting, preempting where slots or pages lack."""
+        """Admit requests of higher priority than a running one, preempting it if slots or pages are short."""
         while self._waiting and self._running:
             head, last = self._waiting[0], self._running[-1]
-            if head is self._blocked or head.key[0] >= last.key[0] or self._budget_left_to(head) <= 0:
+            if head is self._blocked_head or head.key[0] >= last.key[0] or self._budget_left_for(head) <= 0:
                 return
             matched = self._admission.matched_pages(head, self.weight_version)
             victims = self._admission.victims(head, matched, self._running, bool(self._free_slots))
             if victims is None:
-                self._blocked = head
+                self._blocked_head = head
                 return
             for victim in victims:
                 self._preempt(victim, batch)
             self._admit(head, matched, batch)
 
-    def _budget_left_to(self, head: QueuedRequest) -> int:
-        """What the step's budget leaves to `head`, were it admitted: no sooner is anybody preempted for it."""
+    def _budget_left_for(self, head: QueuedRequest) -> int:
+        """Return the token budget left for `head` if it were admitted. Without any, preempting for it is useless."""
         budget = self.config.max_num_batched_tokens
         for entry in self._running:
-            left = entry.request.length - entry.request.num_computed
-            budget -= left if entry.key < head.key or left == 1 else 0
+            remaining = entry.request.length - entry.request.num_computed
+            budget -= remaining if entry.key < head.key or remaining == 1 else 0
         return budget
 
     def _admit_in_order(self, batch: Batch, budget: int) -> None:
-        """Admit from the head of the queue while budget, slots and pages last; nobody overtakes a head that waits."""
-        while budget > 0 and self._waiting and self._free_slots and self._waiting[0] is not self._blocked:
+        """Admit requests from the head of the queue while budget, slots and pages last, without skipping any."""
+        while budget > 0 and self._waiting and self._free_slots and self._waiting[0] is not self._blocked_head:
             head = self._waiting[0]
-            if head.request in batch.preempted:  # making room for others and taking it back would be for nothing
+            if head.request in batch.preempted:  # re-admitting it would take back the pages it just freed
                 return
             matched = self._admission.matched_pages(head, self.weight_version)
             if self._admission.shortfall(head, matched, self._running) > 0:
-                if not self._running:  # it fits an empty pool, so waiting on would be for ever
-                    raise SchedulerInvariantError(f"{head.request!r} can't enter an idle engine: {self.problems()}")
-                self._blocked = head
+                if not self._running:  # it must fit an idle pool, so it would wait forever
+                    raise SchedulerInvariantError(f"{head.request!r} doesn't fit an idle engine: {self.problems()}")
+                self._blocked_head = head
                 return
             self._admit(head, matched, batch)
             if len(head.request.token_ids) - head.request.num_computed == 1:
@@ -311,37 +316,37 @@ class Scheduler:
                 budget -= _add_chunk(batch, head.request, budget)
 
     def _admit(self, entry: QueuedRequest, matched: list[int], batch: Batch) -> None:
-        """Move the head of the queue to the running line with its slot and all pages of its text."""
+        """Move the head of the waiting queue to the running one, with a slot, a new lease and pages for its tokens."""
         request = entry.request
         if self.prefix_cache is not None:
-            self.prefix_cache.take(matched)  # before allocating, or the allocation might evict them
+            self.prefix_cache.acquire(matched)  # before `allocate`, which could evict them
         fresh = self.pool.allocate(self._admission.pages_now(entry) - len(matched))
         del self._waiting[0]
         insort(self._running, entry, key=_ORDER_KEY)
         request.state = RequestState.RUNNING
         request.pages = matched + fresh
         request.slot = heappop(self._free_slots)
-        self._leased += 1
-        request.lease = self._leased
+        self._last_lease += 1
+        request.lease = self._last_lease
         request.num_computed = len(matched) * self.pool.page_size
         request.weight_version = self.weight_version
         entry.registered = len(matched)
-        if request.first_scheduled_time is None:  # a recomputation is neither news nor a hit worth counting
+        if request.first_scheduled_time is None:  # count a request once, not again when it is recomputed
             request.first_scheduled_time = self._clock()
             request.cached_tokens = request.num_computed
             self.prompt_tokens += request.prompt_len
             if self.prefix_cache is not None:
-                self.prefix_cache.count(len(request.token_ids), request.num_computed)
+                self.prefix_cache.record_lookup(len(request.token_ids), request.num_computed)
         batch.admitted.append(request)
 
     def _preempt(self, entry: QueuedRequest, batch: Batch) -> None:
-        """Send a running request back because others need its room, and remember that for its next admission."""
+        """Preempt a running request to free its slot and pages, and count that for its next admission."""
         self._requeue(entry)
         entry.preemptions += 1
         batch.preempted.append(entry.request)
 
     def _requeue(self, entry: QueuedRequest) -> None:
-        """Move a running request to its place in the queue: no slot, no pages, everything to recompute."""
+        """Move a running request back to its place in the waiting queue, without slot, pages or computed tokens."""
         entry.request.state = RequestState.PREEMPTED
         _remove_from_queue(self._running, entry)
         self._release(entry)
@@ -349,8 +354,9 @@ class Scheduler:
         insort(self._waiting, entry, key=_ORDER_KEY)
 
     def _release(self, entry: QueuedRequest) -> None:
-        """Slot and pages come back: the only place where they do. A token in flight is given up; where the request
-        runs again it comes again, from the same seed and position.
+        """Free a request's slot and pages; nothing else frees them.
+
+        A token in flight is dropped. If the request runs again, it is sampled again from the same seed and position.
         """
         request = entry.request
         self.pool.free(request.pages)
@@ -359,20 +365,20 @@ class Scheduler:
         request.slot = None
         request.lease = request.num_computed = 0
         request.length = len(request.token_ids)
-        self._blocked = None
+        self._blocked_head = None
 
 
 def _add_chunk(batch: Batch, request: Request, budget: int) -> int:
-    """Add the next chunk of at most `budget` tokens; returns its length."""
-    left = len(request.token_ids) - request.num_computed
-    length = min(left, budget)
-    batch.prefills.append(PrefillChunk(request, request.num_computed, length, length == left, request.lease))
+    """Add the request's next prefill chunk of at most `budget` tokens; returns its length."""
+    remaining = len(request.token_ids) - request.num_computed
+    length = min(remaining, budget)
+    batch.prefills.append(PrefillChunk(request, request.num_computed, length, length == remaining, request.lease))
     return length
 
 
-def _remove_from_queue(line: list[QueuedRequest], entry: QueuedRequest) -> None:
-    """Remove `entry` from a line in order of key."""
-    index = bisect_left(line, entry.key, key=_ORDER_KEY)
-    if index == len(line) or line[index] is not entry:
-        raise SchedulerInvariantError(f"{entry.request!r} is not where its key puts it in the line")
-    del line[index]
+def _remove_from_queue(queue: list[QueuedRequest], entry: QueuedRequest) -> None:
+    """Remove `entry` from a queue sorted by key."""
+    index = bisect_left(queue, entry.key, key=_ORDER_KEY)
+    if index == len(queue) or queue[index] is not entry:
+        raise SchedulerInvariantError(f"{entry.request!r} is missing or out of order in its queue")
+    del queue[index]

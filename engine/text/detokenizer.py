@@ -1,7 +1,6 @@
-"""Token ids to text as they come, and the search for stop strings in it.
+"""Incremental detokenization and the search for stop strings in its output.
 
-Owns the two streams of one sequence: ids to text that is never taken back, text to text that holds no stop string.
-Knows no requests and no engine.
+Text that was returned is never taken back: incomplete characters and possible stop strings are held back.
 """
 
 from __future__ import annotations
@@ -13,31 +12,32 @@ from typing import Any, Protocol
 
 from tokenizers import decoders
 
-_UNKNOWN = "\ufffd"  # what a decoder writes for bytes that are not, or not yet, a character
-_LONGEST_CHARACTER = 4  # bytes in UTF-8, so at most as many tokens
-_CONTEXT = 8  # tokens of the prompt that decide how the first token is written
+_REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are invalid, or not yet complete, in UTF-8
+_MAX_UTF8_BYTES = 4  # per character, so a character spans at most as many tokens
+_CONTEXT_TOKENS = 8  # last prompt tokens that are decoded with the first output token
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The characters by which byte-level tokenizers spell bytes, as GPT-2 chose them: those that can be seen stand for
-    themselves, the others for the code points from 256 on, in their order.
+    """Return the byte of each character in GPT-2's byte-level alphabet.
+
+    Printable bytes stand for themselves; the others are mapped to the code points from 256 on, in order.
     """
-    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    unseen = [byte for byte in range(256) if byte not in seen]
-    return {chr(byte): byte for byte in seen} | {chr(256 + place): byte for place, byte in enumerate(unseen)}
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
 _BYTES = _byte_alphabet()
 
 
 class Decoder(Protocol):
-    """What of a tokenizer is needed: engine.text.tokenizer.Tokenizer has it."""
+    """The part of engine.text.tokenizer.Tokenizer that detokenization uses."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
 
 class Detokenizers:
-    """Makes the detokenizers of one tokenizer's sequences: by table if it is byte-level, else by its decode."""
+    """Creates detokenizers for one tokenizer: table-based if it is byte-level, else based on its `decode`."""
 
     def __init__(self, tokenizer: Decoder):
         self._tokenizer = tokenizer
@@ -47,17 +47,17 @@ class Detokenizers:
             self._pieces = {skip: BytePieces(tokenizer, backend, skip) for skip in (False, True)}
 
     def make(self, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> AnyDetokenizer:
-        """The detokenizer of one sequence. A prompt that ends within a character needs the one that decodes."""
+        """Create a sequence's detokenizer. A prompt that ends within a character requires the one based on `decode`."""
         pieces = self._pieces.get(skip_special_tokens)
-        if pieces is None or pieces.end_within_character(prompt_ids):
+        if pieces is None or pieces.ends_mid_character(prompt_ids):
             return Detokenizer(self._tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
         return ByteDetokenizer(pieces)
 
 
 class BytePieces(dict[int, str | bytes]):
-    """What each id of a byte-level tokenizer writes: text, or bytes that are no whole characters by themselves.
+    """Maps each id of a byte-level tokenizer to its text, or to bytes if it isn't a sequence of whole characters.
 
-    Filled as ids come. The decode of any ids is the UTF-8 of their pieces in a row, whatever stands beside them.
+    Filled on demand. Decoding any sequence of ids equals concatenating their bytes and decoding these as UTF-8.
     """
 
     def __init__(self, tokenizer: Decoder, backend: Any, skip_special_tokens: bool):
@@ -67,18 +67,18 @@ class BytePieces(dict[int, str | bytes]):
     def __missing__(self, token_id: int) -> str | bytes:
         text = self._tokenizer.decode((token_id,), skip_special_tokens=self._skip)
         piece: str | bytes = text
-        if _UNKNOWN in text:
+        if _REPLACEMENT in text:
             token = self._backend.id_to_token(token_id)
-            if all(character in _BYTES for character in token):  # an added token may spell that very character
-                written = bytes(_BYTES[character] for character in token)
-                piece = text if text.encode() == written else written
+            if all(character in _BYTES for character in token):  # an added token may contain U+FFFD itself
+                raw = bytes(_BYTES[character] for character in token)
+                piece = text if text.encode() == raw else raw
         self[token_id] = piece
         return piece
 
-    def end_within_character(self, ids: Sequence[int]) -> bool:
-        """Whether the text of `ids` ends before its last character does."""
+    def ends_mid_character(self, ids: Sequence[int]) -> bool:
+        """Whether the text of `ids` ends with an incomplete character."""
         tail = b""
-        for token_id in reversed(ids[-_CONTEXT:]):
+        for token_id in reversed(ids[-_CONTEXT_TOKENS:]):
             piece = self[token_id]
             if piece and isinstance(piece, str):
                 break
@@ -87,102 +87,102 @@ class BytePieces(dict[int, str | bytes]):
 
 
 class ByteDetokenizer:
-    """As Detokenizer, for byte-level tokenizers: the same text, at the cost of a look-up a token."""
+    """Detokenizer for byte-level tokenizers: the same text as Detokenizer, with one table look-up per token."""
 
-    __slots__ = ("_pieces", "_half")
+    __slots__ = ("_pieces", "_partial")
 
     def __init__(self, pieces: BytePieces):
         self._pieces = pieces
-        self._half = b""  # of a character that is not yet complete
+        self._partial = b""  # bytes of an incomplete character
 
     def add_one(self, token_id: int) -> str:
-        """The text that this token completes; may be empty."""
+        """Return the text that this token completes; may be empty."""
         piece = self._pieces[token_id]
-        if not self._half and type(piece) is str:
+        if not self._partial and type(piece) is str:
             return piece
-        data = self._half + (piece.encode() if type(piece) is str else piece)
+        data = self._partial + (piece.encode() if type(piece) is str else piece)
         text, read = codecs.utf_8_decode(data, "replace", False)
-        self._half = data[read:]
+        self._partial = data[read:]
         return text
 
     def add(self, token_ids: Iterable[int]) -> str:
-        """The text that these tokens complete; may be empty."""
+        """Return the text that these tokens complete; may be empty."""
         return "".join(map(self.add_one, token_ids))
 
     def finish(self) -> str:
-        """What is held back, as it is."""
-        half, self._half = self._half, b""
+        """Return the text held back, with U+FFFD for an incomplete character."""
+        half, self._partial = self._partial, b""
         return half.decode("utf-8", "replace")
 
 
 class Detokenizer:
-    """The text of one sequence's output, piece by piece.
+    """Converts one sequence's output ids to text piece by piece.
 
-    The pieces together equal the text that the output adds to the prompt's: the decode of the output alone, except
-    that a tokenizer which drops a leading space drops none here. The end of an unfinished character is held back
-    until the token that completes it, or `finish`. Equality is exact for byte-level tokenizers whatever the ids,
-    unless the prompt ends with half a character and tokens without text upon or within it; a byte-fallback tokenizer
-    takes back good characters beside bytes that never become one, which a stream can't.
+    The concatenated pieces equal the text that the output adds to the prompt's text: the decode of the output alone,
+    but without dropping a leading space, as some tokenizers do. An incomplete character is held back until the token
+    that completes it, or `finish`. For byte-level tokenizers this is exact for any ids, unless the prompt ends with an
+    incomplete character that is followed by or contains tokens without text. A byte-fallback tokenizer replaces valid
+    characters next to invalid bytes, which a stream can't do afterwards.
     """
 
     def __init__(self, tokenizer: Decoder, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True):
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._pending: list[int] = []
-        # Written already; decides the spaces of what follows. It begins with a whole character: some tokenizers give
-        # up good bytes that stand beside half a character.
-        for length in range(_CONTEXT, _CONTEXT - _LONGEST_CHARACTER, -1):
+        # Tokens already written; they determine the spaces of what follows. The context must start with a whole
+        # character, because some tokenizers replace valid bytes next to an incomplete character.
+        for length in range(_CONTEXT_TOKENS, _CONTEXT_TOKENS - _MAX_UTF8_BYTES, -1):
             self._context = list(prompt_ids[-length:])
             self._context_text = self._decode(self._context)
-            if not self._context_text.startswith(_UNKNOWN):
+            if not self._context_text.startswith(_REPLACEMENT):
                 break
 
     def add_one(self, token_id: int) -> str:
-        """The text that this token completes; may be empty."""
+        """Return the text that this token completes; may be empty."""
         return self.add((token_id,))
 
     def add(self, token_ids: Iterable[int]) -> str:
-        """The text that these tokens complete; may be empty."""
+        """Return the text that these tokens complete; may be empty."""
         self._pending += token_ids
         if not self._pending:
             return ""
         text = self._decode(self._context + self._pending)
-        if not text.endswith(_UNKNOWN):
+        if not text.endswith(_REPLACEMENT):
             return self._release(text, len(self._pending))
-        if len(self._pending) <= _LONGEST_CHARACTER:
+        if len(self._pending) <= _MAX_UTF8_BYTES:
             return ""
-        # More than one character waits, so some bytes will never be one: release what later bytes can't change.
+        # More is pending than one character can have, so some bytes are invalid: release what later bytes can't change.
         for count in range(len(self._pending) - 1, 0, -1):
             head, tail = self._decode(self._context + self._pending[:count]), self._decode(self._pending[count:])
             if head + tail != text:
                 continue
             if tail:
                 return self._release(head, count)
-            # Nothing follows the head: its last bytes may yet become a character, and what writes nothing can go.
+            # No text follows the head: its last bytes may still become a character. Drop tokens that write nothing.
             del self._pending[count:]
         return ""
 
     def finish(self) -> str:
-        """What is held back, as it is."""
+        """Return the text held back, with U+FFFD for an incomplete character."""
         if not self._pending:
             return ""
         return self._release(self._decode(self._context + self._pending), len(self._pending))
 
     def _release(self, text: str, count: int) -> str:
-        """The part of `text` not yet written, where `text` is the context and the first `count` pending tokens."""
+        """Return the unwritten part of `text`, the decode of the context and the first `count` pending tokens."""
         new = text[self._written(text) :]
         released, self._pending = self._pending[:count], self._pending[count:]
         if new:
             self._context = released
             self._context_text = self._decode(released)
         elif not self._context_text:
-            # Nothing was written at all so far: these tokens, though without text, are what the next one follows.
-            self._context = (self._context + released)[-_CONTEXT:]
+            # Nothing has been written so far: keep these tokens as context for the next one, though they have no text.
+            self._context = (self._context + released)[-_CONTEXT_TOKENS:]
         return new
 
     def _written(self, text: str) -> int:
-        if not text.startswith(self._context_text) and self._context_text.endswith(_UNKNOWN):
-            return len(commonprefix((text, self._context_text)))  # the prompt ended within a character, now complete
+        if not text.startswith(self._context_text) and self._context_text.endswith(_REPLACEMENT):
+            return len(commonprefix((text, self._context_text)))  # the prompt's incomplete character is now complete
         return len(self._context_text)
 
     def _decode(self, ids: Sequence[int]) -> str:
@@ -193,23 +193,23 @@ AnyDetokenizer = ByteDetokenizer | Detokenizer
 
 
 class StopStrings:
-    """Finds the first of several strings in a text that comes in pieces, wherever the pieces break.
+    """Finds the first of several stop strings in text that arrives in pieces, also across piece boundaries.
 
-    First means: whose last character comes first; of several that end together, the longest. Text that may be the
-    beginning of a stop string is held back until it is known.
+    The first stop string is the one that ends first; of several that end together, the longest. Text that may be the
+    beginning of a stop string is held back until that is decided.
     """
 
     def __init__(self, stops: Sequence[str], *, include_in_output: bool = False):
         self._stops = tuple(stops)
         self._include = include_in_output
         self._fallbacks = [_fallbacks(stop) for stop in stops]
-        self._matched = [0] * len(stops)  # how many characters of each stop string the text now ends with
+        self._matched = [0] * len(stops)  # per stop string, the length of its prefix that the text ends with
         self._held = ""
 
     def add(self, text: str, *, armed: bool = True) -> tuple[str, str | None]:
-        """Text that can be shown, and the stop string found or None. While not `armed`, what is found is ignored.
+        """Return the text that can be shown, and the stop string found or None. Matches are ignored unless `armed`.
 
-        After a find the object is done: what followed the stop string is dropped.
+        After a match the object must not be used again; text after the stop string is dropped.
         """
         if not self._stops:
             return text, None
@@ -225,13 +225,13 @@ class StopStrings:
         return shown[: len(shown) - hold], None
 
     def finish(self) -> str:
-        """What is held back: no stop string came of it."""
+        """Return the text held back: it didn't become a stop string."""
         held, self._held = self._held, ""
         return held
 
     def _step(self, character: str) -> list[str]:
-        """Advance every search by one character; the stop strings that end with it."""
-        ended = []
+        """Advance every search by one character. Returns the stop strings that end with it."""
+        completed = []
         for i, stop in enumerate(self._stops):
             n, fallbacks = self._matched[i], self._fallbacks[i]
             while n and stop[n] != character:
@@ -239,14 +239,14 @@ class StopStrings:
             if stop[n] == character:
                 n += 1
             if n == len(stop):
-                ended.append(stop)
+                completed.append(stop)
                 n = fallbacks[n - 1]
             self._matched[i] = n
-        return ended
+        return completed
 
 
 def _fallbacks(stop: str) -> list[int]:
-    """For each prefix of `stop`, the length of its longest proper prefix that also ends it (Knuth, Morris, Pratt)."""
+    """Return, for each prefix of `stop`, the length of its longest proper prefix that is also a suffix (KMP)."""
     lengths = [0] * len(stop)
     n = 0
     for i in range(1, len(stop)):

@@ -1,6 +1,6 @@
-"""Turns token events into output deltas with text: detokenization, stop strings, one record per running sequence.
+"""Convert token events to output deltas with text: detokenization and stop strings, per running sequence.
 
-Runs in the caller's process. Knows no tensors, no scheduler and no HTTP; a tokenizer is optional.
+Runs in the caller's process. Without a tokenizer, deltas have token ids only.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class _Sequence:
     index: int
     params: SamplingParams
     detokenizer: AnyDetokenizer | None
-    stops: StopStrings | None  # None: nothing is looked for
+    stops: StopStrings | None  # None: no stop strings
     num_tokens: int = 0
 
 
 class OutputProcessor:
-    """Turns the events of running sequences into deltas with text. Not thread-safe: one owner."""
+    """Converts the events of running sequences to deltas with text. Not thread-safe."""
 
     def __init__(self, tokenizer: Decoder | None):
         self._detokenizers = None if tokenizer is None else Detokenizers(tokenizer)
@@ -43,15 +43,15 @@ class OutputProcessor:
         request_id: str | None = None,
         index: int = 0,
     ) -> None:
-        """Expect events of the engine's request `child_id`, sequence `index` of the caller's `request_id`.
+        """Register the engine's request `child_id`, which is sequence `index` of the caller's `request_id`.
 
-        Raises RequestError for an id that is in use, and for stop strings without a tokenizer to find them with.
+        Raises RequestError if the id is in use, or if there are stop strings but no tokenizer.
         """
         if child_id in self._sequences:
             raise RequestError(f"request id {child_id!r} is in use by a running request: choose another", "request_id")
         if self._detokenizers is None and params.stop:
             raise RequestError(
-                f"stop asks for {len(params.stop)} stop strings, but the model has no tokenizer: use stop_token_ids",
+                f"stop has {len(params.stop)} stop strings, but the model has no tokenizer: use stop_token_ids",
                 param="stop",
             )
         detokenizer = stops = None
@@ -62,11 +62,11 @@ class OutputProcessor:
         self._sequences[child_id] = _Sequence(request_id or child_id, index, params, detokenizer, stops)
 
     def remove(self, child_id: str) -> bool:
-        """Expect no more of a sequence; whether it was known."""
+        """Drop a sequence; its later events are ignored. Returns whether it was registered."""
         return self._sequences.pop(child_id, None) is not None
 
     def one(self, child_id: str, token_id: int, weight_version: str, graph_bucket: int | None) -> OutputDelta | None:
-        """As `process`, of an event that is one token and nothing else: what most events are."""
+        """Fast path of `process` for the most frequent event: one token and nothing else."""
         sequence = self._sequences.get(child_id)
         if sequence is None:
             return None
@@ -88,11 +88,11 @@ class OutputProcessor:
         )
 
     def process(self, event: TokenEvent) -> OutputDelta | None:
-        """The delta of an event; None for a sequence that has ended, was removed or was never added.
+        """Return the delta of an event; None for a sequence that has ended, was removed or was never added.
 
         A stop string ends the sequence with the token that completes it: later tokens of the event are dropped,
-        finish_reason is "stop", stop_reason the string, and `abort` says whether the engine still runs it. The text
-        of a token that itself ended the sequence is left out, unless include_stop_str_in_output.
+        finish_reason is "stop", stop_reason is the string, and `abort` is True if the engine still runs the request.
+        The text of a stop token or EOS is left out, unless include_stop_str_in_output.
         """
         sequence = self._sequences.get(event.request_id)
         if sequence is None:
@@ -121,33 +121,33 @@ class OutputProcessor:
 
 
 def _text_of(sequence: _Sequence, event: TokenEvent) -> tuple[str, int, str | None]:
-    """The event's text, how many of its tokens belong to the output, and the stop string found."""
+    """Return the event's text, the number of its tokens that belong to the output, and the stop string found."""
     total = len(event.token_ids)
     detokenizer, stops = sequence.detokenizer, sequence.stops
     if detokenizer is None:
         sequence.num_tokens += total
         return "", total, None
-    silent = event.finish_reason == "stop" and not sequence.params.include_stop_str_in_output
+    hide_last = event.finish_reason == "stop" and not sequence.params.include_stop_str_in_output
     pieces = []
     for count, token_id in enumerate(event.token_ids, start=1):
         sequence.num_tokens += 1
-        if silent and count == total:
+        if hide_last and count == total:
             break
-        text, stop = _shown(sequence, detokenizer.add_one(token_id))
+        text, stop = _visible(sequence, detokenizer.add_one(token_id))
         pieces.append(text)
         if stop is not None:
             return "".join(pieces), count, stop
     if event.finish_reason is None:
         return "".join(pieces), total, None
-    text, stop = _shown(sequence, detokenizer.finish())
+    text, stop = _visible(sequence, detokenizer.finish())
     pieces.append(text)
     if stop is None and stops is not None:
         pieces.append(stops.finish())
     return "".join(pieces), total, stop
 
 
-def _shown(sequence: _Sequence, text: str) -> tuple[str, str | None]:
-    """What of a new text can be shown, and the stop string found in it."""
+def _visible(sequence: _Sequence, text: str) -> tuple[str, str | None]:
+    """Return the part of new text that can be shown, and the stop string found in it."""
     if sequence.stops is None:
         return text, None
     return sequence.stops.add(text, armed=sequence.num_tokens >= sequence.params.min_tokens)

@@ -1,7 +1,7 @@
-"""Text to token ids and back, and chat messages to a prompt.
+"""The tokenizer: text to token ids and back, and chat messages to a prompt.
 
-Owns loading a tokenizer from a GGUF file's metadata or from a Hugging Face folder. Knows no requests and no model.
-Only what is needed is imported: transformers takes a second, so it waits for the first chat or Hugging Face folder.
+Loads from a GGUF file's metadata or a Hugging Face folder. Importing transformers takes about a second, so it is
+deferred until the first chat or Hugging Face folder.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
-_IDS_WORK = "prompts given as token ids still work"
+_IDS_HINT = "prompts given as token ids still work"
 
 
 class NoTokenizer(ModelError):
-    """The model brings no tokenizer that can be used; token ids still work."""
+    """The model has no usable tokenizer; prompts given as token ids still work."""
 
 
 class Tokenizer:
-    """A model's tokenizer. Methods are safe to call from several threads; encoding and decoding hold no lock.
+    """A model's tokenizer. Thread-safe; encoding and decoding take no lock.
 
-    `backend` is the `tokenizers.Tokenizer` for incremental detokenisation, `eos_token_ids` the ids that end a text.
+    `backend` is the `tokenizers.Tokenizer` used for incremental detokenization, `eos_token_ids` the end-of-text ids.
     """
 
     def __init__(
@@ -57,21 +57,21 @@ class Tokenizer:
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
         self._special = {"bos_token": bos_token, "eos_token": eos_token}
         self._chat_template = chat_template
-        self._chat = chat  # a transformers tokenizer; for GGUF files made when the first chat comes
+        self._chat = chat  # a transformers tokenizer; for GGUF files, created for the first chat
         self._chat_lock = threading.Lock()
 
     @classmethod
     def load(cls, model: str | ModelSource) -> Tokenizer:
         """Load the tokenizer of a model name, path or ModelSource.
 
-        Raises NoTokenizer (a ModelError) if the model has none or an unsupported one, ModelError if it is damaged.
+        Raises NoTokenizer (a ModelError) if the model has none or an unsupported one, ModelError if it is invalid.
         """
         source = model if isinstance(model, ModelSource) else resolve_model(model)
         return _from_gguf(source) if source.kind == "gguf" else _from_folder(source)
 
     @classmethod
     def try_load(cls, model: str | ModelSource) -> Tokenizer | None:
-        """As `load`, but None, with a log line, for a model without a usable tokenizer."""
+        """Like `load`, but log a warning and return None if the model has no usable tokenizer."""
         try:
             return cls.load(model)
         except NoTokenizer as error:
@@ -80,18 +80,18 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids the tokenizer knows, added tokens included; the model's own may be larger."""
+        """Number of ids in the tokenizer, added tokens included; the model's vocabulary may be larger."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `apply_chat_template` can work."""
+        """Whether the model has a chat template."""
         return bool(self._chat_template)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. Raises RequestError for what is no text, lone surrogates included."""
+        """Return the token ids of `text`. Raises RequestError if it is not a string or has lone surrogates."""
         if not isinstance(text, str):
-            raise RequestError(f"the prompt is a {type(text).__name__}; a string is needed", param="prompt")
+            raise RequestError(f"the prompt must be a string, not {type(text).__name__}", param="prompt")
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -101,35 +101,35 @@ class Tokenizer:
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of `ids`; ids the tokenizer doesn't know give nothing. Raises RequestError for what can't be an id."""
+        """Return the text of `ids`, skipping unknown ids. Raises RequestError for values that can't be ids."""
         try:
             return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         except (OverflowError, TypeError) as error:
             raise RequestError(f"can't decode token ids: {error}", param="input_ids") from error
 
     def convert_ids_to_tokens(self, ids: Iterable[int]) -> list[str | None]:
-        """The vocabulary's entry of each id, None for an id the tokenizer doesn't know."""
+        """Return the vocabulary entry of each id, None for an unknown id."""
         return [self.backend.id_to_token(token_id) for token_id in ids]
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
     ) -> list[int]:
-        """Token ids of a conversation by the model's own template; `variables` (tools, …) are handed to it.
+        """Return the token ids of a conversation, rendered with the model's chat template and `variables` (tools, …).
 
-        Raises RequestError naming `messages` if the template refuses them or the model has none.
+        Raises RequestError naming `messages` if the template rejects them or the model has no template.
         """
         return self.encode(self.render_chat(messages, add_generation_prompt, **variables), add_special_tokens=False)
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """The text that `apply_chat_template` encodes."""
+        """Return the text that `apply_chat_template` encodes."""
         from jinja2.exceptions import TemplateError
 
         if not self.has_chat_template:
             raise RequestError(f"model {self.name} has no chat template; use a plain completion", param="messages")
         if not messages:
-            raise RequestError("messages is empty; at least one message is needed", param="messages")
+            raise RequestError("messages is empty: give at least one message", param="messages")
         try:
             return self.prepare_chat().apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **variables
@@ -140,7 +140,7 @@ class Tokenizer:
             ) from error
 
     def prepare_chat(self) -> Any:
-        """Import and build now what the first chat needs (about a second); returns the transformers tokenizer."""
+        """Create and return the transformers tokenizer for chats. The first call takes about a second."""
         with self._chat_lock:
             if self._chat is None:
                 from transformers import PreTrainedTokenizerFast
@@ -154,20 +154,20 @@ class Tokenizer:
 
 def _from_gguf(source: ModelSource) -> Tokenizer:
     metadata = GGUFFile(source.path).metadata
-    kind, flavour = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
-    if kind is None:
-        raise NoTokenizer(f"{source.path}: holds no tokenizer; {_IDS_WORK}")
-    if kind != "gpt2" or flavour not in ("smollm", "gpt-2", "qwen2"):
+    model_type, pre_tokenizer = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
+    if model_type is None:
+        raise NoTokenizer(f"{source.path}: has no tokenizer; {_IDS_HINT}")
+    if model_type != "gpt2" or pre_tokenizer not in ("smollm", "gpt-2", "qwen2"):
         raise NoTokenizer(
-            f"{source.path}: tokenizer {kind!r} with pre-tokenizer {flavour!r} is not supported from "
+            f"{source.path}: tokenizer {model_type!r} with pre-tokenizer {pre_tokenizer!r} is not supported from "
             f"GGUF files (gpt2 with smollm, gpt-2 or qwen2 is); use the model's Hugging Face folder, or "
-            f"token ids: {_IDS_WORK}"
+            f"token ids: {_IDS_HINT}"
         )
     tokens, template = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.chat_template")
     try:
-        backend = _byte_level_bpe(tokens, metadata.get("tokenizer.ggml.merges"), flavour)
+        backend = _byte_level_bpe(tokens, metadata.get("tokenizer.ggml.merges"), pre_tokenizer)
         _add_special_tokens(backend, tokens, metadata.get("tokenizer.ggml.token_type") or [])
-        names = {key: _token_named(metadata, tokens, key) for key in ("bos", "eos", "eot")}
+        names = {key: _special_token(metadata, tokens, key) for key in ("bos", "eos", "eot")}
         if metadata.get("tokenizer.ggml.add_bos_token") and names["bos"]:
             backend.post_processor = processors.TemplateProcessing(
                 single=f"{names['bos']} $A", special_tokens=[(names["bos"], tokens.index(names["bos"]))]
@@ -185,13 +185,13 @@ def _from_gguf(source: ModelSource) -> Tokenizer:
     )
 
 
-def _byte_level_bpe(tokens: list[str], merges: list[str], flavour: str) -> tokenizers.Tokenizer:
-    """Byte-level BPE from a vocabulary in id order and merges as "left right" lines."""
+def _byte_level_bpe(tokens: list[str], merges: list[str], pre_tokenizer: str) -> tokenizers.Tokenizer:
+    """Build a byte-level BPE tokenizer from a vocabulary in id order and merges as "left right" lines."""
     vocabulary = {token: index for index, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens):
         raise ValueError(f"{len(tokens) - len(vocabulary)} of {len(tokens)} tokens appear twice")
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[tuple(merge.split(" ")) for merge in merges]))
-    if flavour == "qwen2":
+    if pre_tokenizer == "qwen2":
         backend.normalizer = normalizers.NFC()
         split = pre_tokenizers.Split(tokenizers.Regex(_QWEN2_PATTERN), behavior="isolated")
         backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -199,7 +199,7 @@ def _byte_level_bpe(tokens: list[str], merges: list[str], flavour: str) -> token
         )
     else:
         steps = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        if flavour == "smollm":
+        if pre_tokenizer == "smollm":
             steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
         backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
     backend.decoder = decoders.ByteLevel()
@@ -216,7 +216,7 @@ def _add_special_tokens(backend: tokenizers.Tokenizer, tokens: list[str], types:
     )
 
 
-def _token_named(metadata: dict[str, Any], tokens: list[str], key: str) -> str | None:
+def _special_token(metadata: dict[str, Any], tokens: list[str], key: str) -> str | None:
     index = metadata.get(f"tokenizer.ggml.{key}_token_id")
     if index is None:
         return None
@@ -227,17 +227,17 @@ def _token_named(metadata: dict[str, Any], tokens: list[str], key: str) -> str |
 
 def _from_folder(source: ModelSource) -> Tokenizer:
     if not any(os.path.exists(os.path.join(source.path, name)) for name in _TOKENIZER_FILES):
-        raise NoTokenizer(f"{source.path} has no tokenizer ({', '.join(_TOKENIZER_FILES)}); {_IDS_WORK}")
-    # By its full name: `from transformers import …` fails while another thread imports transformers for the first time.
+        raise NoTokenizer(f"{source.path} has no tokenizer ({', '.join(_TOKENIZER_FILES)}); {_IDS_HINT}")
+    # From the full module path: `from transformers import …` fails while another thread is importing transformers.
     from transformers.models.auto.tokenization_auto import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.path, local_files_only=True)
-    except Exception as error:  # transformers wraps neither JSON errors nor the tokenizers library's bare Exception
+    except Exception as error:  # transformers doesn't wrap JSON errors or the bare Exceptions of tokenizers
         raise ModelError(f"{source.path}: the tokenizer can't be loaded: {error}") from error
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise NoTokenizer(f"{source.path}: {type(tokenizer).__name__} has no fast form (tokenizer.json); {_IDS_WORK}")
+        raise NoTokenizer(f"{source.path}: {type(tokenizer).__name__} has no fast form (tokenizer.json); {_IDS_HINT}")
     eos = [tokenizer.eos_token_id, *_generation_eos(source.path)]
     return Tokenizer(
         backend,
@@ -251,7 +251,7 @@ def _from_folder(source: ModelSource) -> Tokenizer:
 
 
 def _generation_eos(folder: str) -> list[int]:
-    """End-of-text ids of generation_config.json: chat models list the end of a turn only there."""
+    """Return the end-of-text ids of generation_config.json, where chat models list their end-of-turn ids."""
     path = os.path.join(folder, "generation_config.json")
     if not os.path.exists(path):
         return []
@@ -259,6 +259,6 @@ def _generation_eos(folder: str) -> list[int]:
         with open(path, encoding="utf-8") as file:
             eos = json.load(file).get("eos_token_id")
     except (OSError, ValueError, AttributeError) as error:
-        raise ModelError(f"{path}: can't be read: {error}") from error
+        raise ModelError(f"can't read {path}: {error}") from error
     ids = eos if isinstance(eos, list) else [eos]
     return [index for index in ids if isinstance(index, int)]

@@ -1,8 +1,8 @@
-"""The decode step as the capture core sees it: one callable under scope `block`, one per layer under scope `layer`.
+"""The capturable decode step: one callable under scope `block`, one per layer under scope `layer`.
 
-Owns which part of the model goes into which graph, and how a step leaves the next one's inputs behind: the token that
-it chose, and each row one place further. So it can be replayed again before anybody read it. Reads nothing but static
-buffers, the model's weights and the KV cache, so that what it does can be captured. Knows no requests.
+A step reads only static buffers, the model's weights and the KV cache, so that it can be captured. It writes the next
+step's inputs itself (the sampled token and each row's next position), so that it can be replayed again before the host
+reads its result.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from graph_cache.buffers import StaticBuffers
 from graph_cache.site import Site
 
 if TYPE_CHECKING:
-    from engine.models.fused_dense import FusedDense  # it imports triton, which exists only where CUDA does
+    from engine.models.fused_dense import FusedDense  # imports triton, which is installed only with CUDA
 
 SITE = "decode"
 Part = Callable[..., None]
@@ -42,16 +42,18 @@ def decode_site(
     warm_contexts: Sequence[int],
     fused: FusedDense | None = None,
 ) -> Site:
-    """Build the site over `buffers` (see `decode_buffers`). `contexts` are the widths that the attention may read, each
-    a graph of its own; empty if the attention kernel reads lengths from device memory and needs none. `fused` computes
-    the step in the model's place where it is given.
+    """Build the decode site over `buffers` (see `decode_buffers`).
+
+    `contexts` are the KV widths, in tokens, that attention can read; each is a graph variant. Empty if the attention
+    kernel reads lengths from device memory. `warm_contexts` are the ones to capture at warm-up. If given, `fused`
+    computes the step instead of the model's own layers.
     """
-    book = weights_and_pages(model, kv)
+    addresses = model_addresses(model, kv)
     variants = [{"context": width} for width in contexts] or [{}]
     warm = [{"context": width} for width in warm_contexts] or [{}]
     if fused is not None:
-        make = _fused_layer_parts if scope == "layer" else _fused_block_part
-        parts = make(fused, layout)
+        build_parts = _fused_layer_parts if scope == "layer" else _fused_block_part
+        parts = build_parts(fused, layout)
     else:
         parts = (_layer_parts if scope == "layer" else _block_part)(model, kv, layout, impl)
     return Site(
@@ -63,21 +65,21 @@ def decode_site(
         phase="decode",
         variants=variants,
         warm_variants=warm,
-        addresses=book,
+        addresses=addresses,
     )
 
 
-def weights_and_pages(model: DenseModel | MegatronModel, kv: KVCache) -> AddressBook:
-    """What a step reads by address beside its site's own buffers."""
-    book = AddressBook()
-    book.watch(model, prefix="model.")
+def model_addresses(model: DenseModel | MegatronModel, kv: KVCache) -> AddressBook:
+    """Collect the tensors that a step reads by address, beside its site's static buffers: weights and KV cache."""
+    addresses = AddressBook()
+    addresses.watch(model, prefix="model.")
     for name, tensors in (("k", kv.k), ("v", kv.v)):
-        book.watch({str(layer): tensor for layer, tensor in enumerate(tensors)}, prefix=f"kv.{name}.")
-    return book
+        addresses.watch({str(layer): tensor for layer, tensor in enumerate(tensors)}, prefix=f"kv.{name}.")
+    return addresses
 
 
 class _Rows:
-    """The rows of one bucket as the model takes them: `tokens`, `positions` [b] and each row's page table."""
+    """The model inputs of one bucket's rows: `tokens` [b], `positions` [b] and each row's page table."""
 
     def __init__(self, state: Tensor, layout: Layout, bucket: int):
         self._state = layout.views(state)
@@ -93,17 +95,17 @@ class _Rows:
         return DecodeAttention(kv, width.index_select(0, self.slots), self.positions, impl)
 
     def advance(self, tokens: Tensor) -> None:
-        """Leave the next step's inputs: tokens int64 [b] and each position one further; padding (entry 0) stays 0."""
-        real = self.slots.sign()
-        self._state.last_tokens.index_copy_(0, self.slots, tokens * real)
-        self.positions.add_(real)
+        """Write the next step's inputs: `tokens` int64 [b] and positions plus 1. Padding (entry 0) stays 0."""
+        is_real = self.slots.sign()
+        self._state.last_tokens.index_copy_(0, self.slots, tokens * is_real)
+        self.positions.add_(is_real)
 
 
-def _choose(model: DenseModel | MegatronModel, hidden: Tensor, logits: Tensor, next_tokens: Tensor) -> Tensor:
-    """Logits and the greedy choice into their buffers; -1 marks a row whose logits are not finite.
+def _sample_greedy(model: DenseModel | MegatronModel, hidden: Tensor, logits: Tensor, next_tokens: Tensor) -> Tensor:
+    """Write the logits and the greedy tokens to their buffers; -1 marks a row whose logits are not finite.
 
-    Returns what to feed back: the choice again, but always a token. The request of a row that isn't finite fails, and
-    its next step, which may be enqueued by then, must find something to embed.
+    Returns the tokens to feed back, which are always valid ids: the request of a non-finite row fails, but its next
+    step may already be enqueued and must have a token to embed.
     """
     logits.copy_(model.logits(hidden))
     best, ids = logits.max(dim=-1)
@@ -115,14 +117,16 @@ def _block_part(model: DenseModel | MegatronModel, kv: KVCache, layout: Layout, 
     def step(state, hidden, logits, next_tokens, context=None):
         rows = _Rows(state, layout, len(next_tokens))
         out = model(rows.tokens(), rows.positions, rows.attention(kv, impl, context))
-        rows.advance(_choose(model, out, logits, next_tokens))
+        rows.advance(_sample_greedy(model, out, logits, next_tokens))
 
     return [step]
 
 
 def _layer_parts(model: DenseModel | MegatronModel, kv: KVCache, layout: Layout, impl: str) -> list[Part]:
-    """Embedding, each layer, and the head. Only `hidden` passes from one part to the next: memory inside one graph
-    belongs to the next graph as soon as it replays, so each layer derives rotary and page metadata anew.
+    """Return the parts: embedding, each layer, and the head.
+
+    Only `hidden` is passed from part to part. A graph's internal memory is reused by the next graph's replay, so each
+    layer recomputes the rotary embedding and page metadata.
     """
 
     def embed(state, hidden, logits, next_tokens, context=None):
@@ -137,7 +141,7 @@ def _layer_parts(model: DenseModel | MegatronModel, kv: KVCache, layout: Layout,
         return layer
 
     def head(state, hidden, logits, next_tokens, context=None):
-        ids = _choose(model, model.norm(hidden), logits, next_tokens)
+        ids = _sample_greedy(model, model.norm(hidden), logits, next_tokens)
         _Rows(state, layout, len(hidden)).advance(ids)
 
     return [embed, *(layer_part(index) for index in range(len(model.layers))), head]
@@ -152,7 +156,7 @@ def _fused_block_part(fused: FusedDense, layout: Layout) -> list[Part]:
 
 
 def _fused_layer_parts(fused: FusedDense, layout: Layout) -> list[Part]:
-    """The same parts as `_layer_parts`; what passes between them is `hidden`, and scratch of the fused model's own."""
+    """Return the same parts as `_layer_parts`. They pass on `hidden` and scratch memory owned by the fused model."""
 
     def embed(state, hidden, logits, next_tokens):
         fused.embed_rows(layout.views(state), hidden)

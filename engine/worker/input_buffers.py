@@ -1,8 +1,6 @@
-"""The static inputs of a decode step: which slot each row is, where it is in its text, and each slot's newest token
-and pages.
+"""The static inputs of a decode step: each row's slot and position, and each slot's last token and pages.
 
-Owns their layout in memory, and what the device is known to hold, so that a step sends only what differs. Knows no
-graphs and no sampling.
+Defines their memory layout and tracks what the device holds, so that a step uploads only what changed.
 """
 
 from __future__ import annotations
@@ -20,15 +18,15 @@ from graph_cache.buffers import BATCH, BufferSpec, StaticBuffers
 
 
 class Layout(NamedTuple):
-    """Where each part of the state lies: one tensor, so that one small copy and one scatter change any of it."""
+    """Layout of the decode state in one tensor, so that one small copy and one scatter update any part of it."""
 
     max_num_seqs: int
-    pages: int
+    pages_per_slot: int
 
     @property
     def size(self) -> int:
-        """Elements of the whole."""
-        return self.page_start + (self.max_num_seqs + 1) * self.pages
+        """Number of elements in total."""
+        return self.page_start + (self.max_num_seqs + 1) * self.pages_per_slot
 
     @property
     def token_start(self) -> int:
@@ -39,24 +37,24 @@ class Layout(NamedTuple):
         return 3 * self.max_num_seqs + 1
 
     def views(self, state: Any) -> SlotState:
-        """The parts of a contiguous tensor or array [size], as aliases."""
+        """Return the parts of a contiguous tensor or array [size] as views."""
         rows = self.max_num_seqs
         return SlotState(
             state[:rows],
             state[rows : 2 * rows],
             state[2 * rows : self.page_start],
-            state[self.page_start :].reshape(rows + 1, self.pages),
+            state[self.page_start :].reshape(rows + 1, self.pages_per_slot),
         )
 
 
 def decode_buffers(
     layout: Layout, hidden_size: int, vocab_size: int, dtype: torch.dtype, device: torch.device
 ) -> StaticBuffers:
-    """The decode site's static buffers.
+    """Create the decode site's static buffers.
 
-    state int64 [layout.size]: see SlotState; all zeros is padding. hidden [b, hidden_size]: what passes between the
-    parts of a layer-scoped step. logits [b, vocab_size] and next_tokens int64 [b]: outputs; a next token is -1 where
-    the row's logits are not finite.
+    - state, int64 [layout.size]: see SlotState; all zeros means padding.
+    - hidden, [b, hidden_size]: passed between the parts of a layer-scoped step.
+    - logits [b, vocab_size] and next_tokens int64 [b]: outputs. A next token is -1 if the row's logits are not finite.
     """
     specs = {
         "state": BufferSpec((layout.size,), torch.int64),
@@ -68,13 +66,13 @@ def decode_buffers(
 
 
 class DecodeInputs:
-    """Keeps the state what the next step needs it to be. Calls come in the order of the work on the device.
+    """Updates the decode state for each step. Calls must come in the order of the work on the device.
 
-    `staged`: the device is another machine, as a GPU is. Then nothing is read from it: a mirror follows what the host
-    sends and what a step advances, and a load sends the differences, as (place, value) pairs in pinned memory of their
-    own. That memory is used again only after the copy from it, by the allocator's own events, so no step that is still
-    running can be given the next one's inputs. On a CPU, where a step is over when its call returns, the tensor is its
-    own mirror, and is written directly.
+    `staged` (the default on a GPU): nothing is read back from the device. A host mirror tracks what was uploaded and
+    what steps advanced, and `load` uploads the differences as (index, value) pairs in newly allocated pinned memory.
+    The allocator's events keep that memory from being reused before the copy from it is done, so a running step never
+    sees the next step's inputs. On a CPU a step is done when its call returns, so the tensor is its own mirror and is
+    written directly.
     """
 
     def __init__(self, state: torch.Tensor, layout: Layout, page_size: int, staged: bool | None = None):
@@ -83,114 +81,114 @@ class DecodeInputs:
         self._page_size = page_size
         self._staged = state.device.type == "cuda" if staged is None else staged
         self._mirror = np.zeros(layout.size, np.int64) if self._staged else state.numpy()
-        self._seen: SlotState = layout.views(self._mirror)
+        self._mirror_views: SlotState = layout.views(self._mirror)
         self._changes: list[tuple[np.ndarray, np.ndarray]] = []
-        # By slot: which token of its sequence the newest one is (-1: none is there), and how many pages are written.
-        self._newest = np.full(layout.max_num_seqs, -1, np.int64)
-        self._written = np.zeros(layout.max_num_seqs, np.int64)
-        # The rows as they are: whose they are, their slots, and for how many steps more all their pages are written.
+        # By slot: the position of the token in `last_tokens` (-1: none), and the number of pages written.
+        self._token_positions = np.full(layout.max_num_seqs, -1, np.int64)
+        self._num_pages = np.zeros(layout.max_num_seqs, np.int64)
+        # The current rows: their leases and slots, and for how many more steps their pages suffice.
         self._leases: list[int] = []
         self._bucket = 0
         self._slots = np.zeros(0, np.int64)
-        self._steps_left = 0
-        self._advanced = 0  # steps since these rows were placed that are not in `_newest` and the mirror yet
+        self._steps_until_pages = 0
+        self._unapplied_steps = 0  # steps enqueued but not yet added to `_token_positions` and the mirror
 
     def assign_slot(self, slot: int) -> None:
-        """A slot changes hands: nothing that it holds is its new request's."""
-        self._catch_up()
-        self._newest[slot] = -1
-        self._written[slot] = 0
+        """Forget a slot's token and pages because it was given to another request."""
+        self._apply_advances()
+        self._token_positions[slot] = -1
+        self._num_pages[slot] = 0
 
     def invalidate(self) -> None:
-        """Take nothing for granted at the next load: something else wrote to the state, or a step broke off.
+        """Reset the state, so that the next load writes all of it: something else wrote to it, or a step failed.
 
-        The host must know every token by then: read what is in flight first.
+        The next load takes tokens from the host, so read the steps in flight first.
         """
         self._state.zero_()
         self._mirror.fill(0)
         self._changes.clear()
-        self._newest.fill(-1)
-        self._written.fill(0)
+        self._token_positions.fill(-1)
+        self._num_pages.fill(0)
         self._leases = []
-        self._advanced = 0
+        self._unapplied_steps = 0
 
     def load(self, batch: Batch, bucket: int) -> None:
-        """Row i becomes the batch's decode i; rows up to `bucket` become padding.
+        """Make row i the batch's decode i, and the remaining rows up to `bucket` padding.
 
-        Nothing is to be done where the last load had the same leases: each of its decodes is one place further, and so
-        is its row. Else rows are sent where they differ, tokens where the device has not chosen them itself, and in
-        either case pages where a row comes to need more.
+        If the leases equal those of the last load, the rows are already right: the step itself advanced them. Otherwise
+        uploads the rows that differ and the tokens that the device didn't sample itself. In both cases uploads the new
+        pages of rows that need more.
         """
         if bucket != self._bucket or batch.leases != self._leases:
-            self._place(batch, bucket)
-        if self._steps_left <= 0:
+            self._set_rows(batch, bucket)
+        if self._steps_until_pages <= 0:
             self._write_pages(batch)
-        self._steps_left -= 1
+        self._steps_until_pages -= 1
         if self._changes:
-            self._send()
+            self._upload_changes()
 
     def advance(self) -> None:
-        """The decode step that was loaded last is enqueued, and moves its rows one further."""
-        self._advanced += 1
+        """Record that the step loaded last is enqueued; it advances its rows by one position."""
+        self._unapplied_steps += 1
 
     def set_sampled_positions(self, slots: Sequence[int], positions: Sequence[int]) -> None:
-        """These slots' newest tokens were put into `last_tokens` on the device: those at `positions`."""
-        self._catch_up()
-        self._newest[slots] = positions
+        """Record that the device wrote the slots' tokens at `positions` to `last_tokens`."""
+        self._apply_advances()
+        self._token_positions[slots] = positions
 
-    def _catch_up(self) -> None:
-        """Do what steps did to the state to what is known of it; a batch that stays the same needs it at its end."""
-        if self._advanced:
-            self._newest[self._slots] += self._advanced
+    def _apply_advances(self) -> None:
+        """Apply enqueued steps to the host's state. Deferred until the batch changes, to keep steady steps cheap."""
+        if self._unapplied_steps:
+            self._token_positions[self._slots] += self._unapplied_steps
             if self._staged:
-                self._seen.positions[: len(self._slots)] += self._advanced
-            self._advanced = 0
+                self._mirror_views.positions[: len(self._slots)] += self._unapplied_steps
+            self._unapplied_steps = 0
 
-    def _place(self, batch: Batch, bucket: int) -> None:
-        self._catch_up()
+    def _set_rows(self, batch: Batch, bucket: int) -> None:
+        self._apply_advances()
         rows, layout = len(batch.decodes), self._layout
-        self._leases, self._bucket, self._steps_left = batch.leases, bucket, 0
+        self._leases, self._bucket, self._steps_until_pages = batch.leases, bucket, 0
         self._slots = slots = np.array([request.slot for request in batch.decodes], np.int64)
-        wanted = np.zeros((2, bucket), np.int64)
-        wanted[0, :rows], wanted[1, :rows] = slots + 1, batch.positions
-        for start, row in zip((0, layout.max_num_seqs), wanted, strict=True):
-            held = self._mirror[start : start + bucket]
-            if self._staged and len(changed := np.flatnonzero(held != row)):
+        new_rows = np.zeros((2, bucket), np.int64)
+        new_rows[0, :rows], new_rows[1, :rows] = slots + 1, batch.positions
+        for start, row in zip((0, layout.max_num_seqs), new_rows, strict=True):
+            current = self._mirror[start : start + bucket]
+            if self._staged and len(changed := np.flatnonzero(current != row)):
                 self._changes.append((changed + start, row[changed]))
-            held[:] = row
-        unknown = np.flatnonzero(self._newest[slots] != wanted[1, :rows]).tolist()
-        if unknown:
-            self._newest[slots] = wanted[1, :rows]
+            current[:] = row
+        missing = np.flatnonzero(self._token_positions[slots] != new_rows[1, :rows]).tolist()
+        if missing:
+            self._token_positions[slots] = new_rows[1, :rows]
             self._write(
-                [layout.token_start + 1 + batch.decodes[row].slot for row in unknown],
-                [batch.decodes[row].token_ids[batch.positions[row]] for row in unknown],
+                [layout.token_start + 1 + batch.decodes[row].slot for row in missing],
+                [batch.decodes[row].token_ids[batch.positions[row]] for row in missing],
             )
 
     def _write_pages(self, batch: Batch) -> None:
-        """Write the pages of rows that come to need more, and see how long these will do."""
+        """Write the new pages of rows that need more, and compute for how many steps the pages suffice."""
         size, layout, slots = self._page_size, self._layout, self._slots
         positions = np.array(batch.positions, np.int64)
-        places: list[int] = []
+        indices: list[int] = []
         values: list[int] = []
-        for row in np.flatnonzero(self._written[slots] * size <= positions).tolist():
+        for row in np.flatnonzero(self._num_pages[slots] * size <= positions).tolist():
             request = batch.decodes[row]
             pages, slot = request.pages, request.slot
-            first, have = layout.page_start + (slot + 1) * layout.pages, int(self._written[slot])
-            places += range(first + have, first + len(pages))
-            values += pages[have:]
-            self._written[slot] = len(pages)
-        if places:
-            self._write(places, values)
-        self._steps_left = int((self._written[slots] * size - positions).min())
+            start, num_written = layout.page_start + (slot + 1) * layout.pages_per_slot, int(self._num_pages[slot])
+            indices += range(start + num_written, start + len(pages))
+            values += pages[num_written:]
+            self._num_pages[slot] = len(pages)
+        if indices:
+            self._write(indices, values)
+        self._steps_until_pages = int((self._num_pages[slots] * size - positions).min())
 
-    def _write(self, places: list[int], values: list[int]) -> None:
-        """Set single entries, each once."""
-        self._mirror[places] = values
+    def _write(self, indices: list[int], values: list[int]) -> None:
+        """Set single entries of the state. Indices must be unique."""
+        self._mirror[indices] = values
         if self._staged:
-            self._changes.append((np.array(places, np.int64), np.array(values, np.int64)))
+            self._changes.append((np.array(indices, np.int64), np.array(values, np.int64)))
 
-    def _send(self) -> None:
-        places, values = (np.concatenate(part) for part in zip(*self._changes, strict=True))
+    def _upload_changes(self) -> None:
+        indices, values = (np.concatenate(part) for part in zip(*self._changes, strict=True))
         self._changes.clear()
-        pairs = upload(torch.from_numpy(np.stack((places, values))), self._state.device)
+        pairs = upload(torch.from_numpy(np.stack((indices, values))), self._state.device)
         self._state.index_copy_(0, pairs[0], pairs[1])

@@ -1,8 +1,8 @@
-"""A batch becomes tokens: decodes and, on a GPU, prefills by the graph cache's plan, then sampling.
+"""The model runner: execute a batch on one device.
 
-Owns the model, the KV cache and the static buffers on the device, and the way of results to the host: a step is
-enqueued by `execute`, and read later, when the next may be enqueued already. Knows requests only by their tokens, pages
-and slots; decides nothing about who runs.
+Owns the model, the KV cache and the static buffers. Decodes, and on a GPU prefills, run through the graph cache;
+sampling follows. `execute` enqueues a step and returns an AsyncStepOutput, which is read later, when the next step may
+already be enqueued.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ logger = logging.getLogger(__name__)
 
 PREFILL_SITE = "prefill"
 PREFILL_EAGER = "phase_not_captured"
-MORE_CHUNKS = "more_chunks_than_a_graph_takes"
-PROMPT_LOGPROB_ROWS = 256  # rows of full logits held at once while scoring a prompt
+TOO_MANY_CHUNKS = "more_chunks_than_a_graph_takes"
+PROMPT_LOGPROB_ROWS = 256  # rows of logits materialised at once for prompt logprobs
 
 
 class ModelRunner:
-    """Runs batches on one device. Everything here is used by one thread."""
+    """Runs batches on one device. Not thread-safe."""
 
     def __init__(
         self,
@@ -71,12 +71,12 @@ class ModelRunner:
         self.buffers = decode_buffers(layout, spec.hidden_size, spec.vocab_size, dtype, device)
         self.state = layout.views(self.buffers["state"])
         self.inputs = DecodeInputs(self.buffers["state"], layout, config.page_size)
-        fused = self._fused_model(dtype)
+        fused = self._build_fused_model(dtype)
         self.cache = GraphCache(
             config.graph_config(), device, capture_on_miss=config.warmup == "lazy", manifest=manifest
         )
-        reads_lengths = self.attention_impl == "triton"  # from device memory: any context from one graph
-        self.contexts = () if reads_lengths else context_buckets(config.max_model_len, config.page_size)
+        has_dynamic_lengths = self.attention_impl == "triton"  # read from device memory: one graph serves any context
+        self.contexts = () if has_dynamic_lengths else context_buckets(config.max_model_len, config.page_size)
         buckets = Buckets.for_limit(config.max_num_seqs, config.graph_buckets)
         self.site = self.cache.add_site(
             decode_site(
@@ -109,47 +109,50 @@ class ModelRunner:
             logprobs_mode=config.logprobs_mode,
         )
         self.sampling.warm_up(self.buffers["logits"])
-        # Two results a step, its decodes' and its prefills', for every step that may be unread at a time.
+        # Two results per step in flight: the tokens of its decodes and of its prefills.
         self.ring = HostRing(self.cache.pool.backend, config.max_num_seqs, torch.int64, depth=2 * MAX_STEPS_IN_FLIGHT)
         self._in_flight: list[AsyncStepOutput] = []
 
-    def _fused_model(self, dtype: torch.dtype) -> FusedDense | None:
-        """The model's steps in few launches, where the device and the settings have them."""
-        wanted, is_16_bit = self.config.kernels, dtype in (torch.bfloat16, torch.float16)
-        able = self.device.type == "cuda" and is_16_bit and fits(self.device)
-        if wanted == "fused" and not able:
+    def _build_fused_model(self, dtype: torch.dtype) -> FusedDense | None:
+        """Build the fused-kernel model; None if device, dtype, settings or model don't support it.
+
+        Raises ConfigError if kernels='fused' was requested and is not supported.
+        """
+        requested, is_16_bit = self.config.kernels, dtype in (torch.bfloat16, torch.float16)
+        is_supported = self.device.type == "cuda" and is_16_bit and fits(self.device)
+        if requested == "fused" and not is_supported:
             raise ConfigError(
                 f"kernels='fused' needs 16-bit weights and a GPU with {SHARED_BYTES >> 10} KiB of shared "
-                f"memory a program, found {self.config.dtype} on {self.device}; use kernels='auto'"
+                f"memory per block, found {self.config.dtype} on {self.device}; use kernels='auto'"
             )
-        if wanted == "torch" or not able:
+        if requested == "torch" or not is_supported:
             if self.device.type == "cuda":
-                logger.info("the model's own layers compute its steps: kernels=%r, %s", wanted, self.config.dtype)
+                logger.info("using the model's own layers: kernels=%r, dtype %s", requested, self.config.dtype)
             return None
-        from engine.models.fused_dense import FusedDense  # triton exists only where CUDA does
+        from engine.models.fused_dense import FusedDense  # imports triton, which is installed only with CUDA
 
         try:
             fused = FusedDense(self.model, self.kv, self.config.max_num_seqs, self.config.max_num_batched_tokens)
-            logger.info("the engine's kernels compute the model's steps")
+            logger.info("using fused kernels")
             return fused
-        except ModelError as error:  # a hosted model that is no plain dense decoder computes by itself
-            if wanted == "fused":
+        except ModelError as error:  # a Megatron model that is not fusable: fall back to its own layers
+            if requested == "fused":
                 raise ConfigError(f"kernels='fused' can't compute this model: {error}; use kernels='auto'") from error
-            logger.info("the model's own layers compute its steps: %s", error)
+            logger.info("using the model's own layers: %s", error)
             return None
 
     def admit(self, request: Request) -> None:
-        """Give a request's slot its sampling parameters, and take nothing that the slot held for the request's."""
+        """Set the sampling parameters of a request's slot and discard the slot's previous inputs."""
         self.sampling.set_slot(
             request.slot, request.params, request.seed, request.request.prompt_token_ids, request.output_ids
         )
         self.inputs.assign_slot(request.slot)
 
     def execute(self, batch: Batch) -> AsyncStepOutput:
-        """Enqueue one batch: the decodes as one padded replay, the prefill chunks as another, or eager together.
+        """Enqueue one batch and return without waiting for it.
 
-        Returns without waiting for it. At most MAX_STEPS_IN_FLIGHT steps may be unread, the new one included. Call
-        `abandon` after an exception.
+        The decodes run as one padded graph replay, the prefill chunks as another replay or eager together. At most
+        MAX_STEPS_IN_FLIGHT steps may be unread, including this one. After an exception, call `reset_after_failure`.
         """
         self._in_flight = [output for output in self._in_flight if not output.is_read]
         output = AsyncStepOutput(len(batch.decodes))
@@ -158,15 +161,16 @@ class ModelRunner:
                 self._decode(batch, output)
             if batch.prefills:
                 self._prefill(batch.prefills, output)
-            # For the next step; a GPU is busy with this one meanwhile.
+            # For the next step, while a GPU is busy with this one.
             self.cache.check_addresses(whole=self.device.type == "cuda")
         self._in_flight.append(output)
         return output
 
-    def abandon(self) -> None:
-        """After a step that broke off: keep what earlier ones have to say, and start the next from what the host knows.
+    def reset_after_failure(self) -> None:
+        """Recover from a failed step: wait for the results of earlier steps, and reset the ring and decode inputs.
 
-        A result that nobody read would hold its place in the ring; and how far the broken step came is unknown.
+        An unread result would keep its ring entry occupied. How far the failed step came is unknown, so the next step
+        takes all inputs from the host.
         """
         for output in self._in_flight:
             output.wait()
@@ -179,8 +183,8 @@ class ModelRunner:
         self.inputs.load(batch, plan.bucket)
         self.cache.run(plan)
         self.inputs.advance()
-        ran = self.cache.plan(SITE, rows, **variant)  # a miss may have captured
-        output.graph_bucket = ran.bucket if ran.is_graph else None
+        executed = self.cache.plan(SITE, rows, **variant)  # again, because a miss may have captured a graph
+        output.graph_bucket = executed.bucket if executed.is_graph else None
         tokens = self.buffers["next_tokens"][:rows]
         if self.sampling.needs_sampler(request.slot for request in batch.decodes):
             slots = [request.slot for request in batch.decodes]
@@ -192,99 +196,100 @@ class ModelRunner:
         output.tickets.append(self.ring.push(tokens))
 
     def _variant(self, batch: Batch) -> dict[str, int]:
-        """The keyword values of the graph that these decodes need: the context bucket, where attention has one."""
+        """Return the graph variant for these decodes: the context bucket, if attention uses one."""
         if not self.contexts:
             return {}
         longest = max(batch.positions) + 1
         return {"context": next(width for width in self.contexts if width >= longest)}
 
     def _prefill(self, chunks: list[PrefillChunk], output: AsyncStepOutput) -> None:
-        ends = [index for index, chunk in enumerate(chunks) if chunk.is_last]
+        last_indices = [index for index, chunk in enumerate(chunks) if chunk.is_last]
         if self.prefill is not None:
             hidden, logits, tokens = self._packed_prefill(self.prefill, chunks)
-            normed = lambda rows: self.model.norm(hidden[rows])  # noqa: E731
-            if 0 < len(ends) < len(chunks):
-                index = ids_to(self.device, ends)
+            normalize = lambda rows: self.model.norm(hidden[rows])  # noqa: E731
+            if 0 < len(last_indices) < len(chunks):
+                index = ids_to(self.device, last_indices)
                 logits, tokens = logits.index_select(0, index), tokens.index_select(0, index)
         else:
-            hidden, logits = self._eager_prefill(chunks, ends)
-            normed, tokens = hidden.__getitem__, None
-        first = 0
+            hidden, logits = self._eager_prefill(chunks, last_indices)
+            normalize, tokens = hidden.__getitem__, None
+        start = 0
         for chunk in chunks:
             if chunk.request.params.prompt_logprobs is not None:
-                self._score_prompt(chunk, normed(slice(first, first + chunk.length)), output)
-            first += chunk.length
-        if ends:
-            self._sample_first_tokens([chunks[index] for index in ends], logits, tokens, output)
+                self._score_prompt(chunk, normalize(slice(start, start + chunk.length)), output)
+            start += chunk.length
+        if last_indices:
+            self._sample_first_tokens([chunks[index] for index in last_indices], logits, tokens, output)
 
     def _packed_prefill(self, prefill: Prefill, chunks: list[PrefillChunk]) -> tuple[Tensor, Tensor, Tensor]:
-        """Hidden [T, h] before the last norm, and of each chunk the logits after it and their best token."""
-        count = sum(chunk.length for chunk in chunks)
-        plan = self.cache.plan(PREFILL_SITE, count)
-        room = 0 if plan.bucket is None else prefill.layout(plan.bucket).count
-        if len(chunks) > room:
-            reason = plan.reason if plan.bucket is None else MORE_CHUNKS
-            self.cache.count_eager(PREFILL_SITE, "prefill", count, reason)
-            return prefill.eager(chunks)
+        """Run packed prefill. Returns hidden [T, h] before the final norm, and each chunk's logits and greedy token."""
+        num_tokens = sum(chunk.length for chunk in chunks)
+        plan = self.cache.plan(PREFILL_SITE, num_tokens)
+        max_chunks = 0 if plan.bucket is None else prefill.layout(plan.bucket).num_chunks
+        if len(chunks) > max_chunks:
+            reason = plan.reason if plan.bucket is None else TOO_MANY_CHUNKS
+            self.cache.count_eager(PREFILL_SITE, "prefill", num_tokens, reason)
+            return prefill.run_eager(chunks)
         prefill.load(chunks, plan.bucket)
         self.cache.run(plan)
         hidden, logits, tokens = (prefill.buffers[name] for name in ("hidden", "logits", "next_tokens"))
-        return hidden[:count], logits[: len(chunks)], tokens[: len(chunks)]
+        return hidden[:num_tokens], logits[: len(chunks)], tokens[: len(chunks)]
 
-    def _eager_prefill(self, chunks: list[PrefillChunk], ends: list[int]) -> tuple[Tensor, Tensor | None]:
-        """Normed hidden [T, h], and the logits after those chunks that end their prompts."""
+    def _eager_prefill(self, chunks: list[PrefillChunk], last_indices: list[int]) -> tuple[Tensor, Tensor | None]:
+        """Run the model's own layers. Returns normalized hidden [T, h] and the logits [len(last_indices), vocab]."""
         spans = [(chunk.request, range(chunk.start, chunk.start + chunk.length)) for chunk in chunks]
         tokens = [token for request, span in spans for token in request.token_ids[span.start : span.stop]]
-        positions = [place for _, span in spans for place in span]
+        positions = [position for _, span in spans for position in span]
         attention = PrefillAttention(
             self.kv, [(chunk.start, chunk.length) for chunk in chunks], [chunk.request.pages for chunk in chunks]
         )
         hidden = self.model(ids_to(self.device, tokens), ids_to(self.device, positions), attention)
         self.cache.count_eager(PREFILL_SITE, "prefill", len(tokens), PREFILL_EAGER)
-        if not ends:
+        if not last_indices:
             return hidden, None
-        lasts = list(itertools.accumulate(chunk.length for chunk in chunks))
-        rows = ids_to(self.device, [lasts[index] - 1 for index in ends])
+        chunk_ends = list(itertools.accumulate(chunk.length for chunk in chunks))
+        rows = ids_to(self.device, [chunk_ends[index] - 1 for index in last_indices])
         return hidden, self.model.logits(hidden.index_select(0, rows))
 
     def _sample_first_tokens(
-        self, ends: list[PrefillChunk], logits: Tensor, tokens: Tensor | None, output: AsyncStepOutput
+        self, chunks: list[PrefillChunk], logits: Tensor, greedy_tokens: Tensor | None, output: AsyncStepOutput
     ) -> None:
-        """The token after each of these chunks, from logits [len(ends), vocab]; left on the device for the decodes.
+        """Sample the token after each chunk from logits [len(chunks), vocab] and write it to `last_tokens`.
 
-        `tokens`: their greedy choice, where it is made and left already.
+        `greedy_tokens`: the greedy tokens, if the prefill already computed and wrote them.
         """
-        slots = [chunk.request.slot for chunk in ends]
-        positions = [chunk.start + chunk.length for chunk in ends]
-        chosen = tokens
+        slots = [chunk.request.slot for chunk in chunks]
+        positions = [chunk.start + chunk.length for chunk in chunks]
+        next_tokens = greedy_tokens
         if self.sampling.needs_sampler(slots):
             sampled = self.sampling.sample(logits, slots, positions)
-            chosen = sampled.token_ids
-            output.samples.append((output.rows, sampled))
-        elif tokens is None:
+            next_tokens = sampled.token_ids
+            output.samples.append((output.num_decodes, sampled))
+        elif greedy_tokens is None:
             best, ids = logits.max(dim=-1)
-            chosen = torch.where(torch.isfinite(best), ids, -1)
-        if chosen is not tokens:
+            next_tokens = torch.where(torch.isfinite(best), ids, -1)
+        if next_tokens is not greedy_tokens:
             self.state.last_tokens.index_copy_(
-                0, ids_to(self.device, [slot + 1 for slot in slots]), chosen.clamp(min=0)
+                0, ids_to(self.device, [slot + 1 for slot in slots]), next_tokens.clamp(min=0)
             )
         self.inputs.set_sampled_positions(slots, positions)
-        output.tickets.append(self.ring.push(chosen))
+        output.tickets.append(self.ring.push(next_tokens))
 
-    def scrub(self, pages: Sequence[int]) -> None:
-        """Zero free pages, and the scratch page, that may hold NaN: attention multiplies masked slots by 0, and 0 * NaN
-        is NaN for whoever gets them next.
+    def zero_pages(self, pages: Sequence[int]) -> None:
+        """Zero free pages and the scratch page, which may hold NaN.
+
+        Attention multiplies masked positions by 0, and 0 * NaN would be NaN for the next request with these pages.
         """
         index = ids_to(self.device, [0, *pages])
         for cache in (*self.kv.k, *self.kv.v):
             cache.index_fill_(0, index, 0)
 
     def _score_prompt(self, chunk: PrefillChunk, hidden: Tensor, output: AsyncStepOutput) -> None:
-        """Log-probabilities of the prompt's tokens that follow this chunk's, in slices so that logits stay small."""
+        """Compute the logprobs of the prompt tokens that follow the chunk's tokens, in slices to keep logits small."""
         request = chunk.request
         targets = request.token_ids[chunk.start + 1 : min(chunk.start + chunk.length, request.prompt_len - 1) + 1]
-        found = output.prompt_scores.setdefault(request.request_id, [])
+        scores = output.prompt_scores.setdefault(request.request_id, [])
         for start in range(0, len(targets), PROMPT_LOGPROB_ROWS):
             part = targets[start : start + PROMPT_LOGPROB_ROWS]
             logits = self.model.logits(hidden[start : start + len(part)])
-            found += prompt_logprobs(logits, ids_to(self.device, part), request.params.prompt_logprobs)
+            scores += prompt_logprobs(logits, ids_to(self.device, part), request.params.prompt_logprobs)

@@ -1,7 +1,6 @@
-"""Prefill on CUDA: chunks of prompts packed into one step, as a graph per token bucket where they fit one.
+"""Prefill on CUDA: prompt chunks packed into one varlen step, replayed as one graph per token bucket.
 
-Owns how chunks become static inputs, and what of the step is captured. Knows requests by their tokens and pages only.
-Imports triton (through the fused model): import it only where the device is CUDA (or under TRITON_INTERPRET=1).
+Imports triton through the fused model, so import this module only on CUDA (or under TRITON_INTERPRET=1).
 """
 
 from __future__ import annotations
@@ -17,60 +16,63 @@ from engine.kernels.paged_prefill import VarlenLayout
 from engine.models.fused_dense import FusedDense
 from engine.scheduling.batch import PrefillChunk
 from engine.utils.async_copy import upload
-from engine.worker.decode_graphs import weights_and_pages
+from engine.worker.decode_graphs import model_addresses
 from graph_cache.buckets import Buckets
 from graph_cache.buffers import BATCH, BufferSpec, StaticBuffers
 from graph_cache.site import Site
 
 SITE = "prefill"
 TOKEN_BUCKETS = (*range(64, 1024, 64), *range(1024, 2048, 128), *range(2048, 4096, 512), *range(4096, 8193, 1024))
-"""Those below the most tokens that a step may have; that number is a bucket too. While requests wait, each one that
-ends is followed by a prompt of a few hundred tokens in a step of its own: padding there is paid at nearly every step.
+"""Token buckets below max_num_batched_tokens, which is a bucket too. They are dense at small sizes: under load, each
+request that ends is followed by one prompt of a few hundred tokens, so nearly every step pays for padding there.
 """
 
-LEAST_CHUNKS, TOKENS_A_CHUNK = 8, 32
-"""A bucket has room for a chunk per so many tokens: each is a row of the vocabulary's product, there or not."""
+MIN_CHUNKS, TOKENS_PER_CHUNK = 8, 32
+"""A bucket holds one chunk per TOKENS_PER_CHUNK tokens, at least MIN_CHUNKS. Each is a row of the LM head's GEMM, used
+or not.
+"""
 
 
-class Chunks(NamedTuple):
-    """Where a step's inputs lie in one int64 tensor: `count` chunks with `pages` pages each, then the tokens.
+class PackedLayout(NamedTuple):
+    """Layout of a prefill step's inputs in one int64 tensor.
 
-    For each chunk: the count of tokens up to its end, how many tokens precede it in its sequence, which token of the
-    step is its last, and the entry of `last_tokens` that its next token goes to (0: none). Then count + 1 rows of
-    pages, the first of them empty. Then, for each token: itself, its position, and its row of pages.
+    - [4, num_chunks]: per chunk, the number of tokens up to its end, the number of tokens before it in its sequence,
+      the index of its last token in the step, and the `last_tokens` entry for its next token (0: none).
+    - [num_chunks + 1, pages_per_chunk]: page tables; row 0 is padding.
+    - [tokens, 3]: per token, its id, its position and its page table row.
     """
 
-    count: int
-    pages: int
+    num_chunks: int
+    pages_per_chunk: int
 
     @property
     def token_start(self) -> int:
-        """Where the tokens begin."""
-        return 4 * self.count + (self.count + 1) * self.pages
+        """Offset of the per-token part."""
+        return 4 * self.num_chunks + (self.num_chunks + 1) * self.pages_per_chunk
 
     def fill(self, chunks: Sequence[PrefillChunk], tokens: int) -> Tensor:
-        """The host tensor of a step of `tokens` tokens, padding included."""
+        """Create the host tensor of a step of `tokens` tokens, padding included."""
         packed = np.zeros(self.token_start + 3 * tokens, np.int64)
-        heads = packed[: 4 * self.count].reshape(4, self.count)
-        table = packed[4 * self.count : self.token_start].reshape(self.count + 1, self.pages)
-        rows = packed[self.token_start :].reshape(tokens, 3)
-        first = 0
+        per_chunk = packed[: 4 * self.num_chunks].reshape(4, self.num_chunks)
+        table = packed[4 * self.num_chunks : self.token_start].reshape(self.num_chunks + 1, self.pages_per_chunk)
+        per_token = packed[self.token_start :].reshape(tokens, 3)
+        start = 0
         for index, chunk in enumerate(chunks):
-            stop = first + chunk.length
+            end = start + chunk.length
             entry = chunk.request.slot + 1 if chunk.is_last else 0
-            heads[:, index] = stop, chunk.start, stop - 1, entry
+            per_chunk[:, index] = end, chunk.start, end - 1, entry
             pages = chunk.request.pages
             table[index + 1, : len(pages)] = pages
-            rows[first:stop, 0] = chunk.request.token_ids[chunk.start : chunk.start + chunk.length]
-            rows[first:stop, 1] = np.arange(chunk.start, chunk.start + chunk.length)
-            rows[first:stop, 2] = index + 1
-            first = stop
-        heads[0, len(chunks) :] = first  # chunks that are not there end where the last one does
+            per_token[start:end, 0] = chunk.request.token_ids[chunk.start : chunk.start + chunk.length]
+            per_token[start:end, 1] = np.arange(chunk.start, chunk.start + chunk.length)
+            per_token[start:end, 2] = index + 1
+            start = end
+        per_chunk[0, len(chunks) :] = start  # unused chunks are empty: they end where the last one does
         return torch.from_numpy(packed)
 
 
 class Prefill:
-    """Runs packed chunks on a fused model, by the static inputs and results in `buffers` or on tensors of their own."""
+    """Runs packed chunks on a fused model: captured over the static `buffers`, or eager on new tensors."""
 
     def __init__(self, fused: FusedDense, last_tokens: Tensor, max_chunks: int, max_tokens: int, max_model_len: int):
         model, device = fused.model, fused.model.device
@@ -79,55 +81,58 @@ class Prefill:
         self._max_chunks = max_chunks
         self._rows = torch.arange(1, max_chunks + 1, device=device)
         self.buckets = Buckets([*(size for size in TOKEN_BUCKETS if size < max_tokens), max_tokens])
-        most, layout = self.buckets.max, self.layout(self.buckets.max)
+        max_bucket, layout = self.buckets.max, self.layout(self.buckets.max)
         self.buffers = StaticBuffers(
             {
-                "packed": BufferSpec((layout.token_start + 3 * most,), torch.int64),
+                "packed": BufferSpec((layout.token_start + 3 * max_bucket,), torch.int64),
                 "hidden": BufferSpec((BATCH, model.config.hidden_size), model.dtype, pad=None),
-                "logits": BufferSpec((layout.count, model.config.vocab_size), model.dtype, pad=None),
-                "next_tokens": BufferSpec((layout.count,), torch.int64, pad=None),
+                "logits": BufferSpec((layout.num_chunks, model.config.vocab_size), model.dtype, pad=None),
+                "next_tokens": BufferSpec((layout.num_chunks,), torch.int64, pad=None),
             },
-            most,
+            max_bucket,
             device,
         )
 
-    def layout(self, bucket: int) -> Chunks:
-        """How a token bucket's inputs lie, and so how many chunks it takes."""
-        return Chunks(min(self._max_chunks, max(LEAST_CHUNKS, bucket // TOKENS_A_CHUNK)), self._pages)
+    def layout(self, bucket: int) -> PackedLayout:
+        """Return the input layout of a token bucket, including its number of chunks."""
+        return PackedLayout(min(self._max_chunks, max(MIN_CHUNKS, bucket // TOKENS_PER_CHUNK)), self._pages)
 
     def site(self) -> Site:
-        """What the graph cache captures: the packed step at each token bucket."""
-        book = weights_and_pages(self._fused.model, self._fused.kv)
-        book.watch({"last_tokens": self._last_tokens})
-        return Site(SITE, [self._part], self.buffers, self.buckets, phase="prefill", addresses=book)
+        """Build the site for the graph cache: the packed step at each token bucket."""
+        addresses = model_addresses(self._fused.model, self._fused.kv)
+        addresses.watch({"last_tokens": self._last_tokens})
+        return Site(SITE, [self._part], self.buffers, self.buckets, phase="prefill", addresses=addresses)
 
     def load(self, chunks: Sequence[PrefillChunk], bucket: int) -> None:
-        """Send the chunks to the static inputs of a bucket."""
+        """Copy the chunks to a bucket's static inputs."""
         host = self.layout(bucket).fill(chunks, bucket)
         self.buffers["packed"][: len(host)].copy_(upload(host, self._device), non_blocking=True)
 
-    def eager(self, chunks: Sequence[PrefillChunk]) -> tuple[Tensor, Tensor, Tensor]:
-        """Hidden [T, h] before the last norm, logits [chunks, vocab] and next tokens [chunks], of any chunks."""
-        layout = Chunks(len(chunks), self._pages)
+    def run_eager(self, chunks: Sequence[PrefillChunk]) -> tuple[Tensor, Tensor, Tensor]:
+        """Run any number of chunks eager.
+
+        Returns hidden [T, h] before the final norm, logits [chunks, vocab] and greedy tokens int64 [chunks].
+        """
+        layout = PackedLayout(len(chunks), self._pages)
         tokens = sum(chunk.length for chunk in chunks)
-        packed = upload(layout.fill(chunks, tokens), self._device)
+        inputs = upload(layout.fill(chunks, tokens), self._device)
         vocab = self._fused.model.config.vocab_size
         logits = torch.empty(len(chunks), vocab, dtype=self._fused.model.dtype, device=self._device)
         next_tokens = torch.empty(len(chunks), dtype=torch.int64, device=self._device)
-        return self._run(layout, packed, logits, next_tokens), logits, next_tokens
+        return self._run(layout, inputs, logits, next_tokens), logits, next_tokens
 
     def _part(self, packed: Tensor, hidden: Tensor, logits: Tensor, next_tokens: Tensor) -> None:
         layout = self.layout(len(hidden))
         inputs = packed[: layout.token_start + 3 * len(hidden)]
-        hidden.copy_(self._run(layout, inputs, logits[: layout.count], next_tokens[: layout.count]))
+        hidden.copy_(self._run(layout, inputs, logits[: layout.num_chunks], next_tokens[: layout.num_chunks]))
 
-    def _run(self, layout: Chunks, packed: Tensor, logits: Tensor, next_tokens: Tensor) -> Tensor:
-        ends, starts, lasts, entries = packed[: 4 * layout.count].view(4, layout.count)
-        table = packed[4 * layout.count : layout.token_start].view(layout.count + 1, layout.pages)
+    def _run(self, layout: PackedLayout, packed: Tensor, logits: Tensor, next_tokens: Tensor) -> Tensor:
+        ends, starts, last_rows, entries = packed[: 4 * layout.num_chunks].view(4, layout.num_chunks)
+        table = packed[4 * layout.num_chunks : layout.token_start].view(layout.num_chunks + 1, layout.pages_per_chunk)
         tokens, positions, rows = packed[layout.token_start :].view(-1, 3).t().contiguous()
-        packing = VarlenLayout(positions, rows, ends, starts, self._rows[: layout.count])
-        hidden = self._fused.prefill(tokens, packing, table)
+        varlen = VarlenLayout(positions, rows, ends, starts, self._rows[: layout.num_chunks])
+        hidden = self._fused.prefill(tokens, varlen, table)
         self._fused.sample_greedy(
-            entries, None, self._last_tokens, hidden.index_select(0, lasts), logits, next_tokens, after_layer=False
+            entries, None, self._last_tokens, hidden.index_select(0, last_rows), logits, next_tokens, after_layer=False
         )
         return hidden

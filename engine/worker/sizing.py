@@ -1,6 +1,6 @@
-"""The sizes that depend on the model and the machine: context, batch, pages, context buckets.
+"""Choose the sizes that depend on model and machine: context, batch size, token budget, pages, context buckets.
 
-`resolve` turns a configuration with gaps into one without. The only place where the engine guesses a number.
+`resolve` fills in every size that the configuration leaves open. No other module chooses default sizes.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from engine.errors import ConfigError
 from engine.models.config import ModelConfig
 
 CPU_MAX_NUM_SEQS, CUDA_MAX_NUM_SEQS, LARGE_CUDA_MAX_NUM_SEQS = 16, 256, 1024
-LARGE_CUDA_BYTES = 70 << 30  # of a GPU on which memory for more sequences is there (an H100's 80 GB, an H200's 141)
+LARGE_CUDA_BYTES = 70 << 30  # GPUs with at least this much memory run more sequences (H100: 80 GB, H200: 141 GB)
 CPU_BATCHED_TOKENS, CUDA_BATCHED_TOKENS = 512, 8192
 CPU_KV_BYTES = 1 << 30
-CPU_KV_SHARE = 0.25  # of the machine's memory, when that is less
+CPU_KV_SHARE = 0.25  # of the machine's memory, if that is less than CPU_KV_BYTES
 GRAPH_RESERVE_BYTES = 1 << 30  # for graphs and activations beside the KV cache on a GPU
 FIRST_CONTEXT_BUCKET = 256
 WARM_CONTEXT = 1024
 
 
 def resolve(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> EngineConfig:
-    """A new configuration with every size filled in. Raises ConfigError for sizes that contradict the model."""
+    """Return a copy of `config` with every size filled in. Raises ConfigError for sizes that contradict the model."""
     on_gpu = device.type == "cuda"
     context = config.max_model_len or model.context_length
     if context > model.context_length:
         raise ConfigError(f"max_model_len={context} exceeds the model's context of {model.context_length} tokens")
-    usual = _usual_seqs(device)
-    seqs = config.max_num_seqs or min(usual, config.max_num_batched_tokens or usual)
+    default_seqs = _default_max_num_seqs(device)
+    seqs = config.max_num_seqs or min(default_seqs, config.max_num_batched_tokens or default_seqs)
     batched = config.max_num_batched_tokens or max(seqs, CUDA_BATCHED_TOKENS if on_gpu else CPU_BATCHED_TOKENS)
     if batched < seqs:
         raise ConfigError(
@@ -53,8 +53,8 @@ def resolve(config: EngineConfig, model: ModelConfig, device: torch.device, dtyp
     )
 
 
-def _usual_seqs(device: torch.device) -> int:
-    """How many sequences run at once unless told. A step's products cost about as much for many rows as for few."""
+def _default_max_num_seqs(device: torch.device) -> int:
+    """Return the default batch size. It is large, as a step's GEMMs cost about as much for many rows as for few."""
     if device.type != "cuda":
         return CPU_MAX_NUM_SEQS
     _, total = torch.cuda.mem_get_info(device)
@@ -62,14 +62,14 @@ def _usual_seqs(device: torch.device) -> int:
 
 
 def page_bytes(model: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one page over all layers, keys and values."""
+    """Return the bytes of one page: keys and values in all layers."""
     return 2 * model.num_layers * page_size * model.num_kv_heads * model.head_dim * dtype.itemsize
 
 
 def step_bytes(model: ModelConfig, seqs: int, batched: int, dtype: torch.dtype) -> int:
-    """Bytes of what a step of `batched` tokens and `seqs` rows of logits holds between its kernels, about."""
+    """Estimate the bytes of a step's activations, for `batched` tokens and `seqs` rows of logits."""
     heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    split = 4096 * max(model.hidden_size, 2 * model.intermediate_size)  # 4 float32 sums of 256 rows, split products'
+    split = 4096 * max(model.hidden_size, 2 * model.intermediate_size)  # split-K GEMMs: 4 float32 sums of 256 rows
     return split + dtype.itemsize * (
         batched * (4 * model.hidden_size + heads + 3 * model.intermediate_size) + 4 * seqs * model.vocab_size
     )
@@ -85,7 +85,7 @@ def _affordable_pages(
     context: int,
 ) -> int:
     size = page_bytes(model, config.page_size, dtype)
-    per_sequence = -(-context // config.page_size)
+    pages_per_sequence = -(-context // config.page_size)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         budget = int(total * config.gpu_memory_utilization) - (total - free) - GRAPH_RESERVE_BYTES
@@ -93,20 +93,20 @@ def _affordable_pages(
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         budget = min(CPU_KV_BYTES, int(memory * CPU_KV_SHARE))
-    pages = min(1 + seqs * per_sequence, budget // size)
-    if pages <= per_sequence:
+    pages = min(1 + seqs * pages_per_sequence, budget // size)
+    if pages <= pages_per_sequence:
         raise ConfigError(
-            f"the KV cache has room for {max(0, pages - 1) * config.page_size} tokens ({budget >> 20} MiB), and one "
-            f"sequence may have {context}: lower max_model_len, or give num_pages"
+            f"the KV cache has room for {max(0, pages - 1) * config.page_size} tokens ({budget >> 20} MiB), but one "
+            f"sequence can have {context}: lower max_model_len, or give num_pages"
         )
     return pages
 
 
 def context_buckets(max_model_len: int, page_size: int) -> tuple[int, ...]:
-    """Widths in tokens at which attention without a paged kernel reads the KV cache: doubling up to the context."""
-    top, width = -(-max_model_len // page_size) * page_size, FIRST_CONTEXT_BUCKET
-    widths = {top}  # whole pages: large ones round several widths to the same
-    while width < top:
+    """Return the KV widths, in tokens, for attention without a paged kernel: doubling up to the context length."""
+    max_width, width = -(-max_model_len // page_size) * page_size, FIRST_CONTEXT_BUCKET
+    widths = {max_width}  # a set, because with large pages several widths round up to the same number of whole pages
+    while width < max_width:
         widths.add(-(-width // page_size) * page_size)
         width *= 2
     return tuple(sorted(widths))

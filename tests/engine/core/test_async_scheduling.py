@@ -1,4 +1,4 @@
-"""The host one step behind the device: every request gets what it would have got, whatever happens in between."""
+"""Async scheduling: every request gets the same results as without it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.worker.input_buffers import DecodeInputs, Layout
 from tests.engine.core.test_loop import ARRIVALS, SMALL, prompt_of
 from tests.engine.lively import MANY, PROMPTS, SETTINGS, drain, greedy, request, tokens
 
-KINDS = (
+SAMPLING_PARAMS = (
     greedy(12), greedy(1), greedy(40, frequency_penalty=0.5), greedy(25, prompt_logprobs=0, logprobs=1),
     SamplingParams(max_tokens=0, prompt_logprobs=1), SamplingParams(max_tokens=20, temperature=1.5, logprobs=2),
     SamplingParams(max_tokens=30, temperature=0.8, top_p=0.9, top_k=40, min_tokens=5, presence_penalty=0.7),
@@ -26,37 +26,37 @@ KINDS = (
 )  # fmt: skip
 
 
-def as_on_a_gpu(loop: EngineLoop) -> None:
-    """Have the loop's inputs kept as they are where the device can't be read: by a mirror, and by sending changes."""
+def use_staged_inputs(loop: EngineLoop) -> None:
+    """Make the loop keep its decode inputs like on a GPU: with a host mirror, uploading only changes."""
     runner = loop.runner
     layout = Layout(loop.config.max_num_seqs, runner.state.page_table.shape[1])
     runner.inputs = DecodeInputs(runner.buffers["state"], layout, loop.config.page_size, staged=True)
 
 
 @pytest.fixture
-def ahead(make_engine):
-    """A loop that runs ahead, by settings."""
+def async_loop(make_engine):
+    """A factory of loops with async scheduling and the given settings."""
 
     def make(**options) -> EngineLoop:
         loop = make_engine(**({"async_scheduling": True} | options))._loop
-        as_on_a_gpu(loop)
+        use_staged_inputs(loop)
         return loop
 
     return make
 
 
-# ---- the same answers ----------------------------------------------------------------------------------------------
+# ---- the same results ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["prefixes cached", "no prefix cache"])
 def pair(lively_model, request):
-    """Two engines with few pages, one that waits for each step and one that runs ahead."""
+    """The loops of two engines with few pages, without and with async scheduling."""
     base = {"model": str(lively_model)} | SETTINGS | SMALL | {"max_num_batched_tokens": 16}
     engines = [
         Engine(EngineConfig(**base, enable_prefix_caching=request.param, async_scheduling=behind))
         for behind in (False, True)
     ]
-    as_on_a_gpu(engines[1]._loop)
+    use_staged_inputs(engines[1]._loop)
     yield [engine._loop for engine in engines]
     for engine in engines:
         engine.close()
@@ -65,7 +65,7 @@ def pair(lively_model, request):
 def run_workload(loop: EngineLoop, arrivals) -> dict[str, list[TokenEvent]]:
     events: dict[str, list[TokenEvent]] = {}
     plan = [
-        (arrives, request(f"{i}", prompt_of(i, length, shared), KINDS[kind], priority), abort)
+        (arrives, request(f"{i}", prompt_of(i, length, shared), SAMPLING_PARAMS[kind], priority), abort)
         for i, (kind, length, arrives, abort, priority, shared) in enumerate(arrivals)
     ]
     for step in itertools.count():
@@ -111,12 +111,12 @@ def plain(entries) -> list:
 
 
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(arrivals=ARRIVALS.map(lambda rows: [(row[0] % len(KINDS), *row[1:]) for row in rows]))
-def test_any_workload_gives_each_request_what_it_gets_without_running_ahead(pair, arrivals):
-    waiting, running_ahead = (run_workload(loop, arrivals) for loop in pair)
-    assert waiting.keys() == running_ahead.keys()
-    for name, expected in waiting.items():
-        found = running_ahead[name]
+@given(arrivals=ARRIVALS.map(lambda rows: [(row[0] % len(SAMPLING_PARAMS), *row[1:]) for row in rows]))
+def test_any_workload_gives_the_same_results_as_without_async_scheduling(pair, arrivals):
+    synchronous, asynchronous = (run_workload(loop, arrivals) for loop in pair)
+    assert synchronous.keys() == asynchronous.keys()
+    for name, expected in synchronous.items():
+        found = asynchronous[name]
         if "abort" in (expected[-1].finish_reason, found[-1].finish_reason):
             count = min(len(tokens(expected)), len(tokens(found)))
             assert tokens(found)[:count] == tokens(expected)[:count]
@@ -132,8 +132,8 @@ def test_any_workload_gives_each_request_what_it_gets_without_running_ahead(pair
 
 
 @pytest.mark.parametrize("scope", ["none", "layer", "block"])
-def test_every_scope_feeds_its_tokens_back_on_the_device(ahead, reference, scope):
-    loop = ahead(inference_cuda_graph_scope=scope, graph_buckets=(1, 2, 4, 8))
+def test_every_scope_feeds_its_tokens_back_on_the_device(async_loop, reference, scope):
+    loop = async_loop(inference_cuda_graph_scope=scope, graph_buckets=(1, 2, 4, 8))
     for i, prompt in enumerate(PROMPTS):
         loop.add(request(f"{i}", prompt, greedy(20 - 4 * i)))
     events = drain(loop)
@@ -154,31 +154,31 @@ def test_events_come_in_the_same_order_with_the_same_bucket(make_engine):
     assert found[0] == found[1] and len(found[0]) == 72
 
 
-# ---- running ahead -------------------------------------------------------------------------------------------------
+# ---- async scheduling ------------------------------------------------------------------------------------------------
 
 
-def test_a_step_is_enqueued_before_the_one_before_it_is_read(ahead, reference):
-    loop = ahead()
+def test_a_step_is_enqueued_before_the_one_before_it_is_read(async_loop, reference):
+    loop = async_loop()
     loop.add(request("a", PROMPTS[0], greedy(5)))
     given = []
     while loop.has_work:
         given.append([token for event in loop.step() for token in event.token_ids])
-        assert all(not launched.is_read for _, launched in loop._in_flight)
+        assert all(not output.is_read for _, output in loop._in_flight)
     assert given == [[], *([token] for token in reference.greedy(PROMPTS[0], 5))]
 
 
-def test_nobody_computes_a_token_beyond_its_limit(ahead):
-    loop = ahead()
+def test_no_request_computes_a_token_beyond_its_limit(async_loop):
+    loop = async_loop()
     for i, prompt in enumerate(PROMPTS):
         loop.add(request(f"{i}", prompt, greedy(i)))
     drain(loop)
-    # Decodes: one token fewer than wanted, as the prefill gives the first; the prompt of one token has no prefill.
+    # Decodes: one fewer than max_tokens, as the prefill gives the first token; the one-token prompt has no prefill.
     assert dict(loop.stats().graphs["real_tokens"])["decode",] == (1 + 0) + 1 + 2 + 3
     assert loop.stats().generation_tokens == sum(range(5))
 
 
-def test_a_steady_batch_sends_nothing_but_new_pages(ahead, monkeypatch):
-    loop = ahead()
+def test_a_steady_batch_sends_nothing_but_new_pages(async_loop, monkeypatch):
+    loop = async_loop()
     for i, prompt in enumerate(MANY):
         loop.add(request(f"{i}", prompt, greedy(40)))
     sent = []
@@ -193,15 +193,15 @@ def test_a_steady_batch_sends_nothing_but_new_pages(ahead, monkeypatch):
     )
     for _ in range(30):
         loop.step()
-    # The first decode fills rows, positions and pages; a page lasts 16 tokens and the prompts have 3.
+    # The first decode uploads rows, positions and pages; a page holds 16 tokens and the prompts have 3.
     assert sent == [8 + 8 + 8, 8]
     drain(loop)
 
 
-def test_a_request_that_stops_leaves_its_slot_and_pages_to_another_while_a_step_of_it_runs(ahead, reference):
+def test_slot_and_pages_are_reused_while_a_step_of_the_stopped_request_runs(async_loop, reference):
     prompt, long = PROMPTS[0], list(range(3, 40))
     stop = reference.greedy(prompt, 6)[-1]
-    loop = ahead(max_num_seqs=1, graph_buckets=(1,), max_num_batched_tokens=64, num_pages=5)
+    loop = async_loop(max_num_seqs=1, graph_buckets=(1,), max_num_batched_tokens=64, num_pages=5)
     for turn in range(3):
         loop.add(request(f"stops-{turn}", prompt, greedy(50, stop_token_ids=(stop,), frequency_penalty=turn * 1e-9)))
         loop.add(request(f"next-{turn}", long, greedy(20)))
@@ -213,8 +213,8 @@ def test_a_request_that_stops_leaves_its_slot_and_pages_to_another_while_a_step_
     assert loop.stats().generation_tokens == 3 * 26
 
 
-def test_a_token_in_flight_is_given_up_by_a_preemption_and_computed_again(ahead, reference):
-    loop = ahead()
+def test_a_token_in_flight_is_dropped_by_a_preemption_and_recomputed(async_loop, reference):
+    loop = async_loop()
     for i, prompt in enumerate(PROMPTS):
         loop.add(request(f"{i}", prompt, SamplingParams(max_tokens=20, temperature=1.0, presence_penalty=0.5)))
     expected = {name: tokens(own) for name, own in drain(loop).items()}
@@ -231,8 +231,8 @@ def test_a_token_in_flight_is_given_up_by_a_preemption_and_computed_again(ahead,
     assert {name: tokens(own) for name, own in events.items()} == expected
 
 
-def test_a_capture_between_steps_leaves_the_one_under_way_alone(ahead, reference):
-    loop = ahead(warmup="background", graph_buckets=(1, 2, 4, 8))
+def test_a_capture_between_steps_does_not_change_the_step_in_flight(async_loop, reference):
+    loop = async_loop(warmup="background", graph_buckets=(1, 2, 4, 8))
     for i, prompt in enumerate(PROMPTS):
         loop.add(request(f"{i}", prompt, greedy(20)))
     events = {}
@@ -247,8 +247,10 @@ def test_a_capture_between_steps_leaves_the_one_under_way_alone(ahead, reference
 # ---- new weights, failures and interruptions -----------------------------------------------------------------------
 
 
-def test_tokens_under_way_belong_to_the_weights_that_gave_them(ahead, reference, other_reference, other_model):
-    loop = ahead()
+def test_tokens_in_flight_keep_the_weight_version_that_computed_them(
+    async_loop, reference, other_reference, other_model
+):
+    loop = async_loop()
     prompt = list(range(3, 53))
     loop.add(request("a", prompt, greedy(20)))
     events = [event for _ in range(8) for event in loop.step()]
@@ -260,14 +262,14 @@ def test_tokens_under_way_belong_to_the_weights_that_gave_them(ahead, reference,
     assert [event.weight_version for event in events] == ["initial"] * 8 + ["second"] * 12
 
 
-def test_a_step_that_fails_takes_nothing_from_the_one_before_it(ahead, reference, monkeypatch):
-    loop = ahead(max_num_batched_tokens=16)
+def test_a_failed_step_keeps_the_results_of_the_step_before_it(async_loop, reference, monkeypatch):
+    loop = async_loop(max_num_batched_tokens=16)
     loop.add(request("a", PROMPTS[0], greedy(20)))
     events = [event for _ in range(4) for event in loop.step()]
     loop.add(request("late", list(range(3, 40)), greedy(5)))  # admitted by the step that fails
-    launch = loop.runner.execute
+    execute = loop.runner.execute
     with monkeypatch.context() as patch:
-        patch.setattr(loop.runner, "execute", lambda batch: (launch(batch), 1 / 0))
+        patch.setattr(loop.runner, "execute", lambda batch: (execute(batch), 1 / 0))
         events += loop.step()
     assert tokens(events) == reference.greedy(PROMPTS[0], 4)
     ends = [event for event in events if event.finish_reason]
@@ -279,13 +281,13 @@ def test_a_step_that_fails_takes_nothing_from_the_one_before_it(ahead, reference
     assert [tokens(found[f"{i}"]) for i in range(5)] == [reference.greedy(prompt, 9) for prompt in PROMPTS]
 
 
-def test_a_result_that_can_not_be_read_fails_its_step_and_the_others_go_on(ahead, reference, monkeypatch):
-    loop = ahead()
+def test_an_unreadable_result_fails_its_step_and_no_other(async_loop, reference, monkeypatch):
+    loop = async_loop()
     loop.add(request("a", PROMPTS[0], greedy(20)))
     events = [event for _ in range(4) for event in loop.step()]
     loop.add(request("b", PROMPTS[2], greedy(20)))
-    [(_, launched)] = loop._in_flight
-    monkeypatch.setattr(launched, "_collect", lambda: 1 / 0)
+    [(_, output)] = loop._in_flight
+    monkeypatch.setattr(output, "_collect", lambda: 1 / 0)
     for own in drain(loop).values():
         events += own
     ends = {event.request_id: event.finish_reason for event in events if event.finish_reason}
@@ -294,17 +296,17 @@ def test_a_result_that_can_not_be_read_fails_its_step_and_the_others_go_on(ahead
     assert tokens(event for event in events if event.request_id == "b") == reference.greedy(PROMPTS[2], 20)
 
 
-@pytest.mark.parametrize("where", ["before the launch", "after the launch"])
-def test_an_interruption_of_a_step_loses_no_token_and_repeats_none(ahead, reference, monkeypatch, where):
-    loop = ahead()
+@pytest.mark.parametrize("where", ["before execute", "after execute"])
+def test_an_interruption_of_a_step_loses_no_token_and_repeats_none(async_loop, reference, monkeypatch, where):
+    loop = async_loop()
     for i, prompt in enumerate(PROMPTS):
         loop.add(request(f"{i}", prompt, greedy(20, presence_penalty=1e-9)))
     events = [event for _ in range(6) for event in loop.step()]
-    launch = loop.runner.execute
+    execute = loop.runner.execute
 
     def interrupted(batch):
-        if where == "after the launch":
-            launch(batch)
+        if where == "after execute":
+            execute(batch)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -316,8 +318,8 @@ def test_an_interruption_of_a_step_loses_no_token_and_repeats_none(ahead, refere
         assert tokens(event for event in events if event.request_id == f"{i}") == reference.greedy(prompt, 20)
 
 
-def test_a_request_whose_logits_are_nan_fails_while_its_next_step_runs_and_leaves_clean_pages(ahead, reference):
-    loop = ahead(num_pages=12, enable_prefix_caching=False)
+def test_a_request_with_nan_logits_fails_while_its_next_step_runs_and_leaves_clean_pages(async_loop, reference):
+    loop = async_loop(num_pages=12, enable_prefix_caching=False)
     loop.add(request("a", PROMPTS[0], greedy(20)))
     events = [event for _ in range(5) for event in loop.step()]
     weight = loop.runner.model.layers[0].input_norm.weight

@@ -1,4 +1,4 @@
-"""Steps that raise, and the loop as a service: every end is told, and what can go on does."""
+"""Failing steps, and the loop as a service: every request gets a final event, and the others continue."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from engine.core.loop import FAILURES_IN_A_ROW, EngineLoop
+from engine.core.loop import MAX_CONSECUTIVE_FAILURES, EngineLoop
 from engine.errors import EngineError
 from engine.protocol.messages import Abort, Ask, Dead, Events, Reply, Snapshot, Stop, Submit
 from engine.protocol.request import TokenEvent
@@ -19,17 +19,17 @@ from tests.engine.lively import MANY, PROMPTS, drain, greedy, request, tokens
 
 
 def fail_once(monkeypatch, runner, times: int = 1) -> None:
-    launch, left = runner.execute, iter(range(times))
+    execute, left = runner.execute, iter(range(times))
 
     def flaky(batch):
         if next(left, None) is not None:
             raise RuntimeError("the device coughed")
-        return launch(batch)
+        return execute(batch)
 
     monkeypatch.setattr(runner, "execute", flaky)
 
 
-def test_a_step_that_raises_fails_its_batch_and_the_engine_goes_on(make_engine, reference, monkeypatch, caplog):
+def test_a_step_that_raises_fails_its_batch_and_the_engine_continues(make_engine, reference, monkeypatch, caplog):
     engine = make_engine(max_num_seqs=2, graph_buckets=(2,))
     fail_once(monkeypatch, engine._loop.runner)
     outputs = engine.generate(prompt_token_ids=PROMPTS, sampling_params=greedy(9))
@@ -43,7 +43,7 @@ def test_a_step_that_raises_fails_its_batch_and_the_engine_goes_on(make_engine, 
 
 
 def test_a_failed_step_leaves_no_pages_in_the_padding(make_engine, reference, monkeypatch):
-    """Rows that pad the next batch must not write into pages that their last requests had and others have now."""
+    """Padded rows of the next batch must not write to pages of failed requests, which others may have by now."""
     engine = make_engine(enable_prefix_caching=False, num_pages=20)
     loop = engine._loop
     for i, prompt in enumerate(MANY):
@@ -59,7 +59,7 @@ def test_a_failed_step_leaves_no_pages_in_the_padding(make_engine, reference, mo
 
 def test_failures_in_a_row_end_the_loop_with_the_reason(make_engine, reference, monkeypatch):
     engine = make_engine(max_num_seqs=1, graph_buckets=(1,))
-    fail_once(monkeypatch, engine._loop.runner, times=FAILURES_IN_A_ROW)
+    fail_once(monkeypatch, engine._loop.runner, times=MAX_CONSECUTIVE_FAILURES)
     with pytest.raises(RuntimeError, match="coughed"):
         engine.generate(prompt_token_ids=PROMPTS, sampling_params=greedy(3))
     engine.idle_check()
@@ -68,9 +68,9 @@ def test_failures_in_a_row_end_the_loop_with_the_reason(make_engine, reference, 
     )
 
 
-def test_failures_with_good_steps_between_them_end_nothing(make_engine, monkeypatch):
+def test_failures_separated_by_good_steps_do_not_end_the_loop(make_engine, monkeypatch):
     engine = make_engine(max_num_seqs=1, graph_buckets=(1,))
-    for _ in range(FAILURES_IN_A_ROW + 1):
+    for _ in range(MAX_CONSECUTIVE_FAILURES + 1):
         with monkeypatch.context() as patch:
             fail_once(patch, engine._loop.runner)
             outputs = engine.generate(prompt_token_ids=PROMPTS[:2], sampling_params=greedy(3))
@@ -81,7 +81,7 @@ def test_failures_with_good_steps_between_them_end_nothing(make_engine, monkeypa
 
 
 def serve(loop: EngineLoop, *commands, patience: int = 200) -> list:
-    """Run `serve` over scripted commands (None: nothing came) and return its reports; a Stop follows."""
+    """Run `serve` over scripted commands (None: no command), then a Stop. Returns its reports."""
     reports, script = [], iter([*commands, *[None] * patience, Stop()])
     loop.serve(lambda timeout: next(script), reports.append)
     return reports
@@ -104,7 +104,7 @@ def test_serving_answers_and_ends_with_one_dead_without_a_reason(make_engine, re
 
 
 @pytest.mark.parametrize("warmup", ["lazy", "background"])
-def test_what_lives_for_good_is_kept_from_the_garbage_collector_while_serving(make_engine, warmup):
+def test_long_lived_objects_are_frozen_for_the_garbage_collector_while_serving(make_engine, warmup):
     loop = make_engine(warmup=warmup)._loop
     frozen, commands = [], iter([Submit([request("a", PROMPTS[0], greedy(5))]), *[None] * 30, Stop()])
 
@@ -117,7 +117,7 @@ def test_what_lives_for_good_is_kept_from_the_garbage_collector_while_serving(ma
     assert gc.get_freeze_count() == 0
 
 
-def test_a_stop_aborts_what_runs_and_says_so(make_engine):
+def test_a_stop_aborts_running_requests_with_an_event(make_engine):
     reports = serve(make_engine()._loop, Submit([request("a", PROMPTS[0], greedy(200))]), patience=10)
     assert events_of(reports, "a")[-1].finish_reason == "abort"
     assert isinstance(reports[-1], Dead)
@@ -130,21 +130,21 @@ def test_an_abort_while_serving_reaches_its_request_only(make_engine, reference)
     assert tokens(events_of(reports, "b")) == reference.greedy(PROMPTS[1], 9)
 
 
-def test_a_loop_that_fails_for_good_ends_its_requests_and_tells_why(make_engine, monkeypatch):
+def test_a_loop_that_fails_for_good_ends_its_requests_and_reports_why(make_engine, monkeypatch):
     loop = make_engine(max_num_seqs=1, graph_buckets=(1,))._loop
     fail_once(monkeypatch, loop.runner, times=1000)
     reports = serve(loop, Submit([request(f"{i}", prompt, greedy(5)) for i, prompt in enumerate(MANY)]))
     reasons = [events_of(reports, f"{i}")[-1].finish_reason for i in range(8)]
-    assert reasons == ["error"] * (FAILURES_IN_A_ROW - 1) + ["abort"] * (8 - FAILURES_IN_A_ROW + 1)
+    assert reasons == ["error"] * (MAX_CONSECUTIVE_FAILURES - 1) + ["abort"] * (8 - MAX_CONSECUTIVE_FAILURES + 1)
     assert "coughed" in reports[-1].reason
 
 
-def test_broken_books_still_end_in_a_dead(make_engine, monkeypatch):
-    """Who waits for answers is told only by the Dead: it must come even if the requests can't be ended one by one."""
+def test_a_broken_scheduler_still_ends_with_a_dead_report(make_engine, monkeypatch):
+    """The Dead report must come even if requests can't be ended one by one: it ends all waiting streams."""
     loop = make_engine()._loop
 
     def broken(*_):
-        raise EngineError("the books are broken")
+        raise EngineError("the scheduler is broken")
 
     monkeypatch.setattr(loop.scheduler, "finish", broken)
     reports = serve(loop, Submit([request("a", PROMPTS[0], greedy(3))]))
@@ -166,7 +166,7 @@ def test_broken_books_still_end_in_a_dead(make_engine, monkeypatch):
     ],
     ids=["generate", "update_weights", "weights_changed", "warm", "idle_check", "close"],
 )
-def test_a_thread_stands_still_while_somebody_else_needs_the_device_quiet(make_engine, call):
+def test_a_call_waits_while_another_thread_holds_the_device_quiet(make_engine, call):
     engine, done = make_engine(), []
     thread = threading.Thread(target=lambda: [call(engine), done.append(True)])
     with engine.pool.quiet():
@@ -181,7 +181,7 @@ def weights_of(engine):
     return [(name, slot.read().clone()) for name, slot in engine._loop.runner.model.weight_slots().items()]
 
 
-def test_weights_that_come_late_hold_nobody_off(make_engine):
+def test_waiting_for_weights_does_not_block_the_pool(make_engine):
     engine, box = make_engine(), queue.Queue()
     weights = weights_of(engine)
     updating = threading.Thread(target=lambda: engine.update_weights(iter(box.get, None), version="next"), daemon=True)
@@ -201,7 +201,7 @@ def test_weights_that_come_late_hold_nobody_off(make_engine):
     assert not sending.is_alive() and engine.weight_version == "next"
 
 
-def test_a_serving_loop_stands_still_while_somebody_else_needs_the_device_quiet(make_engine):
+def test_a_serving_loop_waits_while_another_thread_holds_the_device_quiet(make_engine):
     loop = make_engine()._loop
     commands, reports = queue.Queue(), []
 

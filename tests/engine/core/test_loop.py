@@ -1,4 +1,4 @@
-"""The loop: every accepted request ends once with its own tokens, whatever else happens, and gives everything back."""
+"""The loop: every accepted request ends once, with its own tokens, and frees its slot and pages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_an_answer_is_cached_for_the_conversation_that_follows(make_engine, refe
     answer = engine.generate(prompt_token_ids=prompt, sampling_params=greedy(40))[0].token_ids
     longer = [*prompt, *answer, 7, 7]
     output = engine.generate(prompt_token_ids=longer, sampling_params=greedy(20))[0]
-    assert output.cached_tokens == 48  # of 49 tokens whose KV was stored: the last sampled one never was
+    assert output.cached_tokens == 48  # of 49 tokens with stored KV: the last sampled token has none
     assert output.token_ids == reference.greedy(longer, 20)
 
 
@@ -78,7 +78,7 @@ def test_with_few_pages_requests_are_preempted_and_give_the_same_tokens(make_eng
     assert engine.stats().generation_tokens == 400 and engine.stats().prompt_tokens == 24
 
 
-def test_sampling_goes_on_after_a_preemption_as_if_nothing_had_happened(make_engine):
+def test_sampling_is_unchanged_by_a_preemption(make_engine):
     options = [
         {},
         {"frequency_penalty": 1.0},
@@ -114,7 +114,7 @@ def test_prompt_logprobs_come_once_and_whole_though_the_request_was_preempted(ma
     assert tokens(events) == reference.greedy(prompt, 12)
 
 
-def test_an_urgent_request_overtakes_and_nobody_is_lost(make_engine, reference):
+def test_an_urgent_request_overtakes_and_no_request_is_lost(make_engine, reference):
     loop = make_engine(max_num_seqs=1, max_num_batched_tokens=64, graph_buckets=(1,))._loop
     loop.add(request("patient", PROMPTS[0], greedy(20), priority=1))
     first = loop.step()
@@ -132,7 +132,7 @@ def test_an_urgent_request_overtakes_and_nobody_is_lost(make_engine, reference):
 # ---- refusals and aborts -------------------------------------------------------------------------------------------
 
 
-def test_what_can_never_fit_is_refused_at_once_and_disturbs_nobody(make_engine, reference):
+def test_a_request_that_can_never_fit_is_rejected_and_the_others_continue(make_engine, reference):
     engine = make_engine(**SMALL)
     loop = engine._loop
     loop.submit(
@@ -187,7 +187,7 @@ def test_parameters_that_leave_no_token_are_refused_before_they_fail_a_batch(mak
 
 
 @pytest.mark.parametrize("at", [0, 1, 2, 7])
-def test_an_abort_gives_pages_and_slot_back_and_the_others_go_on(make_engine, reference, at):
+def test_an_abort_frees_pages_and_slot_and_the_others_continue(make_engine, reference, at):
     loop = make_engine(max_num_batched_tokens=16)._loop
     loop.add(request("long", list(range(3, 43)), greedy(50, frequency_penalty=0.5)))
     loop.add(request("other", PROMPTS[0], greedy(15)))
@@ -197,7 +197,7 @@ def test_an_abort_gives_pages_and_slot_back_and_the_others_go_on(make_engine, re
     stats = loop.stats()
     assert stats.kv_cache_usage == 0 and stats.ended == {"abort": 1, "length": 1}
     loop.idle_check()
-    loop.add(request("next", PROMPTS[1], greedy(9)))  # in the slot of the one that was aborted
+    loop.add(request("next", PROMPTS[1], greedy(9)))  # in the slot of the aborted request
     assert tokens(drain(loop)["next"]) == reference.greedy(PROMPTS[1], 9)
 
 
@@ -212,7 +212,7 @@ def test_a_preempted_request_can_be_aborted(make_engine):
     loop.idle_check()
 
 
-def test_a_slot_forgets_its_last_requests_parameters(make_engine, reference):
+def test_a_reused_slot_drops_the_last_requests_parameters(make_engine, reference):
     loop = make_engine(max_num_seqs=1, max_num_batched_tokens=64, graph_buckets=(1,))._loop
     for name, params in (
         ("bias", greedy(5, logit_bias={7: 100.0})),
@@ -231,7 +231,7 @@ def test_a_slot_forgets_its_last_requests_parameters(make_engine, reference):
 
 # ---- a random workload ---------------------------------------------------------------------------------------------
 
-KINDS = (
+SAMPLING_PARAMS = (
     greedy(12), greedy(1), greedy(40, frequency_penalty=0.5), greedy(25, prompt_logprobs=0, logprobs=1),
     SamplingParams(max_tokens=0, prompt_logprobs=1), SamplingParams(max_tokens=20, temperature=1.5),
     SamplingParams(max_tokens=30, temperature=0.8, top_p=0.9, top_k=40, min_tokens=5), greedy(None),
@@ -239,16 +239,16 @@ KINDS = (
 )  # fmt: skip
 ARRIVALS = st.lists(
     st.tuples(
-        st.integers(0, len(KINDS) - 1), st.sampled_from([1, 2, 3, 4, 5, 8, 13, 30, 56]),  # kind, prompt length
-        st.integers(0, 40), st.none() | st.integers(0, 60), st.integers(0, 2),  # arrives, is aborted, priority
-        st.booleans(),  # shares its beginning
+        st.integers(0, len(SAMPLING_PARAMS) - 1), st.sampled_from([1, 2, 3, 4, 5, 8, 13, 30, 56]),  # params, length
+        st.integers(0, 40), st.none() | st.integers(0, 60), st.integers(0, 2),  # arrival step, abort step, priority
+        st.booleans(),  # shares the prefix
     ), min_size=1, max_size=14,
 )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def crowded(lively_model):
-    """One small engine that all examples use in turn, and a roomy one that runs a request alone."""
+    """A small engine for all examples, and one with enough pages that runs each request alone."""
     from engine import EngineConfig
     from tests.engine.lively import SETTINGS
 
@@ -274,10 +274,10 @@ def test_any_workload_ends_idle_with_the_tokens_of_each_request_alone(crowded, a
         for arrives, name, kind, prompt, _, priority in plan:
             if arrives == step:
                 try:
-                    loop.add(request(name, prompt, KINDS[kind], priority))
+                    loop.add(request(name, prompt, SAMPLING_PARAMS[kind], priority))
                     accepted.add(name)
                 except PromptTooLong:
-                    assert len(prompt) + (KINDS[kind].max_tokens or 1) > 61
+                    assert len(prompt) + (SAMPLING_PARAMS[kind].max_tokens or 1) > 61
         loop.abort([name for _, name, _, _, abort, _ in plan if abort == step])
         for event in loop.step():
             assert not ended[event.request_id]
@@ -297,7 +297,7 @@ def test_any_workload_ends_idle_with_the_tokens_of_each_request_alone(crowded, a
         if name in texts:
             key = (kind, tuple(prompt))
             if key not in alone:
-                roomy._loop.add(request("alone", prompt, KINDS[kind]))
+                roomy._loop.add(request("alone", prompt, SAMPLING_PARAMS[kind]))
                 alone[key] = tokens(drain(roomy._loop)["alone"])
             assert texts[name] == alone[key]
 

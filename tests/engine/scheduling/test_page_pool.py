@@ -1,4 +1,4 @@
-"""The page pool: every page is in one condition, and wrong hands are caught before anything changes."""
+"""The page pool: every page is in exactly one state, and misuse raises before anything changes."""
 
 import pytest
 from hypothesis import settings
@@ -9,7 +9,7 @@ from engine.errors import ConfigError
 from engine.scheduling.page_pool import SCRATCH_PAGE, InvariantError, NoPages, PagePool
 
 
-def test_scratch_page_is_never_lent():
+def test_scratch_page_is_never_allocated():
     pool = PagePool(num_pages=5, page_size=4)
     assert sorted(pool.allocate(4)) == [1, 2, 3, 4]
     assert pool.num_free == 0
@@ -20,7 +20,7 @@ def test_scratch_page_is_never_lent():
 
 
 @pytest.mark.parametrize(("num_pages", "page_size"), [(1, 16), (0, 16), (8, 0)])
-def test_pool_refuses_sizes_without_a_page_to_lend(num_pages, page_size):
+def test_pool_rejects_sizes_without_a_usable_page(num_pages, page_size):
     with pytest.raises(ConfigError):
         PagePool(num_pages, page_size)
 
@@ -28,7 +28,7 @@ def test_pool_refuses_sizes_without_a_page_to_lend(num_pages, page_size):
 def test_short_pool_raises_and_takes_nothing():
     pool = PagePool(4, 16)
     pool.allocate(2)
-    with pytest.raises(NoPages, match="2 pages were asked for, 1 of 3 are free"):
+    with pytest.raises(NoPages, match="2 pages were requested, 1 of 3 are free"):
         pool.allocate(2)
     assert pool.num_free == 1
     pool.check()
@@ -55,11 +55,11 @@ def test_double_free_raises_and_changes_nothing(wrong):
     pages = pool.allocate(2)
     with pytest.raises(InvariantError):
         pool.free(wrong(pages))
-    assert [pool.count(page) for page in pages] == [1, 1]
+    assert [pool.ref_count(page) for page in pages] == [1, 1]
     pool.check()
 
 
-def test_kept_page_is_lent_last_and_its_loss_is_told():
+def test_kept_page_is_allocated_last_and_its_eviction_is_reported():
     pool = PagePool(4, 16)
     evicted = []
     pool.on_evict = evicted.append
@@ -89,12 +89,12 @@ def test_idle_page_can_be_shared_again_but_an_empty_one_cannot():
     pool.keep(kept)
     pool.free([kept, plain])
     pool.acquire([kept])
-    assert pool.count(kept) == 1 and pool.num_free == 2
+    assert pool.ref_count(kept) == 1 and pool.num_free == 2
     with pytest.raises(InvariantError, match="can't be shared"):
         pool.acquire([plain])
 
 
-def test_discarded_page_is_plain_again():
+def test_discarded_page_is_empty_again():
     pool = PagePool(3, 16)
     evicted = []
     pool.on_evict = evicted.append
@@ -114,12 +114,12 @@ def test_check_lists_every_problem_at_once():
     first, second, _ = pool.allocate(3)
     pool._counts[first] = 0
     pool._empty.append(second)
-    with pytest.raises(InvariantError, match=rf"page {first} is in 0 conditions.*page {second} is in 2 conditions"):
+    with pytest.raises(InvariantError, match=rf"page {first} is in 0 states.*page {second} is in 2 states"):
         pool.check()
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Random owners allocate, share, keep and free; a plain list of references is the model."""
+    """Random owners allocate, share, keep and free pages; the reference model is a plain list of references."""
 
     held = Bundle("held")
 
@@ -180,7 +180,7 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def agrees_with_the_model(self):
         self.pool.check()
-        assert [self.pool.count(page) for page in range(9)] == [self.references.count(page) for page in range(9)]
+        assert [self.pool.ref_count(page) for page in range(9)] == [self.references.count(page) for page in range(9)]
         assert self.pool.kept_pages() == self.kept
 
 

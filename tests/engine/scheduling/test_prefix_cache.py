@@ -1,4 +1,4 @@
-"""The prefix cache: what it finds was computed for exactly this prefix under exactly these weights."""
+"""The prefix cache: a hit was computed for exactly this prefix with exactly these weights."""
 
 import pytest
 
@@ -9,7 +9,7 @@ SIZE = 4
 
 
 def stored(cache: PrefixCache, token_ids: list[int], salt: str = "v1") -> list[int]:
-    """Compute `token_ids` in fresh pages, offer the full ones, and release all; returns the pages."""
+    """Allocate pages for `token_ids`, cache the full ones and free all of them. Returns the pages."""
     pages = cache.pool.allocate(cache.pool.pages_for(len(token_ids)))
     cache.insert(cache.chain(salt), token_ids, pages, 0, len(token_ids) // SIZE)
     cache.pool.free(pages)
@@ -25,7 +25,7 @@ def test_match_returns_the_pages_of_the_shared_prefix_referenced(cache):
     pages = stored(cache, list(range(12)))
     found = cache.match([*range(8), 99, 98, 97, 96, 95], "v1")
     assert found == pages[:2]
-    assert [cache.pool.count(page) for page in pages] == [1, 1, 0]
+    assert [cache.pool.ref_count(page) for page in pages] == [1, 1, 0]
 
 
 @pytest.mark.parametrize(("length", "pages"), [(3, 0), (4, 0), (5, 1), (8, 1), (9, 2), (12, 2), (13, 3)])
@@ -60,8 +60,8 @@ def test_reset_empties_the_cache_and_refuses_pages_begun_before(cache):
     assert cache.pool.num_free == 16 and cache.problems() == []
 
 
-def test_reset_keeps_a_second_life_under_the_same_version_apart(cache):
-    # A version name that returns (a roll-back) must not revive what an older run of it began.
+def test_reset_separates_two_runs_under_the_same_version(cache):
+    # A version name that is used again (a roll-back) must not match chains from its first use.
     old = cache.chain("v1")
     cache.reset()
     cache.reset()
@@ -82,7 +82,7 @@ def test_duplicate_prefix_keeps_the_first_page_and_leaves_the_second_private(cac
 def test_eviction_takes_the_least_recently_used_prefix_from_its_end(cache):
     old = stored(cache, list(range(16)))
     young = stored(cache, list(range(100, 116)))
-    cache.pool.free(cache.match(list(range(17)), "v1"))  # used again: now the younger of the two
+    cache.pool.free(cache.match(list(range(17)), "v1"))  # used again: now the most recent of the two
     cache.pool.allocate(8 + 1)
     assert cache.evictions == 1
     assert len(cache.lookup(cache.chain("v1"), list(range(17)))) == len(old)
@@ -110,12 +110,12 @@ def test_queries_and_hits_count_tokens(cache):
     stored(cache, list(range(8)))
     cache.match(list(range(10)), "v1")
     cache.match([7, 7, 7], "v1")
-    cache.lookup(cache.chain("v1"), list(range(10)))  # a look that nobody acted on
+    cache.lookup(cache.chain("v1"), list(range(10)))  # a lookup that was not used
     assert (cache.queries, cache.hits) == (13, 8)
 
 
 def test_any_version_name_makes_a_salt(cache):
-    # Names come over HTTP: JSON can carry a lone surrogate, which plain UTF-8 refuses.
+    # Names come over HTTP: JSON can contain a lone surrogate, which strict UTF-8 can't encode.
     stored(cache, list(range(4)), salt="\ud800")
     assert len(cache.match(list(range(5)), "\ud800")) == 1
 

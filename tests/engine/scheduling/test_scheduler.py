@@ -1,4 +1,4 @@
-"""What the scheduler chooses: order, token budget, pages and priorities."""
+"""Scheduling decisions: order, token budget, pages and priorities."""
 
 from collections import Counter
 
@@ -15,7 +15,7 @@ PAGE = 4
 
 
 def make(pages=64, seqs=8, budget=64, context=256, max_waiting=None, cached=True, **kwargs) -> Scheduler:
-    """A scheduler over a pool of `pages` usable pages of 4 tokens."""
+    """Create a scheduler over a pool of `pages` usable pages of 4 tokens."""
     pool = PagePool(pages + 1, PAGE)
     config = SchedulerConfig(
         max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=context, max_waiting=max_waiting
@@ -24,7 +24,7 @@ def make(pages=64, seqs=8, budget=64, context=256, max_waiting=None, cached=True
 
 
 def add(scheduler: Scheduler, name: str, prompt: int | list[int], max_tokens=8, priority=0, arrival=0.0, **params):
-    """Add a request; a prompt given as a length has tokens of its own, which no other prompt has."""
+    """Add a request. A prompt given as a length consists of tokens that no other prompt has."""
     ids = [hash(name) % 10**6 + k for k in range(prompt)] if isinstance(prompt, int) else prompt
     asked = EngineRequest(
         request_id=name,
@@ -40,7 +40,7 @@ def add(scheduler: Scheduler, name: str, prompt: int | list[int], max_tokens=8, 
 
 
 def step(scheduler: Scheduler, finish: bool = True):
-    """One step as the loop does it; every request that samples gets token 7."""
+    """Run one step like the loop; every request that samples gets token 7."""
     batch = scheduler.schedule()
     done = batch.decodes + [chunk.request for chunk in batch.prefills if chunk.is_last]
     scheduler.dispatch(batch)
@@ -79,7 +79,7 @@ def test_prompt_is_prefilled_then_decoded_to_its_end():
     scheduler.idle_check()
 
 
-def test_long_prompt_is_chunked_under_the_budget_and_goes_on_before_new_ones():
+def test_long_prompt_is_chunked_under_the_budget_and_continues_before_new_prompts():
     scheduler = make(budget=8)
     add(scheduler, "long", 20)
     add(scheduler, "next", 6)
@@ -149,7 +149,7 @@ def test_smaller_request_does_not_overtake_a_head_that_lacks_pages():
     for _ in range(6):
         assert names(step(scheduler).decodes) == ["running"]
     assert small.state is RequestState.WAITING
-    assert names(step(scheduler).decodes) == ["running"]  # its last
+    assert names(step(scheduler).decodes) == ["running"]  # its last token
     assert names(step(scheduler).admitted) == ["big", "small"]
 
 
@@ -223,19 +223,20 @@ def test_decode_without_a_page_preempts_the_last_in_order_which_keeps_its_place(
     scheduler.idle_check()
 
 
-def test_requests_are_thrown_out_rarely_and_less_each_time():
-    # The prompts fill 20 slots, few fit to their ends. With a reserve that never grew: up to 4 times, 63 in all.
+def test_repeated_preemptions_become_rarer():
+    # The prompts fill 20 slots; few requests fit to their end. With a constant reserve a request was preempted up to
+    # 4 times, 63 times in total.
     scheduler = make(pages=40, seqs=20, cached=False)
     for number in range(40):
         add(scheduler, f"r{number:02}", 1 + number % 5, max_tokens=20 + number * 37 % 71, arrival=float(number))
-    thrown_out: Counter[str] = Counter()
+    preempted: Counter[str] = Counter()
     while scheduler.has_work:
-        thrown_out.update(names(step(scheduler).preempted))
-    assert 0 < max(thrown_out.values()) <= 2
-    assert thrown_out.total() <= 45
+        preempted.update(names(step(scheduler).preempted))
+    assert 0 < max(preempted.values()) <= 2
+    assert preempted.total() <= 45
 
 
-def test_request_sent_back_for_other_reasons_is_not_kept_waiting_for_it():
+def test_preempt_all_does_not_raise_the_admission_reserve():
     scheduler = make(pages=12, cached=False)
     for name in "ab":
         add(scheduler, name, 8, max_tokens=20)
@@ -245,13 +246,14 @@ def test_request_sent_back_for_other_reasons_is_not_kept_waiting_for_it():
     assert names(step(scheduler).admitted) == ["a", "b"]
 
 
-def test_cached_pages_that_nobody_holds_are_not_counted_twice():
+def test_idle_cached_pages_are_not_counted_twice():
     scheduler = make(pages=6)
     add(scheduler, "a", list(range(12)), max_tokens=1)
     step(scheduler)
     add(scheduler, "running", 6, max_tokens=3)
     step(scheduler)
-    add(scheduler, "b", [*range(12), *range(40, 48)], max_tokens=4)  # 3 pages cached and free, 3 more, 1 free besides
+    # 3 pages cached and idle, 3 more needed, 1 other page free
+    add(scheduler, "b", [*range(12), *range(40, 48)], max_tokens=4)
     assert names(step(scheduler).decodes) == ["running"]
     assert names(step(scheduler).decodes) == ["running"]
     batch = step(scheduler)
@@ -284,10 +286,10 @@ def test_request_beyond_the_context_is_refused_at_once_and_names_the_field(promp
     add(scheduler, "a", prompt - 1, max_tokens=max_tokens)
 
 
-def test_request_at_its_limit_that_nobody_finishes_is_an_error_not_a_hang():
+def test_unfinished_request_at_its_limit_is_an_error_not_a_hang():
     scheduler = make(pages=2)
     add(scheduler, "a", 4, max_tokens=None)
-    with pytest.raises(SchedulerInvariantError, match="outgrew its limit of 9 tokens"):
+    with pytest.raises(SchedulerInvariantError, match="exceeds its limit of 9 tokens"):
         for _ in range(9):
             step(scheduler, finish=False)
 
@@ -315,7 +317,7 @@ def test_same_priority_never_preempts_on_arrival():
     assert names(batch.decodes) == ["first"] and not batch.preempted
 
 
-def test_higher_priority_preempts_nobody_when_it_fits_beside_them():
+def test_higher_priority_preempts_nothing_when_it_fits():
     scheduler = make()
     add(scheduler, "low", 4, priority=1)
     step(scheduler)
@@ -324,7 +326,7 @@ def test_higher_priority_preempts_nobody_when_it_fits_beside_them():
     assert not batch.preempted and names(batch.decodes) == ["low"] and chunks(batch) == [("high", 0, 4, True)]
 
 
-def test_nobody_is_preempted_if_that_would_not_make_enough_room():
+def test_no_preemption_if_it_would_not_free_enough_pages():
     scheduler = make(pages=10)
     add(scheduler, "equal", 20, max_tokens=4, priority=0)
     add(scheduler, "low", 8, max_tokens=1 + PAGE, priority=1)
@@ -334,7 +336,7 @@ def test_nobody_is_preempted_if_that_would_not_make_enough_room():
     assert not batch.preempted and names(batch.decodes) == ["equal", "low"]
 
 
-def test_urgent_request_does_not_count_pages_that_outlive_their_victim():
+def test_urgent_request_does_not_count_pages_still_referenced_after_preemption():
     scheduler = make(pages=8, seqs=4)
     shared = list(range(12))
     add(scheduler, "keeper", [*shared, 50], max_tokens=3, priority=0)
@@ -342,7 +344,8 @@ def test_urgent_request_does_not_count_pages_that_outlive_their_victim():
     add(scheduler, "sharer", [*shared, 60], max_tokens=3, priority=1)
     step(scheduler)
     assert scheduler.pool.num_in_use == 5
-    add(scheduler, "high", 17, max_tokens=3, priority=0, arrival=1.0)  # 5 pages; only 3 free + 1 of the sharer's own
+    # 5 pages; 3 are free and preempting the sharer frees 1
+    add(scheduler, "high", 17, max_tokens=3, priority=0, arrival=1.0)
     assert not step(scheduler).preempted
 
 
@@ -356,7 +359,7 @@ def test_urgent_request_enters_on_the_pages_its_victim_shared_with_it():
     assert names(batch.preempted) == ["low"] and names(batch.decodes) == ["high"] and high.cached_tokens == 12
 
 
-def test_shared_pages_come_free_when_all_their_holders_make_room():
+def test_shared_pages_are_freed_when_all_their_holders_are_preempted():
     scheduler = make(pages=8, seqs=4)
     shared = list(range(12))
     for name in "ab":
@@ -368,14 +371,15 @@ def test_shared_pages_come_free_when_all_their_holders_make_room():
     assert names(batch.preempted) == ["b", "a"] and names(batch.admitted) == ["high"]
 
 
-def test_pages_kept_for_an_urgent_request_are_not_counted_as_room():
+def test_pages_matched_by_an_urgent_request_are_not_counted_as_freed():
     scheduler = make(pages=9, seqs=4)
     shared = list(range(12))
     add(scheduler, "equal", 12, max_tokens=4)
     add(scheduler, "low", [*shared, 50], max_tokens=3, priority=1)
     step(scheduler)
     assert scheduler.pool.num_in_use == 8
-    add(scheduler, "high", [*shared, *range(60, 68)], max_tokens=4, arrival=1.0)  # 3 more: 1 free, 1 of low's own
+    # 3 more; 1 is free and preempting low frees 1
+    add(scheduler, "high", [*shared, *range(60, 68)], max_tokens=4, arrival=1.0)
     assert not step(scheduler).preempted
 
 

@@ -1,4 +1,4 @@
-"""What a request leaves behind: cached prefixes, freed slots and pages, and exactly one end."""
+"""The end of a request: cached prefixes, freed slots and pages, and exactly one final state."""
 
 import pytest
 
@@ -13,7 +13,7 @@ PAGE = 4
 
 
 def make(pages=64, seqs=8, budget=64, context=256, max_waiting=None, cached=True, **kwargs) -> Scheduler:
-    """A scheduler over a pool of `pages` usable pages of 4 tokens."""
+    """Create a scheduler over a pool of `pages` usable pages of 4 tokens."""
     pool = PagePool(pages + 1, PAGE)
     config = SchedulerConfig(
         max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=context, max_waiting=max_waiting
@@ -22,7 +22,7 @@ def make(pages=64, seqs=8, budget=64, context=256, max_waiting=None, cached=True
 
 
 def add(scheduler: Scheduler, name: str, prompt: int | list[int], max_tokens=8, priority=0, arrival=0.0, **params):
-    """Add a request; a prompt given as a length has tokens of its own, which no other prompt has."""
+    """Add a request. A prompt given as a length consists of tokens that no other prompt has."""
     ids = [hash(name) % 10**6 + k for k in range(prompt)] if isinstance(prompt, int) else prompt
     asked = EngineRequest(
         request_id=name,
@@ -38,7 +38,7 @@ def add(scheduler: Scheduler, name: str, prompt: int | list[int], max_tokens=8, 
 
 
 def step(scheduler: Scheduler, finish: bool = True):
-    """One step as the loop does it; every request that samples gets token 7."""
+    """Run one step like the loop; every request that samples gets token 7."""
     batch = scheduler.schedule()
     done = batch.decodes + [chunk.request for chunk in batch.prefills if chunk.is_last]
     scheduler.dispatch(batch)
@@ -83,11 +83,11 @@ def test_outputs_are_cached_for_the_next_turn_but_never_an_uncomputed_token():
     assert first.output_len == 3
     second = add(scheduler, "b", [*range(6), 7, 7, 7, 1], max_tokens=1)
     step(scheduler)
-    assert second.cached_tokens == 8  # tokens 0..5, 7, 7; the third 7 was sampled, its KV never computed
+    assert second.cached_tokens == 8  # tokens 0..5, 7, 7; the third 7 was sampled but its KV was never computed
     assert len(scheduler.prefix_cache) == 2
 
 
-def test_pages_of_a_prompt_under_way_hold_only_computed_tokens():
+def test_pages_of_a_prompt_in_prefill_hold_only_computed_tokens():
     scheduler = make(budget=8)
     add(scheduler, "a", list(range(30)))
     scheduler.schedule()
@@ -122,7 +122,7 @@ def test_no_kv_crosses_a_change_of_weights():
     scheduler.set_weight_version("v2")
     for _ in range(6):
         step(scheduler)
-    assert len(scheduler.prefix_cache) == 0  # what `running` computes now rests on old KV
+    assert len(scheduler.prefix_cache) == 0  # what `running` computes now depends on old KV
     assert running.weight_version == "v1"
     fresh = add(scheduler, "fresh", list(range(12)), max_tokens=1)
     again = add(scheduler, "again", running.token_ids[:12], max_tokens=1)
@@ -144,7 +144,7 @@ def test_recomputed_requests_belong_to_the_new_weights():
     assert request.weight_version == "v2" and len(scheduler.prefix_cache) == 3
 
 
-def test_failed_run_leaves_nothing_of_it_in_the_cache_not_even_by_those_who_built_on_it():
+def test_failed_request_drops_its_cached_pages_and_those_built_on_them():
     scheduler = make()
     request = add(scheduler, "a", list(range(12)), max_tokens=20)
     step(scheduler)
@@ -193,7 +193,7 @@ def test_first_schedule_is_stamped_once():
     assert request.first_scheduled_time == 5.0 and request.weight_version == "w1"
 
 
-def test_abort_works_waiting_running_and_preempted_and_says_so_once():
+def test_abort_ends_waiting_running_and_preempted_requests_once():
     scheduler = make(seqs=1)
     running = add(scheduler, "running", 4)
     waiting = add(scheduler, "waiting", 4, arrival=1.0)
@@ -239,7 +239,7 @@ def test_queue_refuses_beyond_its_bound_and_keeps_what_it_has():
     scheduler = make(seqs=1, max_waiting=2)
     add(scheduler, "a", 2)
     add(scheduler, "b", 2)
-    with pytest.raises(QueueFull, match="2 requests wait already, the bound is 2"):
+    with pytest.raises(QueueFull, match="2 requests are waiting, the limit is 2"):
         add(scheduler, "c", 2)
     step(scheduler)
     add(scheduler, "c", 2)
@@ -276,7 +276,7 @@ def test_batch_is_completed_once():
     scheduler = make()
     add(scheduler, "a", 2)
     batch = step(scheduler)
-    with pytest.raises(SchedulerInvariantError, match="completed before"):
+    with pytest.raises(SchedulerInvariantError, match="already completed"):
         scheduler.complete(batch, [7])
 
 
@@ -285,7 +285,7 @@ def test_batch_of_an_earlier_schedule_is_refused_once_its_requests_moved_on():
     add(scheduler, "a", 20)
     stale = scheduler.schedule()
     step(scheduler)
-    with pytest.raises(SchedulerInvariantError, match="not at 0"):
+    with pytest.raises(SchedulerInvariantError, match="not at position 0"):
         scheduler.dispatch(stale)
 
 
@@ -307,7 +307,7 @@ def test_idle_check_lists_every_leak_at_once():
     scheduler._free_slots.clear()
     with pytest.raises(SchedulerInvariantError) as caught:
         scheduler.idle_check()
-    for leak in ("'live'", "3 of 64 pages", "2 slots", "slots free and held", f"page {lost} counts 1 references"):
+    for leak in ("'live'", "3 of 64 pages", "2 slots", "free and held slots", f"page {lost} has 1 references"):
         assert leak in str(caught.value)
 
 
@@ -315,7 +315,7 @@ def test_leaked_page_that_blocks_an_idle_engine_is_an_error_not_a_hang():
     scheduler = make(pages=4)
     scheduler.pool.allocate(1)
     add(scheduler, "a", 14, max_tokens=2)
-    with pytest.raises(SchedulerInvariantError, match="can't enter an idle engine"):
+    with pytest.raises(SchedulerInvariantError, match="doesn't fit an idle engine"):
         scheduler.schedule()
 
 
@@ -326,7 +326,7 @@ def test_leaked_page_that_blocks_an_idle_engine_is_an_error_not_a_hang():
     "wrong",
     [{"max_num_seqs": 0}, {"max_waiting": 0}, {"max_num_batched_tokens": 7, "max_num_seqs": 8}, {"max_model_len": -1}],
 )
-def test_config_refuses_what_cannot_be_meant(wrong):
+def test_config_rejects_invalid_values(wrong):
     right = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 64}
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         SchedulerConfig(**{**right, **wrong})

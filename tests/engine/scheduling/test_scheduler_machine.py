@@ -1,8 +1,8 @@
-"""Random workloads on a real scheduler, pool and prefix cache, with page contents simulated beside them.
+"""Random workloads on a real scheduler, page pool and prefix cache, with simulated page contents.
 
-The simulation writes into every page what a model would: a value that depends on the token, the weights and all
-values before it. So a page that is shared wrongly, lent twice, left unwritten, or reused across weight versions shows
-up as a wrong value, and a request that was preempted must still end with the tokens it would have given alone.
+Like a model, the simulation writes a value into every page that depends on the token, the weights and all values before
+it. A page that is shared wrongly, allocated twice, left unwritten, or reused across weight versions then shows up as a
+wrong value, and a preempted request must still produce the tokens it produces alone.
 """
 
 import pytest
@@ -23,7 +23,7 @@ MAX_WAITING = 8
 
 
 def value_after(value: int, token: int, weights: int) -> int:
-    """The simulated KV of a token, given the KV before it."""
+    """Return the simulated KV of a token, given the KV before it."""
     return hash((value, token, weights))
 
 
@@ -32,35 +32,40 @@ def sampled(value: int) -> int:
 
 
 def tokens_of(batch: Batch) -> int:
-    """What the step computes, padding not counted."""
+    """Return the number of tokens the step computes, without padding."""
     return len(batch.decodes) + sum(chunk.length for chunk in batch.prefills)
 
 
 class Simulation:
-    """A scheduler driven as the loop drives it, over simulated page contents.
+    """Drives a scheduler like the engine loop, over simulated page contents.
 
-    `ahead`: each step is chosen before the tokens of the one before it are told to the scheduler.
+    `async_scheduling`: each step is scheduled before the scheduler gets the tokens of the previous one.
     """
 
     def __init__(
-        self, num_pages: int, page_size: int, config: SchedulerConfig, cached: bool = True, ahead: bool = False
+        self,
+        num_pages: int,
+        page_size: int,
+        config: SchedulerConfig,
+        cached: bool = True,
+        async_scheduling: bool = False,
     ):
-        self.ahead = ahead
-        self.under_way: list[tuple[Batch, list[Request], list[int]]] = []
-        self.newest: dict[Request, int] = {}  # the token that the device chose last
+        self.async_scheduling = async_scheduling
+        self.in_flight: list[tuple[Batch, list[Request], list[int]]] = []
+        self.last_sampled: dict[Request, int] = {}  # the token that the device sampled last
         self.pool = PagePool(num_pages, page_size)
         self.cache = PrefixCache(self.pool) if cached else None
         self.scheduler = Scheduler(config, self.pool, self.cache, weight_version="0")
         self.weights = 0
         self.cells: dict[tuple[int, int], int] = {}
-        self.values: dict[Request, list[int]] = {}  # what each running request must find in its pages
+        self.values: dict[Request, list[int]] = {}  # expected page contents of each running request
         self.first_weights: dict[Request, int] = {}
         self.accepted: list[Request] = []
         self.order: dict[Request, tuple[int, float, int]] = {}
 
     def add(self, prompt: list[int], priority: int, params: SamplingParams, arrival: float) -> Request:
         number = len(self.accepted)
-        asked = EngineRequest(
+        engine_request = EngineRequest(
             request_id=f"r{number}",
             prompt_token_ids=prompt,
             params=params,
@@ -68,37 +73,37 @@ class Simulation:
             arrival_time=arrival,
             seed=0,
         )
-        request = Request(asked)
+        request = Request(engine_request)
         self.scheduler.add(request)
         self.accepted.append(request)
         self.order[request] = (priority, arrival, number)
         return request
 
-    def step(self, abort_amid: Request | None = None, fails: bool = False) -> None:
-        """schedule, run, complete, finish; or a run that fails and takes its requests along."""
+    def step(self, abort_mid_step: Request | None = None, fails: bool = False) -> None:
+        """Schedule, run, complete and finish one step; with `fails`, fail the step and its requests."""
         batch = self.scheduler.schedule()
         self.check_batch(batch)
         work = [(request, request.num_computed, 1, True) for request in batch.decodes]
         work += [(chunk.request, chunk.start, chunk.length, chunk.is_last) for chunk in batch.prefills]
         self.write(batch.admitted, work)
         new_tokens = [sampled(self.values[request][-1]) for request, _, _, is_last in work if is_last]
-        self.newest |= zip((request for request, _, _, is_last in work if is_last), new_tokens, strict=True)
+        self.last_sampled |= zip((request for request, _, _, is_last in work if is_last), new_tokens, strict=True)
         if fails:
             self.wait()
             for request, *_ in work:
                 if not request.state.is_final:
                     self.scheduler.finish(request, RequestState.FAILED, "error")
             return
-        if abort_amid is not None:
-            self.scheduler.abort(abort_amid.request_id)
+        if abort_mid_step is not None:
+            self.scheduler.abort(abort_mid_step.request_id)
         self.scheduler.dispatch(batch)
-        self.under_way.append((batch, [request for request, *_ in work], new_tokens))
-        self.wait(1 if self.ahead and batch else 0)
+        self.in_flight.append((batch, [request for request, *_ in work], new_tokens))
+        self.wait(1 if self.async_scheduling and batch else 0)
 
     def wait(self, behind: int = 0) -> None:
-        """Tell the scheduler the tokens of all steps but the last `behind`, and end who is at its limit."""
-        while len(self.under_way) > behind:
-            batch, requests, new_tokens = self.under_way.pop(0)
+        """Complete all steps in flight but the last `behind`, and finish requests at their maximum length."""
+        while len(self.in_flight) > behind:
+            batch, requests, new_tokens = self.in_flight.pop(0)
             self.scheduler.complete(batch, new_tokens)
             for request in requests:
                 if request.slot is not None and len(request.token_ids) >= self.scheduler.token_limit(request):
@@ -118,10 +123,11 @@ class Simulation:
             assert len(values) == start + 1
             for position in range(start, start + length):
                 known = position < len(request.token_ids)
-                token = request.token_ids[position] if known else self.newest[request]
+                token = request.token_ids[position] if known else self.last_sampled[request]
                 values.append(value_after(values[-1], token, self.weights))
                 self.cells[request.pages[position // size], position % size] = values[-1]
-        for request, start, length, _ in work:  # after all writes, as a layer appends for all before it attends
+        # After all writes: a layer stores KV for the whole batch before attention.
+        for request, start, length, _ in work:
             for position in range(start + length):
                 cell = self.cells.get((request.pages[position // size], position % size))
                 assert cell == self.values[request][position + 1], f"{request!r} reads wrong KV at {position}"
@@ -129,7 +135,7 @@ class Simulation:
     def check_batch(self, batch) -> None:
         scheduler, config = self.scheduler, self.scheduler.config
         scheduler.check()
-        if not self.under_way:
+        if not self.in_flight:
             assert bool(batch) == scheduler.has_work, "a step with live requests computes something"
         assert tokens_of(batch) <= config.max_num_batched_tokens
         listed = batch.decodes + [chunk.request for chunk in batch.prefills]
@@ -144,7 +150,7 @@ class Simulation:
             assert chunk.start == chunk.request.num_computed and 1 <= chunk.length <= left
             assert chunk.is_last == (chunk.length == left)
         running = [request for request in scheduler.requests() if request.slot is not None]
-        decoding = [r for r in running if r.num_computed == r.length - 1 < r.limit - 1 and r not in batch.admitted]
+        decoding = [r for r in running if r.num_computed == r.length - 1 < r.max_length - 1 and r not in batch.admitted]
         assert set(decoding) <= set(batch.decodes), "a running decode never misses a step"
         self.check_order(batch, running)
 
@@ -152,22 +158,22 @@ class Simulation:
         waiting = sorted((r for r in self.scheduler.requests() if r.slot is None), key=self.order.__getitem__)
         if not waiting:
             return
-        assert all(self.order[request] < self.order[waiting[0]] for request in batch.admitted), "nobody overtakes"
+        assert all(self.order[request] < self.order[waiting[0]] for request in batch.admitted), "no request overtakes"
         first = min(running, key=self.order.__getitem__)
         assert first not in batch.preempted
         idle_budget = tokens_of(batch) < self.scheduler.config.max_num_batched_tokens
         if idle_budget and waiting[0] not in batch.preempted and len(running) < self.scheduler.config.max_num_seqs:
-            # Preempted at most num_preemptions times: more free pages than this must have let the head in.
+            # A request is preempted at most num_preemptions times, so with more free pages the head must be admitted.
             share = 1 << min(self.scheduler.num_preemptions, 16)
             need = self.pool.pages_for(len(waiting[0].token_ids) + 1) + (len(running) + 1) * share
             assert need > self.pool.num_free, f"{waiting[0]!r} waits though it would fit"
 
     def drain(self) -> None:
-        """Run until all has ended, within a bound that depends only on what is live."""
+        """Run until all requests have ended, within a step limit that depends only on the live requests."""
         live = self.scheduler.requests()
         longest = max((self.scheduler.token_limit(request) for request in live), default=0)
         for _ in range(len(live) * (2 * longest + 4)):
-            if not self.scheduler.has_work and not self.under_way:
+            if not self.scheduler.has_work and not self.in_flight:
                 break
             self.step()
         self.scheduler.idle_check()
@@ -175,7 +181,7 @@ class Simulation:
         assert sum(self.scheduler.ended.values()) == len(self.accepted)
 
     def check_outputs(self) -> None:
-        """Whoever saw one set of weights only has a prefix of what it would have generated alone."""
+        """Check that a request that saw only one set of weights has a prefix of the tokens it generates alone."""
         for request in self.accepted:
             if self.first_weights.get(request) != self.weights:
                 continue
@@ -187,7 +193,7 @@ class Simulation:
 
 
 SHARED = [0, 1, 2, 2, 1, 0, 0, 1, 2, 2, 1, 0]
-ASKS = st.fixed_dictionaries(
+REQUESTS = st.fixed_dictionaries(
     {
         "tail": st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6),
         "shared": st.sampled_from([0, 4, 8, 12]),
@@ -200,7 +206,7 @@ ASKS = st.fixed_dictionaries(
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Adds, steps, failures, aborts, ends and new weights in any order; everything is checked after each."""
+    """Adds, steps, failures, aborts, finishes and new weights in any order, with all invariants checked after each."""
 
     @initialize(
         num_pages=st.integers(4, 24),
@@ -209,21 +215,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         spare_tokens=st.integers(0, 12),
         max_model_len=st.integers(12, 40),
         cached=st.booleans(),
-        ahead=st.booleans(),
+        async_scheduling=st.booleans(),
     )
-    def start(self, num_pages, page_size, max_num_seqs, spare_tokens, max_model_len, cached, ahead):
+    def start(self, num_pages, page_size, max_num_seqs, spare_tokens, max_model_len, cached, async_scheduling):
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + spare_tokens,
             max_model_len=max_model_len,
             max_waiting=MAX_WAITING,
         )
-        self.sim = Simulation(num_pages, page_size, config, cached, ahead)
+        self.sim = Simulation(num_pages, page_size, config, cached, async_scheduling)
 
-    @rule(asks=st.lists(ASKS, min_size=1, max_size=5))
-    def add(self, asks):
-        for ask in asks:
-            self.add_one(**ask)
+    @rule(requests=st.lists(REQUESTS, min_size=1, max_size=5))
+    def add(self, requests):
+        for fields in requests:
+            self.add_one(**fields)
 
     def add_one(self, tail, shared, priority, max_tokens, prompt_logprobs, arrival):
         sim, prompt = self.sim, SHARED[:shared] + tail
@@ -251,11 +257,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.sim.step(fails=True)
 
     @precondition(lambda self: len(self.sim.scheduler.requests()) > 2)
-    @rule(data=st.data(), amid=st.booleans())
-    def abort(self, data, amid):
+    @rule(data=st.data(), mid_step=st.booleans())
+    def abort(self, data, mid_step):
         request = data.draw(st.sampled_from(self.sim.scheduler.requests()))
-        if amid:
-            self.sim.step(abort_amid=request)
+        if mid_step:
+            self.sim.step(abort_mid_step=request)
         else:
             assert self.sim.scheduler.abort(request.request_id)
         assert request.state.is_final and not request.pages and request.slot is None
@@ -283,7 +289,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(self.sim.cache) == 0
 
     @invariant()
-    def books_are_whole(self):
+    def invariants_hold(self):
         if hasattr(self, "sim"):
             self.sim.scheduler.check()
             live = self.sim.scheduler.requests()
@@ -303,7 +309,7 @@ TestSchedulerMachine.settings = settings(
 
 
 def overload(num_requests: int, num_pages: int, cached: bool) -> Simulation:
-    """Requests that fit alone but not together, all at once."""
+    """Add requests at once that fit alone but not together."""
     config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32, max_model_len=64)
     sim = Simulation(num_pages, 4, config, cached)
     for number in range(num_requests):
@@ -318,4 +324,4 @@ def test_overload_ends_with_the_same_tokens_and_little_recomputation(cached):
     sim.drain()
     sim.check_outputs()
     assert all(request.output_len == 40 for request in sim.accepted)
-    assert 0 < sim.scheduler.num_preemptions <= 2 * len(sim.accepted), "requests are thrown out again and again"
+    assert 0 < sim.scheduler.num_preemptions <= 2 * len(sim.accepted), "requests are preempted again and again"

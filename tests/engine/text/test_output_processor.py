@@ -1,4 +1,4 @@
-"""Text comes in pieces that add up, stop strings are found across them, and events become deltas."""
+"""Detokenized pieces add up to the full text, stop strings are found across them, and events become deltas."""
 
 import pytest
 import tokenizers
@@ -37,7 +37,7 @@ ODD_TEXTS = [
 
 
 class Tokens:
-    """The part of engine.text.tokenizer.Tokenizer that the output side uses, over a real `tokenizers` backend."""
+    """The part of engine.text.tokenizer.Tokenizer that detokenization uses, over a real `tokenizers` backend."""
 
     def __init__(self, backend):
         self.backend = backend
@@ -61,7 +61,7 @@ def byte_level() -> Tokens:
 
 
 def byte_fallback() -> Tokens:
-    """As Llama 2: words begin with ▁, the decode drops the first, unknown characters are bytes <0x00> to <0xFF>."""
+    """Like Llama 2: words begin with ▁, decode drops the first one, unknown characters are bytes <0x00> to <0xFF>."""
     words = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁hello", "▁world", "h", "é", "▁."]
     backend = tokenizers.Tokenizer(
         models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], unk_token="<unk>", byte_fallback=True)
@@ -77,7 +77,7 @@ BYTES, FALLBACK = byte_level(), byte_fallback()
 VOCAB = BYTES.backend.get_vocab_size()
 SPECIAL = BYTES.backend.token_to_id("<s>")
 END = BYTES.backend.token_to_id("<end>")
-some_ids = st.lists(st.integers(0, VOCAB + 2), max_size=40)  # with ids that the tokenizer doesn't know
+some_ids = st.lists(st.integers(0, VOCAB + 2), max_size=40)  # including unknown ids
 garbage_ids = st.lists(
     st.sampled_from([BYTES.backend.token_to_id(c) for c in "ðŁĺĢÃ©ï¿½âĤ¬a"] + [SPECIAL, VOCAB - 1]), max_size=40
 )
@@ -85,13 +85,13 @@ texts = st.lists(st.text(max_size=8) | st.sampled_from(ODD_TEXTS), max_size=6).m
 
 
 def pieces(tokenizer, chunks, prompt=(), by_decode=False, **options):
-    """By the detokenizer that the tokenizer would get, or the one that decodes."""
+    """Detokenize with the detokenizer chosen for the tokenizer or, with `by_decode`, with Detokenizer."""
     stream = Detokenizer(tokenizer, prompt, **options) if by_decode else Detokenizers(tokenizer).make(prompt, **options)
     return [*(stream.add(chunk) for chunk in chunks), stream.finish()]
 
 
 def chunked(ids, sizes):
-    """ids cut into chunks of these sizes, over and over."""
+    """Split ids into chunks, cycling through these sizes."""
     chunks, start = [], 0
     while start < len(ids):
         size = sizes[len(chunks) % len(sizes)]
@@ -107,7 +107,7 @@ def chunked(ids, sizes):
     st.lists(st.integers(1, 7), min_size=1),
     st.booleans(),
 )
-@example([0] * 5 + [94, 0, 126, VOCAB, 94], False, [3], True)  # an id without text stands within a character
+@example([0] * 5 + [94, 0, 126, VOCAB, 94], False, [3], True)  # an id without text within a character
 def test_pieces_add_up_to_the_whole_decode_whatever_the_ids(ids, skip, sizes, by_decode):
     found = pieces(BYTES, chunked(ids, sizes), by_decode=by_decode, skip_special_tokens=skip)
     assert "".join(found) == BYTES.decode(ids, skip)
@@ -146,8 +146,8 @@ def test_character_is_released_by_the_token_that_completes_it(by_decode):
     assert pieces(BYTES, [[i] for i in ids], by_decode=by_decode) == ["", "", "😀", "a", ""]
 
 
-def test_bytes_that_never_become_a_character_do_not_dam_the_stream():
-    ids = [BYTES.backend.token_to_id("Ģ")] * 200  # a continuation byte that continues nothing
+def test_bytes_that_never_become_a_character_do_not_block_the_stream():
+    ids = [BYTES.backend.token_to_id("Ģ")] * 200  # a continuation byte without a leading byte
     stream = Detokenizer(BYTES)
     for count, token_id in enumerate(ids, start=1):
         stream.add([token_id])
@@ -177,7 +177,7 @@ def test_special_tokens_are_shown_on_demand():
     assert "".join(pieces(BYTES, [[i] for i in ids])) == "a<tool>"
 
 
-def test_only_a_prompt_that_ends_within_a_character_is_decoded_again_and_again():
+def test_only_a_prompt_ending_mid_character_gets_the_decoding_detokenizer():
     whole, half = BYTES.encode("a😀"), BYTES.encode("a😀")[:-1]
     prompts = ([], whole, [*whole, SPECIAL], half, [*half, SPECIAL])
     kinds = [type(Detokenizers(BYTES).make(prompt)) for prompt in prompts]
@@ -188,7 +188,7 @@ def test_only_a_prompt_that_ends_within_a_character_is_decoded_again_and_again()
 def test_character_begun_in_the_prompt_is_completed_in_the_output():
     ids = BYTES.encode("a😀b")
     for cut in (2, 3):
-        for before in ([], BYTES.encode("\ufffd")):  # what the prompt has in full isn't written again
+        for before in ([], BYTES.encode("\ufffd")):  # complete characters of the prompt aren't repeated
             assert "".join(pieces(BYTES, [[i] for i in ids[cut:]], ids[:1] + before + ids[1:cut])) == "😀b"
 
 
@@ -222,7 +222,7 @@ def test_first_word_after_a_prompt_keeps_its_space():
 
 
 def first_stop(text, stops, include):
-    """Reference: (text before the stop string whose end comes first, that string), trying every end in turn."""
+    """Reference: (text before the stop string that ends first, that string), found by trying every end position."""
     for end in range(1, len(text) + 1):
         ended = [stop for stop in stops if text[:end].endswith(stop)]
         if ended:
@@ -245,7 +245,7 @@ def test_stop_is_found_wherever_the_pieces_break(chunks, stops, include):
         text = "".join(chunks[: count + 1])
         if found:
             break
-        # What is held back is no more than what may begin a stop string.
+        # No more is held back than a possible beginning of a stop string.
         assert text.startswith(shown)
         held = text[len(shown) :]
         assert held == max(
@@ -262,7 +262,7 @@ def test_unarmed_search_lets_a_stop_pass_and_shows_it():
     assert search.add("NDx") == ("", "END")
 
 
-def test_search_for_nothing_holds_nothing():
+def test_no_stop_strings_hold_nothing_back():
     assert StopStrings([]).add("anything") == ("anything", None)
 
 
@@ -271,7 +271,7 @@ def logprob(token_id):
 
 
 def processed(params, chunks, *, tokenizer=BYTES, prompt=(), last="length", stop_reason=None):
-    """Deltas of a request 'r' whose tokens come in these chunks; the engine ends it with the last one."""
+    """Return the deltas of a request 'r' with these chunks of tokens; the engine ends it with the last one."""
     processor = OutputProcessor(tokenizer)
     processor.add("r", params, prompt)
     deltas = []
@@ -304,11 +304,11 @@ def test_stop_string_may_be_shown():
     ids = BYTES.encode("abSTOPcd")
     (delta,) = processed(SamplingParams(stop="STOP", include_stop_str_in_output=True), [ids])
     assert (delta.text_delta, delta.token_ids) == ("abSTOP", ids[:6])
-    assert delta.finish_reason == "stop" and delta.abort is False  # the engine had ended it already
+    assert delta.finish_reason == "stop" and delta.abort is False  # the engine has already ended it
 
 
 @pytest.mark.parametrize("reason", ["length", "stop", "abort", "error"])
-def test_what_was_held_back_comes_with_the_end(reason):
+def test_held_back_text_comes_with_the_last_event(reason):
     ids = BYTES.encode("abSTO") + BYTES.encode("😀")[:1]
     chunks = [ids[:3], ids[3:], [END] if reason == "stop" else []]
     deltas = processed(SamplingParams(stop="STOP"), chunks, last=reason)

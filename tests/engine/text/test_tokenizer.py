@@ -19,7 +19,7 @@ from tests.engine.checkpoint.gguf_samples import add_tokenizer, vocabulary, writ
 
 
 def load_gguf_tokenizer(folder: Path, **changes) -> Tokenizer:
-    """The sample tokenizer, with GGUF metadata keys added after it (merges, pre, or key -> (type, value))."""
+    """Load the sample tokenizer with extra GGUF metadata (merges, pre, or key -> (type, value))."""
     path = folder / "t.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     add_tokenizer(writer, **{key: changes.pop(key) for key in ("merges", "pre") if key in changes})
@@ -91,7 +91,7 @@ def test_a_begin_token_is_added_only_if_the_file_says_so(tmp_path: Path, tokeniz
 
 
 @pytest.mark.parametrize("text", [None, 7, b"bytes", ["list"], "lone \ud800 surrogate"])
-def test_what_is_no_text_is_a_request_error(tokenizer: Tokenizer, text: object) -> None:
+def test_invalid_text_is_a_request_error(tokenizer: Tokenizer, text: object) -> None:
     with pytest.raises(RequestError) as error:
         tokenizer.encode(text)
     assert error.value.param == "prompt"

@@ -1,4 +1,4 @@
-"""An engine on the fused kernels: replay equals eager, layer graphs equal block graphs, log-probabilities are right."""
+"""An engine with fused kernels: replay equals eager, layer graphs equal block graphs, and logprobs are right."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.engine.lively import write_lively_model
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("default::DeprecationWarning"),  # Triton's own, of Python's ast and numpy's scalars
+    pytest.mark.filterwarnings("default::DeprecationWarning"),  # from Triton: Python's ast, numpy scalars
 ]
 SETTINGS = {"device": "cuda", "max_num_seqs": 12, "max_model_len": 1024, "num_pages": 400,
             "max_num_batched_tokens": 300, "graph_manifest": "none", "warmup": "full"}  # fmt: skip
@@ -46,7 +46,7 @@ def answers(model: str, **options) -> tuple[list[list[int]], dict]:
         return [output.token_ids for output in outputs], engine.stats().graphs
 
 
-def test_gpu_replay_of_fused_kernels_gives_eagers_tokens(model):
+def test_gpu_replay_of_fused_kernels_gives_the_same_tokens_as_eager(model):
     replayed, graphs = answers(model)
     assert not dict(graphs["fallbacks"])
     assert {labels[2] for labels, _ in graphs["replays"]} == {"decode", "prefill"}
@@ -55,7 +55,7 @@ def test_gpu_replay_of_fused_kernels_gives_eagers_tokens(model):
     assert answers(model, warmup="lazy")[0] == replayed
 
 
-def test_gpu_fused_log_probabilities_are_those_of_float32(model):
+def test_gpu_fused_log_probabilities_match_float32(model):
     wanted = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, logprobs=0)
     found = {}
     for dtype, kernels in (("bfloat16", "fused"), ("bfloat16", "torch"), ("float32", "auto")):
@@ -79,7 +79,7 @@ def test_gpu_more_chunks_than_a_graph_takes_run_eager_and_are_counted(model):
 
 
 def test_gpu_more_rows_than_split_products_take_have_the_tokens_of_few(model):
-    """Beyond 256 rows products are cuBLAS's: replay equals eager, and nearly all tokens those of other kernels."""
+    """Above 256 rows GEMMs run in cuBLAS: replay equals eager, and nearly all tokens equal those of a small batch."""
     rng = random.Random(2)
     many = [[rng.randrange(3, 200) for _ in range(rng.randrange(1, 24))] for _ in range(600)]
     wanted = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""The static inputs of a decode step: every load leaves what a naive fill would, and sends no more than changed."""
+"""The static inputs of a decode step: every load equals a naive fill and uploads only what changed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAYOUT = Layout(ROWS, PAGES)
 
 
 class Device:
-    """The state and its inputs, and a decode step as the device takes it: each row's token becomes `token + 1`."""
+    """The decode state, its DecodeInputs, and a simulated decode step in which each row's token becomes `token + 1`."""
 
     def __init__(self, staged: bool):
         self.buffers = decode_buffers(LAYOUT, 4, 10, torch.float32, torch.device("cpu"))
@@ -34,7 +34,7 @@ class Device:
         self.state.positions[:bucket] += slots > 0
 
     def sent(self) -> list[tuple[int, int]]:
-        """What the last load sent, by place in the state."""
+        """Return what the last load uploaded, as (index in the state, value) pairs."""
         return self._sent
 
     def load(self, batch: Batch, bucket: int) -> None:
@@ -61,7 +61,7 @@ def batch_of(requests: list[Request]) -> Batch:
 
 
 def check(state: SlotState, requests: list[Request], bucket: int) -> None:
-    """Against a fill from nothing. A slot's table beyond its request's pages is masked, so it may hold anything."""
+    """Compare with a naive fill. A slot's page table beyond its request's pages is masked and may hold anything."""
     for row in range(bucket):
         slot, position = int(state.slots[row]), int(state.positions[row])
         if row < len(requests):
@@ -73,7 +73,7 @@ def check(state: SlotState, requests: list[Request], bucket: int) -> None:
         else:
             assert slot == position == 0
     assert state.last_tokens[0] == 0
-    assert state.page_table[0].tolist() == [0] * PAGES, "padding names pages of others"
+    assert state.page_table[0].tolist() == [0] * PAGES, "padding refers to pages of requests"
 
 
 STEPS = st.lists(
@@ -87,7 +87,7 @@ STEPS = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(steps=STEPS, staged=st.booleans())
-def test_after_any_sequence_of_steps_the_state_is_as_a_naive_fill_leaves_it(steps, staged):
+def test_after_any_sequence_of_steps_the_state_equals_a_naive_fill(steps, staged):
     device = Device(staged)
     live: dict[int, Request] = {}
     for slots, what, random in steps:
@@ -99,13 +99,13 @@ def test_after_any_sequence_of_steps_the_state_is_as_a_naive_fill_leaves_it(step
                 live[slot] = a_request(f"{slot}", slot, pages, length)
                 device.inputs.assign_slot(slot)
         requests = [live[slot] for slot in slots]
-        if what == "host token":  # computed on the way to another's turn: only the host has it
+        if what == "host token":  # only the host has the newest token
             for request in requests:
                 request.token_ids.append(random.randint(1, 9))
                 request.num_computed += 1
                 request.lease += 1
                 device.inputs.assign_slot(request.slot)
-        if what == "prefill":  # the device chose these
+        if what == "prefill":  # the device sampled these tokens
             for request in requests:
                 request.token_ids.append(random.randint(1, 9))
                 request.num_computed += 1
@@ -134,7 +134,7 @@ def test_after_any_sequence_of_steps_the_state_is_as_a_naive_fill_leaves_it(step
 
 
 def advance(device: Device, requests: list[Request], bucket: int) -> None:
-    """A step, and what the scheduler does to its requests; the host doesn't learn the token."""
+    """Run a step and update its requests like the scheduler; the host doesn't read the token."""
     batch = batch_of(requests)
     device.load(batch, bucket)
     device.step(bucket)
@@ -171,10 +171,10 @@ def test_a_row_that_leaves_moves_the_others_but_none_of_their_pages(staged):
 
 
 @pytest.mark.parametrize("staged", [True, False])
-def test_a_slots_next_request_gets_its_own_token_and_pages_though_it_stands_where_the_last_one_did(staged):
+def test_a_reused_slot_gets_the_new_requests_token_and_pages_at_the_same_position(staged):
     device = Device(staged)
     advance(device, [a_request("old", 2, [3, 4], 5)], 1)
-    new = a_request("new", 2, [8, 9], 6)  # its token is at the place where the old one's next would be
+    new = a_request("new", 2, [8, 9], 6)  # its token is at the position of the old request's next one
     new.token_ids[5] = 77
     device.inputs.assign_slot(2)
     device.load(batch_of([new]), 1)

@@ -1,4 +1,4 @@
-"""Packed prefill: what a bucket's graph would run equals the plain model, chunk by chunk, padding and all."""
+"""Packed prefill: what a bucket's graph captures equals the unfused model, chunk by chunk, including padding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.engine.kernels.test_decode_step import TOLERANCE, small_model
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.interpretable,
-    pytest.mark.filterwarnings("default::DeprecationWarning"),  # Triton's own, of Python's ast and numpy's scalars
+    pytest.mark.filterwarnings("default::DeprecationWarning"),  # from Triton: Python's ast, numpy scalars
 ]
 
 
@@ -55,21 +55,21 @@ def test_a_padded_bucket_gives_what_the_plain_model_gives():
         assert relative_error(logits, model.logits(hidden[[4, 13, 14]])) < 4 * TOLERANCE
         assert relative_error(model.norm(prefill.buffers["hidden"][:15]), hidden) < 4 * TOLERANCE
     assert torch.equal(chosen, logits.float().argmax(-1))
-    # only chunks that end their prompts leave a token, and padding touches nobody's pages
+    # only chunks that end their prompts write a token, and padding writes to no request's pages
     assert last_tokens.tolist() == [77, 77, 77, int(chosen[0]), 77, 77, int(chosen[2]), 77, 77]
     for layer in range(config.num_layers):
         assert relative_error(caches[0].k[layer], caches[1].k[layer]) < 4 * TOLERANCE
         assert not caches[0].k[layer][0].any()
     with torch.inference_mode():
-        eager_hidden, eager_logits, eager_chosen = prefill.eager(chunks)
+        eager_hidden, eager_logits, eager_chosen = prefill.run_eager(chunks)
     assert relative_error(eager_logits, logits) < 4 * TOLERANCE and len(eager_hidden) == 15 and len(eager_chosen) == 3
 
 
-def test_a_bucket_has_room_for_a_chunk_per_so_many_tokens_and_the_most_tokens_are_a_bucket():
+def test_chunk_capacity_follows_the_bucket_and_max_tokens_is_a_bucket():
     model = small_model()
     cache = KVCache(2, 8, 16, 2, 32, DTYPE, DEVICE)
     prefill = Prefill(FusedDense(model, cache, 4, 300), torch.zeros(5, dtype=torch.int64, device=DEVICE), 4, 300, 64)
     assert prefill.buckets.sizes == (64, 128, 192, 256, 300)
-    assert [prefill.layout(size).count for size in prefill.buckets.sizes] == [4] * 5
+    assert [prefill.layout(size).num_chunks for size in prefill.buckets.sizes] == [4] * 5
     wide = Prefill(FusedDense(model, cache, 64, 1024), torch.zeros(65, dtype=torch.int64, device=DEVICE), 64, 1024, 64)
-    assert [wide.layout(size).count for size in (64, 256, 512, 1024)] == [8, 8, 16, 32]
+    assert [wide.layout(size).num_chunks for size in (64, 256, 512, 1024)] == [8, 8, 16, 32]

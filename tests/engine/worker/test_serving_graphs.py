@@ -1,4 +1,4 @@
-"""What serving does with graphs: every scope and warm-up gives the same tokens, and the counters tell what happened."""
+"""Graphs in serving: every scope and warm-up mode gives the same tokens, and the counters match what happened."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tokens_of(outputs) -> list[list[int]]:
 
 
 def staggered(engine, count=20) -> list[list[int]]:
-    """Five requests of different lengths: the batch shrinks from 5 to 1 as they end."""
+    """Generate for five requests of different lengths: the batch shrinks from 5 to 1 as they end."""
     lengths = [count - 4 * i for i in range(len(PROMPTS))]
     return tokens_of(engine.generate(prompt_token_ids=PROMPTS, sampling_params=[greedy(n) for n in lengths]))
 
@@ -91,7 +91,7 @@ def test_lazy_captures_what_traffic_needs_the_largest_first(make_engine):
     states = {row["bucket"]: row["state"] for row in engine.graphs() if row["state"] == "captured"}
     assert states == {8: "captured", 1: "captured"}
     assert counters(engine, "captures") == {("decode", "block", "miss"): 2}
-    assert counters(engine, "replays") == {("decode", "block", "decode", 1): 5}  # the capturing step replays too
+    assert counters(engine, "replays") == {("decode", "block", "decode", 1): 5}  # the step that captures also replays
 
 
 def test_background_answers_while_captures_are_pending_and_ends_with_none(make_engine, reference):
@@ -107,7 +107,7 @@ def test_background_answers_while_captures_are_pending_and_ends_with_none(make_e
         pending.append(loop.stats().warm["pending"])
     assert tokens == reference.greedy(PROMPTS[0], 200)
     assert pending[0] >= wanted - 1 and pending == sorted(pending, reverse=True)
-    assert not all(captured)  # at most half the time goes to captures while it serves
+    assert not all(captured)  # captures take at most half the time while serving
     eager = counters(engine, "fallbacks")["decode", "decode", "not_captured"]
     assert 0 < eager == 199 - counters(engine, "replays").total()
     while loop.capture_between_steps():
@@ -118,16 +118,16 @@ def test_background_answers_while_captures_are_pending_and_ends_with_none(make_e
     assert counters(engine, "captures") == {("decode", "block", "background"): wanted}
 
 
-def test_a_context_bucket_is_crossed_without_a_seam(make_engine, reference):
+def test_crossing_a_context_bucket_does_not_change_the_tokens(make_engine, reference):
     prompt = [7 + i % 300 for i in range(248)]
     engine = make_engine(max_model_len=600)
     output = engine.generate(prompt_token_ids=[prompt, [5]], sampling_params=[greedy(16), greedy(16)])
     assert tokens_of(output) == [reference.greedy(prompt, 16), reference.greedy([5], 16)]
-    # The one prompt token of [5] is a decode beside the long prompt's prefill; after it both decode together.
+    # The single prompt token of [5] is a decode in the same step as the long prompt's prefill; then both decode.
     assert {row["statics"]["context"]: row["replays"] for row in engine.graphs() if row["replays"]} == {256: 9, 512: 7}
 
 
-def test_a_restart_wants_what_traffic_used_before(make_engine, tmp_path):
+def test_a_restart_warms_what_earlier_traffic_used(make_engine, tmp_path):
     settings = {"graph_manifest": str(tmp_path / "manifest.json"), "max_model_len": 4096, "graph_buckets": (2, 8)}
     first = make_engine(**settings)
     first.generate(prompt_token_ids=[9] * 1030, sampling_params=greedy(4))
@@ -167,7 +167,7 @@ def test_replays_counted_are_replays_that_happened(make_engine, monkeypatch, war
     engine = make_engine(warmup=warmup, graph_buckets=LADDER)
     staggered(engine)
     staggered(engine)
-    assert counters(engine, "replays").total() == happened.total() == 40  # 20 steps each, the first has a decode too
+    assert counters(engine, "replays").total() == happened.total() == 40  # 20 steps each; the first also decodes
     assert sum(row["replays"] for row in engine.graphs()) == 40
 
 
@@ -175,7 +175,7 @@ def test_tokens_and_padding_are_counted_by_phase(make_engine):
     engine = make_engine(graph_buckets=LADDER)
     staggered(engine)
     lengths = [20, 16, 12, 8, 4]
-    decoded = sum(lengths) - (len(PROMPTS) - 1)  # the first token comes from a prefill, but for the prompt of one token
+    decoded = sum(lengths) - (len(PROMPTS) - 1)  # prefills give the first tokens, except for the one-token prompt
     prompt = sum(map(len, PROMPTS)) - 1
     assert counters(engine, "real_tokens") == {("decode",): decoded, ("prefill",): prompt}
     rows = Counter({labels[2]: count for labels, count in counters(engine, "batch_rows").items()})
@@ -228,8 +228,8 @@ def test_dropped_graphs_give_their_memory_back_and_are_captured_again(make_engin
     assert counters(engine, "captures") == {("decode", "block", "warmup"): 4, ("decode", "block", "evicted"): 12}
 
 
-def test_warming_amid_traffic_leaves_nothing_of_it_in_the_padding(make_engine, reference):
-    """A capture overwrites and restores the static inputs; rows left from a larger batch must become padding again."""
+def test_warming_between_requests_leaves_no_old_rows_in_the_padding(make_engine, reference):
+    """A capture overwrites and restores the static inputs; rows of an earlier larger batch must become padding."""
     engine = make_engine(enable_prefix_caching=False, num_pages=20)
     engine.generate(prompt_token_ids=MANY, sampling_params=greedy(20))
     engine.warm()

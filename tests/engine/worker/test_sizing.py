@@ -1,4 +1,4 @@
-"""The sizes that the engine chooses, and the ones it refuses."""
+"""The sizes that the engine chooses, and the ones it rejects."""
 
 from __future__ import annotations
 
