@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as hooks_of_modules
+from torch.nn.modules import module as torch_hooks
 
 from graph_cache.errors import GraphConfigError
 from graph_cache.training.compiled import COMPILED_CALL, is_compiled
@@ -26,12 +26,12 @@ from graph_cache.training.side_effects import floats_of, numbers_of
 logger = logging.getLogger(__name__)
 
 FORWARD = "forward"
-MANY_CHANGES = 8
+CHANGES_BEFORE_WARNING = 8
 GLOBAL_HOOKS = [
-    hooks_of_modules._global_forward_hooks,
-    hooks_of_modules._global_forward_pre_hooks,
-    hooks_of_modules._global_backward_hooks,
-    hooks_of_modules._global_backward_pre_hooks,
+    torch_hooks._global_forward_hooks,
+    torch_hooks._global_forward_pre_hooks,
+    torch_hooks._global_backward_hooks,
+    torch_hooks._global_backward_pre_hooks,
 ]
 Hook = Callable[..., Any]
 
@@ -141,41 +141,50 @@ class AttachedModule:
         # module.compile() wraps hooks and forward together, so that call is taken over; torch.compile(module) makes a
         # module around it, whose forward is the compiled call.
         self.method = part.method
-        is_inside = part.method == FORWARD and getattr(module, COMPILED_CALL, None) is not None
-        self._seam = COMPILED_CALL if is_inside else part.method
-        self.before = vars(module).get(self._seam)
-        wraps = part.method == FORWARD and is_compiled(module)  # a compiled call of another module's
-        if self._seam == part.method and self.before is not None and not (wraps or self._is_its_own(self.before)):
+        compiled_in_place = part.method == FORWARD and getattr(module, COMPILED_CALL, None) is not None
+        self._attribute = COMPILED_CALL if compiled_in_place else part.method
+        self.before = vars(module).get(self._attribute)
+        wraps_compiled = part.method == FORWARD and is_compiled(module)  # a compiled call of another module's
+        if (
+            self._attribute == part.method
+            and self.before is not None
+            and not (wraps_compiled or self._is_class_method(self.before))
+        ):
             raise GraphConfigError(
                 f"{name}: its {part.method} is replaced already ({self.before!r}); detach whatever did so first"
             )
         if isinstance(self.before, InterceptedMethod):
             raise GraphConfigError(f"{name}: it is attached already; detach it first")
-        self.eager: Callable[..., Any] = getattr(module, self._seam)
+        self.eager: Callable[..., Any] = getattr(module, self._attribute)
         self.carry = part.carry
         if part.carry is not None:
             self.eager = lambda *args, call=self.eager, **kwargs: part.carry.gather(call, args, kwargs)
         self.refused: set[Hashable] = set()  # kinds of calls whose capture failed
-        self.handing_out: Any = None  # the pair that hands out its gradients where they are; others copy
+        self.uncopied_pair: Any = None  # the pair that hands out its gradients where they are; others copy
         self.reread_parameters()
         self.submodules = list(self.scope.modules())
         if part.submodules:
             self.submodules[0] = module  # of a list of submodules the mode says nothing
-        self._inner = self.submodules if is_inside else self.submodules[1:]
+        self._inner = self.submodules if compiled_in_place else self.submodules[1:]
         self.hooks = [
             hooks
-            for one in self._inner
-            for hooks in (one._forward_hooks, one._forward_pre_hooks, one._backward_hooks, one._backward_pre_hooks)
+            for submodule in self._inner
+            for hooks in (
+                submodule._forward_hooks,
+                submodule._forward_pre_hooks,
+                submodule._backward_hooks,
+                submodule._backward_pre_hooks,
+            )
         ]
         self.hooks += GLOBAL_HOOKS
-        found = [(vars(module), name) for module in self.submodules for name in numbers_of(module, (float,))]
-        self.numbers, self.numbers_names = zip(*found, strict=True) if found else ((), ())
+        floats = [(vars(module), name) for module in self.submodules for name in numbers_of(module, (float,))]
+        self.float_owners, self.float_names = zip(*floats, strict=True) if floats else ((), ())
         self._fired = fired
         self.surroundings = surroundings
-        self._to_fire: list[tuple[nn.Module, Hook]] = []
+        self._hooks_to_run: list[tuple[nn.Module, Hook]] = []
         self.refresh()
 
-    def _is_its_own(self, call: Any) -> bool:
+    def _is_class_method(self, call: Any) -> bool:
         """Whether it is the method that the class has: so a deep copy of an attached module has it."""
         return (
             isinstance(call, MethodType)
@@ -185,7 +194,7 @@ class AttachedModule:
 
     def take_over(self, call: Callable[[Any, tuple, dict[str, Any]], Any]) -> None:
         """From here on calls of the module are calls of this, with this object, the arguments and the keywords."""
-        setattr(self.module, self._seam, InterceptedMethod(self, call))
+        setattr(self.module, self._attribute, InterceptedMethod(self, call))
         if self.carry is not None:
             self.carry.begin()
 
@@ -194,9 +203,9 @@ class AttachedModule:
         if self.carry is not None:
             self.carry.end()
         if self.before is None:
-            delattr(self.module, self._seam)
+            delattr(self.module, self._attribute)
         else:
-            setattr(self.module, self._seam, self.before)
+            setattr(self.module, self._attribute, self.before)
 
     def refresh(self) -> None:
         """Look again at what may change between two steps: which parameters are frozen, modes of submodules, hooks, and
@@ -204,10 +213,12 @@ class AttachedModule:
         """
         found = [hook for hooks in self.hooks if hooks for hook in hooks.values()]
         if found and self._fired is not None:
-            self._to_fire = [(one, hook) for one in self._inner for hook in self._pre_hooks(one).values()]
+            self._hooks_to_run = [
+                (submodule, hook) for submodule in self._inner for hook in self._pre_hooks(submodule).values()
+            ]
             found = [hook for hook in found if not self._fired(hook)]
         else:
-            self._to_fire = []
+            self._hooks_to_run = []
         self.hooks_inside = bool(found)  # a replay would leave them out
         trained = [parameter.requires_grad for parameter in self.parameters]
         self.frozen = True not in trained
@@ -215,7 +226,7 @@ class AttachedModule:
             self.hooks_inside,
             *trained,
             *[module.training for module in self.submodules],
-            *floats_of(self.numbers, self.numbers_names),
+            *floats_of(self.float_owners, self.float_names),
         )
 
     def _pre_hooks(self, module: nn.Module) -> dict[int, Hook]:
@@ -230,23 +241,23 @@ class AttachedModule:
             for module in self.scope.modules()
             for name, parameter in module._parameters.items()
         ]
-        self._registries, self._names, self._registered = zip(*found, strict=True) if found else ((), (), ())
+        self._registries, self._parameter_names, self._registered = zip(*found, strict=True) if found else ((), (), ())
 
-    def has_its_parameters(self) -> bool:
+    def has_same_parameters(self) -> bool:
         """Whether the modules have the parameters that they had at the begin of this round: `functional_call` puts
         others in their place, for one call. Looked at in C loops, at every call."""
         try:
-            return all(map(is_, map(getitem, self._registries, self._names), self._registered))
+            return all(map(is_, map(getitem, self._registries, self._parameter_names), self._registered))
         except KeyError:  # one is gone
             return False
 
-    def may_be(self, state: tuple[bool, ...]) -> bool:
+    def differs_only_in_modes(self, state: tuple[bool, ...]) -> bool:
         """Whether the module as it is now differs from this state in modes at most."""
-        first, last = 1 + len(self.parameters), len(self.state) - len(self.numbers)
+        first, last = 1 + len(self.parameters), len(self.state) - len(self.float_owners)
         return (self.state[:first], self.state[last:]) == (state[:first], state[last:])
 
     @contextmanager
-    def in_modes_of(self, state: tuple[bool, ...]) -> Iterator[None]:
+    def with_modes(self, state: tuple[bool, ...]) -> Iterator[None]:
         """The modes of this state within the block: a capture may come while a job evaluates."""
         before = [module.training for module in self.submodules]
         first = 1 + len(self.parameters)
@@ -258,17 +269,17 @@ class AttachedModule:
             for module, training in zip(self.submodules, before, strict=True):
                 module.training = training
 
-    def around(self) -> Hashable:
+    def ambient_state(self) -> Hashable:
         """What surrounds a call now."""
         return None if self.surroundings is None else self.surroundings.of(self.submodules)
 
-    def surrounded(self, seen: Hashable) -> AbstractContextManager:
+    def recreate_ambient_state(self, seen: Hashable) -> AbstractContextManager:
         """The same surroundings again, for a capture."""
         return nullcontext() if self.surroundings is None else self.surroundings.recreate(self.submodules, seen)
 
     def fire_hooks(self) -> None:
         """Run the hooks that a replay leaves out."""
-        for module, hook in self._to_fire:
+        for module, hook in self._hooks_to_run:
             hook(module, ())
 
     def before_replay(self) -> None:
@@ -286,8 +297,8 @@ class AttachedModule:
     def hooks_put_aside(self) -> Iterator[None]:
         """Run those hooks now, and leave them out of the block, which captures."""
         self.fire_hooks()
-        with put_back([module._forward_pre_hooks for module, _ in self._to_fire]):
-            for module, _ in self._to_fire:
+        with put_back([module._forward_pre_hooks for module, _ in self._hooks_to_run]):
+            for module, _ in self._hooks_to_run:
                 for key in self._pre_hooks(module):
                     del module._forward_pre_hooks[key]
             yield
@@ -300,13 +311,13 @@ class AttachedModule:
 @contextmanager
 def put_back(hooks: Sequence[dict[int, Hook]]) -> Iterator[None]:
     """What is taken out of these within the block is there again afterwards, in order."""
-    kept = [(one, dict(one)) for one in hooks]
+    saved = [(registry, dict(registry)) for registry in hooks]
     try:
         yield
     finally:
-        for one, before in kept:
-            one.clear()
-            one.update(before)
+        for registry, before in saved:
+            registry.clear()
+            registry.update(before)
 
 
 class Watched:
@@ -317,20 +328,20 @@ class Watched:
         self._parameters = [parameter for attached in modules for parameter in attached.parameters]
         self._submodules = [module for attached in modules for module in attached.submodules]
         self._hooks = [hooks for attached in modules for hooks in attached.hooks]
-        self._numbers = [owner for attached in modules for owner in attached.numbers]
-        self._names = [name for attached in modules for name in attached.numbers_names]
+        self._float_owners = [owner for attached in modules for owner in attached.float_owners]
+        self._float_names = [name for attached in modules for name in attached.float_names]
         self._seen: tuple[list[Any], ...] = ()
         self._changes: Counter[int] = Counter()  # of each number, by its place
 
-    def _count_changes(self, numbers: Sequence[Any]) -> None:
+    def _count_changes(self, values: Sequence[Any]) -> None:
         """Tell who sets a number at every step why nothing replays."""
-        for place, (before, now) in enumerate(zip(self._seen[-1] if self._seen else numbers, numbers, strict=True)):
-            self._changes[place] += before != now
-            if before != now and self._changes[place] == MANY_CHANGES:
+        for index, (before, now) in enumerate(zip(self._seen[-1] if self._seen else values, values, strict=True)):
+            self._changes[index] += before != now
+            if before != now and self._changes[index] == CHANGES_BEFORE_WARNING:
                 logger.warning(
                     "the attribute %s of a graphed module changes again and again, and each value is a kind "
                     "of call of its own: keep it elsewhere, or in a tensor if its forward reads it",
-                    self._names[place],
+                    self._float_names[index],
                 )
 
     def refresh(self) -> None:
@@ -339,7 +350,7 @@ class Watched:
             list(map(_requires_grad, self._parameters)),
             list(map(_training, self._submodules)),
             list(map(len, self._hooks)),
-            floats_of(self._numbers, self._names),
+            floats_of(self._float_owners, self._float_names),
         )
         if now != self._seen:
             self._count_changes(now[-1])

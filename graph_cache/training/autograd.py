@@ -23,12 +23,12 @@ class Lease:
     which `abandon` is told instead, if given.
     """
 
-    __slots__ = ("_abandon", "_place", "_release")
+    __slots__ = ("_abandon", "_index", "_release")
 
-    def __init__(self, release: Callable[[int], None], place: int = 0, abandon: Callable[[int], None] | None = None):
+    def __init__(self, release: Callable[[int], None], index: int = 0, abandon: Callable[[int], None] | None = None):
         self._release: Callable[[int], None] | None = release
         self._abandon = abandon
-        self._place = place
+        self._index = index
 
     @property
     def ended(self) -> bool:
@@ -38,7 +38,7 @@ class Lease:
         """Give the pair back, once."""
         release, self._release = self._release, None
         if release is not None:
-            release(self._place)
+            release(self._index)
 
     def __del__(self) -> None:
         if self._release is not None and self._abandon is not None:
@@ -46,22 +46,22 @@ class Lease:
         self.end()
 
 
-def _replayed(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+def _replay_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     call, lease = ctx.call, ctx.lease
     if lease.ended:
         raise GraphError(
             f"the backward of {call.name} was run twice: a graph's backward runs once, since the next "
             "forward reuses its memory; detach the module from its graphs to retain it"
         )
-    found = call.replay_backward(grads)
-    for index in ctx.copied:
-        if found[index] is not None:
-            found[index] = found[index].clone()
+    results = call.replay_backward(grads)
+    for index in ctx.cloned:
+        if results[index] is not None:
+            results[index] = results[index].clone()
     lease.end()
-    return (None, None, *found)
+    return (None, None, *results)
 
 
-_replayed_once = once_differentiable(_replayed)
+_replay_backward_once = once_differentiable(_replay_backward)
 
 
 class _Replay(torch.autograd.Function):
@@ -70,8 +70,10 @@ class _Replay(torch.autograd.Function):
         ctx.call, ctx.lease = call, lease
         # What is returned for an input may become the .grad of a leaf before it, or be sent away while the next graph
         # runs, whose temporaries may lie there: copies, but where another pair's backward reads it at once.
-        ctx.copied = [
-            index for index in call.wanting if index not in call.passed_on or type(tensors[index].grad_fn) is not _PAIR
+        ctx.cloned = [
+            index
+            for index in call.inputs_requiring_grad
+            if index not in call.grads_read_in_place or type(tensors[index].grad_fn) is not _REPLAY_NODE
         ]
         outputs = call.replay_forward(tensors)
         ctx.set_materialize_grads(False)  # an output that no loss used has no gradient, and not one of zeros
@@ -82,10 +84,10 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         # The guard against a second differentiation costs as much as a replay; nobody can ask for one without a graph.
-        return _replayed_once(ctx, *grads) if torch.is_grad_enabled() else _replayed(ctx, *grads)
+        return _replay_backward_once(ctx, *grads) if torch.is_grad_enabled() else _replay_backward(ctx, *grads)
 
 
-_PAIR = _Replay._backward_cls
+_REPLAY_NODE = _Replay._backward_cls
 
 # What `Function.apply` comes to without functorch, without its walk over all arguments in Python.
 _apply = super(torch.autograd.Function, _Replay).apply

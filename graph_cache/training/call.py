@@ -37,7 +37,7 @@ class CallKey:
     training: bool
     grad: bool
     autocast: tuple[bool, torch.dtype | None]
-    around: Hashable = None
+    ambient_state: Hashable = None
 
     def __hash__(self) -> int:
         return self._hash  # one call is looked up in several places
@@ -49,7 +49,7 @@ class CallKey:
         Other values stay out: they may have no hash, or be equal by rules of their own.
         """
         constants = tuple([value for value in self.values if type(value) in PLAIN or _is_hashable_enum(value)])
-        return hash((constants, self.types, self.tensors, self.training, self.grad, self.autocast, self.around))
+        return hash((constants, self.types, self.tensors, self.training, self.grad, self.autocast, self.ambient_state))
 
 
 def _is_hashable_enum(value: Any) -> bool:
@@ -58,12 +58,12 @@ def _is_hashable_enum(value: Any) -> bool:
 
 NO_MEMORY = "argument_without_memory"  # why a call runs eager
 ELSEWHERE = "argument_elsewhere"
-OF_ITS_OWN_MEMORY = (Tensor, nn.Parameter)  # other classes take a closer look
+PLAIN_TENSOR_TYPES = (Tensor, nn.Parameter)  # other classes take a closer look
 TENSOR = "<tensor>"  # stands where a tensor argument was, among the values
 
 
 def flatten_call(
-    args: tuple, kwargs: dict[str, Any], training: bool, around: Hashable = None
+    args: tuple, kwargs: dict[str, Any], training: bool, ambient_state: Hashable = None
 ) -> tuple[CallKey, list[Tensor]]:
     """A call's key and its tensor arguments, in order."""
     if not kwargs and all(isinstance(argument, Tensor) for argument in args):
@@ -88,7 +88,7 @@ def flatten_call(
         training,
         grad,
         _autocast(tensors[0].device.type if tensors else "cpu"),
-        around,
+        ambient_state,
     )
     return key, tensors
 
@@ -140,33 +140,38 @@ class Expected:
     """
 
     def __init__(self, key: CallKey, args: tuple, kwargs: dict[str, Any]):
-        self._plain = key.structure == _flat_structure(len(args), tuple(kwargs))
+        self._is_flat = key.structure == _flat_structure(len(args), tuple(kwargs))
         self._count, self._names = len(args), tuple(kwargs)
-        self._training, self._autocast, self._around = key.training, key.autocast, key.around
+        self._training, self._autocast, self._ambient_state = key.training, key.autocast, key.ambient_state
         self._device = _device_of(key)
         self._only_tensors = all(value is TENSOR for value in key.values) and not kwargs
         self._signatures = key.tensors
         self._values = list(zip(key.values, key.types, strict=True))
 
     def tensors(
-        self, args: tuple, kwargs: dict[str, Any], training: bool, around: Hashable = None
+        self, args: tuple, kwargs: dict[str, Any], training: bool, ambient_state: Hashable = None
     ) -> Sequence[Tensor] | None:
         """The tensors of a call of this key, in order; None for any other call, and for one that takes a closer look.
 
         The caller has gradients enabled.
         """
-        if not self._plain or training != self._training or len(args) != self._count or around != self._around:
+        if (
+            not self._is_flat
+            or training != self._training
+            or len(args) != self._count
+            or ambient_state != self._ambient_state
+        ):
             return None
         if torch.is_autocast_enabled(self._device) != self._autocast[0] or (
             self._autocast[0] and torch.get_autocast_dtype(self._device) != self._autocast[1]
         ):
             return None
-        tensors = args if self._only_tensors and not kwargs else self._among(args, kwargs)
+        tensors = args if self._only_tensors and not kwargs else self._match_leaves(args, kwargs)
         if tensors is None:
             return None
         for tensor, signature in zip(tensors, self._signatures, strict=True):
             if (
-                type(tensor) not in OF_ITS_OWN_MEMORY
+                type(tensor) not in PLAIN_TENSOR_TYPES
                 or is_sparse(tensor)
                 or is_lazy(tensor)
                 or signature != (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
@@ -174,23 +179,23 @@ class Expected:
                 return None
         return tensors
 
-    def _among(self, args: tuple, kwargs: dict[str, Any]) -> list[Any] | None:
+    def _match_leaves(self, args: tuple, kwargs: dict[str, Any]) -> list[Any] | None:
         """What stands where tensors are wanted, if everything else is as expected."""
         if tuple(kwargs) != self._names:
             return None
         found = []
-        for leaf, (value, kind) in zip((*args, *kwargs.values()), self._values, strict=True):
+        for leaf, (value, expected_type) in zip((*args, *kwargs.values()), self._values, strict=True):
             if value is TENSOR:
                 found.append(leaf)
-            elif isinstance(leaf, Tensor) or type(leaf) is not kind or leaf != value:
+            elif isinstance(leaf, Tensor) or type(leaf) is not expected_type or leaf != value:
                 return None
         return found
 
 
 def unflatten_call(key: CallKey, tensors: Sequence[Tensor]) -> tuple[tuple, dict[str, Any]]:
     """The arguments of a call of this key with these tensors."""
-    rest = iter(tensors)
-    leaves = [next(rest) if value is TENSOR else value for value in key.values]
+    remaining = iter(tensors)
+    leaves = [next(remaining) if value is TENSOR else value for value in key.values]
     return tree_unflatten(leaves, key.structure)
 
 
@@ -233,8 +238,8 @@ class Result:
 
     def build(self, tensors: Sequence[Tensor]) -> Any:
         """The value again, with these tensors."""
-        rest = iter(tensors)
-        return tree_unflatten([next(rest) if leaf is TENSOR else leaf for leaf in self.leaves], self.structure)
+        remaining = iter(tensors)
+        return tree_unflatten([next(remaining) if leaf is TENSOR else leaf for leaf in self.leaves], self.structure)
 
 
 def load(statics: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
@@ -254,14 +259,14 @@ def is_lazy(tensor: Tensor) -> bool:
     return tensor.is_conj() or tensor.is_neg()
 
 
-def why_no_input(tensors: Sequence[Tensor], device: torch.device) -> str:
+def input_refusal(tensors: Sequence[Tensor], device: torch.device) -> str:
     """Why a graph can't be given one of these; empty where it can."""
     if any(map(lacks_memory, tensors)):
         return NO_MEMORY
-    return ELSEWHERE if are_elsewhere(tensors, device) else ""
+    return ELSEWHERE if any_on_other_device(tensors, device) else ""
 
 
-def are_elsewhere(tensors: Sequence[Tensor], device: torch.device) -> bool:
+def any_on_other_device(tensors: Sequence[Tensor], device: torch.device) -> bool:
     """Whether one of these is not on a graph's device.
 
     What is on the host is as good as read there: a GPU is given a single number with the launch, and a list of counts

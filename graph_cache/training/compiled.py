@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from graph_cache.backends.base import Backend
 
 COMPILED_CALL = "_compiled_call_impl"  # where module.compile() keeps the compiled call
-_DEPTH = 6  # how far from a step function its models are looked for: closure, trainer, wrapper, list
+_SEARCH_DEPTH = 6  # how far from a step function its models are looked for: closure, trainer, wrapper, list
 
 
 def is_compiled(value: Any) -> bool:
@@ -55,24 +55,24 @@ def reached_from(step: Callable[..., Any]) -> list[Any]:
     object that it is a method of, and what these hold."""
     found: list[Any] = []
     seen: set[int] = set()
-    layer = [step]
-    for _ in range(_DEPTH):
-        inner: list[Any] = []
-        for value in layer:
+    frontier = [step]
+    for _ in range(_SEARCH_DEPTH):
+        next_frontier: list[Any] = []
+        for value in frontier:
             if id(value) not in seen:
                 seen.add(id(value))
                 if isinstance(value, nn.Module) or is_compiled(value):
                     found.append(value)
-                inner += _held_by(value)
-        layer = inner
+                next_frontier += _referenced_by(value)
+        frontier = next_frontier
     return found
 
 
-def _held_by(value: Any) -> Iterator[Any]:
+def _referenced_by(value: Any) -> Iterator[Any]:
     if isinstance(value, (nn.Module, Tensor, type, types.ModuleType, str, bytes)):
         return iter(())  # a module's own are asked of the module
     if isinstance(value, types.FunctionType):
-        cells = [held for cell in value.__closure__ or () for held in _contents(cell)]
+        cells = [content for cell in value.__closure__ or () for content in _cell_contents(cell)]
         names = [value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__]
         wrapped = [value._torchdynamo_orig_callable] if is_compiled(value) else []
         return iter([*cells, *names, *wrapped, *(value.__defaults__ or ())])
@@ -87,7 +87,7 @@ def _held_by(value: Any) -> Iterator[Any]:
     return iter(list(getattr(value, "__dict__", {}).values()))
 
 
-def _contents(cell: types.CellType) -> list[Any]:
+def _cell_contents(cell: types.CellType) -> list[Any]:
     try:
         return [cell.cell_contents]
     except ValueError:  # a name that is not bound yet

@@ -18,7 +18,7 @@ from torch import Tensor
 from graph_cache.errors import GraphConfigError
 from graph_cache.training.attached import AttachedModule, Attachment, Watched
 from graph_cache.training.autograd import Lease, probe, replay
-from graph_cache.training.call import Result, flatten_call, why_no_input
+from graph_cache.training.call import Result, flatten_call, input_refusal
 from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.compiled import keeping_history
 from graph_cache.training.microbatch_graphs import CallSignature, CapturedCall, MicrobatchGraphs
@@ -33,7 +33,7 @@ FAILED = "capture_failed"
 HOOKS = "hooks_inside"
 NO_GRAD = "no_gradient"
 STALE = "stale_address"
-HOOKED = "saved_tensor_hooks"
+SAVED_TENSOR_HOOKS = "saved_tensor_hooks"
 OTHER_PARAMETERS = "other_parameters"
 MAX_RECORDED_STEPS, MAX_CALL_SIGNATURES = (
     64,
@@ -49,15 +49,15 @@ class TrainingGraphs:
     `warmup_rounds` rounds run eager before a kind of step is captured; the last of them is recorded (at least one).
     """
 
-    def __init__(self, job: CaptureContext, *, warmup_rounds: int = 3):
-        self.job = job
-        self.stats = job.stats
+    def __init__(self, context: CaptureContext, *, warmup_rounds: int = 3):
+        self.job = context
+        self.stats = context.stats
         self.modules: list[AttachedModule] = []
         self._watched = Watched(())
-        self._warmup_rounds = max(1, warmup_rounds)
+        self._warmup_steps = max(1, warmup_rounds)
         self._recorded_steps: list[RecordedStep] = []
         self._recording: RecordedStep | None = None
-        self._rounds_of: Counter[CallSignature] = Counter()  # rounds in which a kind came up that no graph serves
+        self._steps_seen: Counter[CallSignature] = Counter()  # rounds in which a kind came up that no graph serves
         self._unserved: set[CallSignature] = set()  # those of this round
         self._outstanding = 0  # eager and recorded calls whose backward is to come
         self._busy = False  # inside a capture or an attached module: nested modules run eager
@@ -69,10 +69,10 @@ class TrainingGraphs:
 
         Modules that `module.compile()` or `torch.compile(module)` made are taken over as compiled.
         """
-        seams = Counter((part.module, part.method) for part in attachment.parts)
-        twice = [part.name for part in attachment.parts if seams[part.module, part.method] > 1]
-        if twice:
-            raise GraphConfigError(f"{', '.join(twice)} are the same module: name it once")
+        counts = Counter((part.module, part.method) for part in attachment.parts)
+        duplicates = [part.name for part in attachment.parts if counts[part.module, part.method] > 1]
+        if duplicates:
+            raise GraphConfigError(f"{', '.join(duplicates)} are the same module: name it once")
         found = [AttachedModule(part, attachment.fired, attachment.surroundings) for part in attachment.parts]
         for attached in found:
             attached.take_over(self._call)
@@ -92,7 +92,7 @@ class TrainingGraphs:
             recorded.retire()
         self._recorded_steps = []
         self._recording = None
-        self._rounds_of.clear()
+        self._steps_seen.clear()
         self._unserved.clear()
         self.job.pool.trim()
 
@@ -108,54 +108,54 @@ class TrainingGraphs:
         if self._busy:
             return attached.eager(*args, **kwargs)
         if _saved_tensor_hooks(True) is not None:  # a checkpoint or an offload around this sees what eager saves
-            return self._eager(attached, args, kwargs, HOOKED)
+            return self._eager(attached, args, kwargs, SAVED_TENSOR_HOOKS)
         if torch.is_grad_enabled():
             for recorded in self._recorded_steps:
                 graphs = recorded.current
-                place = graphs.order.following()
-                entry = graphs.order.pairs[place] if 0 < place < len(graphs.order.pairs) else None
-                if graphs.abandoned and graphs.is_held(place):
+                index = graphs.order.next_index()
+                entry = graphs.order.pairs[index] if 0 < index < len(graphs.order.pairs) else None
+                if graphs.abandoned and graphs.is_held(index):
                     continue
                 tensors = entry.tensors(attached, args, kwargs) if entry is not None else None
                 if tensors is not None:
-                    return self._replay(graphs, place, entry, tensors)
-        return self._look_closer(attached, args, kwargs)
+                    return self._replay(graphs, index, entry, tensors)
+        return self._dispatch(attached, args, kwargs)
 
-    def _look_closer(self, attached: AttachedModule, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _dispatch(self, attached: AttachedModule, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Whatever it is: begin a round if one begins, and find a pair, or run eager with a reason."""
-        key, tensors = flatten_call(args, kwargs, attached.module.training, attached.around())
+        key, tensors = flatten_call(args, kwargs, attached.module.training, attached.ambient_state())
         attached.refresh()
         if not key.grad or not attached.wants_gradients(tensors):
             return self._eager(attached, args, kwargs, NO_GRAD)
-        begins = self.outstanding == 0
-        if begins:
+        step_begins = self.outstanding == 0
+        if step_begins:
             self._begin_step()
-        if not attached.has_its_parameters():
-            return self._eager(attached, args, kwargs, OTHER_PARAMETERS, tracked=True)
-        if reason := why_no_input(tensors, self.job.pool.backend.device):
-            return self._eager(attached, args, kwargs, reason, tracked=True)
-        kind = (attached, key, attached.state)
-        if kind in attached.refused:
+        if not attached.has_same_parameters():
+            return self._eager(attached, args, kwargs, OTHER_PARAMETERS, track_backward=True)
+        if reason := input_refusal(tensors, self.job.pool.backend.device):
+            return self._eager(attached, args, kwargs, reason, track_backward=True)
+        signature = (attached, key, attached.state)
+        if signature in attached.refused:
             return self._eager(attached, args, kwargs, FAILED)
         for recorded in list(self._recorded_steps):
-            found = recorded.find(kind, tensors)
+            found = recorded.find(signature, tensors)
             if found is None:
                 continue
-            if not begins and not found[0].order.awaiting:  # a microbatch begins, while others are outstanding
+            if not step_begins and not found[0].order.awaiting:  # a microbatch begins, while others are outstanding
                 self._watched.refresh()
                 if self._drop_if_moved(recorded):
                     continue
-            recorded.current, place, entry = found
-            return self._replay(recorded.current, place, entry, tensors)
+            recorded.current, index, entry = found
+            return self._replay(recorded.current, index, entry, tensors)
         if attached.hooks_inside:
             return self._eager(attached, args, kwargs, HOOKS)
-        self._unserved.add(kind)
-        if self._rounds_of[kind] >= self._warmup_rounds - 1 and self._may_record():
-            return self._record(self._recording, kind, tensors, args, kwargs)
+        self._unserved.add(signature)
+        if self._steps_seen[signature] >= self._warmup_steps - 1 and self._may_record():
+            return self._record(self._recording, signature, tensors, args, kwargs)
         reason = UNSEEN if self._recorded_steps else WARMING
-        if any(recorded.knows(kind) for recorded in self._recorded_steps):
+        if any(recorded.knows(signature) for recorded in self._recorded_steps):
             reason = NO_INSTANCE  # if rounds go on to want more than were recorded, those are recorded beside them
-        return self._eager(attached, args, kwargs, reason, tracked=True)
+        return self._eager(attached, args, kwargs, reason, track_backward=True)
 
     def _may_record(self) -> bool:
         """Begin to record in this round, unless there are more kinds of step than could ever pay."""
@@ -170,7 +170,7 @@ class TrainingGraphs:
 
     def _begin_step(self) -> None:
         """Between two steps: capture what was recorded, count warm-up, and look whether anything changed or moved."""
-        changed = [attached for attached in self.modules if not attached.has_its_parameters()]
+        changed = [attached for attached in self.modules if not attached.has_same_parameters()]
         if changed:
             for attached in changed:
                 attached.reread_parameters()
@@ -181,10 +181,10 @@ class TrainingGraphs:
         self._watched.refresh()
         for recorded in list(self._recorded_steps):
             self._drop_if_moved(recorded)
-        self._rounds_of.update(self._unserved)
+        self._steps_seen.update(self._unserved)
         self._unserved.clear()
-        if len(self._rounds_of) > MAX_CALL_SIGNATURES:  # of shapes that never come back
-            self._rounds_of.clear()
+        if len(self._steps_seen) > MAX_CALL_SIGNATURES:  # of shapes that never come back
+            self._steps_seen.clear()
         if self._recording is not None:
             recorded, self._recording = self._recording, None
             self._capture(recorded)
@@ -212,17 +212,17 @@ class TrainingGraphs:
         finally:
             self._busy = False
         self._recorded_steps.append(recorded)
-        for kind in recorded.kinds():
-            del self._rounds_of[kind]
+        for signature in recorded.signatures():
+            del self._steps_seen[signature]
 
     def _eager(
-        self, attached: AttachedModule, args: tuple, kwargs: dict[str, Any], reason: str, tracked: bool = False
+        self, attached: AttachedModule, args: tuple, kwargs: dict[str, Any], reason: str, track_backward: bool = False
     ) -> Any:
         self.stats.fallbacks[attached.name, "forward", reason] += 1
-        value = self._inside(attached, args, kwargs)
-        return self._tracked(value) if tracked else value
+        value = self._run_eager(attached, args, kwargs)
+        return self._track_backward(value) if track_backward else value
 
-    def _inside(self, attached: AttachedModule, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _run_eager(self, attached: AttachedModule, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The eager forward; attached modules inside it are part of it."""
         self._busy = True
         try:
@@ -232,25 +232,25 @@ class TrainingGraphs:
         finally:
             self._busy = False
 
-    def _tracked(self, value: Any) -> Any:
+    def _track_backward(self, value: Any) -> Any:
         """The same value, with its backward counted as outstanding: a round lasts until every backward is done."""
         result, tensors = Result.of(value)
-        places = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
-        if not places:
+        indices = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
+        if not indices:
             return value
         self._outstanding += 1
-        lease = Lease(self._backward_came)
-        for index, tensor in zip(places, probe(lease, [tensors[i] for i in places]), strict=True):
+        lease = Lease(self._backward_done)
+        for index, tensor in zip(indices, probe(lease, [tensors[i] for i in indices]), strict=True):
             tensors[index] = tensor
         return result.build(tensors)
 
-    def _backward_came(self, place: int) -> None:
+    def _backward_done(self, index: int) -> None:
         self._outstanding -= 1
 
-    def _replay(self, graphs: MicrobatchGraphs, place: int, entry: CapturedCall, tensors: Sequence[Tensor]) -> Any:
+    def _replay(self, graphs: MicrobatchGraphs, index: int, entry: CapturedCall, tensors: Sequence[Tensor]) -> Any:
         entry.owner.before_replay()
-        graphs.order.await_backward(place)
-        lease = Lease(graphs.release, place, graphs.abandon)
+        graphs.order.await_backward(index)
+        lease = Lease(graphs.release, index, graphs.abandon)
         try:
             outputs = replay(entry.pair, lease, tensors)
         except BaseException:
@@ -261,29 +261,36 @@ class TrainingGraphs:
         return outputs[0] if entry.is_tensor else entry.pair.result.build(outputs)
 
     def _record(
-        self, recorded: RecordedStep, kind: CallSignature, tensors: list[Tensor], args: tuple, kwargs: dict[str, Any]
+        self,
+        recorded: RecordedStep,
+        signature: CallSignature,
+        tensors: list[Tensor],
+        args: tuple,
+        kwargs: dict[str, Any],
     ) -> Any:
         """Run eager, and note what was called with what; a place is reused as it would be in a replay."""
-        attached = kind[0]
+        attached = signature[0]
         self.stats.fallbacks[attached.name, "forward", WARMING] += 1
-        graphs, place = recorded.record(kind, tensors, args, kwargs)
+        graphs, index = recorded.record(signature, tensors, args, kwargs)
         try:
-            result, outputs = Result.of(self._inside(attached, args, kwargs))
+            result, outputs = Result.of(self._run_eager(attached, args, kwargs))
         except BaseException:
             self._recording = None  # the next round records anew: a graph of half a step serves no whole one
             raise
-        wanted = [index for index, tensor in enumerate(outputs) if tensor.requires_grad]
+        wanted = [output_index for output_index, tensor in enumerate(outputs) if tensor.requires_grad]
         if wanted:
-            graphs.order.await_backward(place)
+            graphs.order.await_backward(index)
             self._outstanding += 1
 
-            def came(place: int) -> None:
-                graphs.release(place)
+            def backward_done(index: int) -> None:
+                graphs.release(index)
                 self._outstanding -= 1
 
-            for index, tensor in zip(wanted, probe(Lease(came, place), [outputs[i] for i in wanted]), strict=True):
-                outputs[index] = tensor
-        graphs.came_out(place, outputs)
+            for output_index, tensor in zip(
+                wanted, probe(Lease(backward_done, index), [outputs[i] for i in wanted]), strict=True
+            ):
+                outputs[output_index] = tensor
+        graphs.record_outputs(index, outputs)
         return result.build(outputs)
 
     def table(self) -> list[dict[str, Any]]:
@@ -291,11 +298,11 @@ class TrainingGraphs:
         return [
             {
                 "module": entry.pair.name,
-                "instance": place,
+                "instance": index,
                 "engine": entry.pair.engine,
                 "bytes": entry.pair.nbytes,
                 "capture_seconds": round(entry.pair.capture_seconds, 6),
             }
             for recorded in self._recorded_steps
-            for place, entry in enumerate(recorded.entries())
+            for index, entry in enumerate(recorded.entries())
         ]

@@ -15,9 +15,9 @@ from graph_cache.training.call import IdentityKey
 
 
 @contextmanager
-def noted_steps(note: Callable[[Optimizer], None]) -> Iterator[None]:
+def observe_steps(callback: Callable[[Optimizer], None]) -> Iterator[None]:
     """Within the block `note` is called with every optimizer that takes a step."""
-    handle = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: note(optimizer))
+    handle = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: callback(optimizer))
     try:
         yield
     finally:
@@ -38,7 +38,7 @@ def settings_of(optimizer: Optimizer) -> Hashable:
 
 def _constant(value: Any) -> Hashable:
     if isinstance(value, (list, tuple)):
-        return tuple([_constant(one) for one in value])
+        return tuple([_constant(item) for item in value])
     if isinstance(value, (bool, int, float, str, type(None))):
         return type(value), value
     return IdentityKey(value)
@@ -52,7 +52,7 @@ class OptimizerState(Mapping[str, Tensor]):
 
     def __init__(self, optimizer: Optimizer):
         self._optimizer = weakref.ref(optimizer)
-        self._places = {
+        self._entries = {
             f"{number}.{name}": (parameter, name)
             for number, (parameter, state) in enumerate(optimizer.state.items())
             for name, value in state.items()
@@ -60,13 +60,13 @@ class OptimizerState(Mapping[str, Tensor]):
         }
 
     def __getitem__(self, name: str) -> Tensor:
-        optimizer, (parameter, key) = self._optimizer(), self._places[name]
+        optimizer, (parameter, key) = self._optimizer(), self._entries[name]
         if optimizer is None or parameter not in optimizer.state:
             raise KeyError(name)
         return optimizer.state[parameter][key]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self._entries)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._entries)

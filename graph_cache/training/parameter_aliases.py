@@ -28,27 +28,27 @@ class ParameterAliases:
 
     def __init__(self, module: nn.Module):
         self._module = module
-        self._of = {id(parameter): _alias(parameter) for parameter in module.parameters()}
-        self._kept: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+        self._aliases = {id(parameter): _alias(parameter) for parameter in module.parameters()}
+        self._replaced: list[tuple[dict[str, Any], str, nn.Parameter]] = []
 
     @property
     def trainable(self) -> list[Tensor]:
-        return [self._of[id(parameter)] for parameter in trainable(self._module)]
+        return [self._aliases[id(parameter)] for parameter in trainable(self._module)]
 
     def __enter__(self) -> None:
         for module in self._module.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
-                    self._kept.append((module._parameters, name, parameter))
-                    module._parameters[name] = self._of[id(parameter)]
-            _renew_flat_weights(module)
+                    self._replaced.append((module._parameters, name, parameter))
+                    module._parameters[name] = self._aliases[id(parameter)]
+            _refresh_flat_weights(module)
 
     def __exit__(self, *exc_info: object) -> None:
-        while self._kept:
-            owner, name, parameter = self._kept.pop()
+        while self._replaced:
+            owner, name, parameter = self._replaced.pop()
             owner[name] = parameter
         for module in self._module.modules():
-            _renew_flat_weights(module)
+            _refresh_flat_weights(module)
 
 
 def _alias(parameter: nn.Parameter) -> Tensor:
@@ -84,7 +84,7 @@ class MainGrads(Mapping[str, Tensor]):
         return len(self._parameters)
 
 
-def _renew_flat_weights(module: nn.Module) -> None:
+def _refresh_flat_weights(module: nn.Module) -> None:
     """Recurrent modules keep a list of their parameters beside the registry."""
     if isinstance(module, nn.RNNBase):
         module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]

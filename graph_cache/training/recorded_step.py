@@ -25,12 +25,12 @@ logger = logging.getLogger(__name__)
 class RecordedStep:
     """The chains recorded together. `current` is the one whose forward came last."""
 
-    def __init__(self, job: CaptureContext):
+    def __init__(self, context: CaptureContext):
         self.graphs_of_microbatches: list[MicrobatchGraphs] = []
         self.current: MicrobatchGraphs | None = None
         self.addresses = AddressBook()
-        self._holds: list[Callable[[], bool]] = []
-        self._job = job
+        self._ambient_checks: list[Callable[[], bool]] = []
+        self._context = context
 
     @property
     def awaiting(self) -> int:
@@ -40,31 +40,33 @@ class RecordedStep:
     def moved(self) -> list[str]:
         """What the graphs read that isn't where it was, in words."""
         found = [] if self.addresses.unchanged() else list(map(str, self.addresses.moved()))
-        if not all(holds() for holds in self._holds):
+        if not all(check() for check in self._ambient_checks):
             found.append("what surrounds calls, such as scales and cached weights of a precision")
         return found
 
-    def knows(self, kind: CallSignature) -> bool:
+    def knows(self, signature: CallSignature) -> bool:
         """Whether any chain serves such calls, free or not."""
-        return any(graphs.order.knows(kind) for graphs in self.graphs_of_microbatches)
+        return any(graphs.order.knows(signature) for graphs in self.graphs_of_microbatches)
 
-    def kinds(self) -> set[CallSignature]:
+    def signatures(self) -> set[CallSignature]:
         """The calls that any chain serves."""
-        return set().union(*(graphs.order.kinds() for graphs in self.graphs_of_microbatches))
+        return set().union(*(graphs.order.signatures() for graphs in self.graphs_of_microbatches))
 
     def entries(self) -> list[CapturedCall]:
         """What was captured, chain by chain."""
         return [entry for graphs in self.graphs_of_microbatches for entry in graphs.entries()]
 
-    def find(self, kind: CallSignature, tensors: Sequence[Tensor]) -> tuple[MicrobatchGraphs, int, CapturedCall] | None:
+    def find(
+        self, signature: CallSignature, tensors: Sequence[Tensor]
+    ) -> tuple[MicrobatchGraphs, int, CapturedCall] | None:
         """Where a call with these tensors may be served now."""
-        for graphs in self._in_turn():
-            place = graphs.find(kind)
-            if place is not None and graphs.order.pairs[place].finds(tensors):
-                return graphs, place, graphs.order.pairs[place]
+        for graphs in self._by_priority():
+            index = graphs.find(signature)
+            if index is not None and graphs.order.pairs[index].accepts(tensors):
+                return graphs, index, graphs.order.pairs[index]
         return None
 
-    def _in_turn(self) -> Iterator[MicrobatchGraphs]:
+    def _by_priority(self) -> Iterator[MicrobatchGraphs]:
         """The microbatch that is under way, then the others from the first, most of whose gradients need no copy."""
         if self.current is not None and self.current.order.awaiting:
             yield self.current
@@ -73,27 +75,27 @@ class RecordedStep:
     # ---- recording -------------------------------------------------------------------------------------------------
 
     def record(
-        self, kind: CallSignature, tensors: Sequence[Tensor], args: tuple, kwargs: dict[str, Any]
+        self, signature: CallSignature, tensors: Sequence[Tensor], args: tuple, kwargs: dict[str, Any]
     ) -> tuple[MicrobatchGraphs, int]:
         """A place for a call, which runs eager now: one that it would find in a replay, or a new one.
 
         A call with another's output belongs to the same microbatch. Of the rest, one that the microbatch under way has
         made already, or one of another model chunk, begins another.
         """
-        connected = next((graphs for graphs in self._in_turn() if any(graphs.sources(tensors))), None)
+        connected = next((graphs for graphs in self._by_priority() if any(graphs.sources(tensors))), None)
         if connected is None:
-            for graphs in self._in_turn():
-                place = graphs.find_recorded(kind, tensors)
-                if place is not None:
+            for graphs in self._by_priority():
+                index = graphs.find_recorded(signature, tensors)
+                if index is not None:
                     self.current = graphs
-                    return graphs, place
-        graphs, chunk = connected or self.current, kind[0].chunk
-        if graphs is None or (connected is None and (graphs.chunk != chunk or graphs.order.knows(kind))):
-            graphs = MicrobatchGraphs(self._job, chunk)
+                    return graphs, index
+        graphs, chunk = connected or self.current, signature[0].chunk
+        if graphs is None or (connected is None and (graphs.chunk != chunk or graphs.order.knows(signature))):
+            graphs = MicrobatchGraphs(self._context, chunk)
             self.graphs_of_microbatches.append(graphs)
         self.current = graphs
-        place = graphs.find_recorded(kind, tensors)
-        return graphs, graphs.record(kind, tensors, args, kwargs) if place is None else place
+        index = graphs.find_recorded(signature, tensors)
+        return graphs, graphs.record(signature, tensors, args, kwargs) if index is None else index
 
     # ---- capture ---------------------------------------------------------------------------------------------------
 
@@ -103,12 +105,14 @@ class RecordedStep:
         for graphs in self.graphs_of_microbatches:
             graphs.forget_outputs()
         owners = {
-            kind[0].name: kind[0] for graphs in self.graphs_of_microbatches for kind in graphs.order.kinds()
+            signature[0].name: signature[0]
+            for graphs in self.graphs_of_microbatches
+            for signature in graphs.order.signatures()
         }.values()
         for owner in owners:
             owner.refresh()  # its mode may be another than when a call of it was last looked at
-        self._job.pool.trim()  # what the eager steps left cached is of no use to the graphs' own memory
-        with self._job.pool.session(), without_compiling(self._job.pool.backend), ExitStack() as hooks:
+        self._context.pool.trim()  # what the eager steps left cached is of no use to the graphs' own memory
+        with self._context.pool.session(), without_compiling(self._context.pool.backend), ExitStack() as hooks:
             for owner in owners:
                 hooks.enter_context(owner.hooks_put_aside())
             for graphs in self.graphs_of_microbatches:
@@ -118,8 +122,8 @@ class RecordedStep:
             self.addresses.watch(owner.scope, prefix=f"{owner.name}.")
             self.addresses.watch(MainGrads(owner.scope), prefix=f"{owner.name}.main_grad of ")
             if owner.surroundings is not None:
-                self._holds.append(owner.surroundings.watch(owner.submodules))
-        self.addresses.watch(self._job.state)
+                self._ambient_checks.append(owner.surroundings.watch(owner.submodules))
+        self.addresses.watch(self._context.state)
         logger.info("captured %d forward and backward graphs in %.2f s", len(entries), time.perf_counter() - started)
 
     def retire(self) -> None:

@@ -17,68 +17,68 @@ class ReplayOrder(Generic[Pair]):
     """Pairs by what they serve, in capture order; each is free or awaits its backward."""
 
     def __init__(self) -> None:
-        self._kinds: list[Hashable] = []
-        self._places: dict[Hashable, list[int]] = {}
-        self._awaits: list[bool] = []
+        self._signatures: list[Hashable] = []
+        self._indices: dict[Hashable, list[int]] = {}
+        self._awaiting: list[bool] = []
         self._last = -1  # the last place that awaits its backward
         self.pairs: list[Pair | None] = []
 
     def __len__(self) -> int:
-        return len(self._kinds)
+        return len(self._signatures)
 
     @property
     def awaiting(self) -> int:
         """How many pairs await their backward."""
-        return sum(self._awaits)
+        return sum(self._awaiting)
 
-    def knows(self, kind: Hashable) -> bool:
+    def knows(self, signature: Hashable) -> bool:
         """Whether any pair serves this kind of call."""
-        return kind in self._places
+        return signature in self._indices
 
-    def kinds(self) -> set[Hashable]:
+    def signatures(self) -> set[Hashable]:
         """What its pairs serve."""
-        return set(self._places)
+        return set(self._indices)
 
-    def kind(self, place: int) -> Hashable:
+    def signature(self, index: int) -> Hashable:
         """What the pair at this place serves."""
-        return self._kinds[place]
+        return self._signatures[index]
 
-    def following(self) -> int:
+    def next_index(self) -> int:
         """The place behind the last that awaits its backward, which a step repeated as recorded asks for; 0 if none."""
         return self._last + 1
 
-    def find(self, kind: Hashable, behind: int = -1) -> int | None:
+    def find(self, signature: Hashable, after: int = -1) -> int | None:
         """The first place that may serve a call of this kind now, and lies behind the given one."""
-        first = max(self._last, behind)
-        return next((place for place in self._places.get(kind, ()) if place > first), None)
+        first = max(self._last, after)
+        return next((index for index in self._indices.get(signature, ()) if index > first), None)
 
-    def add(self, kind: Hashable) -> int:
+    def add(self, signature: Hashable) -> int:
         """A new last place for calls of this kind."""
-        place = len(self._kinds)
-        self._kinds.append(kind)
-        self._places.setdefault(kind, []).append(place)
-        self._awaits.append(False)
+        index = len(self._signatures)
+        self._signatures.append(signature)
+        self._indices.setdefault(signature, []).append(index)
+        self._awaiting.append(False)
         self.pairs.append(None)
-        return place
+        return index
 
-    def serves(self, place: int) -> bool:
+    def serves(self, index: int) -> bool:
         """Whether this place may serve calls, that is, was not removed."""
-        return place in self._places.get(self._kinds[place], ())
+        return index in self._indices.get(self._signatures[index], ())
 
-    def remove(self, place: int) -> None:
+    def remove(self, index: int) -> None:
         """This place serves nothing any more: its capture failed."""
-        places = self._places[self._kinds[place]]
-        places.remove(place)
-        if not places:
-            del self._places[self._kinds[place]]  # what it served is unknown again
+        indices = self._indices[self._signatures[index]]
+        indices.remove(index)
+        if not indices:
+            del self._indices[self._signatures[index]]  # what it served is unknown again
 
-    def await_backward(self, place: int) -> None:
+    def await_backward(self, index: int) -> None:
         """The pair at this place, behind all that await theirs, was used by a forward."""
-        self._awaits[place] = True
-        self._last = place
+        self._awaiting[index] = True
+        self._last = index
 
-    def release(self, place: int) -> None:
+    def release(self, index: int) -> None:
         """Its backward is done, or will never come."""
-        self._awaits[place] = False
-        while self._last >= 0 and not self._awaits[self._last]:
+        self._awaiting[index] = False
+        while self._last >= 0 and not self._awaiting[self._last]:
             self._last -= 1

@@ -15,7 +15,7 @@ from graph_cache.errors import CaptureRefused
 
 
 @contextmanager
-def refused_side_effects(name: str, scope: nn.Module, inputs: Sequence[Tensor]) -> Iterator[None]:
+def refuse_side_effects(name: str, scope: nn.Module, inputs: Sequence[Tensor]) -> Iterator[None]:
     """The block is the forward of `scope` on `inputs`. Raises CaptureRefused after it, with modules as they were, if it
 
     - leaves a tensor with a history on a module: its gradient would go to the capture's parameters;
@@ -24,30 +24,30 @@ def refused_side_effects(name: str, scope: nn.Module, inputs: Sequence[Tensor]) 
     - or if its hooks compute a tensor before each call and leave it on the module, where a graph reads the first.
     """
     modules = list(scope.modules())
-    hooked = _with_history(scope) if scope._forward_pre_hooks else {}
+    hook_computed = _with_history(scope) if scope._forward_pre_hooks else {}
     before = [(module, _with_history(module), numbers_of(module, (int, float))) for module in modules]
     versions = [None if tensor.is_inference() else tensor._version for tensor in inputs]
     found: list[str] = []
     try:
-        with refused_buffers(name, modules):
+        with refuse_replaced_buffers(name, modules):
             yield
     finally:
-        for module, left, numbers in before:
-            kind = type(module).__name__
+        for module, histories, numbers in before:
+            type_name = type(module).__name__
             found += [
-                f"leaves a tensor with a history in {kind}.{attribute}: return it"
-                for attribute in _put_back(module, left)
+                f"leaves a tensor with a history in {type_name}.{attribute}: return it"
+                for attribute in _restore_histories(module, histories)
             ]
             found += [
-                f"changes {kind}.{attribute}: keep it in a buffer, and write to that in place"
+                f"changes {type_name}.{attribute}: keep it in a buffer, and write to that in place"
                 for attribute, number in numbers.items()
-                if not _is_still(vars(module).get(attribute), number)
+                if not _unchanged(vars(module).get(attribute), number)
             ]
             vars(module).update(numbers)
-    found += [f"reads {attribute}, which a hook computes before each call" for attribute in hooked]
+    found += [f"reads {attribute}, which a hook computes before each call" for attribute in hook_computed]
     found += [
-        f"writes to its argument number {place}: return what it computes"
-        for place, (tensor, version) in enumerate(zip(inputs, versions, strict=True))
+        f"writes to its argument number {index}: return what it computes"
+        for index, (tensor, version) in enumerate(zip(inputs, versions, strict=True))
         if version is not None and tensor._version != version
     ]
     if found:
@@ -55,7 +55,7 @@ def refused_side_effects(name: str, scope: nn.Module, inputs: Sequence[Tensor]) 
 
 
 @contextmanager
-def refused_buffers(name: str, modules: Sequence[nn.Module]) -> Iterator[None]:
+def refuse_replaced_buffers(name: str, modules: Sequence[nn.Module]) -> Iterator[None]:
     """Raises CaptureRefused, with the buffers as they were, if the block puts another tensor in the place of one."""
     before = [(module, dict(module._buffers)) for module in modules]
     found: list[str] = []
@@ -76,9 +76,9 @@ def refused_buffers(name: str, modules: Sequence[nn.Module]) -> Iterator[None]:
         )
 
 
-def numbers_of(module: nn.Module, kinds: tuple[type, ...]) -> dict[str, int | float]:
+def numbers_of(module: nn.Module, types: tuple[type, ...]) -> dict[str, int | float]:
     """Its attributes of exactly these types."""
-    return {attribute: value for attribute, value in vars(module).items() if type(value) in kinds}
+    return {attribute: value for attribute, value in vars(module).items() if type(value) in types}
 
 
 def floats_of(owners: Sequence[dict[str, Any]], names: Sequence[str]) -> list[float | type]:
@@ -86,7 +86,7 @@ def floats_of(owners: Sequence[dict[str, Any]], names: Sequence[str]) -> list[fl
     return [value if type(value) is float else type(value) for value in map(dict.get, owners, names)]
 
 
-def _is_still(value: Any, number: float) -> bool:
+def _unchanged(value: Any, number: float) -> bool:
     return value is number or (type(value) is type(number) and value == number)  # a NaN equals none
 
 
@@ -97,26 +97,26 @@ def _with_history(module: nn.Module) -> dict[str, Any]:
         if isinstance(value, Tensor) and value.grad_fn is not None:
             found[attribute] = value
         elif isinstance(value, (list, dict)) and any(
-            isinstance(one, Tensor) and one.grad_fn is not None
-            for one in (value.values() if isinstance(value, dict) else value)
+            isinstance(item, Tensor) and item.grad_fn is not None
+            for item in (value.values() if isinstance(value, dict) else value)
         ):
             found[attribute] = value.copy()
     return found
 
 
-def _put_back(module: nn.Module, before: dict[str, Any]) -> list[str]:
+def _restore_histories(module: nn.Module, before: dict[str, Any]) -> list[str]:
     """Which attributes hold another tensor with a history than before; they hold what they held again."""
     now = _with_history(module)
     changed = [attribute for attribute, value in now.items() if not _same(value, before.get(attribute))]
     for attribute in changed:
-        value, kept = vars(module)[attribute], before.get(attribute)
+        value, previous = vars(module)[attribute], before.get(attribute)
         if isinstance(value, list):
-            value[:] = kept or []
+            value[:] = previous or []
         elif isinstance(value, dict):
             value.clear()
-            value.update(kept or {})
-        elif kept is not None:
-            vars(module)[attribute] = kept
+            value.update(previous or {})
+        elif previous is not None:
+            vars(module)[attribute] = previous
         else:
             del vars(module)[attribute]
     return changed
@@ -128,5 +128,5 @@ def _same(value: Any, other: Any) -> bool:
     if type(value) is not type(other) or len(value) != len(other):
         return False
     if isinstance(value, list):
-        return all(one is another for one, another in zip(value, other, strict=True))
-    return all(key in other and other[key] is one for key, one in value.items())
+        return all(item is other_item for item, other_item in zip(value, other, strict=True))
+    return all(key in other and other[key] is item for key, item in value.items())

@@ -36,7 +36,7 @@ def test_a_whole_iteration_equals_eager_bit_for_bit(pool, device, name, options)
         assert torch.equal(graphed.state_dict()[key], value), key
 
 
-def test_another_number_of_microbatches_or_shape_is_never_stale(pool, device):
+def test_a_changed_number_of_microbatches_or_shape_never_replays_a_stale_graph(pool, device):
     eager, graphed = twins(mlp, device)
     stats = CacheStats()
     data = batches(5, device) + batches(4, device, micro=3) + batches(4, device, rows=3) + batches(2, device)
@@ -147,9 +147,7 @@ def test_ten_steps_with_two_microbatches_outstanding_equal_eager(pool, device, n
     ids=["eval_under_no_grad", "eval_alone", "no_grad_alone"],
 )
 @pytest.mark.parametrize("name", ["gpt", "batch_norm"])
-def test_validation_has_a_graph_of_its_own_and_training_goes_on_from_its_own(
-    pool, device, name, evaluates, without_gradients
-):
+def test_validation_and_training_use_separate_graphs(pool, device, name, evaluates, without_gradients):
     eager, graphed = twins(MODELS[name][0], device)
     data, others, stats = batches(10, device), batches(20, device)[10:], CacheStats()
     holder = iteration_of(pool, stats, outstanding_step(graphed))
@@ -204,7 +202,7 @@ def differing(model, device):
     ],
     ids=lambda changed: "_".join(map(str, next(iter(changed.items())))),
 )
-def test_a_changed_dtype_or_keyword_is_never_served_by_the_other_kinds_graph(pool, device, changed):
+def test_a_changed_dtype_or_keyword_is_never_served_by_another_signatures_graph(pool, device, changed):
     eager, graphed = twins(mlp, device)
     stats, data = CacheStats(), [micro[0] for micro in batches(15, device, micro=1)]
     plain = {
@@ -255,7 +253,7 @@ def frozen_parameter_moved(model):
 @pytest.mark.parametrize(
     "move", [moved_storage, replaced_parameter, replaced_buffer, frozen_parameter_moved], ids=lambda move: move.__name__
 )
-def test_what_moved_to_other_storage_is_noticed_and_captured_again(pool, device, move):
+def test_tensors_moved_to_other_storage_are_noticed_and_recaptured(pool, device, move):
     eager, graphed = twins(MODELS["batch_norm"][0], device)
     data, stats = batches(12, device), CacheStats()
     for model in (eager, graphed):
@@ -279,7 +277,7 @@ def test_what_moved_to_other_storage_is_noticed_and_captured_again(pool, device,
 
 
 @pytest.mark.parametrize("is_kept", [False, True], ids=["old_gone", "old_kept"])
-def test_another_submodule_in_the_place_of_one_is_noticed(pool, device, is_kept):
+def test_a_replaced_submodule_is_noticed(pool, device, is_kept):
     eager, graphed = twins(MODELS["mlp"][0], device)
     data, stats, kept = batches(14, device), CacheStats(), []
 
@@ -301,7 +299,7 @@ def test_another_submodule_in_the_place_of_one_is_noticed(pool, device, is_kept)
 
 
 @pytest.mark.parametrize("name", ["mlp", "batch_norm"])
-def test_a_step_that_is_refused_at_its_end_is_not_taken_twice(pool, device, name):
+def test_a_step_refused_at_its_end_is_not_applied_twice(pool, device, name):
     """A capture on a CPU runs the step: what it wrote and drew by then is taken back before the step runs eager."""
     eager, graphed = twins(MODELS[name][0], device)
     data, stats, logs = batches(6, device, micro=1), CacheStats(), []

@@ -120,7 +120,7 @@ def run_after_others(model, data, step, run, *, accumulating=True):
 
 @pytest.mark.parametrize("accumulating", [True, False], ids=["after_a_backward", "after_a_call"])
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
-def test_gradients_from_before_a_call_are_read_anew_by_every_replay(pool, device, step, accumulating):
+def test_every_replay_reads_the_gradients_present_before_its_call(pool, device, step, accumulating):
     eager, graphed = twins(mlp, device)
     data, stats = batches(12, device), CacheStats()
     expected = run_after_others(eager, data, step, lambda step: step, accumulating=accumulating)
@@ -137,7 +137,7 @@ def storages(model):
 
 
 @pytest.mark.parametrize("is_a_view", [False, True], ids=["alone", "views_of_a_bucket"])
-def test_a_step_that_clears_first_keeps_no_old_gradient(pool, device, is_a_view):
+def test_a_step_that_clears_gradients_first_holds_no_old_gradient(pool, device, is_a_view):
     """Neither the gradients nor copies of them, from the moment that they are cleared."""
     model, stats = mlp().to(device), CacheStats()
     optimizer, alive = torch.optim.SGD(model.parameters(), lr=RATE), []
@@ -199,7 +199,7 @@ def test_a_capture_that_fails_leaves_gradients_as_they_were(pool, device, clears
     assert_same(ours, job(eager, lambda step: step))
 
 
-def test_parameters_that_share_a_gradient_and_those_that_stop_to_are_two_kinds_of_calls(pool, device):
+def test_shared_and_separate_gradients_are_different_signatures(pool, device):
     eager, graphed = twins(mlp, device)
     data, stats = batches(16, device), CacheStats()
 
@@ -224,7 +224,7 @@ def test_parameters_that_share_a_gradient_and_those_that_stop_to_are_two_kinds_o
     assert counted(stats) == (2, 16 - WARMING - 2 - 2, WARMING + 2)
 
 
-def test_a_frozen_parameters_gradient_is_read_anew_too(pool, device):
+def test_a_frozen_parameters_gradient_is_reread_on_replay(pool, device):
     """An optimizer asks only whether there is one."""
     eager, graphed = twins(mlp, device)
     data, stats = batches(10, device), CacheStats()
@@ -242,7 +242,7 @@ def test_a_frozen_parameters_gradient_is_read_anew_too(pool, device):
     assert counted(stats) == (1, 10 - WARMING - 1, WARMING)
 
 
-def test_a_backend_tells_whether_anything_was_captured(pool, device):
+def test_has_captured_reports_whether_anything_was_captured(pool, device):
     """To the thread that captures; to any other, and outside of captures, it says that it may be so."""
     model, answers = mlp().to(device), []
     optimizer, asked = torch.optim.SGD(model.parameters(), lr=RATE), pool.backend.has_captured

@@ -78,7 +78,7 @@ def test_an_iteration_over_a_compiled_model_is_one_graph_and_compiles_nothing_mo
 
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["wrapped", "in_place"])
-def test_layers_that_are_compiled_are_captured_as_compiled(pool, device, in_place):
+def test_compiled_layers_are_captured_as_compiled(pool, device, in_place):
     eager, graphed = twins(device)
     for model in (eager, graphed):
         for index, layer in enumerate(model.layers):

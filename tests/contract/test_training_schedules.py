@@ -62,10 +62,10 @@ def run(model, order, steps, device, rows=ROWS):
     return log
 
 
-def both(order, pool, device, steps=4, rounds=2):
+def both(order, pool, device, steps=4, warmup=2):
     eager, graphed = twins(lambda: Chunks(max(order)), device)
     paths = [f"chunks.{chunk}.layers.{layer}" for chunk in range(max(order)) for layer in range(2)]
-    graphs, stats = attached(graphed, paths, pool, rounds=rounds)
+    graphs, stats = attached(graphed, paths, pool, warmup=warmup)
     assert_same(run(graphed, order, steps, device), run(eager, order, steps, device))
     return graphs, stats
 
@@ -111,7 +111,7 @@ def test_more_outstanding_microbatches_than_were_recorded_run_eager_beside_the_g
 
 
 @pytest.mark.parametrize("order", [[1, 1, 1, -1, -1, -1, 2, -2], [1, 2, -2, -1], [2, 1, -1, -2]], ids=str)
-def test_a_schedule_that_goes_on_to_want_other_instances_gets_them_beside_the_first(pool, device, order):
+def test_a_changed_schedule_gets_additional_graphs_beside_the_first(pool, device, order):
     eager, graphed = twins(lambda: Chunks(2), device)
     paths = [f"chunks.{chunk}.layers.{layer}" for chunk in range(2) for layer in range(2)]
     graphs, stats = attached(graphed, paths, pool)
@@ -132,7 +132,7 @@ def test_a_schedule_that_goes_on_to_want_other_instances_gets_them_beside_the_fi
     assert sum(stats.replays.values()) - sum(before.values()) == 2 * sum(step > 0 for step in order)
 
 
-def test_microbatches_that_go_layer_by_layer_side_by_side_equal_eager(pool, device):
+def test_microbatches_interleaved_layer_by_layer_equal_eager(pool, device):
     eager, graphed = twins(SmallGPT, device)
     graphs, stats = attached(graphed, ["layers.0", "layers.1"], pool)
 

@@ -142,7 +142,7 @@ def train(model, data, *, outstanding=True):
 
 def in_place(graphs):
     """For each captured pair, whether its gradients are handed out where its graph leaves them."""
-    return [entry.owner.handing_out is entry.pair for entry in graphs._recorded_steps[0].entries()]
+    return [entry.owner.uncopied_pair is entry.pair for entry in graphs._recorded_steps[0].entries()]
 
 
 def assert_same(ours, theirs):
@@ -153,10 +153,10 @@ def assert_same(ours, theirs):
             assert torch.equal(one, other), f"step {step}, value {index}"
 
 
-def attached(model, paths, pool, rounds=2):
+def attached(model, paths, pool, warmup=2):
     stats = CacheStats()
     generators = [torch.default_generator] if pool.backend.name == "cpu" else []
-    graphs = TrainingGraphs(CaptureContext(pool, stats, generators), warmup_rounds=rounds)
+    graphs = TrainingGraphs(CaptureContext(pool, stats, generators), warmup_rounds=warmup)
     graphs.attach(Attachment([Part(path or "model", model.get_submodule(path)) for path in paths]))
     return graphs, stats
 
