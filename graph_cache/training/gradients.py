@@ -1,7 +1,7 @@
-"""Gradients of parameters as a captured backward leaves them, and how they reach autograd.
+"""Parameter gradients of a captured backward, and how they are returned to autograd.
 
-Autograd may keep what a backward returns as `.grad`, for as long as the job likes. Owns that a later replay never
-changes a gradient that somebody still holds.
+Autograd may keep a returned gradient as `.grad` indefinitely. This file ensures that a later replay never changes a
+gradient that is still referenced.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ ALIGNED = 64  # bytes
 
 
 class UncopiedGradients:
-    """Static gradients that are handed out without a copy.
+    """Static gradients that are returned without a copy.
 
-    Before each replay, the number of users of their memory says whether somebody still holds one (gradients that
-    accumulate, a hook that kept one). Then they are saved, and put back once the new ones are copied out.
+    Before each replay, the use counts of their storages show whether one is still referenced (gradient accumulation, a
+    hook that kept one). If so, they are saved, and restored after the new ones are copied out.
     """
 
     def __init__(self, grads: Sequence[Tensor]):
@@ -31,11 +31,11 @@ class UncopiedGradients:
         self._baseline: list[int] | None = None
 
     def save(self) -> list[Tensor] | None:
-        """Copies of the gradients if anybody holds one, else None. Call before a replay."""
+        """Return copies of the gradients if one is still referenced, else None. Call before a replay."""
         users = list(map(storage_users, self._storages))
         if users == self._baseline:
             return None
-        if self._baseline is None:  # before the first replay nobody can hold any
+        if self._baseline is None:  # nothing is referenced before the first replay
             self._baseline = users
             return None
         if all(now <= baseline for now, baseline in zip(users, self._baseline, strict=True)):
@@ -44,13 +44,14 @@ class UncopiedGradients:
         return self._copies()
 
     def restore(self, saved: Sequence[Tensor]) -> None:
-        """Give those who hold gradients their values back."""
+        """Restore the values of gradients that are still referenced."""
         torch._foreach_copy_(self._grads, saved)
 
 
 class GradientMemory:
-    """Memory for a gradient of each parameter, outside of any graph's: what lies in a graph's, the temporaries of
-    others may overwrite. A backward under `filling()` computes as much of it in place as it can.
+    """One gradient buffer per parameter. Not in graph memory: temporaries of other graphs could overwrite it there.
+
+    A backward under `writing_in_place()` computes as many gradients as possible directly in these buffers.
     """
 
     def __init__(self, parameters: Sequence[Tensor]):
@@ -59,28 +60,29 @@ class GradientMemory:
             for parameter in parameters
         ]
         self._by_address = {buffer.data_ptr(): buffer for buffer in self._buffers if buffer.numel()}
-        self._used: set[int] = set()  # addresses that the backward writes to
+        self._used: set[int] = set()  # addresses of buffers that the backward writes
 
     def writing_in_place(self) -> TorchDispatchMode:
-        """Context in which matrix products of a weight's shape are written here: most gradients by far are such."""
+        """Return a context in which GEMMs of a weight's shape write here; most gradients come from such a GEMM."""
         return _MatmulInto(self._buffers, self._used)
 
     def release_unused(self) -> None:
-        """Keep no more than what the backward writes to: some parameters may have no gradient in it."""
+        """Release the buffers that the backward doesn't write: some parameters may have no gradient in it."""
         self._buffers = [buffer for buffer in self._buffers if buffer.numel() and buffer.data_ptr() in self._used]
         self._by_address = {buffer.data_ptr(): buffer for buffer in self._buffers}
 
     def assign(
         self, input_grads: Sequence[Tensor | None], parameter_grads: Sequence[Tensor | None]
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """The gradients of inputs and of parameters after a backward: those of parameters here and all apart, those of
-        inputs elsewhere.
+        """Return the gradients of inputs and parameters after a backward, copied where needed.
+
+        Each parameter gradient gets a buffer of its own. Input gradients never alias these buffers.
         """
         free = dict(self._by_address)
         assigned: list[Tensor | None] = [None] * len(parameter_grads)
         for index, grad in enumerate(parameter_grads):
             if grad is not None and not grad.numel():
-                assigned[index] = torch.empty_like(grad, memory_format=torch.contiguous_format)  # of no address
+                assigned[index] = torch.empty_like(grad, memory_format=torch.contiguous_format)  # has no address
             elif grad is not None and grad.is_contiguous():
                 buffer = free.get(grad.data_ptr())
                 if buffer is not None and buffer.shape == grad.shape and buffer.dtype == grad.dtype:
@@ -106,7 +108,7 @@ class GradientMemory:
 
 
 class _MatmulInto(TorchDispatchMode):
-    """Gives matrix products a place that has their shape, each place once."""
+    """Write matrix products into a buffer of their shape; use each buffer once."""
 
     def __init__(self, buffers: Sequence[Tensor], used: set[int]):
         super().__init__()
@@ -115,7 +117,7 @@ class _MatmulInto(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else the first operation would import the compiler
+        return False  # True would import the compiler at the first operation
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.mm.default:
@@ -129,10 +131,10 @@ class _MatmulInto(TorchDispatchMode):
 
 
 class Copies:
-    """Makes contiguous copies of the same static gradients again and again; what can be known before is known.
+    """Make contiguous copies of the same static gradients repeatedly, with a layout computed once.
 
-    Those of one dtype share one allocation, as making tensors is what takes the time, if each begins where a vector
-    load may begin, as in an allocation of its own: kernels round otherwise from other addresses.
+    Gradients of one dtype share one allocation, because creating tensors dominates the cost. Only gradients with sizes
+    that keep the next one aligned for vector loads are grouped: kernels round differently at unaligned addresses.
     """
 
     def __init__(self, grads: Sequence[Tensor | None]):
@@ -148,7 +150,7 @@ class Copies:
             self._grouped.append((group, group_grads, sum(grad.numel() for grad in group_grads)))
 
     def __call__(self) -> list[Tensor | None]:
-        """Copies of what the gradients hold now, in order."""
+        """Return copies of the current gradients, in order."""
         copies = self._template.copy()
         for group, group_grads, size in self._grouped:
             parts = unflatten_dense_tensors(group_grads[0].new_empty(size), group_grads)
@@ -162,9 +164,9 @@ class Copies:
 
 
 def reachable_leaves(output: Tensor, leaves: Sequence[Tensor]) -> set[int]:
-    """Which of these leaves an output's history leads to, by their place."""
+    """Return the indices of the leaves that an output's autograd history reaches."""
     indices = {id(leaf): index for index, leaf in enumerate(leaves)}
-    if output.grad_fn is None:  # a leaf itself
+    if output.grad_fn is None:  # the output is a leaf
         return {index for index, leaf in enumerate(leaves) if leaf is output}
     found, seen, stack = set(), set(), [output.grad_fn]
     while stack:

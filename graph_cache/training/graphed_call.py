@@ -1,8 +1,8 @@
-"""One call of a step as a pair of graphs: forward and backward, with the static tensors between them.
+"""One call of a step as a pair of graphs, forward and backward, with the static tensors between them.
 
-Owns the capture of both halves and the loading of inputs and gradients before a replay. What the forward saves for its
-backward is held for as long as the pair lives, so no other graph is ever given that memory; only what a backward frees
-by itself, as Transformer Engine's do, goes to the backwards after it in the chain. Knows no order of calls.
+Captures both halves, and loads inputs and gradients before a replay. Saved tensors stay allocated as long as the pair
+lives, so no other graph reuses their memory. Only saved tensors that a backward frees itself, as in Transformer Engine,
+give their memory to later backwards of the same microbatch. The order of calls is handled by `replay_order.py`.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from graph_cache.training.gradients import Copies, GradientMemory, UncopiedGradi
 from graph_cache.training.parameter_aliases import ADDED, MainGrads, ParameterAliases, trainable
 from graph_cache.training.side_effects import refuse_side_effects
 
-BACKWARD_SEED = 0x5EED  # any seed but the job's own
+BACKWARD_SEED = 0x5EED  # any seed other than the job's
 
 
 class GraphedCall:
-    """Forward and backward graphs of an attached module's calls of one key.
+    """Forward and backward graphs for calls of an attached module with one key.
 
-    `inputs` are the static inputs: fresh tensors, or another call's static outputs, which then need no copy. The
-    module's parameters take part by stand-ins on the same storage; its buffers (running statistics) and the parameters'
-    `main_grad` a capture leaves as it found them. With `hands_out`, set before the capture of the backward, parameter
-    gradients are handed out where the graph leaves them, in memory of their own, else as copies.
+    - `inputs` are the static inputs: new tensors, or static outputs of another call, which then need no copy.
+    - Parameters are captured through aliases on the same storage.
+    - A capture restores the module's buffers (running statistics) and the parameters' `main_grad`.
+    - With `returns_uncopied`, set before the capture of the backward, parameter gradients have memory of their own and
+      are returned without a copy; otherwise replays return copies.
     """
 
     returns_uncopied = False
@@ -46,35 +47,34 @@ class GraphedCall:
         self.parameters = trainable(owner.scope)
         self.result: Result | None = None
         self.outputs: list[Tensor] = []
-        self.differentiable: list[int] = []  # which outputs have gradients
+        self.differentiable: list[int] = []  # indices of outputs with gradients
         self.undifferentiable: list[int] = []
         self.inputs_requiring_grad = [index for index, tensor in enumerate(self.inputs) if tensor.requires_grad]
         self.grad_outputs: list[Tensor] = []
         self.input_grads: list[Tensor | None] = []
-        self.cloned_outputs: set[int] = set()  # outputs that are handed out as copies
-        self.grads_read_in_place: set[int] = (
-            set()
-        )  # inputs whose gradients another pair's backward reads where they are
+        self.cloned_outputs: set[int] = set()  # indices of outputs that are returned as copies
+        # Indices of inputs with a gradient that another pair's backward reads from static memory.
+        self.grads_read_in_place: set[int] = set()
         self.parameter_grads: list[Tensor | None] = []
         self._scope, self._aliases = owner.scope, ParameterAliases(owner.scope)
         self._forward, self._recreate_ambient_state = owner.eager, owner.recreate_ambient_state
         self._state = [*owner.scope.buffers(), *context.state.values()]
         self._main_grads = list(MainGrads(owner.scope).values())
-        self._baseline_users: list[tuple[int, int]] | None = (
-            None  # storages of outputs, and users of each if nobody holds one
-        )
-        self._reachable: dict[
-            int, set[int]
-        ] = {}  # by the differentiable output: inputs and parameters with a part in it
-        self._added_to_main_grad: list[nn.Parameter] = []  # whose gradient the backward itself adds to their main_grad
-        self._dummy_grads: list[Tensor | None] = []  # what it returns for those, of undefined contents
+        # (storage, use count) of outputs while no output is referenced outside.
+        self._baseline_users: list[tuple[int, int]] | None = None
+        # For each differentiable output, the indices of inputs and parameters that its history reaches.
+        self._reachable: dict[int, set[int]] = {}
+        # Parameters with a main_grad that the backward adds to itself, and the dummy gradients (undefined contents)
+        # that it returns for them.
+        self._added_to_main_grad: list[nn.Parameter] = []
+        self._dummy_grads: list[Tensor | None] = []
         self._uncopied_gradients: UncopiedGradients | None = None
         self._copies = Copies(())
-        self._gradient_memory: GradientMemory | None = None  # for the gradients that are handed out
+        self._gradient_memory: GradientMemory | None = None  # for uncopied gradients
         self._pool = pool = context.pool
         self._generators = list(context.generators) if pool.backend.capture_runs else []
-        # Where a capture does not run, nothing may run between the halves either: what some kernels save under capture
-        # (random states) only a captured backward can read. The eager rounds before have warmed everything up.
+        # If a capture does not execute, nothing may execute between the halves either: some kernels save state under
+        # capture (RNG state) that only a captured backward can read. The eager warm-up steps have warmed everything up.
         options = {
             "generators": context.generators,
             "memory": memory,
@@ -86,12 +86,12 @@ class GraphedCall:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the two captures took of the pool."""
+        """Bytes of pool memory that the two captures took."""
         return self._forward_graph.nbytes + self._backward_graph.nbytes
 
     @property
     def forward_nbytes(self) -> int:
-        """Bytes that the forward leaves, about: on a CPU its outputs lie outside of the pool, and what it saves too."""
+        """Approximate bytes that the forward keeps. On a CPU, outputs and saved tensors are outside the pool."""
         outside = sum(output.nbytes for output in self.outputs) if self._pool.backend.capture_runs else 0
         return self._forward_graph.nbytes + outside
 
@@ -101,13 +101,13 @@ class GraphedCall:
 
     @property
     def engine(self) -> str:
-        """How it replays."""
+        """Name of the replay engine."""
         return self._forward_graph.engine
 
     # ---- capture ---------------------------------------------------------------------------------------------------
 
     def capture_forward(self) -> None:
-        """Capture the forward; `outputs` are static from here on. Raises CaptureError."""
+        """Capture the forward and set the static `outputs`. Raises CaptureError."""
         self._forward_graph.capture()
         self.differentiable = [index for index, output in enumerate(self.outputs) if output.requires_grad]
         self.undifferentiable = [index for index, output in enumerate(self.outputs) if not output.requires_grad]
@@ -120,8 +120,8 @@ class GraphedCall:
     def capture_backward(self, static_grads: Mapping[int, Tensor]) -> None:
         """Capture the backward of the captured forward. Raises CaptureError.
 
-        `arriving`: static tensors in which another call's backward leaves the gradient of an output, by its index; from
-        there it needs no copy.
+        `static_grads` maps an output index to the static tensor in which another call's backward leaves its gradient;
+        such a gradient needs no copy.
         """
         self.grad_outputs = [
             static_grads[index] if index in static_grads else torch.ones_like(self.outputs[index])
@@ -129,8 +129,8 @@ class GraphedCall:
         ]
         if self.returns_uncopied:
             self._gradient_memory = GradientMemory(self.parameters)
-        # From another random state than the forward's: a backward that goes back to the forward's state by itself, as
-        # checkpointing does, then differs from its replay, which can't, and is refused.
+        # Use a different RNG state than the forward. A backward that restores the forward's state itself, as
+        # checkpointing does, then differs from its replay, which can't restore it, and is refused.
         states = [generator.get_state() for generator in self._generators]
         try:
             for generator in self._generators:
@@ -142,7 +142,7 @@ class GraphedCall:
         if self._gradient_memory is not None:
             self._gradient_memory.release_unused()
             self._uncopied_gradients = UncopiedGradients([grad for grad in self.parameter_grads if grad is not None])
-        else:  # read right after each replay, before any other graph runs: their memory may serve other backwards
+        else:  # copied right after each replay, before other graphs run, so other backwards may reuse their memory
             self.parameter_grads = [
                 None if grad is None else self._pool.backend.borrow(grad) for grad in self.parameter_grads
             ]
@@ -164,7 +164,9 @@ class GraphedCall:
         ):
             self.result, self.outputs = Result.of(self._forward(*args, **kwargs))
         if any(map(is_sparse, self.outputs)):
-            raise CaptureRefused(f"{self.name} returns a sparse tensor, which has no memory of its own to find it in")
+            raise CaptureRefused(
+                f"{self.name} returns a sparse tensor, which has no static memory: return a dense tensor"
+            )
 
     def _run_backward(self) -> None:
         leaves = self._aliases.trainable
@@ -178,7 +180,7 @@ class GraphedCall:
                     wanted,
                     self.grad_outputs,
                     retain_graph=True,
-                    allow_unused=True,  # retained: what was saved must never be lent to another graph
+                    allow_unused=True,  # retain_graph: memory of saved tensors must never be reused by another graph
                 )
             )
         input_grads = iter(grads[: len(self.inputs_requiring_grad)])
@@ -196,9 +198,9 @@ class GraphedCall:
 
     @contextmanager
     def _refuse_nested_backward(self) -> Iterator[None]:
-        """Refuse a capture in whose backward another one runs, as some checkpoints do, and adds to `.grad` itself.
+        """Refuse a backward that runs a nested backward, as some checkpoints do, which adds to `.grad` itself.
 
-        It looks the parameters up anew, so that a graph would leave their gradients out.
+        The nested one uses the parameters and not their aliases, so the graph would miss their gradients.
         """
         before = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
@@ -207,15 +209,15 @@ class GraphedCall:
             yield
             if any(parameter.grad is not None for parameter in self.parameters):
                 raise CaptureRefused(
-                    f"the backward of {self.name} runs another one inside, which adds to gradients "
-                    "out of a graph's sight: use torch.utils.checkpoint, or leave this part out"
+                    f"the backward of {self.name} runs a nested backward, which adds to .grad outside the graph: "
+                    "use torch.utils.checkpoint with use_reentrant=False, or leave this part out"
                 )
         finally:
             for parameter, grad in zip(self.parameters, before, strict=True):
                 parameter.grad = grad
 
     def _forward_statics(self) -> list[Tensor]:
-        # `.data`, not `.detach()`: rewinding a warm-up must not look to autograd like a change of what was saved.
+        # `.data`, not `.detach()`: rewinding a warm-up must not bump the version counter of saved tensors.
         return [tensor.data for tensor in (*self.inputs, *self._state, *self.outputs)]
 
     def _backward_statics(self) -> list[Tensor]:
@@ -225,9 +227,9 @@ class GraphedCall:
     # ---- replay ----------------------------------------------------------------------------------------------------
 
     def replay_forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Load the inputs that are elsewhere, replay, and return the static outputs: aliases without history.
+        """Copy inputs that are not already in place, replay, and return aliases of the static outputs without history.
 
-        `tensors` begin with the inputs. Gradients are off.
+        `tensors` begins with the inputs. Must run with gradients disabled.
         """
         for (address, static), tensor in zip(self._static_inputs, tensors, strict=False):
             if tensor.data_ptr() != address:
@@ -245,23 +247,23 @@ class GraphedCall:
         return tuple([output.detach() for output in self.outputs])
 
     def is_held(self) -> bool:
-        """Whether anybody still has an output of the last forward."""
+        """Whether an output of the last forward is still referenced."""
         return any(
             now > baseline
             for (_, now), (_, baseline) in zip(self._output_storage_users(), self._baseline_users, strict=True)
         )
 
     def _output_storage_users(self) -> list[tuple[int, int]]:
-        """Of the memory of outputs that is no input's and no parameter's."""
+        """Return (storage, use count) of output storages that no input, parameter or buffer shares."""
         others = {tensor.untyped_storage()._cdata for tensor in (*self.inputs, *self.parameters, *self._state)}
         storages = {output.untyped_storage()._cdata for output in self.outputs if not lacks_memory(output)} - others
         return [(storage, storage_users(storage)) for storage in sorted(storages)]
 
     def replay_backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Gradients of inputs, then of parameters, from those of all outputs, None where an output has none.
+        """Replay the backward, and return gradients of inputs, then of parameters.
 
-        Input gradients are static: the next graph of this memory may overwrite them. Parameter gradients stay as they
-        are for as long as somebody holds them.
+        `grads` holds the gradient of each output, or None. Returned input gradients are static: the next graph in this
+        memory may overwrite them. Parameter gradients keep their values while referenced.
         """
         saved = self._uncopied_gradients.save() if self._uncopied_gradients is not None else None
         unused = []
@@ -285,20 +287,20 @@ class GraphedCall:
         return self._drop_unreachable(unused, results) if unused else results
 
     def _drop_unreachable(self, unused: Sequence[int], results: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """None, as eager has it, for whatever has a part in outputs without a gradient alone."""
+        """Set gradients to None, as in eager, for tensors that only reach outputs without a gradient."""
         used = set().union(*(self._reachable[index] for index in self.differentiable if index not in unused))
         return [grad if index in used else None for index, grad in enumerate(results)]
 
     def _with_dummy_grads(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Gradients of parameters, and for those that were added to a main_grad what the backward returned."""
+        """Return parameter gradients, with the backward's dummies for those that were added to a main_grad."""
         return [
             dummy if grad is None and dummy is not None else grad
             for grad, dummy in zip(grads, self._dummy_grads, strict=True)
         ]
 
     def close(self) -> None:
-        """Destroy both graphs and let go of everything static."""
-        self._replay_forward = self._forward_graph.replay  # which raises GraphClosed from here on
+        """Destroy both graphs and release all static tensors."""
+        self._replay_forward = self._forward_graph.replay  # raises GraphClosed from now on
         self._replay_backward = self._backward_graph.replay
         self._forward_graph.close()
         self._backward_graph.close()

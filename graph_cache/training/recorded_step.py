@@ -1,6 +1,7 @@
-"""What was recorded of a kind of step: chains of calls, one for each microbatch that is outstanding at a time.
+"""A recorded step: one MicrobatchGraphs for each microbatch that is outstanding at the same time.
 
-Owns which chain serves a call, and the addresses that all of them read. Knows neither rounds nor what runs eager.
+Selects the graphs that serve a call, and watches the addresses that graphs read. When a step begins, and which calls
+run eager, is decided in `modules.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class RecordedStep:
-    """The chains recorded together. `current` is the one whose forward came last."""
+    """Graphs of the microbatches of one step. `current` belongs to the microbatch of the latest forward."""
 
     def __init__(self, context: CaptureContext):
         self.graphs_of_microbatches: list[MicrobatchGraphs] = []
@@ -34,32 +35,32 @@ class RecordedStep:
 
     @property
     def awaiting(self) -> int:
-        """How many calls await their backward."""
+        """Number of calls that await their backward."""
         return sum(graphs.order.awaiting for graphs in self.graphs_of_microbatches)
 
     def moved(self) -> list[str]:
-        """What the graphs read that isn't where it was, in words."""
+        """Return descriptions of state that the graphs read and that has moved."""
         found = [] if self.addresses.unchanged() else list(map(str, self.addresses.moved()))
         if not all(check() for check in self._ambient_checks):
-            found.append("what surrounds calls, such as scales and cached weights of a precision")
+            found.append("ambient state of calls, such as scales and cached weights of a precision")
         return found
 
     def knows(self, signature: CallSignature) -> bool:
-        """Whether any chain serves such calls, free or not."""
+        """Whether any graphs serve this signature, free or not."""
         return any(graphs.order.knows(signature) for graphs in self.graphs_of_microbatches)
 
     def signatures(self) -> set[CallSignature]:
-        """The calls that any chain serves."""
+        """Return all call signatures that the graphs serve."""
         return set().union(*(graphs.order.signatures() for graphs in self.graphs_of_microbatches))
 
     def entries(self) -> list[CapturedCall]:
-        """What was captured, chain by chain."""
+        """Return the captured calls, by microbatch."""
         return [entry for graphs in self.graphs_of_microbatches for entry in graphs.entries()]
 
     def find(
         self, signature: CallSignature, tensors: Sequence[Tensor]
     ) -> tuple[MicrobatchGraphs, int, CapturedCall] | None:
-        """Where a call with these tensors may be served now."""
+        """Return the graphs, index and pair that may serve a call with these tensors now, or None."""
         for graphs in self._by_priority():
             index = graphs.find(signature)
             if index is not None and graphs.order.pairs[index].accepts(tensors):
@@ -67,7 +68,7 @@ class RecordedStep:
         return None
 
     def _by_priority(self) -> Iterator[MicrobatchGraphs]:
-        """The microbatch that is under way, then the others from the first, most of whose gradients need no copy."""
+        """Yield the microbatch in progress, then all from the first, which has most of the uncopied gradients."""
         if self.current is not None and self.current.order.awaiting:
             yield self.current
         yield from self.graphs_of_microbatches
@@ -77,10 +78,11 @@ class RecordedStep:
     def record(
         self, signature: CallSignature, tensors: Sequence[Tensor], args: tuple, kwargs: dict[str, Any]
     ) -> tuple[MicrobatchGraphs, int]:
-        """A place for a call, which runs eager now: one that it would find in a replay, or a new one.
+        """Record a call, which runs eager now, and return its graphs and index.
 
-        A call with another's output belongs to the same microbatch. Of the rest, one that the microbatch under way has
-        made already, or one of another model chunk, begins another.
+        Reuses the index that the call would find in a replay, if any. A call that takes another's output belongs to the
+        same microbatch. Otherwise, a signature that the current microbatch already has, or another model chunk, begins
+        a new microbatch.
         """
         connected = next((graphs for graphs in self._by_priority() if any(graphs.sources(tensors))), None)
         if connected is None:
@@ -100,7 +102,7 @@ class RecordedStep:
     # ---- capture ---------------------------------------------------------------------------------------------------
 
     def capture(self) -> None:
-        """Capture all chains. A call whose capture fails has no pair, and is refused from then on."""
+        """Capture all microbatches. If the capture of a call fails, it gets no pair and runs eager from then on."""
         started = time.perf_counter()
         for graphs in self.graphs_of_microbatches:
             graphs.forget_outputs()
@@ -110,8 +112,8 @@ class RecordedStep:
             for signature in graphs.order.signatures()
         }.values()
         for owner in owners:
-            owner.refresh()  # its mode may be another than when a call of it was last looked at
-        self._context.pool.trim()  # what the eager steps left cached is of no use to the graphs' own memory
+            owner.refresh()  # modes may have changed since its last call
+        self._context.pool.trim()  # graphs can't use memory cached by eager steps
         with self._context.pool.session(), without_compiling(self._context.pool.backend), ExitStack() as hooks:
             for owner in owners:
                 hooks.enter_context(owner.hooks_put_aside())
@@ -127,6 +129,6 @@ class RecordedStep:
         logger.info("captured %d forward and backward graphs in %.2f s", len(entries), time.perf_counter() - started)
 
     def retire(self) -> None:
-        """Serve no more forwards; each chain's graphs go once its outstanding backwards are done."""
+        """Serve no more forwards, and destroy each microbatch's graphs once its backwards are done."""
         for graphs in self.graphs_of_microbatches:
             graphs.retire()

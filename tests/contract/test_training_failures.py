@@ -1,5 +1,5 @@
-"""Training graphs on every backend: whatever differs from the capture runs eager with a reason instead of stale, and
-nothing that goes wrong stops a job.
+"""Training graphs on every backend: calls that differ from the capture run eager with a reason, and failures never stop
+a training job.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def test_an_unseen_shape_runs_eager_with_a_reason_then_gets_graphs(pool, device)
     before = sum(stats.replays.values())
     data = batches(2, device, micro=1)
     assert_same(train(graphed, data), train(eager, data))
-    assert sum(stats.replays.values()) == before + 6  # the first kind's graphs are still there
+    assert sum(stats.replays.values()) == before + 6  # the graphs of the first shape still exist
 
 
 def test_a_changed_keyword_is_never_served_by_the_other_values_graph(pool, device):
@@ -93,7 +93,7 @@ def test_a_step_that_fails_while_recording_does_not_affect_later_steps(pool, dev
     data = batches(8, device)
 
     def failing(model):
-        """The second microbatch fails before its second module, or in it."""
+        """Fail in the second microbatch, before or inside its second module."""
         sum(model(x).square().mean() for x in data[0][:1])
         hidden = model[0](data[0][1])
         if where == "between":
@@ -225,7 +225,7 @@ def test_a_second_backward_through_one_forward_is_refused(pool, device):
 def test_attaching_twice_is_refused(pool, device):
     _, graphed = twins(mlp, device)
     attached(graphed, ["0"], pool)
-    with pytest.raises(GraphConfigError, match="replaced already"):
+    with pytest.raises(GraphConfigError, match="already replaced"):
         attached(graphed, ["1", "0"], pool)
     assert "forward" not in vars(graphed[1])
 
@@ -261,4 +261,4 @@ def test_a_replaced_submodule_inside_a_captured_module_is_noticed(pool, device):
         model[1][0] = copy.deepcopy(model[2][0])
     assert_same(train(graphed, after), train(eager, after))
     assert stats.invalidations == {"stale_address": 1}
-    assert stats.replays["1", "module", "forward", 4] > 2  # with graphs of their own again
+    assert stats.replays["1", "module", "forward", 4] > 2  # replays again after the recapture

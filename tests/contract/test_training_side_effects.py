@@ -1,4 +1,4 @@
-"""What a forward does beside returning a value, and what surrounds it: as in eager, or refused with its reason."""
+"""Side effects and ambient state of a forward: equal to eager, or refused with a reason."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def two():
 
 
 def train(model, loss_of, device, observe=lambda model: []):
-    """Losses, gradients (None where there is none) and what `see` finds, of every step."""
+    """Return losses, gradients (None if there is none) and `observe(model)` of every step."""
     generator, optimizer = torch.Generator().manual_seed(1), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     torch.manual_seed(1)
     log = []
@@ -54,7 +54,7 @@ def both(build, paths, loss_of, pool, device, observe=lambda model: []):
     return graphs, stats
 
 
-# ---- what surrounds a call ---------------------------------------------------------------------------------------
+# ---- ambient state -----------------------------------------------------------------------------------------------
 
 
 def autocast_first(model, x, step):
@@ -139,7 +139,7 @@ def test_an_unresolved_conjugate_is_not_mistaken_for_its_base(pool, device):
     assert stats.fallbacks["parts.1", "forward", "argument_without_memory"] == STEPS
 
 
-# ---- what a forward leaves behind --------------------------------------------------------------------------------
+# ---- side effects ------------------------------------------------------------------------------------------------
 
 
 class LeavesALoss(nn.Module):
@@ -158,7 +158,7 @@ class LeavesALoss(nn.Module):
 
 
 class Counts(nn.Module):
-    """Counts its calls, in a buffer that it replaces, or in an attribute."""
+    """Count calls in a buffer that is replaced, or in an attribute."""
 
     def __init__(self, where):
         super().__init__()
@@ -190,11 +190,15 @@ def against_input(model, x, step):
 
 
 REFUSED = {
-    "a_loss": (lambda: LeavesALoss("an_attribute"), with_aux, r"leaves a tensor with a history in LeavesALoss\.aux"),
-    "losses": (lambda: LeavesALoss("a_list"), with_aux, r"leaves a tensor with a history in LeavesALoss\.aux"),
-    "a_buffer": (lambda: Counts("buffer"), against_input, r"in the place of Counts\.count"),
+    "a_loss": (
+        lambda: LeavesALoss("an_attribute"),
+        with_aux,
+        r"leaves a tensor with autograd history in LeavesALoss\.aux",
+    ),
+    "losses": (lambda: LeavesALoss("a_list"), with_aux, r"leaves a tensor with autograd history in LeavesALoss\.aux"),
+    "a_buffer": (lambda: Counts("buffer"), against_input, r"replaces Counts\.count by another tensor"),
     "a_count": (lambda: Counts("attribute"), against_input, r"changes Counts\.calls"),
-    "its_argument": (lambda: Writes(WIDTH, WIDTH), against_input, "writes to its argument number 0"),
+    "its_argument": (lambda: Writes(WIDTH, WIDTH), against_input, "writes to its argument 0"),
     "weights_of_hooks": (
         lambda: nn.Sequential(nn.utils.weight_norm(linear())),
         against_input,
@@ -214,7 +218,7 @@ def test_side_effects_that_a_replay_would_skip_are_refused_and_undone(pool, devi
 
 
 class Remembers(nn.Linear):
-    """Keeps its last output where a number was, and a number that equals nothing."""
+    """Replace a number by the last output, and keep a NaN."""
 
     def __init__(self):
         super().__init__(WIDTH, WIDTH)
@@ -255,7 +259,7 @@ def test_a_number_set_every_step_keeps_its_module_eager_and_is_logged(pool, devi
     attached(train_more, ["0"], pool)
     for _ in range(2):
         train(train_more, loss_of, device)
-    assert "the attribute last of a graphed module changes again and again" in caplog.text
+    assert "the attribute last of a graphed module changes repeatedly" in caplog.text
 
 
 def test_a_parameter_sharing_anothers_storage_gets_its_own_gradient(pool, device):
@@ -317,11 +321,11 @@ def test_losses_returned_by_a_module_may_be_kept_until_the_step_ends(pool, devic
                 kept.append(loss.detach())
             log[-1].append([*map(torch.clone, kept), model.weight.grad.clone()])
     assert_same(*log)
-    assert sum(stats.replays.values()) == 6 * 3 - 2  # a microbatch is a round here
+    assert sum(stats.replays.values()) == 6 * 3 - 2  # each microbatch is a step here
 
 
 class Heads(nn.Module):
-    """Two outputs with a part each, and one that both have."""
+    """Two outputs, each with a submodule of its own and one that both share."""
 
     def __init__(self):
         super().__init__()
