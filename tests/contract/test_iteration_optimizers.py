@@ -1,4 +1,4 @@
-"""Optimizers that take their step inside of a captured iteration: what changes of them is noticed; few graphs stay."""
+"""Optimizers that step inside a captured iteration: changes are noticed, and few graphs are kept."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def two():
 
 
 def step_of(model, optimizer_now):
-    """A step of training by the optimizer that there is at the time of the call."""
+    """Return a training step that uses the optimizer returned by `optimizer_now()`."""
 
     def step(x):
         optimizer_now().zero_grad()

@@ -1,4 +1,4 @@
-"""Training graphs on every backend: losses, gradients and state equal eager's, for modules of all sorts."""
+"""Training graphs on every backend: losses, gradients and state equal eager's for many kinds of modules."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_ten_steps_equal_eager_bit_for_bit(pool, device, name, outstanding):
     expected = train(eager, data, outstanding=outstanding)
     graphs, stats = attached(graphed, paths, pool)
     assert_same(train(graphed, data, outstanding=outstanding), expected)
-    steps, calls = (10, 2) if outstanding else (20, 1)  # a round ends when no backward is outstanding
+    steps, calls = (10, 2) if outstanding else (20, 1)  # a step ends when no backward is outstanding
     assert sum(stats.replays.values()) == (steps - 2) * calls * len(paths)
     assert not stats.failed_captures
     assert graphs.outstanding == 0
@@ -134,7 +134,7 @@ def test_checkpointing_equals_eager_and_is_refused_where_a_graph_cannot_restore_
         graphs, stats = attached(graphed, [""], pool)
         data = batches(5, device, micro=1)
         assert_same(train(graphed, data), train(eager, data))
-        captured = captured or device.type == "cuda"  # CUDA graphs keep random states on the device
+        captured = captured or device.type == "cuda"  # CUDA graphs keep RNG state on the device
         assert bool(stats.replays) == captured
         assert bool(stats.failed_captures) != captured
         graphs.detach()
@@ -204,7 +204,7 @@ def test_allowed_pre_hooks_run_once_before_each_replay_and_never_inside_a_captur
         loss.backward()
         log.append([loss.detach().clone(), *[parameter.grad.clone() for parameter in graphed.parameters()]])
         graphed.zero_grad()
-        # Once for each, in order; at the capture all of them before it, too.
+        # Each hook runs once, in order. At the capture, all of them also run before it.
         assert calls[-len(submodules) :] == submodules and len(calls) == len(submodules) * (2 if step == 2 else 1)
     theirs = []
     for step, micro in enumerate(data):
@@ -218,7 +218,7 @@ def test_allowed_pre_hooks_run_once_before_each_replay_and_never_inside_a_captur
 
 
 class Scale:
-    """A setting that a context would set, of a kind that a graph bakes in; and a flag that each call takes back."""
+    """Ambient state: a value that a graph bakes in, and a flag that each call clears."""
 
     def __init__(self):
         self.value, self.is_new, self.flags_at_replay, self.holds = 1.0, True, [], True
@@ -261,7 +261,7 @@ def test_ambient_state_is_part_of_the_signature_and_is_recreated_for_the_capture
     for step in range(10):
         for model in (graphed, eager):
             model.zero_grad()
-            # Every round begins under the other setting than the one before, and so does each capture.
+            # Steps, and so captures, alternate between the two values at their start.
             for value in (1.0, 3.0) if step % 2 else (3.0, 1.0):
                 scale.value, scale.is_new = value, True
                 out = model(torch.full((2, WIDTH), 0.1 * step, device=device))
@@ -274,6 +274,6 @@ def test_ambient_state_is_part_of_the_signature_and_is_recreated_for_the_capture
         and len(scale.flags_at_replay) == graphs.stats.replays["model", "module", "forward", 2] >= 12
     )
     assert all(scale.flags_at_replay)
-    scale.holds = False  # something that it stands for has moved
+    scale.holds = False  # simulate moved state
     graphed(torch.ones(2, WIDTH, device=device)).sum().backward()
-    assert graphs.table() == [] and graphs.stats.invalidations == {"stale_address": 2}  # of both
+    assert graphs.table() == [] and graphs.stats.invalidations == {"stale_address": 2}  # graphs of both values

@@ -1,5 +1,5 @@
-"""Gradients of parameters, where the graph leaves them or as copies: whoever holds one keeps its values, as in eager,
-through accumulation, hooks that keep what they see, and whatever is frozen between two steps.
+"""Parameter gradients, returned uncopied or as copies. A referenced gradient keeps its values, as in eager, through
+accumulation, hooks that keep gradients, and parameters frozen between two steps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.contract.training_models import (
 
 
 def eight():
-    """Equal blocks: the gradients of the first two are copied, those of the others are handed out in place."""
+    """Eight equal blocks: gradients of the first ones are copies, the others are returned uncopied."""
     return nn.Sequential(
         *[nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1)) for _ in range(8)]
     )
@@ -37,7 +37,7 @@ EIGHT = [str(index) for index in range(8)]
 
 
 def train_holding_gradients(model, data, *, accumulate=1, set_to_none=True, keep=False, clear_late=False):
-    """Training with everything that holds gradients across replays; the log is read at the very end."""
+    """Train with references to gradients across replays. The log is compared at the end."""
     torch.manual_seed(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     held, log = [[] for _ in model.parameters()], []
@@ -83,9 +83,9 @@ def test_held_gradients_keep_their_values(pool, device, options):
 
 
 class WithOffsets(nn.Module):
-    """Parameters of an activation's very shape, added to what enters a graphed block: its input's gradient is theirs.
+    """Parameters of the shape of an activation, added to the input of a graphed block: they share its gradient.
 
-    `access` as they are, or through a view.
+    `access` is "whole" to add the parameter itself, or "through_a_view".
     """
 
     def __init__(self, access):
@@ -113,7 +113,7 @@ def test_a_parameter_added_to_a_graphed_modules_input_gets_its_own_gradient(pool
 
 @pytest.mark.parametrize("through", ["detached", "viewed"])
 def test_a_leaf_aliasing_an_earlier_graphs_output_gets_its_own_gradient(pool, device, through):
-    """As a stage's input is beside another stage's output, or a checkpoint's beside the block before it."""
+    """As a pipeline stage's input may alias another stage's output, or a checkpoint's input the previous block's."""
 
     def steps(model):
         torch.manual_seed(1)
@@ -140,7 +140,7 @@ def test_a_leaf_aliasing_an_earlier_graphs_output_gets_its_own_gradient(pool, de
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_graphed_blocks_under_a_checkpoint_equal_eager(pool, device, reentrant):
-    """A reentrant one runs forwards inside of the backward, between a graph's input gradient and who takes it."""
+    """A reentrant checkpoint runs forwards in the backward, between a graph's input gradient and its consumer."""
 
     def steps(model):
         found = []
@@ -190,7 +190,7 @@ def test_gradients_are_not_copied_if_the_previous_ones_were_released(pool, devic
     _, graphed = twins(mlp, device)
     graphs, _ = attached(graphed, ["0", "1", "2"], pool)
     train(graphed, batches(4, device, micro=1))
-    pair = graphs._recorded_steps[0].entries()[2].pair  # the first modules' are copies
+    pair = graphs._recorded_steps[0].entries()[2].pair  # the first modules return copies
     for _ in range(2):
         graphed.zero_grad()
         graphed(batches(1, device)[0][0]).sum().backward()
@@ -212,7 +212,7 @@ def test_a_gradient_outlives_the_graphs(pool, device, build, paths):
 
 
 class Passing(nn.Module):
-    """Gradients that share memory with what arrives and with each other."""
+    """Module with gradients that share memory with the incoming gradient and with each other."""
 
     def __init__(self):
         super().__init__()
@@ -225,7 +225,7 @@ class Passing(nn.Module):
 
 @pytest.mark.parametrize("blocks", [4, 8])
 def test_uncopied_gradients_survive_every_other_graph(pool, device, blocks):
-    """Gradients that a job keeps lie where no other backward leaves anything, and later replays go round them."""
+    """No other backward writes to the memory of kept gradients, and later replays preserve them."""
     _, graphed = twins(lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(blocks)]), device)
     attached(graphed, [str(index) for index in range(blocks)], pool)
     kept = []
@@ -268,7 +268,7 @@ def test_a_submodule_in_eval_mode_changes_the_signature(pool, device):
     data = batches(4, device, micro=1)
     for training in (True, False, True):
         for model in (eager, graphed):
-            model[1][2].train(training)  # a dropout inside the second block
+            model[1][2].train(training)  # dropout in the second block
         assert_same(train(graphed, data), train(eager, data))
     assert stats.fallbacks["1", "forward", "unseen_signature"] > 0
 
@@ -310,7 +310,7 @@ def test_weight_gradients_are_computed_in_their_final_memory(device):
 
 
 def test_other_matmuls_of_a_weights_shape_do_not_corrupt_weight_gradients(pool, device):
-    """The input's gradient has the shape of the weight's, and both are products."""
+    """The input's gradient has the weight's shape, and both are computed by a GEMM."""
     eager, graphed = twins(lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)]), device)
     graphs, stats = attached(graphed, [""], pool)
     data = [[torch.randn(WIDTH, WIDTH, device=device)] for _ in range(6)]
@@ -325,7 +325,7 @@ def test_an_input_gradient_never_aliases_a_parameter_gradient(device):
     x = torch.randn(WIDTH, WIDTH, device=device, requires_grad=True)
     out = (x @ weight).sum() + other.sum()
     expected = torch.autograd.grad(out, [x, weight, other], retain_graph=True)
-    memory = GradientMemory([weight, other])  # two places: the products for x and for weight take both
+    memory = GradientMemory([weight, other])  # two buffers: the GEMMs for x and for weight take both
     with memory.writing_in_place():
         found = torch.autograd.grad(out, [x, weight, other])
     inputs, grads = memory.assign(found[:1], found[1:])

@@ -1,4 +1,4 @@
-"""What may come between and inside the rounds of training graphs: evaluations, copies, checkpoints, many shapes."""
+"""Events between and inside the steps of training graphs: evaluations, copies, checkpoints, many shapes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BLOCKS = ["0", "1", "2"]
 
 
 def steps_with_evaluations(model, data, grad):
-    """Training with an evaluation after each step; every loss, output and gradient."""
+    """Train with an evaluation after each step. Returns every loss, output and gradient."""
     torch.manual_seed(1)
     optimizer, log = torch.optim.SGD(model.parameters(), lr=0.05), []
     for (x,) in data:
@@ -60,7 +60,7 @@ def test_warm_up_outputs_are_not_views_and_accept_in_place_writes(pool, device):
 
 
 class InnerBackward(torch.autograd.Function):
-    """A checkpoint of the kind that calls backward in its backward."""
+    """A checkpoint that runs a nested backward in its backward."""
 
     @staticmethod
     def forward(ctx, module, x):
@@ -145,7 +145,7 @@ def test_an_interrupted_capture_leaves_training_unchanged(pool, device):
         state = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state()
         try:
             loss = graphed(x).pow(2).mean()
-        except KeyboardInterrupt:  # the trainer goes on with the same step
+        except KeyboardInterrupt:  # the trainer retries the same step
             (torch.set_rng_state if device.type == "cpu" else torch.cuda.set_rng_state)(state)
             loss = graphed(x).pow(2).mean()
         loss.backward()

@@ -1,6 +1,4 @@
-"""Sparse tensors and those made of others, which have no address, and those on the host: a stale one is never taken for
-the new.
-"""
+"""Sparse tensors, wrappers of other tensors (which have no address), and host tensors: no graph reads stale ones."""
 
 from __future__ import annotations
 
@@ -90,7 +88,7 @@ def test_sparse_arguments_run_eager_correctly(pool, device):
     assert not stats.replays
 
 
-def test_a_wrapper_tensor_at_the_start_of_a_step_does_not_block_other_modules(pool, device):
+def test_a_sparse_argument_at_the_start_of_a_step_does_not_block_other_modules(pool, device):
     torch.manual_seed(0)
     model = nn.ModuleList([Sparse(), nn.Linear(WIDTH, WIDTH)]).to(device)
     _, stats = attached(model, ["0", "1"], pool)

@@ -1,4 +1,4 @@
-"""What tells kinds of calls apart, and that telling many of them apart stays cheap."""
+"""Call keys: equality and hashes, and cheap lookup among many keys."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Color(enum.Enum):
 
 
 class LooseEnum(enum.Enum):
-    """Equal by a rule of its own, so it has no hash."""
+    """Enum with its own equality, and so without a hash."""
 
     ONE, TWO = 1, 2
 
@@ -34,7 +34,7 @@ class Unhashable:
 
 
 class LooseString(str):
-    """A plain value's subclass with an equality of its own."""
+    """Subclass of a plain type with its own equality and no hash."""
 
     __hash__ = None
 
@@ -59,7 +59,7 @@ def key_of(**values) -> CallKey:
     ids=["int", "float", "complex", "str", "bytes", "others"],
 )
 def test_signatures_that_differ_in_a_plain_value_have_different_hashes(values):
-    """An endless stream of kinds (a new `max_seqlen` at each step) would else be compared with all before it."""
+    """Otherwise, each new key (a new `max_seqlen` at each step) would be compared with all earlier ones."""
     assert len({hash(key_of(value=value)) for value in values}) == len(list(values))
 
 

@@ -1,4 +1,4 @@
-"""Copies of static gradients: the same values in their order, memory apart, each where a vector load may begin."""
+"""Copies of static gradients: equal values in order, separate memory, aligned for vector loads."""
 
 from __future__ import annotations
 
