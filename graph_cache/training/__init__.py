@@ -1,4 +1,5 @@
-"""The capture core in training jobs: forward and backward graphs of modules in the order of a step, or a whole step.
+"""CUDA graphs for training: forward and backward graphs of modules in the order of a step, or a graph of a whole step.
 
-Uses the same pool, runner, backends and counters as inference. Knows modules and autograd, no trainer and no model.
+Uses the same pool, runner, backends and counters as inference. Depends on modules and autograd, not on any trainer or
+model.
 """

@@ -1,6 +1,6 @@
-"""A module whose calls are taken over, and what of it a capture bakes in beside the arguments of a call.
+"""Intercept the calls of a module, and track module state that a capture bakes in.
 
-Owns the seam: the attribute of the module that is replaced, and put back at the end. Knows no graphs.
+This file replaces the intercepted attribute of a module and restores it on detach. It does not handle graphs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as hooks_of_modules
+from torch.nn.modules import module as torch_hooks
 
 from graph_cache.errors import GraphConfigError
 from graph_cache.training.compiled import COMPILED_CALL, is_compiled
@@ -26,59 +26,60 @@ from graph_cache.training.side_effects import floats_of, numbers_of
 logger = logging.getLogger(__name__)
 
 FORWARD = "forward"
-MANY_CHANGES = 8
+CHANGES_BEFORE_WARNING = 8
 GLOBAL_HOOKS = [
-    hooks_of_modules._global_forward_hooks,
-    hooks_of_modules._global_forward_pre_hooks,
-    hooks_of_modules._global_backward_hooks,
-    hooks_of_modules._global_backward_pre_hooks,
+    torch_hooks._global_forward_hooks,
+    torch_hooks._global_forward_pre_hooks,
+    torch_hooks._global_backward_hooks,
+    torch_hooks._global_backward_pre_hooks,
 ]
 Hook = Callable[..., Any]
 
 
 class AmbientState(Protocol):
-    """What surrounds the calls of modules and would be baked into a capture of them, beside their arguments: say, a
-    precision that a context manager sets.
+    """Ambient state that a capture of module calls would bake in beside their arguments.
+
+    Example: a precision that a context manager sets.
     """
 
     def of(self, modules: Sequence[nn.Module]) -> Hashable:
-        """What surrounds a call of these now."""
+        """Return the current ambient state of a call of these modules."""
 
     def recreate(self, modules: Sequence[nn.Module], seen: Hashable) -> AbstractContextManager:
-        """Context for a capture, in which calls are surrounded as `of` saw it; all is as before afterwards."""
+        """Return a context that recreates the state returned by `of` for a capture and restores the current one."""
 
     def watch(self, modules: Sequence[nn.Module]) -> Callable[[], bool]:
-        """After a capture: return a check that non-parameter state read by these modules' graphs has not moved."""
+        """Return a check, after a capture, that non-parameter state read by these modules' graphs has not moved."""
 
     def replaying(self, modules: Sequence[nn.Module]) -> None:
-        """A graph is about to replay in the place of these: pass on what it reads from a tensor."""
+        """Update tensors that the graph reads, right before it replays in place of these modules."""
 
     def replayed(self, modules: Sequence[nn.Module]) -> None:
-        """A forward was replayed: change what a call would have changed."""
+        """Apply the host-side changes of an eager call after a forward was replayed."""
 
 
 class SideOutput(Protocol):
-    """Reproduce on replay the side outputs of a part: values that its forward leaves outside its result."""
+    """Reproduce on replay the side outputs of a part: values that its forward stores outside its result."""
 
     def gather(self, call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The call's result and what it left, as a tree; what is an argument stands there as a value that says so."""
+        """Call, and return the result and the side outputs as a tree; arguments appear as placeholders."""
 
     def put(self, gathered: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Leave what was gathered in a call like this one, and return its result."""
+        """Store the side outputs gathered from an equivalent call, and return its result."""
 
     def begin(self) -> None:
-        """The part is taken over."""
+        """Called when the part's method is replaced."""
 
     def end(self) -> None:
-        """It is given back."""
+        """Called when the part's method is restored."""
 
 
 class Part(NamedTuple):
-    """What of a model is captured under `name`: a module's calls, or those of another of its methods.
+    """A captured unit of a model: the calls of a module, or of one of its methods.
 
-    `submodules`: what the method uses of the module, whose parameters then take part; none: all of it. `chunk`: parts
-    of different model chunks are never of one microbatch's forward, whatever runs between them. `carry`: what calls
-    leave beside their results.
+    - `submodules`: the submodules that the method uses; their parameters take part. Empty: the whole module.
+    - `chunk`: model chunk; parts of different chunks never belong to the same microbatch's forward.
+    - `carry`: side outputs of the calls.
     """
 
     name: str
@@ -91,9 +92,10 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Attachment:
-    """Which parts of a model are captured, and what that takes: see Job for `generators` and `state`.
+    """The parts of a model to capture; see CaptureContext for `generators` and `state`.
 
-    Forward-pre-hooks inside the parts for which `fired` is true run before each replay; others keep their part eager.
+    Forward pre-hooks inside a part for which `fired` returns true run before each replay. Any other hook keeps its part
+    eager.
     """
 
     parts: Sequence[Part]
@@ -104,7 +106,7 @@ class Attachment:
 
 
 class InterceptedMethod:
-    """What stands in the place of an attached module's method. A deep copy of the module has the method itself."""
+    """Replacement for the method of an attached module. A deep copy of the module gets the original method."""
 
     def __init__(self, attached: AttachedModule, call: Callable[[Any, tuple, dict[str, Any]], Any]):
         self._attached, self._call = attached, call
@@ -123,11 +125,12 @@ class InterceptedMethod:
 
 
 class AttachedModule:
-    """A part that is taken over; `eager` is what its calls did before: a method, or what `module.compile()` made of it.
+    """A part with an intercepted method; `eager` is the original: a method, or the compiled call of `module.compile()`.
 
-    `scope` holds the submodules that take part. Forward-pre-hooks inside it for which `fired` is true run before each
-    replay, in the order of the submodules, and outside of captures; any other hook inside keeps the part eager.
-    Raises GraphConfigError where its calls are replaced already.
+    `scope` holds the submodules that take part. Forward pre-hooks inside it for which `fired` returns true run before
+    each replay, in the order of the submodules, and outside captures. Any other hook inside keeps the part eager.
+
+    Raises GraphConfigError if the method is already replaced.
     """
 
     def __init__(
@@ -138,45 +141,54 @@ class AttachedModule:
         self.module = module
         self.chunk = part.chunk
         self.scope = nn.ModuleList(part.submodules) if part.submodules else module
-        # module.compile() wraps hooks and forward together, so that call is taken over; torch.compile(module) makes a
-        # module around it, whose forward is the compiled call.
+        # module.compile() wraps hooks and forward together, so intercept that call. torch.compile(module) returns a
+        # wrapper module with the compiled call as its forward.
         self.method = part.method
-        is_inside = part.method == FORWARD and getattr(module, COMPILED_CALL, None) is not None
-        self._seam = COMPILED_CALL if is_inside else part.method
-        self.before = vars(module).get(self._seam)
-        wraps = part.method == FORWARD and is_compiled(module)  # a compiled call of another module's
-        if self._seam == part.method and self.before is not None and not (wraps or self._is_its_own(self.before)):
+        compiled_in_place = part.method == FORWARD and getattr(module, COMPILED_CALL, None) is not None
+        self._attribute = COMPILED_CALL if compiled_in_place else part.method
+        self.before = vars(module).get(self._attribute)
+        wraps_compiled = part.method == FORWARD and is_compiled(module)  # the compiled call of another module
+        if (
+            self._attribute == part.method
+            and self.before is not None
+            and not (wraps_compiled or self._is_class_method(self.before))
+        ):
             raise GraphConfigError(
-                f"{name}: its {part.method} is replaced already ({self.before!r}); detach whatever did so first"
+                f"{name}: its {part.method} is already replaced ({self.before!r}); detach the replacement first"
             )
         if isinstance(self.before, InterceptedMethod):
-            raise GraphConfigError(f"{name}: it is attached already; detach it first")
-        self.eager: Callable[..., Any] = getattr(module, self._seam)
+            raise GraphConfigError(f"{name} is already attached; detach it first")
+        self.eager: Callable[..., Any] = getattr(module, self._attribute)
         self.carry = part.carry
         if part.carry is not None:
             self.eager = lambda *args, call=self.eager, **kwargs: part.carry.gather(call, args, kwargs)
-        self.refused: set[Hashable] = set()  # kinds of calls whose capture failed
-        self.handing_out: Any = None  # the pair that hands out its gradients where they are; others copy
+        self.refused: set[Hashable] = set()  # call signatures with a failed capture
+        self.uncopied_pair: Any = None  # the pair that returns its gradients uncopied; others copy
         self.reread_parameters()
         self.submodules = list(self.scope.modules())
         if part.submodules:
-            self.submodules[0] = module  # of a list of submodules the mode says nothing
-        self._inner = self.submodules if is_inside else self.submodules[1:]
+            self.submodules[0] = module  # the ModuleList is ours: its mode means nothing
+        self._inner = self.submodules if compiled_in_place else self.submodules[1:]
         self.hooks = [
             hooks
-            for one in self._inner
-            for hooks in (one._forward_hooks, one._forward_pre_hooks, one._backward_hooks, one._backward_pre_hooks)
+            for submodule in self._inner
+            for hooks in (
+                submodule._forward_hooks,
+                submodule._forward_pre_hooks,
+                submodule._backward_hooks,
+                submodule._backward_pre_hooks,
+            )
         ]
         self.hooks += GLOBAL_HOOKS
-        found = [(vars(module), name) for module in self.submodules for name in numbers_of(module, (float,))]
-        self.numbers, self.numbers_names = zip(*found, strict=True) if found else ((), ())
+        floats = [(vars(module), name) for module in self.submodules for name in numbers_of(module, (float,))]
+        self.float_owners, self.float_names = zip(*floats, strict=True) if floats else ((), ())
         self._fired = fired
         self.surroundings = surroundings
-        self._to_fire: list[tuple[nn.Module, Hook]] = []
+        self._hooks_to_run: list[tuple[nn.Module, Hook]] = []
         self.refresh()
 
-    def _is_its_own(self, call: Any) -> bool:
-        """Whether it is the method that the class has: so a deep copy of an attached module has it."""
+    def _is_class_method(self, call: Any) -> bool:
+        """Whether `call` is the method of the class. Deep copies of attached modules have it as an attribute."""
         return (
             isinstance(call, MethodType)
             and call.__self__ is self.module
@@ -184,70 +196,74 @@ class AttachedModule:
         )
 
     def take_over(self, call: Callable[[Any, tuple, dict[str, Any]], Any]) -> None:
-        """From here on calls of the module are calls of this, with this object, the arguments and the keywords."""
-        setattr(self.module, self._seam, InterceptedMethod(self, call))
+        """Redirect calls of the module to `call(self, args, kwargs)`."""
+        setattr(self.module, self._attribute, InterceptedMethod(self, call))
         if self.carry is not None:
             self.carry.begin()
 
     def give_back(self) -> None:
-        """The module as it was."""
+        """Restore the module."""
         if self.carry is not None:
             self.carry.end()
         if self.before is None:
-            delattr(self.module, self._seam)
+            delattr(self.module, self._attribute)
         else:
-            setattr(self.module, self._seam, self.before)
+            setattr(self.module, self._attribute, self.before)
 
     def refresh(self) -> None:
-        """Look again at what may change between two steps: which parameters are frozen, modes of submodules, hooks, and
-        floating-point attributes of submodules, such as the rate of a dropout.
+        """Reread state that may change between two steps: frozen parameters, modes of submodules, hooks, and
+        floating-point attributes of submodules such as a dropout rate.
         """
         found = [hook for hooks in self.hooks if hooks for hook in hooks.values()]
         if found and self._fired is not None:
-            self._to_fire = [(one, hook) for one in self._inner for hook in self._pre_hooks(one).values()]
+            self._hooks_to_run = [
+                (submodule, hook) for submodule in self._inner for hook in self._pre_hooks(submodule).values()
+            ]
             found = [hook for hook in found if not self._fired(hook)]
         else:
-            self._to_fire = []
-        self.hooks_inside = bool(found)  # a replay would leave them out
+            self._hooks_to_run = []
+        self.hooks_inside = bool(found)  # a replay would skip them
         trained = [parameter.requires_grad for parameter in self.parameters]
         self.frozen = True not in trained
         self.state = (
             self.hooks_inside,
             *trained,
             *[module.training for module in self.submodules],
-            *floats_of(self.numbers, self.numbers_names),
+            *floats_of(self.float_owners, self.float_names),
         )
 
     def _pre_hooks(self, module: nn.Module) -> dict[int, Hook]:
-        """Those hooks of a submodule that run before a replay."""
+        """Return the hooks of a submodule that run before a replay."""
         return {key: hook for key, hook in module._forward_pre_hooks.items() if self._fired(hook)}
 
     def reread_parameters(self) -> None:
-        """Take the parameters that the modules have now as their own."""
+        """Record the current parameters of the modules as their own."""
         self.parameters = list(self.scope.parameters())
         found = [
             (module._parameters, name, parameter)
             for module in self.scope.modules()
             for name, parameter in module._parameters.items()
         ]
-        self._registries, self._names, self._registered = zip(*found, strict=True) if found else ((), (), ())
+        self._registries, self._parameter_names, self._registered = zip(*found, strict=True) if found else ((), (), ())
 
-    def has_its_parameters(self) -> bool:
-        """Whether the modules have the parameters that they had at the begin of this round: `functional_call` puts
-        others in their place, for one call. Looked at in C loops, at every call."""
+    def has_same_parameters(self) -> bool:
+        """Whether the modules have the parameters recorded at the start of this step.
+
+        `functional_call` replaces them for one call. Runs at every call, so it loops in C.
+        """
         try:
-            return all(map(is_, map(getitem, self._registries, self._names), self._registered))
-        except KeyError:  # one is gone
+            return all(map(is_, map(getitem, self._registries, self._parameter_names), self._registered))
+        except KeyError:  # a parameter was removed
             return False
 
-    def may_be(self, state: tuple[bool, ...]) -> bool:
-        """Whether the module as it is now differs from this state in modes at most."""
-        first, last = 1 + len(self.parameters), len(self.state) - len(self.numbers)
+    def differs_only_in_modes(self, state: tuple[bool, ...]) -> bool:
+        """Whether the current state differs from this one in train/eval modes at most."""
+        first, last = 1 + len(self.parameters), len(self.state) - len(self.float_owners)
         return (self.state[:first], self.state[last:]) == (state[:first], state[last:])
 
     @contextmanager
-    def in_modes_of(self, state: tuple[bool, ...]) -> Iterator[None]:
-        """The modes of this state within the block: a capture may come while a job evaluates."""
+    def with_modes(self, state: tuple[bool, ...]) -> Iterator[None]:
+        """Set the train/eval modes of this state within the block: a capture may run while the job evaluates."""
         before = [module.training for module in self.submodules]
         first = 1 + len(self.parameters)
         for module, training in zip(self.submodules, state[first : first + len(self.submodules)], strict=True):
@@ -258,88 +274,88 @@ class AttachedModule:
             for module, training in zip(self.submodules, before, strict=True):
                 module.training = training
 
-    def around(self) -> Hashable:
-        """What surrounds a call now."""
+    def ambient_state(self) -> Hashable:
+        """Return the current ambient state of a call."""
         return None if self.surroundings is None else self.surroundings.of(self.submodules)
 
-    def surrounded(self, seen: Hashable) -> AbstractContextManager:
-        """The same surroundings again, for a capture."""
+    def recreate_ambient_state(self, seen: Hashable) -> AbstractContextManager:
+        """Return a context that recreates the observed ambient state for a capture."""
         return nullcontext() if self.surroundings is None else self.surroundings.recreate(self.submodules, seen)
 
     def fire_hooks(self) -> None:
-        """Run the hooks that a replay leaves out."""
-        for module, hook in self._to_fire:
+        """Run the allowed pre-hooks, which a replay skips."""
+        for module, hook in self._hooks_to_run:
             hook(module, ())
 
     def before_replay(self) -> None:
-        """What a call would do before its kernels."""
+        """Do the host-side work that an eager call does before its kernels."""
         self.fire_hooks()
         if self.surroundings is not None:
             self.surroundings.replaying(self.submodules)
 
     def after_replay(self) -> None:
-        """What a call would leave behind on the host."""
+        """Apply the host-side effects of an eager call."""
         if self.surroundings is not None:
             self.surroundings.replayed(self.submodules)
 
     @contextmanager
     def hooks_put_aside(self) -> Iterator[None]:
-        """Run those hooks now, and leave them out of the block, which captures."""
+        """Run the allowed pre-hooks now, and remove them within the block, which captures."""
         self.fire_hooks()
-        with put_back([module._forward_pre_hooks for module, _ in self._to_fire]):
-            for module, _ in self._to_fire:
+        with put_back([module._forward_pre_hooks for module, _ in self._hooks_to_run]):
+            for module, _ in self._hooks_to_run:
                 for key in self._pre_hooks(module):
                     del module._forward_pre_hooks[key]
             yield
 
     def wants_gradients(self, tensors: list[Tensor]) -> bool:
-        """Whether a call with these tensors has anything to differentiate."""
+        """Whether a call with these tensors needs a backward."""
         return not self.frozen or any(tensor.requires_grad for tensor in tensors)
 
 
 @contextmanager
 def put_back(hooks: Sequence[dict[int, Hook]]) -> Iterator[None]:
-    """What is taken out of these within the block is there again afterwards, in order."""
-    kept = [(one, dict(one)) for one in hooks]
+    """Restore the contents and order of these hook registries after the block."""
+    saved = [(registry, dict(registry)) for registry in hooks]
     try:
         yield
     finally:
-        for one, before in kept:
-            one.clear()
-            one.update(before)
+        for registry, before in saved:
+            registry.clear()
+            registry.update(before)
 
 
 class Watched:
-    """What may change of attached modules between two steps, looked at all at once: in C loops, at every step."""
+    """State of attached modules that may change between two steps. Checked at every step, so it loops in C."""
 
     def __init__(self, modules: Sequence[AttachedModule]):
         self._modules = modules
         self._parameters = [parameter for attached in modules for parameter in attached.parameters]
         self._submodules = [module for attached in modules for module in attached.submodules]
         self._hooks = [hooks for attached in modules for hooks in attached.hooks]
-        self._numbers = [owner for attached in modules for owner in attached.numbers]
-        self._names = [name for attached in modules for name in attached.numbers_names]
+        self._float_owners = [owner for attached in modules for owner in attached.float_owners]
+        self._float_names = [name for attached in modules for name in attached.float_names]
         self._seen: tuple[list[Any], ...] = ()
-        self._changes: Counter[int] = Counter()  # of each number, by its place
+        self._changes: Counter[int] = Counter()  # by index of the float attribute
 
-    def _count_changes(self, numbers: Sequence[Any]) -> None:
-        """Tell who sets a number at every step why nothing replays."""
-        for place, (before, now) in enumerate(zip(self._seen[-1] if self._seen else numbers, numbers, strict=True)):
-            self._changes[place] += before != now
-            if before != now and self._changes[place] == MANY_CHANGES:
+    def _count_changes(self, values: Sequence[Any]) -> None:
+        """Warn about a float attribute that changes every step, since nothing replays then."""
+        for index, (before, now) in enumerate(zip(self._seen[-1] if self._seen else values, values, strict=True)):
+            self._changes[index] += before != now
+            if before != now and self._changes[index] == CHANGES_BEFORE_WARNING:
                 logger.warning(
-                    "the attribute %s of a graphed module changes again and again, and each value is a kind "
-                    "of call of its own: keep it elsewhere, or in a tensor if its forward reads it",
-                    self._names[place],
+                    "the attribute %s of a graphed module changes repeatedly, and each value needs its own graphs: "
+                    "keep it outside the module, or in a tensor if the forward reads it",
+                    self._float_names[index],
                 )
 
     def refresh(self) -> None:
-        """Bring the state of each module up to date."""
+        """Refresh all modules if anything changed."""
         now = (
             list(map(_requires_grad, self._parameters)),
             list(map(_training, self._submodules)),
             list(map(len, self._hooks)),
-            floats_of(self._numbers, self._names),
+            floats_of(self._float_owners, self._float_names),
         )
         if now != self._seen:
             self._count_changes(now[-1])

@@ -1,6 +1,6 @@
-"""One call of a module: what must be the same for a graph of it to serve another call.
+"""Key of a module call: everything that must match for a graph of one call to serve another.
 
-Owns taking arguments apart into tensors and the rest, and putting results together. Knows no graphs.
+Flattens arguments into tensors and other values, and rebuilds results. Does not handle graphs.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-# Of exactly these types: a subclass may be equal by a rule of its own.
+# Exact types only: a subclass may define its own equality.
 PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device))
 
 
 @dataclass(frozen=True)
 class CallKey:
-    """Everything of a call that a capture bakes in: structure, values that are no tensors, tensor signatures, modes.
+    """Everything about a call that a capture bakes in: structure, non-tensor values, tensor signatures, modes.
 
-    `tensors` holds (shape, strides, dtype, device, requires_grad) of each tensor argument, in order; `types` tells
-    values apart that compare equal and compute differently (2, 2.0 and True). `around`: what else of a call's
-    surroundings would be baked in (see `AmbientState`).
+    - `tensors`: (shape, strides, dtype, device, requires_grad) of each tensor argument, in order.
+    - `types`: type of each value, since 2, 2.0 and True compare equal but compute differently.
+    - `ambient_state`: other state that a capture would bake in (see `AmbientState`).
     """
 
     structure: TreeSpec
@@ -37,37 +37,37 @@ class CallKey:
     training: bool
     grad: bool
     autocast: tuple[bool, torch.dtype | None]
-    around: Hashable = None
+    ambient_state: Hashable = None
 
     def __hash__(self) -> int:
-        return self._hash  # one call is looked up in several places
+        return self._hash  # cached: each call is looked up several times
 
     @functools.cached_property
     def _hash(self) -> int:
-        """Of constants among the values, too: kinds that differ in nothing else are many where a value keeps changing.
+        """Hash that includes constants among the values, since a value that keeps changing makes many keys.
 
-        Other values stay out: they may have no hash, or be equal by rules of their own.
+        Other values are excluded: they may be unhashable, or define their own equality.
         """
         constants = tuple([value for value in self.values if type(value) in PLAIN or _is_hashable_enum(value)])
-        return hash((constants, self.types, self.tensors, self.training, self.grad, self.autocast, self.around))
+        return hash((constants, self.types, self.tensors, self.training, self.grad, self.autocast, self.ambient_state))
 
 
 def _is_hashable_enum(value: Any) -> bool:
     return isinstance(value, enum.Enum) and isinstance(value, Hashable)
 
 
-NO_MEMORY = "argument_without_memory"  # why a call runs eager
+NO_MEMORY = "argument_without_memory"  # reasons for an eager call
 ELSEWHERE = "argument_elsewhere"
-OF_ITS_OWN_MEMORY = (Tensor, nn.Parameter)  # other classes take a closer look
-TENSOR = "<tensor>"  # stands where a tensor argument was, among the values
+PLAIN_TENSOR_TYPES = (Tensor, nn.Parameter)  # other classes need the full check
+TENSOR = "<tensor>"  # placeholder of a tensor argument among the values
 
 
 def flatten_call(
-    args: tuple, kwargs: dict[str, Any], training: bool, around: Hashable = None
+    args: tuple, kwargs: dict[str, Any], training: bool, ambient_state: Hashable = None
 ) -> tuple[CallKey, list[Tensor]]:
-    """A call's key and its tensor arguments, in order."""
+    """Return the key of a call and its tensor arguments, in order."""
     if not kwargs and all(isinstance(argument, Tensor) for argument in args):
-        tensors, values = list(args), (TENSOR,) * len(args)  # no tree to walk
+        tensors, values = list(args), (TENSOR,) * len(args)  # flat: skip tree_flatten
         structure = _flat_structure(len(args), ())
     else:
         leaves, structure = tree_flatten((args, kwargs))
@@ -88,14 +88,14 @@ def flatten_call(
         training,
         grad,
         _autocast(tensors[0].device.type if tensors else "cpu"),
-        around,
+        ambient_state,
     )
     return key, tensors
 
 
 @functools.cache
 def _flat_structure(count: int, names: tuple[str, ...]) -> TreeSpec:
-    """The structure of a call with this many positional leaves and a leaf for each of these keywords."""
+    """Return the TreeSpec of a call with `count` positional leaves and one leaf per keyword."""
     return tree_flatten(((TENSOR,) * count, dict.fromkeys(names, TENSOR)))[1]
 
 
@@ -105,19 +105,21 @@ def _autocast(device: str) -> tuple[bool, torch.dtype | None]:
 
 
 def autocast_as(key: CallKey) -> AbstractContextManager:
-    """PyTorch's autocast as it was around the call."""
+    """Return a context with the autocast state of the call."""
     return _autocast_in(_device_of(key), *key.autocast)
 
 
 def no_autocast(key: CallKey) -> AbstractContextManager:
-    """No autocast, as around a backward, which computes as its forward did."""
+    """Return a context without autocast, for a backward: each operation runs in the dtype of its forward."""
     return _autocast_in(_device_of(key), False, None)
 
 
 @contextmanager
 def _autocast_in(device: str, enabled: bool, dtype: torch.dtype | None) -> Iterator[None]:
-    """Casts that were cached outside are none of a graph's, nor the other way round. What is off stays as it is, since
-    compiled code is told a mere change of the cache's setting, too, and would be compiled anew."""
+    """Set autocast for a capture, with a fresh cast cache: casts must not leak between graphs and other code.
+
+    If autocast is off and stays off, change nothing: torch.compile guards on the cache setting too and would recompile.
+    """
     if not enabled and not torch.is_autocast_enabled(device):
         yield
         return
@@ -134,39 +136,44 @@ def _device_of(key: CallKey) -> str:
 
 
 class Expected:
-    """What calls of one key look like. Asked at every call of a step: a fraction of the cost of making a key.
+    """Fast matcher for calls of one key. Runs at every call of a step, at a fraction of the cost of building a key.
 
-    Only for calls whose arguments are tensors and values; those with containers among them always make a key.
+    Matches only calls with flat arguments (tensors and values). Calls with containers always need a key.
     """
 
     def __init__(self, key: CallKey, args: tuple, kwargs: dict[str, Any]):
-        self._plain = key.structure == _flat_structure(len(args), tuple(kwargs))
+        self._is_flat = key.structure == _flat_structure(len(args), tuple(kwargs))
         self._count, self._names = len(args), tuple(kwargs)
-        self._training, self._autocast, self._around = key.training, key.autocast, key.around
+        self._training, self._autocast, self._ambient_state = key.training, key.autocast, key.ambient_state
         self._device = _device_of(key)
         self._only_tensors = all(value is TENSOR for value in key.values) and not kwargs
         self._signatures = key.tensors
         self._values = list(zip(key.values, key.types, strict=True))
 
     def tensors(
-        self, args: tuple, kwargs: dict[str, Any], training: bool, around: Hashable = None
+        self, args: tuple, kwargs: dict[str, Any], training: bool, ambient_state: Hashable = None
     ) -> Sequence[Tensor] | None:
-        """The tensors of a call of this key, in order; None for any other call, and for one that takes a closer look.
+        """Return the tensors of a call of this key, in order, or None if the call differs or needs the full check.
 
-        The caller has gradients enabled.
+        The caller must have gradients enabled.
         """
-        if not self._plain or training != self._training or len(args) != self._count or around != self._around:
+        if (
+            not self._is_flat
+            or training != self._training
+            or len(args) != self._count
+            or ambient_state != self._ambient_state
+        ):
             return None
         if torch.is_autocast_enabled(self._device) != self._autocast[0] or (
             self._autocast[0] and torch.get_autocast_dtype(self._device) != self._autocast[1]
         ):
             return None
-        tensors = args if self._only_tensors and not kwargs else self._among(args, kwargs)
+        tensors = args if self._only_tensors and not kwargs else self._match_leaves(args, kwargs)
         if tensors is None:
             return None
         for tensor, signature in zip(tensors, self._signatures, strict=True):
             if (
-                type(tensor) not in OF_ITS_OWN_MEMORY
+                type(tensor) not in PLAIN_TENSOR_TYPES
                 or is_sparse(tensor)
                 or is_lazy(tensor)
                 or signature != (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
@@ -174,30 +181,31 @@ class Expected:
                 return None
         return tensors
 
-    def _among(self, args: tuple, kwargs: dict[str, Any]) -> list[Any] | None:
-        """What stands where tensors are wanted, if everything else is as expected."""
+    def _match_leaves(self, args: tuple, kwargs: dict[str, Any]) -> list[Any] | None:
+        """Return the leaves at tensor positions if all other leaves match, else None."""
         if tuple(kwargs) != self._names:
             return None
         found = []
-        for leaf, (value, kind) in zip((*args, *kwargs.values()), self._values, strict=True):
+        for leaf, (value, expected_type) in zip((*args, *kwargs.values()), self._values, strict=True):
             if value is TENSOR:
                 found.append(leaf)
-            elif isinstance(leaf, Tensor) or type(leaf) is not kind or leaf != value:
+            elif isinstance(leaf, Tensor) or type(leaf) is not expected_type or leaf != value:
                 return None
         return found
 
 
 def unflatten_call(key: CallKey, tensors: Sequence[Tensor]) -> tuple[tuple, dict[str, Any]]:
-    """The arguments of a call of this key with these tensors."""
-    rest = iter(tensors)
-    leaves = [next(rest) if value is TENSOR else value for value in key.values]
+    """Return the arguments of a call of this key with these tensors."""
+    remaining = iter(tensors)
+    leaves = [next(remaining) if value is TENSOR else value for value in key.values]
     return tree_unflatten(leaves, key.structure)
 
 
 @dataclass(frozen=True, eq=False)
 class IdentityKey:
-    """Part of a key: equal to another only if it holds the very same object, which lives as long, so that its address
-    names nothing else. A bound method is the same with the same owner.
+    """Key component that compares by identity. Bound methods match if their owner and function match.
+
+    It keeps its object alive, so the address is never reused by another object.
     """
 
     value: Any
@@ -214,66 +222,67 @@ class IdentityKey:
 
 @dataclass(frozen=True)
 class Result:
-    """What a call returned: its structure, and the leaves with None where a tensor was."""
+    """Structure and leaves of a return value; TENSOR replaces each tensor."""
 
     structure: TreeSpec
     leaves: tuple[Any, ...]
 
     @property
     def is_tensor(self) -> bool:
-        """Whether it is a tensor by itself, which needs no putting together."""
+        """Whether the value is a single tensor, which needs no rebuilding."""
         return self.leaves == (TENSOR,) and self.structure.is_leaf()
 
     @classmethod
     def of(cls, value: Any) -> tuple[Result, list[Tensor]]:
-        """Take a returned value apart; dataclasses must be registered with pytree by their owner to count as trees."""
+        """Flatten a return value into a Result and its tensors. Dataclasses must be registered with pytree."""
         leaves, structure = tree_flatten(value)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         return cls(structure, tuple(TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)), tensors
 
     def build(self, tensors: Sequence[Tensor]) -> Any:
-        """The value again, with these tensors."""
-        rest = iter(tensors)
-        return tree_unflatten([next(rest) if leaf is TENSOR else leaf for leaf in self.leaves], self.structure)
+        """Rebuild the value with these tensors."""
+        remaining = iter(tensors)
+        return tree_unflatten([next(remaining) if leaf is TENSOR else leaf for leaf in self.leaves], self.structure)
 
 
 def load(statics: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Copy into static tensors what isn't there already."""
+    """Copy tensors into static tensors, except those that already alias them."""
     for static, tensor in zip(statics, tensors, strict=True):
         if lacks_memory(static) or static.data_ptr() != tensor.data_ptr():
             static.data.copy_(tensor)
 
 
 def is_sparse(tensor: Tensor) -> bool:
-    """Whether how much memory it takes depends on its values: no graph can be given another one."""
+    """Whether the tensor is sparse: its memory size depends on its values, so no graph can take another one."""
     return tensor.layout is not torch.strided
 
 
 def is_lazy(tensor: Tensor) -> bool:
-    """Whether it is a conjugate or a negative that is computed by who reads it: its memory holds something else."""
+    """Whether the tensor is a lazy conjugate or negative, with memory that holds other values."""
     return tensor.is_conj() or tensor.is_neg()
 
 
-def why_no_input(tensors: Sequence[Tensor], device: torch.device) -> str:
-    """Why a graph can't be given one of these; empty where it can."""
+def input_refusal(tensors: Sequence[Tensor], device: torch.device) -> str:
+    """Return why a graph can't take these inputs, as a metrics reason, or an empty string if it can."""
     if any(map(lacks_memory, tensors)):
         return NO_MEMORY
-    return ELSEWHERE if are_elsewhere(tensors, device) else ""
+    return ELSEWHERE if any_on_other_device(tensors, device) else ""
 
 
-def are_elsewhere(tensors: Sequence[Tensor], device: torch.device) -> bool:
-    """Whether one of these is not on a graph's device.
+def any_on_other_device(tensors: Sequence[Tensor], device: torch.device) -> bool:
+    """Whether any tensor is not on the graphs' device.
 
-    What is on the host is as good as read there: a GPU is given a single number with the launch, and a list of counts
-    becomes shapes.
+    Values of host tensors are baked into a capture: a kernel launch takes a scalar by value, and counts become shapes.
     """
     return any(tensor.device.type != device.type for tensor in tensors)
 
 
 def lacks_memory(tensor: Tensor) -> bool:
-    """Whether it is made of other tensors, as a DTensor is, and so has no address by which to know it again; or has one
-    that it shares with what it was made of."""
+    """Whether the tensor has no storage address of its own to identify it by.
+
+    True for wrappers of other tensors (DTensor), sparse tensors, and lazy views that share the address of their base.
+    """
     try:
         return is_sparse(tensor) or is_lazy(tensor) or (not tensor.data_ptr() and tensor.numel() > 0)
-    except RuntimeError:  # those by which PyTorch traces (torch.export, torch.func) refuse to tell theirs
+    except RuntimeError:  # tracing tensors (torch.export, torch.func) have no data_ptr
         return True

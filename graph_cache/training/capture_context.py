@@ -1,4 +1,4 @@
-"""What all captures of one training job share."""
+"""State shared by all captures of one training job."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from graph_cache.stats import CacheStats
 
 @dataclass(frozen=True)
 class CaptureContext:
-    """`generators`: those that captured draws use, registered with every graph.
+    """Pool, counters, generators and external state shared by all captures.
 
-    `state`: tensors outside of the captured modules that these write (Megatron's sums of auxiliary losses), by name,
-    looked up anew each time; a capture leaves them as it found them, and graphs are dropped when one moves.
+    `generators` are the random generators used inside captures; every graph registers them.
+
+    `state` maps names to tensors outside the captured modules that the modules write, such as Megatron's sums of
+    auxiliary losses. The mapping is read again each time. A capture restores these tensors, and graphs are dropped when
+    one of them moves.
     """
 
     pool: GraphPool

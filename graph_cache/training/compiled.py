@@ -1,6 +1,6 @@
-"""Modules and functions that torch.compile made, inside captures. Knows how to tell them, and keeps compilers out.
+"""Support for torch.compile inside captures: detect compiled code, and prevent compilation during a capture.
 
-Compilation happens in warm-up, by the eager calls before a capture; a capture runs what is compiled already.
+Compilation happens during warm-up, in the eager calls before a capture. A capture runs the code compiled there.
 """
 
 from __future__ import annotations
@@ -18,30 +18,31 @@ from torch import Tensor, nn
 
 from graph_cache.backends.base import Backend
 
-COMPILED_CALL = "_compiled_call_impl"  # where module.compile() keeps the compiled call
-_DEPTH = 6  # how far from a step function its models are looked for: closure, trainer, wrapper, list
+COMPILED_CALL = "_compiled_call_impl"  # attribute in which module.compile() stores the compiled call
+_SEARCH_DEPTH = 6  # reference depth from a step function to its models: closure, trainer, wrapper, list
 
 
 def is_compiled(value: Any) -> bool:
-    """Whether torch.compile made it: a function, a module around another, or a module that was compiled in place."""
+    """Whether `value` is a compiled function, a wrapper from torch.compile(module), or compiled in place."""
     if isinstance(value, nn.Module):
         return getattr(value, COMPILED_CALL, None) is not None or "_orig_mod" in value._modules
     return hasattr(value, "_torchdynamo_orig_callable")
 
 
 def keeping_history() -> AbstractContextManager:
-    """Context in which compiled backwards leave what was saved for them as it is, and don't refuse to have it retained.
+    """Return a context in which compiled backwards don't overwrite their saved tensors (no donated buffers).
 
-    Needed when something is compiled that will be captured, and again when its backward is.
+    Donated buffers make a backward with retain_graph=True fail. Needed when code to be captured is compiled, and when
+    its backward is.
     """
     return aot_config.patch(donated_buffer=False)
 
 
 @contextmanager
 def without_compiling(backend: Backend) -> Iterator[None]:
-    """Context for a capture: compiled code is used where it fits, and nothing is compiled, which no graph can hold.
+    """Context for a capture: use matching compiled code, and never compile, which a graph can't record.
 
-    On a CPU what was compiled runs uncompiled: its kernels pass by the dispatcher, where they can't be recorded.
+    On a CPU, compiled code runs uncompiled: its kernels bypass the dispatcher, so the backend can't record them.
     """
     if "torch._dynamo" not in sys.modules:
         yield  # nothing was compiled in this process
@@ -51,28 +52,30 @@ def without_compiling(backend: Backend) -> Iterator[None]:
 
 
 def reached_from(step: Callable[..., Any]) -> list[Any]:
-    """Modules and compiled functions that a step function can reach by its closure, the globals that it names, the
-    object that it is a method of, and what these hold."""
+    """Return the modules and compiled functions reachable from a step function.
+
+    Follows its closure, the globals it names, its `self`, and the contents of these, up to _SEARCH_DEPTH references.
+    """
     found: list[Any] = []
     seen: set[int] = set()
-    layer = [step]
-    for _ in range(_DEPTH):
-        inner: list[Any] = []
-        for value in layer:
+    frontier = [step]
+    for _ in range(_SEARCH_DEPTH):
+        next_frontier: list[Any] = []
+        for value in frontier:
             if id(value) not in seen:
                 seen.add(id(value))
                 if isinstance(value, nn.Module) or is_compiled(value):
                     found.append(value)
-                inner += _held_by(value)
-        layer = inner
+                next_frontier += _referenced_by(value)
+        frontier = next_frontier
     return found
 
 
-def _held_by(value: Any) -> Iterator[Any]:
+def _referenced_by(value: Any) -> Iterator[Any]:
     if isinstance(value, (nn.Module, Tensor, type, types.ModuleType, str, bytes)):
-        return iter(())  # a module's own are asked of the module
+        return iter(())  # the caller walks a module's submodules itself
     if isinstance(value, types.FunctionType):
-        cells = [held for cell in value.__closure__ or () for held in _contents(cell)]
+        cells = [content for cell in value.__closure__ or () for content in _cell_contents(cell)]
         names = [value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__]
         wrapped = [value._torchdynamo_orig_callable] if is_compiled(value) else []
         return iter([*cells, *names, *wrapped, *(value.__defaults__ or ())])
@@ -87,8 +90,8 @@ def _held_by(value: Any) -> Iterator[Any]:
     return iter(list(getattr(value, "__dict__", {}).values()))
 
 
-def _contents(cell: types.CellType) -> list[Any]:
+def _cell_contents(cell: types.CellType) -> list[Any]:
     try:
         return [cell.cell_contents]
-    except ValueError:  # a name that is not bound yet
+    except ValueError:  # unbound name
         return []

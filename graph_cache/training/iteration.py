@@ -1,7 +1,7 @@
-"""A whole training iteration as one graph: forward, backward and whatever else the step function does on the device.
+"""A whole training iteration as one graph: forward, backward and all other device work of the step function.
 
-Owns static copies of the step's arguments, the gradients that it leaves, and that a call which differs in anything
-from the capture is never served by it. One thread calls it.
+Holds static copies of the step's arguments and the gradients that it leaves. A graph never serves a call that differs
+from its capture. Call from one thread only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from graph_cache.training.call import (
     NO_MEMORY,
     CallKey,
     Result,
-    are_elsewhere,
+    any_on_other_device,
     flatten_call,
     is_sparse,
     lacks_memory,
@@ -38,27 +38,27 @@ from graph_cache.training.call import (
 )
 from graph_cache.training.compiled import is_compiled, reached_from, without_compiling
 from graph_cache.training.gradients import storage_users
-from graph_cache.training.optimizers import OptimizerState, noted_steps, settings_of
+from graph_cache.training.optimizers import OptimizerState, observe_steps, settings_of
 from graph_cache.training.parameter_aliases import MainGrads
-from graph_cache.training.side_effects import floats_of, numbers_of, refused_buffers
+from graph_cache.training.side_effects import floats_of, numbers_of, refuse_replaced_buffers
 
 logger = logging.getLogger(__name__)
 
 SCOPE = "full_iteration"
 WARMING = "warming_up"
 FAILED = "capture_failed"
-MAX_SETTINGS = 4  # graphs that differ in settings of optimizers alone
-MAX_WARMING = 64  # kinds that are counted towards a capture at a time: what they were called with is held meanwhile
+MAX_SETTINGS = 4  # graphs that differ only in optimizer settings
+MAX_WARMING = 64  # signatures counted towards a capture at a time; each holds its arguments' values
 
 
-class _Captured:
-    """One kind of call: its static arguments, its graph, its results, and the gradients it starts from and leaves."""
+class _IterationGraph:
+    """Graph of one call signature: static arguments, results, and gradients before and after the step."""
 
     def __init__(self, key: CallKey, tensors: Sequence[Tensor]):
         self.key = key
         self.inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
         self.addresses = AddressBook()
-        self.outside: set[str] = set()  # names of tensors outside of modules
+        self.extra_state: set[str] = set()  # names of tensors outside modules
         self.result: Result | None = None
         self.outputs: list[Tensor] = []
         self.grads_before: list[tuple[nn.Parameter, Tensor]] = []
@@ -67,15 +67,19 @@ class _Captured:
 
 
 class CapturedIteration:
-    """`step(*args, **kwargs)` from a graph, one for each kind of call.
+    """Run `step(*args, **kwargs)` from a graph, one per call signature.
 
-    A kind is the structure of the arguments, the shapes and dtypes of tensors, every other value, whether gradients are
-    enabled, of each module train or eval and its floating-point attributes, which parameters want a gradient, and which
-    have one already, and the settings of optimizers that step inside; modules among the arguments count with those that
-    the step runs. Calls run eager `warmup_steps` times per kind (at least
-    one), then are captured. A graph is dropped when parameters, buffers or main_grads moved, or tensors of `state`,
-    which the step reads or writes beside them. Tensors that the step returns come back without history, from a replay
-    as copies; `.grad` is left as the step leaves it.
+    The signature consists of:
+
+    - the structure of the arguments, shapes and dtypes of tensors, and every other value;
+    - whether gradients are enabled;
+    - train/eval mode and floating-point attributes of each module that the step runs or takes as an argument;
+    - which parameters require a gradient, and which already have one;
+    - settings of optimizers that step inside.
+
+    Each signature runs eager `warmup_steps` times (at least once), then is captured. Graphs are dropped when
+    parameters, buffers or main_grads move, or tensors of `state`, which the step reads or writes besides them. Returned
+    tensors have no history and are copies after a replay. `.grad` is left as the step leaves it.
     """
 
     def __init__(
@@ -91,22 +95,22 @@ class CapturedIteration:
     ):
         self.name = name
         self._step = step
-        self._outside = {} if state is None else state
+        self._extra_state = {} if state is None else state
         self._pool = pool
         self._stats = stats
         self._warmup_steps = max(1, warmup_steps)
         self._generators = tuple(generators)
         self._memory = pool.new_memory()
-        self._seen: Counter[Hashable] = Counter()
-        self._captured: dict[Hashable, _Captured] = {}
+        self._warmup_calls: Counter[Hashable] = Counter()
+        self._captured: dict[Hashable, _IterationGraph] = {}
         self._failed: set[Hashable] = set()
-        # Weakly, as a step may make modules anew at every call.
+        # Weak: a step may create new modules at every call.
         self._modules: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
-        self._floats: dict[int, tuple[str, ...]] = {}  # of each module by its id: attributes that were numbers
-        # Those that take their step inside, in the order of their first.
+        self._floats: dict[int, tuple[str, ...]] = {}  # module id -> names of float attributes
+        # Optimizers that step inside, in order of their first step.
         self._optimizers: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._looked = self._compiled = self._told = False
+        self._inspected = self._compiled = self._warned = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one iteration."""
@@ -114,36 +118,36 @@ class CapturedIteration:
         if any(map(is_sparse, tensors)):
             self._stats.fallbacks[self.name, SCOPE, NO_MEMORY] += 1
             return self._eager(args, kwargs)
-        if are_elsewhere(tensors, self._pool.backend.device):
+        if any_on_other_device(tensors, self._pool.backend.device):
             self._stats.fallbacks[self.name, SCOPE, ELSEWHERE] += 1
             return self._eager(args, kwargs)
-        self._look_at([value for value in key.values if isinstance(value, nn.Module)])
-        kind = (key, self._state())
-        captured = self._captured.get(kind)
-        if captured is not None and self._in_place(captured):
+        self._discover_modules([value for value in key.values if isinstance(value, nn.Module)])
+        signature = (key, self._state())
+        captured = self._captured.get(signature)
+        if captured is not None and self._addresses_unchanged(captured):
             return self._replay(captured, tensors)
-        self._tell_of_settings(kind)
-        if kind in self._failed or self._seen[kind] < self._warmup_steps:
-            self._count_warming(kind)
-            self._stats.fallbacks[self.name, SCOPE, FAILED if kind in self._failed else WARMING] += 1
+        self._warn_of_settings(signature)
+        if signature in self._failed or self._warmup_calls[signature] < self._warmup_steps:
+            self._count_warming(signature)
+            self._stats.fallbacks[self.name, SCOPE, FAILED if signature in self._failed else WARMING] += 1
             return self._eager(args, kwargs)
-        return self._capture(kind, key, tensors, args, kwargs)
+        return self._capture(signature, key, tensors, args, kwargs)
 
     def clear(self) -> None:
-        """Drop every graph and give the memory back; kinds seen before are captured again at their next call."""
-        for kind in list(self._captured):
-            self._drop(kind)
+        """Drop all graphs and release their memory. Known signatures are captured again at their next call."""
+        for signature in list(self._captured):
+            self._drop(signature)
         self._pool.trim()
 
-    def _drop(self, kind: Hashable) -> None:
-        captured = self._captured.pop(kind)
+    def _drop(self, signature: Hashable) -> None:
+        captured = self._captured.pop(signature)
         for parameter, grad in captured.grads_after:
             if grad is not None and parameter.grad is grad:
                 parameter.grad = grad.clone()
         captured.runner.close()
 
     def table(self) -> list[dict[str, Any]]:
-        """Every graph as plain values."""
+        """Return a row of plain values for every graph."""
         return [
             {
                 "module": self.name,
@@ -156,12 +160,14 @@ class CapturedIteration:
         ]
 
     def _state(self) -> Hashable:
-        """What of the model is baked into a graph: the mode of each module, where gradients are wanted and are, and
-        which parameters share one.
+        """Return the model state that a graph bakes in.
+
+        Module modes, requires_grad, which parameters have a gradient or share one, float attributes, and optimizer
+        settings.
         """
-        parameters, numbers = self._all_parameters(), {id(None): 0}
-        grads = [numbers.setdefault(id(parameter.grad), len(numbers)) for parameter in parameters]
-        known = self._known()
+        parameters, ids = self._all_parameters(), {id(None): 0}
+        grads = [ids.setdefault(id(parameter.grad), len(ids)) for parameter in parameters]
+        known = self._known_modules()
         return (
             tuple([module.training for module in known]),
             tuple([parameter.requires_grad for parameter in parameters]),
@@ -170,32 +176,37 @@ class CapturedIteration:
             tuple(map(settings_of, self._optimizers.values())),
         )
 
-    def _tell_of_settings(self, kind: Hashable) -> None:
-        """Once, where an optimizer's settings are all that this kind has other than one with a graph."""
-        if not self._told and any(key == kind[0] and state[:-1] == kind[1][:-1] for key, state in self._captured):
-            self._told = True
+    def _warn_of_settings(self, signature: Hashable) -> None:
+        """Warn once if this signature differs from a captured one only in optimizer settings."""
+        if not self._warned and any(
+            key == signature[0] and state[:-1] == signature[1][:-1] for key, state in self._captured
+        ):
+            self._warned = True
             logger.warning(
-                "%s: settings of an optimizer inside changed, constants of a graph: each value gets "
-                "one of its own. A learning rate that changes belongs in a tensor (lr=torch.tensor(…), "
+                "%s: settings of an optimizer inside the step changed; they are constants of a graph, so each value "
+                "gets its own graph. A learning rate that changes belongs in a tensor (lr=torch.tensor(…), "
                 "capturable=True), which a scheduler fills and every replay reads",
                 self.name,
             )
 
-    def _look_at(self, given: Sequence[nn.Module]) -> None:
-        """Note the modules among the arguments, and whether something is compiled: a hook that notes modules would be
-        compiled in with them, so beside compiled ones those within reach count."""
-        fresh = [module for module in given if id(module) not in self._modules]
-        if not self._looked:
-            self._looked = True
+    def _discover_modules(self, modules: Sequence[nn.Module]) -> None:
+        """Register the modules among the arguments, and detect compiled code.
+
+        A global pre-hook finds the other modules in eager calls. Compiled code would compile that hook in, so with
+        compiled code, modules reachable from the step function are registered instead.
+        """
+        new = [module for module in modules if id(module) not in self._modules]
+        if not self._inspected:
+            self._inspected = True
             reached = reached_from(self._step)
             self._compiled = any(map(is_compiled, reached))
             if self._compiled:
-                fresh += [value for value in reached if isinstance(value, nn.Module)]
-        for module in fresh:
-            self._note(module)
+                new += [value for value in reached if isinstance(value, nn.Module)]
+        for module in new:
+            self._register_module(module)
             self._compiled |= any(map(is_compiled, module.modules()))
 
-    def _note(self, module: nn.Module, inputs: Any = None) -> None:
+    def _register_module(self, module: nn.Module, inputs: Any = None) -> None:
         if id(module) not in self._modules:
             self._roots.add(module)
             for inner in module.modules():
@@ -206,46 +217,51 @@ class CapturedIteration:
         found = [(vars(module), name) for module in modules for name in self._floats.get(id(module), ())]
         return [owner for owner, _ in found], [name for _, name in found]
 
-    def _note_optimizer(self, optimizer: Optimizer) -> None:
+    def _register_optimizer(self, optimizer: Optimizer) -> None:
         self._optimizers.setdefault(id(optimizer), optimizer)
 
-    def _superseded_by(self, kind: Hashable) -> list[Hashable]:
-        """Kinds from before some module or optimizer was known, which no call would find again; and of those that
-        differ in settings of optimizers alone, as learning rates of a schedule do, all but the last few.
-        """
-        (key, state), sizes = kind, _sizes(kind[1])
-        unknown = [other for other in self._captured if other[0] == key and _sizes(other[1]) != sizes]
-        alike = [other for other in self._captured if other[0] == key and other[1][:-1] == state[:-1]]
-        return list(dict.fromkeys([*unknown, *alike[: max(0, len(alike) + 1 - MAX_SETTINGS)]]))
+    def _superseded_by(self, signature: Hashable) -> list[Hashable]:
+        """Return captured signatures that this one supersedes.
 
-    def _known(self) -> list[nn.Module]:
+        - Signatures from before some module or optimizer was known: no call matches them again.
+        - Of those that differ only in optimizer settings (a learning rate schedule), all but the last MAX_SETTINGS - 1.
+        """
+        (key, state), counts = signature, _known_counts(signature[1])
+        outdated = [other for other in self._captured if other[0] == key and _known_counts(other[1]) != counts]
+        same_but_settings = [other for other in self._captured if other[0] == key and other[1][:-1] == state[:-1]]
+        return list(dict.fromkeys([*outdated, *same_but_settings[: max(0, len(same_but_settings) + 1 - MAX_SETTINGS)]]))
+
+    def _known_modules(self) -> list[nn.Module]:
         return [module for reference in self._modules.valuerefs() if (module := reference()) is not None]
 
     def _all_parameters(self) -> list[nn.Parameter]:
-        """Of every module that is known; one that several modules share comes several times."""
+        """Return the parameters of all known modules; a shared parameter occurs once per module."""
         return [
-            parameter for module in self._known() for parameter in module._parameters.values() if parameter is not None
+            parameter
+            for module in self._known_modules()
+            for parameter in module._parameters.values()
+            if parameter is not None
         ]
 
     def _parameters(self) -> list[nn.Parameter]:
-        """Those that want gradients or have one left, each once."""
+        """Return the parameters that require a gradient or have one, without duplicates."""
         found = {id(parameter): parameter for parameter in self._all_parameters()}
         return [parameter for parameter in found.values() if parameter.requires_grad or parameter.grad is not None]
 
-    def _count_warming(self, kind: Hashable) -> None:
-        held = len(self._captured) + len(self._failed)
-        if kind not in self._seen and len(self._seen) >= MAX_WARMING + held:
+    def _count_warming(self, signature: Hashable) -> None:
+        finished = len(self._captured) + len(self._failed)
+        if signature not in self._warmup_calls and len(self._warmup_calls) >= MAX_WARMING + finished:
             logger.warning(
-                "%s: %d kinds of calls, and none came often enough to be captured: a shape or a value among "
-                "its arguments, a number in a module's attribute, or a setting of an optimizer changes",
+                "%s: %d call signatures, none frequent enough to be captured: a shape or value of an argument, "
+                "a number in a module attribute, or an optimizer setting keeps changing",
                 self.name,
-                len(self._seen) - held,
+                len(self._warmup_calls) - finished,
             )
-            self._seen.clear()
-        self._seen[kind] += 1
+            self._warmup_calls.clear()
+        self._warmup_calls[signature] += 1
 
-    def _in_place(self, captured: _Captured) -> bool:
-        """Whether everything is where this graph reads it; if not, all graphs are dropped, to be captured again."""
+    def _addresses_unchanged(self, captured: _IterationGraph) -> bool:
+        """Whether all state that this graph reads is still in place. If not, drop all graphs for recapture."""
         if captured.addresses.unchanged():
             return True
         moved = captured.addresses.moved()
@@ -257,18 +273,18 @@ class CapturedIteration:
         )
         self._stats.invalidations[keys.STALE] += 1
         self.clear()
-        if not captured.addresses.has_its_modules() or set(self._outside) != captured.outside:
-            self._seen.clear()  # only eager calls note which modules there are now, and make state that is gone
+        if not captured.addresses.has_its_modules() or set(self._extra_state) != captured.extra_state:
+            self._warmup_calls.clear()  # eager calls must register modules and recreate lost state
         return False
 
     def _eager(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run the step, and note the modules that it runs."""
-        if self._seen.total() == 1:  # the first: what is cached for another stream is of no use on that of captures
+        """Run the step, and register the modules that it runs."""
+        if self._warmup_calls.total() == 1:  # first call: the capture stream can't use memory cached for other streams
             self._pool.trim()
-        handle = None if self._compiled else register_module_forward_pre_hook(self._note)
+        handle = None if self._compiled else register_module_forward_pre_hook(self._register_module)
         try:
-            # On the stream of captures: autograd ties the accumulation of gradients to the stream of its first use.
-            with self._pool.backend.on_capture_stream(), noted_steps(self._note_optimizer):
+            # On the capture stream: autograd ties grad accumulators to the stream of their first use.
+            with self._pool.backend.on_capture_stream(), observe_steps(self._register_optimizer):
                 result, outputs = Result.of(self._step(*args, **kwargs))
         finally:
             if handle is not None:
@@ -276,18 +292,18 @@ class CapturedIteration:
         return result.build([output.detach() for output in outputs])
 
     def _capture(
-        self, kind: Hashable, key: CallKey, tensors: Sequence[Tensor], args: tuple, kwargs: dict[str, Any]
+        self, signature: Hashable, key: CallKey, tensors: Sequence[Tensor], args: tuple, kwargs: dict[str, Any]
     ) -> Any:
-        """Capture this call, and run it: by the capture itself where that runs, else by the first replay."""
-        self._pool.trim()  # what the eager steps left cached is of no use to the graph's own memory
+        """Capture this call and run it: by the capture itself if the backend executes captures, else by a replay."""
+        self._pool.trim()  # the graph can't use memory cached by eager steps
         parameters = self._parameters()
-        with torch.inference_mode(False):  # what is made in that mode can't be written to by a replay outside of it
-            captured = _Captured(key, tensors)
-            before = _GradsBefore(parameters, self._pool.backend)
+        with torch.inference_mode(False):  # a replay can't write to inference tensors
+            captured = _IterationGraph(key, tensors)
+            before = _InitialGrads(parameters, self._pool.backend)
 
         def body() -> None:
             static_args, static_kwargs = unflatten_call(key, captured.inputs)
-            with torch.set_grad_enabled(key.grad), refused_buffers(self.name, self._known()):
+            with torch.set_grad_enabled(key.grad), refuse_replaced_buffers(self.name, self._known_modules()):
                 captured.result, captured.outputs = Result.of(self._step(*static_args, **static_kwargs))
 
         runner = GraphRunner(
@@ -299,32 +315,32 @@ class CapturedIteration:
         except CaptureError as error:
             before.restore()
             logger.error("capture of %s failed, it will run eager: %s", self.name, error)
-            self._failed.add(kind)
+            self._failed.add(signature)
             self._stats.capture_failed(self.name, SCOPE, error)
             self._stats.fallbacks[self.name, SCOPE, FAILED] += 1
             return self._eager(args, kwargs)
         captured.runner = runner
         captured.grads_after = [(parameter, parameter.grad) for parameter in parameters]
         captured.grads_before = before.read()
-        for other in self._superseded_by(kind):
+        for other in self._superseded_by(signature):
             self._drop(other)
         for root in self._roots:
             captured.addresses.watch(root, prefix=f"{type(root).__name__}.")
             captured.addresses.watch(MainGrads(root), prefix=f"{type(root).__name__}.main_grad of ")
         for optimizer in self._optimizers.values():
             captured.addresses.watch(OptimizerState(optimizer), prefix=f"{type(optimizer).__name__}.")
-        captured.addresses.watch(self._outside)
-        captured.outside = set(self._outside)
-        self._captured[kind] = captured
+        captured.addresses.watch(self._extra_state)
+        captured.extra_state = set(self._extra_state)
+        self._captured[signature] = captured
         self._stats.captures[self.name, SCOPE, "recorded"] += 1
         self._stats.observe_capture(runner.capture_seconds)
-        self._pool.trim()  # gradients that the step cleared inside: no graph can use what is cached outside of it
+        self._pool.trim()  # release gradients that the step cleared: graphs can't use cached memory
         if not self._pool.backend.capture_runs:
             runner.replay()
         return captured.result.build([output.detach().clone() for output in captured.outputs])
 
     @torch.no_grad()
-    def _replay(self, captured: _Captured, tensors: Sequence[Tensor]) -> Any:
+    def _replay(self, captured: _IterationGraph, tensors: Sequence[Tensor]) -> Any:
         load(captured.inputs, tensors)
         load(
             [static for _, static in captured.grads_before], [parameter.grad for parameter, _ in captured.grads_before]
@@ -336,58 +352,59 @@ class CapturedIteration:
         return captured.result.build([output.detach().clone() for output in captured.outputs])
 
 
-class _GradsBefore:
-    """The gradients that a capture starts from, and which of them its replays start from, too.
+class _InitialGrads:
+    """Gradients that exist before a capture, and those among them that replays read.
 
-    The step is given an alias of each, so that we see when it drops one. What it drops before anything was captured no
-    graph reads: we let go of that at once, so that a step that clears gradients first frees their memory as it does in
-    eager. The others are held, whether the step leaves them or, like an optimizer before `zero_grad`, consumes them.
+    The step gets an alias of each gradient, so that we notice when it drops one. The graph doesn't read a gradient that
+    is dropped before anything was captured, so it is released at once: a step that clears gradients first frees their
+    memory as in eager. All others are held, whether the step leaves them or consumes them, as an optimizer does before
+    `zero_grad`.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], backend: Backend):
-        # For each parameter its gradient as it was and as the graph reads it; nothing if there was none or we let go.
-        self._held: list[tuple[nn.Parameter, list[Tensor]]] = []
-        self._watches: list[weakref.ref[Tensor]] = []
+        # For each parameter [original gradient, gradient that the graph reads]; empty if it had none or it was freed.
+        self._grads: list[tuple[nn.Parameter, list[Tensor]]] = []
+        self._weakrefs: list[weakref.ref[Tensor]] = []
         users: dict[int, int] = {}
-        aliases: dict[int, tuple[Tensor, list[Tensor]]] = {}  # by the gradient, which several parameters may share
+        aliases: dict[int, tuple[Tensor, list[Tensor]]] = {}  # by id of the gradient, which parameters may share
         for parameter in parameters:
             grad = parameter.grad
             if grad is None:
-                self._held.append((parameter, []))
+                self._grads.append((parameter, []))
                 continue
             if id(grad) not in aliases:
-                # Where the capture itself adds to gradients, to a copy: a failed one must be able to go back.
+                # A capture that executes adds to a copy of the gradients, so that a failed one can be undone.
                 read = grad.detach().clone() if backend.capture_runs else grad
                 aliases[id(grad)] = read.detach(), [grad, read]
-                self._watches.append(_watch(*aliases[id(grad)], users, backend))
+                self._weakrefs.append(_watch_alias(*aliases[id(grad)], users, backend))
             parameter.grad, held = aliases[id(grad)]
-            self._held.append((parameter, held))
+            self._grads.append((parameter, held))
         for _, held in aliases.values():
             if not lacks_memory(held[-1]):
                 users[_storage(held[-1])] = storage_users(_storage(held[-1]))
 
     def restore(self) -> None:
-        """As before a capture that failed; what the step had cleared before anything was captured stays cleared."""
-        for parameter, held in self._held:
+        """Undo a failed capture. Gradients that the step cleared before anything was captured stay cleared."""
+        for parameter, held in self._grads:
             parameter.grad = held[0] if held else None
 
     def read(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Those that a graph may read, to be loaded before every replay."""
-        return [(parameter, held[-1]) for parameter, held in self._held if held]
+        """Return the gradients that a graph may read, which must be loaded before every replay."""
+        return [(parameter, held[-1]) for parameter, held in self._grads if held]
 
 
-def _watch(alias: Tensor, held: list[Tensor], users: dict[int, int], backend: Backend) -> weakref.ref[Tensor]:
-    """Empty `held` when this alias dies, unless a graph may read the memory by then or later.
+def _watch_alias(alias: Tensor, held: list[Tensor], users: dict[int, int], backend: Backend) -> weakref.ref[Tensor]:
+    """Clear `held` when this alias is freed, unless a graph reads the memory by then or may later.
 
-    `users`: how many tensors hold each storage, as far as we know; one more is a tensor that the step made of the
-    gradient and may still read.
+    `users` counts the known tensors of each storage. One more means that the step made another tensor of the gradient
+    and may still read it.
     """
-    if lacks_memory(held[-1]):  # who reads what it is made of isn't counted: it is held
+    if lacks_memory(held[-1]):  # users of its component tensors aren't counted: hold it
         return weakref.ref(alias)
     storage = _storage(held[-1])
 
     def dropped(_: weakref.ref[Tensor]) -> None:
-        others = storage_users(storage) > users[storage]  # a tensor whose Python object is dying is still counted
+        others = storage_users(storage) > users[storage]  # includes the alias that is being freed
         users[storage] -= 1
         if not others and not backend.has_captured():
             users[storage] -= 1
@@ -397,10 +414,10 @@ def _watch(alias: Tensor, held: list[Tensor], users: dict[int, int], backend: Ba
 
 
 def _storage(grad: Tensor) -> int:
-    """The address of its storage object."""
+    """Return the address of the storage object."""
     return grad.untyped_storage()._cdata
 
 
-def _sizes(state: tuple) -> tuple[int, int]:
-    """How many modules and optimizers were known."""
+def _known_counts(state: tuple) -> tuple[int, int]:
+    """Return the numbers of known modules and optimizers."""
     return len(state[0]), len(state[-1])

@@ -1,7 +1,8 @@
-"""Graphs of modules inside a training step: warm-up, recording, capture, and from then on replay.
+"""Graphs of modules inside a training step: warm-up, recording, capture and replay.
 
-Owns the rounds of a step, which pair serves a call, and every fallback with its reason. A round begins with a forward
-while no backward is outstanding. One thread runs the forwards; backwards come from autograd's.
+Detects when a step begins, selects the pair of graphs that serves a call, and counts every fallback with its reason. A
+step begins with a forward while no backward is outstanding. One thread runs the forwards; backwards run in autograd's
+threads.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 from graph_cache.errors import GraphConfigError
 from graph_cache.training.attached import AttachedModule, Attachment, Watched
 from graph_cache.training.autograd import Lease, probe, replay
-from graph_cache.training.call import Result, flatten_call, why_no_input
+from graph_cache.training.call import Result, flatten_call, input_refusal
 from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.compiled import keeping_history
 from graph_cache.training.microbatch_graphs import CallSignature, CapturedCall, MicrobatchGraphs
@@ -33,46 +34,45 @@ FAILED = "capture_failed"
 HOOKS = "hooks_inside"
 NO_GRAD = "no_gradient"
 STALE = "stale_address"
-HOOKED = "saved_tensor_hooks"
+SAVED_TENSOR_HOOKS = "saved_tensor_hooks"
 OTHER_PARAMETERS = "other_parameters"
-MAX_RECORDED_STEPS, MAX_CALL_SIGNATURES = (
-    64,
-    4096,
-)  # kinds of step with graphs, and kinds of calls that are counted towards some
+# Recorded steps with graphs, and call signatures that are counted towards a recording.
+MAX_RECORDED_STEPS, MAX_CALL_SIGNATURES = 64, 4096
 
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class TrainingGraphs:
-    """Forward and backward graphs of attached modules, from one pool.
+    """Forward and backward graphs of attached modules, in one memory pool.
 
-    `warmup_rounds` rounds run eager before a kind of step is captured; the last of them is recorded (at least one).
+    The first `warmup_rounds` steps (at least one) with a new call signature run eager; the last of them is recorded.
+    The next step begins with the capture.
     """
 
-    def __init__(self, job: CaptureContext, *, warmup_rounds: int = 3):
-        self.job = job
-        self.stats = job.stats
+    def __init__(self, context: CaptureContext, *, warmup_rounds: int = 3):
+        self.job = context
+        self.stats = context.stats
         self.modules: list[AttachedModule] = []
         self._watched = Watched(())
-        self._warmup_rounds = max(1, warmup_rounds)
+        self._warmup_steps = max(1, warmup_rounds)
         self._recorded_steps: list[RecordedStep] = []
         self._recording: RecordedStep | None = None
-        self._rounds_of: Counter[CallSignature] = Counter()  # rounds in which a kind came up that no graph serves
-        self._unserved: set[CallSignature] = set()  # those of this round
-        self._outstanding = 0  # eager and recorded calls whose backward is to come
+        self._steps_seen: Counter[CallSignature] = Counter()  # steps in which an unserved signature occurred
+        self._unserved: set[CallSignature] = set()  # unserved signatures of this step
+        self._outstanding = 0  # eager and recorded calls that await their backward
         self._busy = False  # inside a capture or an attached module: nested modules run eager
 
     # ---- attaching -------------------------------------------------------------------------------------------------
 
     def attach(self, attachment: Attachment) -> None:
-        """Take over the calls of these parts, all or none. Raises GraphConfigError where one is taken over already.
+        """Intercept the calls of these parts, all or none. Raises GraphConfigError if one is already intercepted.
 
-        Modules that `module.compile()` or `torch.compile(module)` made are taken over as compiled.
+        Modules compiled by `module.compile()` or `torch.compile(module)` stay compiled.
         """
-        seams = Counter((part.module, part.method) for part in attachment.parts)
-        twice = [part.name for part in attachment.parts if seams[part.module, part.method] > 1]
-        if twice:
-            raise GraphConfigError(f"{', '.join(twice)} are the same module: name it once")
+        counts = Counter((part.module, part.method) for part in attachment.parts)
+        duplicates = [part.name for part in attachment.parts if counts[part.module, part.method] > 1]
+        if duplicates:
+            raise GraphConfigError(f"{', '.join(duplicates)} name the same module: name it once")
         found = [AttachedModule(part, attachment.fired, attachment.surroundings) for part in attachment.parts]
         for attached in found:
             attached.take_over(self._call)
@@ -80,19 +80,19 @@ class TrainingGraphs:
         self._watched = Watched(self.modules)
 
     def detach(self) -> None:
-        """Give all modules their calls back, and drop the graphs once their backwards are done."""
+        """Restore all modules, and drop the graphs once their backwards are done."""
         for attached in self.modules:
             attached.give_back()
         self.modules, self._watched = [], Watched(())
         self.clear()
 
     def clear(self) -> None:
-        """Drop all graphs, now or as soon as outstanding backwards are done; the next rounds warm up anew."""
+        """Drop all graphs once their outstanding backwards are done; the next steps warm up again."""
         for recorded in self._recorded_steps:
             recorded.retire()
         self._recorded_steps = []
         self._recording = None
-        self._rounds_of.clear()
+        self._steps_seen.clear()
         self._unserved.clear()
         self.job.pool.trim()
 
@@ -100,77 +100,77 @@ class TrainingGraphs:
 
     @property
     def outstanding(self) -> int:
-        """Forwards whose backward is still to come."""
+        """Number of forwards that await their backward."""
         return self._outstanding + sum(recorded.awaiting for recorded in self._recorded_steps)
 
     def _call(self, attached: AttachedModule, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """In the middle of a round, a call like the recorded one at the next place is served without further ado."""
+        """Intercepted call. Fast path: within a step, a call that matches the next recorded one replays at once."""
         if self._busy:
             return attached.eager(*args, **kwargs)
-        if _saved_tensor_hooks(True) is not None:  # a checkpoint or an offload around this sees what eager saves
-            return self._eager(attached, args, kwargs, HOOKED)
+        if _saved_tensor_hooks(True) is not None:  # a checkpoint or offload around this needs eager's saved tensors
+            return self._eager(attached, args, kwargs, SAVED_TENSOR_HOOKS)
         if torch.is_grad_enabled():
             for recorded in self._recorded_steps:
                 graphs = recorded.current
-                place = graphs.order.following()
-                entry = graphs.order.pairs[place] if 0 < place < len(graphs.order.pairs) else None
-                if graphs.abandoned and graphs.is_held(place):
+                index = graphs.order.next_index()
+                entry = graphs.order.pairs[index] if 0 < index < len(graphs.order.pairs) else None
+                if graphs.abandoned and graphs.is_held(index):
                     continue
                 tensors = entry.tensors(attached, args, kwargs) if entry is not None else None
                 if tensors is not None:
-                    return self._replay(graphs, place, entry, tensors)
-        return self._look_closer(attached, args, kwargs)
+                    return self._replay(graphs, index, entry, tensors)
+        return self._dispatch(attached, args, kwargs)
 
-    def _look_closer(self, attached: AttachedModule, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Whatever it is: begin a round if one begins, and find a pair, or run eager with a reason."""
-        key, tensors = flatten_call(args, kwargs, attached.module.training, attached.around())
+    def _dispatch(self, attached: AttachedModule, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Full path: begin a step if no backward is outstanding, then replay a pair or run eager with a reason."""
+        key, tensors = flatten_call(args, kwargs, attached.module.training, attached.ambient_state())
         attached.refresh()
         if not key.grad or not attached.wants_gradients(tensors):
             return self._eager(attached, args, kwargs, NO_GRAD)
-        begins = self.outstanding == 0
-        if begins:
+        step_begins = self.outstanding == 0
+        if step_begins:
             self._begin_step()
-        if not attached.has_its_parameters():
-            return self._eager(attached, args, kwargs, OTHER_PARAMETERS, tracked=True)
-        if reason := why_no_input(tensors, self.job.pool.backend.device):
-            return self._eager(attached, args, kwargs, reason, tracked=True)
-        kind = (attached, key, attached.state)
-        if kind in attached.refused:
+        if not attached.has_same_parameters():
+            return self._eager(attached, args, kwargs, OTHER_PARAMETERS, track_backward=True)
+        if reason := input_refusal(tensors, self.job.pool.backend.device):
+            return self._eager(attached, args, kwargs, reason, track_backward=True)
+        signature = (attached, key, attached.state)
+        if signature in attached.refused:
             return self._eager(attached, args, kwargs, FAILED)
         for recorded in list(self._recorded_steps):
-            found = recorded.find(kind, tensors)
+            found = recorded.find(signature, tensors)
             if found is None:
                 continue
-            if not begins and not found[0].order.awaiting:  # a microbatch begins, while others are outstanding
+            if not step_begins and not found[0].order.awaiting:  # a microbatch begins while others are outstanding
                 self._watched.refresh()
                 if self._drop_if_moved(recorded):
                     continue
-            recorded.current, place, entry = found
-            return self._replay(recorded.current, place, entry, tensors)
+            recorded.current, index, entry = found
+            return self._replay(recorded.current, index, entry, tensors)
         if attached.hooks_inside:
             return self._eager(attached, args, kwargs, HOOKS)
-        self._unserved.add(kind)
-        if self._rounds_of[kind] >= self._warmup_rounds - 1 and self._may_record():
-            return self._record(self._recording, kind, tensors, args, kwargs)
+        self._unserved.add(signature)
+        if self._steps_seen[signature] >= self._warmup_steps - 1 and self._may_record():
+            return self._record(self._recording, signature, tensors, args, kwargs)
         reason = UNSEEN if self._recorded_steps else WARMING
-        if any(recorded.knows(kind) for recorded in self._recorded_steps):
-            reason = NO_INSTANCE  # if rounds go on to want more than were recorded, those are recorded beside them
-        return self._eager(attached, args, kwargs, reason, tracked=True)
+        if any(recorded.knows(signature) for recorded in self._recorded_steps):
+            reason = NO_INSTANCE  # recorded as further graphs if later steps need them too
+        return self._eager(attached, args, kwargs, reason, track_backward=True)
 
     def _may_record(self) -> bool:
-        """Begin to record in this round, unless there are more kinds of step than could ever pay."""
+        """Start recording in this step, unless MAX_RECORDED_STEPS have graphs. Return whether it records."""
         if self._recording is None and len(self._recorded_steps) < MAX_RECORDED_STEPS:
             self._recording = RecordedStep(self.job)
             if len(self._recorded_steps) == MAX_RECORDED_STEPS - 1:
                 logger.warning(
-                    "%d kinds of step have graphs, and no further one will get them: pad what varies to fewer shapes",
+                    "%d recorded steps have graphs, the limit; other steps run eager: pad inputs to fewer shapes",
                     MAX_RECORDED_STEPS,
                 )
         return self._recording is not None
 
     def _begin_step(self) -> None:
-        """Between two steps: capture what was recorded, count warm-up, and look whether anything changed or moved."""
-        changed = [attached for attached in self.modules if not attached.has_its_parameters()]
+        """Between two steps: check what changed or moved, count warm-up, and capture a recorded step."""
+        changed = [attached for attached in self.modules if not attached.has_same_parameters()]
         if changed:
             for attached in changed:
                 attached.reread_parameters()
@@ -181,16 +181,16 @@ class TrainingGraphs:
         self._watched.refresh()
         for recorded in list(self._recorded_steps):
             self._drop_if_moved(recorded)
-        self._rounds_of.update(self._unserved)
+        self._steps_seen.update(self._unserved)
         self._unserved.clear()
-        if len(self._rounds_of) > MAX_CALL_SIGNATURES:  # of shapes that never come back
-            self._rounds_of.clear()
+        if len(self._steps_seen) > MAX_CALL_SIGNATURES:  # shapes that never recur
+            self._steps_seen.clear()
         if self._recording is not None:
             recorded, self._recording = self._recording, None
             self._capture(recorded)
 
     def _drop_if_moved(self, recorded: RecordedStep) -> bool:
-        """Whether anything that these graphs read isn't where it was: they serve no more forwards then."""
+        """Drop these graphs if any state that they read has moved. Return whether they were dropped."""
         moved = recorded.moved()
         if moved:
             self._drop(recorded, moved)
@@ -212,45 +212,45 @@ class TrainingGraphs:
         finally:
             self._busy = False
         self._recorded_steps.append(recorded)
-        for kind in recorded.kinds():
-            del self._rounds_of[kind]
+        for signature in recorded.signatures():
+            del self._steps_seen[signature]
 
     def _eager(
-        self, attached: AttachedModule, args: tuple, kwargs: dict[str, Any], reason: str, tracked: bool = False
+        self, attached: AttachedModule, args: tuple, kwargs: dict[str, Any], reason: str, track_backward: bool = False
     ) -> Any:
         self.stats.fallbacks[attached.name, "forward", reason] += 1
-        value = self._inside(attached, args, kwargs)
-        return self._tracked(value) if tracked else value
+        value = self._run_eager(attached, args, kwargs)
+        return self._track_backward(value) if track_backward else value
 
-    def _inside(self, attached: AttachedModule, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The eager forward; attached modules inside it are part of it."""
+    def _run_eager(self, attached: AttachedModule, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run the eager forward. Attached modules inside it run eager as part of it."""
         self._busy = True
         try:
-            # It is captured with its history retained, and may have compiled functions inside.
+            # The capture retains the autograd graph, and compiled functions inside must allow that.
             with keeping_history() if torch.is_grad_enabled() else nullcontext():
                 return attached.eager(*args, **kwargs)
         finally:
             self._busy = False
 
-    def _tracked(self, value: Any) -> Any:
-        """The same value, with its backward counted as outstanding: a round lasts until every backward is done."""
+    def _track_backward(self, value: Any) -> Any:
+        """Return the same value with its backward counted as outstanding: a step lasts until all backwards are done."""
         result, tensors = Result.of(value)
-        places = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
-        if not places:
+        indices = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
+        if not indices:
             return value
         self._outstanding += 1
-        lease = Lease(self._backward_came)
-        for index, tensor in zip(places, probe(lease, [tensors[i] for i in places]), strict=True):
+        lease = Lease(self._backward_done)
+        for index, tensor in zip(indices, probe(lease, [tensors[i] for i in indices]), strict=True):
             tensors[index] = tensor
         return result.build(tensors)
 
-    def _backward_came(self, place: int) -> None:
+    def _backward_done(self, index: int) -> None:
         self._outstanding -= 1
 
-    def _replay(self, graphs: MicrobatchGraphs, place: int, entry: CapturedCall, tensors: Sequence[Tensor]) -> Any:
+    def _replay(self, graphs: MicrobatchGraphs, index: int, entry: CapturedCall, tensors: Sequence[Tensor]) -> Any:
         entry.owner.before_replay()
-        graphs.order.await_backward(place)
-        lease = Lease(graphs.release, place, graphs.abandon)
+        graphs.order.await_backward(index)
+        lease = Lease(graphs.release, index, graphs.abandon)
         try:
             outputs = replay(entry.pair, lease, tensors)
         except BaseException:
@@ -261,41 +261,48 @@ class TrainingGraphs:
         return outputs[0] if entry.is_tensor else entry.pair.result.build(outputs)
 
     def _record(
-        self, recorded: RecordedStep, kind: CallSignature, tensors: list[Tensor], args: tuple, kwargs: dict[str, Any]
+        self,
+        recorded: RecordedStep,
+        signature: CallSignature,
+        tensors: list[Tensor],
+        args: tuple,
+        kwargs: dict[str, Any],
     ) -> Any:
-        """Run eager, and note what was called with what; a place is reused as it would be in a replay."""
-        attached = kind[0]
+        """Run eager and record the call. An index is reused as it would be in a replay."""
+        attached = signature[0]
         self.stats.fallbacks[attached.name, "forward", WARMING] += 1
-        graphs, place = recorded.record(kind, tensors, args, kwargs)
+        graphs, index = recorded.record(signature, tensors, args, kwargs)
         try:
-            result, outputs = Result.of(self._inside(attached, args, kwargs))
+            result, outputs = Result.of(self._run_eager(attached, args, kwargs))
         except BaseException:
-            self._recording = None  # the next round records anew: a graph of half a step serves no whole one
+            self._recording = None  # record again in the next step: half a step is useless
             raise
-        wanted = [index for index, tensor in enumerate(outputs) if tensor.requires_grad]
+        wanted = [output_index for output_index, tensor in enumerate(outputs) if tensor.requires_grad]
         if wanted:
-            graphs.order.await_backward(place)
+            graphs.order.await_backward(index)
             self._outstanding += 1
 
-            def came(place: int) -> None:
-                graphs.release(place)
+            def backward_done(index: int) -> None:
+                graphs.release(index)
                 self._outstanding -= 1
 
-            for index, tensor in zip(wanted, probe(Lease(came, place), [outputs[i] for i in wanted]), strict=True):
-                outputs[index] = tensor
-        graphs.came_out(place, outputs)
+            for output_index, tensor in zip(
+                wanted, probe(Lease(backward_done, index), [outputs[i] for i in wanted]), strict=True
+            ):
+                outputs[output_index] = tensor
+        graphs.record_outputs(index, outputs)
         return result.build(outputs)
 
     def table(self) -> list[dict[str, Any]]:
-        """Every pair as plain values."""
+        """Return a row of plain values for every pair of graphs."""
         return [
             {
                 "module": entry.pair.name,
-                "instance": place,
+                "instance": index,
                 "engine": entry.pair.engine,
                 "bytes": entry.pair.nbytes,
                 "capture_seconds": round(entry.pair.capture_seconds, 6),
             }
             for recorded in self._recorded_steps
-            for place, entry in enumerate(recorded.entries())
+            for index, entry in enumerate(recorded.entries())
         ]

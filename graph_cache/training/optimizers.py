@@ -1,4 +1,4 @@
-"""Optimizers that take their step inside of a captured iteration: what a graph bakes in of them, and what it reads."""
+"""Optimizers that step inside a captured iteration: settings that a graph bakes in, and state tensors it reads."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from graph_cache.training.call import IdentityKey
 
 
 @contextmanager
-def noted_steps(note: Callable[[Optimizer], None]) -> Iterator[None]:
-    """Within the block `note` is called with every optimizer that takes a step."""
-    handle = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: note(optimizer))
+def observe_steps(callback: Callable[[Optimizer], None]) -> Iterator[None]:
+    """Call `callback` with every optimizer that steps within the block."""
+    handle = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: callback(optimizer))
     try:
         yield
     finally:
@@ -25,8 +25,10 @@ def noted_steps(note: Callable[[Optimizer], None]) -> Iterator[None]:
 
 
 def settings_of(optimizer: Optimizer) -> Hashable:
-    """What a graph has as constants: learning rates, betas, and which parameters each group has. Tensors it reads: of
-    them only which they are."""
+    """Return the settings that a graph holds as constants: learning rates, betas, parameters of each group.
+
+    Tensors are read by the graph, so they count by identity only.
+    """
     return tuple(
         [
             (name, tuple(map(id, group[name])) if name == "params" else _constant(group[name]))
@@ -38,21 +40,21 @@ def settings_of(optimizer: Optimizer) -> Hashable:
 
 def _constant(value: Any) -> Hashable:
     if isinstance(value, (list, tuple)):
-        return tuple([_constant(one) for one in value])
+        return tuple([_constant(item) for item in value])
     if isinstance(value, (bool, int, float, str, type(None))):
         return type(value), value
     return IdentityKey(value)
 
 
 class OptimizerState(Mapping[str, Tensor]):
-    """The tensors that an optimizer keeps of its parameters (moments, steps), by name, looked up at the time of asking.
+    """State tensors of an optimizer (moments, steps) by name, looked up on each access.
 
-    Those that it had when this was made; none once it is gone, which this doesn't keep it from.
+    The names are fixed at construction. The optimizer is held weakly; once it is freed, lookups raise KeyError.
     """
 
     def __init__(self, optimizer: Optimizer):
         self._optimizer = weakref.ref(optimizer)
-        self._places = {
+        self._entries = {
             f"{number}.{name}": (parameter, name)
             for number, (parameter, state) in enumerate(optimizer.state.items())
             for name, value in state.items()
@@ -60,13 +62,13 @@ class OptimizerState(Mapping[str, Tensor]):
         }
 
     def __getitem__(self, name: str) -> Tensor:
-        optimizer, (parameter, key) = self._optimizer(), self._places[name]
+        optimizer, (parameter, key) = self._optimizer(), self._entries[name]
         if optimizer is None or parameter not in optimizer.state:
             raise KeyError(name)
         return optimizer.state[parameter][key]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self._entries)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._entries)

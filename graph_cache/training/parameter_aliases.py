@@ -1,7 +1,7 @@
-"""Stand-ins for a module's parameters while it is captured: leaves of their own on the same storage.
+"""Aliases of a module's parameters during a capture: separate autograd leaves on the same storage.
 
-Autograd ties a parameter's accumulation to the stream on which it was first used, and a captured backward may not touch
-that stream; hooks on parameters belong to the real ones, which see the gradients that a replay returns.
+Autograd ties a parameter's grad accumulator to the stream of its first use, and a captured backward must not touch that
+stream. Hooks stay on the real parameters, which receive the gradients that a replay returns.
 """
 
 from __future__ import annotations
@@ -11,49 +11,49 @@ from typing import Any
 
 from torch import Tensor, nn
 
-MAIN_GRAD = "main_grad"  # Megatron's name for the buffer that a parameter's gradients are added up in
-ADDED = "grad_added_to_main_grad"  # its flag by which a backward says that it has added to that buffer itself
+MAIN_GRAD = "main_grad"  # Megatron's attribute for the buffer in which a parameter's gradients accumulate
+ADDED = "grad_added_to_main_grad"  # Megatron's flag: the backward has added to main_grad itself
 
 
 def trainable(module: nn.Module) -> list[nn.Parameter]:
-    """The module's parameters that want gradients, each once, in order."""
+    """Return the parameters that require gradients, without duplicates, in order."""
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 class ParameterAliases:
-    """Context in which a module's parameters are replaced; `trainable` lists stand-ins as `trainable(module)` does.
+    """Context that replaces a module's parameters by aliases; `trainable` lists those of `trainable(module)`.
 
-    A stand-in has the attributes of its parameter; what the module's code sets on it stays off the parameter.
+    An alias has a copy of its parameter's attributes. Attributes that the module sets on it don't reach the parameter.
     """
 
     def __init__(self, module: nn.Module):
         self._module = module
-        self._of = {id(parameter): _alias(parameter) for parameter in module.parameters()}
-        self._kept: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+        self._aliases = {id(parameter): _alias(parameter) for parameter in module.parameters()}
+        self._replaced: list[tuple[dict[str, Any], str, nn.Parameter]] = []
 
     @property
     def trainable(self) -> list[Tensor]:
-        return [self._of[id(parameter)] for parameter in trainable(self._module)]
+        return [self._aliases[id(parameter)] for parameter in trainable(self._module)]
 
     def __enter__(self) -> None:
         for module in self._module.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
-                    self._kept.append((module._parameters, name, parameter))
-                    module._parameters[name] = self._of[id(parameter)]
-            _renew_flat_weights(module)
+                    self._replaced.append((module._parameters, name, parameter))
+                    module._parameters[name] = self._aliases[id(parameter)]
+            _refresh_flat_weights(module)
 
     def __exit__(self, *exc_info: object) -> None:
-        while self._kept:
-            owner, name, parameter = self._kept.pop()
+        while self._replaced:
+            owner, name, parameter = self._replaced.pop()
             owner[name] = parameter
         for module in self._module.modules():
-            _renew_flat_weights(module)
+            _refresh_flat_weights(module)
 
 
 def _alias(parameter: nn.Parameter) -> Tensor:
     alias = parameter.detach()
-    if type(parameter) is nn.Parameter:  # compiled code asks for the very type: another would be compiled for anew
+    if type(parameter) is nn.Parameter:  # compiled code guards on the exact type: another would recompile
         alias = nn.Parameter(alias, requires_grad=parameter.requires_grad)
     vars(alias).update(vars(parameter))
     if hasattr(alias, ADDED):
@@ -62,7 +62,7 @@ def _alias(parameter: nn.Parameter) -> Tensor:
 
 
 class MainGrads(Mapping[str, Tensor]):
-    """The `main_grad` buffers of a module's parameters, by the parameter's name: those it has at the time of asking."""
+    """The `main_grad` buffers of a module's parameters, by parameter name, looked up on each access."""
 
     def __init__(self, module: nn.Module):
         self._parameters = {
@@ -84,7 +84,7 @@ class MainGrads(Mapping[str, Tensor]):
         return len(self._parameters)
 
 
-def _renew_flat_weights(module: nn.Module) -> None:
-    """Recurrent modules keep a list of their parameters beside the registry."""
+def _refresh_flat_weights(module: nn.Module) -> None:
+    """Update the second list of parameters that recurrent modules keep beside the registry."""
     if isinstance(module, nn.RNNBase):
         module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]

@@ -1,6 +1,7 @@
-"""What was recorded of a kind of step: chains of calls, one for each microbatch that is outstanding at a time.
+"""A recorded step: one MicrobatchGraphs for each microbatch that is outstanding at the same time.
 
-Owns which chain serves a call, and the addresses that all of them read. Knows neither rounds nor what runs eager.
+Selects the graphs that serve a call, and watches the addresses that graphs read. When a step begins, and which calls
+run eager, is decided in `modules.py`.
 """
 
 from __future__ import annotations
@@ -23,49 +24,51 @@ logger = logging.getLogger(__name__)
 
 
 class RecordedStep:
-    """The chains recorded together. `current` is the one whose forward came last."""
+    """Graphs of the microbatches of one step. `current` belongs to the microbatch of the latest forward."""
 
-    def __init__(self, job: CaptureContext):
+    def __init__(self, context: CaptureContext):
         self.graphs_of_microbatches: list[MicrobatchGraphs] = []
         self.current: MicrobatchGraphs | None = None
         self.addresses = AddressBook()
-        self._holds: list[Callable[[], bool]] = []
-        self._job = job
+        self._ambient_checks: list[Callable[[], bool]] = []
+        self._context = context
 
     @property
     def awaiting(self) -> int:
-        """How many calls await their backward."""
+        """Number of calls that await their backward."""
         return sum(graphs.order.awaiting for graphs in self.graphs_of_microbatches)
 
     def moved(self) -> list[str]:
-        """What the graphs read that isn't where it was, in words."""
+        """Return descriptions of state that the graphs read and that has moved."""
         found = [] if self.addresses.unchanged() else list(map(str, self.addresses.moved()))
-        if not all(holds() for holds in self._holds):
-            found.append("what surrounds calls, such as scales and cached weights of a precision")
+        if not all(check() for check in self._ambient_checks):
+            found.append("ambient state of calls, such as scales and cached weights of a precision")
         return found
 
-    def knows(self, kind: CallSignature) -> bool:
-        """Whether any chain serves such calls, free or not."""
-        return any(graphs.order.knows(kind) for graphs in self.graphs_of_microbatches)
+    def knows(self, signature: CallSignature) -> bool:
+        """Whether any graphs serve this signature, free or not."""
+        return any(graphs.order.knows(signature) for graphs in self.graphs_of_microbatches)
 
-    def kinds(self) -> set[CallSignature]:
-        """The calls that any chain serves."""
-        return set().union(*(graphs.order.kinds() for graphs in self.graphs_of_microbatches))
+    def signatures(self) -> set[CallSignature]:
+        """Return all call signatures that the graphs serve."""
+        return set().union(*(graphs.order.signatures() for graphs in self.graphs_of_microbatches))
 
     def entries(self) -> list[CapturedCall]:
-        """What was captured, chain by chain."""
+        """Return the captured calls, by microbatch."""
         return [entry for graphs in self.graphs_of_microbatches for entry in graphs.entries()]
 
-    def find(self, kind: CallSignature, tensors: Sequence[Tensor]) -> tuple[MicrobatchGraphs, int, CapturedCall] | None:
-        """Where a call with these tensors may be served now."""
-        for graphs in self._in_turn():
-            place = graphs.find(kind)
-            if place is not None and graphs.order.pairs[place].finds(tensors):
-                return graphs, place, graphs.order.pairs[place]
+    def find(
+        self, signature: CallSignature, tensors: Sequence[Tensor]
+    ) -> tuple[MicrobatchGraphs, int, CapturedCall] | None:
+        """Return the graphs, index and pair that may serve a call with these tensors now, or None."""
+        for graphs in self._by_priority():
+            index = graphs.find(signature)
+            if index is not None and graphs.order.pairs[index].accepts(tensors):
+                return graphs, index, graphs.order.pairs[index]
         return None
 
-    def _in_turn(self) -> Iterator[MicrobatchGraphs]:
-        """The microbatch that is under way, then the others from the first, most of whose gradients need no copy."""
+    def _by_priority(self) -> Iterator[MicrobatchGraphs]:
+        """Yield the microbatch in progress, then all from the first, which has most of the uncopied gradients."""
         if self.current is not None and self.current.order.awaiting:
             yield self.current
         yield from self.graphs_of_microbatches
@@ -73,42 +76,45 @@ class RecordedStep:
     # ---- recording -------------------------------------------------------------------------------------------------
 
     def record(
-        self, kind: CallSignature, tensors: Sequence[Tensor], args: tuple, kwargs: dict[str, Any]
+        self, signature: CallSignature, tensors: Sequence[Tensor], args: tuple, kwargs: dict[str, Any]
     ) -> tuple[MicrobatchGraphs, int]:
-        """A place for a call, which runs eager now: one that it would find in a replay, or a new one.
+        """Record a call, which runs eager now, and return its graphs and index.
 
-        A call with another's output belongs to the same microbatch. Of the rest, one that the microbatch under way has
-        made already, or one of another model chunk, begins another.
+        Reuses the index that the call would find in a replay, if any. A call that takes another's output belongs to the
+        same microbatch. Otherwise, a signature that the current microbatch already has, or another model chunk, begins
+        a new microbatch.
         """
-        connected = next((graphs for graphs in self._in_turn() if any(graphs.sources(tensors))), None)
+        connected = next((graphs for graphs in self._by_priority() if any(graphs.sources(tensors))), None)
         if connected is None:
-            for graphs in self._in_turn():
-                place = graphs.find_recorded(kind, tensors)
-                if place is not None:
+            for graphs in self._by_priority():
+                index = graphs.find_recorded(signature, tensors)
+                if index is not None:
                     self.current = graphs
-                    return graphs, place
-        graphs, chunk = connected or self.current, kind[0].chunk
-        if graphs is None or (connected is None and (graphs.chunk != chunk or graphs.order.knows(kind))):
-            graphs = MicrobatchGraphs(self._job, chunk)
+                    return graphs, index
+        graphs, chunk = connected or self.current, signature[0].chunk
+        if graphs is None or (connected is None and (graphs.chunk != chunk or graphs.order.knows(signature))):
+            graphs = MicrobatchGraphs(self._context, chunk)
             self.graphs_of_microbatches.append(graphs)
         self.current = graphs
-        place = graphs.find_recorded(kind, tensors)
-        return graphs, graphs.record(kind, tensors, args, kwargs) if place is None else place
+        index = graphs.find_recorded(signature, tensors)
+        return graphs, graphs.record(signature, tensors, args, kwargs) if index is None else index
 
     # ---- capture ---------------------------------------------------------------------------------------------------
 
     def capture(self) -> None:
-        """Capture all chains. A call whose capture fails has no pair, and is refused from then on."""
+        """Capture all microbatches. If the capture of a call fails, it gets no pair and runs eager from then on."""
         started = time.perf_counter()
         for graphs in self.graphs_of_microbatches:
             graphs.forget_outputs()
         owners = {
-            kind[0].name: kind[0] for graphs in self.graphs_of_microbatches for kind in graphs.order.kinds()
+            signature[0].name: signature[0]
+            for graphs in self.graphs_of_microbatches
+            for signature in graphs.order.signatures()
         }.values()
         for owner in owners:
-            owner.refresh()  # its mode may be another than when a call of it was last looked at
-        self._job.pool.trim()  # what the eager steps left cached is of no use to the graphs' own memory
-        with self._job.pool.session(), without_compiling(self._job.pool.backend), ExitStack() as hooks:
+            owner.refresh()  # modes may have changed since its last call
+        self._context.pool.trim()  # graphs can't use memory cached by eager steps
+        with self._context.pool.session(), without_compiling(self._context.pool.backend), ExitStack() as hooks:
             for owner in owners:
                 hooks.enter_context(owner.hooks_put_aside())
             for graphs in self.graphs_of_microbatches:
@@ -118,11 +124,11 @@ class RecordedStep:
             self.addresses.watch(owner.scope, prefix=f"{owner.name}.")
             self.addresses.watch(MainGrads(owner.scope), prefix=f"{owner.name}.main_grad of ")
             if owner.surroundings is not None:
-                self._holds.append(owner.surroundings.watch(owner.submodules))
-        self.addresses.watch(self._job.state)
+                self._ambient_checks.append(owner.surroundings.watch(owner.submodules))
+        self.addresses.watch(self._context.state)
         logger.info("captured %d forward and backward graphs in %.2f s", len(entries), time.perf_counter() - started)
 
     def retire(self) -> None:
-        """Serve no more forwards; each chain's graphs go once its outstanding backwards are done."""
+        """Serve no more forwards, and destroy each microbatch's graphs once its backwards are done."""
         for graphs in self.graphs_of_microbatches:
             graphs.retire()

@@ -1,8 +1,8 @@
-"""The graphed calls of one chain, and which of them may serve a call now.
+"""Order of the graphed calls of one microbatch, and which of them may serve a call now.
 
-Calls are captured in the order in which a recorded step made them, forwards first, then backwards. A forward's
-temporaries may lie in memory that later calls save into, so a call is served only by a pair behind every pair whose
-backward is still to come. Knows neither modules nor autograd.
+Calls are captured in the order of the recorded step, forwards first, then backwards. A forward's temporaries may lie in
+memory that later calls save tensors into. So only a pair after all pairs that await their backward may serve a call.
+Independent of modules and autograd.
 """
 
 from __future__ import annotations
@@ -14,71 +14,71 @@ Pair = TypeVar("Pair")
 
 
 class ReplayOrder(Generic[Pair]):
-    """Pairs by what they serve, in capture order; each is free or awaits its backward."""
+    """Pairs of graphs in capture order, by call signature. Each is free or awaits its backward."""
 
     def __init__(self) -> None:
-        self._kinds: list[Hashable] = []
-        self._places: dict[Hashable, list[int]] = {}
-        self._awaits: list[bool] = []
-        self._last = -1  # the last place that awaits its backward
+        self._signatures: list[Hashable] = []
+        self._indices: dict[Hashable, list[int]] = {}
+        self._awaiting: list[bool] = []
+        self._last = -1  # last index that awaits its backward
         self.pairs: list[Pair | None] = []
 
     def __len__(self) -> int:
-        return len(self._kinds)
+        return len(self._signatures)
 
     @property
     def awaiting(self) -> int:
-        """How many pairs await their backward."""
-        return sum(self._awaits)
+        """Number of pairs that await their backward."""
+        return sum(self._awaiting)
 
-    def knows(self, kind: Hashable) -> bool:
-        """Whether any pair serves this kind of call."""
-        return kind in self._places
+    def knows(self, signature: Hashable) -> bool:
+        """Whether any pair serves this signature, free or not."""
+        return signature in self._indices
 
-    def kinds(self) -> set[Hashable]:
-        """What its pairs serve."""
-        return set(self._places)
+    def signatures(self) -> set[Hashable]:
+        """Return all signatures that the pairs serve."""
+        return set(self._indices)
 
-    def kind(self, place: int) -> Hashable:
-        """What the pair at this place serves."""
-        return self._kinds[place]
+    def signature(self, index: int) -> Hashable:
+        """Return the signature that the pair at this index serves."""
+        return self._signatures[index]
 
-    def following(self) -> int:
-        """The place behind the last that awaits its backward, which a step repeated as recorded asks for; 0 if none."""
+    def next_index(self) -> int:
+        """Return the index after the last pair that awaits its backward: the next call of a step run as recorded."""
         return self._last + 1
 
-    def find(self, kind: Hashable, behind: int = -1) -> int | None:
-        """The first place that may serve a call of this kind now, and lies behind the given one."""
-        first = max(self._last, behind)
-        return next((place for place in self._places.get(kind, ()) if place > first), None)
+    def find(self, signature: Hashable, after: int = -1) -> int | None:
+        """Return the first index beyond `after` that may serve this signature now, or None."""
+        first = max(self._last, after)
+        return next((index for index in self._indices.get(signature, ()) if index > first), None)
 
-    def add(self, kind: Hashable) -> int:
-        """A new last place for calls of this kind."""
-        place = len(self._kinds)
-        self._kinds.append(kind)
-        self._places.setdefault(kind, []).append(place)
-        self._awaits.append(False)
+    def add(self, signature: Hashable) -> int:
+        """Append an entry for this signature and return its index."""
+        index = len(self._signatures)
+        self._signatures.append(signature)
+        self._indices.setdefault(signature, []).append(index)
+        self._awaiting.append(False)
         self.pairs.append(None)
-        return place
+        return index
 
-    def serves(self, place: int) -> bool:
-        """Whether this place may serve calls, that is, was not removed."""
-        return place in self._places.get(self._kinds[place], ())
+    def serves(self, index: int) -> bool:
+        """Whether this index may serve calls, that is, was not removed."""
+        return index in self._indices.get(self._signatures[index], ())
 
-    def remove(self, place: int) -> None:
-        """This place serves nothing any more: its capture failed."""
-        places = self._places[self._kinds[place]]
-        places.remove(place)
-        if not places:
-            del self._places[self._kinds[place]]  # what it served is unknown again
+    def remove(self, index: int) -> None:
+        """Stop serving calls from this index: its capture failed."""
+        indices = self._indices[self._signatures[index]]
+        indices.remove(index)
+        if not indices:
+            del self._indices[self._signatures[index]]  # its signature becomes unknown again
 
-    def await_backward(self, place: int) -> None:
-        """The pair at this place, behind all that await theirs, was used by a forward."""
-        self._awaits[place] = True
-        self._last = place
+    def await_backward(self, index: int) -> None:
+        """Mark the pair as used by a forward. `index` must be beyond all pairs that await their backward."""
+        self._awaiting[index] = True
+        self._last = index
 
-    def release(self, place: int) -> None:
-        """Its backward is done, or will never come."""
-        self._awaits[place] = False
-        while self._last >= 0 and not self._awaits[self._last]:
+    def release(self, index: int) -> None:
+        """Mark the pair as free: its backward is done or will never run."""
+        self._awaiting[index] = False
+        while self._last >= 0 and not self._awaiting[self._last]:
             self._last -= 1

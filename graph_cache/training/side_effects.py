@@ -1,6 +1,6 @@
-"""What a forward does beside returning a value and a replay would not do again: seen at the capture, undone, refused.
+"""Detect, undo and refuse side effects of a forward at capture, since a replay would not repeat them.
 
-Owns the look at a module's attributes and buffers, and at what it was given. Its parameters are the stand-ins' matter.
+Checks a module's attributes, buffers and inputs. Parameters are handled by `parameter_aliases.py`.
 """
 
 from __future__ import annotations
@@ -15,48 +15,50 @@ from graph_cache.errors import CaptureRefused
 
 
 @contextmanager
-def refused_side_effects(name: str, scope: nn.Module, inputs: Sequence[Tensor]) -> Iterator[None]:
-    """The block is the forward of `scope` on `inputs`. Raises CaptureRefused after it, with modules as they were, if it
+def refuse_side_effects(name: str, scope: nn.Module, inputs: Sequence[Tensor]) -> Iterator[None]:
+    """Check the block, which is the forward of `scope` on `inputs`, for side effects that a replay would skip.
 
-    - leaves a tensor with a history on a module: its gradient would go to the capture's parameters;
-    - puts another tensor in the place of a buffer, or another number in that of one, which replays would not;
-    - writes to an input, which is the graph's copy, and not the caller's tensor;
-    - or if its hooks compute a tensor before each call and leave it on the module, where a graph reads the first.
+    Restores the modules and raises CaptureRefused after the block if the forward
+
+    - leaves a tensor with autograd history on a module: its gradient would go to the parameter aliases;
+    - replaces a buffer by another tensor, or changes a number in an attribute;
+    - writes to an input: the write would change the graph's static input, not the caller's tensor;
+    - reads a tensor that a pre-hook computes and stores on the module: a graph would always read the first one.
     """
     modules = list(scope.modules())
-    hooked = _with_history(scope) if scope._forward_pre_hooks else {}
+    hook_computed = _with_history(scope) if scope._forward_pre_hooks else {}
     before = [(module, _with_history(module), numbers_of(module, (int, float))) for module in modules]
     versions = [None if tensor.is_inference() else tensor._version for tensor in inputs]
     found: list[str] = []
     try:
-        with refused_buffers(name, modules):
+        with refuse_replaced_buffers(name, modules):
             yield
     finally:
-        for module, left, numbers in before:
-            kind = type(module).__name__
+        for module, histories, numbers in before:
+            type_name = type(module).__name__
             found += [
-                f"leaves a tensor with a history in {kind}.{attribute}: return it"
-                for attribute in _put_back(module, left)
+                f"leaves a tensor with autograd history in {type_name}.{attribute}: return it"
+                for attribute in _restore_histories(module, histories)
             ]
             found += [
-                f"changes {kind}.{attribute}: keep it in a buffer, and write to that in place"
+                f"changes {type_name}.{attribute}: keep it in a buffer that is written in place"
                 for attribute, number in numbers.items()
-                if not _is_still(vars(module).get(attribute), number)
+                if not _unchanged(vars(module).get(attribute), number)
             ]
             vars(module).update(numbers)
-    found += [f"reads {attribute}, which a hook computes before each call" for attribute in hooked]
+    found += [f"reads {attribute}, which a hook computes before each call" for attribute in hook_computed]
     found += [
-        f"writes to its argument number {place}: return what it computes"
-        for place, (tensor, version) in enumerate(zip(inputs, versions, strict=True))
+        f"writes to its argument {index} in place: return the result"
+        for index, (tensor, version) in enumerate(zip(inputs, versions, strict=True))
         if version is not None and tensor._version != version
     ]
     if found:
-        raise CaptureRefused(f"{name} {'; '.join(found)}. A replay would not do so again")
+        raise CaptureRefused(f"{name} {'; '.join(found)}. A replay would not repeat this")
 
 
 @contextmanager
-def refused_buffers(name: str, modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Raises CaptureRefused, with the buffers as they were, if the block puts another tensor in the place of one."""
+def refuse_replaced_buffers(name: str, modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Restore the buffers and raise CaptureRefused if the block replaces a buffer by another tensor."""
     before = [(module, dict(module._buffers)) for module in modules]
     found: list[str] = []
     try:
@@ -71,52 +73,52 @@ def refused_buffers(name: str, modules: Sequence[nn.Module]) -> Iterator[None]:
             module._buffers.update(buffers)
     if found:
         raise CaptureRefused(
-            f"{name} puts another tensor in the place of {', '.join(found)}, which a replay would not "
-            "do again: write to the buffer in place (copy_, add_)"
+            f"{name} replaces {', '.join(found)} by another tensor, which a replay would not repeat: "
+            "write to the buffer in place (copy_, add_)"
         )
 
 
-def numbers_of(module: nn.Module, kinds: tuple[type, ...]) -> dict[str, int | float]:
-    """Its attributes of exactly these types."""
-    return {attribute: value for attribute, value in vars(module).items() if type(value) in kinds}
+def numbers_of(module: nn.Module, types: tuple[type, ...]) -> dict[str, int | float]:
+    """Return the module's attributes of exactly these types."""
+    return {attribute: value for attribute, value in vars(module).items() if type(value) in types}
 
 
 def floats_of(owners: Sequence[dict[str, Any]], names: Sequence[str]) -> list[float | type]:
-    """These attributes as they are now; of one that is no floating-point number any more, what it is instead."""
+    """Return the current values of these attributes; for one that is no longer a float, its type."""
     return [value if type(value) is float else type(value) for value in map(dict.get, owners, names)]
 
 
-def _is_still(value: Any, number: float) -> bool:
-    return value is number or (type(value) is type(number) and value == number)  # a NaN equals none
+def _unchanged(value: Any, number: float) -> bool:
+    return value is number or (type(value) is type(number) and value == number)  # `is` covers NaN
 
 
 def _with_history(module: nn.Module) -> dict[str, Any]:
-    """Attributes that are tensors with a history, or lists and dicts with one inside: the very object, or a copy."""
+    """Return attributes that are tensors with history (same object), or lists and dicts of such (copies)."""
     found: dict[str, Any] = {}
     for attribute, value in vars(module).items():
         if isinstance(value, Tensor) and value.grad_fn is not None:
             found[attribute] = value
         elif isinstance(value, (list, dict)) and any(
-            isinstance(one, Tensor) and one.grad_fn is not None
-            for one in (value.values() if isinstance(value, dict) else value)
+            isinstance(item, Tensor) and item.grad_fn is not None
+            for item in (value.values() if isinstance(value, dict) else value)
         ):
             found[attribute] = value.copy()
     return found
 
 
-def _put_back(module: nn.Module, before: dict[str, Any]) -> list[str]:
-    """Which attributes hold another tensor with a history than before; they hold what they held again."""
+def _restore_histories(module: nn.Module, before: dict[str, Any]) -> list[str]:
+    """Restore attributes that hold another tensor with history than before, and return their names."""
     now = _with_history(module)
     changed = [attribute for attribute, value in now.items() if not _same(value, before.get(attribute))]
     for attribute in changed:
-        value, kept = vars(module)[attribute], before.get(attribute)
+        value, previous = vars(module)[attribute], before.get(attribute)
         if isinstance(value, list):
-            value[:] = kept or []
+            value[:] = previous or []
         elif isinstance(value, dict):
             value.clear()
-            value.update(kept or {})
-        elif kept is not None:
-            vars(module)[attribute] = kept
+            value.update(previous or {})
+        elif previous is not None:
+            vars(module)[attribute] = previous
         else:
             del vars(module)[attribute]
     return changed
@@ -128,5 +130,5 @@ def _same(value: Any, other: Any) -> bool:
     if type(value) is not type(other) or len(value) != len(other):
         return False
     if isinstance(value, list):
-        return all(one is another for one, another in zip(value, other, strict=True))
-    return all(key in other and other[key] is one for key, one in value.items())
+        return all(item is other_item for item, other_item in zip(value, other, strict=True))
+    return all(key in other and other[key] is item for key, item in value.items())

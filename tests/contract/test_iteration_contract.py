@@ -36,7 +36,7 @@ def test_a_whole_iteration_equals_eager_bit_for_bit(pool, device, name, options)
         assert torch.equal(graphed.state_dict()[key], value), key
 
 
-def test_another_number_of_microbatches_or_shape_is_never_stale(pool, device):
+def test_a_changed_number_of_microbatches_or_shape_never_replays_a_stale_graph(pool, device):
     eager, graphed = twins(mlp, device)
     stats = CacheStats()
     data = batches(5, device) + batches(4, device, micro=3) + batches(4, device, rows=3) + batches(2, device)
@@ -81,11 +81,11 @@ def test_a_step_that_reads_on_the_host_runs_eager(pool, device):
 # ---- ten steps of a job, with two microbatches outstanding -----------------------------------------------------------
 
 RATE = 0.05
-FIRST = 1  # call: it runs eager and shows which modules there are, so those after it are another kind
+FIRST = 1  # the first call runs eager and registers the modules, so later calls have another signature
 
 
 def outstanding_step(model, *, clear=False):
-    """A step function whose forwards all run before the first backward; without gradients it has no backward."""
+    """Return a step that runs all forwards before the first backward; without gradients it has no backward."""
 
     def step(micro):
         if clear:
@@ -104,7 +104,7 @@ def gradients(model):
 
 
 def descend(model):
-    """An optimiser of one line: it finds parameters anew, so that they may be replaced."""
+    """Minimal SGD that looks the parameters up at each call, so that they may be replaced."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -112,14 +112,14 @@ def descend(model):
 
 
 def counted(stats):
-    """How many calls were captured, replayed, and run eager for a reason."""
+    """Return the numbers of captured, replayed and eager calls."""
     return sum(stats.captures.values()), sum(stats.replays.values()), sum(stats.fallbacks.values())
 
 
 @pytest.mark.parametrize("clearing", ["before", "inside", "never"])
 @pytest.mark.parametrize("name", ["mlp", "gpt", "encoder", "lstm"])
 def test_ten_steps_with_two_microbatches_outstanding_equal_eager(pool, device, name, clearing):
-    """With gradients set to None before each call, by the step itself, or never, where they add up over all steps."""
+    """Gradients are set to None before each call, by the step itself, or never, so that they accumulate."""
     eager, graphed = twins(MODELS[name][0], device)
     data, stats = batches(10, device), CacheStats()
 
@@ -147,9 +147,7 @@ def test_ten_steps_with_two_microbatches_outstanding_equal_eager(pool, device, n
     ids=["eval_under_no_grad", "eval_alone", "no_grad_alone"],
 )
 @pytest.mark.parametrize("name", ["gpt", "batch_norm"])
-def test_validation_has_a_graph_of_its_own_and_training_goes_on_from_its_own(
-    pool, device, name, evaluates, without_gradients
-):
+def test_validation_and_training_use_separate_graphs(pool, device, name, evaluates, without_gradients):
     eager, graphed = twins(MODELS[name][0], device)
     data, others, stats = batches(10, device), batches(20, device)[10:], CacheStats()
     holder = iteration_of(pool, stats, outstanding_step(graphed))
@@ -177,11 +175,11 @@ def test_validation_has_a_graph_of_its_own_and_training_goes_on_from_its_own(
 
 
 def differing(model, device):
-    """A step whose result depends on the dtype of its argument, and on a keyword's value and type."""
+    """Return a step with a result that depends on its argument's dtype and on a keyword's value and type."""
 
     def step(x, *, factor=None, reduce="mean"):
         counting = torch.arange(WIDTH, device=device)
-        weights = counting if factor is None else counting * factor  # another dtype for 2 than for 2.0
+        weights = counting if factor is None else counting * factor  # the dtype differs for 2 and 2.0
         out = model((x / 3).float()).pow(2) * (weights / 7)
         loss = out.mean() if reduce == "mean" else out.sum() * 1e-3
         loss.backward()
@@ -204,7 +202,7 @@ def differing(model, device):
     ],
     ids=lambda changed: "_".join(map(str, next(iter(changed.items())))),
 )
-def test_a_changed_dtype_or_keyword_is_never_served_by_the_other_kinds_graph(pool, device, changed):
+def test_a_changed_dtype_or_keyword_is_never_served_by_another_signatures_graph(pool, device, changed):
     eager, graphed = twins(mlp, device)
     stats, data = CacheStats(), [micro[0] for micro in batches(15, device, micro=1)]
     plain = {
@@ -232,7 +230,7 @@ def test_a_changed_dtype_or_keyword_is_never_served_by_the_other_kinds_graph(poo
     run = iteration_of(pool, stats, differing(graphed, device))
     assert_same(job(graphed, run), job(eager, differing(eager, device)))
     assert len(run.table()) == 2
-    assert counted(stats) == (2, 8, FIRST + 4)  # those of the first kind replay again at the end
+    assert counted(stats) == (2, 8, FIRST + 4)  # the first signature replays again at the end
     assert stats.fallbacks == {("iteration", "full_iteration", "warming_up"): FIRST + 4}
 
 
@@ -255,7 +253,7 @@ def frozen_parameter_moved(model):
 @pytest.mark.parametrize(
     "move", [moved_storage, replaced_parameter, replaced_buffer, frozen_parameter_moved], ids=lambda move: move.__name__
 )
-def test_what_moved_to_other_storage_is_noticed_and_captured_again(pool, device, move):
+def test_tensors_moved_to_other_storage_are_noticed_and_recaptured(pool, device, move):
     eager, graphed = twins(MODELS["batch_norm"][0], device)
     data, stats = batches(12, device), CacheStats()
     for model in (eager, graphed):
@@ -279,7 +277,7 @@ def test_what_moved_to_other_storage_is_noticed_and_captured_again(pool, device,
 
 
 @pytest.mark.parametrize("is_kept", [False, True], ids=["old_gone", "old_kept"])
-def test_another_submodule_in_the_place_of_one_is_noticed(pool, device, is_kept):
+def test_a_replaced_submodule_is_noticed(pool, device, is_kept):
     eager, graphed = twins(MODELS["mlp"][0], device)
     data, stats, kept = batches(14, device), CacheStats(), []
 
@@ -295,14 +293,14 @@ def test_another_submodule_in_the_place_of_one_is_noticed(pool, device, is_kept)
 
     run = iteration_of(pool, stats, outstanding_step(graphed, clear=True))
     assert_same(job(graphed, run), job(eager, outstanding_step(eager, clear=True)))
-    if is_kept:  # else there is a module less: another kind of call
+    if is_kept:  # otherwise a module is missing, which changes the signature
         assert stats.invalidations == {"stale_address": 1}
     assert sum(stats.replays.values()) > 3
 
 
 @pytest.mark.parametrize("name", ["mlp", "batch_norm"])
-def test_a_step_that_is_refused_at_its_end_is_not_taken_twice(pool, device, name):
-    """A capture on a CPU runs the step: what it wrote and drew by then is taken back before the step runs eager."""
+def test_a_step_refused_at_its_end_is_not_applied_twice(pool, device, name):
+    """A capture on a CPU executes the step: its writes and random draws are undone before the step runs eager."""
     eager, graphed = twins(MODELS[name][0], device)
     data, stats, logs = batches(6, device, micro=1), CacheStats(), []
     for model in (eager, graphed):

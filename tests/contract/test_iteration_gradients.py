@@ -1,4 +1,4 @@
-"""A whole training iteration that finds gradients from before it: what its graph reads of them, and which live on."""
+"""A captured iteration with gradients from before the call: which of them its graph reads, and which are freed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graph_cache.stats import CacheStats
 from tests.contract.training_models import assert_same, batches, iteration_of, mlp, twins
 
 RATE = 0.05
-WARMING = 3  # eager calls before the first capture: the very first, which shows which modules there are, and two more
+WARMING = 3  # eager calls before the first capture: the first, which registers the modules, and two more
 
 
 def gradients(model):
@@ -20,11 +20,11 @@ def gradients(model):
 
 
 def counted(stats):
-    """How many calls were captured, replayed, and run eager for a reason."""
+    """Return the numbers of captured, replayed and eager calls."""
     return sum(stats.captures.values()), sum(stats.replays.values()), sum(stats.fallbacks.values())
 
 
-# ---- steps that do with them what training code does -----------------------------------------------------------------
+# ---- steps that use existing gradients as training code does ---------------------------------------------------------
 
 
 def consumed_last(model, optimizer, x):
@@ -72,7 +72,7 @@ def halve(parameter):
 
 
 def replaced(model, optimizer, x):
-    """By a hook of every parameter, as what communicates gradients does."""
+    """Gradients are replaced in a hook of every parameter, as gradient communication does."""
     handles = [parameter.register_post_accumulate_grad_hook(halve) for parameter in model.parameters()]
     loss = model(x).pow(2).mean()
     loss.backward()
@@ -83,8 +83,7 @@ def replaced(model, optimizer, x):
 
 
 def put_aside(model, optimizer, x):
-    """Cleared before anything ran, and read afterwards all the same: by the tensors themselves, and by others of their
-    memory."""
+    """Gradients are cleared first and still read afterwards, through the tensors themselves and through views."""
     aside = [
         parameter.grad if index % 2 else parameter.grad.detach()
         for index, parameter in enumerate(model.parameters())
@@ -106,8 +105,10 @@ STEPS = [consumed_last, consumed_first, cleared_first, cleared_after_the_forward
 
 
 def run_after_others(model, data, step, run, *, accumulating=True):
-    """Calls that find gradients: of an eager backward before each, or else what the call before left. Returns the loss,
-    gradients and parameters of each."""
+    """Run calls that find gradients: of an eager backward before each, or those that the previous call left.
+
+    Returns the loss, gradients and parameters after each call.
+    """
     torch.manual_seed(1)
     optimizer, log = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9), []
     called = run(lambda x: step(model, optimizer, x))
@@ -120,7 +121,7 @@ def run_after_others(model, data, step, run, *, accumulating=True):
 
 @pytest.mark.parametrize("accumulating", [True, False], ids=["after_a_backward", "after_a_call"])
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
-def test_gradients_from_before_a_call_are_read_anew_by_every_replay(pool, device, step, accumulating):
+def test_every_replay_reads_the_gradients_present_before_its_call(pool, device, step, accumulating):
     eager, graphed = twins(mlp, device)
     data, stats = batches(12, device), CacheStats()
     expected = run_after_others(eager, data, step, lambda step: step, accumulating=accumulating)
@@ -137,8 +138,8 @@ def storages(model):
 
 
 @pytest.mark.parametrize("is_a_view", [False, True], ids=["alone", "views_of_a_bucket"])
-def test_a_step_that_clears_first_keeps_no_old_gradient(pool, device, is_a_view):
-    """Neither the gradients nor copies of them, from the moment that they are cleared."""
+def test_a_step_that_clears_gradients_first_holds_no_old_gradient(pool, device, is_a_view):
+    """Once cleared, neither the gradients nor copies of them are held."""
     model, stats = mlp().to(device), CacheStats()
     optimizer, alive = torch.optim.SGD(model.parameters(), lr=RATE), []
 
@@ -166,7 +167,7 @@ def test_a_step_that_clears_first_keeps_no_old_gradient(pool, device, is_a_view)
 
 @pytest.mark.parametrize("clears", ["first", "after_the_forward", "last", "never"])
 def test_a_capture_that_fails_leaves_gradients_as_they_were(pool, device, clears):
-    """But those that the step had cleared before anything ran stay cleared: it would clear them again."""
+    """Gradients that the step cleared before anything ran stay cleared: it would clear them again."""
     found, stats = [], CacheStats()
 
     def job(model, run):
@@ -189,7 +190,7 @@ def test_a_capture_that_fails_leaves_gradients_as_they_were(pool, device, clears
             log.append([called(x), *gradients(model)])
         return log
 
-    eager, graphed = twins(lambda: mlp().eval(), device)  # no dropout: a failed capture has drawn its numbers
+    eager, graphed = twins(lambda: mlp().eval(), device)  # no dropout: a failed capture has consumed random numbers
     ours = job(graphed, lambda step: iteration_of(pool, stats, step))
     assert stats.failed_captures
     everywhere = len(list(eager.parameters()))
@@ -199,7 +200,7 @@ def test_a_capture_that_fails_leaves_gradients_as_they_were(pool, device, clears
     assert_same(ours, job(eager, lambda step: step))
 
 
-def test_parameters_that_share_a_gradient_and_those_that_stop_to_are_two_kinds_of_calls(pool, device):
+def test_shared_and_separate_gradients_are_different_signatures(pool, device):
     eager, graphed = twins(mlp, device)
     data, stats = batches(16, device), CacheStats()
 
@@ -224,8 +225,8 @@ def test_parameters_that_share_a_gradient_and_those_that_stop_to_are_two_kinds_o
     assert counted(stats) == (2, 16 - WARMING - 2 - 2, WARMING + 2)
 
 
-def test_a_frozen_parameters_gradient_is_read_anew_too(pool, device):
-    """An optimizer asks only whether there is one."""
+def test_a_frozen_parameters_gradient_is_reread_on_replay(pool, device):
+    """An optimizer uses any gradient that exists, whether or not the parameter is frozen."""
     eager, graphed = twins(mlp, device)
     data, stats = batches(10, device), CacheStats()
 
@@ -242,23 +243,23 @@ def test_a_frozen_parameters_gradient_is_read_anew_too(pool, device):
     assert counted(stats) == (1, 10 - WARMING - 1, WARMING)
 
 
-def test_a_backend_tells_whether_anything_was_captured(pool, device):
-    """To the thread that captures; to any other, and outside of captures, it says that it may be so."""
+def test_has_captured_reports_whether_anything_was_captured(pool, device):
+    """Exact for the capturing thread. For other threads, and outside captures, the answer is 'maybe' (True)."""
     model, answers = mlp().to(device), []
-    optimizer, asked = torch.optim.SGD(model.parameters(), lr=RATE), pool.backend.has_captured
+    optimizer, has_captured = torch.optim.SGD(model.parameters(), lr=RATE), pool.backend.has_captured
 
     def step(x):
         optimizer.zero_grad()
-        said = [asked()]
-        thread = threading.Thread(target=lambda: said.append(asked()))
+        before = [has_captured()]
+        thread = threading.Thread(target=lambda: before.append(has_captured()))
         thread.start()
         thread.join()
         x.add_(1)
-        answers.append((*said, asked()))
+        answers.append((*before, has_captured()))
         return x
 
     run = iteration_of(pool, CacheStats(), step)
     for x, _ in batches(4, device):
         run(x)
     assert answers == [(True, True, True)] * 2 + [(False, True, True)]
-    assert asked()
+    assert has_captured()

@@ -1,4 +1,4 @@
-"""Optimizers that take their step inside of a captured iteration: what changes of them is noticed; few graphs stay."""
+"""Optimizers that step inside a captured iteration: changes are noticed, and few graphs are kept."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def two():
 
 
 def step_of(model, optimizer_now):
-    """A step of training by the optimizer that there is at the time of the call."""
+    """Return a training step that uses the optimizer returned by `optimizer_now()`."""
 
     def step(x):
         optimizer_now().zero_grad()
@@ -55,12 +55,12 @@ def earlier_state(optimizer, saved):
     optimizer.load_state_dict(saved)
 
 
-def one_parameter_less(optimizer, saved):
+def one_parameter_fewer(optimizer, saved):
     del optimizer.param_groups[0]["params"][0]
 
 
-@pytest.mark.parametrize("change", [other_rate, earlier_state, one_parameter_less])
-def test_what_changes_in_an_optimizer_inside_of_an_iteration_is_noticed(pool, device, change, caplog):
+@pytest.mark.parametrize("change", [other_rate, earlier_state, one_parameter_fewer])
+def test_optimizer_changes_inside_an_iteration_are_noticed(pool, device, change, caplog):
     eager, graphed = twins(two, device)
     stats = CacheStats()
     log = [
@@ -90,7 +90,7 @@ def test_a_learning_rate_in_a_tensor_changes_without_another_graph(pool, device)
     assert sum(stats.captures.values()) == 1
 
 
-def test_an_optimizer_that_is_made_anew_takes_the_old_ones_place_and_graph(pool, device):
+def test_a_recreated_optimizer_replaces_the_old_one_and_its_graph(pool, device):
     eager, graphed = twins(two, device)
     stats, log = CacheStats(), []
     for model in (graphed, eager):
@@ -110,7 +110,7 @@ def test_an_optimizer_that_is_made_anew_takes_the_old_ones_place_and_graph(pool,
     assert sum(stats.replays.values()) >= 3 * 2
 
 
-def test_a_learning_rate_that_changes_now_and_then_holds_a_few_graphs_at_most(pool, device):
+def test_a_changing_learning_rate_keeps_at_most_a_few_graphs(pool, device):
     _, graphed = twins(two, device)
     stats = CacheStats()
     optimizer = torch.optim.SGD(graphed.parameters(), 0.1)

@@ -1,4 +1,4 @@
-"""Training graphs of models that torch.compile made: one graph of the fused kernels, equal to the compiled step."""
+"""Training graphs of models compiled by torch.compile: one graph of the fused kernels, equal to the compiled step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graph_cache.stats import CacheStats
 from graph_cache.training.compiled import reached_from
 from tests.contract.training_models import WIDTH, assert_same, attached, batches, iterate, iteration_of, train
 
-# Compilers look at `.grad` of what they trace, and import what is deprecated.
+# Compilers read `.grad` of tensors they trace, and import deprecated modules.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore::DeprecationWarning")
 
 
@@ -50,7 +50,7 @@ def twins(device):
 
 
 def compiled(module, device):
-    """With the default compiler on a GPU; on a CPU without one, since its kernels pass by the dispatcher."""
+    """Compile with the default backend on a GPU, and without codegen on a CPU: its kernels bypass the dispatcher."""
     return torch.compile(module, backend="inductor" if device.type == "cuda" else "aot_eager")
 
 
@@ -78,7 +78,7 @@ def test_an_iteration_over_a_compiled_model_is_one_graph_and_compiles_nothing_mo
 
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["wrapped", "in_place"])
-def test_layers_that_are_compiled_are_captured_as_compiled(pool, device, in_place):
+def test_compiled_layers_are_captured_as_compiled(pool, device, in_place):
     eager, graphed = twins(device)
     for model in (eager, graphed):
         for index, layer in enumerate(model.layers):
@@ -93,7 +93,7 @@ def test_layers_that_are_compiled_are_captured_as_compiled(pool, device, in_plac
     assert sum(stats.replays.values()) == 4 * 2 * 2
     assert not stats.failed_captures
     assert 1 <= graphs_made() <= 2
-    with pytest.raises(GraphConfigError, match="attached already|replaced already"):
+    with pytest.raises(GraphConfigError, match="already attached|already replaced"):
         attached(graphed, ["layers.0"], pool)
     graphs.detach()
     for layer, attributes in zip(graphed.layers, before, strict=True):

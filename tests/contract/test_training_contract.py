@@ -1,4 +1,4 @@
-"""Training graphs on every backend: losses, gradients and state equal eager's, for modules of all sorts."""
+"""Training graphs on every backend: losses, gradients and state equal eager's for many kinds of modules."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def test_ten_steps_equal_eager_bit_for_bit(pool, device, name, outstanding):
     expected = train(eager, data, outstanding=outstanding)
     graphs, stats = attached(graphed, paths, pool)
     assert_same(train(graphed, data, outstanding=outstanding), expected)
-    rounds, calls = (10, 2) if outstanding else (20, 1)  # a round ends when no backward is outstanding
-    assert sum(stats.replays.values()) == (rounds - 2) * calls * len(paths)
+    steps, calls = (10, 2) if outstanding else (20, 1)  # a step ends when no backward is outstanding
+    assert sum(stats.replays.values()) == (steps - 2) * calls * len(paths)
     assert not stats.failed_captures
     assert graphs.outstanding == 0
     for key, value in eager.state_dict().items():
@@ -47,7 +47,7 @@ def test_steps_in_bfloat16_equal_eager(pool, device, name):
     assert sum(stats.replays.values()) == 4 * 2 * len(paths)
 
 
-def test_outstanding_microbatches_get_an_instance_each_and_more_run_eager_until_they_are_recorded(pool, device):
+def test_each_outstanding_microbatch_gets_its_own_graphs_and_more_run_eager_until_recorded(pool, device):
     eager, graphed = twins(mlp, device)
     graphs, stats = attached(graphed, ["0", "1", "2"], pool)
     two, three = batches(4, device, micro=2), batches(4, device, micro=3)
@@ -76,7 +76,7 @@ def test_hooks_see_gradients_and_hooks_inside_keep_a_module_eager(pool, device):
     assert len(graphs.table()) == 2
 
 
-def test_trees_and_dataclasses_go_in_and_come_out(pool, device):
+def test_pytrees_and_dataclasses_are_accepted_and_returned(pool, device):
     @dataclasses.dataclass
     class Pair:
         hidden: torch.Tensor
@@ -115,7 +115,7 @@ def test_the_output_of_one_graph_is_the_input_of_the_next_without_a_copy(pool, d
     assert first.grad_outputs[0].data_ptr() == second.input_grads[0].data_ptr()
 
 
-def test_checkpointing_equals_eager_and_is_refused_where_a_graph_cannot_go_back_to_a_random_state(pool, device):
+def test_checkpointing_equals_eager_and_is_refused_where_a_graph_cannot_restore_the_rng_state(pool, device):
     from torch.utils.checkpoint import checkpoint
 
     class Checkpointed(nn.Module):
@@ -134,13 +134,13 @@ def test_checkpointing_equals_eager_and_is_refused_where_a_graph_cannot_go_back_
         graphs, stats = attached(graphed, [""], pool)
         data = batches(5, device, micro=1)
         assert_same(train(graphed, data), train(eager, data))
-        captured = captured or device.type == "cuda"  # CUDA graphs keep random states on the device
+        captured = captured or device.type == "cuda"  # CUDA graphs keep RNG state on the device
         assert bool(stats.replays) == captured
         assert bool(stats.failed_captures) != captured
         graphs.detach()
 
 
-def test_generators_of_ones_own_draw_fresh_numbers_also_those_made_under_inference_mode(pool, device):
+def test_registered_generators_draw_fresh_numbers_even_if_made_under_inference_mode(pool, device):
     class Noisy(nn.Module):
         def __init__(self, generator):
             super().__init__()
@@ -166,7 +166,7 @@ def test_generators_of_ones_own_draw_fresh_numbers_also_those_made_under_inferen
     assert sum(stats.replays.values()) == 4
 
 
-def test_two_kinds_of_step_that_take_turns_are_both_captured(pool, device):
+def test_two_alternating_step_signatures_are_both_captured(pool, device):
     eager, graphed = twins(mlp, device)
     _, stats = attached(graphed, ["0", "1", "2"], pool)
     data = [
@@ -178,7 +178,7 @@ def test_two_kinds_of_step_that_take_turns_are_both_captured(pool, device):
     assert stats.replays["0", "module", "forward", 4] >= 3 and stats.replays["0", "module", "forward", 2] >= 4
 
 
-def test_hooks_that_are_to_be_fired_run_once_before_each_replay_and_never_inside_a_capture(pool, device):
+def test_allowed_pre_hooks_run_once_before_each_replay_and_never_inside_a_capture(pool, device):
     eager, graphed = twins(mlp, device)
     calls = []
 
@@ -204,7 +204,7 @@ def test_hooks_that_are_to_be_fired_run_once_before_each_replay_and_never_inside
         loss.backward()
         log.append([loss.detach().clone(), *[parameter.grad.clone() for parameter in graphed.parameters()]])
         graphed.zero_grad()
-        # Once for each, in order; at the capture all of them before it, too.
+        # Each hook runs once, in order. At the capture, all of them also run before it.
         assert calls[-len(submodules) :] == submodules and len(calls) == len(submodules) * (2 if step == 2 else 1)
     theirs = []
     for step, micro in enumerate(data):
@@ -218,10 +218,10 @@ def test_hooks_that_are_to_be_fired_run_once_before_each_replay_and_never_inside
 
 
 class Scale:
-    """A setting that a context would set, of a kind that a graph bakes in; and a flag that each call takes back."""
+    """Ambient state: a value that a graph bakes in, and a flag that each call clears."""
 
     def __init__(self):
-        self.value, self.is_new, self.told, self.holds = 1.0, True, [], True
+        self.value, self.is_new, self.flags_at_replay, self.holds = 1.0, True, [], True
 
     def of(self, modules):
         return self.value
@@ -236,13 +236,13 @@ class Scale:
         return lambda: self.holds
 
     def replaying(self, modules):
-        self.told.append(self.is_new)
+        self.flags_at_replay.append(self.is_new)
 
     def replayed(self, modules):
         self.is_new = False
 
 
-def test_what_surrounds_a_call_is_part_of_its_kind_and_is_there_again_at_the_capture(pool, device):
+def test_ambient_state_is_part_of_the_signature_and_is_recreated_for_the_capture(pool, device):
     class Scaled(nn.Module):
         def __init__(self, scale):
             super().__init__()
@@ -261,7 +261,7 @@ def test_what_surrounds_a_call_is_part_of_its_kind_and_is_there_again_at_the_cap
     for step in range(10):
         for model in (graphed, eager):
             model.zero_grad()
-            # Every round begins under the other setting than the one before, and so does each capture.
+            # Steps, and so captures, alternate between the two values at their start.
             for value in (1.0, 3.0) if step % 2 else (3.0, 1.0):
                 scale.value, scale.is_new = value, True
                 out = model(torch.full((2, WIDTH), 0.1 * step, device=device))
@@ -269,8 +269,11 @@ def test_what_surrounds_a_call_is_part_of_its_kind_and_is_there_again_at_the_cap
                 assert not scale.is_new
                 log[model].append([out.detach().clone(), *[parameter.grad.clone() for parameter in model.parameters()]])
     assert_same(log[graphed], log[eager])
-    assert len(graphs.table()) == 2 and len(scale.told) == graphs.stats.replays["model", "module", "forward", 2] >= 12
-    assert all(scale.told)
-    scale.holds = False  # something that it stands for has moved
+    assert (
+        len(graphs.table()) == 2
+        and len(scale.flags_at_replay) == graphs.stats.replays["model", "module", "forward", 2] >= 12
+    )
+    assert all(scale.flags_at_replay)
+    scale.holds = False  # simulate moved state
     graphed(torch.ones(2, WIDTH, device=device)).sum().backward()
-    assert graphs.table() == [] and graphs.stats.invalidations == {"stale_address": 2}  # of both
+    assert graphs.table() == [] and graphs.stats.invalidations == {"stale_address": 2}  # graphs of both values

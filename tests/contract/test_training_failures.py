@@ -1,5 +1,5 @@
-"""Training graphs on every backend: whatever differs from the capture runs eager with a reason instead of stale, and
-nothing that goes wrong stops a job.
+"""Training graphs on every backend: calls that differ from the capture run eager with a reason, and failures never stop
+a training job.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def test_an_unseen_shape_runs_eager_with_a_reason_then_gets_graphs(pool, device)
     before = sum(stats.replays.values())
     data = batches(2, device, micro=1)
     assert_same(train(graphed, data), train(eager, data))
-    assert sum(stats.replays.values()) == before + 6  # the first kind's graphs are still there
+    assert sum(stats.replays.values()) == before + 6  # the graphs of the first shape still exist
 
 
 def test_a_changed_keyword_is_never_served_by_the_other_values_graph(pool, device):
@@ -51,7 +51,7 @@ def test_a_changed_keyword_is_never_served_by_the_other_values_graph(pool, devic
     assert stats.fallbacks["model", "forward", "unseen_signature"] == 1
 
 
-def test_eval_and_no_grad_run_beside_without_disturbing_what_is_saved(pool, device):
+def test_eval_and_no_grad_calls_do_not_disturb_saved_tensors(pool, device):
     eager, graphed = twins(mlp, device)
     graphs, stats = attached(graphed, ["0", "1", "2"], pool)
     data = batches(5, device, micro=1)
@@ -73,7 +73,7 @@ def test_eval_and_no_grad_run_beside_without_disturbing_what_is_saved(pool, devi
     assert_same([interleaved(graphed)], [interleaved(eager)])
 
 
-def test_a_step_interrupted_before_its_backward_gives_its_pairs_back(pool, device):
+def test_a_step_interrupted_before_its_backward_releases_its_graphs(pool, device):
     eager, graphed = twins(mlp, device)
     graphs, stats = attached(graphed, ["0", "1", "2"], pool)
     data = batches(4, device, micro=1)
@@ -87,13 +87,13 @@ def test_a_step_interrupted_before_its_backward_gives_its_pairs_back(pool, devic
 
 
 @pytest.mark.parametrize("where", ["between", "inside"])
-def test_a_step_that_fails_while_it_is_recorded_costs_later_ones_nothing(pool, device, where):
+def test_a_step_that_fails_while_recording_does_not_affect_later_steps(pool, device, where):
     eager, graphed = twins(mlp, device)
     graphs, stats = attached(graphed, ["0", "1", "2"], pool)
     data = batches(8, device)
 
     def failing(model):
-        """The second microbatch fails before its second module, or in it."""
+        """Fail in the second microbatch, before or inside its second module."""
         sum(model(x).square().mean() for x in data[0][:1])
         hidden = model[0](data[0][1])
         if where == "between":
@@ -126,7 +126,7 @@ def test_a_moved_parameter_is_noticed_and_recaptured(pool, device):
 
 
 @pytest.mark.parametrize("change", ["another_weight", "no_bias"])
-def test_another_parameter_in_the_place_of_one_is_noticed_and_recaptured(pool, device, change):
+def test_a_replaced_parameter_is_noticed_and_recaptured(pool, device, change):
     eager, graphed = twins(mlp, device)
     _, stats = attached(graphed, ["0", "1", "2"], pool)
     data = batches(5, device, micro=1)
@@ -142,7 +142,7 @@ def test_another_parameter_in_the_place_of_one_is_noticed_and_recaptured(pool, d
     assert not stats.fallbacks["1", "forward", "other_parameters"]
 
 
-def test_what_changes_is_noticed_while_somebody_keeps_a_forward_without_its_backward(pool, device):
+def test_changes_are_noticed_while_a_forward_without_backward_is_held(pool, device):
     eager, graphed = twins(mlp, device)
     attached(graphed, ["0", "1", "2"], pool)
     data, log = batches(4, device, micro=2), []
@@ -159,7 +159,7 @@ def test_what_changes_is_noticed_while_somebody_keeps_a_forward_without_its_back
     assert_same(*log)
 
 
-def test_deleting_graphs_mid_training_goes_on_and_recaptures(pool, device):
+def test_clearing_graphs_mid_training_recaptures(pool, device):
     eager, graphed = twins(mlp, device)
     graphs, stats = attached(graphed, ["0", "1", "2"], pool)
     data = batches(4, device, micro=1)
@@ -191,7 +191,7 @@ def test_graphs_cleared_between_forward_and_backward_serve_that_backward(pool, d
         assert torch.equal(one.grad, other.grad)
 
 
-def test_an_exception_inside_capture_costs_only_that_module(pool, device):
+def test_an_exception_inside_capture_disables_only_that_module(pool, device):
     class Reads(nn.Module):
         def __init__(self):
             super().__init__()
@@ -225,13 +225,13 @@ def test_a_second_backward_through_one_forward_is_refused(pool, device):
 def test_attaching_twice_is_refused(pool, device):
     _, graphed = twins(mlp, device)
     attached(graphed, ["0"], pool)
-    with pytest.raises(GraphConfigError, match="replaced already"):
+    with pytest.raises(GraphConfigError, match="already replaced"):
         attached(graphed, ["1", "0"], pool)
     assert "forward" not in vars(graphed[1])
 
 
 @pytest.mark.parametrize("refused", [{"0"}, {"3"}, {"0", "2", "4"}], ids=["first", "middle", "every_other"])
-def test_a_backward_that_cannot_be_captured_costs_its_own_module_only(pool, device, refused, monkeypatch):
+def test_an_uncapturable_backward_disables_only_its_own_module(pool, device, refused, monkeypatch):
     eager, graphed = twins(
         lambda: nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)]), device
     )
@@ -252,7 +252,7 @@ def test_a_backward_that_cannot_be_captured_costs_its_own_module_only(pool, devi
     assert set(stats.failures) == refused and "a library's copy" in stats.failures[min(refused)]
 
 
-def test_another_submodule_inside_a_captured_module_is_noticed(pool, device):
+def test_a_replaced_submodule_inside_a_captured_module_is_noticed(pool, device):
     eager, graphed = twins(mlp, device)
     graphs, stats = attached(graphed, ["0", "1", "2"], pool)
     before, after = batches(4, device, micro=1), batches(6, device, micro=1)
@@ -261,4 +261,4 @@ def test_another_submodule_inside_a_captured_module_is_noticed(pool, device):
         model[1][0] = copy.deepcopy(model[2][0])
     assert_same(train(graphed, after), train(eager, after))
     assert stats.invalidations == {"stale_address": 1}
-    assert stats.replays["1", "module", "forward", 4] > 2  # with graphs of their own again
+    assert stats.replays["1", "module", "forward", 4] > 2  # replays again after the recapture

@@ -1,5 +1,5 @@
-"""Gradients of parameters, where the graph leaves them or as copies: whoever holds one keeps its values, as in eager,
-through accumulation, hooks that keep what they see, and whatever is frozen between two steps.
+"""Parameter gradients, returned uncopied or as copies. A referenced gradient keeps its values, as in eager, through
+accumulation, hooks that keep gradients, and parameters frozen between two steps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.contract.training_models import (
 
 
 def eight():
-    """Equal blocks: the gradients of the first two are copied, those of the others are handed out in place."""
+    """Eight equal blocks: gradients of the first ones are copies, the others are returned uncopied."""
     return nn.Sequential(
         *[nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1)) for _ in range(8)]
     )
@@ -36,8 +36,8 @@ def eight():
 EIGHT = [str(index) for index in range(8)]
 
 
-def lived(model, data, *, accumulate=1, set_to_none=True, keep=False, clear_late=False):
-    """Training with everything that holds gradients across replays; the log is read at the very end."""
+def train_holding_gradients(model, data, *, accumulate=1, set_to_none=True, keep=False, clear_late=False):
+    """Train with references to gradients across replays. The log is compared at the end."""
     torch.manual_seed(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     held, log = [[] for _ in model.parameters()], []
@@ -73,47 +73,47 @@ HOLDING = pytest.mark.parametrize(
 
 
 @HOLDING
-def test_gradients_that_somebody_holds_keep_their_values(pool, device, options):
+def test_held_gradients_keep_their_values(pool, device, options):
     eager, graphed = twins(SmallGPT, device)
     data = batches(9, device, micro=1)
-    expected = lived(eager, data, **options)
+    expected = train_holding_gradients(eager, data, **options)
     _, stats = attached(graphed, ["layers.0", "layers.1"], pool)
-    assert_same(lived(graphed, data, **options), expected)
+    assert_same(train_holding_gradients(graphed, data, **options), expected)
     assert sum(stats.replays.values()) == 14
 
 
-class Placed(nn.Module):
-    """Parameters of an activation's very shape, added to what enters a graphed block: its input's gradient is theirs.
+class WithOffsets(nn.Module):
+    """Parameters of the shape of an activation, added to the input of a graphed block: they share its gradient.
 
-    `seen` as they are, or through a view.
+    `access` is "whole" to add the parameter itself, or "through_a_view".
     """
 
-    def __init__(self, seen):
+    def __init__(self, access):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(3))
-        self.places = nn.ParameterList(torch.randn(ROWS, LENGTH, WIDTH) for _ in range(3))
-        self.seen = seen
+        self.offsets = nn.ParameterList(torch.randn(ROWS, LENGTH, WIDTH) for _ in range(3))
+        self.access = access
 
     def forward(self, x):
-        for block, place in zip(self.blocks, self.places, strict=True):
-            x = block(x + (place if self.seen == "whole" else place.flatten(0, 1).view_as(place)))
+        for block, offset in zip(self.blocks, self.offsets, strict=True):
+            x = block(x + (offset if self.access == "whole" else offset.flatten(0, 1).view_as(offset)))
         return x
 
 
 @HOLDING
-@pytest.mark.parametrize("seen", ["whole", "through_a_view"])
-def test_what_is_added_to_a_graphed_modules_input_has_a_gradient_of_its_own(pool, device, seen, options):
-    eager, graphed = twins(lambda: Placed(seen), device)
+@pytest.mark.parametrize("access", ["whole", "through_a_view"])
+def test_a_parameter_added_to_a_graphed_modules_input_gets_its_own_gradient(pool, device, access, options):
+    eager, graphed = twins(lambda: WithOffsets(access), device)
     data = batches(9, device, micro=1)
-    expected = lived(eager, data, **options)
+    expected = train_holding_gradients(eager, data, **options)
     _, stats = attached(graphed, [f"blocks.{index}" for index in range(3)], pool)
-    assert_same(lived(graphed, data, **options), expected)
+    assert_same(train_holding_gradients(graphed, data, **options), expected)
     assert sum(stats.replays.values()) == 21
 
 
 @pytest.mark.parametrize("through", ["detached", "viewed"])
-def test_a_leaf_where_an_earlier_graph_left_its_output_has_a_gradient_of_its_own(pool, device, through):
-    """As a stage's input is beside another stage's output, or a checkpoint's beside the block before it."""
+def test_a_leaf_aliasing_an_earlier_graphs_output_gets_its_own_gradient(pool, device, through):
+    """As a pipeline stage's input may alias another stage's output, or a checkpoint's input the previous block's."""
 
     def steps(model):
         torch.manual_seed(1)
@@ -140,7 +140,7 @@ def test_a_leaf_where_an_earlier_graph_left_its_output_has_a_gradient_of_its_own
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_graphed_blocks_under_a_checkpoint_equal_eager(pool, device, reentrant):
-    """A reentrant one runs forwards inside of the backward, between a graph's input gradient and who takes it."""
+    """A reentrant checkpoint runs forwards in the backward, between a graph's input gradient and its consumer."""
 
     def steps(model):
         found = []
@@ -155,7 +155,7 @@ def test_graphed_blocks_under_a_checkpoint_equal_eager(pool, device, reentrant):
             found.append([x.grad.clone(), *[p.grad.clone() for p in model.blocks.parameters()]])
         return found
 
-    eager, graphed = twins(lambda: Placed("whole"), device)
+    eager, graphed = twins(lambda: WithOffsets("whole"), device)
     _, stats = attached(graphed, [f"blocks.{index}" for index in range(3)], pool)
     assert_same(steps(graphed), steps(eager))
     assert bool(stats.replays) is reentrant
@@ -164,19 +164,19 @@ def test_graphed_blocks_under_a_checkpoint_equal_eager(pool, device, reentrant):
 @HOLDING
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["to_none", "to_zero"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_copied_gradients_of_the_first_modules_keep_their_values_too(pool, device, dtype, set_to_none, options):
+def test_held_copied_gradients_keep_their_values(pool, device, dtype, set_to_none, options):
     eager, graphed = twins(lambda: eight().to(dtype), device)
     data = [[x.to(dtype) for x in micro] for micro in batches(10, device, micro=1, rows=MANY)]
     options = {"set_to_none": set_to_none} | options
-    expected = lived(eager, data, **options)
+    expected = train_holding_gradients(eager, data, **options)
     graphs, stats = attached(graphed, EIGHT, pool)
-    assert_same(lived(graphed, data, **options), expected)
+    assert_same(train_holding_gradients(graphed, data, **options), expected)
     assert sum(stats.replays.values()) == 8 * 8
     assert in_place(graphs) == [False] * 4 + [True] * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_ten_steps_of_copied_and_handed_out_gradients_equal_eager_with_two_outstanding(pool, device, dtype):
+def test_ten_steps_of_copied_and_uncopied_gradients_equal_eager_with_two_outstanding(pool, device, dtype):
     eager, graphed = twins(lambda: eight().to(dtype), device)
     data = [[x.to(dtype) for x in micro] for micro in batches(10, device, rows=MANY)]
     expected = train(eager, data)
@@ -186,11 +186,11 @@ def test_ten_steps_of_copied_and_handed_out_gradients_equal_eager_with_two_outst
     assert sum(in_place(graphs)) == 4
 
 
-def test_gradients_need_no_copy_where_nobody_holds_the_last_ones(pool, device):
+def test_gradients_are_not_copied_if_the_previous_ones_were_released(pool, device):
     _, graphed = twins(mlp, device)
     graphs, _ = attached(graphed, ["0", "1", "2"], pool)
     train(graphed, batches(4, device, micro=1))
-    pair = graphs._recorded_steps[0].entries()[2].pair  # the first modules' are copies
+    pair = graphs._recorded_steps[0].entries()[2].pair  # the first modules return copies
     for _ in range(2):
         graphed.zero_grad()
         graphed(batches(1, device)[0][0]).sum().backward()
@@ -212,7 +212,7 @@ def test_a_gradient_outlives_the_graphs(pool, device, build, paths):
 
 
 class Passing(nn.Module):
-    """Gradients that share memory with what arrives and with each other."""
+    """Module with gradients that share memory with the incoming gradient and with each other."""
 
     def __init__(self):
         super().__init__()
@@ -224,8 +224,8 @@ class Passing(nn.Module):
 
 
 @pytest.mark.parametrize("blocks", [4, 8])
-def test_what_is_handed_out_survives_every_other_graph(pool, device, blocks):
-    """Gradients that a job keeps lie where no other backward leaves anything, and later replays go round them."""
+def test_uncopied_gradients_survive_every_other_graph(pool, device, blocks):
+    """No other backward writes to the memory of kept gradients, and later replays preserve them."""
     _, graphed = twins(lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(blocks)]), device)
     attached(graphed, [str(index) for index in range(blocks)], pool)
     kept = []
@@ -240,12 +240,12 @@ def test_what_is_handed_out_survives_every_other_graph(pool, device, blocks):
             assert torch.equal(grad, then)
 
 
-def test_gradients_that_share_memory_are_parted(pool, device):
+def test_gradients_that_share_memory_are_separated(pool, device):
     eager, graphed = twins(lambda: nn.Sequential(Passing(), Passing()), device)
     data = batches(8, device, micro=1)
-    expected = lived(eager, data, accumulate=2, keep=True)
+    expected = train_holding_gradients(eager, data, accumulate=2, keep=True)
     _, stats = attached(graphed, ["0", "1"], pool)
-    assert_same(lived(graphed, data, accumulate=2, keep=True), expected)
+    assert_same(train_holding_gradients(graphed, data, accumulate=2, keep=True), expected)
     assert sum(stats.replays.values()) == 12
 
 
@@ -253,27 +253,27 @@ def test_a_parameter_frozen_between_two_steps_is_honoured(pool, device):
     eager, graphed = twins(mlp, device)
     _, stats = attached(graphed, ["0", "1", "2"], pool)
     data = batches(3, device, micro=1)
-    for trained in (True, False, True):
+    for trainable in (True, False, True):
         for model in (eager, graphed):
-            model[1][0].weight.requires_grad_(trained)
+            model[1][0].weight.requires_grad_(trainable)
             model.zero_grad()
         assert_same(train(graphed, data), train(eager, data))
-        assert (graphed[1][0].weight.grad is None) is not trained
+        assert (graphed[1][0].weight.grad is None) is not trainable
     assert stats.fallbacks["1", "forward", "unseen_signature"] > 0
 
 
-def test_a_submodule_in_eval_mode_is_another_kind_of_call(pool, device):
+def test_a_submodule_in_eval_mode_changes_the_signature(pool, device):
     eager, graphed = twins(mlp, device)
     _, stats = attached(graphed, ["0", "1", "2"], pool)
     data = batches(4, device, micro=1)
     for training in (True, False, True):
         for model in (eager, graphed):
-            model[1][2].train(training)  # a dropout inside the second block
+            model[1][2].train(training)  # dropout in the second block
         assert_same(train(graphed, data), train(eager, data))
     assert stats.fallbacks["1", "forward", "unseen_signature"] > 0
 
 
-def test_values_that_are_equal_and_of_other_types_get_graphs_of_their_own(pool, device):
+def test_equal_values_of_different_types_get_separate_graphs(pool, device):
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()
@@ -294,46 +294,46 @@ def test_values_that_are_equal_and_of_other_types_get_graphs_of_their_own(pool, 
     assert sum(stats.replays.values()) == 2
 
 
-def test_gradients_of_weights_are_computed_where_they_are_handed_out(device):
+def test_weight_gradients_are_computed_in_their_final_memory(device):
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).to(device)
     parameters, x = list(model.parameters()), torch.randn(4, WIDTH, device=device, requires_grad=True)
     out = model(x).pow(2).mean()
     expected = torch.autograd.grad(out, [x, *parameters], retain_graph=True)
-    room = GradientMemory(parameters)
-    with room.filling():
+    memory = GradientMemory(parameters)
+    with memory.writing_in_place():
         found = torch.autograd.grad(out, [x, *parameters])
-    places = {place.data_ptr() for place in room._places}
-    assert found[1].data_ptr() in places and found[3].data_ptr() in places
-    inputs, grads = room.settle(found[:1], found[1:])
+    addresses = {buffer.data_ptr() for buffer in memory._buffers}
+    assert found[1].data_ptr() in addresses and found[3].data_ptr() in addresses
+    inputs, grads = memory.assign(found[:1], found[1:])
     assert_same([[*inputs, *grads]], [expected])
-    assert {grad.data_ptr() for grad in grads} == places and inputs[0].data_ptr() not in places
+    assert {grad.data_ptr() for grad in grads} == addresses and inputs[0].data_ptr() not in addresses
 
 
-def test_products_that_are_no_gradient_of_a_parameter_do_no_harm_to_those_that_are(pool, device):
-    """The input's gradient has the shape of the weight's, and both are products."""
+def test_other_matmuls_of_a_weights_shape_do_not_corrupt_weight_gradients(pool, device):
+    """The input's gradient has the weight's shape, and both are computed by a GEMM."""
     eager, graphed = twins(lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)]), device)
     graphs, stats = attached(graphed, [""], pool)
     data = [[torch.randn(WIDTH, WIDTH, device=device)] for _ in range(6)]
     assert_same(train(graphed, data), train(eager, data))
     pair = graphs._recorded_steps[0].entries()[0].pair
-    places = [grad.data_ptr() for grad in pair.parameter_grads]
-    assert len(set(places)) == 3 and sum(stats.replays.values()) == 4
+    addresses = [grad.data_ptr() for grad in pair.parameter_grads]
+    assert len(set(addresses)) == 3 and sum(stats.replays.values()) == 4
 
 
-def test_an_input_gradient_never_lies_where_a_parameters_is_handed_out(device):
+def test_an_input_gradient_never_aliases_a_parameter_gradient(device):
     weight, other = (torch.randn(WIDTH, WIDTH, device=device, requires_grad=True) for _ in range(2))
     x = torch.randn(WIDTH, WIDTH, device=device, requires_grad=True)
     out = (x @ weight).sum() + other.sum()
     expected = torch.autograd.grad(out, [x, weight, other], retain_graph=True)
-    room = GradientMemory([weight, other])  # two places: the products for x and for weight take both
-    with room.filling():
+    memory = GradientMemory([weight, other])  # two buffers: the GEMMs for x and for weight take both
+    with memory.writing_in_place():
         found = torch.autograd.grad(out, [x, weight, other])
-    inputs, grads = room.settle(found[:1], found[1:])
+    inputs, grads = memory.assign(found[:1], found[1:])
     assert_same([[*inputs, *grads]], [expected])
     assert len({tensor.data_ptr() for tensor in (*inputs, *grads)}) == 3
 
 
-def test_where_much_is_saved_the_first_half_of_the_gradients_is_copied(pool, device):
+def test_large_activations_make_the_first_half_of_gradients_copies(pool, device):
     eager, graphed = twins(lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)]), device)
     graphs, stats = attached(graphed, ["0", "1", "2", "3"], pool)
     data = batches(5, device, micro=1, rows=MANY)
@@ -342,7 +342,7 @@ def test_where_much_is_saved_the_first_half_of_the_gradients_is_copied(pool, dev
     assert in_place(graphs) == [False, False, True, True]
 
 
-def test_where_little_is_saved_every_gradient_lies_still(pool, device):
+def test_small_activations_leave_every_gradient_uncopied(pool, device):
     eager, graphed = twins(lambda: nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]), device)
     graphs, stats = attached(graphed, ["0", "1", "2", "3"], pool)
     data = [[torch.randn(2, 512, device=device)] for _ in range(5)]
@@ -351,15 +351,15 @@ def test_where_little_is_saved_every_gradient_lies_still(pool, device):
     assert in_place(graphs) == [True] * 4
 
 
-def test_parameters_without_elements_are_captured_with_the_others(pool, device):
+def test_empty_parameters_are_captured(pool, device):
     class Padded(nn.Module):
         def __init__(self):
             super().__init__()
             self.linear = nn.Linear(WIDTH, WIDTH)
-            self.none, self.nor_here = nn.Parameter(torch.empty(0, WIDTH)), nn.Parameter(torch.empty(0, WIDTH))
+            self.empty, self.also_empty = nn.Parameter(torch.empty(0, WIDTH)), nn.Parameter(torch.empty(0, WIDTH))
 
         def forward(self, x):
-            return self.linear(x) + self.none.sum() + self.nor_here.sum()
+            return self.linear(x) + self.empty.sum() + self.also_empty.sum()
 
     eager, graphed = twins(Padded, device)
     _, stats = attached(graphed, [""], pool)

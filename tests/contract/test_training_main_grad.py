@@ -1,5 +1,6 @@
-"""Megatron's convention: gradients are added up in a float32 `main_grad` of each parameter, by a hook or by the
-module's own backward. Graphed training leaves the same bits there as eager.
+"""Megatron's `main_grad`: a hook or the module's backward accumulates gradients in a float32 buffer per parameter.
+
+Graphed training leaves the same bits there as eager training.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ STEPS = 10
 
 
 class AddsItself(torch.autograd.Function):
-    """A linear map whose backward adds the weight's gradient to its main_grad, and returns a dummy or nothing."""
+    """Linear map. Its backward adds the weight's gradient to main_grad and returns a dummy gradient or None."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -52,7 +53,7 @@ def plain():
 
 
 def eight_plain():
-    """Equal blocks: the gradients of the first two are copied, those of the others are handed out in place."""
+    """Eight equal blocks: gradients of the first ones are copies, the others are returned uncopied."""
     return nn.Sequential(
         *[nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)) for _ in range(8)]
     ).bfloat16()
@@ -66,7 +67,7 @@ EIGHT = [str(index) for index in range(8)]
 
 
 def with_main_grads(model, flag):
-    """What Megatron's DistributedDataParallel does: a buffer per parameter, and a hook on each accumulation."""
+    """Add a buffer per parameter and a hook on each grad accumulator, as Megatron's DistributedDataParallel does."""
     accumulators, seen = [], []
     for parameter in model.parameters():
         parameter.main_grad = torch.zeros(parameter.shape, device=parameter.device)
@@ -87,7 +88,7 @@ def with_main_grads(model, flag):
 
 
 def train(model, data):
-    """Steps of two microbatches; the log holds losses and every main_grad."""
+    """Train with two microbatches per step. Returns losses and every main_grad."""
     torch.manual_seed(1)
     log = []
     for micro in data:

@@ -1,4 +1,4 @@
-"""Microbatches outstanding as pipeline schedules have them: forwards and backwards of several model chunks interleaved.
+"""Outstanding microbatches of pipeline schedules: interleaved forwards and backwards of several model chunks.
 
 A chunk takes a tensor that another stage sent and gives the gradient back. Chunks are numbered from 1 in an order; a
 negative number is the backward of the oldest outstanding microbatch of that chunk.
@@ -30,7 +30,7 @@ class Chunks(nn.Module):
 
 
 def peaks(order):
-    """Most microbatches of each chunk that are outstanding at a time."""
+    """Return the peak number of outstanding microbatches of each chunk."""
     running, most = dict.fromkeys(map(abs, order), 0), dict.fromkeys(map(abs, order), 0)
     for chunk in order:
         running[abs(chunk)] += 1 if chunk > 0 else -1
@@ -39,7 +39,7 @@ def peaks(order):
 
 
 def run(model, order, steps, device, rows=ROWS):
-    """Outputs, input gradients and parameter gradients of every step."""
+    """Return outputs, input gradients and parameter gradients of every step."""
     torch.manual_seed(1)
     generator = torch.Generator().manual_seed(5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -62,10 +62,10 @@ def run(model, order, steps, device, rows=ROWS):
     return log
 
 
-def both(order, pool, device, steps=4, rounds=2):
+def both(order, pool, device, steps=4, warmup=2):
     eager, graphed = twins(lambda: Chunks(max(order)), device)
     paths = [f"chunks.{chunk}.layers.{layer}" for chunk in range(max(order)) for layer in range(2)]
-    graphs, stats = attached(graphed, paths, pool, rounds=rounds)
+    graphs, stats = attached(graphed, paths, pool, warmup=warmup)
     assert_same(run(graphed, order, steps, device), run(eager, order, steps, device))
     return graphs, stats
 
@@ -78,7 +78,7 @@ def test_every_schedule_equals_eager_with_a_pair_for_each_outstanding_microbatch
     for chunk, peak in enumerate(peaks(order)):
         for layer in range(2):
             rows = [row for row in table if row["module"] == f"chunks.{chunk}.layers.{layer}"]
-            assert len(rows) == peak  # static inputs are shared by microbatches whose lives don't overlap
+            assert len(rows) == peak  # microbatches that don't overlap share static inputs
     assert not [labels for labels in stats.fallbacks if labels[2] not in ("warming_up",)]
     forwards = sum(step > 0 for step in order) * 2 * 4
     assert sum(stats.replays.values()) + sum(stats.fallbacks.values()) == forwards
@@ -111,7 +111,7 @@ def test_more_outstanding_microbatches_than_were_recorded_run_eager_beside_the_g
 
 
 @pytest.mark.parametrize("order", [[1, 1, 1, -1, -1, -1, 2, -2], [1, 2, -2, -1], [2, 1, -1, -2]], ids=str)
-def test_a_schedule_that_goes_on_to_want_other_instances_gets_them_beside_the_first(pool, device, order):
+def test_a_changed_schedule_gets_additional_graphs_beside_the_first(pool, device, order):
     eager, graphed = twins(lambda: Chunks(2), device)
     paths = [f"chunks.{chunk}.layers.{layer}" for chunk in range(2) for layer in range(2)]
     graphs, stats = attached(graphed, paths, pool)
@@ -126,13 +126,13 @@ def test_a_schedule_that_goes_on_to_want_other_instances_gets_them_beside_the_fi
         )
     assert_same(*log)
     late = [labels for labels in stats.fallbacks if labels[2] != "warming_up"]
-    assert all(stats.fallbacks[labels] <= 2 * 2 for labels in late), stats.fallbacks  # in two rounds, two calls each
+    assert all(stats.fallbacks[labels] <= 2 * 2 for labels in late), stats.fallbacks  # in two steps, two calls each
     before = dict(stats.replays)
     assert_same(run(graphed, order, 1, device), run(eager, order, 1, device))
     assert sum(stats.replays.values()) - sum(before.values()) == 2 * sum(step > 0 for step in order)
 
 
-def test_microbatches_that_go_layer_by_layer_side_by_side_equal_eager(pool, device):
+def test_microbatches_interleaved_layer_by_layer_equal_eager(pool, device):
     eager, graphed = twins(SmallGPT, device)
     graphs, stats = attached(graphed, ["layers.0", "layers.1"], pool)
 
@@ -144,7 +144,7 @@ def test_microbatches_that_go_layer_by_layer_side_by_side_equal_eager(pool, devi
             xs = [torch.full((ROWS, LENGTH, WIDTH), 0.1 * (step + k), device=device) for k in range(2)]
             hidden = [model.layers[0](x) for x in xs]
             hidden = [model.layers[1](x) for x in hidden]
-            for out in hidden:  # the one that began first ends first
+            for out in hidden:  # first in, first out
                 out.pow(2).mean().backward()
             log.append([*[out.detach().clone() for out in hidden], *[p.grad.clone() for p in model.parameters()]])
         return log

@@ -1,4 +1,4 @@
-"""What a forward does beside returning a value, and what surrounds it: as in eager, or refused with its reason."""
+"""Side effects and ambient state of a forward: equal to eager, or refused with a reason."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def two():
     return nn.Sequential(linear(), linear())
 
 
-def train(model, loss_of, device, see=lambda model: []):
-    """Losses, gradients (None where there is none) and what `see` finds, of every step."""
+def train(model, loss_of, device, observe=lambda model: []):
+    """Return losses, gradients (None if there is none) and `observe(model)` of every step."""
     generator, optimizer = torch.Generator().manual_seed(1), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     torch.manual_seed(1)
     log = []
@@ -36,25 +36,25 @@ def train(model, loss_of, device, see=lambda model: []):
             (
                 loss.detach().clone(),
                 [None if p.grad is None else p.grad.clone() for p in model.parameters()],
-                see(model),
+                observe(model),
             )
         )
         optimizer.step()
     return log
 
 
-def both(build, paths, loss_of, pool, device, see=lambda model: []):
+def both(build, paths, loss_of, pool, device, observe=lambda model: []):
     torch.manual_seed(0)
     eager = build().to(device)
     torch.manual_seed(0)
     graphed = build().to(device)
     graphs, stats = attached(graphed, paths, pool)
-    found, wanted = train(graphed, loss_of, device, see), train(eager, loss_of, device, see)
+    found, wanted = train(graphed, loss_of, device, observe), train(eager, loss_of, device, observe)
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
     return graphs, stats
 
 
-# ---- what surrounds a call ---------------------------------------------------------------------------------------
+# ---- ambient state -----------------------------------------------------------------------------------------------
 
 
 def autocast_first(model, x, step):
@@ -74,12 +74,12 @@ def autocast_all(model, x, step):
         return model(x).float().pow(2).mean()
 
 
-def autocast_now_and_then(model, x, step):
+def autocast_sometimes(model, x, step):
     with torch.autocast(x.device.type, torch.bfloat16, enabled=step % 3 == 0):
         return model(x).float().pow(2).mean()
 
 
-@pytest.mark.parametrize("loss_of", [autocast_first, autocast_last, autocast_all, autocast_now_and_then])
+@pytest.mark.parametrize("loss_of", [autocast_first, autocast_last, autocast_all, autocast_sometimes])
 def test_each_module_is_captured_under_its_own_autocast(pool, device, loss_of):
     _, stats = both(two, ["0", "1"], loss_of, pool, device)
     assert sum(stats.replays.values()) >= 2 * 3 and not stats.failed_captures
@@ -94,7 +94,7 @@ def test_a_region_without_autocast_inside_a_module_has_a_backward_without_it(poo
     both(lambda: nn.Sequential(linear(), Inner(WIDTH, WIDTH)), [""], autocast_all, pool, device)
 
 
-def test_the_rate_of_a_dropout_is_looked_at_in_every_round(pool, device):
+def test_the_dropout_rate_is_checked_every_step(pool, device):
     def loss_of(model, x, step):
         model[1].p = 0.25 if step < 5 else 0.75
         return model(x).pow(2).mean()
@@ -115,7 +115,7 @@ def test_hooks_on_all_modules_keep_modules_with_submodules_eager(pool, device):
     assert stats.fallbacks["model", "forward", "hooks_inside"] == STEPS
 
 
-def test_other_parameters_in_a_modules_place_are_never_replaced_by_its_own(pool, device):
+def test_functional_call_parameters_are_never_replaced_by_the_modules_own(pool, device):
     def loss_of(model, x, step):
         student = model(x)
         teacher = {name: 0.5 * parameter.detach() for name, parameter in model.named_parameters()}
@@ -126,7 +126,7 @@ def test_other_parameters_in_a_modules_place_are_never_replaced_by_its_own(pool,
     assert sum(stats.replays.values()) == STEPS - 2
 
 
-def test_a_conjugate_that_is_not_resolved_is_not_taken_for_what_it_is_made_of(pool, device):
+def test_an_unresolved_conjugate_is_not_mistaken_for_its_base(pool, device):
     class Complex(nn.Module):
         def __init__(self):
             super().__init__()
@@ -139,7 +139,7 @@ def test_a_conjugate_that_is_not_resolved_is_not_taken_for_what_it_is_made_of(po
     assert stats.fallbacks["parts.1", "forward", "argument_without_memory"] == STEPS
 
 
-# ---- what a forward leaves behind --------------------------------------------------------------------------------
+# ---- side effects ------------------------------------------------------------------------------------------------
 
 
 class LeavesALoss(nn.Module):
@@ -158,7 +158,7 @@ class LeavesALoss(nn.Module):
 
 
 class Counts(nn.Module):
-    """Counts its calls, in a buffer that it replaces, or in an attribute."""
+    """Count calls in a buffer that is replaced, or in an attribute."""
 
     def __init__(self, where):
         super().__init__()
@@ -190,11 +190,15 @@ def against_input(model, x, step):
 
 
 REFUSED = {
-    "a_loss": (lambda: LeavesALoss("an_attribute"), with_aux, r"leaves a tensor with a history in LeavesALoss\.aux"),
-    "losses": (lambda: LeavesALoss("a_list"), with_aux, r"leaves a tensor with a history in LeavesALoss\.aux"),
-    "a_buffer": (lambda: Counts("buffer"), against_input, r"in the place of Counts\.count"),
+    "a_loss": (
+        lambda: LeavesALoss("an_attribute"),
+        with_aux,
+        r"leaves a tensor with autograd history in LeavesALoss\.aux",
+    ),
+    "losses": (lambda: LeavesALoss("a_list"), with_aux, r"leaves a tensor with autograd history in LeavesALoss\.aux"),
+    "a_buffer": (lambda: Counts("buffer"), against_input, r"replaces Counts\.count by another tensor"),
     "a_count": (lambda: Counts("attribute"), against_input, r"changes Counts\.calls"),
-    "its_argument": (lambda: Writes(WIDTH, WIDTH), against_input, "writes to its argument number 0"),
+    "its_argument": (lambda: Writes(WIDTH, WIDTH), against_input, "writes to its argument 0"),
     "weights_of_hooks": (
         lambda: nn.Sequential(nn.utils.weight_norm(linear())),
         against_input,
@@ -204,17 +208,17 @@ REFUSED = {
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-@pytest.mark.parametrize("left", REFUSED)
-def test_what_a_replay_would_not_do_again_is_refused_and_nothing_of_it_stays(pool, device, left):
-    build, loss_of, said = REFUSED[left]
-    see = lambda model: [getattr(model, "calls", 0), *map(torch.clone, model.buffers())]  # noqa: E731
-    _, stats = both(build, ["0" if left == "weights_of_hooks" else ""], loss_of, pool, device, see)
+@pytest.mark.parametrize("effect", REFUSED)
+def test_side_effects_that_a_replay_would_skip_are_refused_and_undone(pool, device, effect):
+    build, loss_of, message = REFUSED[effect]
+    observe = lambda model: [getattr(model, "calls", 0), *map(torch.clone, model.buffers())]  # noqa: E731
+    _, stats = both(build, ["0" if effect == "weights_of_hooks" else ""], loss_of, pool, device, observe)
     assert sum(stats.failed_captures.values()) == 1 and not stats.replays
-    assert re.search(said, next(iter(stats.failures.values())))
+    assert re.search(message, next(iter(stats.failures.values())))
 
 
 class Remembers(nn.Linear):
-    """Keeps its last output where a number was, and a number that equals nothing."""
+    """Replace a number by the last output, and keep a NaN."""
 
     def __init__(self):
         super().__init__(WIDTH, WIDTH)
@@ -238,7 +242,7 @@ def test_an_attribute_that_was_a_number_may_become_a_tensor(pool, device):
     assert sum(stats.replays.values()) >= 2 * (STEPS - 3)
 
 
-def test_a_number_that_is_set_at_every_step_keeps_its_module_eager_and_the_log_says_so(pool, device, caplog):
+def test_a_number_set_every_step_keeps_its_module_eager_and_is_logged(pool, device, caplog):
     def loss_of(model, x, step):
         loss = model(x).pow(2).mean()
         model[0].last = loss.item()
@@ -255,10 +259,10 @@ def test_a_number_that_is_set_at_every_step_keeps_its_module_eager_and_the_log_s
     attached(train_more, ["0"], pool)
     for _ in range(2):
         train(train_more, loss_of, device)
-    assert "the attribute last of a graphed module changes again and again" in caplog.text
+    assert "the attribute last of a graphed module changes repeatedly" in caplog.text
 
 
-def test_a_parameter_on_the_very_storage_of_another_gets_its_own_gradient(pool, device):
+def test_a_parameter_sharing_anothers_storage_gets_its_own_gradient(pool, device):
     def loss_of(model, x, step):
         if step == 4:
             model[0].weight = nn.Parameter(model[0].weight.data)
@@ -292,12 +296,12 @@ def several_teachers(model, x, step):
 
 
 @pytest.mark.parametrize("loss_of", [self_distilled, several_teachers])
-def test_an_output_that_gets_no_backward_is_kept_while_it_is_held(pool, device, loss_of):
+def test_an_output_without_backward_keeps_its_values_while_held(pool, device, loss_of):
     _, stats = both(two, ["0", "1"], loss_of, pool, device)
     assert stats.replays
 
 
-def test_losses_that_a_module_returns_may_be_kept_until_the_step_ends(pool, device):
+def test_losses_returned_by_a_module_may_be_kept_until_the_step_ends(pool, device):
     class Whole(nn.Linear):
         def forward(self, x):
             return super().forward(x).pow(2).mean()
@@ -317,11 +321,11 @@ def test_losses_that_a_module_returns_may_be_kept_until_the_step_ends(pool, devi
                 kept.append(loss.detach())
             log[-1].append([*map(torch.clone, kept), model.weight.grad.clone()])
     assert_same(*log)
-    assert sum(stats.replays.values()) == 6 * 3 - 2  # a microbatch is a round here
+    assert sum(stats.replays.values()) == 6 * 3 - 2  # each microbatch is a step here
 
 
 class Heads(nn.Module):
-    """Two outputs with a part each, and one that both have."""
+    """Two outputs, each with a submodule of its own and one that both share."""
 
     def __init__(self):
         super().__init__()
@@ -333,7 +337,7 @@ class Heads(nn.Module):
 
 
 @pytest.mark.parametrize("used", ["first", "second", "in_turn"])
-def test_what_has_a_part_in_unused_outputs_alone_has_no_gradient(pool, device, used):
+def test_tensors_that_reach_only_unused_outputs_get_no_gradient(pool, device, used):
     def loss_of(model, x, step):
         found = model(x)
         name = used if used != "in_turn" else ("first", "second")[step % 2]

@@ -1,6 +1,4 @@
-"""Sparse tensors and those made of others, which have no address, and those on the host: a stale one is never taken for
-the new.
-"""
+"""Sparse tensors, wrappers of other tensors (which have no address), and host tensors: no graph reads stale ones."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ def parts(value):
     return [value.a.clone(), value.b.clone()]
 
 
-def test_calls_with_such_arguments_run_eager_between_those_that_replay(pool, device):
+def test_calls_with_wrapper_tensors_run_eager_between_replays(pool, device):
     eager, graphed = twins(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)), device)
     _, stats = attached(graphed, ["0", "2"], pool)
     for step in range(8):
@@ -41,7 +39,7 @@ def test_calls_with_such_arguments_run_eager_between_those_that_replay(pool, dev
 
 
 @pytest.mark.parametrize("scale", [1.0, torch.ones(())], ids=["a_number", "a_tensor"])
-def test_an_iteration_reads_those_of_its_own_call(pool, device, scale):
+def test_an_iteration_reads_the_wrapper_tensors_of_the_current_call(pool, device, scale):
     eager, graphed = twins(lambda: nn.Linear(WIDTH, WIDTH), device)
 
     def step_of(model):
@@ -70,7 +68,7 @@ class Sparse(nn.Module):
         return torch.sparse.mm(x, self.weight)
 
 
-def test_sparse_arguments_run_eager_and_right(pool, device):
+def test_sparse_arguments_run_eager_correctly(pool, device):
     eager, graphed = twins(Sparse, device)
     _, stats = attached(graphed, [""], pool)
     whole = iteration_of(pool, stats, lambda x: graphed(x).pow(2).sum().detach())
@@ -90,7 +88,7 @@ def test_sparse_arguments_run_eager_and_right(pool, device):
     assert not stats.replays
 
 
-def test_other_modules_are_captured_beside_one_that_begins_each_step_with_such_an_argument(pool, device):
+def test_a_sparse_argument_at_the_start_of_a_step_does_not_block_other_modules(pool, device):
     torch.manual_seed(0)
     model = nn.ModuleList([Sparse(), nn.Linear(WIDTH, WIDTH)]).to(device)
     _, stats = attached(model, ["0", "1"], pool)
@@ -134,7 +132,7 @@ def test_an_attached_model_can_be_exported(pool, device):
     assert torch.equal(torch.export.export(graphed, (x,)).module()(x), eager(x))
 
 
-def test_an_empty_tensor_lacks_no_memory(device):
+def test_an_empty_tensor_has_memory(device):
     assert lacks_memory(pair(0, device)) and not lacks_memory(torch.empty(0, device=device))
 
 

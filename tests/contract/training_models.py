@@ -1,4 +1,4 @@
-"""Small models and plain training code that the training contract is held on, and how graphs are attached to them."""
+"""Small models, plain training loops and attachment helpers for the training contract tests."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from graph_cache.training.iteration import CapturedIteration
 from graph_cache.training.modules import TrainingGraphs
 
 WIDTH, LENGTH, ROWS = 32, 8, 4
-MANY = 64  # rows, of which forwards save more than all gradients take: then half of those are copies
+MANY = 64  # rows for which forwards save more bytes than all gradients have, so half of the gradients are copies
 
 
 class Recurrent(nn.Module):
-    """An LSTM, whose module keeps a second list of its weights."""
+    """An LSTM, which keeps a second list of its weights."""
 
     def __init__(self):
         super().__init__()
@@ -31,7 +31,7 @@ class Recurrent(nn.Module):
 
 
 class Normed(nn.Module):
-    """Batch norm: a forward that writes buffers."""
+    """Batch norm, which writes buffers in its forward."""
 
     def __init__(self):
         super().__init__()
@@ -43,7 +43,7 @@ class Normed(nn.Module):
 
 
 class Shared(nn.Module):
-    """Two blocks that share a weight, and one frozen bias."""
+    """Two layers that share a weight; one bias is frozen."""
 
     def __init__(self):
         super().__init__()
@@ -67,7 +67,7 @@ def encoder():
 
 
 class SmallGPT(nn.Module):
-    """Causal attention, dropout, residuals: layers as a language model has them."""
+    """Small language model: causal attention, dropout, residuals."""
 
     class Layer(nn.Module):
         def __init__(self):
@@ -119,7 +119,7 @@ def batches(steps, device, micro=2, rows=ROWS):
 
 
 def train(model, data, *, outstanding=True):
-    """Plain training code: microbatches, accumulation, momentum. Returns every loss and gradient."""
+    """Train with microbatches, accumulation and momentum. Returns every loss and gradient."""
     torch.manual_seed(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     log = []
@@ -141,8 +141,8 @@ def train(model, data, *, outstanding=True):
 
 
 def in_place(graphs):
-    """For each captured pair, whether its gradients are handed out where its graph leaves them."""
-    return [entry.owner.handing_out is entry.pair for entry in graphs._recorded_steps[0].entries()]
+    """Return, for each captured pair, whether its gradients are returned uncopied."""
+    return [entry.owner.uncopied_pair is entry.pair for entry in graphs._recorded_steps[0].entries()]
 
 
 def assert_same(ours, theirs):
@@ -153,10 +153,10 @@ def assert_same(ours, theirs):
             assert torch.equal(one, other), f"step {step}, value {index}"
 
 
-def attached(model, paths, pool, rounds=2):
+def attached(model, paths, pool, warmup=2):
     stats = CacheStats()
     generators = [torch.default_generator] if pool.backend.name == "cpu" else []
-    graphs = TrainingGraphs(CaptureContext(pool, stats, generators), warmup_rounds=rounds)
+    graphs = TrainingGraphs(CaptureContext(pool, stats, generators), warmup_rounds=warmup)
     graphs.attach(Attachment([Part(path or "model", model.get_submodule(path)) for path in paths]))
     return graphs, stats
 

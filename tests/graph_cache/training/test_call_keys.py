@@ -1,4 +1,4 @@
-"""What tells kinds of calls apart, and that telling many of them apart stays cheap."""
+"""Call keys: equality and hashes, and cheap lookup among many keys."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Color(enum.Enum):
     RED, BLUE = 1, 2
 
 
-class Loose(enum.Enum):
-    """Equal by a rule of its own, so it has no hash."""
+class LooseEnum(enum.Enum):
+    """Enum with its own equality, and so without a hash."""
 
     ONE, TWO = 1, 2
 
@@ -33,8 +33,8 @@ class Unhashable:
         return self.value == other.value
 
 
-class Mine(str):
-    """A plain value's subclass with an equality of its own."""
+class LooseString(str):
+    """Subclass of a plain type with its own equality and no hash."""
 
     __hash__ = None
 
@@ -58,13 +58,13 @@ def key_of(**values) -> CallKey:
     ],
     ids=["int", "float", "complex", "str", "bytes", "others"],
 )
-def test_kinds_that_differ_in_a_plain_value_have_hashes_of_their_own(values):
-    """An endless stream of kinds (a new `max_seqlen` at each step) would else be compared with all before it."""
+def test_signatures_that_differ_in_a_plain_value_have_different_hashes(values):
+    """Otherwise, each new key (a new `max_seqlen` at each step) would be compared with all earlier ones."""
     assert len({hash(key_of(value=value)) for value in values}) == len(list(values))
 
 
 @pytest.mark.parametrize(("one", "other"), [(2, 2.0), (1, True), (0, False), (1, Color.RED)])
-def test_values_that_compare_equal_and_compute_differently_are_told_apart(one, other):
+def test_equal_values_of_different_types_are_distinguished(one, other):
     assert key_of(value=one) != key_of(value=other) and hash(key_of(value=one)) != hash(key_of(value=other))
 
 
@@ -72,17 +72,17 @@ def test_values_that_compare_equal_and_compute_differently_are_told_apart(one, o
     "make",
     [
         lambda: Unhashable(3),
-        lambda: Loose.ONE,
-        lambda: Mine("x"),
+        lambda: LooseEnum.ONE,
+        lambda: LooseString("x"),
         lambda: [1, {"a": Unhashable(2)}],
         lambda: Color.BLUE,
         lambda: "mask",
     ],
 )
-def test_equal_keys_have_one_hash_whatever_is_among_the_values(make):
+def test_equal_keys_have_equal_hashes_for_all_value_types(make):
     assert key_of(value=make()) == key_of(value=make()) and hash(key_of(value=make())) == hash(key_of(value=make()))
 
 
-def test_values_that_are_equal_by_rules_of_their_own_stay_equal():
-    for one, other in ((Loose.ONE, Loose.TWO), (Mine("x"), Mine("y"))):
+def test_values_with_custom_equality_stay_equal():
+    for one, other in ((LooseEnum.ONE, LooseEnum.TWO), (LooseString("x"), LooseString("y"))):
         assert key_of(value=one) == key_of(value=other) and hash(key_of(value=one)) == hash(key_of(value=other))

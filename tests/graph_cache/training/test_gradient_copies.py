@@ -1,4 +1,4 @@
-"""Copies of static gradients: the same values in their order, memory apart, each where a vector load may begin."""
+"""Copies of static gradients: equal values in order, separate memory, aligned for vector loads."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ GRADS = st.lists(
 
 
 @given(GRADS)
-def test_copies_equal_their_gradients_and_share_no_memory_with_them(kinds):
-    grads = [None if kind is None else torch.randn(kind[0]).to(kind[1]) for kind in kinds]
+def test_copies_equal_their_gradients_and_share_no_memory_with_them(specs):
+    grads = [None if spec is None else torch.randn(spec[0]).to(spec[1]) for spec in specs]
     grads = [
-        grad.t() if grad is not None and grad.dim() == 2 and kind[2] else grad
-        for grad, kind in zip(grads, kinds, strict=True)
+        grad.t() if grad is not None and grad.dim() == 2 and spec[2] else grad
+        for grad, spec in zip(grads, specs, strict=True)
     ]
     copies = Copies(grads)
     found, again = copies(), copies()

@@ -1,4 +1,4 @@
-"""What may come between and inside the rounds of training graphs: evaluations, copies, checkpoints, many shapes."""
+"""Events between and inside the steps of training graphs: evaluations, copies, checkpoints, many shapes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BLOCKS = ["0", "1", "2"]
 
 
 def steps_with_evaluations(model, data, grad):
-    """Training with an evaluation after each step; every loss, output and gradient."""
+    """Train with an evaluation after each step. Returns every loss, output and gradient."""
     torch.manual_seed(1)
     optimizer, log = torch.optim.SGD(model.parameters(), lr=0.05), []
     for (x,) in data:
@@ -51,7 +51,7 @@ def test_evaluations_between_steps_cost_no_graph_and_have_no_dropout(pool, devic
     assert len(graphs.table()) == (6 if grad else 3)
 
 
-def test_warming_outputs_are_no_views_and_may_be_written_to(pool, device):
+def test_warm_up_outputs_are_not_views_and_accept_in_place_writes(pool, device):
     eager, graphed = twins(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)), device)
     attached(graphed, ["0"], pool)
     data = batches(5, device, micro=1)
@@ -60,7 +60,7 @@ def test_warming_outputs_are_no_views_and_may_be_written_to(pool, device):
 
 
 class InnerBackward(torch.autograd.Function):
-    """A checkpoint of the kind that calls backward in its backward."""
+    """A checkpoint that runs a nested backward in its backward."""
 
     @staticmethod
     def forward(ctx, module, x):
@@ -94,24 +94,26 @@ def test_a_backward_inside_a_backward_is_refused_and_no_gradient_is_lost(pool, d
     assert stats.failed_captures["1", "module"] == 1 and stats.replays["0", "module", "forward", 4] == 4
 
 
-def test_a_recorded_step_of_many_microbatches_holds_the_outputs_of_those_outstanding_alone(pool, device):
+def test_recording_many_microbatches_holds_outputs_of_outstanding_ones_only(pool, device):
     _, graphed = twins(mlp, device)
-    graphs, _ = attached(graphed, BLOCKS, pool, rounds=1)
+    graphs, _ = attached(graphed, BLOCKS, pool, warmup=1)
     waiting = [graphed(x).sum() for (x,) in batches(2, device, micro=1)]
     for (x,) in batches(10, device, micro=1):
         waiting.pop(0).backward()
         waiting.append(graphed(x).sum())
     recorded = graphs._recording
     assert len(recorded.graphs_of_microbatches) == 2
-    assert [sum(map(len, chain._alive.values())) for chain in recorded.graphs_of_microbatches] == [3, 3]
-    assert all(len(chain._recorded) == 3 for chain in recorded.graphs_of_microbatches)
+    assert [
+        sum(map(len, microbatch_graphs._live_outputs.values())) for microbatch_graphs in recorded.graphs_of_microbatches
+    ] == [3, 3]
+    assert all(len(microbatch_graphs._output_sources) == 3 for microbatch_graphs in recorded.graphs_of_microbatches)
     for loss in waiting:
         loss.backward()
 
 
-def test_shapes_that_never_come_back_get_no_graphs_and_those_that_do_get_theirs(pool, device):
+def test_only_recurring_shapes_get_graphs(pool, device):
     eager, graphed = twins(mlp, device)
-    graphs, stats = attached(graphed, BLOCKS, pool, rounds=3)
+    graphs, stats = attached(graphed, BLOCKS, pool, warmup=3)
     data = [
         [torch.randn(rows, 8, WIDTH, device=device)]
         for pair in zip(range(5, 15), [4] * 10, strict=True)
@@ -122,7 +124,7 @@ def test_shapes_that_never_come_back_get_no_graphs_and_those_that_do_get_theirs(
     assert {labels[3] for labels in stats.replays} == {4} and stats.replays["0", "module", "forward", 4] == 7
 
 
-def test_an_interruption_of_a_capture_leaves_training_as_it_was(pool, device):
+def test_an_interrupted_capture_leaves_training_unchanged(pool, device):
     eager, graphed = twins(mlp, device)
     graphs, stats = attached(graphed, BLOCKS, pool)
     data = batches(7, device, micro=1, rows=MANY)
@@ -143,7 +145,7 @@ def test_an_interruption_of_a_capture_leaves_training_as_it_was(pool, device):
         state = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state()
         try:
             loss = graphed(x).pow(2).mean()
-        except KeyboardInterrupt:  # the trainer goes on with the same step
+        except KeyboardInterrupt:  # the trainer retries the same step
             (torch.set_rng_state if device.type == "cpu" else torch.cuda.set_rng_state)(state)
             loss = graphed(x).pow(2).mean()
         loss.backward()
@@ -170,7 +172,7 @@ def test_a_checkpoint_around_attached_modules_runs_them_eager(pool, device):
     assert not stats.replays and stats.fallbacks["0", "forward", "saved_tensor_hooks"] == 10
 
 
-def test_a_deep_copy_of_an_attached_model_is_a_model_of_its_own(pool, device):
+def test_a_deep_copy_of_an_attached_model_is_independent(pool, device):
     _, graphed = twins(mlp, device)
     graphs, _ = attached(graphed, BLOCKS, pool)
     copied = copy.deepcopy(graphed).eval()
@@ -188,7 +190,7 @@ def test_a_deep_copy_of_an_attached_model_is_a_model_of_its_own(pool, device):
     assert sum(stats.replays.values()) == 2 * len(BLOCKS)
 
 
-def test_hooks_that_were_removed_run_no_more(pool, device):
+def test_removed_hooks_no_longer_run(pool, device):
     _, graphed = twins(mlp, device)
     calls = []
     handles = [
@@ -209,7 +211,7 @@ def test_hooks_that_were_removed_run_no_more(pool, device):
     assert not calls
 
 
-def test_one_module_under_two_names_is_refused_and_left_alone(pool, device):
+def test_one_module_under_two_names_is_refused_and_stays_unattached(pool, device):
     _, graphed = twins(mlp, device)
     graphs = TrainingGraphs(CaptureContext(pool, CacheStats()), warmup_rounds=2)
     with pytest.raises(GraphConfigError, match="first, second"):
