@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from graph_cache.site import Site
     from graph_cache.tuner import tune
 
-_HOME = {
+_EXPORTS = {
     "addresses": ("AddressBook", "Moved"),
     "buckets": ("Buckets", "default_ladder"),
     "buffers": ("BATCH", "BufferSpec", "StaticBuffers"),
@@ -55,7 +55,7 @@ _HOME = {
     "site": ("Site",),
     "tuner": ("tune",),
 }
-_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+_MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 
 __all__ = [
     "BATCH",

@@ -30,11 +30,11 @@ class Moved:
         return f"{self.name}: {self.before:#x} -> {'gone' if self.now is None else hex(self.now)}"
 
 
-class _Watched:
+class _WatchedValues:
     """Named values of mappings that are read again; `mark` gives the number by which one is known."""
 
-    def __init__(self, mark: Callable[[Any], int]):
-        self._mark = mark
+    def __init__(self, identity: Callable[[Any], int]):
+        self._identity = identity
         self._names: list[str] = []
         self._owners: list[Mapping[str, Any]] = []
         self._keys: list[str] = []
@@ -49,38 +49,38 @@ class _Watched:
                 self._names.append(prefix + name)
                 self._owners.append(owner)
                 self._keys.append(name)
-                self._expected.append(self._mark(value))
+                self._expected.append(self._identity(value))
 
     def unchanged(self, part: int | None) -> bool:
-        chosen = slice(None) if part is None else slice(part, None, PARTS)
+        selected = slice(None) if part is None else slice(part, None, PARTS)
         try:
-            found = list(map(self._mark, map(getitem, self._owners[chosen], self._keys[chosen])))
-            return found == self._expected[chosen]
+            current = list(map(self._identity, map(getitem, self._owners[selected], self._keys[selected])))
+            return current == self._expected[selected]
         except (KeyError, TypeError):  # removed, or set to None: `moved()` names it
             return False
 
     def moved(self) -> Iterator[Moved]:
         for label, owner, key, expected in zip(self._names, self._owners, self._keys, self._expected, strict=True):
             value = owner.get(key)
-            now = None if value is None else self._mark(value)
+            now = None if value is None else self._identity(value)
             if now != expected:
                 yield Moved(label, expected, now)
 
     def values(self) -> list[Any]:
         """Those that are there."""
-        found = (owner.get(key) for owner, key in zip(self._owners, self._keys, strict=True))
-        return [value for value in found if value is not None]
+        current = (owner.get(key) for owner, key in zip(self._owners, self._keys, strict=True))
+        return [value for value in current if value is not None]
 
     def accept(self) -> None:
-        kept = [
+        remaining = [
             (label, owner, key)
             for label, owner, key in zip(self._names, self._owners, self._keys, strict=True)
             if owner.get(key) is not None
         ]
-        self._names = [label for label, _, _ in kept]
-        self._owners = [owner for _, owner, _ in kept]
-        self._keys = [key for _, _, key in kept]
-        self._expected = list(map(self._mark, self.values()))
+        self._names = [label for label, _, _ in remaining]
+        self._owners = [owner for _, owner, _ in remaining]
+        self._keys = [key for _, _, key in remaining]
+        self._expected = list(map(self._identity, self.values()))
 
 
 class AddressBook:
@@ -91,8 +91,8 @@ class AddressBook:
     """
 
     def __init__(self) -> None:
-        self._tensors, self._modules = _Watched(_address), _Watched(id)
-        self._held: list[torch.nn.Module] = []  # those modules: an `id` may come again
+        self._tensors, self._modules = _WatchedValues(_address), _WatchedValues(id)
+        self._live_modules: list[torch.nn.Module] = []  # those modules: an `id` may come again
 
     def __len__(self) -> int:
         return len(self._tensors)
@@ -105,7 +105,7 @@ class AddressBook:
                 for owner in (module._parameters, module._buffers):
                     self._tensors.add(owner, inside)
                 self._modules.add(module._modules, inside)
-            self._held = self._modules.values()
+            self._live_modules = self._modules.values()
         else:
             self._tensors.add(source, prefix)
 
@@ -125,4 +125,4 @@ class AddressBook:
         """Take the present addresses as the expected ones, after graphs that read the old ones were dropped."""
         self._tensors.accept()
         self._modules.accept()
-        self._held = self._modules.values()
+        self._live_modules = self._modules.values()

@@ -52,9 +52,9 @@ class Buckets:
             raise GraphConfigError("an empty list of buckets was given: name at least one size, or none for the ladder")
         if len(sizes) > MAX_BUCKETS:
             raise GraphConfigError(f"{len(sizes)} buckets were given: each is a graph; give at most {MAX_BUCKETS}")
-        twice = sorted({size for size, after in itertools.pairwise(sizes) if size == after})
-        if twice:
-            raise GraphConfigError(f"buckets {twice} are given twice in {list(sizes)}: name each size once")
+        duplicates = sorted({size for size, following in itertools.pairwise(sizes) if size == following})
+        if duplicates:
+            raise GraphConfigError(f"buckets {duplicates} are given twice in {list(sizes)}: name each size once")
         table: list[int] = [sizes[0]]
         for size in sizes:
             table.extend([size] * (size + 1 - len(table)))
@@ -71,14 +71,14 @@ class Buckets:
         top = _row_count(max_num_seqs, "max_num_seqs")
         if sizes is None:
             return cls(default_ladder(top))
-        asked = cls(tuple(sizes))
-        beyond = [size for size in asked if size > top]
-        if beyond:
+        given = cls(tuple(sizes))
+        too_large = [size for size in given if size > top]
+        if too_large:
             raise GraphConfigError(
-                f"buckets {beyond} are larger than max_num_seqs={top}, so no batch would use them: "
-                f"raise max_num_seqs to {asked.max} or drop them"
+                f"buckets {too_large} are larger than max_num_seqs={top}, so no batch would use them: "
+                f"raise max_num_seqs to {given.max} or drop them"
             )
-        return asked if top in asked else cls((*asked.sizes, top))
+        return given if top in given else cls((*given.sizes, top))
 
     @property
     def max(self) -> int:

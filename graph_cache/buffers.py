@@ -55,27 +55,27 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         self.specs = dict(specs)
         self.max_rows = max_rows
         self.device = torch.device(device)
-        self._whole = {
+        self._tensors = {
             name: torch.full(spec.resolve(max_rows), spec.pad or 0, dtype=spec.dtype, device=device)
             for name, spec in self.specs.items()
         }
         self._views: dict[int, dict[str, torch.Tensor]] = {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._whole[name]
+        return self._tensors[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._whole)
+        return iter(self._tensors)
 
     def __len__(self) -> int:
-        return len(self._whole)
+        return len(self._tensors)
 
     def view(self, bucket: int) -> dict[str, torch.Tensor]:
         """The first `bucket` rows of every buffer: aliases, the same objects at every call."""
         views = self._views.get(bucket)
         if views is None:
             views = self._views[bucket] = {
-                name: whole[:bucket] if self.specs[name].batched else whole for name, whole in self._whole.items()
+                name: whole[:bucket] if self.specs[name].batched else whole for name, whole in self._tensors.items()
             }
         return views
 
@@ -84,7 +84,9 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         chosen = self.specs if names is None else names
         return Signature(
             {
-                name: TensorSignature(self.specs[name].resolve(rows), self._whole[name].dtype, self._whole[name].device)
+                name: TensorSignature(
+                    self.specs[name].resolve(rows), self._tensors[name].dtype, self._tensors[name].device
+                )
                 for name in chosen
             }
         )
@@ -98,14 +100,14 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         self.check(tensors, rows)
         with torch.inference_mode():  # else an input that needs a gradient would tie the buffers to its history
             for name, tensor in tensors.items():
-                whole = self._whole[name]
+                whole = self._tensors[name]
                 (whole[:rows] if self.specs[name].batched else whole).copy_(tensor, non_blocking=True)
         self.fill_padding(rows, bucket)
 
     def check(self, tensors: Mapping[str, object], rows: int) -> None:
         """Raise SignatureMismatch, listing every difference at once, unless these can be loaded as `rows` rows."""
-        wanted = [name for name, spec in self.specs.items() if spec.pad is not None or name in tensors]
-        self.signature(rows, tuple(wanted)).check(tensors, what=f"inputs of {rows} rows")
+        required = [name for name, spec in self.specs.items() if spec.pad is not None or name in tensors]
+        self.signature(rows, tuple(required)).check(tensors, what=f"inputs of {rows} rows")
 
     def unpadded(self, rows: int) -> dict[str, torch.Tensor]:
         """Fresh tensors of `rows` rows in place of the buffers that the captured callable writes."""
@@ -121,13 +123,13 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
             return
         for name, spec in self.specs.items():
             if spec.batched and spec.pad is not None:
-                self._whole[name][rows:bucket].fill_(spec.pad)
+                self._tensors[name][rows:bucket].fill_(spec.pad)
 
     def fill_dummy(self) -> None:
         """Make every row padding, as capture wants it: no row of a live request may be touched by a dummy run."""
         for name, spec in self.specs.items():
             if spec.pad is not None:
-                self._whole[name].fill_(spec.pad)
+                self._tensors[name].fill_(spec.pad)
 
     def snapshot(self, bucket: int) -> dict[str, torch.Tensor]:
         """Copies of the first `bucket` rows, for `restore`."""
@@ -136,4 +138,4 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
     def restore(self, saved: Mapping[str, torch.Tensor]) -> None:
         """Write a snapshot back."""
         for name, tensor in saved.items():
-            (self._whole[name][: tensor.shape[0]] if self.specs[name].batched else self._whole[name]).copy_(tensor)
+            (self._tensors[name][: tensor.shape[0]] if self.specs[name].batched else self._tensors[name]).copy_(tensor)

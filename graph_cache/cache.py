@@ -42,7 +42,6 @@ from graph_cache.stats import CacheStats
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-MISSES = (NOT_CAPTURED, STALE, EVICTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +96,10 @@ class GraphCache:
         self.enabled = self.config.captures_inference
         self._sites: dict[str, Site] = {}
         self._entries: dict[GraphKey, CacheEntry] = {}
-        self._lost: dict[GraphKey, str] = {}  # keys that had a graph, and why they have it no more
+        self._dropped: dict[GraphKey, str] = {}  # keys that had a graph, and why they have it no more
         self._plans: dict[tuple, Plan] = {}
         self._pending: list[GraphKey] | None = None
-        self._turn = 0  # which part of the addresses the last partial check compared
+        self._address_part = 0  # which part of the addresses the last partial check compared
         self.pool_bytes = 0
 
     # ---- sites -----------------------------------------------------------------------------------------------------
@@ -130,9 +129,9 @@ class GraphCache:
         Raises SignatureMismatch at the call for inputs that differ from `inputs` in more than their rows.
         """
         sizes = Buckets(tuple(buckets))
-        book = AddressBook()
+        address_book = AddressBook()
         if watch is not None:
-            book.watch(watch)
+            address_book.watch(watch)
         device = self.pool.backend.device
         site = self.add_site(
             Site(
@@ -140,7 +139,7 @@ class GraphCache:
                 [fn],
                 StaticBuffers(inputs, sizes.max, device),
                 sizes,
-                addresses=book,
+                addresses=address_book,
                 generators=generators,
                 **site_options,
             )
@@ -167,10 +166,10 @@ class GraphCache:
         memo = (site, rows, *variant.items(), *map(type, variant.values()))  # types, since 1 == 1.0 == True
         plan = self._plans.get(memo)
         if plan is None:
-            plan = self._plans[memo] = self._decide(self._sites[site], rows, freeze_variant(variant))
+            plan = self._plans[memo] = self._make_plan(self._sites[site], rows, freeze_variant(variant))
         return plan
 
-    def _decide(self, site: Site, rows: int, variant: Variant) -> Plan:
+    def _make_plan(self, site: Site, rows: int, variant: Variant) -> Plan:
         bucket = site.buckets.round_up(rows)
         if bucket is None:
             return Plan(site.name, rows, None, None, ABOVE_MAX, variant)
@@ -182,7 +181,7 @@ class GraphCache:
         elif key in self._entries:
             reason = None if self._entries[key].captured else CAPTURE_FAILED
         else:
-            reason = self._lost.get(key, NOT_CAPTURED)
+            reason = self._dropped.get(key, NOT_CAPTURED)
         return Plan(site.name, rows, bucket, key, reason, variant)
 
     def run(self, plan: Plan) -> Borrowed[Any]:
@@ -335,15 +334,15 @@ class GraphCache:
                 site.buffers.restore(saved)
         if entry.captured:
             entry.nbytes = max((runner.nbytes for runner in entry.runners), default=0)
-            self.stats.captures[site.name, site.scope, self._lost.pop(key, reason)] += 1
+            self.stats.captures[site.name, site.scope, self._dropped.pop(key, reason)] += 1
             self.stats.observe_capture(time.perf_counter() - started)
             if self.manifest is not None:
                 self.manifest.captured(site.name, site.phase, key.bucket)
         self._entries[key] = entry
-        self._changed()
+        self._graphs_changed()
         return entry
 
-    def _changed(self) -> None:
+    def _graphs_changed(self) -> None:
         """Graphs came or went: decide plans anew, and measure the pool (too slow for every step)."""
         self._plans.clear()
         self._pending = None
@@ -369,9 +368,9 @@ class GraphCache:
         processor's cache and cost 400 ns each. Returns everything that moved.
         """
         moved: list[Moved] = []
-        self._turn = (self._turn + 1) % PARTS
+        self._address_part = (self._address_part + 1) % PARTS
         for site in self._sites.values():
-            if not site.addresses.unchanged(None if whole else self._turn):
+            if not site.addresses.unchanged(None if whole else self._address_part):
                 moved += site.addresses.moved()
                 site.addresses.accept()
                 self.invalidate(STALE, site.name)
@@ -403,17 +402,17 @@ class GraphCache:
         self.pool.trim()
         self.pool_bytes = self.pool.nbytes()
 
-    def _drop_where(self, chosen: Callable[[GraphKey], bool], why: str, counted: str | None) -> int:
-        found = [entry for key, entry in self._entries.items() if chosen(key)]
+    def _drop_where(self, matches: Callable[[GraphKey], bool], plan_reason: str, counted_reason: str | None) -> int:
+        found = [entry for key, entry in self._entries.items() if matches(key)]
         self.pool.backend.synchronize()  # a graph may still be running
         for entry in found:
             if entry.captured:
-                self._lost[entry.key] = why
+                self._dropped[entry.key] = plan_reason
             self._drop(entry)
             del self._entries[entry.key]
-        if counted is not None:
-            self.stats.invalidations[counted] += sum(entry.captured for entry in found)
-        self._changed()
+        if counted_reason is not None:
+            self.stats.invalidations[counted_reason] += sum(entry.captured for entry in found)
+        self._graphs_changed()
         return len(found)
 
     def _drop(self, entry: CacheEntry) -> None:
@@ -438,7 +437,7 @@ class GraphCache:
                     "phase": key.phase,
                     "bucket": key.bucket,
                     "statics": dict(key.variant),
-                    "state": "captured" if captured else "failed" if entry else self._lost.get(key, NOT_CAPTURED),
+                    "state": "captured" if captured else "failed" if entry else self._dropped.get(key, NOT_CAPTURED),
                     "replays": entry.replays if entry else 0,
                     "padded_rows": entry.replays * key.bucket - entry.real_rows if entry else 0,
                     "bytes": entry.nbytes if entry else 0,

@@ -24,7 +24,7 @@ MODULES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
 RECOMPUTE_GRANULARITIES = ("selective", "full")
 
 # Values of the deprecated cuda_graph_scope that became an impl or an inference scope instead of a module.
-_SCOPES_THAT_MOVED = {
+_RELOCATED_SCOPES = {
     "full_iteration": "cuda_graph_impl='full_iteration'",
     "full_iteration_inference": "cuda_graph_impl='local' with inference_cuda_graph_scope='block'",
 }
@@ -82,13 +82,13 @@ class GraphConfig:
     cuda_graph_scope: InitVar[Any] = None
 
     def __post_init__(self, enable_cuda_graph, external_cuda_graph, cuda_graph_scope) -> None:
-        choice = _Choice(self.cuda_graph_impl, self.inference_cuda_graph_scope, self.cuda_graph_modules)
-        choice.take_deprecated(enable_cuda_graph, external_cuda_graph, cuda_graph_scope)
-        impl = choice.impl or "none"
+        selection = _Selection(self.cuda_graph_impl, self.inference_cuda_graph_scope, self.cuda_graph_modules)
+        selection.apply_deprecated(enable_cuda_graph, external_cuda_graph, cuda_graph_scope)
+        impl = selection.impl or "none"
         self._set(
             cuda_graph_impl=impl,
-            inference_cuda_graph_scope=choice.scope or ("layer" if impl == "local" else "none"),
-            cuda_graph_modules=choice.modules or (),
+            inference_cuda_graph_scope=selection.scope or ("layer" if impl == "local" else "none"),
+            cuda_graph_modules=selection.modules or (),
         )
         self._check_facts()
         refuse_contradictions(self)
@@ -101,7 +101,7 @@ class GraphConfig:
         """
         for name in values:
             if name not in _input_names():
-                raise GraphConfigError(f"unknown setting {name!r}{_nearest(name, _input_names())}")
+                raise GraphConfigError(f"unknown setting {name!r}{_suggest(name, _input_names())}")
         return cls(**{name: value for name, value in values.items() if value is not None})
 
     @classmethod
@@ -121,7 +121,7 @@ class GraphConfig:
             if name in values and _is_megatron_default(name, values[name]):
                 del values[name]
         if "inference_cuda_graph_scope" in overrides and "cuda_graph_scope" in values:
-            words = _words("cuda_graph_scope", values.pop("cuda_graph_scope"))
+            words = _parse_words("cuda_graph_scope", values.pop("cuda_graph_scope"))
             if rest := [word for word in words if word != "full_iteration_inference"]:
                 values["cuda_graph_scope"] = rest
         return cls.from_inputs(**(values | overrides))
@@ -148,7 +148,7 @@ class GraphConfig:
             )
         granularity = self.recompute_granularity
         if granularity is not None:
-            self._set(recompute_granularity=_word("recompute_granularity", granularity, RECOMPUTE_GRANULARITIES))
+            self._set(recompute_granularity=_parse_word("recompute_granularity", granularity, RECOMPUTE_GRANULARITIES))
         for name in ("hidden_dropout", "attention_dropout"):
             rate = getattr(self, name)
             if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate <= 1:
@@ -183,15 +183,15 @@ _BOOLEANS = (
 )
 
 
-class _Choice:
+class _Selection:
     """The three settings of the vocabulary while deprecated inputs are folded into them; None is unset."""
 
     def __init__(self, impl: Any, scope: Any, modules: Any):
-        self.impl = None if impl is None else _word("cuda_graph_impl", impl, IMPLS)
-        self.scope = None if scope is None else _word("inference_cuda_graph_scope", scope, INFERENCE_SCOPES)
+        self.impl = None if impl is None else _parse_word("cuda_graph_impl", impl, IMPLS)
+        self.scope = None if scope is None else _parse_word("inference_cuda_graph_scope", scope, INFERENCE_SCOPES)
         self.modules = None if modules is None else _modules("cuda_graph_modules", modules)
 
-    def take_deprecated(self, enable: Any, external: Any, scope: Any) -> None:
+    def apply_deprecated(self, enable: Any, external: Any, scope: Any) -> None:
         for name, flag, impl in (
             ("enable_cuda_graph", enable, "local"),
             ("external_cuda_graph", external, "transformer_engine"),
@@ -202,46 +202,48 @@ class _Choice:
                 raise GraphConfigError(f"{name} is {flag!r}: give True or False, or better cuda_graph_impl={impl!r}")
             _warn(f"{name} is deprecated: use cuda_graph_impl={impl!r}" + ("" if flag else ", or leave it out"))
             if flag and not (impl == "local" and self.impl == "full_iteration"):  # as Megatron leaves the two
-                self._become("impl", impl, name)
+                self._assign("impl", impl, name)
             elif self.impl == impl:
                 raise GraphConfigError(f"{name}=False contradicts cuda_graph_impl={impl!r}: leave out {name}")
         if scope is not None:
-            self._take_scope(_words("cuda_graph_scope", scope))
+            self._apply_scope(_parse_words("cuda_graph_scope", scope))
 
-    def _take_scope(self, words: tuple[str, ...]) -> None:
-        moved = [word for word in words if word in _SCOPES_THAT_MOVED]
-        modules = _modules("cuda_graph_scope", [word for word in words if word not in moved])
-        instead = [_SCOPES_THAT_MOVED[word] for word in moved]
-        if modules or not moved:
-            instead.append(f"cuda_graph_modules={list(modules)}")
-        said = f"cuda_graph_scope={','.join(words) or '[]'}"
-        _warn(f"{said} is deprecated: use {' and '.join(instead)}")
-        if len(moved) == 2:
-            raise GraphConfigError(f"{said} asks for two things at once: choose {instead[0]} or {instead[1]}")
-        if "full_iteration" in moved:
+    def _apply_scope(self, words: tuple[str, ...]) -> None:
+        relocated = [word for word in words if word in _RELOCATED_SCOPES]
+        modules = _modules("cuda_graph_scope", [word for word in words if word not in relocated])
+        replacements = [_RELOCATED_SCOPES[word] for word in relocated]
+        if modules or not relocated:
+            replacements.append(f"cuda_graph_modules={list(modules)}")
+        source_text = f"cuda_graph_scope={','.join(words) or '[]'}"
+        _warn(f"{source_text} is deprecated: use {' and '.join(replacements)}")
+        if len(relocated) == 2:
+            raise GraphConfigError(
+                f"{source_text} asks for two things at once: choose {replacements[0]} or {replacements[1]}"
+            )
+        if "full_iteration" in relocated:
             # Older versions spell this as the scope `full_iteration` under the impl `local`.
             self.impl = None if self.impl == "local" else self.impl
-            self._become("impl", "full_iteration", said)
-        if "full_iteration_inference" in moved:
-            self._become("impl", "local", said)
-            self._become("scope", "block", said)
-        if modules or not moved:
-            self._become("modules", modules, said)
+            self._assign("impl", "full_iteration", source_text)
+        if "full_iteration_inference" in relocated:
+            self._assign("impl", "local", source_text)
+            self._assign("scope", "block", source_text)
+        if modules or not relocated:
+            self._assign("modules", modules, source_text)
 
-    def _become(self, attribute: str, value: Any, said: str) -> None:
+    def _assign(self, attribute: str, value: Any, source_text: str) -> None:
         setting = {"impl": "cuda_graph_impl", "scope": "inference_cuda_graph_scope", "modules": "cuda_graph_modules"}
         found = getattr(self, attribute)
         if found is not None and found != value and not (attribute == "modules" and set(found) == set(value)):
             raise GraphConfigError(
-                f"the deprecated {said} means {setting[attribute]}={value!r}, "
-                f"but {setting[attribute]} is {found!r}: leave out {said}"
+                f"the deprecated {source_text} means {setting[attribute]}={value!r}, "
+                f"but {setting[attribute]} is {found!r}: leave out {source_text}"
             )
         setattr(self, attribute, value)
 
 
 def _modules(name: str, value: Any) -> tuple[str, ...]:
     """Module names from a list, a tuple or a comma string: distinct, in the order given, `full` alone as ()."""
-    words = _words(name, value)
+    words = _parse_words(name, value)
     if "full" in words:
         others = [word for word in words if word != "full"]
         if others:
@@ -250,32 +252,32 @@ def _modules(name: str, value: Any) -> tuple[str, ...]:
             )
         return ()
     for word in words:
-        if word in _SCOPES_THAT_MOVED:
-            raise GraphConfigError(f"{name} has {word!r}, which is no module: use {_SCOPES_THAT_MOVED[word]}")
+        if word in _RELOCATED_SCOPES:
+            raise GraphConfigError(f"{name} has {word!r}, which is no module: use {_RELOCATED_SCOPES[word]}")
         if word not in MODULES:
-            raise GraphConfigError(f"{name} has an unknown module {word!r}{_nearest(word, MODULES)}")
+            raise GraphConfigError(f"{name} has an unknown module {word!r}{_suggest(word, MODULES)}")
     return words
 
 
-def _words(name: str, value: Any) -> tuple[str, ...]:
+def _parse_words(name: str, value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
         parts: Iterable[Any] = [part for part in value.strip("[]() ").split(",") if part.strip()]
     elif isinstance(value, Iterable) and not isinstance(value, Mapping):
         parts = value
     else:
         parts = [value]
-    known = (*MODULES, "full", *_SCOPES_THAT_MOVED)
-    return tuple(dict.fromkeys(_spelled(name, part, known) for part in parts))
+    known = (*MODULES, "full", *_RELOCATED_SCOPES)
+    return tuple(dict.fromkeys(_normalize(name, part, known) for part in parts))
 
 
-def _word(name: str, value: Any, known: tuple[str, ...]) -> str:
-    word = _spelled(name, value, known)
+def _parse_word(name: str, value: Any, known: tuple[str, ...]) -> str:
+    word = _normalize(name, value, known)
     if word not in known:
-        raise GraphConfigError(f"{name} is {word!r}{_nearest(word, known)}")
+        raise GraphConfigError(f"{name} is {word!r}{_suggest(word, known)}")
     return word
 
 
-def _spelled(name: str, value: Any, known: tuple[str, ...]) -> str:
+def _normalize(name: str, value: Any, known: tuple[str, ...]) -> str:
     """The string that `value` stands for: itself, or for an enum member whichever of its name and value is known."""
     spellings = (value, getattr(value, "name", None), getattr(value, "value", None))
     words = [text.strip().strip("'\"").lower() for text in spellings if isinstance(text, str)]
@@ -284,7 +286,7 @@ def _spelled(name: str, value: Any, known: tuple[str, ...]) -> str:
     return next((word for word in words if word in known), words[0])
 
 
-def _nearest(word: str, known: Iterable[str]) -> str:
+def _suggest(word: str, known: Iterable[str]) -> str:
     known = sorted(known)
     return f": known are {', '.join(known)}{did_you_mean(word, known)}"
 
@@ -305,9 +307,9 @@ def _attributes(source: object) -> dict[str, Any]:
 
 def _is_megatron_default(name: str, value: Any) -> bool:
     if name == "cuda_graph_impl":
-        return _word(name, value, IMPLS) == "none"
+        return _parse_word(name, value, IMPLS) == "none"
     if name in ("cuda_graph_modules", "cuda_graph_scope"):
-        return _words(name, value) in ((), ("full",))
+        return _parse_words(name, value) in ((), ("full",))
     return value is False
 
 

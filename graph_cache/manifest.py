@@ -25,8 +25,8 @@ ROWS_METRIC = "encore_graph_batch_rows_total"  # labels: site, phase, rows; coun
 
 _logger = logging.getLogger(__name__)
 
-_Variant = tuple[str, str, Variant]  # site, phase, statics
-_DAMAGE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)  # what reading a damaged file raises
+_SiteVariant = tuple[str, str, Variant]  # site, phase, statics
+_PARSE_ERRORS = (ValueError, TypeError, KeyError, AttributeError, RecursionError)  # what reading a damaged file raises
 
 
 class Manifest:
@@ -35,7 +35,7 @@ class Manifest:
     def __init__(self, path: str | os.PathLike[str], fingerprint: str):
         self.path = Path(path)
         self.fingerprint = fingerprint
-        self._rows: dict[_Variant, Counter[int]] = {}
+        self._rows: dict[_SiteVariant, Counter[int]] = {}
         self._replays: Counter[GraphKey] = Counter()
         self._captured: dict[tuple[str, str], set[int]] = {}
 
@@ -51,7 +51,7 @@ class Manifest:
             found = json.loads(manifest.path.read_text(encoding="utf-8"))
             version, other = found["version"], found["fingerprint"]
             if version == VERSION and other == fingerprint:
-                manifest._take(found)
+                manifest._add_counts(found)
             else:
                 _logger.warning(
                     "manifest %s is of version %s for %s, not of version %s for %s: starting an empty one",
@@ -61,9 +61,9 @@ class Manifest:
             _logger.debug("no manifest at %s yet", path)
         except OSError as error:
             _logger.warning("manifest %s can't be read (%s): starting an empty one", path, error)
-        except _DAMAGE as error:
+        except _PARSE_ERRORS as error:
             manifest = cls(path, fingerprint)
-            manifest._set_aside(error)
+            manifest._move_aside(error)
         return manifest
 
     @classmethod
@@ -76,11 +76,11 @@ class Manifest:
             found = json.loads(Path(path).read_text(encoding="utf-8"))
             if found["version"] != VERSION:
                 raise ManifestError(f"manifest {path} is of version {found['version']}, not {VERSION}: make a new one")
-            manifest = cls(path, _text(found["fingerprint"]))
-            manifest._take(found)
+            manifest = cls(path, _string(found["fingerprint"]))
+            manifest._add_counts(found)
         except OSError as error:
             raise ManifestError(f"manifest {path} can't be read ({error}): give the path of a saved one") from error
-        except _DAMAGE as error:
+        except _PARSE_ERRORS as error:
             raise ManifestError(f"manifest {path} is damaged ({error!r}): give the path of a saved one") from error
         return manifest
 
@@ -102,8 +102,8 @@ class Manifest:
     def histogram(self, site: str | None = None, phase: str | None = None) -> dict[int, int]:
         """Steps by their real rows, ascending: what `tune` takes. None sums over every site or phase."""
         total: Counter[int] = Counter()
-        for (of_site, of_phase, _), counts in self._rows.items():
-            if site in (None, of_site) and phase in (None, of_phase):
+        for (entry_site, entry_phase, _), counts in self._rows.items():
+            if site in (None, entry_site) and phase in (None, entry_phase):
                 total.update(counts)
         return dict(sorted(total.items()))
 
@@ -115,8 +115,8 @@ class Manifest:
         """The bucket sizes that were captured, ascending; None takes those of every site or phase."""
         chosen = (
             sizes
-            for (of_site, of_phase), sizes in self._captured.items()
-            if site in (None, of_site) and phase in (None, of_phase)
+            for (entry_site, entry_phase), sizes in self._captured.items()
+            if site in (None, entry_site) and phase in (None, entry_phase)
         )
         return tuple(sorted(set().union(*chosen)))
 
@@ -145,12 +145,12 @@ class Manifest:
         for variant, counts in other._rows.items():
             self._rows.setdefault(variant, Counter()).update(counts)
         self._replays.update(other._replays)
-        for place, sizes in other._captured.items():
-            self._captured.setdefault(place, set()).update(sizes)
+        for site_phase, sizes in other._captured.items():
+            self._captured.setdefault(site_phase, set()).update(sizes)
 
     def save(self) -> None:
         """Write the file, whole or not at all: a crash leaves the last one. Raises ManifestError if it can't."""
-        text = json.dumps(self._plain(), indent=1)
+        text = json.dumps(self._to_json(), indent=1)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             handle, temporary = tempfile.mkstemp(prefix=self.path.name + ".", suffix=".tmp", dir=self.path.parent)
@@ -168,7 +168,7 @@ class Manifest:
                 f"the manifest can't be written to {self.path} ({error}): make the folder writable, or name another"
             ) from error
 
-    def _plain(self) -> dict[str, Any]:
+    def _to_json(self) -> dict[str, Any]:
         return {
             "version": VERSION,
             "fingerprint": self.fingerprint,
@@ -187,27 +187,31 @@ class Manifest:
             ],
         }  # fmt: skip
 
-    def _take(self, found: dict[str, Any]) -> None:
+    def _add_counts(self, found: dict[str, Any]) -> None:
         for entry in found["rows"]:
             for rows, count in entry["steps"]:
                 self.observe(
-                    _text(entry["site"]), _text(entry["phase"]), _size(rows), _variant(entry["statics"]), _size(count)
+                    _string(entry["site"]),
+                    _string(entry["phase"]),
+                    _count(rows),
+                    _variant(entry["statics"]),
+                    _count(count),
                 )
         for entry in found["replays"]:
-            names = (_text(entry[name]) for name in ("site", "scope", "phase"))
-            self.replayed(GraphKey(*names, _size(entry["bucket"]), _variant(entry["statics"])), _size(entry["count"]))
+            names = (_string(entry[name]) for name in ("site", "scope", "phase"))
+            self.replayed(GraphKey(*names, _count(entry["bucket"]), _variant(entry["statics"])), _count(entry["count"]))
         for entry in found["captured"]:
             for bucket in entry["buckets"]:
-                self.captured(_text(entry["site"]), _text(entry["phase"]), _size(bucket))
+                self.captured(_string(entry["site"]), _string(entry["phase"]), _count(bucket))
 
-    def _set_aside(self, error: Exception) -> None:
-        aside = self.path.with_name(self.path.name + ".bad")
+    def _move_aside(self, error: Exception) -> None:
+        backup = self.path.with_name(self.path.name + ".bad")
         try:
-            os.replace(self.path, aside)
-            kept = f"kept as {aside}"
+            os.replace(self.path, backup)
+            outcome = f"kept as {backup}"
         except OSError as failure:
-            kept = f"left where it is ({failure})"
-        _logger.warning("manifest %s is damaged (%r): %s, starting an empty one", self.path, error, kept)
+            outcome = f"left where it is ({failure})"
+        _logger.warning("manifest %s is damaged (%r): %s, starting an empty one", self.path, error, outcome)
 
 
 def histogram_from_metrics(text: str, site: str | None = None, phase: str | None = None) -> dict[int, int]:
@@ -226,7 +230,7 @@ def histogram_from_metrics(text: str, site: str | None = None, phase: str | None
                 labels = sample.labels
                 chosen = site in (None, labels.get("site")) and phase in (None, labels.get("phase"))
                 if sample.name == ROWS_METRIC and chosen:
-                    total[_size(int(labels["rows"]))] += _size(int(sample.value))
+                    total[_count(int(labels["rows"]))] += _count(int(sample.value))
     except (ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
         raise ManifestError(f"the metrics snapshot can't be read ({error!r}): give the body of /metrics") from error
     if not total:
@@ -238,20 +242,20 @@ def histogram_from_metrics(text: str, site: str | None = None, phase: str | None
     return dict(sorted(total.items()))
 
 
-def _size(value: Any) -> int:
+def _count(value: Any) -> int:
     if not is_whole_number(value, 0):
         raise ValueError(f"{value!r} is no count")
     return value
 
 
-def _text(value: Any) -> str:
+def _string(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{value!r} is no name")
     return value
 
 
 def _variant(value: Any) -> Variant:
-    pairs = tuple((_text(name), item) for name, item in value)
+    pairs = tuple((_string(name), item) for name, item in value)
     if not all(item is None or isinstance(item, (bool, int, float, str)) for _, item in pairs):
         raise ValueError(f"{value!r} are no static values")
     return pairs

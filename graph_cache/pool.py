@@ -22,8 +22,8 @@ class GraphPool:
         self._memories: weakref.WeakSet[Memory] = weakref.WeakSet()
         self.memory = self.new_memory()
         self.lock = threading.RLock()
-        self._turn = threading.RLock()
-        self._gate = threading.RLock()  # who waits for the end of a turn holds it, or the next would begin before
+        self._turn_lock = threading.RLock()
+        self._turn_gate = threading.RLock()  # who waits for the end of a turn holds it, or the next would begin before
         self._captures = 0
         self._warmups = 0
         self._sessions = 0
@@ -79,12 +79,12 @@ class GraphPool:
     @contextmanager
     def turn(self) -> Iterator[None]:
         """What a thread that runs an engine holds while it calls the device, for `quiet` to wait for. Nests."""
-        if self._turn._is_owned():  # whoever waits for its end holds the gate
+        if self._turn_lock._is_owned():  # whoever waits for its end holds the gate
             yield
             return
-        with self._gate:
+        with self._turn_gate:
             pass
-        with self._turn:
+        with self._turn_lock:
             yield
 
     @contextmanager
@@ -93,7 +93,7 @@ class GraphPool:
 
         For captures by others in CUDA's global mode, which any thread's allocation would break.
         """
-        with self._gate, self._turn, self.lock:
+        with self._turn_gate, self._turn_lock, self.lock:
             yield
 
     @contextmanager

@@ -22,15 +22,15 @@ class Reference:
     def __init__(self, statics: Callable[[], list[torch.Tensor]], generators: Sequence[torch.Generator]):
         self.generators = tuple(generators)
         self._statics = statics
-        self._before = [tensor.clone() for tensor in statics()]
-        self._draws = [generator.get_state() for generator in self.generators]
-        self._after: list[torch.Tensor] = []
+        self._initial = [tensor.clone() for tensor in statics()]
+        self._generator_states = [generator.get_state() for generator in self.generators]
+        self._expected: list[torch.Tensor] = []
 
     def rewind(self) -> None:
         """Put static tensors and generators back to where they were."""
-        for tensor, value in zip(self._statics(), self._before, strict=False):
+        for tensor, value in zip(self._statics(), self._initial, strict=False):
             tensor.copy_(value)
-        for generator, state in zip(self.generators, self._draws, strict=True):
+        for generator, state in zip(self.generators, self._generator_states, strict=True):
             generator.set_state(state)
 
     def with_noise(self) -> Reference:
@@ -44,11 +44,11 @@ class Reference:
 
     def remember(self) -> None:
         """Take the static tensors' present values as the ones that a faithful replay leaves behind."""
-        self._after = [tensor.clone() for tensor in self._statics()]
+        self._expected = [tensor.clone() for tensor in self._statics()]
 
     def differences(self) -> int:
         """How many static tensors differ from the remembered ones in any bit (NaN payloads included)."""
-        return sum(not same_bits(tensor, value) for tensor, value in zip(self._statics(), self._after, strict=True))
+        return sum(not same_bits(tensor, value) for tensor, value in zip(self._statics(), self._expected, strict=True))
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

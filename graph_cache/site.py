@@ -66,10 +66,12 @@ class Site:
         warm = variants if warm_variants is None else warm_variants
         self.warm_variants: tuple[Variant, ...] = tuple(freeze_variant(dict(variant)) for variant in warm)
         self.addresses = addresses if addresses is not None else AddressBook()
-        self.addresses.watch(buffers._whole, prefix=f"{name}.buffers.")
+        self.addresses.watch(buffers._tensors, prefix=f"{name}.buffers.")
         self.generators = tuple(generators)
         self._outputs: dict[OutputLabel, torch.Tensor] = {}
-        self._results: dict[GraphKey, tuple[Any, list[OutputLabel]]] = {}  # how a key's run returns what it returns
+        self._result_layouts: dict[
+            GraphKey, tuple[Any, list[OutputLabel]]
+        ] = {}  # how a key's run returns what it returns
         self._unbatched: set[tuple[Variant, int]] = set()  # leaves that some bucket has shown not to follow it
 
     def key(self, bucket: int, variant: Variant) -> GraphKey:
@@ -90,7 +92,7 @@ class Site:
             def body(part: Callable[..., Any] = part, last: bool = last) -> None:
                 result = part(**views, **variant)
                 if last:
-                    self._keep(result, key)
+                    self._store_outputs(result, key)
 
             calls.append(body)
         return calls
@@ -112,9 +114,9 @@ class Site:
 
     def outputs(self, key: GraphKey, rows: int) -> Any:
         """What the last run of a key returned, cut to `rows`, in the callable's own structure: aliases."""
-        if key not in self._results:
+        if key not in self._result_layouts:
             return None
-        structure, labels = self._results[key]
+        structure, labels = self._result_layouts[key]
         leaves = []
         for label in labels:
             whole = self._outputs[label]
@@ -123,7 +125,7 @@ class Site:
             leaves.append(whole)
         return tree_unflatten(leaves, structure)
 
-    def _keep(self, result: Any, key: GraphKey) -> None:
+    def _store_outputs(self, result: Any, key: GraphKey) -> None:
         """Copy returned tensors into the output buffers; the copies are part of what is captured."""
         if result is None:
             return
@@ -147,4 +149,4 @@ class Site:
             target = self._outputs[label]
             (target[: key.bucket] if batched else target).copy_(leaf)
             labels.append(label)
-        self._results[key] = structure, labels
+        self._result_layouts[key] = structure, labels

@@ -59,7 +59,7 @@ def tune(
     _check_budget(max_size, max_graphs, max_bytes, bytes_of)
     if max_graphs is None and max_bytes is None:
         max_graphs = len(ladder)
-    observed = _checked(histogram, max_size)
+    observed = _validated(histogram, max_size)
     steps = _Steps(observed or dict.fromkeys(ladder, 1), max_size)
     graphs = min(max_graphs or steps.count, steps.count)
     if max_bytes is None:
@@ -84,7 +84,7 @@ def expected_padding(sizes: Iterable[int], histogram: Mapping[int, int]) -> floa
     Raises GraphConfigError if the histogram has a batch that no bucket holds.
     """
     buckets = Buckets(tuple(sizes))
-    return _padding(buckets, _checked(histogram, buckets.max))[0]
+    return _padding(buckets, _validated(histogram, buckets.max))[0]
 
 
 class _Steps:
@@ -185,9 +185,9 @@ class _Completion:
         self.bytes = [0] * (last + 2)
         self.graphs = [0] * (last + 2)
         self._next = [last] * (last + 2)
-        fees = [price * bytes_ for bytes_ in prices]
+        size_costs = [price * bytes_ for bytes_ in prices]
         for i in range(last - 1, -2, -1):
-            costs = [scale * steps.padding(i, j) + fees[j] + self.cost[j + 1] for j in range(i + 1, last + 1)]
+            costs = [scale * steps.padding(i, j) + size_costs[j] + self.cost[j + 1] for j in range(i + 1, last + 1)]
             self.cost[i + 1] = min(costs)
             j = self._next[i + 1] = i + 1 + costs.index(self.cost[i + 1])
             self.padding[i + 1] = steps.padding(i, j) + self.padding[j + 1]
@@ -219,7 +219,7 @@ class _BytesBudget:
         # Bytes bound the count too; where they bound it tighter, a label's own count no longer matters.
         self.cheapest = min(prices[: self.last], default=0)
         affordable = 1 + bisect_right(list(accumulate(sorted(prices[: self.last]))), max_bytes - prices[self.last])
-        self.counted = graphs < affordable
+        self.count_matters = graphs < affordable
         self.graphs = min(graphs, affordable)
         self.suffixes = _Suffixes(steps, self.graphs)
         self.completions: list[_Completion] = []
@@ -233,7 +233,7 @@ class _BytesBudget:
         labels: list[list[_Label]] = [[] for _ in range(self.steps.count + 1)]
         labels[0].append(_START)
         for index in range(-1, self.last):
-            for label in _undominated(labels[index + 1], self.counted):
+            for label in _undominated(labels[index + 1], self.count_matters):
                 best = self._extend(label, labels, self._completed(label, best))
         return best.path()
 
@@ -242,15 +242,15 @@ class _BytesBudget:
         steps, prices, last = self.steps, self.prices, self.last
         left = self.graphs - label.graphs - 1
         # The best path may have improved since this label was made.
-        if self._hopeless(label, best):
+        if self._cannot_improve(label, best):
             return best
         for j in range(label.index + 1, last + 1):
             spent = label.bytes + prices[j]
             spare = self.max_bytes - spent - (prices[last] if j != last else 0)
             if spare < 0:
                 continue
-            further = min(left, spare // self.cheapest + 1) if self.cheapest else left
-            rest = self.suffixes.rows[further][j + 1]
+            graphs_left = min(left, spare // self.cheapest + 1) if self.cheapest else left
+            rest = self.suffixes.rows[graphs_left][j + 1]
             if rest is None:
                 continue
             padding = label.padding + steps.padding(label.index, j)
@@ -259,19 +259,22 @@ class _BytesBudget:
             reached = _Label(padding, spent, label.graphs + 1, j, label)
             if j == last:
                 best = reached
-            elif not self._hopeless(reached, best):
+            elif not self._cannot_improve(reached, best):
                 labels[j + 1].append(reached)
         return best
 
     def _completed(self, label: _Label, best: _Label) -> _Label:
-        at = label.index + 1
-        for way in self.completions:
-            within = label.bytes + way.bytes[at] <= self.max_bytes and label.graphs + way.graphs[at] <= self.graphs
-            if within and label.padding + way.padding[at] < best.padding:
-                best = way.complete(label)
+        entry = label.index + 1
+        for completion in self.completions:
+            within = (
+                label.bytes + completion.bytes[entry] <= self.max_bytes
+                and label.graphs + completion.graphs[entry] <= self.graphs
+            )
+            if within and label.padding + completion.padding[entry] < best.padding:
+                best = completion.complete(label)
         return best
 
-    def _hopeless(self, label: _Label, best: _Label) -> bool:
+    def _cannot_improve(self, label: _Label, best: _Label) -> bool:
         rest = self.completions[-1].cost[label.index + 1]
         bound = label.padding * self.scale + self.price * (label.bytes - self.max_bytes) + rest
         return bound >= best.padding * self.scale
@@ -281,19 +284,19 @@ class _BytesBudget:
         self.price, self.scale = 0, 1
         free = _Completion(self.steps, self.prices, self.price, self.scale)
         self.completions.append(free)
-        dear = free.complete(_START)
+        expensive = free.complete(_START)
         cheap = _Label(self.steps.padding(-1, self.last), self.prices[self.last], 1, self.last, _START)
         # Two paths span a line of padding against bytes; its slope is the next price, until nothing lies below it.
         # Where the dear one keeps the budget, only the count of graphs binds, and bytes stay free.
-        while dear.bytes > self.max_bytes:
-            self.price, self.scale = cheap.padding - dear.padding, dear.bytes - cheap.bytes
+        while expensive.bytes > self.max_bytes:
+            self.price, self.scale = cheap.padding - expensive.padding, expensive.bytes - cheap.bytes
             self.completions.append(_Completion(self.steps, self.prices, self.price, self.scale))
             found = self.completions[-1].complete(_START)
             on_line = cheap.padding * self.scale + cheap.bytes * self.price
             if found.padding * self.scale + found.bytes * self.price >= on_line:
                 return
             if found.bytes > self.max_bytes:
-                dear = found
+                expensive = found
             else:
                 cheap = found
 
@@ -301,14 +304,14 @@ class _BytesBudget:
 _START = _Label(0, 0, 0, -1, None)
 
 
-def _undominated(labels: list[_Label], counted: bool) -> list[_Label]:
+def _undominated(labels: list[_Label], count_matters: bool) -> list[_Label]:
     """The labels of one index that no other beats; `counted` says whether a smaller count is an advantage too."""
     kept: list[_Label] = []
     # fewest_bytes[g]: the least bytes of a kept label, hence one with no more padding, that has g buckets.
-    most = max((label.graphs for label in labels), default=0) if counted else 0
+    most = max((label.graphs for label in labels), default=0) if count_matters else 0
     fewest_bytes: list[float] = [float("inf")] * (most + 1)
     for label in sorted(labels, key=lambda label: (label.padding, label.bytes, label.graphs)):
-        graphs = label.graphs if counted else 0
+        graphs = label.graphs if count_matters else 0
         if min(fewest_bytes[: graphs + 1]) > label.bytes:
             fewest_bytes[graphs] = label.bytes
             kept.append(label)
@@ -324,7 +327,7 @@ def _padding(sizes: Iterable[int], histogram: Mapping[int, int]) -> tuple[float,
     return ((computed - real) / steps, (computed - real) / computed) if steps else (0.0, 0.0)
 
 
-def _checked(histogram: Mapping[int, int], max_size: int) -> dict[int, int]:
+def _validated(histogram: Mapping[int, int], max_size: int) -> dict[int, int]:
     for size, count in histogram.items():
         if not is_whole_number(size, 1):
             raise GraphConfigError(f"the histogram has a batch of {size!r} rows: sizes are whole numbers from 1 up")

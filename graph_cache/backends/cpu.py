@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from graph_cache.backends.cpu_arena import Arena, Claim, plan_layout
-from graph_cache.backends.cpu_host_reads import refused_host_reads
+from graph_cache.backends.cpu_host_reads import refuse_host_reads
 from graph_cache.backends.cpu_program import Call, bind, loop_program, torchscript_program
 from graph_cache.backends.cpu_tape import TapeRecorder
 from graph_cache.errors import CaptureError, GraphClosed
@@ -97,7 +97,7 @@ class CpuBackend:
         recorder = self._recorder = TapeRecorder(generators, can_undo=reference is None)
         self._capturing_thread = threading.get_ident()
         try:
-            with recorder, refused_host_reads(recorder.is_constant):
+            with recorder, refuse_host_reads(recorder.is_constant):
                 fn()
         except BaseException:
             recorder.undo()
@@ -106,21 +106,21 @@ class CpuBackend:
             raise
         finally:
             self._capturing_thread = self._recorder = None
-        recorder.keep_what_lives()
-        if reference is not None and (faults := reference.differences()):
+        recorder.keep_live_buffers()
+        if reference is not None and (mismatches := reference.differences()):
             raise CaptureError(
-                f"two eager runs from the same inputs differ in {faults} outputs: something in the "
+                f"two eager runs from the same inputs differ in {mismatches} outputs: something in the "
                 "callable depends on the host, on earlier runs or on an unregistered generator"
             )
         checks = [] if reference is None else [reference]
         if reference is not None and torch.is_inference_mode_enabled():
-            checks += self._noisy(fn, reference)  # a second run would part a forward from what it saved
+            checks += self._noise_reference(fn, reference)  # a second run would part a forward from what it saved
         offsets, need = plan_layout(recorder.tape.buffers, recorder.tape.kept)
         claim = memory.claim(need)
-        program, engine = self._fastest_that_agrees(bind(recorder.tape, claim, offsets), checks)
+        program, engine = self._build_program(bind(recorder.tape, claim, offsets), checks)
         return CpuGraph(program, engine, claim, self._replay_lock)
 
-    def _noisy(self, fn: Callable[[], None], reference: Reference) -> list[Reference]:
+    def _noise_reference(self, fn: Callable[[], None], reference: Reference) -> list[Reference]:
         """A second run to compare with, from noise: rows of padding are all alike and hide what goes wrong with others.
 
         Empty where the callable refuses noise, or where there is none to give (integers may be indices: they stay).
@@ -135,26 +135,26 @@ class CpuBackend:
         noisy.remember()
         return [noisy]
 
-    def _fastest_that_agrees(self, calls: list[Call], checks: list[Reference]) -> tuple[Callable[[], None], str]:
+    def _build_program(self, calls: list[Call], checks: list[Reference]) -> tuple[Callable[[], None], str]:
         try:
             program = torchscript_program(calls)
-            faults = self._trial(program, checks)
-            if not faults:
+            mismatches = self._count_mismatches(program, checks)
+            if not mismatches:
                 return program, "torchscript"
-            logger.warning("fast replay differed from eager in %d outputs: replaying by a loop instead", faults)
+            logger.warning("fast replay differed from eager in %d outputs: replaying by a loop instead", mismatches)
         except Exception as error:  # whatever the interpreter can't take: its bindings raise all sorts
             logger.warning("fast replay can't hold this capture, replaying by a loop instead: %s", error)
         program = loop_program(calls)
-        if faults := self._trial(program, checks):
-            raise CaptureError(f"replaying the recorded calls leaves {faults} outputs other than eager did")
+        if mismatches := self._count_mismatches(program, checks):
+            raise CaptureError(f"replaying the recorded calls leaves {mismatches} outputs other than eager did")
         return program, "loop"
 
-    def _trial(self, program: Callable[[], None], checks: list[Reference]) -> int:
+    def _count_mismatches(self, program: Callable[[], None], checks: list[Reference]) -> int:
         """In how many outputs a replay differs from the eager runs."""
-        faults = 0
+        mismatches = 0
         for reference in checks:
             reference.rewind()
             with self._replay_lock:
                 program()
-            faults += reference.differences()
-        return faults
+            mismatches += reference.differences()
+        return mismatches

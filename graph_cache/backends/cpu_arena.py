@@ -32,18 +32,18 @@ def plan_layout(buffers: Sequence[Buffer], kept: Container[int] = ()) -> tuple[l
     expiring: dict[int, list[int]] = {}
     placed = [index for index in range(len(buffers)) if index not in kept]
     order = sorted(placed, key=lambda index: buffers[index].first)
-    now = 0
+    op_index = 0
     for index in order:
         buffer = buffers[index]
-        while now < buffer.first:
-            for dead in expiring.pop(now, ()):
-                top = _release(free, offsets[dead], _aligned(buffers[dead].nbytes), top)
-            now += 1
+        while op_index < buffer.first:
+            for expired in expiring.pop(op_index, ()):
+                top = _release(free, offsets[expired], _aligned(buffers[expired].nbytes), top)
+            op_index += 1
         size = _aligned(buffer.nbytes)
-        for position, (offset, room) in enumerate(free):
-            if room >= size:
+        for position, (offset, free_size) in enumerate(free):
+            if free_size >= size:
                 offsets[index] = offset
-                free[position : position + 1] = [(offset + size, room - size)] if room > size else []
+                free[position : position + 1] = [(offset + size, free_size - size)] if free_size > size else []
                 break
         else:
             offsets[index] = top
@@ -113,11 +113,11 @@ class Arena:
 
     def trim(self) -> None:
         """Give pages above the largest live claim back to the system."""
-        keep = -(-self.nbytes() // mmap.PAGESIZE) * mmap.PAGESIZE
+        keep_end = -(-self.nbytes() // mmap.PAGESIZE) * mmap.PAGESIZE
         end = -(-self._touched // mmap.PAGESIZE) * mmap.PAGESIZE
-        if end > keep and hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED, keep, end - keep)
-        self._touched = min(self._touched, keep)
+        if end > keep_end and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, keep_end, end - keep_end)
+        self._touched = min(self._touched, keep_end)
 
 
 def _reserve(nbytes: int) -> mmap.mmap:

@@ -15,39 +15,41 @@ import torch
 
 from graph_cache.errors import CaptureRefused
 
-READERS = ("numpy", "tolist")
+HOST_READ_METHODS = ("numpy", "tolist")
 
 _allowed: dict[int, Callable[[torch.Tensor], bool]] = {}  # by the thread that records now
-_patched: dict[str, Any] = {}  # what somebody else has put on torch.Tensor itself
+_originals: dict[str, Any] = {}  # what somebody else has put on torch.Tensor itself
 _lock = threading.Lock()
 
 
 @contextmanager
-def refused_host_reads(allowed: Callable[[torch.Tensor], bool]) -> Iterator[None]:
+def refuse_host_reads(allowed: Callable[[torch.Tensor], bool]) -> Iterator[None]:
     """Within the block reads by this thread raise CaptureRefused, but of what is allowed; others read as ever."""
-    me = threading.get_ident()
+    thread_id = threading.get_ident()
     with _lock:
         if not _allowed:
-            _patched.update({name: vars(torch.Tensor)[name] for name in READERS if name in vars(torch.Tensor)})
-            for name in READERS:
+            _originals.update(
+                {name: vars(torch.Tensor)[name] for name in HOST_READ_METHODS if name in vars(torch.Tensor)}
+            )
+            for name in HOST_READ_METHODS:
                 # Over what torch.Tensor inherits: a mode that sees functions would switch off fast paths of torch.nn.
-                setattr(torch.Tensor, name, _refusing(name, getattr(torch.Tensor, name)))
-        _allowed[me] = allowed
+                setattr(torch.Tensor, name, _refusing_reader(name, getattr(torch.Tensor, name)))
+        _allowed[thread_id] = allowed
     try:
         yield
     finally:
         with _lock:
-            del _allowed[me]
+            del _allowed[thread_id]
             if not _allowed:
-                for name in READERS:
-                    if name in _patched:
-                        setattr(torch.Tensor, name, _patched.pop(name))
+                for name in HOST_READ_METHODS:
+                    if name in _originals:
+                        setattr(torch.Tensor, name, _originals.pop(name))
                     else:
                         delattr(torch.Tensor, name)
 
 
-def _refusing(name: str, before: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(before)
+def _refusing_reader(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
     def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         allowed = _allowed.get(threading.get_ident())
         if allowed is not None and not allowed(tensor):
@@ -55,6 +57,6 @@ def _refusing(name: str, before: Callable[..., Any]) -> Callable[..., Any]:
                 f"Tensor.{name}(): the host reads a tensor's values here, and a replay would not read "
                 "them again. Keep them in a tensor, or make them a keyword of the graph's key"
             )
-        return before(tensor, *args, **kwargs)
+        return original(tensor, *args, **kwargs)
 
     return read

@@ -16,7 +16,7 @@ from graph_cache.reference import same_bits
 FACTORY_ARGUMENTS = {"dtype", "layout", "device", "pin_memory"}
 
 # Operations that also write into an argument without saying so in their schema: trying them twice would write twice.
-WRITE_UNANNOUNCED = {
+UNDECLARED_WRITES = {
     "aten::native_batch_norm",
     "aten::batch_norm_with_update",
     "aten::_batch_norm_impl_index",
@@ -28,7 +28,7 @@ WRITE_UNANNOUNCED = {
 @functools.cache
 def out_overload(func: torch._ops.OpOverload) -> tuple[torch._ops.OpOverload, tuple[str, ...]] | None:
     """The overload of `func` that writes into given tensors, with the names of those; None if there is none."""
-    if func._schema.is_mutable or func._schema.name in WRITE_UNANNOUNCED:
+    if func._schema.is_mutable or func._schema.name in UNDECLARED_WRITES:
         return None
     if any(str(returned.type) != "Tensor" for returned in func._schema.returns):
         return None
@@ -61,7 +61,7 @@ def out_call(
     return out_func, tuple(out_args), out_kwargs | dict(zip(out_names, targets, strict=True))
 
 
-def writes_the_same(func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], results: Any) -> bool:
+def out_overload_matches(func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], results: Any) -> bool:
     """Try the overload on memory of its own: does it leave `results`, and use no more memory than they take?
 
     Some use theirs as scratch space on the way (`mse_loss` for all its terms, before it adds them up): in an arena that
@@ -78,9 +78,9 @@ def writes_the_same(func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, 
         call(*out_args, **out_kwargs)
     except RuntimeError:  # it doesn't take such a target: then the results are copied
         return False
-    return all(_same(target, result) for target, result in zip(targets, results, strict=True))
+    return all(_matches(target, result) for target, result in zip(targets, results, strict=True))
 
 
-def _same(target: torch.Tensor, result: torch.Tensor) -> bool:
-    spills = target.untyped_storage().nbytes() > target.numel() * target.itemsize
-    return not spills and target.shape == result.shape and same_bits(target, result)
+def _matches(target: torch.Tensor, result: torch.Tensor) -> bool:
+    uses_scratch = target.untyped_storage().nbytes() > target.numel() * target.itemsize
+    return not uses_scratch and target.shape == result.shape and same_bits(target, result)

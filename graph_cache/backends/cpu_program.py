@@ -33,7 +33,7 @@ class Call:
     kwargs: dict[str, Any]
     targets: tuple[Any, ...] = ()
     grad: bool = False  # the gradient mode to run it under
-    instead: Call | None = None
+    fallback: Call | None = None
 
 
 def bind(tape: Tape, claim: Claim, offsets: list[int]) -> list[Call]:
@@ -63,9 +63,11 @@ def bind(tape: Tape, claim: Claim, offsets: list[int]) -> list[Call]:
             calls.append(Call(op.func, args, kwargs, grad=op.grad))
             continue
         targets = tree_map(tensor_of, op.outs)
-        copying = Call(op.func, args, kwargs, targets, op.grad)
+        copy_call = Call(op.func, args, kwargs, targets, op.grad)
         calls.append(
-            Call(*out_call(op.func, args, kwargs, targets), grad=op.grad, instead=copying) if op.in_place else copying
+            Call(*out_call(op.func, args, kwargs, targets), grad=op.grad, fallback=copy_call)
+            if op.in_place
+            else copy_call
         )
     return calls
 
@@ -74,9 +76,9 @@ def loop_program(calls: list[Call]) -> Callable[[], None]:
     """Replay by a plain Python loop: no faster than eager, always available."""
 
     def replay() -> None:
-        for grad, stretch in _by_grad_mode(calls):
+        for grad, segment in _by_grad_mode(calls):
             with _mode(grad):
-                for call in stretch:
+                for call in segment:
                     result = call.func(*call.args, **call.kwargs)
                     if call.targets:
                         _copy_results(call.targets, result if len(call.func._schema.returns) > 1 else (result,))
@@ -86,7 +88,7 @@ def loop_program(calls: list[Call]) -> Callable[[], None]:
 
 def _by_grad_mode(calls: list[Call]) -> list[tuple[bool, list[Call]]]:
     """The calls in stretches of one gradient mode."""
-    return [(grad, list(stretch)) for grad, stretch in itertools.groupby(calls, key=lambda call: call.grad)]
+    return [(grad, list(segment)) for grad, segment in itertools.groupby(calls, key=lambda call: call.grad)]
 
 
 def _mode(grad: bool) -> AbstractContextManager:
@@ -108,18 +110,18 @@ def torchscript_program(calls: list[Call]) -> Callable[[], None]:
     Raises RuntimeError where an argument has no form in its IR. The graph executor's optimisations stay off for every
     call: they assume that constants are not written to, and ours are.
     """
-    stretches = [(grad, _script(stretch)) for grad, stretch in _by_grad_mode(calls)]
-    optimised, set_optimised = torch._C._get_graph_executor_optimize, torch._C._set_graph_executor_optimize
+    segments = [(grad, _script(segment)) for grad, segment in _by_grad_mode(calls)]
+    get_optimize, set_optimize = torch._C._get_graph_executor_optimize, torch._C._set_graph_executor_optimize
 
     def replay() -> None:
-        before = optimised()
-        set_optimised(False)
+        before = get_optimize()
+        set_optimize(False)
         try:
-            for grad, run in stretches:
+            for grad, run in segments:
                 with _mode(grad):
                     run()
         finally:
-            set_optimised(before)
+            set_optimize(before)
 
     return replay
 
@@ -140,11 +142,11 @@ def _append(graph: torch._C.Graph, constants: dict, call: Call) -> None:
     inputs = [_value(graph, constants, given[argument.name], argument.type) for argument in schema.arguments]
     node = graph.create(schema.name, inputs, len(schema.returns))
     graph.insertNode(node)
-    if not _finds_overload(node, call, given):
-        if call.instead is None:
+    if not _resolves_to_overload(node, call, given):
+        if call.fallback is None:
             raise RuntimeError(f"{call.func} would be replayed as {node.schema()}")
         node.destroy()
-        return _append(graph, constants, call.instead)
+        return _append(graph, constants, call.fallback)
     for target, output in zip(call.targets, node.outputs(), strict=False):
         if isinstance(target, (list, tuple)):
             output.setType(torch._C.ListType.ofTensors())
@@ -152,18 +154,18 @@ def _append(graph: torch._C.Graph, constants: dict, call: Call) -> None:
             pairs = list(zip(target, unpacked.outputs(), strict=True))
         else:
             pairs = [(target, output)]
-        for into, value in pairs:
-            if into is not None:
+        for destination, value in pairs:
+            if destination is not None:
                 graph.insertNode(
                     graph.create(
                         "aten::copy_",
-                        [_value(graph, constants, into, None), value, _value(graph, constants, False, None)],
+                        [_value(graph, constants, destination, None), value, _value(graph, constants, False, None)],
                         1,
                     )
                 )
 
 
-def _finds_overload(node: torch._C.Node, call: Call, given: dict[str, Any]) -> bool:
+def _resolves_to_overload(node: torch._C.Node, call: Call, given: dict[str, Any]) -> bool:
     """A node has no overload's name: the interpreter finds one by the types of the inputs, and it must be ours.
 
     Except where a number stands for a tensor: there it finds the overload for numbers, which means the same.
@@ -179,17 +181,17 @@ def _finds_overload(node: torch._C.Node, call: Call, given: dict[str, Any]) -> b
 MEMORY_FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
 
 
-def _value(graph: torch._C.Graph, constants: dict, value: Any, kind: Any) -> torch._C.Value:
+def _value(graph: torch._C.Graph, constants: dict, value: Any, ir_type: Any) -> torch._C.Value:
     """A constant in the graph, shared between calls; lists that hold tensors are built by a node of their own."""
     if isinstance(value, (list, tuple)):
-        if value and all(isinstance(item, (int, float)) for item in value) and not _wants_floats(kind, value):
-            return _constant(graph, constants, ("list", tuple(value), str(kind)), list(value))
-        return _list(graph, constants, value, kind)
+        if value and all(isinstance(item, (int, float)) for item in value) and not _wants_floats(ir_type, value):
+            return _constant(graph, constants, ("list", tuple(value), str(ir_type)), list(value))
+        return _list(graph, constants, value, ir_type)
     if isinstance(value, torch.memory_format):
         value = MEMORY_FORMATS.index(value)
-    if isinstance(value, bool) and "number" in str(kind):
+    if isinstance(value, bool) and "number" in str(ir_type):
         value = int(value)  # the IR doesn't count a bool among the numbers
-    if kind is not None and "float" in str(kind) and isinstance(value, int) and not isinstance(value, bool):
+    if ir_type is not None and "float" in str(ir_type) and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if isinstance(value, torch.Tensor):
         key = ("tensor", id(value))
@@ -200,12 +202,12 @@ def _value(graph: torch._C.Graph, constants: dict, value: Any, kind: Any) -> tor
     return _constant(graph, constants, key, value)
 
 
-def _wants_floats(kind: Any, value: list | tuple) -> bool:
-    return "float" in str(kind) and any(isinstance(item, int) for item in value)
+def _wants_floats(ir_type: Any, value: list | tuple) -> bool:
+    return "float" in str(ir_type) and any(isinstance(item, int) for item in value)
 
 
-def _list(graph: torch._C.Graph, constants: dict, value: list | tuple, kind: Any) -> torch._C.Value:
-    element = kind
+def _list(graph: torch._C.Graph, constants: dict, value: list | tuple, ir_type: Any) -> torch._C.Value:
+    element = ir_type
     while hasattr(element, "getElementType") and not isinstance(element, torch._C.ListType):
         element = element.getElementType()  # through Optional to the list
     element = element.getElementType()

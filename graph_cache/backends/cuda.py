@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 # What the driver or PyTorch says when an operation can't be part of a graph (a synchronisation, a host read).
 REFUSALS = ("operation not permitted when stream is capturing", "capture", "cudaErrorStreamCapture")
-LEGACY = "legacy stream depend on a capturing"
-REMEDY = (
+LEGACY_STREAM_ERROR = "legacy stream depend on a capturing"
+LEGACY_STREAM_REMEDY = (
     "something works on the default stream, which no capture can wait for. If that is a wrapper for data "
     "parallelism, whose gradients add up on the stream where it was made, make it on another: `stream = "
     "torch.cuda.Stream(); stream.wait_stream(torch.cuda.current_stream()); with torch.cuda.stream(stream): "
@@ -41,40 +41,40 @@ class CudaMemory:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._live = 0
-        self._measured = 0
+        self._live_graphs = 0
+        self._segment_bytes = 0
         self.id: tuple[int, int] = torch.cuda.graph_pool_handle()
 
     def adopt(self) -> None:
         """A graph lives in the pool."""
-        self._live += 1
+        self._live_graphs += 1
 
     def release(self) -> None:
         """A graph is gone."""
-        self._live -= 1
-        if self._live == 0:
+        self._live_graphs -= 1
+        if self._live_graphs == 0:
             self.renew()
 
     def renew(self) -> None:
         """Capture into a fresh pool from now on."""
         self.id = torch.cuda.graph_pool_handle()
-        self._measured = 0
+        self._segment_bytes = 0
 
     def nbytes(self) -> int:
         """Bytes of the segments that the allocator held for this pool after its last capture."""
-        return self._measured
+        return self._segment_bytes
 
     def growth(self) -> int:
         """Measure the pool anew (a walk over its segments), and return by how much it grew."""
-        before, self._measured = self._measured, sum(part["total_size"] for part in segments_of(self.id))
-        return max(0, self._measured - before)
+        before, self._segment_bytes = self._segment_bytes, sum(part["total_size"] for part in segments_of(self.id))
+        return max(0, self._segment_bytes - before)
 
     def trim(self) -> None:
         """Give segments that no live graph uses back to the driver."""
         gc.collect()
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
-        if self._live:
+        if self._live_graphs:
             self.growth()  # what an evicted graph held alone is gone from the pool
 
 
@@ -133,7 +133,7 @@ class CudaBackend:
         self.device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
         self.default_generator = torch.cuda.default_generators[self.device.index]
         self.stream = torch.cuda.Stream(self.device)
-        self._nothing = torch.zeros(1, device=self.device)
+        self._scratch = torch.zeros(1, device=self.device)
 
     def new_memory(self) -> CudaMemory:
         return CudaMemory(self.device)
@@ -191,9 +191,9 @@ class CudaBackend:
             except BaseException as error:
                 self._abandon(graph, memory, generators)
                 if isinstance(error, RuntimeError):
-                    kind = CaptureRefused if any(word in str(error) for word in REFUSALS) else CaptureError
-                    remedy = REMEDY if LEGACY in str(error) else ""
-                    raise kind(f"the driver refused the capture: {remedy}{error}") from error
+                    error_type = CaptureRefused if any(word in str(error) for word in REFUSALS) else CaptureError
+                    remedy = LEGACY_STREAM_REMEDY if LEGACY_STREAM_ERROR in str(error) else ""
+                    raise error_type(f"the driver refused the capture: {remedy}{error}") from error
                 raise
         torch.cuda.synchronize(self.device)
         return CudaBackendGraph(graph, memory)
@@ -242,10 +242,10 @@ class CudaBackend:
         for step in (graph.capture_end, stop_recording, graph.reset, lambda: torch.cuda.synchronize(self.device)):
             try:
                 step()
-            except RuntimeError as consequence:  # the capture's own failure, told again: the caller raises the first
-                logger.debug("while abandoning a capture: %s", consequence)
-        cleansing = self._new_graph(generators)
-        cleansing.capture_begin(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
-        self._nothing.zero_()
-        cleansing.capture_end()
-        cleansing.reset()
+            except RuntimeError as secondary:  # the capture's own failure, told again: the caller raises the first
+                logger.debug("while abandoning a capture: %s", secondary)
+        empty_graph = self._new_graph(generators)
+        empty_graph.capture_begin(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
+        self._scratch.zero_()
+        empty_graph.capture_end()
+        empty_graph.reset()

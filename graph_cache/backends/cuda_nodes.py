@@ -22,7 +22,7 @@ _MEMORY_TYPE = 2  # of CUpointer_attribute: known of everything but pageable mem
 _INVALID_VALUE = 1  # of CUresult
 
 
-class _Side(ctypes.Structure):
+class _MemcpySide(ctypes.Structure):
     """One side of a CUDA_MEMCPY3D."""
 
     _fields_ = [
@@ -45,10 +45,16 @@ class _Side(ctypes.Structure):
         return {_HOST: self.host, _UNIFIED: self.device}.get(self.memory_type)
 
 
-class _Copy(ctypes.Structure):
+class _Memcpy3D(ctypes.Structure):
     """CUDA_MEMCPY3D."""
 
-    _fields_ = [("source", _Side), ("target", _Side), ("width", c_size_t), ("height", c_size_t), ("depth", c_size_t)]
+    _fields_ = [
+        ("source", _MemcpySide),
+        ("target", _MemcpySide),
+        ("width", c_size_t),
+        ("height", c_size_t),
+        ("depth", c_size_t),
+    ]
 
 
 def has_nodes(stream: int) -> bool:
@@ -58,8 +64,8 @@ def has_nodes(stream: int) -> bool:
     """
     driver = _driver()
     try:
-        graph = _under_way(driver, stream)
-        return graph is None or _count(driver, graph) > 0
+        graph = _graph_under_capture(driver, stream)
+        return graph is None or _node_count(driver, graph) > 0
     except CaptureError:
         return True
 
@@ -71,11 +77,11 @@ def pageable_copies(stream: int) -> list[str]:
     hold. Raises CaptureError where the driver doesn't answer.
     """
     driver = _driver()
-    graph = _under_way(driver, stream)
+    graph = _graph_under_capture(driver, stream)
     found = []
     if graph is None:
         return found
-    for copy in _copies(driver, graph):
+    for copy in _memcpy_nodes(driver, graph):
         size = copy.width * copy.height * copy.depth
         if _is_pageable(driver, copy.source.address):
             found.append(f"{size} bytes from {copy.source.address:#x}")
@@ -90,46 +96,46 @@ def _driver() -> ctypes.PyDLL:
     return ctypes.PyDLL("libcuda.so.1")
 
 
-def _under_way(driver: ctypes.PyDLL, stream: int) -> c_void_p | None:
+def _graph_under_capture(driver: ctypes.PyDLL, stream: int) -> c_void_p | None:
     """The graph that this CUstream is being captured into."""
     status, number, graph = c_int(), c_uint64(), c_void_p()
     # No dependencies are asked for: a capture whose last edges carry data could not answer.
-    _checked(driver.cuStreamGetCaptureInfo_v2(c_void_p(stream), byref(status), byref(number), byref(graph), None, None))
+    _check(driver.cuStreamGetCaptureInfo_v2(c_void_p(stream), byref(status), byref(number), byref(graph), None, None))
     return graph if status.value == _ACTIVE else None
 
 
-def _count(driver: ctypes.PyDLL, graph: c_void_p) -> int:
+def _node_count(driver: ctypes.PyDLL, graph: c_void_p) -> int:
     count = c_size_t()
-    _checked(driver.cuGraphGetNodes(graph, None, byref(count)))
+    _check(driver.cuGraphGetNodes(graph, None, byref(count)))
     return count.value
 
 
-def _copies(driver: ctypes.PyDLL, graph: c_void_p) -> Iterator[_Copy]:
-    count = c_size_t(_count(driver, graph))
+def _memcpy_nodes(driver: ctypes.PyDLL, graph: c_void_p) -> Iterator[_Memcpy3D]:
+    count = c_size_t(_node_count(driver, graph))
     nodes = (c_void_p * count.value)()
-    _checked(driver.cuGraphGetNodes(graph, nodes, byref(count)))
-    kind = c_int()
+    _check(driver.cuGraphGetNodes(graph, nodes, byref(count)))
+    node_type = c_int()
     for node in map(c_void_p, nodes):
-        _checked(driver.cuGraphNodeGetType(node, byref(kind)))
-        if kind.value == _MEMCPY:
-            copy = _Copy()
-            _checked(driver.cuGraphMemcpyNodeGetParams(node, byref(copy)))
+        _check(driver.cuGraphNodeGetType(node, byref(node_type)))
+        if node_type.value == _MEMCPY:
+            copy = _Memcpy3D()
+            _check(driver.cuGraphMemcpyNodeGetParams(node, byref(copy)))
             yield copy
-        elif kind.value == _CHILD_GRAPH:
+        elif node_type.value == _CHILD_GRAPH:
             child = c_void_p()
-            _checked(driver.cuGraphChildGraphNodeGetGraph(node, byref(child)))
-            yield from _copies(driver, child)
+            _check(driver.cuGraphChildGraphNodeGetGraph(node, byref(child)))
+            yield from _memcpy_nodes(driver, child)
 
 
 def _is_pageable(driver: ctypes.PyDLL, address: int | None) -> bool:
     if address is None:
         return False
-    answer = driver.cuPointerGetAttribute(byref(c_int()), c_int(_MEMORY_TYPE), c_uint64(address))
-    if answer != _INVALID_VALUE:
-        _checked(answer)
-    return answer == _INVALID_VALUE
+    result = driver.cuPointerGetAttribute(byref(c_int()), c_int(_MEMORY_TYPE), c_uint64(address))
+    if result != _INVALID_VALUE:
+        _check(result)
+    return result == _INVALID_VALUE
 
 
-def _checked(answer: int) -> None:
-    if answer:
-        raise CaptureError(f"the driver did not say what was captured: CUresult {answer}")
+def _check(result: int) -> None:
+    if result:
+        raise CaptureError(f"the driver did not say what was captured: CUresult {result}")

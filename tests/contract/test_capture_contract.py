@@ -137,7 +137,7 @@ def test_background_serves_eager_on_the_padded_batch_until_captured(pool, device
     assert cache.stats.replays == {("net", "block", "decode", 4): 1}
 
 
-def test_graphs_off_runs_eager_and_says_so(pool, device):
+def test_graphs_off_runs_eager_with_a_reason(pool, device):
     model = net(device)
     config = GraphConfig(cuda_graph_impl="none", training=False)
     cache = GraphCache(config, pool=pool)
@@ -263,7 +263,7 @@ def test_a_failed_capture_leaves_live_graphs_and_their_pool_alone(pool, device):
     assert cache.pool_bytes <= 1.3 * before
 
 
-def test_refusals_name_what_no_graph_can_hold(pool, device):
+def test_a_refused_capture_closes_the_runner(pool, device):
     statics = [torch.ones(4, device=device)]
     runner = GraphRunner(lambda: statics[0].mul_(statics[0].sum().item()), pool, statics=lambda: statics)
     with pytest.raises(CaptureRefused):
@@ -382,7 +382,7 @@ def test_layer_scope_equals_block_scope(pool, device):
     assert cache.stats.replays == {("layers", "layer", "decode", 4): 3}  # replays that happened, one a layer
 
 
-def test_padding_rows_get_their_value_and_only_they(pool, device):
+def test_only_padding_rows_are_filled_with_the_pad_value(pool, device):
     specs = {"x": BufferSpec(("batch",), torch.int64, pad=7)}
     buffers = StaticBuffers(specs, 8, device)
     buffers.load({"x": torch.arange(3, device=device)}, 3, 4)
@@ -409,7 +409,7 @@ def test_outputs_reach_the_host_in_order_with_a_step_enqueued_ahead(pool, device
         second.read()
 
 
-def test_a_graph_keeps_what_it_reads_alive_or_fails_the_address_check(pool, device):
+def test_a_deleted_tensor_fails_the_address_check(pool, device):
     table = {"bias": torch.ones(WIDTH, device=device)}
     book = AddressBook()
     book.watch(table)

@@ -230,7 +230,7 @@ def test_12_a_capture_in_the_middle_of_serving_leaves_the_loaded_step_alone(pool
     assert not kv[4:7].any() and not kv[8:].any()
 
 
-def test_a_manifest_survives_what_a_suspend_drops(pool, device, tmp_path):
+def test_a_manifest_survives_clear(pool, device, tmp_path):
     manifest = Manifest(tmp_path / "used.json", "model")
     cache = GraphCache(pool=pool, manifest=manifest)
     run = cache.graphed("wide", wide, INPUT, buckets=(1, 2, 4, 8))

@@ -21,7 +21,7 @@ def inputs(rows):
 
 
 @pytest.mark.parametrize("shape", [(2, BATCH), (BATCH, BATCH), ("rows", 2), (BATCH, -1)])
-def test_shapes_that_mean_nothing_are_refused(shape):
+def test_invalid_shapes_are_rejected(shape):
     with pytest.raises(GraphConfigError, match="only the first may be 'batch'"):
         BufferSpec(shape, torch.float32)
 

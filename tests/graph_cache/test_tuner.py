@@ -79,7 +79,7 @@ def test_both_budgets_with_any_prices_equal_brute_force_over_observed_sizes(hist
     assert tuning.graphs <= graphs and tuning.bytes <= budget
 
 
-def test_a_dearer_way_with_fewer_graphs_is_kept_while_graphs_are_scarce():
+def test_a_dominated_label_with_fewer_graphs_is_kept_when_graphs_are_limited():
     # Here a partial list that is worse in padding and in bytes leads to the best whole one: it leaves more graphs.
     histogram = {1: 13, 2: 23, 4: 8, 6: 11, 7: 16}
     prices = {1: 0, 2: 2, 4: 5, 6: 0, 7: 4, 17: 9}
@@ -160,7 +160,7 @@ def test_full_size_count_problem_is_exact_in_reasonable_time():
 
 
 @pytest.mark.parametrize(
-    ("histogram", "budget", "says"),
+    ("histogram", "budget", "message"),
     [
         ({9: 1, 12: 3}, {}, r"\[9, 12\] rows, beyond the largest bucket, 8"),
         ({0: 1}, {}, "batch of 0 rows"),
@@ -174,8 +174,8 @@ def test_full_size_count_problem_is_exact_in_reasonable_time():
         ({1: 1}, {"max_bytes": 99, "bytes_of": lambda size: 0.5}, r"bytes_of\(1\) is 0.5"),
     ],
 )
-def test_input_that_cannot_be_meant_is_refused(histogram, budget, says):
-    with pytest.raises(GraphConfigError, match=says):
+def test_invalid_input_is_rejected(histogram, budget, message):
+    with pytest.raises(GraphConfigError, match=message):
         tune(histogram, max_size=8, **budget)
 
 

@@ -50,8 +50,8 @@ def programs(fn: Callable[..., Any], *inputs: torch.Tensor, arena: Arena | None 
 
         return replay
 
-    ways = {"torchscript": torchscript_program, "loop": loop_program}
-    return {name: replay_of(build(bind(tape, claim, offsets))) for name, build in ways.items()}
+    builders = {"torchscript": torchscript_program, "loop": loop_program}
+    return {name: replay_of(build(bind(tape, claim, offsets))) for name, build in builders.items()}
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

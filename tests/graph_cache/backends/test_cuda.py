@@ -32,7 +32,7 @@ def enqueue(name, *arguments):
     assert getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments, ctypes.c_size_t(4000), stream) == 0
 
 
-def test_a_copy_from_pageable_memory_is_refused_and_the_device_goes_on(pool):
+def test_a_copy_from_pageable_memory_is_refused_and_the_device_stays_usable(pool):
     target, host = torch.zeros(1000, device="cuda"), (ctypes.c_float * 1000)(*[3.0] * 1000)
 
     def fn():
@@ -58,7 +58,7 @@ def test_a_copy_to_pageable_memory_is_refused(pool):
         runner(pool, fn, source).capture()
 
 
-def test_a_copy_from_pinned_memory_is_captured_and_reads_what_lies_there_at_the_replay(pool):
+def test_a_copy_from_pinned_memory_reads_its_current_contents_at_replay(pool):
     target, source = torch.zeros(1000, device="cuda"), torch.ones(1000, pin_memory=True)
     captured = runner(pool, lambda: target.copy_(source, non_blocking=True), target)
     captured.capture()
@@ -67,7 +67,7 @@ def test_a_copy_from_pinned_memory_is_captured_and_reads_what_lies_there_at_the_
     assert target.sum() == 5000
 
 
-def test_measuring_a_pool_keeps_the_numbers_of_its_id_alive(pool):
+def test_segments_of_preserves_the_refcounts_of_the_pool_id(pool):
     while pool.memory.id[1] <= 300:  # smaller numbers are never freed
         pool.memory.renew()
     x = torch.zeros(10, device="cuda")
