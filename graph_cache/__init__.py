@@ -1,7 +1,8 @@
-"""The capture core: give it a callable with a batch dimension, and it captures, plans and replays graphs of it.
+"""Capture, plan and replay graphs of any callable with a batch dimension.
 
-A library of its own: it knows tensors and callables, no model, no token, no HTTP. Read in the order buckets, keys,
-pool, runner, site, cache. Names are imported on first use, so that settings can be read without loading torch.
+This package handles tensors and callables only; it has no notion of models, tokens or HTTP. Suggested reading order:
+buckets, keys, pool, runner, site, cache. Names are imported on first use, so that settings can be read without
+loading torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The addresses that graphs read from, watched so that a moved tensor is caught instead of replayed.
+"""Watch the addresses that graphs read, so that a moved tensor is detected before a replay.
 
-A graph reads parameters and caches by address. Whatever replaces such a tensor (a reload, `.data = …`, `.to()`, another
-submodule in the place of one) leaves the graph reading what is freed, or no longer the model's, without any error. An
-AddressBook remembers the addresses at capture and compares.
+A graph reads parameters and caches by address. Replacing such a tensor (a reload, `.data = …`, `.to()`, a swapped
+submodule) raises no error: the graph keeps reading freed memory, or memory that no longer belongs to the model. An
+AddressBook records the addresses at capture and compares them later.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PARTS = 4
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """A tensor or submodule that is not the one graphs expect: addresses in bytes (a module's `id`), None if gone."""
+    """A watched tensor or submodule that changed: addresses in bytes (`id` for a module), None if it was removed."""
 
     name: str
     before: int
@@ -31,7 +31,7 @@ class Moved:
 
 
 class _WatchedValues:
-    """Named values of mappings that are read again; `mark` gives the number by which one is known."""
+    """Named values of mappings, looked up at each check. `identity` maps a value to the number compared."""
 
     def __init__(self, identity: Callable[[Any], int]):
         self._identity = identity
@@ -56,7 +56,7 @@ class _WatchedValues:
         try:
             current = list(map(self._identity, map(getitem, self._owners[selected], self._keys[selected])))
             return current == self._expected[selected]
-        except (KeyError, TypeError):  # removed, or set to None: `moved()` names it
+        except (KeyError, TypeError):  # removed or set to None; `moved()` reports its name
             return False
 
     def moved(self) -> Iterator[Moved]:
@@ -67,7 +67,7 @@ class _WatchedValues:
                 yield Moved(label, expected, now)
 
     def values(self) -> list[Any]:
-        """Those that are there."""
+        """Return the watched values that still exist."""
         current = (owner.get(key) for owner, key in zip(self._owners, self._keys, strict=True))
         return [value for value in current if value is not None]
 
@@ -84,21 +84,21 @@ class _WatchedValues:
 
 
 class AddressBook:
-    """Addresses of named tensors, looked up through their owners so that a replaced object is seen too.
+    """Addresses of named tensors, looked up through their owners so that a replaced object is detected too.
 
-    `unchanged()` costs about 100 ns a tensor, and less a submodule. What appears later is not in the book: whoever adds
-    a tensor or a submodule calls `invalidate`.
+    `unchanged()` costs about 100 ns per tensor, and less per submodule. Tensors and submodules added after `watch` are
+    not covered: code that adds them must call `invalidate`.
     """
 
     def __init__(self) -> None:
         self._tensors, self._modules = _WatchedValues(_address), _WatchedValues(id)
-        self._live_modules: list[torch.nn.Module] = []  # those modules: an `id` may come again
+        self._live_modules: list[torch.nn.Module] = []  # strong references, so that no `id` is reused
 
     def __len__(self) -> int:
         return len(self._tensors)
 
     def watch(self, source: torch.nn.Module | Mapping[str, torch.Tensor], prefix: str = "") -> None:
-        """Add a module's parameters and buffers, or a mapping's tensors. The mapping is kept and read again."""
+        """Add a module's parameters and buffers, or the tensors of a mapping, which is read again at each check."""
         if isinstance(source, torch.nn.Module):
             for path, module in source.named_modules():
                 inside = prefix + (f"{path}." if path else "")
@@ -110,19 +110,22 @@ class AddressBook:
             self._tensors.add(source, prefix)
 
     def unchanged(self, part: int | None = None) -> bool:
-        """True when every tensor and submodule (of one of PARTS parts) is where it was. In C loops: steps ask it."""
+        """Return whether no tensor moved and no submodule was replaced.
+
+        With `part`, check only that slice of PARTS. Loops in C, because it runs at step boundaries.
+        """
         return self._tensors.unchanged(part) and self._modules.unchanged(part)
 
     def has_its_modules(self) -> bool:
-        """Whether no submodule is gone, or another."""
+        """Return whether every submodule is still present and the same object."""
         return self._modules.unchanged(None)
 
     def moved(self) -> list[Moved]:
-        """Every tensor that moved or is gone, and every submodule that is another, all at once."""
+        """Return every tensor that moved or was removed, and every submodule that was replaced or removed."""
         return [*self._tensors.moved(), *self._modules.moved()]
 
     def accept(self) -> None:
-        """Take the present addresses as the expected ones, after graphs that read the old ones were dropped."""
+        """Record the current addresses as expected. Call it after dropping the graphs that read the old ones."""
         self._tensors.accept()
         self._modules.accept()
         self._live_modules = self._modules.values()

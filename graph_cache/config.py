@@ -1,8 +1,8 @@
-"""What is captured, by whom and at which granularity: the settings of the capture core, validated at construction.
+"""Settings that select what is captured, how, and at which granularity. Validated at construction.
 
-The names and values are Megatron-Core's, the deprecated ones included, so that a configuration moves over as it is.
-This room holds the vocabulary and the normalisation; `refusals.py` holds the combinations that can't work.
-It knows no tensor and no model: facts about a model that matter to a capture are given to it as plain values.
+Names and values are those of Megatron-Core, including the deprecated ones, so that a Megatron configuration works
+unchanged. This module defines the values and normalises inputs; `refusals.py` rejects unsupported combinations. Facts
+about a model that affect captures are passed in as plain values; no tensor or model is used here.
 """
 
 from __future__ import annotations
@@ -34,29 +34,30 @@ _MEGATRON_ALIASES = {"te_rng_tracker": "use_te_rng_tracker", "check_for_nan_in_g
 
 @dataclass(frozen=True, kw_only=True)
 class GraphConfig:
-    """Which graphs are captured. Frozen; every field holds its resolved value after construction.
+    """Select which graphs are captured. Frozen; every field holds its resolved value after construction.
 
-    The choice (strings, or enum members of the same name):
-      cuda_graph_impl             who captures: `none`, `local` (this core), `transformer_engine`, `full_iteration`
+    Selection (strings, or enum members of the same name):
+      cuda_graph_impl             which implementation captures: `none`, `local` (this package), `transformer_engine`,
+                                  `full_iteration`
       inference_cuda_graph_scope  `none`, `layer` (a graph per layer) or `block` (one per decode step);
                                   unset: `layer` under `local`, else `none`. `local` with `none` captures training only.
       cuda_graph_modules          parts of a layer that a training capture covers, as a list or a comma string;
                                   empty, or `full` alone: the whole layer
-      cuda_graph_warmup_steps     eager steps of a training job before its captures; inference warms up by itself
+      cuda_graph_warmup_steps     eager training steps before the captures; inference warms up on its own
 
-    Facts about the model and its training loop, by Megatron's names, which decide what must be refused:
-      training                    False: only inference is captured, so dropout, recompute and NaN checks are inert
+    Facts about the model and its training loop, by Megatron's names, which determine what is rejected:
+      training                    False: only inference is captured, so dropout, recompute and NaN checks have no effect
       num_moe_experts, moe_layer_freq, moe_pad_expert_input_to_capacity (drop-and-pad)
       recompute_granularity       None, `selective` or `full`
       cpu_offloading, check_for_nan_in_loss_and_grad
-      hidden_dropout, attention_dropout   probabilities, with use_te_rng_tracker or use_cudagraphable_rng saying
-                                  that every generator they draw from can be registered with a graph
-      expandable_segments, nccl_graph_register   of the process; unset: read from PYTORCH_CUDA_ALLOC_CONF (or
-                                  PYTORCH_ALLOC_CONF) and NCCL_GRAPH_REGISTER when the config is made
+      hidden_dropout, attention_dropout   probabilities; use_te_rng_tracker or use_cudagraphable_rng state that every
+                                  generator they use can be registered with a graph
+      expandable_segments, nccl_graph_register   settings of the process; unset: read from PYTORCH_CUDA_ALLOC_CONF (or
+                                  PYTORCH_ALLOC_CONF) and NCCL_GRAPH_REGISTER at construction
 
     Deprecated, each with one DeprecationWarning that names its replacement: enable_cuda_graph, external_cuda_graph,
-    cuda_graph_scope. Raises GraphConfigError for a value that can't be meant, a combination that can't work, and a
-    deprecated input that contradicts a new one.
+    cuda_graph_scope. Raises GraphConfigError for an invalid value, an unsupported combination, and a deprecated input
+    that contradicts a new one.
     """
 
     cuda_graph_impl: str = None  # type: ignore[assignment]  # None until resolved, to tell unset from "none"
@@ -76,7 +77,7 @@ class GraphConfig:
     use_cudagraphable_rng: bool = False
     expandable_segments: bool = None  # type: ignore[assignment]
     nccl_graph_register: bool = None  # type: ignore[assignment]
-    model_facts_known: bool = True  # False: rules about experts wait for the model
+    model_facts_known: bool = True  # False: rules about experts are checked once the model is known
     enable_cuda_graph: InitVar[bool | None] = None
     external_cuda_graph: InitVar[bool | None] = None
     cuda_graph_scope: InitVar[Any] = None
@@ -95,9 +96,9 @@ class GraphConfig:
 
     @classmethod
     def from_inputs(cls, **values: Any) -> GraphConfig:
-        """A config from inputs by name, such as a parsed file or command line; None means unset.
+        """Build a config from inputs by name, such as a parsed file or command line; None means unset.
 
-        Differs from the constructor in its error: an unknown name raises GraphConfigError with the nearest known one.
+        Unlike the constructor, raises GraphConfigError for an unknown name, with the nearest known one.
         """
         for name in values:
             if name not in _input_names():
@@ -106,10 +107,10 @@ class GraphConfig:
 
     @classmethod
     def from_megatron(cls, source: Mapping[str, Any] | object, **overrides: Any) -> GraphConfig:
-        """A config from a Megatron configuration: a TransformerConfig, an arguments namespace, or a mapping of either.
+        """Build a config from a Megatron configuration: a TransformerConfig, an arguments namespace, or a mapping.
 
-        Takes what it knows and leaves the hundreds of other settings alone; `overrides` win. Megatron's defaults are
-        not inputs: a False `enable_cuda_graph` or an empty `cuda_graph_scope` neither warns nor contradicts.
+        Reads the known settings and ignores all others; `overrides` take precedence. Megatron's defaults are not
+        treated as inputs: a False `enable_cuda_graph` or an empty `cuda_graph_scope` neither warns nor contradicts.
         """
         given = source if isinstance(source, Mapping) else _attributes(source)
         values = {name: given[name] for name in _input_names() if given.get(name) is not None}
@@ -128,7 +129,7 @@ class GraphConfig:
 
     @property
     def captures_inference(self) -> bool:
-        """Whether inference runs from graphs at all."""
+        """Whether inference uses graphs."""
         return self.inference_cuda_graph_scope != "none"
 
     def _set(self, **values: Any) -> None:
@@ -164,7 +165,7 @@ class GraphConfig:
             self._set(expandable_segments="expandable_segments:true" in text.lower().replace(" ", ""))
         register = self.nccl_graph_register
         if register is None:
-            # NCCL registers buffers of captured collectives unless told not to.
+            # NCCL registers buffers of captured collectives unless this is 0.
             register = os.environ.get("NCCL_GRAPH_REGISTER", "1").strip() != "0"
         elif str(register) in ("0", "1"):
             register = str(register) == "1"
@@ -184,7 +185,7 @@ _BOOLEANS = (
 
 
 class _Selection:
-    """The three settings of the vocabulary while deprecated inputs are folded into them; None is unset."""
+    """The three selection settings while deprecated inputs are merged into them; None means unset."""
 
     def __init__(self, impl: Any, scope: Any, modules: Any):
         self.impl = None if impl is None else _parse_word("cuda_graph_impl", impl, IMPLS)
@@ -199,9 +200,9 @@ class _Selection:
             if flag is None:
                 continue
             if not isinstance(flag, bool):
-                raise GraphConfigError(f"{name} is {flag!r}: give True or False, or better cuda_graph_impl={impl!r}")
+                raise GraphConfigError(f"{name} is {flag!r}: give True or False, or use cuda_graph_impl={impl!r}")
             _warn(f"{name} is deprecated: use cuda_graph_impl={impl!r}" + ("" if flag else ", or leave it out"))
-            if flag and not (impl == "local" and self.impl == "full_iteration"):  # as Megatron leaves the two
+            if flag and not (impl == "local" and self.impl == "full_iteration"):  # Megatron leaves both set
                 self._assign("impl", impl, name)
             elif self.impl == impl:
                 raise GraphConfigError(f"{name}=False contradicts cuda_graph_impl={impl!r}: leave out {name}")
@@ -218,7 +219,7 @@ class _Selection:
         _warn(f"{source_text} is deprecated: use {' and '.join(replacements)}")
         if len(relocated) == 2:
             raise GraphConfigError(
-                f"{source_text} asks for two things at once: choose {replacements[0]} or {replacements[1]}"
+                f"{source_text} selects two implementations: choose {replacements[0]} or {replacements[1]}"
             )
         if "full_iteration" in relocated:
             # Older versions spell this as the scope `full_iteration` under the impl `local`.
@@ -242,18 +243,18 @@ class _Selection:
 
 
 def _modules(name: str, value: Any) -> tuple[str, ...]:
-    """Module names from a list, a tuple or a comma string: distinct, in the order given, `full` alone as ()."""
+    """Parse module names from a list, a tuple or a comma-separated string: distinct, ordered; `full` alone gives ()."""
     words = _parse_words(name, value)
     if "full" in words:
         others = [word for word in words if word != "full"]
         if others:
             raise GraphConfigError(
-                f"{name} has 'full', the whole layer, beside {others}: give 'full' alone or only the parts"
+                f"{name} has 'full', the whole layer, together with {others}: give 'full' alone or only the parts"
             )
         return ()
     for word in words:
         if word in _RELOCATED_SCOPES:
-            raise GraphConfigError(f"{name} has {word!r}, which is no module: use {_RELOCATED_SCOPES[word]}")
+            raise GraphConfigError(f"{name} has {word!r}, which is not a module: use {_RELOCATED_SCOPES[word]}")
         if word not in MODULES:
             raise GraphConfigError(f"{name} has an unknown module {word!r}{_suggest(word, MODULES)}")
     return words
@@ -278,7 +279,7 @@ def _parse_word(name: str, value: Any, known: tuple[str, ...]) -> str:
 
 
 def _normalize(name: str, value: Any, known: tuple[str, ...]) -> str:
-    """The string that `value` stands for: itself, or for an enum member whichever of its name and value is known."""
+    """Return `value` as a string; for an enum member, whichever of its name and value is known."""
     spellings = (value, getattr(value, "name", None), getattr(value, "value", None))
     words = [text.strip().strip("'\"").lower() for text in spellings if isinstance(text, str)]
     if not words:
@@ -314,12 +315,12 @@ def _is_megatron_default(name: str, value: Any) -> bool:
 
 
 def _warn(message: str) -> None:
-    # The level is that of whoever calls the constructor, so that Python's default filters show it to them.
+    # Attribute the warning to the caller of the constructor, so that Python's default filters show it.
     warnings.warn(message, DeprecationWarning, stacklevel=_depth_outside())
 
 
 def _depth_outside() -> int:
-    """The stack level, seen from `_warn`, of the first caller outside this file and its generated constructor."""
+    """Return the stack level, seen from `_warn`, of the first caller outside this file and its constructor."""
     frame, depth = sys._getframe(1), 1
     while frame is not None and frame.f_globals.get("__name__") == __name__:
         frame, depth = frame.f_back, depth + 1

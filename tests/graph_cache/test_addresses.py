@@ -1,4 +1,4 @@
-"""The address book: whatever moves a tensor is noticed and named; what changes values in place is not."""
+"""AddressBook: moved tensors are detected and named; in-place updates are not moves."""
 
 from __future__ import annotations
 
@@ -57,7 +57,10 @@ def test_in_place_updates_do_not_count_as_moves():
 )
 def test_every_way_to_move_a_parameter_is_detected(move):
     net = model()
-    book, held = watched(net), [one.data for one in net.parameters()]  # holds the old memory, so no address comes back
+    book, held = (
+        watched(net),
+        [one.data for one in net.parameters()],
+    )  # held: no address is reused
     move(net)
     assert held
     assert not book.unchanged()
@@ -119,7 +122,7 @@ def test_replaced_and_removed_submodules_are_detected_and_accepted():
     model[1][0] = nn.GELU()
     assert not book.unchanged() and not book.has_its_modules()
     assert [one.name for one in book.moved()] == ["model.1.0"]
-    assert [part for part in range(PARTS) if not book.unchanged(part)] == [2]  # of 0, 1, 1.0, 1.1
+    assert [part for part in range(PARTS) if not book.unchanged(part)] == [2]  # index 2 of the modules 0, 1, 1.0, 1.1
     book.accept()
     assert book.unchanged()
     del model[1][0]

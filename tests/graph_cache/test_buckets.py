@@ -1,4 +1,4 @@
-"""Buckets: the ladder, rounding up, limits, and what a user may type."""
+"""Buckets: the default ladder, rounding up, limits, and parsing of user input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Static buffers: addresses for life, padding, checks before anything is written."""
+"""Static buffers: fixed addresses, padding, and validation before any write."""
 
 from __future__ import annotations
 

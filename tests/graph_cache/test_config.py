@@ -1,4 +1,4 @@
-"""GraphConfig: defaults, spellings, deprecated inputs, and every refusal with what it tells the user to change."""
+"""GraphConfig: defaults, spellings, deprecated inputs, and every rejection with its suggested fix."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def deprecation(**values) -> tuple[GraphConfig, list[str]]:
         warnings.simplefilter("always")
         config = GraphConfig(**values)
     assert all(warning.category is DeprecationWarning for warning in caught)
-    assert all(warning.filename == __file__ for warning in caught), "the warning must point at its cause"
+    assert all(warning.filename == __file__ for warning in caught), "the warning must point at its caller"
     return config, [str(warning.message) for warning in caught]
 
 
@@ -109,7 +109,7 @@ def test_config_is_frozen_hashable_and_survives_replace_and_pickle():
     assert hash(config) == hash(GraphConfig(cuda_graph_impl="local", moe_layer_freq=(0, 1)))
 
 
-# Values that can't be meant
+# Invalid values
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_an_unknown_input_names_the_nearest():
         GraphConfig(cuda_graph_module="attn")
 
 
-# Refusals of combinations: each is refused, and its smallest repair is not
+# Unsupported combinations: each is rejected, and its smallest fix is accepted
 
 _MOE = {"cuda_graph_impl": "local", "num_moe_experts": 8, "moe_pad_expert_input_to_capacity": True}
 _DROP = {"cuda_graph_impl": "local", "hidden_dropout": 0.1}

@@ -1,4 +1,4 @@
-"""The manifest: what it remembers over a restart, what it survives, and what the tuner reads out of it."""
+"""Manifest: persistence over restarts, damaged files, and histograms for the tuner."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_counts_add_up_over_restarts_and_merges(path):
 def test_static_values_keep_their_types(path):
     filled(path).save()
     loaded = Manifest.load(path, "model-a")
-    # 1 == True in Python: the types are looked at in what is written again.
+    # 1 == True in Python, so compare the types in the rewritten file.
     loaded.save()
     statics = next(entry["statics"] for entry in json.loads(path.read_text())["rows"] if entry["statics"])
     assert statics == [list(pair) for pair in STATICS] and statics[0][1] is True

@@ -1,4 +1,4 @@
-"""The pool: one capture at a time, the garbage collector frozen meanwhile, flags and collector back however it ends."""
+"""GraphPool: serialised captures, the frozen garbage collector, and cleanup of flags after errors."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_a_nested_turn_does_not_deadlock_with_a_waiting_quiet(pool):
         with pool.turn():
             begun.set()
             assert waits.wait(5)
-            time.sleep(0.05)  # until the other waits for this turn
+            time.sleep(0.05)  # let the other thread wait for this turn
             with pool.turn():
                 order.append("inner")
         order.append("turn")

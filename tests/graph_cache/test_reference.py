@@ -1,4 +1,4 @@
-"""The eager run that a capture is compared with: taking back what a run did, and telling any bit of difference."""
+"""Reference: restoring state after a run, and bitwise comparison."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ring of host slots: results in order, each read once, none overwritten unread."""
+"""HostRing: results in order, each read once, and none overwritten unread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signatures: every difference is told, and only differences."""
+"""Signatures: all differences are reported, and nothing else."""
 
 from __future__ import annotations
 

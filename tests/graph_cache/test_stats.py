@@ -1,4 +1,4 @@
-"""Counters: what is counted under which labels, and that a snapshot is a copy."""
+"""CacheStats: labels of the counters, and snapshots as copies."""
 
 from __future__ import annotations
 
