@@ -1,6 +1,6 @@
-"""Refuses `numpy()` and `tolist()` while a tape is recorded: they read a CPU's tensor behind the dispatcher's back.
+"""Refuse `numpy()` and `tolist()` during recording: they read a CPU tensor without a dispatcher call.
 
-A tensor on a GPU can't be read so at all, or only with a wait that ends a capture.
+A tensor on a GPU cannot be read this way at all, or only with a synchronisation that ends a capture.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from graph_cache.errors import CaptureRefused
 
 HOST_READ_METHODS = ("numpy", "tolist")
 
-_allowed: dict[int, Callable[[torch.Tensor], bool]] = {}  # by the thread that records now
-_originals: dict[str, Any] = {}  # what somebody else has put on torch.Tensor itself
+_allowed: dict[int, Callable[[torch.Tensor], bool]] = {}  # by id of the recording thread
+_originals: dict[str, Any] = {}  # attributes that other code has set on torch.Tensor itself
 _lock = threading.Lock()
 
 
 @contextmanager
 def refuse_host_reads(allowed: Callable[[torch.Tensor], bool]) -> Iterator[None]:
-    """Within the block reads by this thread raise CaptureRefused, but of what is allowed; others read as ever."""
+    """Make this thread's host reads raise CaptureRefused within the block, except for tensors that `allowed` accepts.
+
+    Other threads are unaffected.
+    """
     thread_id = threading.get_ident()
     with _lock:
         if not _allowed:
@@ -32,7 +35,7 @@ def refuse_host_reads(allowed: Callable[[torch.Tensor], bool]) -> Iterator[None]
                 {name: vars(torch.Tensor)[name] for name in HOST_READ_METHODS if name in vars(torch.Tensor)}
             )
             for name in HOST_READ_METHODS:
-                # Over what torch.Tensor inherits: a mode that sees functions would switch off fast paths of torch.nn.
+                # Shadow the inherited methods: a TorchFunctionMode would disable fast paths of torch.nn.
                 setattr(torch.Tensor, name, _refusing_reader(name, getattr(torch.Tensor, name)))
         _allowed[thread_id] = allowed
     try:
@@ -55,7 +58,7 @@ def _refusing_reader(name: str, original: Callable[..., Any]) -> Callable[..., A
         if allowed is not None and not allowed(tensor):
             raise CaptureRefused(
                 f"Tensor.{name}(): the host reads a tensor's values here, and a replay would not read "
-                "them again. Keep them in a tensor, or make them a keyword of the graph's key"
+                "them again. Keep them in a tensor, or pass them as a keyword of the graph's key"
             )
         return original(tensor, *args, **kwargs)
 

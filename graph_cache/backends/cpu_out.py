@@ -1,6 +1,6 @@
-"""Overloads of operations that write into given memory, so that a replay allocates nothing.
+"""Find out= overloads of operations, so that a replay writes into given memory and allocates nothing.
 
-Owns which overload belongs to an operation, and the proof that it does the same. Knows single calls, no tapes.
+Also verifies that an overload gives the same results as the operation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from graph_cache.reference import same_bits
 
 FACTORY_ARGUMENTS = {"dtype", "layout", "device", "pin_memory"}
 
-# Operations that also write into an argument without saying so in their schema: trying them twice would write twice.
+# Operations that write into an argument without declaring it in their schema: a trial run would write twice.
 UNDECLARED_WRITES = {
     "aten::native_batch_norm",
     "aten::batch_norm_with_update",
@@ -27,7 +27,7 @@ UNDECLARED_WRITES = {
 
 @functools.cache
 def out_overload(func: torch._ops.OpOverload) -> tuple[torch._ops.OpOverload, tuple[str, ...]] | None:
-    """The overload of `func` that writes into given tensors, with the names of those; None if there is none."""
+    """Return the overload of `func` that writes into given tensors, and the names of those; None if there is none."""
     if func._schema.is_mutable or func._schema.name in UNDECLARED_WRITES:
         return None
     if any(str(returned.type) != "Tensor" for returned in func._schema.returns):
@@ -47,7 +47,7 @@ def out_overload(func: torch._ops.OpOverload) -> tuple[torch._ops.OpOverload, tu
 def out_call(
     func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], targets: Sequence[torch.Tensor]
 ) -> tuple[torch._ops.OpOverload, tuple, dict[str, Any]]:
-    """`func(*args, **kwargs)` as a call that writes its results into `targets`. The overload must exist."""
+    """Return `func(*args, **kwargs)` as a call that writes its results into `targets`. The overload must exist."""
     out_func, out_names = out_overload(func)
     arguments = out_func._schema.arguments
     accepted = {argument.name for argument in arguments}
@@ -62,10 +62,10 @@ def out_call(
 
 
 def out_overload_matches(func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], results: Any) -> bool:
-    """Try the overload on memory of its own: does it leave `results`, and use no more memory than they take?
+    """Run the overload on scratch tensors: return whether it gives `results` and needs no more memory than they do.
 
-    Some use theirs as scratch space on the way (`mse_loss` for all its terms, before it adds them up): in an arena that
-    would overwrite the neighbours.
+    Some overloads use their output as scratch space (`mse_loss` for all terms, before the sum): in an arena this would
+    overwrite neighbouring buffers.
     """
     results = results if isinstance(results, (list, tuple)) else (results,)
     if out_overload(func) is None or torch.Tag.nondeterministic_seeded in func.tags:
@@ -76,7 +76,7 @@ def out_overload_matches(func: torch._ops.OpOverload, args: tuple, kwargs: dict[
     call, out_args, out_kwargs = out_call(func, args, kwargs, targets)
     try:
         call(*out_args, **out_kwargs)
-    except RuntimeError:  # it doesn't take such a target: then the results are copied
+    except RuntimeError:  # unsupported target: results are copied instead
         return False
     return all(_matches(target, result) for target, result in zip(targets, results, strict=True))
 

@@ -1,9 +1,8 @@
-"""What a CUDA capture has recorded: anything at all, and copies between the device and pageable host memory.
+"""Inspect a CUDA capture in progress: whether it is empty, and its copies from or to pageable host memory.
 
-No replay could repeat such a copy: its node keeps the bare address of the host's memory. Who copies from a local
-variable (cuDNN's attention backward does, at lengths that it pads) has freed it by the time of a replay, which then
-reads, or overwrites, whatever lies there. Asks the driver, whose calls have kept their form since CUDA 11.3; PyTorch
-has none for it.
+A replay cannot repeat such a copy: its node stores only the host address. If the memory was a local variable (as in the
+backward of cuDNN attention, at lengths that it pads), it is freed before the replay, which then reads or overwrites
+unrelated memory. Queries the driver API, whose calls used here are unchanged since CUDA 11.3; PyTorch offers none.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from graph_cache.errors import CaptureError
 _ACTIVE = 1  # of CUstreamCaptureStatus
 _MEMCPY, _CHILD_GRAPH = 1, 4  # of CUgraphNodeType
 _HOST, _UNIFIED = 1, 4  # of CUmemorytype
-_MEMORY_TYPE = 2  # of CUpointer_attribute: known of everything but pageable memory
+_MEMORY_TYPE = 2  # of CUpointer_attribute: fails for pageable memory only
 _INVALID_VALUE = 1  # of CUresult
 
 
@@ -41,7 +40,7 @@ class _MemcpySide(ctypes.Structure):
 
     @property
     def address(self) -> int | None:
-        """Where it lies, if it may be the host's memory."""
+        """The address, if it may be host memory."""
         return {_HOST: self.host, _UNIFIED: self.device}.get(self.memory_type)
 
 
@@ -58,9 +57,9 @@ class _Memcpy3D(ctypes.Structure):
 
 
 def has_nodes(stream: int) -> bool:
-    """Whether the capture under way on this CUstream holds anything so far.
+    """Return whether the capture in progress on this CUstream has recorded any node.
 
-    True where that isn't known: no capture is under way, or the driver doesn't answer.
+    True if unknown: no capture is in progress, or the driver reports an error.
     """
     driver = _driver()
     try:
@@ -71,10 +70,10 @@ def has_nodes(stream: int) -> bool:
 
 
 def pageable_copies(stream: int) -> list[str]:
-    """The copies from and to pageable host memory that the capture under way on this CUstream holds so far, in words.
+    """Return descriptions of the copies from and to pageable host memory in the capture in progress on this CUstream.
 
-    Empty where no capture is under way, as after one that was invalidated. Nothing is said of what conditional nodes
-    hold. Raises CaptureError where the driver doesn't answer.
+    Empty if no capture is in progress, as after an invalidated one. Contents of conditional nodes are not examined.
+    Raises CaptureError if the driver reports an error.
     """
     driver = _driver()
     graph = _graph_under_capture(driver, stream)
@@ -92,14 +91,14 @@ def pageable_copies(stream: int) -> list[str]:
 
 @functools.cache
 def _driver() -> ctypes.PyDLL:
-    """The driver, called with the interpreter's lock held: its calls take a microsecond, and there are thousands."""
+    """Return the driver library. Calls keep the GIL: each takes a microsecond, and there are thousands."""
     return ctypes.PyDLL("libcuda.so.1")
 
 
 def _graph_under_capture(driver: ctypes.PyDLL, stream: int) -> c_void_p | None:
-    """The graph that this CUstream is being captured into."""
+    """Return the graph that this CUstream is being captured into."""
     status, number, graph = c_int(), c_uint64(), c_void_p()
-    # No dependencies are asked for: a capture whose last edges carry data could not answer.
+    # Request no dependencies: the call fails if the capture's last edges carry data.
     _check(driver.cuStreamGetCaptureInfo_v2(c_void_p(stream), byref(status), byref(number), byref(graph), None, None))
     return graph if status.value == _ACTIVE else None
 
@@ -138,4 +137,4 @@ def _is_pageable(driver: ctypes.PyDLL, address: int | None) -> bool:
 
 def _check(result: int) -> None:
     if result:
-        raise CaptureError(f"the driver did not say what was captured: CUresult {result}")
+        raise CaptureError(f"the driver could not report the captured nodes: CUresult {result}")

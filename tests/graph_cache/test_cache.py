@@ -1,4 +1,4 @@
-"""The cache where the contract suite leaves off: misses, kept plans, the self-check, the loop, and what is counted."""
+"""GraphCache beyond the contract suite: misses, kept plans, the self-check, the loop fallback, and counters."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_results_are_copies_owned_by_the_caller():
     first = run(x=torch.ones(2, WIDTH))
     run(x=torch.zeros(2, WIDTH))
     assert first.eq(2).all()
-    first.requires_grad_(True).sum().backward()  # an ordinary tensor, outside of inference mode too
+    first.requires_grad_(True).sum().backward()  # an ordinary tensor, usable outside inference mode
 
 
 def test_parameters_that_need_gradients_are_replayed_fast():
@@ -133,14 +133,14 @@ def test_parameters_that_need_gradients_are_replayed_fast():
 
 def test_a_graph_stays_at_the_addresses_it_was_captured_with():
     weight = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
-    cache, run = graphed(lambda x: x * weight)  # nothing is watched, so nothing notices
+    cache, run = graphed(lambda x: x * weight)  # nothing is watched, so the move is not detected
     cache.warm()
     weight.data = torch.full((WIDTH,), 5.0)
-    assert run(x=torch.ones(2, WIDTH)).eq(1).all()  # as a CUDA graph would: it reads the old memory
+    assert run(x=torch.ones(2, WIDTH)).eq(1).all()  # like a CUDA graph, it reads the old memory
 
 
 def test_calls_unsupported_by_torchscript_fall_back_to_the_loop_with_a_warning(caplog):
-    cache, run = graphed(lambda x: ((x > 0) * True).float() + x)  # its IR knows no product with a bool
+    cache, run = graphed(lambda x: ((x > 0) * True).float() + x)  # the IR has no product with a bool
     with caplog.at_level(logging.WARNING, logger="graph_cache"):
         cache.warm()
     x = torch.randn(2, WIDTH)
@@ -164,7 +164,7 @@ def test_any_failure_to_build_the_torchscript_program_falls_back_to_the_loop(mon
 
 
 def test_a_torchscript_replay_wrong_only_for_nonzero_inputs_is_detected_at_capture(monkeypatch, caplog):
-    """Rows of padding are zeros: a program that always answers for zeros must not pass for a replay."""
+    """Padding rows are zeros: a program that is right only for zeros must fail the check."""
     right = cpu_backend.torchscript_program
 
     def wrong(calls):
@@ -185,7 +185,7 @@ def test_the_call_runs_eager_if_both_replay_programs_are_wrong(monkeypatch):
     cache, run = graphed(lambda x: x * 2)
     assert run(x=torch.ones(2, WIDTH)).eq(2).all()
     assert cache.stats.fallbacks == {("fn", "decode", "capture_failed"): 1}
-    assert "other than eager did" in cache.table()[0]["failure"]
+    assert "outputs that differ from eager" in cache.table()[0]["failure"]
 
 
 def test_a_callable_that_depends_on_earlier_runs_is_not_captured():
@@ -249,7 +249,7 @@ def test_a_failure_is_tried_once_and_again_only_after_an_invalidation():
     run(x=torch.ones(2, WIDTH))
     first = len(calls)
     run(x=torch.ones(2, WIDTH))
-    assert len(calls) == first + 1  # the eager run and nothing else
+    assert len(calls) == first + 1  # only the eager run
     assert cache.stats.failed_captures == {("fn", "block"): 1}
     cache.invalidate("reload")
     assert cache.plan("fn", 2).reason == "not_captured"
@@ -312,7 +312,7 @@ def test_eager_steps_without_a_site_are_counted_in_the_same_place():
 
 
 def test_two_caches_capture_the_same_keys_when_one_dictates_the_order(tmp_path):
-    """The order of what is pending depends on when it is asked for: on traffic seen by then."""
+    """The order of pending keys depends on the traffic seen when it is computed."""
     one, run = graphed(
         lambda x: x * 2, buckets=(1, 2, 4), capture_on_miss=False, manifest=Manifest.load(tmp_path / "one", "f")
     )

@@ -1,4 +1,4 @@
-"""The arena: live buffers never overlap, memory stays near what lives at once, claims come and go."""
+"""Arena: live buffers never overlap, memory stays near the peak of live bytes, claims are released."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reads a CPU's tensor behind the dispatcher's back is refused in a capture, and nowhere else."""
+"""Host reads that bypass the dispatcher are refused during a capture, and only there."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_capture_that_reads_a_tensor_is_refused(read, grad):
     )
     with pytest.raises(CaptureRefused, match="the host reads a tensor's values"):
         runner.capture()
-    assert x.tolist() == [[1.0] * 3] * 2  # as it was, and to be read again
+    assert x.tolist() == [[1.0] * 3] * 2  # unchanged, and readable again
     assert not {"tolist", "numpy"} & set(vars(torch.Tensor))
 
 
@@ -77,7 +77,7 @@ def test_other_threads_are_unaffected_and_the_last_recorder_restores_the_methods
     with refuse_host_reads(lambda tensor: False):
         other.start()
         assert entered.wait(10)
-    found.append(torch.ones(1).tolist())  # the other one records still
+    found.append(torch.ones(1).tolist())  # the other thread is still recording
     go_on.set()
     other.join(10)
     assert found == [[1.0], "refused"]

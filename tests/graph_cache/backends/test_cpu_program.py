@@ -1,4 +1,4 @@
-"""Replaying a tape equals eager bit for bit after the inputs changed, whichever program replays it."""
+"""Replaying a tape after its inputs changed equals eager bit for bit, with every program."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_replay_leaves_the_interpreters_settings_as_they_were(optimise):
     x, seen = torch.zeros(2, 2), []
     replay = programs(lambda x: x * 2 + 1, x)["torchscript"]
 
-    def elsewhere():  # the setting belongs to the thread
+    def elsewhere():  # the setting is per thread
         torch._C._set_graph_executor_optimize(optimise)
         replay()
         seen.append(torch._C._get_graph_executor_optimize())

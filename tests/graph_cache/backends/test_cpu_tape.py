@@ -1,4 +1,4 @@
-"""What a tape holds of a run, and what it refuses."""
+"""Tape: recorded operations and buffers, and refused operations."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_reused_address_is_a_new_buffer():
     def fn():
         total = torch.zeros(64)
         for _ in range(50):
-            total = total + (x * 2)  # each product is freed at once, and its address used again
+            total = total + (x * 2)  # each product is freed at once, and its address reused
         return total
 
     tape = recorded(fn)

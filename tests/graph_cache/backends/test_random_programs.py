@@ -56,7 +56,7 @@ steps = st.lists(
 
 
 def interpreter(plan):
-    """A callable that runs the plan: each step takes tensors made so far, by index, and may write into them."""
+    """Return a callable that runs the plan: each step takes earlier tensors by index, and may write into them."""
 
     def fn(x, y):
         made = [x, y, x * 1.5]
@@ -89,4 +89,4 @@ def test_replays_of_several_buckets_interleaved_equal_eager_bit_for_bit(plan, ru
             wanted = eager(fn, mine, other)
             for got, want in zip(replay(), wanted, strict=True):
                 assert same_bits(got, want), engine
-            assert same_bits(x, mine) and same_bits(y, other), engine  # what it wrote into its inputs
+            assert same_bits(x, mine) and same_bits(y, other), engine  # writes into its inputs
