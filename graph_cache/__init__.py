@@ -1,7 +1,8 @@
-"""The capture core: give it a callable with a batch dimension, and it captures, plans and replays graphs of it.
+"""Capture, plan and replay graphs of any callable with a batch dimension.
 
-A library of its own: it knows tensors and callables, no model, no token, no HTTP. Read in the order buckets, keys,
-pool, runner, site, cache. Names are imported on first use, so that settings can be read without loading torch.
+This package handles tensors and callables only; it has no notion of models, tokens or HTTP. Suggested reading order:
+buckets, keys, pool, runner, site, cache. Names are imported on first use, so that settings can be read without
+loading torch.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from graph_cache.site import Site
     from graph_cache.tuner import tune
 
-_HOME = {
+_EXPORTS = {
     "addresses": ("AddressBook", "Moved"),
     "buckets": ("Buckets", "default_ladder"),
     "buffers": ("BATCH", "BufferSpec", "StaticBuffers"),
@@ -55,7 +56,7 @@ _HOME = {
     "site": ("Site",),
     "tuner": ("tune",),
 }
-_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+_MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 
 __all__ = [
     "BATCH",

@@ -1,8 +1,8 @@
-"""The addresses that graphs read from, watched so that a moved tensor is caught instead of replayed.
+"""Watch the addresses that graphs read, so that a moved tensor is detected before a replay.
 
-A graph reads parameters and caches by address. Whatever replaces such a tensor (a reload, `.data = …`, `.to()`, another
-submodule in the place of one) leaves the graph reading what is freed, or no longer the model's, without any error. An
-AddressBook remembers the addresses at capture and compares.
+A graph reads parameters and caches by address. Replacing such a tensor (a reload, `.data = …`, `.to()`, a swapped
+submodule) raises no error: the graph keeps reading freed memory, or memory that no longer belongs to the model. An
+AddressBook records the addresses at capture and compares them later.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PARTS = 4
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """A tensor or submodule that is not the one graphs expect: addresses in bytes (a module's `id`), None if gone."""
+    """A watched tensor or submodule that changed: addresses in bytes (`id` for a module), None if it was removed."""
 
     name: str
     before: int
@@ -30,11 +30,11 @@ class Moved:
         return f"{self.name}: {self.before:#x} -> {'gone' if self.now is None else hex(self.now)}"
 
 
-class _Watched:
-    """Named values of mappings that are read again; `mark` gives the number by which one is known."""
+class _WatchedValues:
+    """Named values of mappings, looked up at each check. `identity` maps a value to the number compared."""
 
-    def __init__(self, mark: Callable[[Any], int]):
-        self._mark = mark
+    def __init__(self, identity: Callable[[Any], int]):
+        self._identity = identity
         self._names: list[str] = []
         self._owners: list[Mapping[str, Any]] = []
         self._keys: list[str] = []
@@ -49,80 +49,83 @@ class _Watched:
                 self._names.append(prefix + name)
                 self._owners.append(owner)
                 self._keys.append(name)
-                self._expected.append(self._mark(value))
+                self._expected.append(self._identity(value))
 
     def unchanged(self, part: int | None) -> bool:
-        chosen = slice(None) if part is None else slice(part, None, PARTS)
+        selected = slice(None) if part is None else slice(part, None, PARTS)
         try:
-            found = list(map(self._mark, map(getitem, self._owners[chosen], self._keys[chosen])))
-            return found == self._expected[chosen]
-        except (KeyError, TypeError):  # removed, or set to None: `moved()` names it
+            current = list(map(self._identity, map(getitem, self._owners[selected], self._keys[selected])))
+            return current == self._expected[selected]
+        except (KeyError, TypeError):  # removed or set to None; `moved()` reports its name
             return False
 
     def moved(self) -> Iterator[Moved]:
         for label, owner, key, expected in zip(self._names, self._owners, self._keys, self._expected, strict=True):
             value = owner.get(key)
-            now = None if value is None else self._mark(value)
+            now = None if value is None else self._identity(value)
             if now != expected:
                 yield Moved(label, expected, now)
 
     def values(self) -> list[Any]:
-        """Those that are there."""
-        found = (owner.get(key) for owner, key in zip(self._owners, self._keys, strict=True))
-        return [value for value in found if value is not None]
+        """Return the watched values that still exist."""
+        current = (owner.get(key) for owner, key in zip(self._owners, self._keys, strict=True))
+        return [value for value in current if value is not None]
 
     def accept(self) -> None:
-        kept = [
+        remaining = [
             (label, owner, key)
             for label, owner, key in zip(self._names, self._owners, self._keys, strict=True)
             if owner.get(key) is not None
         ]
-        self._names = [label for label, _, _ in kept]
-        self._owners = [owner for _, owner, _ in kept]
-        self._keys = [key for _, _, key in kept]
-        self._expected = list(map(self._mark, self.values()))
+        self._names = [label for label, _, _ in remaining]
+        self._owners = [owner for _, owner, _ in remaining]
+        self._keys = [key for _, _, key in remaining]
+        self._expected = list(map(self._identity, self.values()))
 
 
 class AddressBook:
-    """Addresses of named tensors, looked up through their owners so that a replaced object is seen too.
+    """Addresses of named tensors, looked up through their owners so that a replaced object is detected too.
 
-    `unchanged()` costs about 100 ns a tensor, and less a submodule. What appears later is not in the book: whoever adds
-    a tensor or a submodule calls `invalidate`.
+    `unchanged()` costs about 100 ns per tensor, and less per submodule. Tensors and submodules added after `watch` are
+    not covered: code that adds them must call `invalidate`.
     """
 
     def __init__(self) -> None:
-        self._tensors, self._modules = _Watched(_address), _Watched(id)
-        self._held: list[torch.nn.Module] = []  # those modules: an `id` may come again
+        self._tensors, self._modules = _WatchedValues(_address), _WatchedValues(id)
+        self._live_modules: list[torch.nn.Module] = []  # strong references, so that no `id` is reused
 
     def __len__(self) -> int:
         return len(self._tensors)
 
     def watch(self, source: torch.nn.Module | Mapping[str, torch.Tensor], prefix: str = "") -> None:
-        """Add a module's parameters and buffers, or a mapping's tensors. The mapping is kept and read again."""
+        """Add a module's parameters and buffers, or the tensors of a mapping, which is read again at each check."""
         if isinstance(source, torch.nn.Module):
             for path, module in source.named_modules():
                 inside = prefix + (f"{path}." if path else "")
                 for owner in (module._parameters, module._buffers):
                     self._tensors.add(owner, inside)
                 self._modules.add(module._modules, inside)
-            self._held = self._modules.values()
+            self._live_modules = self._modules.values()
         else:
             self._tensors.add(source, prefix)
 
     def unchanged(self, part: int | None = None) -> bool:
-        """True when every tensor and submodule (of one of PARTS parts) is where it was. In C loops: steps ask it."""
+        """Return whether no tensor moved and no submodule was replaced.
+
+        With `part`, check only that slice of PARTS. Loops in C, because it runs at step boundaries.
+        """
         return self._tensors.unchanged(part) and self._modules.unchanged(part)
 
     def has_its_modules(self) -> bool:
-        """Whether no submodule is gone, or another."""
+        """Return whether every submodule is still present and the same object."""
         return self._modules.unchanged(None)
 
     def moved(self) -> list[Moved]:
-        """Every tensor that moved or is gone, and every submodule that is another, all at once."""
+        """Return every tensor that moved or was removed, and every submodule that was replaced or removed."""
         return [*self._tensors.moved(), *self._modules.moved()]
 
     def accept(self) -> None:
-        """Take the present addresses as the expected ones, after graphs that read the old ones were dropped."""
+        """Record the current addresses as expected. Call it after dropping the graphs that read the old ones."""
         self._tensors.accept()
         self._modules.accept()
-        self._held = self._modules.values()
+        self._live_modules = self._modules.values()

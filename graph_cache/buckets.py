@@ -1,7 +1,7 @@
-"""The batch sizes that are captured, and which of them holds a given batch.
+"""Batch sizes to capture, and the lookup of the bucket for a batch.
 
-Pure integers: this room knows neither tensors nor graphs. Sizes count rows along the batch dimension.
-A batch goes to the smallest bucket that holds it; one beyond the largest goes to none and runs eager.
+Works on plain integers. Sizes count rows along the batch dimension. A batch goes to the smallest bucket that holds it;
+a batch larger than the largest bucket runs eager.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from graph_cache.errors import GraphConfigError
 from graph_cache.validation import is_whole_number
 
-# Beyond these a list is a slip of the keyboard ("1-1000000"), not a wish that any warm-up could fulfil.
+# Upper limits that catch typos such as "1-1000000", which no warm-up could capture.
 MAX_SIZE = 1 << 20
 MAX_BUCKETS = 4096
 
 
 def default_ladder(max_num_seqs: int) -> tuple[int, ...]:
-    """The sizes captured when none are given: 1, 2, 4, steps of 8 to 256, then 16 to 512, 32 to 1024, and so on.
+    """Return the default sizes: 1, 2, 4, then steps of 8 up to 256, 16 up to 512, 32 up to 1024, and so on.
 
-    Ascending, and `max_num_seqs` (rows, at least 1) is always the last, even off the stride: else full batches,
-    the most expensive ones, would be the ones that run eager.
+    Ascending. `max_num_seqs` (rows, at least 1) is always the last, even if it is off the stride; otherwise full
+    batches, the most expensive ones, would run eager.
     """
     top = _row_count(max_num_seqs, "max_num_seqs")
     sizes = [size for size in (1, 2, 4) if size < top]
@@ -37,10 +37,10 @@ def default_ladder(max_num_seqs: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Buckets:
-    """An ascending tuple of distinct sizes, with rounding up by a table.
+    """An ascending tuple of distinct sizes, with a lookup table for rounding up.
 
-    Give sizes in any order; they are sorted. Empty lists, duplicates, and anything but integers from 1 up are
-    refused with GraphConfigError. Immutable, hence safe to share between threads.
+    Sizes may be given in any order. Raises GraphConfigError for an empty list, duplicates, and anything but integers
+    from 1 up. Immutable, hence safe to share between threads.
     """
 
     sizes: tuple[int, ...]
@@ -49,12 +49,14 @@ class Buckets:
     def __post_init__(self) -> None:
         sizes = tuple(sorted(_row_count(size, "a bucket") for size in self.sizes))
         if not sizes:
-            raise GraphConfigError("an empty list of buckets was given: name at least one size, or none for the ladder")
+            raise GraphConfigError(
+                "the list of buckets is empty: give at least one size, or omit it for the default ladder"
+            )
         if len(sizes) > MAX_BUCKETS:
-            raise GraphConfigError(f"{len(sizes)} buckets were given: each is a graph; give at most {MAX_BUCKETS}")
-        twice = sorted({size for size, after in itertools.pairwise(sizes) if size == after})
-        if twice:
-            raise GraphConfigError(f"buckets {twice} are given twice in {list(sizes)}: name each size once")
+            raise GraphConfigError(f"{len(sizes)} buckets were given, and each is a graph: give at most {MAX_BUCKETS}")
+        duplicates = sorted({size for size, following in itertools.pairwise(sizes) if size == following})
+        if duplicates:
+            raise GraphConfigError(f"buckets {duplicates} are given twice in {list(sizes)}: give each size once")
         table: list[int] = [sizes[0]]
         for size in sizes:
             table.extend([size] * (size + 1 - len(table)))
@@ -63,22 +65,22 @@ class Buckets:
 
     @classmethod
     def for_limit(cls, max_num_seqs: int, sizes: Iterable[int] | None = None) -> Buckets:
-        """The buckets for batches of up to `max_num_seqs` rows: `sizes`, or the default ladder.
+        """Return the buckets for batches of up to `max_num_seqs` rows: `sizes`, or the default ladder.
 
-        The maximum is added where `sizes` lacks it. A size beyond the maximum is refused: it would hold memory
-        for batches that can't occur.
+        Adds the maximum if `sizes` lacks it. Raises GraphConfigError for a size beyond the maximum, which would hold
+        memory for batches that cannot occur.
         """
         top = _row_count(max_num_seqs, "max_num_seqs")
         if sizes is None:
             return cls(default_ladder(top))
-        asked = cls(tuple(sizes))
-        beyond = [size for size in asked if size > top]
-        if beyond:
+        given = cls(tuple(sizes))
+        too_large = [size for size in given if size > top]
+        if too_large:
             raise GraphConfigError(
-                f"buckets {beyond} are larger than max_num_seqs={top}, so no batch would use them: "
-                f"raise max_num_seqs to {asked.max} or drop them"
+                f"buckets {too_large} are larger than max_num_seqs={top}, so no batch would use them: "
+                f"raise max_num_seqs to {given.max} or drop them"
             )
-        return asked if top in asked else cls((*asked.sizes, top))
+        return given if top in given else cls((*given.sizes, top))
 
     @property
     def max(self) -> int:
@@ -86,13 +88,13 @@ class Buckets:
         return self.sizes[-1]
 
     def round_up(self, rows: int) -> int | None:
-        """The smallest bucket that holds `rows` (at least 0), or None if `rows` is above the largest. O(1)."""
+        """Return the smallest bucket that holds `rows` (at least 0), or None if `rows` exceeds the largest. O(1)."""
         if rows < 0:
-            raise ValueError(f"a batch of {rows} rows was asked for: a batch has at least 0 rows")
+            raise ValueError(f"a batch of {rows} rows is invalid: give at least 0 rows")
         return self._table[rows] if rows < len(self._table) else None
 
     def padding(self, rows: int) -> int | None:
-        """How many rows of padding a batch of `rows` gets, or None if no bucket holds it."""
+        """Return the number of padding rows for a batch of `rows`, or None if no bucket holds it."""
         bucket = self.round_up(rows)
         return None if bucket is None else bucket - rows
 
@@ -107,10 +109,10 @@ class Buckets:
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Sizes from a command line: `1,2,4,8-64:8` is 1, 2, 4 and then 8 to 64 in steps of 8 (a step of 1 if unsaid).
+    """Parse sizes from a command line: `1,2,4,8-64:8` is 1, 2, 4 and then 8 to 64 in steps of 8 (default step: 1).
 
-    A range whose end is off the stride stops before it. Returned ascending; a size named twice counts once, since
-    ranges may well touch. Raises GraphConfigError naming the part that can't be read.
+    A range whose end is off the stride stops before it. Returns ascending sizes without duplicates, since ranges may
+    overlap. Raises GraphConfigError naming the invalid part.
     """
     sizes: set[int] = set()
     for part in text.split(","):
@@ -124,15 +126,15 @@ def _parse_part(part: str, text: str) -> Iterable[int]:
     digits = [first_text] + [last_text] * bool(dash) + [step_text] * bool(colon)
     if (colon and not dash) or not all(number.strip().isdecimal() and number.isascii() for number in digits):
         raise GraphConfigError(
-            f"bucket sizes {text!r} have a part {part!r} that can't be read: "
-            "write sizes and ranges with commas, such as 1,2,4,8-64:8"
+            f"bucket sizes {text!r} have an invalid part {part!r}: "
+            "give sizes and ranges separated by commas, such as 1,2,4,8-64:8"
         )
     numbers = [int(number) for number in digits]
     first, last = numbers[0], numbers[1] if dash else numbers[0]
     step = numbers[2] if colon else 1
     if not 1 <= first <= last <= MAX_SIZE or step < 1:
         raise GraphConfigError(
-            f"bucket sizes {text!r} have a part {part!r} out of order or range: "
+            f"bucket sizes {text!r} have a part {part!r} that is out of order or out of range: "
             f"sizes go from 1 to {MAX_SIZE}, the first no larger than the last, with a step of at least 1"
         )
     return range(first, last + 1, step)

@@ -1,7 +1,7 @@
-"""Static inputs and outputs: allocated once for the largest bucket, addressed by every graph of a site.
+"""Static input and output buffers: allocated once for the largest bucket and shared by every graph of a site.
 
-Bucket b is the first b rows of each buffer, so all buckets share one storage and one address. Owns allocation, copying
-in, and the padding of unused rows. Knows no graphs.
+Bucket b is the first b rows of each buffer, so all buckets share one storage and one address. This module allocates the
+buffers, copies inputs in and pads unused rows.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ BATCH = "batch"
 class BufferSpec:
     """Shape, dtype and padding of one static buffer.
 
-    `shape` may begin with the string "batch": that dimension takes the bucket's size. `pad` fills the rows that no
-    request uses; None leaves them as they are (outputs, or buffers that the captured callable itself overwrites).
+    `shape` may begin with the string "batch": that dimension takes the bucket's size. `pad` fills the unused rows; None
+    leaves them unchanged (outputs, or buffers that the captured callable itself overwrites).
     """
 
     shape: tuple[int | str, ...]
@@ -37,54 +37,56 @@ class BufferSpec:
 
     @property
     def batched(self) -> bool:
-        """True when the first dimension follows the bucket."""
+        """True if the first dimension is the batch size."""
         return bool(self.shape) and self.shape[0] == BATCH
 
     def resolve(self, rows: int) -> tuple[int, ...]:
-        """The concrete shape for `rows` rows."""
+        """Return the concrete shape for `rows` rows."""
         return (rows, *self.shape[1:]) if self.batched else self.shape
 
 
 class StaticBuffers(Mapping[str, torch.Tensor]):
-    """Named buffers sized for `max_rows`; as a mapping, the whole tensors by name.
+    """Named buffers sized for `max_rows`; as a mapping, the full tensors by name.
 
-    Two sites may share one object. Every view handed out aliases the same storage and keeps its address for life.
+    Two sites may share one object. Every returned view aliases the same storage, whose address never changes.
     """
 
     def __init__(self, specs: Mapping[str, BufferSpec], max_rows: int, device: torch.device | str):
         self.specs = dict(specs)
         self.max_rows = max_rows
         self.device = torch.device(device)
-        self._whole = {
+        self._tensors = {
             name: torch.full(spec.resolve(max_rows), spec.pad or 0, dtype=spec.dtype, device=device)
             for name, spec in self.specs.items()
         }
         self._views: dict[int, dict[str, torch.Tensor]] = {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._whole[name]
+        return self._tensors[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._whole)
+        return iter(self._tensors)
 
     def __len__(self) -> int:
-        return len(self._whole)
+        return len(self._tensors)
 
     def view(self, bucket: int) -> dict[str, torch.Tensor]:
-        """The first `bucket` rows of every buffer: aliases, the same objects at every call."""
+        """Return the first `bucket` rows of every buffer: aliases, the same objects at every call."""
         views = self._views.get(bucket)
         if views is None:
             views = self._views[bucket] = {
-                name: whole[:bucket] if self.specs[name].batched else whole for name, whole in self._whole.items()
+                name: whole[:bucket] if self.specs[name].batched else whole for name, whole in self._tensors.items()
             }
         return views
 
     def signature(self, rows: int, names: tuple[str, ...] | None = None) -> Signature:
-        """What inputs of `rows` rows must look like to be copied in."""
+        """Return the signature that inputs of `rows` rows must match to be copied in."""
         chosen = self.specs if names is None else names
         return Signature(
             {
-                name: TensorSignature(self.specs[name].resolve(rows), self._whole[name].dtype, self._whole[name].device)
+                name: TensorSignature(
+                    self.specs[name].resolve(rows), self._tensors[name].dtype, self._tensors[name].device
+                )
                 for name in chosen
             }
         )
@@ -92,23 +94,24 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
     def load(self, tensors: Mapping[str, torch.Tensor], rows: int, bucket: int) -> None:
         """Copy `rows` rows of each tensor in and fill the rows up to `bucket` with padding.
 
-        Every input must be there; buffers without padding are outputs and may be left out. Raises SignatureMismatch,
-        listing every difference at once, before anything is written.
+        Every input is required; buffers without padding are outputs and may be left out. Raises SignatureMismatch,
+        listing every difference, before anything is written.
         """
         self.check(tensors, rows)
-        with torch.inference_mode():  # else an input that needs a gradient would tie the buffers to its history
+        # Otherwise an input that requires grad would attach its autograd graph to the buffers.
+        with torch.inference_mode():
             for name, tensor in tensors.items():
-                whole = self._whole[name]
+                whole = self._tensors[name]
                 (whole[:rows] if self.specs[name].batched else whole).copy_(tensor, non_blocking=True)
         self.fill_padding(rows, bucket)
 
     def check(self, tensors: Mapping[str, object], rows: int) -> None:
-        """Raise SignatureMismatch, listing every difference at once, unless these can be loaded as `rows` rows."""
-        wanted = [name for name, spec in self.specs.items() if spec.pad is not None or name in tensors]
-        self.signature(rows, tuple(wanted)).check(tensors, what=f"inputs of {rows} rows")
+        """Raise SignatureMismatch, listing every difference, unless `tensors` can be loaded as `rows` rows."""
+        required = [name for name, spec in self.specs.items() if spec.pad is not None or name in tensors]
+        self.signature(rows, tuple(required)).check(tensors, what=f"inputs of {rows} rows")
 
     def unpadded(self, rows: int) -> dict[str, torch.Tensor]:
-        """Fresh tensors of `rows` rows in place of the buffers that the captured callable writes."""
+        """Return new zeroed tensors of `rows` rows for the buffers that the captured callable writes."""
         return {
             name: torch.zeros(spec.resolve(rows), dtype=spec.dtype, device=self.device)
             for name, spec in self.specs.items()
@@ -116,24 +119,24 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         }
 
     def fill_padding(self, rows: int, bucket: int) -> None:
-        """Give the rows from `rows` up to `bucket` their padding value."""
+        """Fill the rows from `rows` up to `bucket` with their padding value."""
         if rows == bucket:
             return
         for name, spec in self.specs.items():
             if spec.batched and spec.pad is not None:
-                self._whole[name][rows:bucket].fill_(spec.pad)
+                self._tensors[name][rows:bucket].fill_(spec.pad)
 
     def fill_dummy(self) -> None:
-        """Make every row padding, as capture wants it: no row of a live request may be touched by a dummy run."""
+        """Fill every row with padding for a capture, whose dummy runs must not touch rows of a live request."""
         for name, spec in self.specs.items():
             if spec.pad is not None:
-                self._whole[name].fill_(spec.pad)
+                self._tensors[name].fill_(spec.pad)
 
     def snapshot(self, bucket: int) -> dict[str, torch.Tensor]:
-        """Copies of the first `bucket` rows, for `restore`."""
+        """Return copies of the first `bucket` rows, for `restore`."""
         return {name: view.clone() for name, view in self.view(bucket).items()}
 
     def restore(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """Write a snapshot back."""
+        """Write a snapshot back into the buffers."""
         for name, tensor in saved.items():
-            (self._whole[name][: tensor.shape[0]] if self.specs[name].batched else self._whole[name]).copy_(tensor)
+            (self._tensors[name][: tensor.shape[0]] if self.specs[name].batched else self._tensors[name]).copy_(tensor)

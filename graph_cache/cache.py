@@ -1,7 +1,7 @@
-"""The graph cache: which batch runs from which graph, capturing them, and never replaying a stale one.
+"""The graph cache: plan, capture, replay, evict and invalidate graphs.
 
-Owns the one predicate (`plan`), the order of captures, eviction and invalidation, and the counters. One thread uses a
-cache; reports may be read from any. Knows callables and tensors, no models and no requests.
+`plan` alone decides whether a batch replays a graph or runs eager. A stale graph is never replayed. One thread uses a
+cache; any thread may read its reports. Handles callables and tensors only, not models or requests.
 """
 
 from __future__ import annotations
@@ -42,23 +42,22 @@ from graph_cache.stats import CacheStats
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-MISSES = (NOT_CAPTURED, STALE, EVICTED)
 
 
 @dataclass(frozen=True, slots=True)
 class Borrowed(Generic[T]):
-    """Results that alias static memory: the next run overwrites them. `copy()` before keeping them."""
+    """Results that alias static memory and are overwritten by the next run. Call `copy()` to keep them."""
 
     value: T
 
     def copy(self) -> T:
-        """The same results in memory of their own."""
+        """Return the results in newly allocated memory."""
         return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, self.value)
 
 
 @dataclass
 class CacheEntry:
-    """A key's graphs, one per part, or why it has none."""
+    """A key's graphs, one per part, or the reason why its capture failed."""
 
     key: GraphKey
     runners: list[GraphRunner] = field(default_factory=list)
@@ -73,10 +72,10 @@ class CacheEntry:
 
 
 class GraphCache:
-    """Captured graphs by key, planned and replayed.
+    """Captured graphs by key, with planning and replay.
 
-    `capture_on_miss`: a plan without a graph captures it when it is run (warm-up mode `lazy`); else it runs eager until
-    `warm()` or `warm_next()` has captured it. `pool` may be shared by several caches on one device.
+    `capture_on_miss`: running a plan without a graph captures it first (warm-up mode `lazy`); otherwise it runs eager
+    until `warm()` or `warm_next()` has captured it. Several caches on one device may share a `pool`.
     """
 
     def __init__(
@@ -91,24 +90,24 @@ class GraphCache:
         self.config = config or GraphConfig(cuda_graph_impl="local", inference_cuda_graph_scope="block", training=False)
         self.pool = pool or GraphPool(backend_for(device))
         self.capture_on_miss = capture_on_miss
-        self.must_capture = False  # a failed capture raises, where others capture the same and would go on apart
+        self.must_capture = False  # raise on a failed capture: ranks must capture alike
         self.manifest = manifest
         self.stats = CacheStats()
         self.enabled = self.config.captures_inference
         self._sites: dict[str, Site] = {}
         self._entries: dict[GraphKey, CacheEntry] = {}
-        self._lost: dict[GraphKey, str] = {}  # keys that had a graph, and why they have it no more
+        self._dropped: dict[GraphKey, str] = {}  # keys whose graph was dropped, with the reason
         self._plans: dict[tuple, Plan] = {}
         self._pending: list[GraphKey] | None = None
-        self._turn = 0  # which part of the addresses the last partial check compared
+        self._address_part = 0  # the slice of addresses that the last partial check compared
         self.pool_bytes = 0
 
     # ---- sites -----------------------------------------------------------------------------------------------------
 
     def add_site(self, site: Site) -> Site:
-        """Register a site. Names are unique."""
+        """Register a site. Names must be unique."""
         if site.name in self._sites:
-            raise GraphConfigError(f"a site named {site.name!r} is registered already: names are unique")
+            raise GraphConfigError(f"a site named {site.name!r} is registered already: give each site its own name")
         self._sites[site.name] = site
         self._pending = None
         return site
@@ -124,15 +123,16 @@ class GraphCache:
         generators: Sequence[torch.Generator] = (),
         **site_options: Any,
     ) -> Callable[..., Any]:
-        """Make `fn(**inputs)` run from graphs: returns a function of the same inputs, [rows, …] each.
+        """Return a function of the same inputs, [rows, …] each, that runs `fn(**inputs)` from graphs.
 
-        Its results are copies. `watch` names what `fn` reads besides its inputs, so that a moved tensor is noticed.
-        Raises SignatureMismatch at the call for inputs that differ from `inputs` in more than their rows.
+        Its results are copies. `watch` gives what `fn` reads besides its inputs, so that a moved tensor is detected.
+        The returned function raises SignatureMismatch if its inputs differ from `inputs` in more than the number of
+        rows.
         """
         sizes = Buckets(tuple(buckets))
-        book = AddressBook()
+        address_book = AddressBook()
         if watch is not None:
-            book.watch(watch)
+            address_book.watch(watch)
         device = self.pool.backend.device
         site = self.add_site(
             Site(
@@ -140,7 +140,7 @@ class GraphCache:
                 [fn],
                 StaticBuffers(inputs, sizes.max, device),
                 sizes,
-                addresses=book,
+                addresses=address_book,
                 generators=generators,
                 **site_options,
             )
@@ -163,14 +163,17 @@ class GraphCache:
     # ---- planning and running --------------------------------------------------------------------------------------
 
     def plan(self, site: str, rows: int, **variant: Any) -> Plan:
-        """Which graph serves `rows` rows with these keyword values, or eager and why. The only such decision."""
+        """Return the plan for `rows` rows with these keyword values: a graph to replay, or eager with a reason.
+
+        This is the only place where that decision is made.
+        """
         memo = (site, rows, *variant.items(), *map(type, variant.values()))  # types, since 1 == 1.0 == True
         plan = self._plans.get(memo)
         if plan is None:
-            plan = self._plans[memo] = self._decide(self._sites[site], rows, freeze_variant(variant))
+            plan = self._plans[memo] = self._make_plan(self._sites[site], rows, freeze_variant(variant))
         return plan
 
-    def _decide(self, site: Site, rows: int, variant: Variant) -> Plan:
+    def _make_plan(self, site: Site, rows: int, variant: Variant) -> Plan:
         bucket = site.buckets.round_up(rows)
         if bucket is None:
             return Plan(site.name, rows, None, None, ABOVE_MAX, variant)
@@ -182,18 +185,19 @@ class GraphCache:
         elif key in self._entries:
             reason = None if self._entries[key].captured else CAPTURE_FAILED
         else:
-            reason = self._lost.get(key, NOT_CAPTURED)
+            reason = self._dropped.get(key, NOT_CAPTURED)
         return Plan(site.name, rows, bucket, key, reason, variant)
 
     def run(self, plan: Plan) -> Borrowed[Any]:
         """Run a plan on its site's static buffers, which the caller has loaded, and count it.
 
-        A plan may be kept and run again; it is decided anew when graphs came or went since. Returns results that the
-        next run overwrites, cut to the plan's rows. A failed capture is logged and counted, and the call runs eager.
+        A plan may be kept and run again; it is re-evaluated if graphs were captured or dropped since. Returns results
+        cut to the plan's rows, which the next run overwrites. A failed capture is logged and counted, and the call runs
+        eager.
         """
         site = self._sites[plan.site]
         if plan.bucket is None or plan.key is None:
-            raise GraphConfigError(f"{plan.rows} rows exceed every bucket of {plan.site!r}: use run_unpadded")
+            raise GraphConfigError(f"{plan.rows} rows exceed every bucket of site {plan.site!r}: use run_unpadded")
         entry = self._entries.get(plan.key)
         if entry is None and self.capture_on_miss and self.enabled and site.serves(plan.key.variant):
             entry = self._capture_for(plan.key)
@@ -213,9 +217,9 @@ class GraphCache:
         return Borrowed(site.outputs(plan.key, plan.rows))
 
     def run_unpadded(self, plan: Plan, tensors: Mapping[str, torch.Tensor]) -> Any:
-        """Run a plan that fits no bucket, eager on the tensors as they are, and count it. Results are the caller's.
+        """Run a plan that fits no bucket eagerly on `tensors`, without padding, and count it.
 
-        Buffers that the callable writes are made for it where `tensors` lacks them.
+        The caller owns the results. Buffers that the callable writes are allocated if `tensors` lacks them.
         """
         site = self._sites[plan.site]
         self.stats.fallbacks[site.name, site.phase, plan.reason or ABOVE_MAX] += 1
@@ -228,7 +232,7 @@ class GraphCache:
         return result
 
     def count_eager(self, site: str, phase: str, tokens: int, reason: str) -> None:
-        """Count a step that ran eager outside `run`, such as a prefill that no graph takes, in the same counters."""
+        """Count a step that ran eager outside `run`, such as a prefill without a graph, in the same counters."""
         self.stats.fallbacks[site, phase, reason] += 1
         self.stats.real_tokens[phase] += tokens
 
@@ -240,7 +244,10 @@ class GraphCache:
     # ---- capturing -------------------------------------------------------------------------------------------------
 
     def pending(self) -> list[GraphKey]:
-        """Keys to capture ahead that have no graph yet: each site's largest first, then by use, then by size."""
+        """Return the keys to capture ahead that have no graph yet.
+
+        Each site's largest key comes first, then the others by use, then by size.
+        """
         if self._pending is None:
             self._pending = self._order_captures() if self.enabled else []
         return self._pending
@@ -254,7 +261,7 @@ class GraphCache:
         return [key for key in order if key not in self._entries]
 
     def _used_keys(self, site: Site) -> list[GraphKey]:
-        """Keys beyond the warm ones that an earlier run's traffic used and that this site can still serve."""
+        """Return keys beyond the warm ones that traffic of an earlier run used and that this site still serves."""
         if self.manifest is None:
             return []
         return [
@@ -267,8 +274,9 @@ class GraphCache:
     def warm(
         self, progress: Callable[[int, int, GraphKey], None] | None = None, wanted: Sequence[GraphKey] | None = None
     ) -> None:
-        """Capture everything pending, or what of `wanted` is missing, in order. `progress(done, total, key)` is called
-        after each.
+        """Capture everything pending, or the missing keys of `wanted`, in order.
+
+        Calls `progress(done, total, key)` after each.
         """
         todo = list(self.pending() if wanted is None else wanted)
         with self.pool.session():
@@ -279,8 +287,9 @@ class GraphCache:
                     progress(done, len(todo), key)
 
     def warm_next(self, key: GraphKey | None = None) -> bool:
-        """Capture the next pending key, or this one, for a caller that serves between captures. False when nothing was
-        pending.
+        """Capture `key`, or the next pending key, for a caller that serves between captures.
+
+        Returns False if nothing was pending.
         """
         todo = self.pending() if key is None else [key]
         if todo:
@@ -288,13 +297,16 @@ class GraphCache:
         return bool(todo)
 
     def warm_ratio(self) -> float:
-        """Share of the keys to capture ahead that are settled (captured, or given up after a failure); 1.0 if none."""
+        """Return the share of the keys to capture ahead that are captured or failed; 1.0 if there are none."""
         wanted = sum(len(site.warm_keys()) for site in self._sites.values()) if self.enabled else 0
         missing = sum(key not in self._entries for site in self._sites.values() for key in site.warm_keys())
         return 1.0 - missing / wanted if wanted else 1.0
 
     def _capture_for(self, key: GraphKey) -> CacheEntry:
-        """Capture on a miss; the largest of its kind first, since a pool grown from small to large holds both."""
+        """Capture `key` on a miss, after the largest bucket of its variant.
+
+        A pool that grows from small to large would hold both.
+        """
         site = self._sites[key.site]
         largest = site.key(site.buckets.max, key.variant)
         if largest not in self._entries:
@@ -302,14 +314,14 @@ class GraphCache:
         return self._entries[key] if key in self._entries else self._capture(key, "miss")
 
     def _capture(self, key: GraphKey, reason: str) -> CacheEntry:
-        """Capture a key's parts on dummy rows. The buffers' contents are as before afterwards; failures are kept."""
+        """Capture a key's parts on dummy rows, and restore the buffers' contents. A failure is kept in the entry."""
         site, started = self._sites[key.site], time.perf_counter()
         entry = CacheEntry(key)
         with self.pool.session(), torch.inference_mode():
             saved = site.buffers.snapshot(site.buffers.max_rows)
             site.buffers.fill_dummy()
             try:
-                # Lazy loading is done by a site's first capture; a new shape picks its kernels in one run.
+                # A site's first capture loads modules lazily; a new shape then needs one run to select its kernels.
                 known = any(other.site == key.site for other in self._entries)
                 for body in site.bodies(key):
                     runner = GraphRunner(
@@ -322,7 +334,7 @@ class GraphCache:
                     entry.runners.append(runner)
                     runner.capture()
             except CaptureError as error:
-                logger.error("capture of %s failed, it will run eager: %s", key, error)
+                logger.error("capture of %s failed; this key will run eager: %s", key, error)
                 self._drop(entry)
                 if self.must_capture:
                     raise
@@ -335,16 +347,19 @@ class GraphCache:
                 site.buffers.restore(saved)
         if entry.captured:
             entry.nbytes = max((runner.nbytes for runner in entry.runners), default=0)
-            self.stats.captures[site.name, site.scope, self._lost.pop(key, reason)] += 1
+            self.stats.captures[site.name, site.scope, self._dropped.pop(key, reason)] += 1
             self.stats.observe_capture(time.perf_counter() - started)
             if self.manifest is not None:
                 self.manifest.captured(site.name, site.phase, key.bucket)
         self._entries[key] = entry
-        self._changed()
+        self._graphs_changed()
         return entry
 
-    def _changed(self) -> None:
-        """Graphs came or went: decide plans anew, and measure the pool (too slow for every step)."""
+    def _graphs_changed(self) -> None:
+        """Clear the cached plans and measure the pool after graphs were added or dropped.
+
+        Measuring the pool is too slow for every step.
+        """
         self._plans.clear()
         self._pending = None
         self.pool_bytes = self.pool.nbytes()
@@ -362,16 +377,16 @@ class GraphCache:
     # ---- dropping --------------------------------------------------------------------------------------------------
 
     def check_addresses(self, *, whole: bool = True) -> list[Moved]:
-        """Compare watched addresses with those at capture; graphs of a site with any difference are dropped.
+        """Compare watched addresses with those at capture, and drop the graphs of every site with a difference.
 
-        Whole after every event that can move storage. For step boundaries whole too where the device is busy with a
-        step meanwhile; else `whole=False` compares a quarter in turn, since after a step the tensors are out of the
-        processor's cache and cost 400 ns each. Returns everything that moved.
+        Check all addresses after any event that can move storage, and at step boundaries while the device is busy with
+        a step. Otherwise pass `whole=False`, which compares a quarter in turn: after a step the tensors are out of the
+        CPU cache and cost 400 ns each. Returns everything that moved.
         """
         moved: list[Moved] = []
-        self._turn = (self._turn + 1) % PARTS
+        self._address_part = (self._address_part + 1) % PARTS
         for site in self._sites.values():
-            if not site.addresses.unchanged(None if whole else self._turn):
+            if not site.addresses.unchanged(None if whole else self._address_part):
                 moved += site.addresses.moved()
                 site.addresses.accept()
                 self.invalidate(STALE, site.name)
@@ -382,20 +397,21 @@ class GraphCache:
         return moved
 
     def invalidate(self, reason: str, site: str | None = None) -> int:
-        """Drop all graphs (of one site): what they read may have moved. Returns how many; counted under `reason`.
+        """Drop all graphs (of one site) because the memory that they read may have moved.
 
-        Keys whose capture failed are dropped too, to be tried again: they are returned but no graphs, so not counted.
+        Keys whose capture failed are dropped too, so that they are tried again. Returns the number of dropped keys;
+        only graphs are counted, under `reason`.
         """
         return self._drop_where(lambda key: site is None or key.site == site, STALE, reason)
 
     def evict(self, key: GraphKey) -> bool:
-        """Drop one graph and give its memory back. False if there was none."""
+        """Drop one graph and free its memory. Returns False if there was none."""
         dropped = self._drop_where(lambda other: other == key, EVICTED, None)
         self._trim()
         return bool(dropped)
 
     def clear(self) -> None:
-        """Drop every graph and give the memory back; the pool stays and the same keys can be captured again."""
+        """Drop every graph and free their memory. The pool stays, and the same keys can be captured again."""
         self._drop_where(lambda key: True, EVICTED, None)
         self._trim()
 
@@ -403,17 +419,17 @@ class GraphCache:
         self.pool.trim()
         self.pool_bytes = self.pool.nbytes()
 
-    def _drop_where(self, chosen: Callable[[GraphKey], bool], why: str, counted: str | None) -> int:
-        found = [entry for key, entry in self._entries.items() if chosen(key)]
+    def _drop_where(self, matches: Callable[[GraphKey], bool], plan_reason: str, counted_reason: str | None) -> int:
+        found = [entry for key, entry in self._entries.items() if matches(key)]
         self.pool.backend.synchronize()  # a graph may still be running
         for entry in found:
             if entry.captured:
-                self._lost[entry.key] = why
+                self._dropped[entry.key] = plan_reason
             self._drop(entry)
             del self._entries[entry.key]
-        if counted is not None:
-            self.stats.invalidations[counted] += sum(entry.captured for entry in found)
-        self._changed()
+        if counted_reason is not None:
+            self.stats.invalidations[counted_reason] += sum(entry.captured for entry in found)
+        self._graphs_changed()
         return len(found)
 
     def _drop(self, entry: CacheEntry) -> None:
@@ -424,7 +440,7 @@ class GraphCache:
     # ---- reports ---------------------------------------------------------------------------------------------------
 
     def table(self) -> list[dict[str, Any]]:
-        """The cache as rows of plain values: one per key that is wanted, captured or failed."""
+        """Return the cache as rows of plain values: one per key that is pending, captured or failed."""
         wanted = dict.fromkeys(self.pending())
         rows = []
         for key in [*self._entries, *(key for key in wanted if key not in self._entries)]:
@@ -438,7 +454,7 @@ class GraphCache:
                     "phase": key.phase,
                     "bucket": key.bucket,
                     "statics": dict(key.variant),
-                    "state": "captured" if captured else "failed" if entry else self._lost.get(key, NOT_CAPTURED),
+                    "state": "captured" if captured else "failed" if entry else self._dropped.get(key, NOT_CAPTURED),
                     "replays": entry.replays if entry else 0,
                     "padded_rows": entry.replays * key.bucket - entry.real_rows if entry else 0,
                     "bytes": entry.nbytes if entry else 0,

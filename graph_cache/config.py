@@ -1,8 +1,8 @@
-"""What is captured, by whom and at which granularity: the settings of the capture core, validated at construction.
+"""Settings that select what is captured, how, and at which granularity. Validated at construction.
 
-The names and values are Megatron-Core's, the deprecated ones included, so that a configuration moves over as it is.
-This room holds the vocabulary and the normalisation; `refusals.py` holds the combinations that can't work.
-It knows no tensor and no model: facts about a model that matter to a capture are given to it as plain values.
+Names and values are those of Megatron-Core, including the deprecated ones, so that a Megatron configuration works
+unchanged. This module defines the values and normalises inputs; `refusals.py` rejects unsupported combinations. Facts
+about a model that affect captures are passed in as plain values; no tensor or model is used here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MODULES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
 RECOMPUTE_GRANULARITIES = ("selective", "full")
 
 # Values of the deprecated cuda_graph_scope that became an impl or an inference scope instead of a module.
-_SCOPES_THAT_MOVED = {
+_RELOCATED_SCOPES = {
     "full_iteration": "cuda_graph_impl='full_iteration'",
     "full_iteration_inference": "cuda_graph_impl='local' with inference_cuda_graph_scope='block'",
 }
@@ -34,29 +34,30 @@ _MEGATRON_ALIASES = {"te_rng_tracker": "use_te_rng_tracker", "check_for_nan_in_g
 
 @dataclass(frozen=True, kw_only=True)
 class GraphConfig:
-    """Which graphs are captured. Frozen; every field holds its resolved value after construction.
+    """Select which graphs are captured. Frozen; every field holds its resolved value after construction.
 
-    The choice (strings, or enum members of the same name):
-      cuda_graph_impl             who captures: `none`, `local` (this core), `transformer_engine`, `full_iteration`
+    Selection (strings, or enum members of the same name):
+      cuda_graph_impl             which implementation captures: `none`, `local` (this package), `transformer_engine`,
+                                  `full_iteration`
       inference_cuda_graph_scope  `none`, `layer` (a graph per layer) or `block` (one per decode step);
                                   unset: `layer` under `local`, else `none`. `local` with `none` captures training only.
       cuda_graph_modules          parts of a layer that a training capture covers, as a list or a comma string;
                                   empty, or `full` alone: the whole layer
-      cuda_graph_warmup_steps     eager steps of a training job before its captures; inference warms up by itself
+      cuda_graph_warmup_steps     eager training steps before the captures; inference warms up on its own
 
-    Facts about the model and its training loop, by Megatron's names, which decide what must be refused:
-      training                    False: only inference is captured, so dropout, recompute and NaN checks are inert
+    Facts about the model and its training loop, by Megatron's names, which determine what is rejected:
+      training                    False: only inference is captured, so dropout, recompute and NaN checks have no effect
       num_moe_experts, moe_layer_freq, moe_pad_expert_input_to_capacity (drop-and-pad)
       recompute_granularity       None, `selective` or `full`
       cpu_offloading, check_for_nan_in_loss_and_grad
-      hidden_dropout, attention_dropout   probabilities, with use_te_rng_tracker or use_cudagraphable_rng saying
-                                  that every generator they draw from can be registered with a graph
-      expandable_segments, nccl_graph_register   of the process; unset: read from PYTORCH_CUDA_ALLOC_CONF (or
-                                  PYTORCH_ALLOC_CONF) and NCCL_GRAPH_REGISTER when the config is made
+      hidden_dropout, attention_dropout   probabilities; use_te_rng_tracker or use_cudagraphable_rng state that every
+                                  generator they use can be registered with a graph
+      expandable_segments, nccl_graph_register   settings of the process; unset: read from PYTORCH_CUDA_ALLOC_CONF (or
+                                  PYTORCH_ALLOC_CONF) and NCCL_GRAPH_REGISTER at construction
 
     Deprecated, each with one DeprecationWarning that names its replacement: enable_cuda_graph, external_cuda_graph,
-    cuda_graph_scope. Raises GraphConfigError for a value that can't be meant, a combination that can't work, and a
-    deprecated input that contradicts a new one.
+    cuda_graph_scope. Raises GraphConfigError for an invalid value, an unsupported combination, and a deprecated input
+    that contradicts a new one.
     """
 
     cuda_graph_impl: str = None  # type: ignore[assignment]  # None until resolved, to tell unset from "none"
@@ -76,40 +77,40 @@ class GraphConfig:
     use_cudagraphable_rng: bool = False
     expandable_segments: bool = None  # type: ignore[assignment]
     nccl_graph_register: bool = None  # type: ignore[assignment]
-    model_facts_known: bool = True  # False: rules about experts wait for the model
+    model_facts_known: bool = True  # False: rules about experts are checked once the model is known
     enable_cuda_graph: InitVar[bool | None] = None
     external_cuda_graph: InitVar[bool | None] = None
     cuda_graph_scope: InitVar[Any] = None
 
     def __post_init__(self, enable_cuda_graph, external_cuda_graph, cuda_graph_scope) -> None:
-        choice = _Choice(self.cuda_graph_impl, self.inference_cuda_graph_scope, self.cuda_graph_modules)
-        choice.take_deprecated(enable_cuda_graph, external_cuda_graph, cuda_graph_scope)
-        impl = choice.impl or "none"
+        selection = _Selection(self.cuda_graph_impl, self.inference_cuda_graph_scope, self.cuda_graph_modules)
+        selection.apply_deprecated(enable_cuda_graph, external_cuda_graph, cuda_graph_scope)
+        impl = selection.impl or "none"
         self._set(
             cuda_graph_impl=impl,
-            inference_cuda_graph_scope=choice.scope or ("layer" if impl == "local" else "none"),
-            cuda_graph_modules=choice.modules or (),
+            inference_cuda_graph_scope=selection.scope or ("layer" if impl == "local" else "none"),
+            cuda_graph_modules=selection.modules or (),
         )
         self._check_facts()
         refuse_contradictions(self)
 
     @classmethod
     def from_inputs(cls, **values: Any) -> GraphConfig:
-        """A config from inputs by name, such as a parsed file or command line; None means unset.
+        """Build a config from inputs by name, such as a parsed file or command line; None means unset.
 
-        Differs from the constructor in its error: an unknown name raises GraphConfigError with the nearest known one.
+        Unlike the constructor, raises GraphConfigError for an unknown name, with the nearest known one.
         """
         for name in values:
             if name not in _input_names():
-                raise GraphConfigError(f"unknown setting {name!r}{_nearest(name, _input_names())}")
+                raise GraphConfigError(f"unknown setting {name!r}{_suggest(name, _input_names())}")
         return cls(**{name: value for name, value in values.items() if value is not None})
 
     @classmethod
     def from_megatron(cls, source: Mapping[str, Any] | object, **overrides: Any) -> GraphConfig:
-        """A config from a Megatron configuration: a TransformerConfig, an arguments namespace, or a mapping of either.
+        """Build a config from a Megatron configuration: a TransformerConfig, an arguments namespace, or a mapping.
 
-        Takes what it knows and leaves the hundreds of other settings alone; `overrides` win. Megatron's defaults are
-        not inputs: a False `enable_cuda_graph` or an empty `cuda_graph_scope` neither warns nor contradicts.
+        Reads the known settings and ignores all others; `overrides` take precedence. Megatron's defaults are not
+        treated as inputs: a False `enable_cuda_graph` or an empty `cuda_graph_scope` neither warns nor contradicts.
         """
         given = source if isinstance(source, Mapping) else _attributes(source)
         values = {name: given[name] for name in _input_names() if given.get(name) is not None}
@@ -121,14 +122,14 @@ class GraphConfig:
             if name in values and _is_megatron_default(name, values[name]):
                 del values[name]
         if "inference_cuda_graph_scope" in overrides and "cuda_graph_scope" in values:
-            words = _words("cuda_graph_scope", values.pop("cuda_graph_scope"))
+            words = _parse_words("cuda_graph_scope", values.pop("cuda_graph_scope"))
             if rest := [word for word in words if word != "full_iteration_inference"]:
                 values["cuda_graph_scope"] = rest
         return cls.from_inputs(**(values | overrides))
 
     @property
     def captures_inference(self) -> bool:
-        """Whether inference runs from graphs at all."""
+        """Whether inference uses graphs."""
         return self.inference_cuda_graph_scope != "none"
 
     def _set(self, **values: Any) -> None:
@@ -148,7 +149,7 @@ class GraphConfig:
             )
         granularity = self.recompute_granularity
         if granularity is not None:
-            self._set(recompute_granularity=_word("recompute_granularity", granularity, RECOMPUTE_GRANULARITIES))
+            self._set(recompute_granularity=_parse_word("recompute_granularity", granularity, RECOMPUTE_GRANULARITIES))
         for name in ("hidden_dropout", "attention_dropout"):
             rate = getattr(self, name)
             if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate <= 1:
@@ -164,7 +165,7 @@ class GraphConfig:
             self._set(expandable_segments="expandable_segments:true" in text.lower().replace(" ", ""))
         register = self.nccl_graph_register
         if register is None:
-            # NCCL registers buffers of captured collectives unless told not to.
+            # NCCL registers buffers of captured collectives unless this is 0.
             register = os.environ.get("NCCL_GRAPH_REGISTER", "1").strip() != "0"
         elif str(register) in ("0", "1"):
             register = str(register) == "1"
@@ -183,15 +184,15 @@ _BOOLEANS = (
 )
 
 
-class _Choice:
-    """The three settings of the vocabulary while deprecated inputs are folded into them; None is unset."""
+class _Selection:
+    """The three selection settings while deprecated inputs are merged into them; None means unset."""
 
     def __init__(self, impl: Any, scope: Any, modules: Any):
-        self.impl = None if impl is None else _word("cuda_graph_impl", impl, IMPLS)
-        self.scope = None if scope is None else _word("inference_cuda_graph_scope", scope, INFERENCE_SCOPES)
+        self.impl = None if impl is None else _parse_word("cuda_graph_impl", impl, IMPLS)
+        self.scope = None if scope is None else _parse_word("inference_cuda_graph_scope", scope, INFERENCE_SCOPES)
         self.modules = None if modules is None else _modules("cuda_graph_modules", modules)
 
-    def take_deprecated(self, enable: Any, external: Any, scope: Any) -> None:
+    def apply_deprecated(self, enable: Any, external: Any, scope: Any) -> None:
         for name, flag, impl in (
             ("enable_cuda_graph", enable, "local"),
             ("external_cuda_graph", external, "transformer_engine"),
@@ -199,84 +200,86 @@ class _Choice:
             if flag is None:
                 continue
             if not isinstance(flag, bool):
-                raise GraphConfigError(f"{name} is {flag!r}: give True or False, or better cuda_graph_impl={impl!r}")
+                raise GraphConfigError(f"{name} is {flag!r}: give True or False, or use cuda_graph_impl={impl!r}")
             _warn(f"{name} is deprecated: use cuda_graph_impl={impl!r}" + ("" if flag else ", or leave it out"))
-            if flag and not (impl == "local" and self.impl == "full_iteration"):  # as Megatron leaves the two
-                self._become("impl", impl, name)
+            if flag and not (impl == "local" and self.impl == "full_iteration"):  # Megatron leaves both set
+                self._assign("impl", impl, name)
             elif self.impl == impl:
                 raise GraphConfigError(f"{name}=False contradicts cuda_graph_impl={impl!r}: leave out {name}")
         if scope is not None:
-            self._take_scope(_words("cuda_graph_scope", scope))
+            self._apply_scope(_parse_words("cuda_graph_scope", scope))
 
-    def _take_scope(self, words: tuple[str, ...]) -> None:
-        moved = [word for word in words if word in _SCOPES_THAT_MOVED]
-        modules = _modules("cuda_graph_scope", [word for word in words if word not in moved])
-        instead = [_SCOPES_THAT_MOVED[word] for word in moved]
-        if modules or not moved:
-            instead.append(f"cuda_graph_modules={list(modules)}")
-        said = f"cuda_graph_scope={','.join(words) or '[]'}"
-        _warn(f"{said} is deprecated: use {' and '.join(instead)}")
-        if len(moved) == 2:
-            raise GraphConfigError(f"{said} asks for two things at once: choose {instead[0]} or {instead[1]}")
-        if "full_iteration" in moved:
+    def _apply_scope(self, words: tuple[str, ...]) -> None:
+        relocated = [word for word in words if word in _RELOCATED_SCOPES]
+        modules = _modules("cuda_graph_scope", [word for word in words if word not in relocated])
+        replacements = [_RELOCATED_SCOPES[word] for word in relocated]
+        if modules or not relocated:
+            replacements.append(f"cuda_graph_modules={list(modules)}")
+        source_text = f"cuda_graph_scope={','.join(words) or '[]'}"
+        _warn(f"{source_text} is deprecated: use {' and '.join(replacements)}")
+        if len(relocated) == 2:
+            raise GraphConfigError(
+                f"{source_text} selects two implementations: choose {replacements[0]} or {replacements[1]}"
+            )
+        if "full_iteration" in relocated:
             # Older versions spell this as the scope `full_iteration` under the impl `local`.
             self.impl = None if self.impl == "local" else self.impl
-            self._become("impl", "full_iteration", said)
-        if "full_iteration_inference" in moved:
-            self._become("impl", "local", said)
-            self._become("scope", "block", said)
-        if modules or not moved:
-            self._become("modules", modules, said)
+            self._assign("impl", "full_iteration", source_text)
+        if "full_iteration_inference" in relocated:
+            self._assign("impl", "local", source_text)
+            self._assign("scope", "block", source_text)
+        if modules or not relocated:
+            self._assign("modules", modules, source_text)
 
-    def _become(self, attribute: str, value: Any, said: str) -> None:
+    def _assign(self, attribute: str, value: Any, source_text: str) -> None:
         setting = {"impl": "cuda_graph_impl", "scope": "inference_cuda_graph_scope", "modules": "cuda_graph_modules"}
         found = getattr(self, attribute)
         if found is not None and found != value and not (attribute == "modules" and set(found) == set(value)):
             raise GraphConfigError(
-                f"the deprecated {said} means {setting[attribute]}={value!r}, "
-                f"but {setting[attribute]} is {found!r}: leave out {said}"
+                f"the deprecated {source_text} means {setting[attribute]}={value!r}, "
+                f"but {setting[attribute]} is {found!r}: leave out {source_text}"
             )
         setattr(self, attribute, value)
 
 
 def _modules(name: str, value: Any) -> tuple[str, ...]:
-    """Module names from a list, a tuple or a comma string: distinct, in the order given, `full` alone as ()."""
-    words = _words(name, value)
+    """Parse module names from a list, a tuple or a comma-separated string: distinct, ordered; `full` alone gives ()."""
+    words = _parse_words(name, value)
     if "full" in words:
         others = [word for word in words if word != "full"]
         if others:
             raise GraphConfigError(
-                f"{name} has 'full', the whole layer, beside {others}: give 'full' alone or only the parts"
+                f"{name} has 'full', the whole layer, together with {others}: give 'full' alone or only the parts"
             )
         return ()
     for word in words:
-        if word in _SCOPES_THAT_MOVED:
-            raise GraphConfigError(f"{name} has {word!r}, which is no module: use {_SCOPES_THAT_MOVED[word]}")
+        if word in _RELOCATED_SCOPES:
+            raise GraphConfigError(f"{name} has {word!r}, which is not a module: use {_RELOCATED_SCOPES[word]}")
         if word not in MODULES:
-            raise GraphConfigError(f"{name} has an unknown module {word!r}{_nearest(word, MODULES)}")
+            raise GraphConfigError(f"{name} has an unknown module {word!r}{_suggest(word, MODULES)}")
     return words
 
 
-def _words(name: str, value: Any) -> tuple[str, ...]:
+def _parse_words(name: str, value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
         parts: Iterable[Any] = [part for part in value.strip("[]() ").split(",") if part.strip()]
     elif isinstance(value, Iterable) and not isinstance(value, Mapping):
         parts = value
     else:
         parts = [value]
-    known = (*MODULES, "full", *_SCOPES_THAT_MOVED)
-    return tuple(dict.fromkeys(_spelled(name, part, known) for part in parts))
+    known = (*MODULES, "full", *_RELOCATED_SCOPES)
+    return tuple(dict.fromkeys(_normalize(name, part, known) for part in parts))
 
 
-def _word(name: str, value: Any, known: tuple[str, ...]) -> str:
-    word = _spelled(name, value, known)
+def _parse_word(name: str, value: Any, known: tuple[str, ...]) -> str:
+    word = _normalize(name, value, known)
     if word not in known:
-        raise GraphConfigError(f"{name} is {word!r}{_nearest(word, known)}")
+        raise GraphConfigError(f"{name} is {word!r}{_suggest(word, known)}")
     return word
 
 
-def _spelled(name: str, value: Any, known: tuple[str, ...]) -> str:
-    """The string that `value` stands for: itself, or for an enum member whichever of its name and value is known."""
+def _normalize(name: str, value: Any, known: tuple[str, ...]) -> str:
+    """Return `value` as a string; for an enum member, whichever of its name and value is known."""
     spellings = (value, getattr(value, "name", None), getattr(value, "value", None))
     words = [text.strip().strip("'\"").lower() for text in spellings if isinstance(text, str)]
     if not words:
@@ -284,7 +287,7 @@ def _spelled(name: str, value: Any, known: tuple[str, ...]) -> str:
     return next((word for word in words if word in known), words[0])
 
 
-def _nearest(word: str, known: Iterable[str]) -> str:
+def _suggest(word: str, known: Iterable[str]) -> str:
     known = sorted(known)
     return f": known are {', '.join(known)}{did_you_mean(word, known)}"
 
@@ -305,19 +308,19 @@ def _attributes(source: object) -> dict[str, Any]:
 
 def _is_megatron_default(name: str, value: Any) -> bool:
     if name == "cuda_graph_impl":
-        return _word(name, value, IMPLS) == "none"
+        return _parse_word(name, value, IMPLS) == "none"
     if name in ("cuda_graph_modules", "cuda_graph_scope"):
-        return _words(name, value) in ((), ("full",))
+        return _parse_words(name, value) in ((), ("full",))
     return value is False
 
 
 def _warn(message: str) -> None:
-    # The level is that of whoever calls the constructor, so that Python's default filters show it to them.
+    # Attribute the warning to the caller of the constructor, so that Python's default filters show it.
     warnings.warn(message, DeprecationWarning, stacklevel=_depth_outside())
 
 
 def _depth_outside() -> int:
-    """The stack level, seen from `_warn`, of the first caller outside this file and its generated constructor."""
+    """Return the stack level, seen from `_warn`, of the first caller outside this file and its constructor."""
     frame, depth = sys._getframe(1), 1
     while frame is not None and frame.f_globals.get("__name__") == __name__:
         frame, depth = frame.f_back, depth + 1

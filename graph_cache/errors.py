@@ -1,13 +1,13 @@
-"""The capture core's exceptions, one tree.
+"""Exceptions of graph_cache.
 
 GraphError
-├── GraphConfigError     settings that can't be meant (also ValueError)
+├── GraphConfigError     an invalid setting or combination of settings (also ValueError)
 ├── SignatureMismatch    arguments that differ from the captured ones (also ValueError); .differences lists all
-├── CaptureError         a capture that failed; nothing of it is left, and the call may run eager
-│   └── CaptureRefused   an operation that a CUDA graph could not hold
-├── StaleGraph           a graph whose storage has moved; .moved lists every tensor
-├── GraphClosed          a graph or cache that was closed
-└── ManifestError        a manifest or metrics snapshot that can't be read or written
+├── CaptureError         a failed capture; nothing of it remains, and the call may run eager
+│   └── CaptureRefused   an operation that a CUDA graph cannot contain
+├── StaleGraph           a graph that reads storage that has moved; .moved lists every tensor
+├── GraphClosed          use of a closed graph or cache
+└── ManifestError        a manifest or metrics snapshot that cannot be read or written
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from collections.abc import Iterable
 
 
 class GraphError(Exception):
-    """Anything the capture core refuses or fails at, with a message that says what to do."""
+    """Base class of all errors of graph_cache. The message says what to do."""
 
 
 class GraphConfigError(GraphError, ValueError):
-    """A setting, or a combination of settings, that can't be meant."""
+    """An invalid setting or combination of settings."""
 
 
 class SignatureMismatch(GraphError, ValueError):
-    """Arguments that differ from those a graph was captured with; `differences` has one line for each of them."""
+    """Arguments that differ from those a graph was captured with; `differences` has one line per difference."""
 
     def __init__(self, message: str, differences: Iterable[str] = ()):
         super().__init__(message)
@@ -32,15 +32,15 @@ class SignatureMismatch(GraphError, ValueError):
 
 
 class CaptureError(GraphError):
-    """A capture that failed. The partial graph is dropped and the process is as healthy as before."""
+    """A failed capture. The partial graph is dropped, and the process and device remain usable."""
 
 
 class CaptureRefused(CaptureError):
-    """A capture that met an operation which a CUDA graph could not hold, such as a read of the host."""
+    """A capture that met an operation which a CUDA graph cannot contain, such as a host read."""
 
 
 class StaleGraph(GraphError):
-    """A graph that may not be replayed because storage it reads has moved; `moved` names every tensor."""
+    """A graph that must not be replayed because storage it reads has moved; `moved` names every tensor."""
 
     def __init__(self, message: str, moved: Iterable[str] = ()):
         super().__init__(message)
@@ -48,8 +48,8 @@ class StaleGraph(GraphError):
 
 
 class GraphClosed(GraphError):
-    """Something was asked of a graph or a cache after it was closed."""
+    """Use of a graph or a cache after it was closed."""
 
 
 class ManifestError(GraphError):
-    """A manifest or a metrics snapshot that can't be read or written."""
+    """A manifest or a metrics snapshot that cannot be read or written."""

@@ -1,6 +1,6 @@
-"""Results on their way to the host: a ring of pinned slots, filled by copies ordered after the work that made them.
+"""Asynchronous copies of results to the host, through a ring of pinned slots.
 
-With it a step may be enqueued before the last one was read. Knows shapes and slots, not what they mean.
+Each copy is ordered after the work that produced its result, so a step can be enqueued before the previous one is read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from graph_cache.errors import GraphError
 
 
 class Ticket:
-    """One result under way. `read()` waits for it; it must be read before its slot comes round again."""
+    """One result in flight. `read()` waits for it; read it before its slot is needed again."""
 
     def __init__(self, ring: HostRing, slot: int, rows: int, wait: Callable[[], None]):
         self._ring = ring
@@ -23,9 +23,12 @@ class Ticket:
         self._wait = wait
 
     def read(self) -> torch.Tensor:
-        """The result, [rows, …] on the host: a copy that the caller owns. Frees the slot. Raises if read twice."""
+        """Wait for the result and return it, [rows, …] on the host: a copy that the caller owns.
+
+        Frees the slot. Raises GraphError if it was read before.
+        """
         if self._ring._tickets[self._slot] is not self:
-            raise GraphError("this result was read before; a ticket is read once")
+            raise GraphError("this result was already read; a ticket is read once")
         self._wait()
         value = self._ring._slots[self._slot][: self._rows].clone()
         self._ring._tickets[self._slot] = None
@@ -33,7 +36,7 @@ class Ticket:
 
 
 class HostRing:
-    """`depth` slots of [max_rows, *shape] each. One thread pushes and reads."""
+    """`depth` slots of [max_rows, *shape] each. Use from one thread."""
 
     def __init__(self, backend: Backend, max_rows: int, dtype: torch.dtype, shape: Sequence[int] = (), depth: int = 2):
         self._backend = backend
@@ -44,11 +47,11 @@ class HostRing:
     def push(self, source: torch.Tensor) -> Ticket:
         """Enqueue a copy of `source`, [rows, …], after the work enqueued so far, and return without waiting.
 
-        Raises GraphError when the slot's last result was never read: results are not dropped silently.
+        Raises GraphError if the slot's previous result was not read, rather than dropping it.
         """
         slot = self._next
         if self._tickets[slot] is not None:
-            raise GraphError(f"all {len(self._slots)} slots hold results that were not read; read the oldest first")
+            raise GraphError(f"all {len(self._slots)} slots hold results that were not read: read the oldest first")
         rows = source.shape[0]
         wait = self._backend.copy_to_host(self._slots[slot][:rows], source)
         ticket = self._tickets[slot] = Ticket(self, slot, rows, wait)
@@ -56,5 +59,5 @@ class HostRing:
         return ticket
 
     def clear(self) -> None:
-        """Let go of every result under way, after a step that broke off before reading its own."""
+        """Discard every result in flight, after a step that failed before reading its results."""
         self._tickets = [None] * len(self._slots)

@@ -1,6 +1,6 @@
-"""The identity of a graph: everything that would be baked into it.
+"""Identity of a graph: every value that a capture bakes in.
 
-Owns GraphKey and Plan, two frozen values. Knows no tensors: a plan is made from a batch size alone.
+Defines two frozen values, GraphKey and Plan. A plan depends on the batch size and keyword values, not on tensors.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 Variant = tuple[tuple[str, int | float | bool | str | None], ...]
 
-# Why a batch runs eager. A fixed vocabulary: these are the values of the `reason` label in the metrics.
+# Reasons why a batch runs eager. A fixed set: these are the values of the `reason` label in the metrics.
 GRAPHS_OFF = "graphs_off"
 ABOVE_MAX = "above_largest_bucket"
 NOT_CAPTURED = "not_captured"
@@ -22,14 +22,14 @@ REASONS = (GRAPHS_OFF, ABOVE_MAX, NOT_CAPTURED, UNKNOWN_VARIANT, CAPTURE_FAILED,
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    """One graph: its site, scope and phase, the padded batch size, and every Python value that capture bakes in."""
+    """Identity of one graph: site, scope, phase, padded batch size, and every Python value that capture bakes in."""
 
     site: str
     scope: str
     phase: str
     bucket: int
     variant: Variant = ()
-    _spelled: str = field(init=False, repr=False)  # tells 1, 1.0 and True apart, which Python takes for equal
+    _spelled: str = field(init=False, repr=False)  # distinguishes 1, 1.0 and True, which compare equal
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_spelled", repr(self.variant))
@@ -46,11 +46,11 @@ class GraphKey:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What `GraphCache.plan` answers: a graph to replay, or eager and why.
+    """Result of `GraphCache.plan`: a graph to replay, or eager with a reason.
 
-    `bucket` is the padded batch size, also for an eager run that pads (so that warming up changes no rounding);
-    None means that no bucket holds the batch and the callable runs on the tensors as they are. `variant` are the
-    keyword values that were asked for.
+    `bucket` is the padded batch size, also for an eager run that pads, so that warming up does not change any rounding.
+    None means that no bucket holds the batch and the callable runs on the tensors without padding. `variant` holds the
+    requested keyword values.
     """
 
     site: str
@@ -67,10 +67,10 @@ class Plan:
 
     @property
     def is_graph(self) -> bool:
-        """True when this plan replays a graph."""
+        """True if this plan replays a graph."""
         return self.reason is None
 
 
 def freeze_variant(variant: dict) -> Variant:
-    """Sort keyword values into the hashable form that keys use."""
+    """Sort keyword values into the hashable form used by keys."""
     return tuple(sorted(variant.items()))

@@ -1,8 +1,8 @@
-"""What traffic used, on disk, so that a restart warms that first and the tuner knows the batch sizes.
+"""Usage counts on disk: a restart warms the most used graphs first, and the tuner reads batch sizes from them.
 
-Owns one JSON file and its counts: real rows per step, replays per graph, captured sizes. Knows no tensor. A manifest
-only ever speeds things up, so one that is missing, damaged or another model's counts as empty and never stops a
-start. One thread at a time may use a Manifest.
+One JSON file holds the real rows per step, the replays per graph, and the captured sizes. A manifest is only an
+optimisation: one that is missing, damaged or of another model counts as empty and never prevents a start. A Manifest is
+not thread-safe.
 """
 
 from __future__ import annotations
@@ -21,71 +21,73 @@ from graph_cache.keys import GraphKey, Variant
 from graph_cache.validation import is_whole_number
 
 VERSION = 1
-ROWS_METRIC = "encore_graph_batch_rows_total"  # labels: site, phase, rows; counts steps by their real rows
+ROWS_METRIC = "encore_graph_batch_rows_total"  # labels: site, phase, rows; counts steps by real rows
 
 _logger = logging.getLogger(__name__)
 
-_Variant = tuple[str, str, Variant]  # site, phase, statics
-_DAMAGE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)  # what reading a damaged file raises
+_SiteVariant = tuple[str, str, Variant]  # site, phase, variant
+_PARSE_ERRORS = (ValueError, TypeError, KeyError, AttributeError, RecursionError)  # raised by parsing a damaged file
 
 
 class Manifest:
-    """Counts of what ran, for one model (its `fingerprint`: any string that changes when graphs would)."""
+    """Usage counts for one model. `fingerprint` is any string that changes when the graphs would."""
 
     def __init__(self, path: str | os.PathLike[str], fingerprint: str):
         self.path = Path(path)
         self.fingerprint = fingerprint
-        self._rows: dict[_Variant, Counter[int]] = {}
+        self._rows: dict[_SiteVariant, Counter[int]] = {}
         self._replays: Counter[GraphKey] = Counter()
         self._captured: dict[tuple[str, str], set[int]] = {}
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], fingerprint: str) -> Manifest:
-        """The manifest at `path`, or an empty one if there is none for this fingerprint. Never raises.
+        """Load the manifest at `path`, or return an empty one if there is none for this fingerprint. Never raises.
 
-        A damaged file is moved to `path` + `.bad`, with a warning in the log; one of another fingerprint or version
-        stays where it is until `save` replaces it.
+        A damaged file is moved to `path` + `.bad`, with a warning in the log. A file of another fingerprint or version
+        stays until `save` replaces it.
         """
         manifest = cls(path, fingerprint)
         try:
             found = json.loads(manifest.path.read_text(encoding="utf-8"))
             version, other = found["version"], found["fingerprint"]
             if version == VERSION and other == fingerprint:
-                manifest._take(found)
+                manifest._add_counts(found)
             else:
                 _logger.warning(
-                    "manifest %s is of version %s for %s, not of version %s for %s: starting an empty one",
+                    "manifest %s is of version %s for %s, expected version %s for %s: starting an empty one",
                     path, version, other, VERSION, fingerprint,
                 )  # fmt: skip
         except FileNotFoundError:
             _logger.debug("no manifest at %s yet", path)
         except OSError as error:
             _logger.warning("manifest %s can't be read (%s): starting an empty one", path, error)
-        except _DAMAGE as error:
+        except _PARSE_ERRORS as error:
             manifest = cls(path, fingerprint)
-            manifest._set_aside(error)
+            manifest._move_aside(error)
         return manifest
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Manifest:
-        """The manifest at `path`, whatever its fingerprint: for looking at, as the tuner does. Touches no file.
+        """Load the manifest at `path` whatever its fingerprint, for inspection (as the tuner does). Changes no file.
 
         Raises ManifestError for a file that is missing, damaged, or of another version.
         """
         try:
             found = json.loads(Path(path).read_text(encoding="utf-8"))
             if found["version"] != VERSION:
-                raise ManifestError(f"manifest {path} is of version {found['version']}, not {VERSION}: make a new one")
-            manifest = cls(path, _text(found["fingerprint"]))
-            manifest._take(found)
+                raise ManifestError(
+                    f"manifest {path} is of version {found['version']}, not {VERSION}: create a new one"
+                )
+            manifest = cls(path, _string(found["fingerprint"]))
+            manifest._add_counts(found)
         except OSError as error:
-            raise ManifestError(f"manifest {path} can't be read ({error}): give the path of a saved one") from error
-        except _DAMAGE as error:
-            raise ManifestError(f"manifest {path} is damaged ({error!r}): give the path of a saved one") from error
+            raise ManifestError(f"manifest {path} can't be read ({error}): give a saved manifest") from error
+        except _PARSE_ERRORS as error:
+            raise ManifestError(f"manifest {path} is damaged ({error!r}): give a saved manifest") from error
         return manifest
 
     def observe(self, site: str, phase: str, rows: int, variant: Variant = (), count: int = 1) -> None:
-        """Count `count` steps that had `rows` real rows, whether a graph or eager ran them."""
+        """Count `count` steps with `rows` real rows, run from a graph or eager."""
         counts = self._rows.get((site, phase, variant))
         if counts is None:
             counts = self._rows[site, phase, variant] = Counter()
@@ -96,38 +98,38 @@ class Manifest:
         self._replays[key] += count
 
     def captured(self, site: str, phase: str, bucket: int) -> None:
-        """Note that a graph of `bucket` rows was captured."""
+        """Record that a graph of `bucket` rows was captured."""
         self._captured.setdefault((site, phase), set()).add(bucket)
 
     def histogram(self, site: str | None = None, phase: str | None = None) -> dict[int, int]:
-        """Steps by their real rows, ascending: what `tune` takes. None sums over every site or phase."""
+        """Return the number of steps by real rows, ascending, as input for `tune`. None sums over sites or phases."""
         total: Counter[int] = Counter()
-        for (of_site, of_phase, _), counts in self._rows.items():
-            if site in (None, of_site) and phase in (None, of_phase):
+        for (entry_site, entry_phase, _), counts in self._rows.items():
+            if site in (None, entry_site) and phase in (None, entry_phase):
                 total.update(counts)
         return dict(sorted(total.items()))
 
     def replays(self, key: GraphKey) -> int:
-        """How many replays of `key` were counted, in this run and the remembered ones."""
+        """Return the number of replays of `key`, including those loaded from disk."""
         return self._replays[key]
 
     def captured_sizes(self, site: str | None = None, phase: str | None = None) -> tuple[int, ...]:
-        """The bucket sizes that were captured, ascending; None takes those of every site or phase."""
+        """Return the captured bucket sizes, ascending. None includes every site or phase."""
         chosen = (
             sizes
-            for (of_site, of_phase), sizes in self._captured.items()
-            if site in (None, of_site) and phase in (None, of_phase)
+            for (entry_site, entry_phase), sizes in self._captured.items()
+            if site in (None, entry_site) and phase in (None, entry_phase)
         )
         return tuple(sorted(set().union(*chosen)))
 
     def order(self, keys: Iterable[GraphKey]) -> list[GraphKey]:
-        """`keys` by use, the most used first and among equals the largest; unused ones come last.
+        """Sort `keys` by use: the most used first, the larger first among equals, unused ones last.
 
-        Use is the steps whose rows would round up to that key among the given ones, so it stays right when a restart
+        Use is the number of steps whose rows round up to that key among the given keys, so it stays right if a restart
         changes the buckets.
         """
         given = list(dict.fromkeys(keys))
-        # By scope too: keys of two scopes serve the same rows, each set on its own.
+        # Group by scope too: keys of two scopes serve the same rows independently.
         ladders: dict[tuple[str, str, str, Variant], list[GraphKey]] = {}
         for key in given:
             ladders.setdefault((key.site, key.scope, key.phase, key.variant), []).append(key)
@@ -141,16 +143,16 @@ class Manifest:
         return sorted(given, key=lambda key: (-use[key], -key.bucket))
 
     def merge(self, other: Manifest) -> None:
-        """Add the counts of `other`, such as another engine's of the same model."""
+        """Add the counts of `other`, such as those of another engine with the same model."""
         for variant, counts in other._rows.items():
             self._rows.setdefault(variant, Counter()).update(counts)
         self._replays.update(other._replays)
-        for place, sizes in other._captured.items():
-            self._captured.setdefault(place, set()).update(sizes)
+        for site_phase, sizes in other._captured.items():
+            self._captured.setdefault(site_phase, set()).update(sizes)
 
     def save(self) -> None:
-        """Write the file, whole or not at all: a crash leaves the last one. Raises ManifestError if it can't."""
-        text = json.dumps(self._plain(), indent=1)
+        """Write the file atomically: a crash leaves the previous file intact. Raises ManifestError on failure."""
+        text = json.dumps(self._to_json(), indent=1)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             handle, temporary = tempfile.mkstemp(prefix=self.path.name + ".", suffix=".tmp", dir=self.path.parent)
@@ -165,10 +167,10 @@ class Manifest:
                 raise
         except OSError as error:
             raise ManifestError(
-                f"the manifest can't be written to {self.path} ({error}): make the folder writable, or name another"
+                f"manifest {self.path} can't be written ({error}): make the folder writable, or give another path"
             ) from error
 
-    def _plain(self) -> dict[str, Any]:
+    def _to_json(self) -> dict[str, Any]:
         return {
             "version": VERSION,
             "fingerprint": self.fingerprint,
@@ -187,36 +189,40 @@ class Manifest:
             ],
         }  # fmt: skip
 
-    def _take(self, found: dict[str, Any]) -> None:
+    def _add_counts(self, found: dict[str, Any]) -> None:
         for entry in found["rows"]:
             for rows, count in entry["steps"]:
                 self.observe(
-                    _text(entry["site"]), _text(entry["phase"]), _size(rows), _variant(entry["statics"]), _size(count)
+                    _string(entry["site"]),
+                    _string(entry["phase"]),
+                    _count(rows),
+                    _variant(entry["statics"]),
+                    _count(count),
                 )
         for entry in found["replays"]:
-            names = (_text(entry[name]) for name in ("site", "scope", "phase"))
-            self.replayed(GraphKey(*names, _size(entry["bucket"]), _variant(entry["statics"])), _size(entry["count"]))
+            names = (_string(entry[name]) for name in ("site", "scope", "phase"))
+            self.replayed(GraphKey(*names, _count(entry["bucket"]), _variant(entry["statics"])), _count(entry["count"]))
         for entry in found["captured"]:
             for bucket in entry["buckets"]:
-                self.captured(_text(entry["site"]), _text(entry["phase"]), _size(bucket))
+                self.captured(_string(entry["site"]), _string(entry["phase"]), _count(bucket))
 
-    def _set_aside(self, error: Exception) -> None:
-        aside = self.path.with_name(self.path.name + ".bad")
+    def _move_aside(self, error: Exception) -> None:
+        backup = self.path.with_name(self.path.name + ".bad")
         try:
-            os.replace(self.path, aside)
-            kept = f"kept as {aside}"
+            os.replace(self.path, backup)
+            outcome = f"kept as {backup}"
         except OSError as failure:
-            kept = f"left where it is ({failure})"
-        _logger.warning("manifest %s is damaged (%r): %s, starting an empty one", self.path, error, kept)
+            outcome = f"left in place ({failure})"
+        _logger.warning("manifest %s is damaged (%r): %s, starting an empty one", self.path, error, outcome)
 
 
 def histogram_from_metrics(text: str, site: str | None = None, phase: str | None = None) -> dict[int, int]:
-    """Steps by their real rows, ascending, out of a Prometheus text snapshot such as the body of `/metrics`.
+    """Parse steps by real rows, ascending, from a Prometheus text snapshot such as the body of `/metrics`.
 
-    Reads `encore_graph_batch_rows_total{site,phase,rows}`; None sums over every site or phase, and engines are always
-    summed. Raises ManifestError for text that is no snapshot, or has no such samples.
+    Reads `encore_graph_batch_rows_total{site,phase,rows}`. None sums over every site or phase; engines are always
+    summed. Raises ManifestError for text that is not a snapshot or has no such samples.
     """
-    # Here, not above: only the tuner's command needs the parser.
+    # Imported here because only the tuner command needs the parser.
     from prometheus_client.parser import text_string_to_metric_families
 
     total: Counter[int] = Counter()
@@ -226,7 +232,7 @@ def histogram_from_metrics(text: str, site: str | None = None, phase: str | None
                 labels = sample.labels
                 chosen = site in (None, labels.get("site")) and phase in (None, labels.get("phase"))
                 if sample.name == ROWS_METRIC and chosen:
-                    total[_size(int(labels["rows"]))] += _size(int(sample.value))
+                    total[_count(int(labels["rows"]))] += _count(int(sample.value))
     except (ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
         raise ManifestError(f"the metrics snapshot can't be read ({error!r}): give the body of /metrics") from error
     if not total:
@@ -238,20 +244,20 @@ def histogram_from_metrics(text: str, site: str | None = None, phase: str | None
     return dict(sorted(total.items()))
 
 
-def _size(value: Any) -> int:
+def _count(value: Any) -> int:
     if not is_whole_number(value, 0):
-        raise ValueError(f"{value!r} is no count")
+        raise ValueError(f"{value!r} is not a count")
     return value
 
 
-def _text(value: Any) -> str:
+def _string(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{value!r} is no name")
+        raise ValueError(f"{value!r} is not a name")
     return value
 
 
 def _variant(value: Any) -> Variant:
-    pairs = tuple((_text(name), item) for name, item in value)
+    pairs = tuple((_string(name), item) for name, item in value)
     if not all(item is None or isinstance(item, (bool, int, float, str)) for _, item in pairs):
-        raise ValueError(f"{value!r} are no static values")
+        raise ValueError(f"{value!r} are not static values")
     return pairs

@@ -1,6 +1,6 @@
-"""The one pool: memory, capture stream and capture lock that every graph shares, for inference and for training.
+"""Graph pool: the memory, capture stream and capture lock that all graphs share, for inference and training.
 
-Owns who may capture when, and the queries whether a capture or a warm-up is in progress. A process normally has one.
+Serialises captures, and reports whether a capture or a warm-up is in progress. A process normally has one pool.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from graph_cache.backends.base import Backend, Memory
 
 
 class GraphPool:
-    """Shared memory and the lock around captures. Captures of all threads go one at a time."""
+    """Shared graph memory and the capture lock. Captures of all threads run one at a time."""
 
     def __init__(self, backend: Backend):
         self.backend = backend
         self._memories: weakref.WeakSet[Memory] = weakref.WeakSet()
         self.memory = self.new_memory()
         self.lock = threading.RLock()
-        self._turn = threading.RLock()
-        self._gate = threading.RLock()  # who waits for the end of a turn holds it, or the next would begin before
+        self._turn_lock = threading.RLock()
+        self._turn_gate = threading.RLock()  # held by `quiet` while it waits, so that no new turn starts first
         self._captures = 0
         self._warmups = 0
         self._sessions = 0
@@ -35,30 +35,30 @@ class GraphPool:
 
     @property
     def warming(self) -> bool:
-        """Whether eager runs that prepare a capture are in progress, in any thread."""
+        """Whether warm-up runs before a capture are in progress, in any thread."""
         return self._warmups > 0
 
     def new_memory(self) -> Memory:
-        """Memory for graphs that may not share that of others: those of a training step, alive until its backward."""
+        """Return separate memory for graphs that cannot share it, such as a training step until its backward."""
         memory = self.backend.new_memory()
         self._memories.add(memory)
         return memory
 
     def nbytes(self) -> int:
-        """Bytes that the graphs of this pool hold for their intermediates."""
+        """Return the bytes that the graphs of this pool hold for intermediates."""
         return sum(memory.nbytes() for memory in list(self._memories))
 
     def trim(self) -> None:
-        """Return memory that no live graph needs."""
+        """Return memory that no live graph needs to the system."""
         with self.lock:
             for memory in list(self._memories):
                 memory.trim()
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Hold the lock for one or many captures, with the garbage collector frozen until the last is done.
+        """Hold the lock for one or more captures, with the garbage collector frozen meanwhile. Reentrant.
 
-        A finaliser that frees a tensor in the middle can invalidate a capture, and a collection makes it slow. Nests.
+        A finaliser that frees a tensor during a capture can invalidate it, and a collection slows it down.
         """
         with self.lock:
             self._sessions += 1
@@ -71,34 +71,35 @@ class GraphPool:
             finally:
                 self._sessions -= 1
                 if self._sessions == 0:
-                    gc.collect()  # while older objects are frozen: only what the session left, which takes no time
+                    gc.collect()  # fast: older objects are still frozen
                     gc.unfreeze()
                     if collector_was_on:
                         gc.enable()
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """What a thread that runs an engine holds while it calls the device, for `quiet` to wait for. Nests."""
-        if self._turn._is_owned():  # whoever waits for its end holds the gate
+        """Hold the turn lock while a thread that runs an engine calls the device; `quiet` waits for it. Reentrant."""
+        if self._turn_lock._is_owned():  # nested: taking the gate would deadlock with a waiting `quiet`
             yield
             return
-        with self._gate:
+        with self._turn_gate:
             pass
-        with self._turn:
+        with self._turn_lock:
             yield
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Hold off every other thread's captures and every engine's next turn.
+        """Exclude other threads' captures and every engine's next turn.
 
-        For captures by others in CUDA's global mode, which any thread's allocation would break.
+        For captures by other libraries in CUDA's global capture mode, which an allocation in any thread would
+        invalidate.
         """
-        with self._gate, self._turn, self.lock:
+        with self._turn_gate, self._turn_lock, self.lock:
             yield
 
     @contextmanager
     def capture_flag(self) -> Iterator[None]:
-        """Mark a capture as in progress; undone however the block ends."""
+        """Mark a capture as in progress until the block ends, also on an error."""
         self._captures += 1
         try:
             yield
@@ -107,7 +108,7 @@ class GraphPool:
 
     @contextmanager
     def warmup_flag(self) -> Iterator[None]:
-        """Mark warm-up runs as in progress; undone however the block ends."""
+        """Mark warm-up runs as in progress until the block ends, also on an error."""
         self._warmups += 1
         try:
             yield

@@ -1,6 +1,6 @@
-"""The eager run that a capture is compared with: the state before it, and what it left behind.
+"""Reference state for checking a capture: the inputs before an eager run, and the values that it left.
 
-Owns taking back: warm-up runs and the capture itself leave static tensors and generators as they found them.
+Also restores that state: warm-up runs and the capture leave static tensors and generators unchanged.
 """
 
 from __future__ import annotations
@@ -9,32 +9,32 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes per element -> what to compare them as
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes per element -> dtype to compare as
 
 
 class Reference:
-    """State of the static tensors and generators before a run, and their values after it.
+    """State of the static tensors and generators before a run, and the tensors' values after it.
 
-    `statics` lists the tensors that the run reads and writes; it may grow during the first run (outputs are allocated
-    then), in which case the newcomers come last and have no earlier state.
+    `statics` lists the tensors that the run reads and writes. It may grow during the first run, which allocates
+    outputs; new tensors come last and have no earlier state.
     """
 
     def __init__(self, statics: Callable[[], list[torch.Tensor]], generators: Sequence[torch.Generator]):
         self.generators = tuple(generators)
         self._statics = statics
-        self._before = [tensor.clone() for tensor in statics()]
-        self._draws = [generator.get_state() for generator in self.generators]
-        self._after: list[torch.Tensor] = []
+        self._initial = [tensor.clone() for tensor in statics()]
+        self._generator_states = [generator.get_state() for generator in self.generators]
+        self._expected: list[torch.Tensor] = []
 
     def rewind(self) -> None:
-        """Put static tensors and generators back to where they were."""
-        for tensor, value in zip(self._statics(), self._before, strict=False):
+        """Restore static tensors and generators to their state before the run."""
+        for tensor, value in zip(self._statics(), self._initial, strict=False):
             tensor.copy_(value)
-        for generator, state in zip(self.generators, self._draws, strict=True):
+        for generator, state in zip(self.generators, self._generator_states, strict=True):
             generator.set_state(state)
 
     def with_noise(self) -> Reference:
-        """A reference that starts from other values: floating point statics get noise from 0 to 1, always the same."""
+        """Fill floating-point statics with fixed noise in [0, 1), and return a reference that starts from there."""
         noise = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for tensor in self._statics():
@@ -43,21 +43,21 @@ class Reference:
         return Reference(self._statics, self.generators)
 
     def remember(self) -> None:
-        """Take the static tensors' present values as the ones that a faithful replay leaves behind."""
-        self._after = [tensor.clone() for tensor in self._statics()]
+        """Record the current values of the static tensors as those that a correct replay leaves."""
+        self._expected = [tensor.clone() for tensor in self._statics()]
 
     def differences(self) -> int:
-        """How many static tensors differ from the remembered ones in any bit (NaN payloads included)."""
-        return sum(not same_bits(tensor, value) for tensor, value in zip(self._statics(), self._after, strict=True))
+        """Return how many static tensors differ from the recorded values in any bit (NaN payloads included)."""
+        return sum(not same_bits(tensor, value) for tensor, value in zip(self._statics(), self._expected, strict=True))
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one dtype hold the same bytes, NaN payloads and signs of zero included."""
+    """Return whether two tensors of one dtype hold the same bytes, including NaN payloads and signs of zero."""
     return torch.equal(_raw(one), _raw(other))
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.reshape(-1)
-    # One element may keep any stride, which a view as another type doesn't take.
+    # A tensor of one element may have any stride; a view as another dtype needs stride 1.
     flat = flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
     return flat.view(INTEGERS.get(flat.itemsize, torch.uint8))

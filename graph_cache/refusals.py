@@ -1,7 +1,7 @@
-"""Combinations of graph settings that can't work, each refused with what to change.
+"""Rules that reject unsupported combinations of graph settings, each with what to change.
 
-One table: a rule looks at a resolved config and returns the message of its refusal, or None. The rules are
-Megatron-Core's, less one: `local` without inference graphs is training only, and fine here.
+A rule takes a resolved config and returns an error message, or None. The rules are Megatron-Core's, except that `local`
+without inference graphs is allowed here and means training only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class GraphSettings(Protocol):
 
 
 def refuse_contradictions(config: GraphSettings) -> None:
-    """Raise one GraphConfigError with every rule that `config` breaks, or return."""
+    """Raise one GraphConfigError that lists every rule `config` breaks, if any."""
     rules = _RULES + _MODEL_RULES if config.model_facts_known else _RULES
     broken = [message for rule in rules if (message := rule(config)) is not None]
     if broken:
@@ -53,7 +53,7 @@ def _full_iteration_has_no_parts(config: GraphSettings) -> str | None:
     if config.cuda_graph_impl != "full_iteration" or not config.cuda_graph_modules:
         return None
     return (
-        f"cuda_graph_impl='full_iteration' captures everything, but cuda_graph_modules is "
+        f"cuda_graph_impl='full_iteration' captures the whole iteration, but cuda_graph_modules is "
         f"{list(config.cuda_graph_modules)}: leave the modules empty, or set cuda_graph_impl='local'"
     )
 
@@ -99,7 +99,7 @@ def _full_recompute_needs_full_iteration(config: GraphSettings) -> str | None:
     if outside or not config.training or config.recompute_granularity != "full":
         return None
     return (
-        f"recompute_granularity='full' runs layers again outside the graphs of cuda_graph_impl="
+        f"recompute_granularity='full' recomputes layers outside the graphs of cuda_graph_impl="
         f"{config.cuda_graph_impl!r}: set recompute_granularity='selective', or cuda_graph_impl='full_iteration'"
     )
 
@@ -107,7 +107,7 @@ def _full_recompute_needs_full_iteration(config: GraphSettings) -> str | None:
 def _offloading_needs_eager(config: GraphSettings) -> str | None:
     if config.cuda_graph_impl == "none" or not config.cpu_offloading:
         return None
-    return "cpu_offloading moves storage that a graph reads: set cpu_offloading=False, or cuda_graph_impl='none'"
+    return "cpu_offloading moves storage that graphs read: set cpu_offloading=False, or cuda_graph_impl='none'"
 
 
 def _dropout_needs_a_registered_generator(config: GraphSettings) -> str | None:
@@ -116,9 +116,9 @@ def _dropout_needs_a_registered_generator(config: GraphSettings) -> str | None:
     if config.cuda_graph_impl == "none" or not config.training or not rates or safe:
         return None
     return (
-        f"{' and '.join(rates)} above 0 in a graph would replay the same mask for ever: set use_te_rng_tracker=True "
-        "or use_cudagraphable_rng=True if the generators can be registered with a graph, set the dropout to 0, "
-        "or training=False if nothing is trained"
+        f"{' and '.join(rates)} above 0 in a graph would replay the same mask every time: set use_te_rng_tracker=True "
+        "or use_cudagraphable_rng=True if the generators can be registered with a graph, set dropout to 0, "
+        "or set training=False for inference only"
     )
 
 
@@ -127,9 +127,9 @@ def _nan_checks_read_the_host(config: GraphSettings) -> str | None:
     if config.cuda_graph_impl != "full_iteration" or not checked:
         return None
     return (
-        "check_for_nan_in_loss_and_grad waits for the device, which a graph of a whole iteration can't: "
-        "set check_for_nan_in_loss_and_grad=False and return torch.isfinite(loss) beside the loss, a check on the "
-        "device; or take cuda_graph_impl='local'"
+        "check_for_nan_in_loss_and_grad synchronises with the device, which a full-iteration graph cannot do: "
+        "set check_for_nan_in_loss_and_grad=False and return torch.isfinite(loss) with the loss, a check on the "
+        "device; or set cuda_graph_impl='local'"
     )
 
 
@@ -160,5 +160,5 @@ _RULES = (
     _expandable_segments_and_nccl,
 )
 
-# Rules that depend on the model; a training engine learns it at `attach`.
+# Rules that depend on the model, which a training engine first sees at `attach`.
 _MODEL_RULES = (_moe_modules_need_experts, _moe_needs_fixed_shapes, _mlp_needs_dense_layers)

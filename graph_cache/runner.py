@@ -1,6 +1,6 @@
-"""One graph and its life: NEW -> WARM -> CAPTURED -> CLOSED. The only way to a graph, whoever asks for it.
+"""Lifecycle of one graph: NEW -> WARM -> CAPTURED -> CLOSED. All graphs are created through a GraphRunner.
 
-Owns the order of warm-up and capture, and that a failure leaves nothing behind. Knows no buckets and no policy.
+Orders warm-up and capture, and cleans up after a failure. Buckets and eviction policy are handled by the cache.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from graph_cache.reference import Reference
 
 
 class RunnerState(enum.Enum):
-    """Where a graph is in its life."""
+    """Lifecycle state of a graph."""
 
     NEW = "new"
     WARM = "warm"
@@ -27,10 +27,10 @@ class RunnerState(enum.Enum):
 
 
 class GraphRunner:
-    """Captures `fn`, a call without arguments on static tensors, and replays it.
+    """Capture `fn`, a call without arguments on static tensors, and replay it.
 
-    `statics` lists the static tensors that a run reads and writes. A capture leaves them, and the generators, as it
-    found them; the CPU backend checks its replay against them.
+    `statics` lists the static tensors that a run reads and writes. A capture restores them and the generators; the CPU
+    backend compares its replay with them. `checked=False` skips the warm-up and the comparison.
     """
 
     def __init__(
@@ -61,22 +61,22 @@ class GraphRunner:
 
     @property
     def engine(self) -> str:
-        """How it replays: cuda_graph, torchscript or loop; empty before capture."""
+        """How the graph replays: cuda_graph, torchscript or loop; empty before capture."""
         return self._graph.engine if self._graph else ""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pool that its capture needs (CPU) or added (CUDA); 0 before capture."""
+        """Pool bytes that the capture needs (CPU) or added (CUDA); 0 before capture."""
         return self._graph.nbytes if self._graph else 0
 
     def capture(self) -> None:
         """Run `fn` eagerly to warm up, then capture it. Holds the pool's lock.
 
-        Raises CaptureError (CaptureRefused for an operation that no graph can hold); the runner is then closed, the
-        flags are reset and the device is usable.
+        Raises CaptureError (CaptureRefused for an operation that a graph cannot contain). The runner is then closed,
+        the flags are reset and the device is usable.
         """
         if self.state is not RunnerState.NEW:
-            raise CaptureError(f"a graph is captured once; this one is {self.state.value}")
+            raise CaptureError(f"a runner captures once; this one is {self.state.value}")
         started = time.perf_counter()
         mode = torch.enable_grad() if self._grad else torch.inference_mode()
         with self._pool.session(), mode:
@@ -99,7 +99,7 @@ class GraphRunner:
         self.capture_seconds = time.perf_counter() - started
 
     def _all_generators(self) -> list[torch.Generator]:
-        """Every generator that a warm-up may draw from: the device's own too, whether or not it is registered."""
+        """Return every generator that a warm-up may use, including the device's default, registered or not."""
         found = {id(generator): generator for generator in (self._pool.backend.default_generator, *self._generators)}
         return list(found.values())
 
@@ -120,14 +120,16 @@ class GraphRunner:
 
     @property
     def bare_replay(self) -> Callable[[], None]:
-        """The captured graph's own replay, for a loop that counts microseconds: take it after the capture, drop it at
-        the close."""
+        """The captured graph's own `replay`, for latency-critical loops.
+
+        Fetch it after the capture and discard it when the runner closes.
+        """
         if self._graph is None:
             raise GraphClosed(f"there is no graph to replay: this one is {self.state.value}")
         return self._graph.replay
 
     def close(self) -> None:
-        """Destroy the graph and let go of what it held. A closed runner stays closed."""
+        """Destroy the graph and release what it held. A closed runner cannot be reused."""
         if self._graph is not None:
             self._graph.close()
             self._graph = None

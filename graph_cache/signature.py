@@ -1,7 +1,7 @@
-"""What a call must look like to be served by a graph: names, shapes, dtypes, devices.
+"""Signatures: the names, shapes, dtypes and devices that inputs of a graph must have.
 
-A graph replays on the addresses it was captured with and checks nothing itself, so a wrong dtype or shape must be
-caught here, and all differences are told at once.
+A graph replays on fixed addresses and checks nothing, so a wrong dtype or shape must be detected here. All differences
+are reported together.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TensorSignature:
 
 @dataclass(frozen=True)
 class Signature:
-    """The expected tensors by name."""
+    """Expected tensors by name."""
 
     tensors: Mapping[str, TensorSignature]
 
@@ -38,7 +38,7 @@ class Signature:
         return cls({name: TensorSignature.of(tensor) for name, tensor in tensors.items()})
 
     def differences(self, actual: Mapping[str, object]) -> list[str]:
-        """Every way in which `actual` differs, a line each; empty when it fits."""
+        """Return every difference of `actual`, one line each; empty if it matches."""
         found = [f"{name}: missing" for name in self.tensors if name not in actual]
         found += [f"{name}: not an input of this graph" for name in actual if name not in self.tensors]
         for name, expected in self.tensors.items():

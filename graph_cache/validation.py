@@ -1,4 +1,4 @@
-"""Checks and hints that every package's input validation shares. Pure Python."""
+"""Validation helpers and suggestions shared by all packages. Pure Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The devices that graphs run on: `cuda` (CUDA graphs) and `cpu` (a recorded tape), under one contract."""
+"""Backends that capture graphs: `cuda` (CUDA graphs) and `cpu` (a recorded tape), behind one interface."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from graph_cache.errors import GraphConfigError
 
 
 def backend_for(device: torch.device | str) -> Backend:
-    """The backend that captures on `device`; imported only when asked for."""
+    """Return the backend that captures on `device`, importing it on demand."""
     device = torch.device(device)
     if device.type == "cuda":
         from graph_cache.backends.cuda import CudaBackend
@@ -19,4 +19,4 @@ def backend_for(device: torch.device | str) -> Backend:
         from graph_cache.backends.cpu import CpuBackend
 
         return CpuBackend()
-    raise GraphConfigError(f"no graph backend for device {device}: use cpu or cuda, or turn graphs off")
+    raise GraphConfigError(f"no graph backend for device {device}: use cpu or cuda, or disable graphs")

@@ -1,7 +1,7 @@
-"""Graphs without a GPU: the ATen calls of a run, replayed on fixed memory without running the model's Python.
+"""CPU backend: record the ATen calls of a run, and replay them on fixed memory without the model's Python.
 
-Fixed buffers, fixed shapes, values baked in at capture: aliasing, stale inputs and forgotten keys fail here as they
-would on a GPU. Every capture is checked against the eager run that it recorded.
+Buffers and shapes are fixed and values are baked in at capture, so aliasing, stale inputs and values missing from the
+key fail here as they would on a GPU. Every capture is checked against the eager run that it recorded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from graph_cache.backends.cpu_arena import Arena, Claim, plan_layout
-from graph_cache.backends.cpu_host_reads import refused_host_reads
+from graph_cache.backends.cpu_host_reads import refuse_host_reads
 from graph_cache.backends.cpu_program import Call, bind, loop_program, torchscript_program
 from graph_cache.backends.cpu_tape import TapeRecorder
 from graph_cache.errors import CaptureError, GraphClosed
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class CpuGraph:
-    """A bound tape. Owns its claim on the arena; the program keeps what it reads alive."""
+    """A tape bound to memory. Owns its claim on the arena; the program keeps the tensors that it reads alive."""
 
     def __init__(self, program: Callable[[], None], engine: str, claim: Claim, replay_lock: threading.Lock):
         self.engine = engine
@@ -34,20 +34,20 @@ class CpuGraph:
         self._replay_lock = replay_lock
 
     def replay(self) -> None:
-        """Run the calls on the arena. One replay at a time: all graphs of a pool use the same memory."""
+        """Run the calls on the arena. Replays are serialised: all graphs of a pool use the same memory."""
         with self._replay_lock:
             if self._program is None:
                 raise GraphClosed("this CPU graph was closed; capture it again")
             self._program()
 
     def close(self) -> None:
-        """Drop the program, what it read, and its claim on the arena."""
+        """Drop the program, the tensors that it reads, and its claim on the arena."""
         with self._replay_lock:
             self._program = self._claim = None
 
 
 class CpuBackend:
-    """The CPU's way to capture and replay; see `backends.base.Backend` for the contract."""
+    """CPU implementation of `backends.base.Backend`."""
 
     name = "cpu"
     warmup_runs = 1
@@ -58,7 +58,7 @@ class CpuBackend:
         self.default_generator = torch.default_generator
         self._replay_lock = threading.Lock()
         self._capturing_thread: int | None = None
-        self._recorder: TapeRecorder | None = None  # of the capture under way
+        self._recorder: TapeRecorder | None = None  # of the capture in progress
 
     def new_memory(self) -> Arena:
         return Arena()
@@ -73,10 +73,10 @@ class CpuBackend:
         return not self.is_capturing() or self._recorder.touched_memory()
 
     def synchronize(self) -> None:
-        """Everything on a CPU is done when its call returns."""
+        """Do nothing: CPU operations are complete when they return."""
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor  # a tape keeps what outlives it in memory of its own, out of the arena
+        return tensor  # memory that outlives the run is kept outside the arena
 
     def host_tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype)
@@ -88,16 +88,16 @@ class CpuBackend:
     def capture(
         self, fn: Callable[[], None], memory: Arena, generators: Sequence[torch.Generator], reference: Reference | None
     ) -> CpuGraph:
-        """Record `fn`, lay its intermediates out in the arena, and check a replay against the eager run.
+        """Record `fn`, place its intermediates in the arena, and check a replay against the eager run.
 
-        What the run leaves alive (what a forward saves for its backward, gradients) stays where the run put it.
+        Memory still referenced after the run (tensors that a forward saves for its backward, gradients) stays in place.
         """
-        # Without a reference nobody else can take the run back.
+        # Without a reference, this function itself must undo the run on an error.
         states = [] if reference is not None else [(generator, generator.get_state()) for generator in generators]
         recorder = self._recorder = TapeRecorder(generators, can_undo=reference is None)
         self._capturing_thread = threading.get_ident()
         try:
-            with recorder, refused_host_reads(recorder.is_constant):
+            with recorder, refuse_host_reads(recorder.is_constant):
                 fn()
         except BaseException:
             recorder.undo()
@@ -106,55 +106,57 @@ class CpuBackend:
             raise
         finally:
             self._capturing_thread = self._recorder = None
-        recorder.keep_what_lives()
-        if reference is not None and (faults := reference.differences()):
+        recorder.keep_live_buffers()
+        if reference is not None and (mismatches := reference.differences()):
             raise CaptureError(
-                f"two eager runs from the same inputs differ in {faults} outputs: something in the "
-                "callable depends on the host, on earlier runs or on an unregistered generator"
+                f"two eager runs from the same inputs differ in {mismatches} outputs: the callable "
+                "depends on the host, on earlier runs or on an unregistered generator"
             )
         checks = [] if reference is None else [reference]
         if reference is not None and torch.is_inference_mode_enabled():
-            checks += self._noisy(fn, reference)  # a second run would part a forward from what it saved
+            checks += self._noise_reference(fn, reference)  # not with grad: a second run would replace saved tensors
         offsets, need = plan_layout(recorder.tape.buffers, recorder.tape.kept)
         claim = memory.claim(need)
-        program, engine = self._fastest_that_agrees(bind(recorder.tape, claim, offsets), checks)
+        program, engine = self._build_program(bind(recorder.tape, claim, offsets), checks)
         return CpuGraph(program, engine, claim, self._replay_lock)
 
-    def _noisy(self, fn: Callable[[], None], reference: Reference) -> list[Reference]:
-        """A second run to compare with, from noise: rows of padding are all alike and hide what goes wrong with others.
+    def _noise_reference(self, fn: Callable[[], None], reference: Reference) -> list[Reference]:
+        """Run `fn` again from noise, as a second reference: padding rows are all alike and hide some errors.
 
-        Empty where the callable refuses noise, or where there is none to give (integers may be indices: they stay).
+        Returns an empty list if the callable rejects noise. Integer tensors are unchanged, since they may be indices.
         """
         reference.rewind()
         noisy = reference.with_noise()
         try:
             fn()
         except Exception as error:
-            logger.debug("no second check, as the callable takes no noise: %s", error)
+            logger.debug("second check skipped, the callable rejects noise: %s", error)
             return []
         noisy.remember()
         return [noisy]
 
-    def _fastest_that_agrees(self, calls: list[Call], checks: list[Reference]) -> tuple[Callable[[], None], str]:
+    def _build_program(self, calls: list[Call], checks: list[Reference]) -> tuple[Callable[[], None], str]:
         try:
             program = torchscript_program(calls)
-            faults = self._trial(program, checks)
-            if not faults:
+            mismatches = self._count_mismatches(program, checks)
+            if not mismatches:
                 return program, "torchscript"
-            logger.warning("fast replay differed from eager in %d outputs: replaying by a loop instead", faults)
-        except Exception as error:  # whatever the interpreter can't take: its bindings raise all sorts
-            logger.warning("fast replay can't hold this capture, replaying by a loop instead: %s", error)
+            logger.warning(
+                "TorchScript replay differed from eager in %d outputs: replaying by a loop instead", mismatches
+            )
+        except Exception as error:  # its bindings raise various types for unsupported calls
+            logger.warning("TorchScript cannot replay this capture, replaying by a loop instead: %s", error)
         program = loop_program(calls)
-        if faults := self._trial(program, checks):
-            raise CaptureError(f"replaying the recorded calls leaves {faults} outputs other than eager did")
+        if mismatches := self._count_mismatches(program, checks):
+            raise CaptureError(f"replaying the recorded calls leaves {mismatches} outputs that differ from eager")
         return program, "loop"
 
-    def _trial(self, program: Callable[[], None], checks: list[Reference]) -> int:
-        """In how many outputs a replay differs from the eager runs."""
-        faults = 0
+    def _count_mismatches(self, program: Callable[[], None], checks: list[Reference]) -> int:
+        """Return the number of outputs in which a replay differs from the eager runs."""
+        mismatches = 0
         for reference in checks:
             reference.rewind()
             with self._replay_lock:
                 program()
-            faults += reference.differences()
-        return faults
+            mismatches += reference.differences()
+        return mismatches

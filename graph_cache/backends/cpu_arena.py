@@ -1,7 +1,7 @@
-"""One arena for the intermediates of all CPU graphs, and the layout of a tape's buffers in it.
+"""Arena for the intermediates of all CPU graphs, and the layout of a tape's buffers in it.
 
-The arena is reserved as address space and committed on touch, so it never moves and its order of use doesn't matter:
-it holds what the largest live graph needs. Knows bytes and lifetimes, not operations.
+The arena is reserved as address space and committed on touch, so it never moves, and the order of captures does not
+matter: its size is that of the largest live graph.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ RESERVED_BYTES = 1 << 36
 
 
 def plan_layout(buffers: Sequence[Buffer], kept: Container[int] = ()) -> tuple[list[int], int]:
-    """Offsets in bytes for buffers whose lifetimes are known, and the bytes needed: first fit in order of birth.
+    """Compute byte offsets for buffers with known lifetimes, and the bytes needed: first fit in order of birth.
 
-    Those in `kept` get no place. Two buffers share memory only if no operation touches both: an operation's inputs are
-    still alive while its outputs are placed.
+    Buffers in `kept` are not placed. Two buffers share memory only if no operation touches both: an operation's inputs
+    are still alive while its outputs are placed.
     """
     offsets = [0] * len(buffers)
-    free: list[tuple[int, int]] = []  # (offset, size), ordered, never adjacent
+    free: list[tuple[int, int]] = []  # (offset, size), sorted, never adjacent
     top = 0
     expiring: dict[int, list[int]] = {}
     placed = [index for index in range(len(buffers)) if index not in kept]
     order = sorted(placed, key=lambda index: buffers[index].first)
-    now = 0
+    op_index = 0
     for index in order:
         buffer = buffers[index]
-        while now < buffer.first:
-            for dead in expiring.pop(now, ()):
-                top = _release(free, offsets[dead], _aligned(buffers[dead].nbytes), top)
-            now += 1
+        while op_index < buffer.first:
+            for expired in expiring.pop(op_index, ()):
+                top = _release(free, offsets[expired], _aligned(buffers[expired].nbytes), top)
+            op_index += 1
         size = _aligned(buffer.nbytes)
-        for position, (offset, room) in enumerate(free):
-            if room >= size:
+        for position, (offset, free_size) in enumerate(free):
+            if free_size >= size:
                 offsets[index] = offset
-                free[position : position + 1] = [(offset + size, room - size)] if room > size else []
+                free[position : position + 1] = [(offset + size, free_size - size)] if free_size > size else []
                 break
         else:
             offsets[index] = top
@@ -58,7 +58,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def _release(free: list[tuple[int, int]], offset: int, size: int, top: int) -> int:
-    """Put a range back, joined with its neighbours; returns the new top when the last range reaches it."""
+    """Return a range to the free list, merged with its neighbours. Returns the new top if the last range reaches it."""
     free.append((offset, size))
     free.sort()
     joined: list[tuple[int, int]] = []
@@ -74,7 +74,7 @@ def _release(free: list[tuple[int, int]], offset: int, size: int, top: int) -> i
 
 
 class Claim:
-    """One graph's use of the arena, from its start to `nbytes`. Dropped when the graph closes."""
+    """One graph's use of the arena's first `nbytes` bytes, until the graph closes."""
 
     def __init__(self, arena: Arena, nbytes: int):
         self.nbytes = nbytes
@@ -83,13 +83,13 @@ class Claim:
     def tensor(
         self, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...], byte_offset: int
     ) -> torch.Tensor:
-        """A view of the arena. `byte_offset` is aligned to the dtype."""
+        """Return a view of the arena. `byte_offset` must be aligned to the dtype."""
         storage = self._arena.storage
         return torch.empty(0, dtype=dtype).set_(storage, byte_offset // dtype.itemsize, size, stride)
 
 
 class Arena:
-    """Memory shared by all CPU graphs of one pool; as a pool's `Memory`, its bytes are those of its largest claim."""
+    """Memory shared by all CPU graphs of one pool. As a pool's `Memory`, its size is that of its largest claim."""
 
     def __init__(self) -> None:
         self._map = _reserve(RESERVED_BYTES)
@@ -99,7 +99,7 @@ class Arena:
         self._touched = 0
 
     def claim(self, nbytes: int) -> Claim:
-        """Use the first `nbytes` bytes. Raises CaptureError beyond the reserved address space."""
+        """Claim the first `nbytes` bytes. Raises CaptureError beyond the reserved address space."""
         if nbytes > len(self._map):
             raise CaptureError(f"a graph needs {nbytes} bytes of intermediates; the arena reserves {len(self._map)}")
         claim = Claim(self, nbytes)
@@ -108,24 +108,24 @@ class Arena:
         return claim
 
     def nbytes(self) -> int:
-        """Bytes of the largest live claim."""
+        """Return the bytes of the largest live claim."""
         return max((claim.nbytes for claim in self._claims), default=0)
 
     def trim(self) -> None:
-        """Give pages above the largest live claim back to the system."""
-        keep = -(-self.nbytes() // mmap.PAGESIZE) * mmap.PAGESIZE
+        """Return pages above the largest live claim to the system."""
+        keep_end = -(-self.nbytes() // mmap.PAGESIZE) * mmap.PAGESIZE
         end = -(-self._touched // mmap.PAGESIZE) * mmap.PAGESIZE
-        if end > keep and hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED, keep, end - keep)
-        self._touched = min(self._touched, keep)
+        if end > keep_end and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, keep_end, end - keep_end)
+        self._touched = min(self._touched, keep_end)
 
 
 def _reserve(nbytes: int) -> mmap.mmap:
-    """Private address space without a promise of memory behind it; less of it where the system is strict."""
+    """Reserve private address space without committing memory; a smaller range if the system refuses."""
     while True:
         try:
             if sys.platform.startswith("linux"):
-                no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named in Python from 3.13 on
+                no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)  # in Python's mmap from 3.13 on
                 return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
             return mmap.mmap(-1, nbytes)
         except OSError:

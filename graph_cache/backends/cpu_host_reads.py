@@ -1,6 +1,6 @@
-"""Refuses `numpy()` and `tolist()` while a tape is recorded: they read a CPU's tensor behind the dispatcher's back.
+"""Refuse `numpy()` and `tolist()` during recording: they read a CPU tensor without a dispatcher call.
 
-A tensor on a GPU can't be read so at all, or only with a wait that ends a capture.
+A tensor on a GPU cannot be read this way at all, or only with a synchronisation that ends a capture.
 """
 
 from __future__ import annotations
@@ -15,46 +15,51 @@ import torch
 
 from graph_cache.errors import CaptureRefused
 
-READERS = ("numpy", "tolist")
+HOST_READ_METHODS = ("numpy", "tolist")
 
-_allowed: dict[int, Callable[[torch.Tensor], bool]] = {}  # by the thread that records now
-_patched: dict[str, Any] = {}  # what somebody else has put on torch.Tensor itself
+_allowed: dict[int, Callable[[torch.Tensor], bool]] = {}  # by id of the recording thread
+_originals: dict[str, Any] = {}  # attributes that other code has set on torch.Tensor itself
 _lock = threading.Lock()
 
 
 @contextmanager
-def refused_host_reads(allowed: Callable[[torch.Tensor], bool]) -> Iterator[None]:
-    """Within the block reads by this thread raise CaptureRefused, but of what is allowed; others read as ever."""
-    me = threading.get_ident()
+def refuse_host_reads(allowed: Callable[[torch.Tensor], bool]) -> Iterator[None]:
+    """Make this thread's host reads raise CaptureRefused within the block, except for tensors that `allowed` accepts.
+
+    Other threads are unaffected.
+    """
+    thread_id = threading.get_ident()
     with _lock:
         if not _allowed:
-            _patched.update({name: vars(torch.Tensor)[name] for name in READERS if name in vars(torch.Tensor)})
-            for name in READERS:
-                # Over what torch.Tensor inherits: a mode that sees functions would switch off fast paths of torch.nn.
-                setattr(torch.Tensor, name, _refusing(name, getattr(torch.Tensor, name)))
-        _allowed[me] = allowed
+            _originals.update(
+                {name: vars(torch.Tensor)[name] for name in HOST_READ_METHODS if name in vars(torch.Tensor)}
+            )
+            for name in HOST_READ_METHODS:
+                # Shadow the inherited methods: a TorchFunctionMode would disable fast paths of torch.nn.
+                setattr(torch.Tensor, name, _refusing_reader(name, getattr(torch.Tensor, name)))
+        _allowed[thread_id] = allowed
     try:
         yield
     finally:
         with _lock:
-            del _allowed[me]
+            del _allowed[thread_id]
             if not _allowed:
-                for name in READERS:
-                    if name in _patched:
-                        setattr(torch.Tensor, name, _patched.pop(name))
+                for name in HOST_READ_METHODS:
+                    if name in _originals:
+                        setattr(torch.Tensor, name, _originals.pop(name))
                     else:
                         delattr(torch.Tensor, name)
 
 
-def _refusing(name: str, before: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(before)
+def _refusing_reader(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
     def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         allowed = _allowed.get(threading.get_ident())
         if allowed is not None and not allowed(tensor):
             raise CaptureRefused(
                 f"Tensor.{name}(): the host reads a tensor's values here, and a replay would not read "
-                "them again. Keep them in a tensor, or make them a keyword of the graph's key"
+                "them again. Keep them in a tensor, or pass them as a keyword of the graph's key"
             )
-        return before(tensor, *args, **kwargs)
+        return original(tensor, *args, **kwargs)
 
     return read

@@ -1,6 +1,6 @@
-"""Overloads of operations that write into given memory, so that a replay allocates nothing.
+"""Find out= overloads of operations, so that a replay writes into given memory and allocates nothing.
 
-Owns which overload belongs to an operation, and the proof that it does the same. Knows single calls, no tapes.
+Also verifies that an overload gives the same results as the operation.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from graph_cache.reference import same_bits
 
 FACTORY_ARGUMENTS = {"dtype", "layout", "device", "pin_memory"}
 
-# Operations that also write into an argument without saying so in their schema: trying them twice would write twice.
-WRITE_UNANNOUNCED = {
+# Operations that write into an argument without declaring it in their schema: a trial run would write twice.
+UNDECLARED_WRITES = {
     "aten::native_batch_norm",
     "aten::batch_norm_with_update",
     "aten::_batch_norm_impl_index",
@@ -27,8 +27,8 @@ WRITE_UNANNOUNCED = {
 
 @functools.cache
 def out_overload(func: torch._ops.OpOverload) -> tuple[torch._ops.OpOverload, tuple[str, ...]] | None:
-    """The overload of `func` that writes into given tensors, with the names of those; None if there is none."""
-    if func._schema.is_mutable or func._schema.name in WRITE_UNANNOUNCED:
+    """Return the overload of `func` that writes into given tensors, and the names of those; None if there is none."""
+    if func._schema.is_mutable or func._schema.name in UNDECLARED_WRITES:
         return None
     if any(str(returned.type) != "Tensor" for returned in func._schema.returns):
         return None
@@ -47,7 +47,7 @@ def out_overload(func: torch._ops.OpOverload) -> tuple[torch._ops.OpOverload, tu
 def out_call(
     func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], targets: Sequence[torch.Tensor]
 ) -> tuple[torch._ops.OpOverload, tuple, dict[str, Any]]:
-    """`func(*args, **kwargs)` as a call that writes its results into `targets`. The overload must exist."""
+    """Return `func(*args, **kwargs)` as a call that writes its results into `targets`. The overload must exist."""
     out_func, out_names = out_overload(func)
     arguments = out_func._schema.arguments
     accepted = {argument.name for argument in arguments}
@@ -61,11 +61,11 @@ def out_call(
     return out_func, tuple(out_args), out_kwargs | dict(zip(out_names, targets, strict=True))
 
 
-def writes_the_same(func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], results: Any) -> bool:
-    """Try the overload on memory of its own: does it leave `results`, and use no more memory than they take?
+def out_overload_matches(func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], results: Any) -> bool:
+    """Run the overload on scratch tensors: return whether it gives `results` and needs no more memory than they do.
 
-    Some use theirs as scratch space on the way (`mse_loss` for all its terms, before it adds them up): in an arena that
-    would overwrite the neighbours.
+    Some overloads use their output as scratch space (`mse_loss` for all terms, before the sum): in an arena this would
+    overwrite neighbouring buffers.
     """
     results = results if isinstance(results, (list, tuple)) else (results,)
     if out_overload(func) is None or torch.Tag.nondeterministic_seeded in func.tags:
@@ -76,11 +76,11 @@ def writes_the_same(func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, 
     call, out_args, out_kwargs = out_call(func, args, kwargs, targets)
     try:
         call(*out_args, **out_kwargs)
-    except RuntimeError:  # it doesn't take such a target: then the results are copied
+    except RuntimeError:  # unsupported target: results are copied instead
         return False
-    return all(_same(target, result) for target, result in zip(targets, results, strict=True))
+    return all(_matches(target, result) for target, result in zip(targets, results, strict=True))
 
 
-def _same(target: torch.Tensor, result: torch.Tensor) -> bool:
-    spills = target.untyped_storage().nbytes() > target.numel() * target.itemsize
-    return not spills and target.shape == result.shape and same_bits(target, result)
+def _matches(target: torch.Tensor, result: torch.Tensor) -> bool:
+    uses_scratch = target.untyped_storage().nbytes() > target.numel() * target.itemsize
+    return not uses_scratch and target.shape == result.shape and same_bits(target, result)

@@ -1,7 +1,7 @@
-"""Turns a tape into something that replays: calls bound to arena memory, run by the TorchScript interpreter.
+"""Build a replayable program from a tape: calls bound to arena memory, run by the TorchScript interpreter.
 
-A plain Python loop over the calls costs as much as running the model eagerly; the interpreter dispatches the same
-calls with the same arguments at half the cost. The loop stays as the way that always works.
+A Python loop over the calls costs as much as running the model eagerly; the interpreter dispatches the same calls with
+the same arguments at half the cost. The loop remains as a fallback that always works.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ from graph_cache.backends.cpu_tape import UNDEFINED_CONTENTS, Ref, Tape
 
 @dataclass(slots=True)
 class Call:
-    """One replayed call. `targets` receive copies of its results where the function can't write in place.
+    """One replayed call. `targets` receive copies of its results if the function cannot write in place.
 
-    They are one for each of the schema's returns, or none at all: a tensor, a list of tensors, or None to drop it.
-    `instead` does the same by copying, for a program that can't take this call.
+    `targets` has one entry for each of the schema's returns, or is empty. An entry is a tensor, a list of tensors, or
+    None to drop the result. `fallback` is the same call with copied results, for a program that does not support this
+    one.
     """
 
     func: torch._ops.OpOverload
     args: tuple
     kwargs: dict[str, Any]
     targets: tuple[Any, ...] = ()
-    grad: bool = False  # the gradient mode to run it under
-    instead: Call | None = None
+    grad: bool = False  # the gradient mode to run under
+    fallback: Call | None = None
 
 
 def bind(tape: Tape, claim: Claim, offsets: list[int]) -> list[Call]:
-    """The tape's operations on real tensors: intermediates become views of the arena, outputs are written in place."""
+    """Bind the tape's operations to tensors: intermediates become views of the arena, outputs are written in place."""
     views: dict[Ref, torch.Tensor] = {}
 
     def tensor_of(leaf: Any) -> Any:
@@ -63,20 +64,22 @@ def bind(tape: Tape, claim: Claim, offsets: list[int]) -> list[Call]:
             calls.append(Call(op.func, args, kwargs, grad=op.grad))
             continue
         targets = tree_map(tensor_of, op.outs)
-        copying = Call(op.func, args, kwargs, targets, op.grad)
+        copy_call = Call(op.func, args, kwargs, targets, op.grad)
         calls.append(
-            Call(*out_call(op.func, args, kwargs, targets), grad=op.grad, instead=copying) if op.in_place else copying
+            Call(*out_call(op.func, args, kwargs, targets), grad=op.grad, fallback=copy_call)
+            if op.in_place
+            else copy_call
         )
     return calls
 
 
 def loop_program(calls: list[Call]) -> Callable[[], None]:
-    """Replay by a plain Python loop: no faster than eager, always available."""
+    """Return a replay as a plain Python loop: no faster than eager, but always available."""
 
     def replay() -> None:
-        for grad, stretch in _by_grad_mode(calls):
+        for grad, segment in _by_grad_mode(calls):
             with _mode(grad):
-                for call in stretch:
+                for call in segment:
                     result = call.func(*call.args, **call.kwargs)
                     if call.targets:
                         _copy_results(call.targets, result if len(call.func._schema.returns) > 1 else (result,))
@@ -85,12 +88,12 @@ def loop_program(calls: list[Call]) -> Callable[[], None]:
 
 
 def _by_grad_mode(calls: list[Call]) -> list[tuple[bool, list[Call]]]:
-    """The calls in stretches of one gradient mode."""
-    return [(grad, list(stretch)) for grad, stretch in itertools.groupby(calls, key=lambda call: call.grad)]
+    """Group consecutive calls by gradient mode."""
+    return [(grad, list(segment)) for grad, segment in itertools.groupby(calls, key=lambda call: call.grad)]
 
 
 def _mode(grad: bool) -> AbstractContextManager:
-    """As the calls were recorded. Nothing they use asks for a gradient, so none is tracked either way."""
+    """Return the recorded gradient mode. No input requires grad, so autograd records nothing either way."""
     return torch.enable_grad() if grad else torch.inference_mode()
 
 
@@ -103,23 +106,23 @@ def _copy_results(targets: Sequence[Any], results: Sequence[Any]) -> None:
 
 
 def torchscript_program(calls: list[Call]) -> Callable[[], None]:
-    """Replay by the TorchScript interpreter over a straight line of nodes with constant tensors.
+    """Return a replay by the TorchScript interpreter over a linear graph of nodes with constant tensors.
 
-    Raises RuntimeError where an argument has no form in its IR. The graph executor's optimisations stay off for every
-    call: they assume that constants are not written to, and ours are.
+    Raises RuntimeError if its IR cannot represent an argument. The graph executor's optimisations are disabled for
+    every call: they assume that constants are never written, and here they are.
     """
-    stretches = [(grad, _script(stretch)) for grad, stretch in _by_grad_mode(calls)]
-    optimised, set_optimised = torch._C._get_graph_executor_optimize, torch._C._set_graph_executor_optimize
+    segments = [(grad, _script(segment)) for grad, segment in _by_grad_mode(calls)]
+    get_optimize, set_optimize = torch._C._get_graph_executor_optimize, torch._C._set_graph_executor_optimize
 
     def replay() -> None:
-        before = optimised()
-        set_optimised(False)
+        before = get_optimize()
+        set_optimize(False)
         try:
-            for grad, run in stretches:
+            for grad, run in segments:
                 with _mode(grad):
                     run()
         finally:
-            set_optimised(before)
+            set_optimize(before)
 
     return replay
 
@@ -140,11 +143,11 @@ def _append(graph: torch._C.Graph, constants: dict, call: Call) -> None:
     inputs = [_value(graph, constants, given[argument.name], argument.type) for argument in schema.arguments]
     node = graph.create(schema.name, inputs, len(schema.returns))
     graph.insertNode(node)
-    if not _finds_overload(node, call, given):
-        if call.instead is None:
+    if not _resolves_to_overload(node, call, given):
+        if call.fallback is None:
             raise RuntimeError(f"{call.func} would be replayed as {node.schema()}")
         node.destroy()
-        return _append(graph, constants, call.instead)
+        return _append(graph, constants, call.fallback)
     for target, output in zip(call.targets, node.outputs(), strict=False):
         if isinstance(target, (list, tuple)):
             output.setType(torch._C.ListType.ofTensors())
@@ -152,21 +155,22 @@ def _append(graph: torch._C.Graph, constants: dict, call: Call) -> None:
             pairs = list(zip(target, unpacked.outputs(), strict=True))
         else:
             pairs = [(target, output)]
-        for into, value in pairs:
-            if into is not None:
+        for destination, value in pairs:
+            if destination is not None:
                 graph.insertNode(
                     graph.create(
                         "aten::copy_",
-                        [_value(graph, constants, into, None), value, _value(graph, constants, False, None)],
+                        [_value(graph, constants, destination, None), value, _value(graph, constants, False, None)],
                         1,
                     )
                 )
 
 
-def _finds_overload(node: torch._C.Node, call: Call, given: dict[str, Any]) -> bool:
-    """A node has no overload's name: the interpreter finds one by the types of the inputs, and it must be ours.
+def _resolves_to_overload(node: torch._C.Node, call: Call, given: dict[str, Any]) -> bool:
+    """Return whether the interpreter resolves the node to the call's overload.
 
-    Except where a number stands for a tensor: there it finds the overload for numbers, which means the same.
+    A node carries no overload name: the interpreter selects one by input types. If a number is passed for a tensor, it
+    selects the overload for numbers, which is equivalent.
     """
     found, wanted = node.schema().split("(")[0], str(call.func._schema).split("(")[0]
     numbers = any(
@@ -179,17 +183,17 @@ def _finds_overload(node: torch._C.Node, call: Call, given: dict[str, Any]) -> b
 MEMORY_FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
 
 
-def _value(graph: torch._C.Graph, constants: dict, value: Any, kind: Any) -> torch._C.Value:
-    """A constant in the graph, shared between calls; lists that hold tensors are built by a node of their own."""
+def _value(graph: torch._C.Graph, constants: dict, value: Any, ir_type: Any) -> torch._C.Value:
+    """Return `value` as a graph constant, shared between calls. Lists of tensors are built by a node."""
     if isinstance(value, (list, tuple)):
-        if value and all(isinstance(item, (int, float)) for item in value) and not _wants_floats(kind, value):
-            return _constant(graph, constants, ("list", tuple(value), str(kind)), list(value))
-        return _list(graph, constants, value, kind)
+        if value and all(isinstance(item, (int, float)) for item in value) and not _wants_floats(ir_type, value):
+            return _constant(graph, constants, ("list", tuple(value), str(ir_type)), list(value))
+        return _list(graph, constants, value, ir_type)
     if isinstance(value, torch.memory_format):
         value = MEMORY_FORMATS.index(value)
-    if isinstance(value, bool) and "number" in str(kind):
-        value = int(value)  # the IR doesn't count a bool among the numbers
-    if kind is not None and "float" in str(kind) and isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(value, bool) and "number" in str(ir_type):
+        value = int(value)  # in the IR, a bool is not a number
+    if ir_type is not None and "float" in str(ir_type) and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if isinstance(value, torch.Tensor):
         key = ("tensor", id(value))
@@ -200,14 +204,14 @@ def _value(graph: torch._C.Graph, constants: dict, value: Any, kind: Any) -> tor
     return _constant(graph, constants, key, value)
 
 
-def _wants_floats(kind: Any, value: list | tuple) -> bool:
-    return "float" in str(kind) and any(isinstance(item, int) for item in value)
+def _wants_floats(ir_type: Any, value: list | tuple) -> bool:
+    return "float" in str(ir_type) and any(isinstance(item, int) for item in value)
 
 
-def _list(graph: torch._C.Graph, constants: dict, value: list | tuple, kind: Any) -> torch._C.Value:
-    element = kind
+def _list(graph: torch._C.Graph, constants: dict, value: list | tuple, ir_type: Any) -> torch._C.Value:
+    element = ir_type
     while hasattr(element, "getElementType") and not isinstance(element, torch._C.ListType):
-        element = element.getElementType()  # through Optional to the list
+        element = element.getElementType()  # unwrap Optional
     element = element.getElementType()
     node = graph.create("prim::ListConstruct", [_value(graph, constants, item, element) for item in value], 1)
     node.output().setType(torch._C.ListType(element))

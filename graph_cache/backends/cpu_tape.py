@@ -1,7 +1,7 @@
-"""Records the ATen calls of one run: which operations, on which memory, living from when to when.
+"""Record the ATen calls of one run: operations, the memory that they use, and its lifetimes.
 
-Owns the recording and the refusals. A CUDA graph can hold no operation whose shape or control flow depends on data;
-the CPU tape refuses the same ones, so that what is captured on a laptop can be captured on a GPU.
+A CUDA graph cannot contain an operation whose shape or control flow depends on data. The CPU tape refuses the same
+operations, so that a capture that works on a laptop also works on a GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from graph_cache.backends.cpu_out import writes_the_same
+from graph_cache.backends.cpu_out import out_overload_matches
 from graph_cache.errors import CaptureRefused
 
 aten = torch.ops.aten
@@ -38,12 +38,12 @@ INDEXING = {
     "aten::_unsafe_index_put",
     "aten::_index_put_impl_",
 }
-EXCHANGES = ("c10d::", "_c10d_functional::")  # between processes
+COLLECTIVES = ("c10d::", "_c10d_functional::")
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A tensor inside memory that the recorded run allocated: which buffer, and how it is seen there."""
+    """A tensor in memory that the recorded run allocated: the buffer and its geometry."""
 
     buffer: int
     dtype: torch.dtype
@@ -66,9 +66,9 @@ class Op:
     args: tuple
     kwargs: dict[str, Any]
     outs: tuple[Any, ...]
-    fresh: bool  # True: some output is new memory, to be placed in the arena
-    in_place: bool  # True: an overload writes all its outputs into given memory, and was seen to write the same
-    grad: bool  # the gradient mode it ran under, which some kernels ask for
+    fresh: bool  # some output is new memory, to be placed in the arena
+    in_place: bool  # an out= overload exists for all outputs and was verified to match
+    grad: bool  # the gradient mode it ran under, which some kernels query
 
 
 @dataclass(slots=True)
@@ -82,132 +82,137 @@ class Buffer:
 
 @dataclass
 class Tape:
-    """A recorded run. Its operations keep alive every tensor that they use but that the run did not allocate."""
+    """A recorded run. Its operations keep every tensor alive that they use and the run did not allocate."""
 
     ops: list[Op] = field(default_factory=list)
     buffers: list[Buffer] = field(default_factory=list)
-    kept: dict[int, torch.UntypedStorage] = field(default_factory=dict)  # buffers that outlive the run, where they are
+    kept: dict[int, torch.UntypedStorage] = field(default_factory=dict)  # buffers that outlive the run, left in place
 
 
 class TapeRecorder(TorchDispatchMode):
-    """Runs operations and writes them down. Use as a context manager; then read `tape`.
+    """Dispatch mode that runs operations and records them. Use as a context manager, then read `tape`.
 
-    Sees what reaches the dispatcher; what reads a CPU's tensor behind its back, cpu_host_reads.py refuses.
+    Sees only what reaches the dispatcher; cpu_host_reads.py refuses reads that bypass it.
     """
 
     def __init__(self, generators: Sequence[torch.Generator] = (), can_undo: bool = False):
         super().__init__()
         self.tape = Tape()
-        # With `can_undo`, by address: memory from before the run that it wrote to, and what was there.
-        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] | None = {} if can_undo else None
-        # By their C++ object: the dispatcher wraps a generator anew for every call.
+        # With `can_undo`, by address: outside memory that the run wrote to, and its former contents.
+        self._overwritten: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] | None = (
+            {} if can_undo else None
+        )
+        # By C++ object: the dispatcher wraps a generator in a new Python object for every call.
         self._generators = {generator._cdata for generator in generators}
         self._buffer_of: dict[int, int] = {}
-        self._numbers: set[int] = set()  # storages of tensors made from Python values
-        self._constant: set[int] = set()  # storages whose contents came of no tensor from before the run, and no draw
-        # A weak reference to each storage keeps its address from being used again, so an address names one buffer.
-        self._pinned: list[StorageWeakRef] = []
+        self._literals: set[int] = set()  # storages of tensors made from Python values
+        self._constant_storages: set[int] = set()  # storages computed without outside tensors or randomness
+        # Weak references keep storage addresses from being reused, so an address identifies one buffer.
+        self._storage_refs: list[StorageWeakRef] = []
         self._aliases: dict[tuple, torch.Tensor] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else the first operation would import the compiler, a second or two, to tell it to keep out
+        return False  # otherwise the first operation would import the compiler, which takes a second or two
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if any(kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for kind in types):
-            return NotImplemented  # a class that computes by operations on tensors of its own: those come here next
+        if any(tensor_type.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for tensor_type in types):
+            return NotImplemented  # a wrapper subclass: its operations on inner tensors are dispatched here next
         if _is_composite(func):
-            # Composite operations arrive whole under inference mode: take them apart, so that what they allocate
-            # inside is placed in the arena too. By the C++ kernel that eager runs: the Python decompositions that
-            # exist for compilers round otherwise.
+            # Under inference mode, composite operations are not decomposed. Decompose them, so that their inner
+            # allocations are placed in the arena too. Use the C++ kernel that eager runs: the Python
+            # decompositions for compilers round differently.
             with self:
                 return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
         self._refuse(func, args, kwargs)
         lifted = func is aten.lift_fresh.default
         if lifted:
-            # A tensor made from Python values: what the callable may write into is a copy, made anew by each replay.
+            # A tensor made from Python values: the callable may write into it, so each replay makes a new copy.
             func = aten.clone.default
         inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
-        known = {tensor.untyped_storage()._cdata for tensor in inputs}
-        if self._before is not None:
-            self._remember(func, args, kwargs)
+        input_storages = {tensor.untyped_storage()._cdata for tensor in inputs}
+        if self._overwritten is not None:
+            self._save_overwritten(func, args, kwargs)
         result = func(*args, **kwargs)
         if lifted:
-            self._numbers.add(result.untyped_storage()._cdata)
+            self._literals.add(result.untyped_storage()._cdata)
         if torch.Tag.inplace_view in func.tags:
-            return result  # changes how a tensor object sees its memory, which is in the Refs of whoever uses it
+            return result  # changes only the geometry, which is in the Refs of later operations
         results = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
-        touched = known | {tensor.untyped_storage()._cdata for tensor in results}
-        if lifted or (known <= self._constant and torch.Tag.nondeterministic_seeded not in func.tags):
-            self._constant |= touched
+        touched = input_storages | {tensor.untyped_storage()._cdata for tensor in results}
+        if lifted or (input_storages <= self._constant_storages and torch.Tag.nondeterministic_seeded not in func.tags):
+            self._constant_storages |= touched
         elif func._schema.is_mutable:
-            self._constant -= touched
-        fresh = any(tensor.untyped_storage()._cdata not in known for tensor in results)
+            self._constant_storages -= touched
+        fresh = any(tensor.untyped_storage()._cdata not in input_storages for tensor in results)
         if fresh or func._schema.is_mutable or not results:
-            self._record(func, args, kwargs, inputs, result, known)
-        return result  # if not recorded, a view: its geometry is in the Refs of whoever uses it
+            self._record(func, args, kwargs, inputs, result, input_storages)
+        return result  # if not recorded, a view: its geometry is in the Refs of later operations
 
-    def _remember(self, func, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Keep what the call is about to overwrite of memory that isn't the run's own."""
-        names = _written_by(func)
+    def _save_overwritten(self, func, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Save the contents of outside memory that the call is about to overwrite."""
+        names = _written_arguments(func)
         if not names:
             return
-        given = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
+        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
         for tensor in tree_flatten([given.get(name) for name in names])[0]:
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
-                if storage._cdata not in self._buffer_of and storage._cdata not in self._before:
-                    self._before[storage._cdata] = storage, storage.clone()
+                if storage._cdata not in self._buffer_of and storage._cdata not in self._overwritten:
+                    self._overwritten[storage._cdata] = storage, storage.clone()
 
     def undo(self) -> None:
-        """Take back what the run wrote to memory from before it."""
-        for storage, before in (self._before or {}).values():
+        """Restore outside memory that the run overwrote."""
+        for storage, before in (self._overwritten or {}).values():
             storage.copy_(before)
 
     def is_constant(self, tensor: torch.Tensor) -> bool:
-        """Whether every run would find there what this one does, so that the host may read it."""
-        return tensor.untyped_storage()._cdata in self._constant
+        """Return whether the tensor holds the same values in every run, so that the host may read it."""
+        return tensor.untyped_storage()._cdata in self._constant_storages
 
     def touched_memory(self) -> bool:
-        """Whether a recorded call read or wrote a tensor: an optimizer's marks for the profiler are calls, too."""
+        """Return whether a recorded call read or wrote a tensor. An optimizer's profiler marks are calls, too."""
         return bool(self.tape.buffers or self._aliases)
 
-    def keep_what_lives(self) -> None:
-        """Call after the run: memory that something still holds stays where it is, out of every other graph's reach."""
-        for buffer, reference in enumerate(self._pinned):
+    def keep_live_buffers(self) -> None:
+        """Keep memory that is still referenced after the run in place, outside the arena.
+
+        Call after the run.
+        """
+        for buffer, reference in enumerate(self._storage_refs):
             if not reference.expired():
                 self.tape.kept[buffer] = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
 
-    def _record(self, func, args, kwargs, inputs: list[torch.Tensor], result: Any, known: set[int]) -> None:
+    def _record(self, func, args, kwargs, inputs: list[torch.Tensor], result: Any, input_storages: set[int]) -> None:
         index = len(self.tape.ops)
         results = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
         for tensor in results:
             storage = tensor.untyped_storage()
-            if storage._cdata not in known and storage._cdata not in self._buffer_of:
+            if storage._cdata not in input_storages and storage._cdata not in self._buffer_of:
                 self._buffer_of[storage._cdata] = len(self.tape.buffers)
-                self._pinned.append(StorageWeakRef(storage))
+                self._storage_refs.append(StorageWeakRef(storage))
                 self.tape.buffers.append(Buffer(0, index, index))
 
-        def used(leaf: Any) -> Any:
+        def to_ref(leaf: Any) -> Any:
             return self._ref(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
-        def made(leaf: Any) -> Ref | None:
-            new = isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in known
+        def new_ref(leaf: Any) -> Ref | None:
+            new = isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in input_storages
             return self._ref(leaf) if new else None
 
-        outs = tree_map(made, result if len(func._schema.returns) > 1 else (result,))
+        outs = tree_map(new_ref, result if len(func._schema.returns) > 1 else (result,))
         fresh = any(isinstance(leaf, Ref) for leaf in tree_flatten(outs)[0])
         in_place = (
             func._schema.name not in UNDEFINED_CONTENTS
             and all(isinstance(out, Ref) for out in outs)
-            and writes_the_same(func, args, kwargs, result)
+            and out_overload_matches(func, args, kwargs, result)
         )
         self.tape.ops.append(
             Op(
                 func,
-                tree_map(used, args),
-                tree_map(used, kwargs),
+                tree_map(to_ref, args),
+                tree_map(to_ref, kwargs),
                 tuple(outs),
                 fresh,
                 in_place,
@@ -218,17 +223,17 @@ class TapeRecorder(TorchDispatchMode):
             storage = tensor.untyped_storage()
             buffer = self._buffer_of.get(storage._cdata)
             if buffer is not None:
-                lived = self.tape.buffers[buffer]
-                lived.nbytes, lived.last = max(lived.nbytes, storage.nbytes()), index  # an `out=` may have grown it
+                entry = self.tape.buffers[buffer]
+                entry.nbytes, entry.last = max(entry.nbytes, storage.nbytes()), index  # out= may have resized it
 
     def _ref(self, tensor: torch.Tensor) -> Ref | torch.Tensor:
-        """How an operation sees a tensor: a Ref, or for memory from outside an alias.
+        """Return a Ref for a tensor in recorded memory, or an alias of a tensor in outside memory.
 
-        An alias, because the callable may go on to change its own tensor object (`t_`, `.data = …`) and a graph stays
-        at the addresses that it was captured with; and because the interpreter takes no constants that need a gradient.
+        An alias, because the callable may later change its own tensor object (`t_`, `.data = …`) while a graph stays at
+        the addresses that it was captured with, and because the interpreter accepts no constants that require grad.
         """
         storage = tensor.untyped_storage()
-        seen = (
+        geometry = (
             tensor.dtype,
             tuple(tensor.size()),
             tuple(tensor.stride()),
@@ -238,44 +243,45 @@ class TapeRecorder(TorchDispatchMode):
         )
         buffer = self._buffer_of.get(storage._cdata)
         if buffer is not None:
-            return Ref(buffer, *seen)
-        if (storage._cdata, seen) not in self._aliases:
-            self._aliases[storage._cdata, seen] = aten.alias.default(tensor)
-        return self._aliases[storage._cdata, seen]
+            return Ref(buffer, *geometry)
+        if (storage._cdata, geometry) not in self._aliases:
+            self._aliases[storage._cdata, geometry] = aten.alias.default(tensor)
+        return self._aliases[storage._cdata, geometry]
 
     def _refuse(self, func, args, kwargs) -> None:
         name = func._schema.name
         if name == "aten::_local_scalar_dense" or torch.Tag.data_dependent_output in func.tags:
             raise CaptureRefused(
                 f"{func}: the host reads a tensor's value here, and a replay would not "
-                "read it again. Keep it in a tensor, or make it a keyword of the graph's key"
+                "read it again. Keep it in a tensor, or pass it as a keyword of the graph's key"
             )
         if torch.Tag.dynamic_output_shape in func.tags and name not in INDEXING:
-            raise CaptureRefused(f"{func}: the shape of its output depends on data, and a graph's shapes are fixed")
-        if name.startswith(EXCHANGES) and not _changes_nothing(name, args):
+            raise CaptureRefused(f"{func}: its output shape depends on data, and a graph's shapes are fixed")
+        if name.startswith(COLLECTIVES) and not _is_single_rank_all_reduce(name, args):
             raise CaptureRefused(
-                f"{func}: processes exchange tensors here, which a graph on a CPU can't do again. "
-                "Leave it out of what is captured"
+                f"{func}: a collective between processes, which a CPU graph cannot replay. Leave it out of the capture"
             )
         if name in MOVES_STORAGE:
             raise CaptureRefused(f"{func}: it moves storage, and a graph's addresses are fixed")
         if name in INDEXING:
             masked = any(index is not None and index.dtype in BYTE_MASKS for index in args[1])
-            if masked and not self._fills(name, *args):
+            if masked and not self._is_masked_fill(name, *args):
                 raise CaptureRefused(
                     f"{func} with a boolean or uint8 mask: how many elements it selects depends on "
                     "data. Use torch.where or integer indices"
                 )
         devices = {leaf.device.type for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)}
         if devices - {"cpu", "meta"}:
-            raise CaptureRefused(f"{func}: tensors on {', '.join(sorted(devices))} inside a CPU graph")
-        if torch.Tag.nondeterministic_seeded in func.tags and not self._draw_is_registered(func, args, kwargs):
             raise CaptureRefused(
-                f"{func} draws from a generator that is not registered with this graph: "
-                "pass it in `generators`, so that replays draw fresh numbers"
+                f"{func}: tensors on {', '.join(sorted(devices))} in a CPU graph: keep all tensors on the CPU"
+            )
+        if torch.Tag.nondeterministic_seeded in func.tags and not self._uses_registered_generator(func, args, kwargs):
+            raise CaptureRefused(
+                f"{func} samples from a generator that is not registered with this graph: "
+                "pass it in `generators`, so that each replay samples new numbers"
             )
 
-    def _fills(
+    def _is_masked_fill(
         self,
         name: str,
         tensor: torch.Tensor,
@@ -283,17 +289,17 @@ class TapeRecorder(TorchDispatchMode):
         value: Any = None,
         accumulate: bool = False,
     ) -> bool:
-        """Whether it is `x[mask] = number`, which torch runs as masked_fill_: on a GPU, too, nothing is selected."""
+        """Return whether this is `x[mask] = number`, which torch runs as masked_fill_ on every device."""
         return (
             "index_put" in name
             and not accumulate
             and sum(index is not None for index in indices) == 1
             and value.numel() == 1
-            and value.untyped_storage()._cdata in self._numbers
+            and value.untyped_storage()._cdata in self._literals
         )
 
-    def _draw_is_registered(self, func, args, kwargs) -> bool:
-        """Deterministic uses of random-capable calls (dropout off) pass; true draws need a registered generator."""
+    def _uses_registered_generator(self, func, args, kwargs) -> bool:
+        """Return True for a registered generator, and for calls that are deterministic here (dropout off)."""
         arguments = func._schema.arguments
         given = {argument.name: argument.default_value for argument in arguments}
         given |= dict(zip(given, args, strict=False)) | kwargs
@@ -304,19 +310,21 @@ class TapeRecorder(TorchDispatchMode):
 
 
 @functools.cache
-def _written_by(func: torch._ops.OpOverload) -> list[str]:
-    """The arguments that an operation writes to; of a batch norm's running statistics its schema doesn't say so."""
-    names = [one.name for one in func._schema.arguments if one.alias_info and one.alias_info.is_write]
+def _written_arguments(func: torch._ops.OpOverload) -> list[str]:
+    """Return the arguments that an operation writes; batch norm's schema omits its running statistics."""
+    names = [
+        argument.name for argument in func._schema.arguments if argument.alias_info and argument.alias_info.is_write
+    ]
     return names + ["running_mean", "running_var"] if func is aten.native_batch_norm.default else names
 
 
 @functools.cache
 def _is_composite(func: torch._ops.OpOverload) -> bool:
-    """True for an operation that eager, too, runs as other operations."""
+    """Return whether eager also runs this operation as other operations."""
     registered = torch._C._dispatch_has_kernel_for_dispatch_key
     return registered(func.name(), "CompositeImplicitAutograd") and not registered(func.name(), "CPU")
 
 
-def _changes_nothing(name: str, args: tuple) -> bool:
-    """Whether an exchange between processes is a sum in place, over one process alone."""
+def _is_single_rank_all_reduce(name: str, args: tuple) -> bool:
+    """Return whether a collective is an in-place all-reduce over a single process."""
     return name == "c10d::allreduce_" and torch.distributed.ProcessGroup.unbox(args[1]).size() == 1

@@ -1,7 +1,7 @@
-"""CUDA graphs: the only file that captures on a GPU.
+"""CUDA graphs. The only file that captures on a GPU.
 
-Every capture is thread-local, so another thread's allocation or synchronisation can't break it, and runs on one capture
-stream into one memory pool, so that graphs share memory as large as the largest of them.
+Captures use the thread-local mode, so that another thread's allocation or synchronisation cannot invalidate them. All
+run on one capture stream into one memory pool, so that graphs share memory the size of the largest.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from graph_cache.reference import Reference
 
 logger = logging.getLogger(__name__)
 
-# What the driver or PyTorch says when an operation can't be part of a graph (a synchronisation, a host read).
+# Error texts of the driver and PyTorch for an operation that cannot be captured (a synchronisation, a host read).
 REFUSALS = ("operation not permitted when stream is capturing", "capture", "cudaErrorStreamCapture")
-LEGACY = "legacy stream depend on a capturing"
-REMEDY = (
-    "something works on the default stream, which no capture can wait for. If that is a wrapper for data "
-    "parallelism, whose gradients add up on the stream where it was made, make it on another: `stream = "
+LEGACY_STREAM_ERROR = "legacy stream depend on a capturing"
+LEGACY_STREAM_REMEDY = (
+    "an operation uses the default stream, which a capture cannot wait for. A data-parallel wrapper accumulates "
+    "gradients on the stream on which it was created; if that is the cause, create it on another: `stream = "
     "torch.cuda.Stream(); stream.wait_stream(torch.cuda.current_stream()); with torch.cuda.stream(stream): "
     "model = DistributedDataParallel(…)`, and torch.cuda.current_stream().wait_stream(stream). "
 )
@@ -35,55 +35,55 @@ REMEDY = (
 class CudaMemory:
     """One private pool of the caching allocator for all graphs of a GraphPool.
 
-    PyTorch retires a pool with its last graph and refuses its handle from then on, so a fresh handle is taken whenever
-    none lives: graphs that live at the same time always share one pool.
+    PyTorch retires a pool with its last graph and then rejects its handle, so a new handle is taken when no graph is
+    left. Graphs that are alive at the same time always share one pool.
     """
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._live = 0
-        self._measured = 0
+        self._live_graphs = 0
+        self._segment_bytes = 0
         self.id: tuple[int, int] = torch.cuda.graph_pool_handle()
 
     def adopt(self) -> None:
-        """A graph lives in the pool."""
-        self._live += 1
+        """Count a new graph in the pool."""
+        self._live_graphs += 1
 
     def release(self) -> None:
-        """A graph is gone."""
-        self._live -= 1
-        if self._live == 0:
+        """Count a destroyed graph; renew the pool after the last."""
+        self._live_graphs -= 1
+        if self._live_graphs == 0:
             self.renew()
 
     def renew(self) -> None:
-        """Capture into a fresh pool from now on."""
+        """Use a new pool for further captures."""
         self.id = torch.cuda.graph_pool_handle()
-        self._measured = 0
+        self._segment_bytes = 0
 
     def nbytes(self) -> int:
-        """Bytes of the segments that the allocator held for this pool after its last capture."""
-        return self._measured
+        """Return the bytes of the segments that the allocator held for this pool after its last capture."""
+        return self._segment_bytes
 
     def growth(self) -> int:
-        """Measure the pool anew (a walk over its segments), and return by how much it grew."""
-        before, self._measured = self._measured, sum(part["total_size"] for part in segments_of(self.id))
-        return max(0, self._measured - before)
+        """Measure the pool again (walks its segments), and return the growth in bytes."""
+        before, self._segment_bytes = self._segment_bytes, sum(part["total_size"] for part in segments_of(self.id))
+        return max(0, self._segment_bytes - before)
 
     def trim(self) -> None:
-        """Give segments that no live graph uses back to the driver."""
+        """Return segments that no live graph uses to the driver."""
         gc.collect()
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
-        if self._live:
-            self.growth()  # what an evicted graph held alone is gone from the pool
+        if self._live_graphs:
+            self.growth()  # memory that only an evicted graph used has left the pool
 
 
 def segments_of(pool_id: tuple[int, int]) -> list[dict]:
-    """What the allocator holds for a pool, as `torch.cuda.memory_snapshot` gives it.
+    """Return the allocator's segments of a pool, as given by `torch.cuda.memory_snapshot`.
 
-    That function gives away a reference to each number of the id that was never its own (pytorch/pytorch#196366):
-    numbers above 256 are then freed while in use, which ends a process that has made as many pools. They are counted
-    here before and after, and given back.
+    That function drops a reference too many to each number of the pool id (pytorch/pytorch#196366). Numbers above 256
+    are then freed while in use, which crashes a process that has made that many pools. This function compares the
+    reference counts before and after the call and restores them.
     """
     first, second = pool_id
     before = sys.getrefcount(first), sys.getrefcount(second)
@@ -105,7 +105,7 @@ class CudaBackendGraph:
         self.nbytes = memory.growth()
         self._graph: torch.cuda.CUDAGraph | None = graph
         self._memory = memory
-        # The driver's call itself, which enqueues on the current stream: a training step makes two for every layer.
+        # Bound without a wrapper, since a training step replays two graphs per layer. Enqueues on the current stream.
         self.replay: Callable[[], None] = graph.replay
         memory.adopt()
 
@@ -123,17 +123,17 @@ def _closed() -> None:
 
 
 class CudaBackend:
-    """The GPU's way to capture and replay; see `backends.base.Backend` for the contract."""
+    """CUDA implementation of `backends.base.Backend`."""
 
     name = "cuda"
     capture_runs = False
-    warmup_runs = 2  # the first run loads modules lazily and picks algorithms: neither may happen inside a capture
+    warmup_runs = 2  # the first run loads modules and selects algorithms, which must not happen in a capture
 
     def __init__(self, device: torch.device):
         self.device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
         self.default_generator = torch.cuda.default_generators[self.device.index]
         self.stream = torch.cuda.Stream(self.device)
-        self._nothing = torch.zeros(1, device=self.device)
+        self._scratch = torch.zeros(1, device=self.device)
 
     def new_memory(self) -> CudaMemory:
         return CudaMemory(self.device)
@@ -151,7 +151,7 @@ class CudaBackend:
         return torch.cuda.is_current_stream_capturing()
 
     def has_captured(self) -> bool:
-        # Nobody but the capturing thread, or one that it waits for, may ask the driver: it is changing the graph.
+        # Query the driver only from the capturing thread, or one that it waits for: the graph is being modified.
         return not self.is_capturing() or has_nodes(self.stream.cuda_stream)
 
     def synchronize(self) -> None:
@@ -191,15 +191,15 @@ class CudaBackend:
             except BaseException as error:
                 self._abandon(graph, memory, generators)
                 if isinstance(error, RuntimeError):
-                    kind = CaptureRefused if any(word in str(error) for word in REFUSALS) else CaptureError
-                    remedy = REMEDY if LEGACY in str(error) else ""
-                    raise kind(f"the driver refused the capture: {remedy}{error}") from error
+                    error_type = CaptureRefused if any(word in str(error) for word in REFUSALS) else CaptureError
+                    remedy = LEGACY_STREAM_REMEDY if LEGACY_STREAM_ERROR in str(error) else ""
+                    raise error_type(f"the driver refused the capture: {remedy}{error}") from error
                 raise
         torch.cuda.synchronize(self.device)
         return CudaBackendGraph(graph, memory)
 
     def _begin(self, memory: CudaMemory, generators: Sequence[torch.Generator]) -> torch.cuda.CUDAGraph:
-        """Begin a capture; in a fresh pool where the allocator refuses the present one, as after some failures."""
+        """Begin a capture. If the allocator rejects the current pool, as after some failures, use a new one."""
         failure: RuntimeError | None = None
         for _ in range(2):
             graph = self._new_graph(generators)
@@ -209,18 +209,18 @@ class CudaBackend:
             except RuntimeError as error:
                 self._abandon(graph, memory, generators)
                 failure = error
-                logger.warning("the allocator refuses the graph pool; a fresh one is used from now on: %s", error)
+                logger.warning("the allocator rejected the graph pool; using a new one: %s", error)
                 memory.renew()
         raise CaptureError(f"the capture could not begin: {failure}") from failure
 
     def refuse_copies_of_the_host(self) -> None:
-        """Raise CaptureRefused if the capture under way on the current stream copies pageable memory of the host."""
+        """Raise CaptureRefused if the capture in progress on the current stream copies pageable host memory."""
         if copies := pageable_copies(torch.cuda.current_stream(self.device).cuda_stream):
             raise CaptureRefused(
-                f"it copies {', '.join(copies)}: pageable memory of the host, which may be gone or hold something else "
-                "when the graph is replayed. Copy from pinned memory that outlives the graph. Where it is a library's "
-                "doing, another shape or implementation may do without: cuDNN's attention copies in its backward at "
-                "sequence lengths that are no multiple of 128"
+                f"it copies {', '.join(copies)}: pageable memory of the host, which may be freed or changed when the "
+                "graph is replayed. Copy from pinned memory that outlives the graph. If a library makes the copy, "
+                "another shape or implementation may avoid it: cuDNN attention copies in its backward at sequence "
+                "lengths that are not a multiple of 128"
             )
 
     def _new_graph(self, generators: Sequence[torch.Generator]) -> torch.cuda.CUDAGraph:
@@ -230,10 +230,10 @@ class CudaBackend:
         return graph
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, memory: CudaMemory, generators: Sequence[torch.Generator]) -> None:
-        """End a broken capture so that the device, its allocator and its generators are as if it had not begun.
+        """End a failed capture so that the device, its allocator and its generators are as before.
 
-        A capture that ends in an error leaves generators in capture mode: every later draw would fail. An empty capture
-        that ends well takes them out of it.
+        A capture that ends in an error leaves its generators in capture mode, in which every later use fails. An empty
+        capture that succeeds resets them.
         """
 
         def stop_recording() -> None:
@@ -242,10 +242,10 @@ class CudaBackend:
         for step in (graph.capture_end, stop_recording, graph.reset, lambda: torch.cuda.synchronize(self.device)):
             try:
                 step()
-            except RuntimeError as consequence:  # the capture's own failure, told again: the caller raises the first
-                logger.debug("while abandoning a capture: %s", consequence)
-        cleansing = self._new_graph(generators)
-        cleansing.capture_begin(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
-        self._nothing.zero_()
-        cleansing.capture_end()
-        cleansing.reset()
+            except RuntimeError as secondary:  # repeats the capture's failure; the caller raises the original
+                logger.debug("while abandoning a capture: %s", secondary)
+        empty_graph = self._new_graph(generators)
+        empty_graph.capture_begin(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
+        self._scratch.zero_()
+        empty_graph.capture_end()
+        empty_graph.reset()

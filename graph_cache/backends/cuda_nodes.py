@@ -1,9 +1,8 @@
-"""What a CUDA capture has recorded: anything at all, and copies between the device and pageable host memory.
+"""Inspect a CUDA capture in progress: whether it is empty, and its copies from or to pageable host memory.
 
-No replay could repeat such a copy: its node keeps the bare address of the host's memory. Who copies from a local
-variable (cuDNN's attention backward does, at lengths that it pads) has freed it by the time of a replay, which then
-reads, or overwrites, whatever lies there. Asks the driver, whose calls have kept their form since CUDA 11.3; PyTorch
-has none for it.
+A replay cannot repeat such a copy: its node stores only the host address. If the memory was a local variable (as in the
+backward of cuDNN attention, at lengths that it pads), it is freed before the replay, which then reads or overwrites
+unrelated memory. Queries the driver API, whose calls used here are unchanged since CUDA 11.3; PyTorch offers none.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from graph_cache.errors import CaptureError
 _ACTIVE = 1  # of CUstreamCaptureStatus
 _MEMCPY, _CHILD_GRAPH = 1, 4  # of CUgraphNodeType
 _HOST, _UNIFIED = 1, 4  # of CUmemorytype
-_MEMORY_TYPE = 2  # of CUpointer_attribute: known of everything but pageable memory
+_MEMORY_TYPE = 2  # of CUpointer_attribute: fails for pageable memory only
 _INVALID_VALUE = 1  # of CUresult
 
 
-class _Side(ctypes.Structure):
+class _MemcpySide(ctypes.Structure):
     """One side of a CUDA_MEMCPY3D."""
 
     _fields_ = [
@@ -41,41 +40,47 @@ class _Side(ctypes.Structure):
 
     @property
     def address(self) -> int | None:
-        """Where it lies, if it may be the host's memory."""
+        """The address, if it may be host memory."""
         return {_HOST: self.host, _UNIFIED: self.device}.get(self.memory_type)
 
 
-class _Copy(ctypes.Structure):
+class _Memcpy3D(ctypes.Structure):
     """CUDA_MEMCPY3D."""
 
-    _fields_ = [("source", _Side), ("target", _Side), ("width", c_size_t), ("height", c_size_t), ("depth", c_size_t)]
+    _fields_ = [
+        ("source", _MemcpySide),
+        ("target", _MemcpySide),
+        ("width", c_size_t),
+        ("height", c_size_t),
+        ("depth", c_size_t),
+    ]
 
 
 def has_nodes(stream: int) -> bool:
-    """Whether the capture under way on this CUstream holds anything so far.
+    """Return whether the capture in progress on this CUstream has recorded any node.
 
-    True where that isn't known: no capture is under way, or the driver doesn't answer.
+    True if unknown: no capture is in progress, or the driver reports an error.
     """
     driver = _driver()
     try:
-        graph = _under_way(driver, stream)
-        return graph is None or _count(driver, graph) > 0
+        graph = _graph_under_capture(driver, stream)
+        return graph is None or _node_count(driver, graph) > 0
     except CaptureError:
         return True
 
 
 def pageable_copies(stream: int) -> list[str]:
-    """The copies from and to pageable host memory that the capture under way on this CUstream holds so far, in words.
+    """Return descriptions of the copies from and to pageable host memory in the capture in progress on this CUstream.
 
-    Empty where no capture is under way, as after one that was invalidated. Nothing is said of what conditional nodes
-    hold. Raises CaptureError where the driver doesn't answer.
+    Empty if no capture is in progress, as after an invalidated one. Contents of conditional nodes are not examined.
+    Raises CaptureError if the driver reports an error.
     """
     driver = _driver()
-    graph = _under_way(driver, stream)
+    graph = _graph_under_capture(driver, stream)
     found = []
     if graph is None:
         return found
-    for copy in _copies(driver, graph):
+    for copy in _memcpy_nodes(driver, graph):
         size = copy.width * copy.height * copy.depth
         if _is_pageable(driver, copy.source.address):
             found.append(f"{size} bytes from {copy.source.address:#x}")
@@ -86,50 +91,50 @@ def pageable_copies(stream: int) -> list[str]:
 
 @functools.cache
 def _driver() -> ctypes.PyDLL:
-    """The driver, called with the interpreter's lock held: its calls take a microsecond, and there are thousands."""
+    """Return the driver library. Calls keep the GIL: each takes a microsecond, and there are thousands."""
     return ctypes.PyDLL("libcuda.so.1")
 
 
-def _under_way(driver: ctypes.PyDLL, stream: int) -> c_void_p | None:
-    """The graph that this CUstream is being captured into."""
+def _graph_under_capture(driver: ctypes.PyDLL, stream: int) -> c_void_p | None:
+    """Return the graph that this CUstream is being captured into."""
     status, number, graph = c_int(), c_uint64(), c_void_p()
-    # No dependencies are asked for: a capture whose last edges carry data could not answer.
-    _checked(driver.cuStreamGetCaptureInfo_v2(c_void_p(stream), byref(status), byref(number), byref(graph), None, None))
+    # Request no dependencies: the call fails if the capture's last edges carry data.
+    _check(driver.cuStreamGetCaptureInfo_v2(c_void_p(stream), byref(status), byref(number), byref(graph), None, None))
     return graph if status.value == _ACTIVE else None
 
 
-def _count(driver: ctypes.PyDLL, graph: c_void_p) -> int:
+def _node_count(driver: ctypes.PyDLL, graph: c_void_p) -> int:
     count = c_size_t()
-    _checked(driver.cuGraphGetNodes(graph, None, byref(count)))
+    _check(driver.cuGraphGetNodes(graph, None, byref(count)))
     return count.value
 
 
-def _copies(driver: ctypes.PyDLL, graph: c_void_p) -> Iterator[_Copy]:
-    count = c_size_t(_count(driver, graph))
+def _memcpy_nodes(driver: ctypes.PyDLL, graph: c_void_p) -> Iterator[_Memcpy3D]:
+    count = c_size_t(_node_count(driver, graph))
     nodes = (c_void_p * count.value)()
-    _checked(driver.cuGraphGetNodes(graph, nodes, byref(count)))
-    kind = c_int()
+    _check(driver.cuGraphGetNodes(graph, nodes, byref(count)))
+    node_type = c_int()
     for node in map(c_void_p, nodes):
-        _checked(driver.cuGraphNodeGetType(node, byref(kind)))
-        if kind.value == _MEMCPY:
-            copy = _Copy()
-            _checked(driver.cuGraphMemcpyNodeGetParams(node, byref(copy)))
+        _check(driver.cuGraphNodeGetType(node, byref(node_type)))
+        if node_type.value == _MEMCPY:
+            copy = _Memcpy3D()
+            _check(driver.cuGraphMemcpyNodeGetParams(node, byref(copy)))
             yield copy
-        elif kind.value == _CHILD_GRAPH:
+        elif node_type.value == _CHILD_GRAPH:
             child = c_void_p()
-            _checked(driver.cuGraphChildGraphNodeGetGraph(node, byref(child)))
-            yield from _copies(driver, child)
+            _check(driver.cuGraphChildGraphNodeGetGraph(node, byref(child)))
+            yield from _memcpy_nodes(driver, child)
 
 
 def _is_pageable(driver: ctypes.PyDLL, address: int | None) -> bool:
     if address is None:
         return False
-    answer = driver.cuPointerGetAttribute(byref(c_int()), c_int(_MEMORY_TYPE), c_uint64(address))
-    if answer != _INVALID_VALUE:
-        _checked(answer)
-    return answer == _INVALID_VALUE
+    result = driver.cuPointerGetAttribute(byref(c_int()), c_int(_MEMORY_TYPE), c_uint64(address))
+    if result != _INVALID_VALUE:
+        _check(result)
+    return result == _INVALID_VALUE
 
 
-def _checked(answer: int) -> None:
-    if answer:
-        raise CaptureError(f"the driver did not say what was captured: CUresult {answer}")
+def _check(result: int) -> None:
+    if result:
+        raise CaptureError(f"the driver could not report the captured nodes: CUresult {result}")

@@ -1,4 +1,4 @@
-"""The devices that the contract is held on: the CPU always, the GPU where there is one."""
+"""Devices of the contract suite: always the CPU, and the GPU if there is one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small real callables for the contract: a residual network, and a step with state in static buffers."""
+"""Small real models for the contract suite."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ class Net(nn.Module):
 
 
 def net(device: torch.device, layers: int = 3) -> Net:
-    """A network in eval mode whose parameters need no gradient."""
+    """Return a network in eval mode whose parameters require no grad."""
     return Net(layers).to(device).eval().requires_grad_(False)

@@ -1,4 +1,4 @@
-"""What every backend promises: replay equals eager, failures leave nothing behind, moved storage is never replayed."""
+"""Contract of every backend: replay equals eager, failures leave no trace, moved storage is never replayed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ INPUT = {"x": BufferSpec(("batch", WIDTH), torch.float32)}
 
 
 def padded(model, x, bucket):
-    """Eager on the same padded batch: what a replay must equal bit for bit."""
+    """Return the eager result on the same padded batch, which a replay must equal bit for bit."""
     whole = torch.zeros(bucket, *x.shape[1:], device=x.device)
     whole[: len(x)] = x
     with torch.inference_mode():
@@ -137,7 +137,7 @@ def test_background_serves_eager_on_the_padded_batch_until_captured(pool, device
     assert cache.stats.replays == {("net", "block", "decode", 4): 1}
 
 
-def test_graphs_off_runs_eager_and_says_so(pool, device):
+def test_graphs_off_runs_eager_with_a_reason(pool, device):
     model = net(device)
     config = GraphConfig(cuda_graph_impl="none", training=False)
     cache = GraphCache(config, pool=pool)
@@ -181,7 +181,7 @@ def test_moved_tensors_are_all_named_and_never_replayed(pool, device, moves):
     cache.warm()
     x = torch.randn(4, WIDTH, device=device)
     run(x=x)
-    held = [layer.weight.data for layer in model.ups[:moves]]  # keeps the old storage from being used again
+    held = [layer.weight.data for layer in model.ups[:moves]]  # keeps the old storage from being reused
     for layer in model.ups[:moves]:
         layer.weight.data = layer.weight.data + 1.0
     assert held
@@ -190,7 +190,7 @@ def test_moved_tensors_are_all_named_and_never_replayed(pool, device, moves):
     assert sorted(one.name for one in moved) == sorted(f"ups.{index}.weight" for index in range(moves))
     assert torch.equal(run(x=x), padded(model, x, 4))
     assert sum(cache.stats.replays.values()) == before + 1
-    assert cache.stats.captures["net", "block", "stale_address"] == 2  # the largest first, then the one asked for
+    assert cache.stats.captures["net", "block", "stale_address"] == 2  # the largest first, then the requested one
     assert cache.stats.invalidations == {"stale_address": 4}  # every bucket's graph
 
 
@@ -263,7 +263,7 @@ def test_a_failed_capture_leaves_live_graphs_and_their_pool_alone(pool, device):
     assert cache.pool_bytes <= 1.3 * before
 
 
-def test_refusals_name_what_no_graph_can_hold(pool, device):
+def test_a_refused_capture_closes_the_runner(pool, device):
     statics = [torch.ones(4, device=device)]
     runner = GraphRunner(lambda: statics[0].mul_(statics[0].sum().item()), pool, statics=lambda: statics)
     with pytest.raises(CaptureRefused):
@@ -379,10 +379,10 @@ def test_layer_scope_equals_block_scope(pool, device):
     buffers.load({"x": x}, 3, 4)
     cache.run(cache.plan("layers", 3))
     assert torch.equal(buffers["hidden"][:3], padded(model, x, 4))
-    assert cache.stats.replays == {("layers", "layer", "decode", 4): 3}  # replays that happened, one a layer
+    assert cache.stats.replays == {("layers", "layer", "decode", 4): 3}  # one replay per layer
 
 
-def test_padding_rows_get_their_value_and_only_they(pool, device):
+def test_only_padding_rows_are_filled_with_the_pad_value(pool, device):
     specs = {"x": BufferSpec(("batch",), torch.int64, pad=7)}
     buffers = StaticBuffers(specs, 8, device)
     buffers.load({"x": torch.arange(3, device=device)}, 3, 4)
@@ -409,7 +409,7 @@ def test_outputs_reach_the_host_in_order_with_a_step_enqueued_ahead(pool, device
         second.read()
 
 
-def test_a_graph_keeps_what_it_reads_alive_or_fails_the_address_check(pool, device):
+def test_a_deleted_tensor_fails_the_address_check(pool, device):
     table = {"bias": torch.ones(WIDTH, device=device)}
     book = AddressBook()
     book.watch(table)

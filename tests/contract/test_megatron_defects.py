@@ -1,4 +1,4 @@
-"""Defects of Megatron-Core's own graph system that concern inference, numbered as found there: none of them is here."""
+"""Numbered defects of Megatron-Core's own graph system in inference, each shown to be absent here."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_2_graphs_captured_after_a_suspend_share_the_same_pool(pool, device):
     cache.warm()
     memory, together = pool.memory, cache.pool_bytes
     cache.clear()
-    for rows in (8, 4, 2, 1):  # one by one, as a resumed server meets them
+    for rows in (8, 4, 2, 1):  # one by one, as after a server resumes
         run(x=torch.randn(rows, WIDTH, device=device))
     assert pool.memory is memory
     assert cache.pool_bytes <= 1.3 * together
@@ -48,7 +48,7 @@ def test_3_a_shape_first_seen_after_capture_is_captured_or_eager_and_never_an_er
 
 
 def layered(pool, device, layers=4, buckets=(1, 2, 4, 8)):
-    """A site under layer scope: the output buffer of each layer is the input buffer of the next."""
+    """Return a model, a site under layer scope and its cache: each layer writes the next one's input buffer."""
     model = net(device, layers)
     specs = INPUT | {"hidden": BufferSpec(("batch", WIDTH), torch.float32, pad=None)}
 
@@ -88,7 +88,7 @@ def test_6_a_capture_that_raises_restores_the_flags_and_the_current_stream(pool,
         return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     before = stream()
-    other = type(pool)(pool.backend)  # constructing one changes nothing either
+    other = type(pool)(pool.backend)  # constructing a pool changes nothing either
     assert stream() == before and not other.capturing
 
     def broken():
@@ -175,7 +175,7 @@ def test_10_small_batches_keep_small_buckets():
 
 
 def cached_step(device, pages=5, page=4):
-    """A decode step with a paged cache: row r writes its value at its position, and sums what it may read."""
+    """Return a decode step with a paged cache: each row writes its value and sums the values it may read."""
     kv = torch.zeros(pages * page, WIDTH, device=device)
     whole = BufferSpec(("batch",), torch.int64)
     specs = INPUT | {"slots": whole, "lengths": BufferSpec(("batch",), torch.int64, pad=1)}
@@ -197,7 +197,7 @@ def test_12_recapturing_leaves_the_kv_cache_of_live_requests_alone(pool, device,
     run = cache.graphed("step", step, specs, buckets=(1, 2, 4), watch={"kv": kv})
     cache.warm()
     first = torch.randn(2, WIDTH, device=device)
-    slots = torch.tensor([4, 8], device=device)  # page 0 is for padding
+    slots = torch.tensor([4, 8], device=device)  # page 0 is the scratch page for padding
     ones = torch.ones(2, dtype=torch.int64, device=device)
     run(x=first, slots=slots, lengths=ones)
     live = kv[4:].clone()
@@ -224,13 +224,13 @@ def test_12_a_capture_in_the_middle_of_serving_leaves_the_loaded_step_alone(pool
     x = torch.randn(1, WIDTH, device=device)
     one = torch.ones(1, dtype=torch.int64, device=device)
     buffers.load({"x": x, "slots": one * 7, "lengths": one}, 1, 2)
-    result = cache.run(cache.plan("step", 1)).copy()  # captures the largest and then its own bucket first
+    result = cache.run(cache.plan("step", 1)).copy()  # captures the largest bucket and then its own before running
     assert torch.equal(result, x)
     assert torch.equal(kv[7], x[0])
     assert not kv[4:7].any() and not kv[8:].any()
 
 
-def test_a_manifest_survives_what_a_suspend_drops(pool, device, tmp_path):
+def test_a_manifest_survives_clear(pool, device, tmp_path):
     manifest = Manifest(tmp_path / "used.json", "model")
     cache = GraphCache(pool=pool, manifest=manifest)
     run = cache.graphed("wide", wide, INPUT, buckets=(1, 2, 4, 8))

@@ -1,4 +1,4 @@
-"""The address book: whatever moves a tensor is noticed and named; what changes values in place is not."""
+"""AddressBook: moved tensors are detected and named; in-place updates are not moves."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def test_parameters_and_buffers_are_watched_by_their_names():
     assert not book.unchanged()
 
 
-def keep_in_place(net):
+def update_in_place(net):
     net[0].weight.add_(1)
     net.load_state_dict({name: tensor + 1 for name, tensor in net.state_dict().items()})
 
 
-def test_updates_in_place_are_no_move():
+def test_in_place_updates_do_not_count_as_moves():
     net = model()
     book = watched(net)
-    keep_in_place(net)
+    update_in_place(net)
     assert book.unchanged() and book.moved() == []
 
 
@@ -55,16 +55,19 @@ def test_updates_in_place_are_no_move():
         lambda net: delattr(net[0], "weight"),
     ],
 )
-def test_every_way_to_move_a_parameter_is_noticed(move):
+def test_every_way_to_move_a_parameter_is_detected(move):
     net = model()
-    book, held = watched(net), [one.data for one in net.parameters()]  # holds the old memory, so no address comes back
+    book, held = (
+        watched(net),
+        [one.data for one in net.parameters()],
+    )  # held: no address is reused
     move(net)
     assert held
     assert not book.unchanged()
     assert "0.weight" in [one.name for one in book.moved()]
 
 
-def test_a_mapping_is_read_again_and_a_tensor_that_is_gone_says_so():
+def test_mapping_entries_are_reread_and_deleted_tensors_are_reported():
     table = {"k": torch.zeros(2), "v": torch.zeros(2)}
     book = watched(table, prefix="kv.")
     old = table["k"]
@@ -75,7 +78,7 @@ def test_a_mapping_is_read_again_and_a_tensor_that_is_gone_says_so():
     assert moved["kv.v"].now is None and str(moved["kv.v"]).endswith("gone")
 
 
-def test_accepting_takes_the_present_addresses_and_forgets_what_is_gone():
+def test_accept_adopts_current_addresses_and_drops_removed_entries():
     table = {"k": torch.zeros(2), "v": torch.zeros(2)}
     book, old = watched(table), table["k"]
     table["k"] = torch.ones(2)
@@ -98,7 +101,7 @@ def _timed(call):
     return time.perf_counter() - started
 
 
-def test_a_partial_check_finds_a_move_within_its_turns():
+def test_partial_checks_together_find_every_move():
     from graph_cache.addresses import PARTS
 
     table = {str(index): torch.ones(2) for index in range(10)}
@@ -111,7 +114,7 @@ def test_a_partial_check_finds_a_move_within_its_turns():
     assert all(book.unchanged(part) for part in range(PARTS))
 
 
-def test_a_submodule_that_is_another_or_gone_is_noticed_and_accepted():
+def test_replaced_and_removed_submodules_are_detected_and_accepted():
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Tanh(), nn.Linear(2, 2)))
     book = AddressBook()
     book.watch(model, prefix="model.")
@@ -119,7 +122,7 @@ def test_a_submodule_that_is_another_or_gone_is_noticed_and_accepted():
     model[1][0] = nn.GELU()
     assert not book.unchanged() and not book.has_its_modules()
     assert [one.name for one in book.moved()] == ["model.1.0"]
-    assert [part for part in range(PARTS) if not book.unchanged(part)] == [2]  # of 0, 1, 1.0, 1.1
+    assert [part for part in range(PARTS) if not book.unchanged(part)] == [2]  # index 2 of the modules 0, 1, 1.0, 1.1
     book.accept()
     assert book.unchanged()
     del model[1][0]

@@ -1,4 +1,4 @@
-"""Buckets: the ladder, rounding up, limits, and what a user may type."""
+"""Buckets: the default ladder, rounding up, limits, and parsing of user input."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_every_ladder_is_ascending_and_ends_in_the_maximum(top):
 
 
 @pytest.mark.parametrize("top", [0, -1, True, 2.0, "8", 1 << 40])
-def test_a_maximum_that_is_no_row_count_is_refused(top):
+def test_an_invalid_maximum_is_rejected(top):
     with pytest.raises(GraphConfigError, match="max_num_seqs"):
         default_ladder(top)
 
@@ -65,7 +65,7 @@ def test_buckets_sort_iterate_compare_and_stay_frozen():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "says"),
+    ("sizes", "message"),
     [
         ((), "empty"),
         ((0, 1), "is 0"),
@@ -77,8 +77,8 @@ def test_buckets_sort_iterate_compare_and_stay_frozen():
         (tuple(range(1, MAX_BUCKETS + 2)), "at most"),
     ],
 )
-def test_a_list_that_cannot_be_meant_is_refused(sizes, says):
-    with pytest.raises(GraphConfigError, match=says):
+def test_invalid_bucket_lists_are_rejected(sizes, message):
+    with pytest.raises(GraphConfigError, match=message):
         Buckets(sizes)
 
 

@@ -1,4 +1,4 @@
-"""Static buffers: addresses for life, padding, checks before anything is written."""
+"""Static buffers: fixed addresses, padding, and validation before any write."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def inputs(rows):
 
 
 @pytest.mark.parametrize("shape", [(2, BATCH), (BATCH, BATCH), ("rows", 2), (BATCH, -1)])
-def test_shapes_that_mean_nothing_are_refused(shape):
+def test_invalid_shapes_are_rejected(shape):
     with pytest.raises(GraphConfigError, match="only the first may be 'batch'"):
         BufferSpec(shape, torch.float32)
 

@@ -1,4 +1,4 @@
-"""The cache where the contract suite leaves off: misses, kept plans, the self-check, the loop, and what is counted."""
+"""GraphCache beyond the contract suite: misses, kept plans, the self-check, the loop fallback, and counters."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_names_of_sites_are_unique():
         cache.graphed("fn", lambda x: x, INPUT, buckets=(1,))
 
 
-def test_a_plan_kept_over_an_eviction_is_decided_anew():
+def test_a_kept_plan_is_reevaluated_after_an_eviction():
     cache, run = graphed(lambda x: x * 2, capture_on_miss=False)
     cache.warm()
     kept = cache.plan("fn", 2)
@@ -109,18 +109,18 @@ def test_inputs_that_differ_are_refused_at_every_size(wrong):
     assert not cache.stats.fallbacks and not cache.stats.batch_rows
 
 
-def test_an_empty_batch_is_padding_all_over():
+def test_an_empty_batch_is_all_padding():
     cache, run = graphed(lambda x: x + 1)
     assert run(x=torch.zeros(0, WIDTH)).shape == (0, WIDTH)
     assert cache.stats.padded_tokens == {"decode": 2}
 
 
-def test_results_are_the_callers_own():
+def test_results_are_copies_owned_by_the_caller():
     _, run = graphed(lambda x: x * 2)
     first = run(x=torch.ones(2, WIDTH))
     run(x=torch.zeros(2, WIDTH))
     assert first.eq(2).all()
-    first.requires_grad_(True).sum().backward()  # an ordinary tensor, outside of inference mode too
+    first.requires_grad_(True).sum().backward()  # an ordinary tensor, usable outside inference mode
 
 
 def test_parameters_that_need_gradients_are_replayed_fast():
@@ -133,14 +133,14 @@ def test_parameters_that_need_gradients_are_replayed_fast():
 
 def test_a_graph_stays_at_the_addresses_it_was_captured_with():
     weight = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
-    cache, run = graphed(lambda x: x * weight)  # nothing is watched, so nothing notices
+    cache, run = graphed(lambda x: x * weight)  # nothing is watched, so the move is not detected
     cache.warm()
     weight.data = torch.full((WIDTH,), 5.0)
-    assert run(x=torch.ones(2, WIDTH)).eq(1).all()  # as a CUDA graph would: it reads the old memory
+    assert run(x=torch.ones(2, WIDTH)).eq(1).all()  # like a CUDA graph, it reads the old memory
 
 
-def test_where_the_interpreter_cannot_take_a_call_the_loop_takes_over_and_says_so(caplog):
-    cache, run = graphed(lambda x: ((x > 0) * True).float() + x)  # its IR knows no product with a bool
+def test_calls_unsupported_by_torchscript_fall_back_to_the_loop_with_a_warning(caplog):
+    cache, run = graphed(lambda x: ((x > 0) * True).float() + x)  # the IR has no product with a bool
     with caplog.at_level(logging.WARNING, logger="graph_cache"):
         cache.warm()
     x = torch.randn(2, WIDTH)
@@ -150,7 +150,7 @@ def test_where_the_interpreter_cannot_take_a_call_the_loop_takes_over_and_says_s
 
 
 @pytest.mark.parametrize("fault", [TypeError("no such binding"), RuntimeError("no such argument")])
-def test_any_failure_to_build_the_fast_replay_falls_to_the_loop(monkeypatch, caplog, fault):
+def test_any_failure_to_build_the_torchscript_program_falls_back_to_the_loop(monkeypatch, caplog, fault):
     def broken(calls):
         raise fault
 
@@ -163,8 +163,8 @@ def test_any_failure_to_build_the_fast_replay_falls_to_the_loop(monkeypatch, cap
     assert str(fault) in caplog.text and "replaying by a loop instead" in caplog.text
 
 
-def test_a_fast_replay_that_is_wrong_for_other_values_only_is_found_at_capture(monkeypatch, caplog):
-    """Rows of padding are zeros: a program that always answers for zeros must not pass for a replay."""
+def test_a_torchscript_replay_wrong_only_for_nonzero_inputs_is_detected_at_capture(monkeypatch, caplog):
+    """Padding rows are zeros: a program that is right only for zeros must fail the check."""
     right = cpu_backend.torchscript_program
 
     def wrong(calls):
@@ -179,13 +179,13 @@ def test_a_fast_replay_that_is_wrong_for_other_values_only_is_found_at_capture(m
     assert run(x=torch.ones(2, WIDTH)).eq(2).all()
 
 
-def test_replays_that_are_wrong_both_ways_leave_the_call_eager(monkeypatch):
+def test_the_call_runs_eager_if_both_replay_programs_are_wrong(monkeypatch):
     monkeypatch.setattr(cpu_backend, "torchscript_program", lambda calls: lambda: None)
     monkeypatch.setattr(cpu_backend, "loop_program", lambda calls: lambda: None)
     cache, run = graphed(lambda x: x * 2)
     assert run(x=torch.ones(2, WIDTH)).eq(2).all()
     assert cache.stats.fallbacks == {("fn", "decode", "capture_failed"): 1}
-    assert "other than eager did" in cache.table()[0]["failure"]
+    assert "outputs that differ from eager" in cache.table()[0]["failure"]
 
 
 def test_a_callable_that_depends_on_earlier_runs_is_not_captured():
@@ -201,7 +201,7 @@ def test_a_callable_that_depends_on_earlier_runs_is_not_captured():
     assert "two eager runs from the same inputs differ" in cache.table()[0]["failure"]
 
 
-def test_a_callable_that_takes_no_noise_is_checked_on_padding_alone():
+def test_a_callable_that_rejects_noise_is_checked_on_padding_only():
     def fn(x):
         return torch.linalg.cholesky(x.t() @ x * 0 + torch.eye(WIDTH) - x[0, 0] * 1e9 * torch.eye(WIDTH))
 
@@ -231,11 +231,11 @@ def test_warm_ratio_and_table_follow_the_captures():
     assert sum(cache.stats.capture_seconds_counts) == 4
 
 
-def test_progress_is_told_after_every_capture_largest_first():
+def test_progress_is_reported_after_every_capture_largest_first():
     cache, _ = graphed(lambda x: x * 2, buckets=(1, 2, 4))
-    told = []
-    cache.warm(lambda done, total, key: told.append((done, total, key.bucket)))
-    assert told == [(1, 3, 4), (2, 3, 2), (3, 3, 1)]
+    reported = []
+    cache.warm(lambda done, total, key: reported.append((done, total, key.bucket)))
+    assert reported == [(1, 3, 4), (2, 3, 2), (3, 3, 1)]
 
 
 def test_a_failure_is_tried_once_and_again_only_after_an_invalidation():
@@ -249,7 +249,7 @@ def test_a_failure_is_tried_once_and_again_only_after_an_invalidation():
     run(x=torch.ones(2, WIDTH))
     first = len(calls)
     run(x=torch.ones(2, WIDTH))
-    assert len(calls) == first + 1  # the eager run and nothing else
+    assert len(calls) == first + 1  # only the eager run
     assert cache.stats.failed_captures == {("fn", "block"): 1}
     cache.invalidate("reload")
     assert cache.plan("fn", 2).reason == "not_captured"
@@ -311,8 +311,8 @@ def test_eager_steps_without_a_site_are_counted_in_the_same_place():
     assert cache.stats.real_tokens == {"prefill": 17}
 
 
-def test_what_is_captured_next_can_be_said_by_another_that_captures_the_same(tmp_path):
-    """The order of what is pending depends on when it is asked for: on traffic seen by then."""
+def test_two_caches_capture_the_same_keys_when_one_dictates_the_order(tmp_path):
+    """The order of pending keys depends on the traffic seen when it is computed."""
     one, run = graphed(
         lambda x: x * 2, buckets=(1, 2, 4), capture_on_miss=False, manifest=Manifest.load(tmp_path / "one", "f")
     )
@@ -335,7 +335,7 @@ def test_what_is_captured_next_can_be_said_by_another_that_captures_the_same(tmp
     assert {row["bucket"] for row in fresh.table() if row["state"] == "captured"} == {1, 4}
 
 
-def test_a_failed_capture_raises_where_others_count_on_it():
+def test_a_failed_capture_raises_when_must_capture_is_set():
     cache, _ = graphed(lambda x: x[x > 0])
     cache.must_capture = True
     with pytest.raises(CaptureError, match="depends on data"):

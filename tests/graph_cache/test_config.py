@@ -1,4 +1,4 @@
-"""GraphConfig: defaults, spellings, deprecated inputs, and every refusal with what it tells the user to change."""
+"""GraphConfig: defaults, spellings, deprecated inputs, and every rejection with its suggested fix."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def deprecation(**values) -> tuple[GraphConfig, list[str]]:
         warnings.simplefilter("always")
         config = GraphConfig(**values)
     assert all(warning.category is DeprecationWarning for warning in caught)
-    assert all(warning.filename == __file__ for warning in caught), "the warning must point at its cause"
+    assert all(warning.filename == __file__ for warning in caught), "the warning must point at its caller"
     return config, [str(warning.message) for warning in caught]
 
 
@@ -48,7 +48,7 @@ def test_inference_scope_defaults_to_layer_under_local_only(impl, scope):
     assert config.captures_inference is (scope != "none")
 
 
-def test_nothing_given_means_no_graphs_and_megatrons_three_warm_up_steps():
+def test_defaults_are_no_graphs_and_three_warm_up_steps():
     config = GraphConfig()
     assert (config.cuda_graph_impl, config.inference_cuda_graph_scope) == ("none", "none")
     assert (config.cuda_graph_modules, config.cuda_graph_warmup_steps) == ((), 3)
@@ -109,11 +109,11 @@ def test_config_is_frozen_hashable_and_survives_replace_and_pickle():
     assert hash(config) == hash(GraphConfig(cuda_graph_impl="local", moe_layer_freq=(0, 1)))
 
 
-# Values that can't be meant
+# Invalid values
 
 
 @pytest.mark.parametrize(
-    ("values", "says"),
+    ("values", "expected"),
     [
         ({"cuda_graph_impl": "lokal"}, "did you mean 'local'"),
         ({"cuda_graph_impl": 3}, "type int"),
@@ -134,8 +134,8 @@ def test_config_is_frozen_hashable_and_survives_replace_and_pickle():
         ({"enable_cuda_graph": "yes"}, "True or False"),
     ],
 )
-def test_a_value_that_cannot_be_meant_is_refused(values, says):
-    assert says in refusal(**values)
+def test_invalid_values_are_rejected(values, expected):
+    assert expected in refusal(**values)
 
 
 def test_an_unknown_module_lists_every_known_one():
@@ -150,7 +150,7 @@ def test_an_unknown_input_names_the_nearest():
         GraphConfig(cuda_graph_module="attn")
 
 
-# Refusals of combinations: each is refused, and its smallest repair is not
+# Unsupported combinations: each is rejected, and its smallest fix is accepted
 
 _MOE = {"cuda_graph_impl": "local", "num_moe_experts": 8, "moe_pad_expert_input_to_capacity": True}
 _DROP = {"cuda_graph_impl": "local", "hidden_dropout": 0.1}
@@ -160,7 +160,7 @@ _LOCAL = {"cuda_graph_impl": "local"}
 
 
 @pytest.mark.parametrize(
-    ("broken", "says", "repair"),
+    ("broken", "expected", "fix"),
     [
         ({"inference_cuda_graph_scope": "block"}, "cuda_graph_impl='local'", _LOCAL),
         ({"inference_cuda_graph_scope": "layer"}, "cuda_graph_impl='local'", {"inference_cuda_graph_scope": "none"}),
@@ -198,9 +198,9 @@ _LOCAL = {"cuda_graph_impl": "local"}
         (_TE | {"expandable_segments": True, "nccl_graph_register": "1"}, "expandable", {"expandable_segments": False}),
     ],
 )  # fmt: skip
-def test_a_combination_that_cannot_work_is_refused_and_its_repair_is_not(broken, says, repair):
-    assert says in refusal(**broken)
-    GraphConfig(**(broken | repair))
+def test_unsupported_combinations_are_rejected_and_their_fix_is_accepted(broken, expected, fix):
+    assert expected in refusal(**broken)
+    GraphConfig(**(broken | fix))
 
 
 def test_every_broken_rule_is_named_at_once():
@@ -308,7 +308,7 @@ def test_a_contradiction_names_both_sides():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_scope_of_two_whole_iterations_says_to_choose():
+def test_a_scope_with_both_full_iteration_values_is_rejected():
     message = refusal(cuda_graph_scope=["full_iteration", "full_iteration_inference"])
     assert "choose cuda_graph_impl='full_iteration' or cuda_graph_impl='local'" in message
 
@@ -337,7 +337,7 @@ def test_an_older_megatron_config_with_a_deprecated_flag_works():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_flag_beside_the_whole_iteration_that_megatron_made_of_it_is_no_contradiction():
+def test_enable_cuda_graph_with_full_iteration_is_accepted_as_in_megatron():
     source = types.SimpleNamespace(enable_cuda_graph=True, cuda_graph_impl="full_iteration")
     assert GraphConfig.from_megatron(source).cuda_graph_impl == "full_iteration"
 
@@ -346,13 +346,13 @@ def test_a_flag_beside_the_whole_iteration_that_megatron_made_of_it_is_no_contra
 @pytest.mark.parametrize(
     ("scope", "modules"), [(["full_iteration_inference"], ()), (["attn", "full_iteration_inference"], ("attn",))]
 )
-def test_a_scope_of_inference_that_is_overridden_is_no_contradiction(scope, modules):
+def test_an_overridden_inference_scope_is_no_contradiction(scope, modules):
     source = types.SimpleNamespace(cuda_graph_impl="local", cuda_graph_scope=scope)
     config = GraphConfig.from_megatron(source, inference_cuda_graph_scope="none")
     assert (config.inference_cuda_graph_scope, config.cuda_graph_modules) == ("none", modules)
 
 
-def test_a_megatron_config_is_refused_where_its_facts_forbid_a_graph():
+def test_a_megatron_config_with_an_unsupported_combination_is_rejected():
     with pytest.raises(GraphConfigError, match="check_for_nan"):
         GraphConfig.from_megatron({"cuda_graph_impl": "full_iteration", "check_for_nan_in_grad": True})
 
@@ -369,6 +369,6 @@ def test_errors_carry_their_details_and_survive_pickle():
         assert str(again) == str(error) and getattr(again, details) == getattr(error, details) != []
 
 
-def test_every_graph_error_is_one_tree():
+def test_error_class_hierarchy():
     assert issubclass(CaptureRefused, CaptureError) and issubclass(CaptureError, GraphError)
     assert issubclass(SignatureMismatch, ValueError) and issubclass(GraphConfigError, ValueError)

@@ -1,4 +1,4 @@
-"""The manifest: what it remembers over a restart, what it survives, and what the tuner reads out of it."""
+"""Manifest: persistence over restarts, damaged files, and histograms for the tuner."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_counts_add_up_over_restarts_and_merges(path):
 def test_static_values_keep_their_types(path):
     filled(path).save()
     loaded = Manifest.load(path, "model-a")
-    # 1 == True in Python: the types are looked at in what is written again.
+    # 1 == True in Python, so compare the types in the rewritten file.
     loaded.save()
     statics = next(entry["statics"] for entry in json.loads(path.read_text())["rows"] if entry["statics"])
     assert statics == [list(pair) for pair in STATICS] and statics[0][1] is True
@@ -101,7 +101,7 @@ def test_a_damaged_file_is_kept_aside_and_counts_as_empty(path, caplog, content)
         ("replays", "count", True), ("captured", "buckets", ["8"]), ("captured", "phase", None),
     ],
 )  # fmt: skip
-def test_one_wrong_value_empties_the_whole_and_not_a_part(path, caplog, table, field, value):
+def test_one_invalid_value_discards_the_whole_manifest(path, caplog, table, field, value):
     filled(path).save()
     content = json.loads(path.read_text())
     content[table][-1][field] = value
@@ -127,14 +127,14 @@ def test_an_unreadable_path_never_stops_a_start(tmp_path, caplog):
     assert "can't be read" in caplog.text
 
 
-def test_reading_to_look_takes_any_fingerprint(path):
+def test_read_accepts_any_fingerprint(path):
     filled(path).save()
     found = Manifest.read(path)
     assert found.fingerprint == "model-a" and found.histogram(phase="decode") == {3: 15, 7: 1}
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b'{"version": 1}', b'{"version": 2, "fingerprint": "model-a"}'])
-def test_reading_to_look_refuses_and_leaves_the_file_alone(path, content):
+def test_read_raises_on_damage_and_leaves_the_file_in_place(path, content):
     path.parent.mkdir()
     path.write_bytes(content)
     with pytest.raises(ManifestError, match="manifest.json is"):
@@ -144,7 +144,7 @@ def test_reading_to_look_refuses_and_leaves_the_file_alone(path, content):
         Manifest.read(path.with_name("other.json"))
 
 
-def test_a_failed_save_leaves_the_last_file_and_no_litter(path, monkeypatch):
+def test_a_failed_save_leaves_the_last_file_and_no_temporary_files(path, monkeypatch):
     filled(path).save()
     before = path.read_bytes()
 
@@ -160,7 +160,7 @@ def test_a_failed_save_leaves_the_last_file_and_no_litter(path, monkeypatch):
     assert [entry.name for entry in path.parent.iterdir()] == ["manifest.json"]
 
 
-def test_a_save_that_cannot_work_says_so(tmp_path):
+def test_an_unwritable_path_raises_manifest_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ManifestError, match="make the folder writable"):
         Manifest(tmp_path / "file" / "manifest.json", "model-a").save()
@@ -175,7 +175,7 @@ def test_order_is_by_use_then_largest_first(path):
     assert [each.bucket for each in manifest.order(keys)] == [4, 32, 64, 8, 2, 1]
 
 
-def test_order_rounds_by_the_buckets_of_now_and_by_variant(path):
+def test_order_rounds_by_current_buckets_and_by_variant(path):
     manifest = Manifest(path, "model-a")
     manifest.observe("model", "decode", 3, count=100)
     manifest.observe("model", "decode", 20, STATICS, count=500)
@@ -218,6 +218,6 @@ def test_text_without_the_samples_is_refused(text):
         histogram_from_metrics(text)
 
 
-def test_a_choice_without_samples_names_itself():
+def test_a_filter_without_samples_is_named_in_the_error():
     with pytest.raises(ManifestError, match="phase='verify'"):
         histogram_from_metrics(metrics(("model", "decode", 3, 1)), phase="verify")

@@ -1,4 +1,4 @@
-"""The pool: one capture at a time, the garbage collector frozen meanwhile, flags and collector back however it ends."""
+"""GraphPool: serialised captures, the frozen garbage collector, and cleanup of flags after errors."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_captures_of_two_threads_go_one_at_a_time(pool):
     assert set(worst) == {1}
 
 
-def test_flags_tell_other_threads_what_goes_on(pool):
+def test_flags_are_visible_to_other_threads(pool):
     seen = []
     with pool.warmup_flag():
         thread = threading.Thread(target=lambda: seen.append((pool.warming, pool.capturing)))
@@ -140,7 +140,7 @@ def test_an_interrupted_capture_closes_the_runner_and_rewinds(pool, when):
     assert not pool.capturing and not pool.warming and not pool.backend.is_capturing() and gc.isenabled()
 
 
-def test_statics_that_cannot_be_read_fail_the_capture_and_not_the_caller(pool):
+def test_an_error_in_statics_becomes_a_capture_error(pool):
     def statics():
         raise RuntimeError("out of memory")
 
@@ -149,7 +149,7 @@ def test_statics_that_cannot_be_read_fail_the_capture_and_not_the_caller(pool):
     assert gc.isenabled()
 
 
-def test_a_closed_graph_gives_its_memory_back_even_while_someone_holds_it(pool):
+def test_a_closed_graph_releases_its_memory_even_while_referenced(pool):
     value = torch.zeros(1000)
     runner = GraphRunner(lambda: value.copy_((value + 1) * 2), pool, statics=lambda: [value])
     runner.capture()
@@ -195,14 +195,14 @@ def test_quiet_waits_for_a_turn_to_end_and_holds_the_next_one_off(pool):
     assert order == ["turn", "quiet", "still quiet", "next turn"]
 
 
-def test_a_turn_within_a_turn_does_not_wait_for_one_who_waits_for_its_end(pool):
+def test_a_nested_turn_does_not_deadlock_with_a_waiting_quiet(pool):
     begun, waits, order = threading.Event(), threading.Event(), []
 
     def run():
         with pool.turn():
             begun.set()
             assert waits.wait(5)
-            time.sleep(0.05)  # until the other waits for this turn
+            time.sleep(0.05)  # let the other thread wait for this turn
             with pool.turn():
                 order.append("inner")
         order.append("turn")

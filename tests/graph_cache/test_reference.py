@@ -1,4 +1,4 @@
-"""The eager run that a capture is compared with: taking back what a run did, and telling any bit of difference."""
+"""Reference: restoring state after a run, and bitwise comparison."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_tensors_are_the_same_down_to_the_bits(one, other, same):
     assert same_bits(one, other) is same
 
 
-def test_rewinding_restores_statics_and_generators_but_not_newcomers():
+def test_rewind_restores_statics_and_generators_but_not_later_additions():
     generator, statics = torch.Generator().manual_seed(5), [torch.zeros(2)]
     reference = Reference(lambda: statics, [generator])
     first = torch.rand(2, generator=generator)

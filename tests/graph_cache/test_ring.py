@@ -1,4 +1,4 @@
-"""The ring of host slots: results in order, each read once, none overwritten unread."""
+"""HostRing: results in order, each read once, and none overwritten unread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def ring(depth=2, rows=4, shape=()):
     return HostRing(CpuBackend(), rows, torch.int64, shape, depth)
 
 
-def test_a_result_is_the_value_at_the_time_of_the_push_and_the_callers_own():
+def test_a_result_is_a_copy_of_the_value_at_push():
     slots, value = ring(), torch.arange(3)
     ticket = slots.push(value)
     value.fill_(9)
@@ -51,7 +51,7 @@ def test_a_ticket_is_read_once_also_after_its_slot_was_used_again():
     assert new.read().item() == 1
 
 
-def test_slots_are_read_in_any_order_but_come_round_in_theirs():
+def test_slots_can_be_read_in_any_order_but_are_reused_in_push_order():
     slots = ring(depth=2)
     first, second = slots.push(torch.tensor([1])), slots.push(torch.tensor([2]))
     assert second.read().item() == 2
@@ -62,9 +62,9 @@ def test_slots_are_read_in_any_order_but_come_round_in_theirs():
 
 
 @given(st.integers(1, 4), st.lists(st.booleans(), max_size=30))
-def test_results_come_out_as_they_went_in_whatever_the_turns(depth, turns):
+def test_results_come_out_in_push_order(depth, pushes):
     slots, waiting, pushed, read = ring(depth), [], 0, []
-    for push in turns:
+    for push in pushes:
         if push and len(waiting) < depth:
             waiting.append(slots.push(torch.tensor([pushed])))
             pushed += 1

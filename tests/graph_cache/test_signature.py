@@ -1,4 +1,4 @@
-"""Signatures: every difference is told, and only differences."""
+"""Signatures: all differences are reported, and nothing else."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from graph_cache.signature import Signature
 TENSORS = {"x": torch.zeros(2, 3), "ids": torch.zeros(2, dtype=torch.int64)}
 
 
-def test_what_was_captured_fits():
+def test_matching_tensors_have_no_differences():
     signature = Signature.of(TENSORS)
     assert signature.differences({"x": torch.ones(2, 3), "ids": torch.ones(2, dtype=torch.int64)}) == []
     signature.check(TENSORS, "inputs")
@@ -23,7 +23,7 @@ def test_strides_and_gradients_are_no_difference_since_inputs_are_copied():
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"x": torch.zeros(2, 4)}, "x: shape (2, 4) where (2, 3) was captured"),
         ({"x": torch.zeros(2, 3, dtype=torch.float16)}, "x: dtype torch.float16 where torch.float32 was captured"),
@@ -33,8 +33,8 @@ def test_strides_and_gradients_are_no_difference_since_inputs_are_copied():
         ({"y": torch.zeros(1)}, "y: not an input of this graph"),
     ],
 )
-def test_a_difference_says_what_was_found_and_what_was_captured(change, said):
-    assert Signature.of(TENSORS).differences(TENSORS | change) == [said]
+def test_a_difference_says_what_was_found_and_what_was_captured(change, message):
+    assert Signature.of(TENSORS).differences(TENSORS | change) == [message]
 
 
 def test_all_differences_are_in_one_error():

@@ -1,4 +1,4 @@
-"""A site's results: their structure, their buffers across buckets and variants, and how many rows of them are real."""
+"""Site results: structure, buffers across buckets and variants, and the number of real rows."""
 
 from __future__ import annotations
 
@@ -143,5 +143,5 @@ def test_capture_leaves_every_buffer_as_the_caller_loaded_it():
     x = torch.randn(3, WIDTH)
     site.buffers.load({"x": x}, 3, 4)
     result = cache.run(cache.plan("site", 3)).copy()
-    assert torch.equal(site.buffers["x"][:3], x + 1)  # one run's worth, though it was captured on the way
+    assert torch.equal(site.buffers["x"][:3], x + 1)  # changed by one run only, although it was captured too
     assert torch.equal(result, (x + 1) * 2)

@@ -1,4 +1,4 @@
-"""Counters: what is counted under which labels, and that a snapshot is a copy."""
+"""CacheStats: labels of the counters, and snapshots as copies."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_capture_times_fall_into_the_first_bound_that_holds_them():
     assert stats.capture_seconds_sum == sum((0.0, CAPTURE_SECONDS_BOUNDS[0], 0.011, 1000.0))
 
 
-def test_a_snapshot_is_plain_and_does_not_follow():
+def test_a_snapshot_is_a_plain_copy():
     stats = CacheStats()
     stats.replays["net", "block", "decode", 4] += 2
     stats.invalidations["reload"] += 1

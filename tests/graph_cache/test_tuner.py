@@ -1,4 +1,4 @@
-"""The tuner against brute force, against the default ladder, and along its budget."""
+"""Tuner: against brute force, against the default ladder, and over increasing budgets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def histograms(max_size: int, entries: int):
 
 
 def brute_force(candidates, max_size, histogram, allowed) -> float:
-    """The least padding over every list of `candidates` plus the maximum that `allowed` accepts."""
+    """Return the least padding over all subsets of `candidates` plus the maximum that `allowed` accepts."""
     others = sorted(set(candidates) - {max_size})
     lists = (
         (*chosen, max_size) for count in range(len(others) + 1) for chosen in itertools.combinations(others, count)
@@ -40,7 +40,7 @@ def test_tune_by_hand():
 
 
 def test_small_batches_are_not_dropped_first():
-    # A trimmer that keeps the large sizes pads a batch of 2 to 24.
+    # Dropping small sizes first would pad a batch of 2 to 24.
     assert 2 in tune({2: 1000, 24: 1, 30: 1}, max_size=32, max_graphs=3).sizes
 
 
@@ -79,8 +79,8 @@ def test_both_budgets_with_any_prices_equal_brute_force_over_observed_sizes(hist
     assert tuning.graphs <= graphs and tuning.bytes <= budget
 
 
-def test_a_dearer_way_with_fewer_graphs_is_kept_while_graphs_are_scarce():
-    # Here a partial list that is worse in padding and in bytes leads to the best whole one: it leaves more graphs.
+def test_a_dominated_label_with_fewer_graphs_is_kept_when_graphs_are_limited():
+    # A partial list with more padding and bytes leads to the best result here, because it leaves more graphs.
     histogram = {1: 13, 2: 23, 4: 8, 6: 11, 7: 16}
     prices = {1: 0, 2: 2, 4: 5, 6: 0, 7: 4, 17: 9}
     tuning = tune(histogram, max_size=17, max_graphs=4, max_bytes=19, bytes_of=prices.__getitem__)
@@ -154,13 +154,13 @@ def test_sizes_counted_zero_times_are_not_captured():
 
 
 def test_full_size_count_problem_is_exact_in_reasonable_time():
-    # Every size once: the best k buckets of 512 are evenly spread.
+    # Every size once: the best 64 buckets are evenly spaced.
     tuning = tune(dict.fromkeys(range(1, 513), 1), max_size=512, max_graphs=64)
     assert tuning.expected_padding_rows == 3.5
 
 
 @pytest.mark.parametrize(
-    ("histogram", "budget", "says"),
+    ("histogram", "budget", "message"),
     [
         ({9: 1, 12: 3}, {}, r"\[9, 12\] rows, beyond the largest bucket, 8"),
         ({0: 1}, {}, "batch of 0 rows"),
@@ -174,8 +174,8 @@ def test_full_size_count_problem_is_exact_in_reasonable_time():
         ({1: 1}, {"max_bytes": 99, "bytes_of": lambda size: 0.5}, r"bytes_of\(1\) is 0.5"),
     ],
 )
-def test_input_that_cannot_be_meant_is_refused(histogram, budget, says):
-    with pytest.raises(GraphConfigError, match=says):
+def test_invalid_input_is_rejected(histogram, budget, message):
+    with pytest.raises(GraphConfigError, match=message):
         tune(histogram, max_size=8, **budget)
 
 

@@ -1,4 +1,4 @@
-"""Callables over `x`, [4, 8] float32, and `i`, [4] int64 below 16: together they use some 300 operations."""
+"""Callables over `x`, [4, 8] float32, and `i`, [4] int64 below 16, that use about 300 operations in total."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def turned_input(x, i):
 def grown_out(x, i):
     target = torch.empty(0)
     torch.add(x, 1, out=target)
-    none_of_four = torch.empty(4)[:0]  # memory that is there, but too small
+    none_of_four = torch.empty(4)[:0]  # allocated memory that is too small
     torch.sub(x, 1, out=none_of_four)
     return target, x * 2, none_of_four, x * 3
 

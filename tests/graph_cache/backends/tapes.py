@@ -1,4 +1,4 @@
-"""Records a callable and builds every program that can replay it, each on an arena full of garbage."""
+"""Record a callable and build every program that can replay it, each on an arena filled with garbage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Replay = Callable[[], list[torch.Tensor]]
 
 
 def recorded(fn: Callable[[], Any], generators: Sequence[torch.Generator] = ()) -> Tape:
-    """What one run of `fn` leaves on a tape."""
+    """Return the tape of one run of `fn`."""
     recorder = TapeRecorder(generators)
     with torch.inference_mode(), recorder:
         fn()
@@ -24,13 +24,13 @@ def recorded(fn: Callable[[], Any], generators: Sequence[torch.Generator] = ()) 
 
 
 def eager(fn: Callable[..., Any], *inputs: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that `fn` returns, copied."""
+    """Return copies of the tensors that `fn` returns."""
     with torch.inference_mode():
         return [leaf.clone() for leaf in tree_leaves(fn(*inputs)) if isinstance(leaf, torch.Tensor)]
 
 
 def programs(fn: Callable[..., Any], *inputs: torch.Tensor, arena: Arena | None = None) -> dict[str, Replay]:
-    """Replays of `fn(*inputs)` by name. Each reads the inputs' memory anew and returns copies of its results."""
+    """Return replays of `fn(*inputs)` by name. Each reads the inputs' current contents and returns copies."""
     outputs = eager(fn, *inputs)
 
     def body() -> None:
@@ -50,16 +50,16 @@ def programs(fn: Callable[..., Any], *inputs: torch.Tensor, arena: Arena | None 
 
         return replay
 
-    ways = {"torchscript": torchscript_program, "loop": loop_program}
-    return {name: replay_of(build(bind(tape, claim, offsets))) for name, build in ways.items()}
+    builders = {"torchscript": torchscript_program, "loop": loop_program}
+    return {name: replay_of(build(bind(tape, claim, offsets))) for name, build in builders.items()}
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equal shape, dtype and bytes: NaN equals NaN, 0.0 differs from -0.0."""
+    """Return whether shape, dtype and bytes are equal: NaN equals NaN, 0.0 differs from -0.0."""
     return one.shape == other.shape and one.dtype == other.dtype and torch.equal(raw(one), raw(other))
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's values as bytes."""
+    """Return a tensor's values as bytes."""
     plain = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
     return plain.view(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""The arena: live buffers never overlap, memory stays near what lives at once, claims come and go."""
+"""Arena: live buffers never overlap, memory stays near the peak of live bytes, claims are released."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ buffers = st.lists(
 )
 
 
-def room(buffer):
+def aligned_size(buffer):
     return max(ALIGNMENT, -(-buffer.nbytes // ALIGNMENT) * ALIGNMENT)
 
 
-def together(one, other):
+def overlap_in_time(one, other):
     return one.first <= other.last and other.first <= one.last
 
 
@@ -37,16 +37,16 @@ def test_no_two_buffers_that_live_at_once_overlap(many):
     offsets, need = plan_layout(many)
     for index, (one, start) in enumerate(zip(many, offsets, strict=True)):
         assert start % ALIGNMENT == 0
-        assert start + room(one) <= need
+        assert start + aligned_size(one) <= need
         for other, begin in zip(many[:index], offsets, strict=False):
-            if together(one, other):
-                assert start + room(one) <= begin or begin + room(other) <= start
+            if overlap_in_time(one, other):
+                assert start + aligned_size(one) <= begin or begin + aligned_size(other) <= start
 
 
 @given(buffers)
 def test_memory_stays_near_the_most_that_lives_at_once(many):
     _, need = plan_layout(many)
-    most = max((sum(room(one) for one in many if one.first <= now <= one.last) for now in range(50)), default=0)
+    most = max((sum(aligned_size(one) for one in many if one.first <= now <= one.last) for now in range(50)), default=0)
     assert most <= need <= 2 * most
 
 

@@ -1,4 +1,4 @@
-"""What reads a CPU's tensor behind the dispatcher's back is refused in a capture, and nowhere else."""
+"""Host reads that bypass the dispatcher are refused during a capture, and only there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from graph_cache.backends import backend_for
-from graph_cache.backends.cpu_host_reads import refused_host_reads
+from graph_cache.backends.cpu_host_reads import refuse_host_reads
 from graph_cache.errors import CaptureRefused
 from graph_cache.pool import GraphPool
 from graph_cache.runner import GraphRunner
@@ -31,11 +31,11 @@ def test_a_capture_that_reads_a_tensor_is_refused(read, grad):
     )
     with pytest.raises(CaptureRefused, match="the host reads a tensor's values"):
         runner.capture()
-    assert x.tolist() == [[1.0] * 3] * 2  # as it was, and to be read again
+    assert x.tolist() == [[1.0] * 3] * 2  # unchanged, and readable again
     assert not {"tolist", "numpy"} & set(vars(torch.Tensor))
 
 
-def test_what_every_run_computes_alike_may_be_read():
+def test_constants_may_be_read_by_the_host():
     x = torch.ones(4)
 
     def double():
@@ -49,7 +49,7 @@ def test_what_every_run_computes_alike_may_be_read():
     assert x.tolist() == [2.0] * 4
 
 
-def test_a_constant_that_was_overwritten_is_none_any_more():
+def test_an_overwritten_constant_may_not_be_read():
     x = torch.ones(2)
 
     def step():
@@ -62,11 +62,11 @@ def test_a_constant_that_was_overwritten_is_none_any_more():
         runner.capture()
 
 
-def test_other_threads_read_as_ever_and_the_last_to_record_puts_back():
+def test_other_threads_are_unaffected_and_the_last_recorder_restores_the_methods():
     found, entered, go_on = [], threading.Event(), threading.Event()
 
     def record():
-        with refused_host_reads(lambda tensor: False):
+        with refuse_host_reads(lambda tensor: False):
             entered.set()
             go_on.wait(10)
             with pytest.raises(CaptureRefused):
@@ -74,10 +74,10 @@ def test_other_threads_read_as_ever_and_the_last_to_record_puts_back():
             found.append("refused")
 
     other = threading.Thread(target=record)
-    with refused_host_reads(lambda tensor: False):
+    with refuse_host_reads(lambda tensor: False):
         other.start()
         assert entered.wait(10)
-    found.append(torch.ones(1).tolist())  # the other one records still
+    found.append(torch.ones(1).tolist())  # the other thread is still recording
     go_on.set()
     other.join(10)
     assert found == [[1.0], "refused"]

@@ -1,4 +1,4 @@
-"""Replaying a tape equals eager bit for bit after the inputs changed, whichever program replays it."""
+"""Replaying a tape after its inputs changed equals eager bit for bit, with every program."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ aten = torch.ops.aten
 def test_replay_after_changed_inputs_equals_eager_bit_for_bit(name):
     generator = torch.Generator().manual_seed(1)
     x, i = torch.zeros(ROWS, WIDTH), torch.zeros(ROWS, dtype=torch.int64)
-    ways = programs(CALLS[name], x, i)
+    replays = programs(CALLS[name], x, i)
     for _ in range(3):
         x.copy_(torch.randn(ROWS, WIDTH, generator=generator))
         i.copy_(torch.randint(0, 16, (ROWS,), generator=generator))
         wanted = eager(CALLS[name], x.clone(), i.clone())
-        for way, replay in ways.items():
+        for engine, replay in replays.items():
             for position, (got, want) in enumerate(zip(replay(), wanted, strict=True)):
-                assert same_bits(got, want), f"{way}: result {position} of {name}"
+                assert same_bits(got, want), f"{engine}: result {position} of {name}"
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_replay_after_changed_inputs_equals_eager_bit_for_bit(name):
         (aten._softmax.default, "out"),
     ],
 )
-def test_the_overload_that_writes_in_place_is_the_one_of_the_same_arguments(func, out):
+def test_the_out_overload_takes_the_same_arguments(func, out):
     assert out_overload(func)[0]._overloadname == out
 
 
@@ -72,7 +72,7 @@ def test_the_overload_that_writes_in_place_is_the_one_of_the_same_arguments(func
     "func",
     [aten.add_.Tensor, aten._native_batch_norm_legit.default, aten.split_with_sizes.default, aten._foreach_add.Scalar],
 )
-def test_no_overload_is_made_up_where_none_fits(func):
+def test_no_out_overload_where_none_matches(func):
     assert out_overload(func) is None
 
 
@@ -81,7 +81,7 @@ def test_a_replay_leaves_the_interpreters_settings_as_they_were(optimise):
     x, seen = torch.zeros(2, 2), []
     replay = programs(lambda x: x * 2 + 1, x)["torchscript"]
 
-    def elsewhere():  # the setting belongs to the thread
+    def elsewhere():  # the setting is per thread
         torch._C._set_graph_executor_optimize(optimise)
         replay()
         seen.append(torch._C._get_graph_executor_optimize())

@@ -1,4 +1,4 @@
-"""What a tape holds of a run, and what it refuses."""
+"""Tape: recorded operations and buffers, and refused operations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def names(tape):
     return [op.func._schema.name for op in tape.ops]
 
 
-def test_views_leave_no_operation_but_their_geometry():
+def test_views_are_recorded_as_geometry_not_as_operations():
     x = torch.randn(4, 6)
     tape = recorded(lambda: (x * 2)[1:, ::2].t() + 1)
     assert names(tape) == ["aten::mul", "aten::add"]
@@ -39,26 +39,26 @@ def test_a_buffer_lives_from_the_call_that_makes_it_to_the_last_that_touches_it(
     assert [one.nbytes for one in buffers] == [16, 16, 16]
 
 
-def test_composite_operations_are_taken_apart_as_eager_does_it():
+def test_composite_operations_are_decomposed_as_in_eager():
     x, weight = torch.randn(2, 3, 4), torch.randn(5, 4)
     assert "aten::linear" not in names(recorded(lambda: F.linear(x, weight)))
     assert "aten::matmul" not in names(recorded(lambda: x @ weight.t()))
 
 
-def test_memory_freed_during_a_run_is_not_mistaken_for_what_takes_its_place():
+def test_a_reused_address_is_a_new_buffer():
     x = torch.randn(64)
 
     def fn():
         total = torch.zeros(64)
         for _ in range(50):
-            total = total + (x * 2)  # each product is freed at once, and its address used again
+            total = total + (x * 2)  # each product is freed at once, and its address reused
         return total
 
     tape = recorded(fn)
     assert len(tape.buffers) == 101
 
 
-def test_an_external_tensor_is_held_as_it_was_seen():
+def test_an_external_tensor_keeps_its_memory_when_its_data_is_reassigned():
     weight = torch.nn.Parameter(torch.ones(2, 3))
 
     def fn():
@@ -71,7 +71,7 @@ def test_an_external_tensor_is_held_as_it_was_seen():
     assert not held.requires_grad
 
 
-def test_a_state_that_a_call_writes_beside_its_new_results_is_no_result():
+def test_state_written_in_place_is_not_an_output():
     x, mean, var = torch.randn(4, 3), torch.zeros(3), torch.ones(3)
     tape = recorded(lambda: torch.ops.aten._native_batch_norm_legit(x, None, None, mean, var, True, 0.1, 1e-5))
     (op,) = tape.ops
@@ -80,7 +80,7 @@ def test_a_state_that_a_call_writes_beside_its_new_results_is_no_result():
     assert len(tape.buffers) == 3
 
 
-def test_a_result_that_is_an_input_gets_no_memory_of_its_own():
+def test_an_output_that_aliases_an_input_gets_no_buffer():
     lib = torch.library.Library("encore_tape_test", "FRAGMENT")
     lib.define("both(Tensor(a) x) -> (Tensor(a), Tensor)")
     lib.impl("both", lambda x: (x, x * 2), "CPU")
@@ -93,7 +93,7 @@ def test_a_result_that_is_an_input_gets_no_memory_of_its_own():
 
 
 @pytest.mark.parametrize("fn", [lambda x: F.mse_loss(x, x * 2), lambda x: torch.rand_like(x)])
-def test_calls_whose_overload_would_spill_or_draw_are_copied(fn):
+def test_calls_whose_out_overload_needs_scratch_or_randomness_are_copied(fn):
     x = torch.randn(4, 8)
     tape = recorded(lambda: fn(x), [torch.default_generator])
     assert not tape.ops[-1].in_place
@@ -127,7 +127,7 @@ def test_calls_whose_overload_would_spill_or_draw_are_copied(fn):
     ],
 )
 @pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
-def test_refuses_what_no_graph_can_hold(fn, what):
+def test_uncapturable_operations_are_refused(fn, what):
     x = torch.randn(2, 3)
     with pytest.raises(CaptureRefused, match=what):
         recorded(lambda: fn(x))
@@ -148,12 +148,12 @@ def test_refuses_what_no_graph_can_hold(fn, what):
         lambda x: operator.setitem(x.clone(), x > 0, 1.0),
     ],
 )
-def test_takes_what_a_graph_can_hold(fn):
+def test_capturable_operations_are_recorded(fn):
     x = torch.randn(2, 3)
     assert recorded(lambda: fn(x)).ops
 
 
-def test_draws_of_a_registered_generator_are_taken_and_others_still_refused():
+def test_random_operations_need_a_registered_generator():
     mine, other = torch.Generator(), torch.Generator()
     assert recorded(lambda: torch.rand(2, generator=mine), [mine]).ops
     with pytest.raises(CaptureRefused):

@@ -1,4 +1,4 @@
-"""What only a CUDA capture can get wrong: memory of the host inside a graph, and the allocator's account of a pool."""
+"""CUDA captures: copies of pageable host memory, and measuring the allocator's segments."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def runner(pool, fn, *statics):
 
 
 def enqueue(name, *arguments):
-    """A copy by the driver itself: PyTorch's own refuse pageable memory, a library's don't."""
+    """Enqueue a copy by the driver API: PyTorch's own copies refuse pageable memory, those of libraries do not."""
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     assert getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments, ctypes.c_size_t(4000), stream) == 0
 
 
-def test_a_copy_from_pageable_memory_is_refused_and_the_device_goes_on(pool):
+def test_a_copy_from_pageable_memory_is_refused_and_the_device_stays_usable(pool):
     target, host = torch.zeros(1000, device="cuda"), (ctypes.c_float * 1000)(*[3.0] * 1000)
 
     def fn():
@@ -40,7 +40,7 @@ def test_a_copy_from_pageable_memory_is_refused_and_the_device_goes_on(pool):
 
     with pytest.raises(CaptureRefused, match=r"copies 4000 bytes from 0x\w+: pageable memory of the host"):
         runner(pool, fn, target).capture()
-    assert target.sum() == 0  # as it was before the warm-up
+    assert target.sum() == 0  # unchanged by the warm-up
     again = runner(pool, lambda: target.add_(1.0), target)
     again.capture()
     again.replay()
@@ -58,7 +58,7 @@ def test_a_copy_to_pageable_memory_is_refused(pool):
         runner(pool, fn, source).capture()
 
 
-def test_a_copy_from_pinned_memory_is_captured_and_reads_what_lies_there_at_the_replay(pool):
+def test_a_copy_from_pinned_memory_reads_its_current_contents_at_replay(pool):
     target, source = torch.zeros(1000, device="cuda"), torch.ones(1000, pin_memory=True)
     captured = runner(pool, lambda: target.copy_(source, non_blocking=True), target)
     captured.capture()
@@ -67,8 +67,8 @@ def test_a_copy_from_pinned_memory_is_captured_and_reads_what_lies_there_at_the_
     assert target.sum() == 5000
 
 
-def test_measuring_a_pool_keeps_the_numbers_of_its_id_alive(pool):
-    while pool.memory.id[1] <= 300:  # smaller numbers are never freed
+def test_segments_of_preserves_the_refcounts_of_the_pool_id(pool):
+    while pool.memory.id[1] <= 300:  # Python never frees smaller integers
         pool.memory.renew()
     x = torch.zeros(10, device="cuda")
     captured = runner(pool, lambda: x.add_(torch.ones_like(x)), x)
@@ -76,7 +76,7 @@ def test_measuring_a_pool_keeps_the_numbers_of_its_id_alive(pool):
     references = sys.getrefcount(pool.memory.id[1])
     for _ in range(20):
         assert segments_of(pool.memory.id)
-    after = sys.getrefcount(pool.memory.id[1])  # not inside the assert, which would hold one more
+    after = sys.getrefcount(pool.memory.id[1])  # outside the assert, which would add a reference
     assert after == references
     captured.replay()
     assert x.sum() == 10

@@ -56,7 +56,7 @@ steps = st.lists(
 
 
 def interpreter(plan):
-    """A callable that runs the plan: each step takes tensors made so far, by index, and may write into them."""
+    """Return a callable that runs the plan: each step takes earlier tensors by index, and may write into them."""
 
     def fn(x, y):
         made = [x, y, x * 1.5]
@@ -80,7 +80,7 @@ def test_replays_of_several_buckets_interleaved_equal_eager_bit_for_bit(plan, ru
     statics = [(torch.zeros(rows, WIDTH), torch.zeros(rows, WIDTH)) for rows in (4, 2, 1)]
     captured = [programs(fn, x, y, arena=arena) for x, y in statics]
     for bucket, seed in runs:
-        for way, replay in captured[bucket].items():
+        for engine, replay in captured[bucket].items():
             x, y = statics[bucket]
             noise = torch.Generator().manual_seed(seed)
             x.copy_(torch.randn(x.shape, generator=noise))
@@ -88,5 +88,5 @@ def test_replays_of_several_buckets_interleaved_equal_eager_bit_for_bit(plan, ru
             mine, other = x.clone(), y.clone()
             wanted = eager(fn, mine, other)
             for got, want in zip(replay(), wanted, strict=True):
-                assert same_bits(got, want), way
-            assert same_bits(x, mine) and same_bits(y, other), way  # what it wrote into its inputs
+                assert same_bits(got, want), engine
+            assert same_bits(x, mine) and same_bits(y, other), engine  # writes into its inputs
