@@ -187,7 +187,10 @@ def _load_model(
 
 
 def manifest_of(config: EngineConfig, source: ModelSource, weight_format: str) -> Manifest | None:
-    """What earlier runs of the same model and sizes used; `graph_manifest` "none" keeps none."""
+    """What earlier runs of the same model and sizes used; `graph_manifest` "none" keeps none.
+
+    A file that can't be read is an empty manifest. Nothing is written here: `Manifest.save` makes the folder.
+    """
     if config.graph_manifest == "none":
         return None
     identity = f"{os.path.realpath(source.path)} {weight_format} {config.device} {config.dtype} {config.max_model_len}"
@@ -195,5 +198,4 @@ def manifest_of(config: EngineConfig, source: ModelSource, weight_format: str) -
     path = config.graph_manifest or os.path.join(cache_folder(), "manifests", f"{fingerprint}.json")
     if os.path.isdir(path):
         raise ModelError(f"graph_manifest={path!r} is a folder; give a file, or 'none'")
-    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     return Manifest.load(path, fingerprint)

@@ -43,6 +43,7 @@ from engine.prefix_cache import PrefixCache
 from engine.request import EngineRequest, Request, RequestState, TokenEvent, check_prompt_ids
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.weights import stage_update
+from graph_cache.errors import ManifestError
 from graph_cache.keys import GraphKey
 from graph_cache.manifest import Manifest
 
@@ -92,6 +93,7 @@ class EngineLoop:
         self._next_idle_check = 0.0
         self._next_capture = 0.0
         self._next_save = time.monotonic() + MANIFEST_SECONDS
+        self._save_failed = False  # the last save of the manifest did, and the log says so
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
@@ -302,13 +304,20 @@ class EngineLoop:
             self._last_error = str(error)
 
     def save_manifest(self) -> None:
-        """Write what traffic used to disk, if a manifest is kept; a disk that refuses is logged."""
+        """Write what traffic used to disk, if a manifest is kept.
+
+        A manifest that can't be written is logged once, until a save succeeds; the engine goes on without it.
+        """
         self._next_save = time.monotonic() + MANIFEST_SECONDS
-        if self.manifest is not None:
-            try:
-                self.manifest.save()
-            except (OSError, EngineError) as error:
-                logger.warning("the graph manifest was not saved: %s", error)
+        if self.manifest is None:
+            return
+        try:
+            self.manifest.save()
+            self._save_failed = False
+        except ManifestError as error:
+            if not self._save_failed:
+                logger.warning("the graph manifest was not saved, and the engine goes on without it: %s", error)
+            self._save_failed = True
 
     def close(self) -> None:
         """Drop the graphs and let the model go; nothing may be called after it."""
