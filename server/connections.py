@@ -17,6 +17,8 @@ from server.tally import Tally
 
 PROBES = tuple(f"GET {path} ".encode() for path in ("/health", "/ready", "/metrics"))
 HEADER_BYTES = 64 * 1024
+FRAMING_BYTES = 64 * 1024  # of one body's chunk extensions and trailers
+CHUNK_SIZE_BYTES = 20  # a chunk's size of 16 digits, and the line ends after it and after the chunk
 REFUSED_SECONDS = 1.0  # how long a refused connection may take to say something: only then it hears why
 TAKES_CONNECTIONS = "takes_connections"  # the gauge that is 1 while a front of several takes part
 
@@ -59,12 +61,13 @@ class OpenConnections:
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, on the C parser, with three limits, which a subclass sets.
+    """uvicorn's protocol, on the C parser, with limits, which a subclass sets.
 
     Connections beyond `max_connections` are answered 503 and closed, but for probes, which get their one answer: a
     server that is full must not be restarted for it. A connection on which no complete request header arrives within
     `header_seconds`, counted from its opening or from the header's first byte, is answered 408 and closed; one whose
-    header is longer than HEADER_BYTES, 400.
+    header is longer than HEADER_BYTES, 400. Chunk extensions and trailers of one body longer than FRAMING_BYTES are
+    answered 431 and the connection is closed. Trailers are read and dropped: no route reads them.
     """
 
     max_connections: int
@@ -76,6 +79,9 @@ class LimitedProtocol(HttpToolsProtocol):
     _in_header = True
     _header_bytes = 0  # of the header that is being read
     _header_too_long = False
+    _framing_bytes = 0  # of the body that is being read: received bytes that are neither its content nor a chunk's size
+    _body_bytes = 0  # delivered by the parser, with an allowance for each chunk's size, since the last piece of data
+    _message_ended = False  # in this piece of data
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -90,7 +96,17 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse(503, "the server has as many connections as it may have", "too_many_connections", 1)
             return
         self._header_bytes += len(data) if self._in_header else 0
+        was_in_body, self._body_bytes, self._message_ended = not self._in_header, 0, False
         super().data_received(data)
+        if self.transport.is_closing():  # the parser refused it
+            return
+        if was_in_body and not self._message_ended:
+            # The parser reports no extension and collects a trailer of any length: only raw bytes show both.
+            self._framing_bytes = max(0, self._framing_bytes + len(data) - self._body_bytes)
+            if self._framing_bytes > FRAMING_BYTES:
+                message = f"chunk extensions and trailers are longer than {FRAMING_BYTES} bytes"
+                self._refuse(431, message, "trailers_too_long", None)
+                return
         if self._header_too_long or (self._in_header and self._header_bytes > HEADER_BYTES):
             self._refuse(400, f"the header is longer than {HEADER_BYTES} bytes", "header_too_long", None)
             return
@@ -99,18 +115,26 @@ class LimitedProtocol(HttpToolsProtocol):
         elif self._timer is None:
             self._start_timer(self.header_seconds)
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_header:
+            super().on_header(name, value)
+
+    def on_chunk_header(self) -> None:
+        self._body_bytes += CHUNK_SIZE_BYTES
+
     def on_headers_complete(self) -> None:
-        self._in_header = False
         self._header_too_long = sum(len(name) + len(value) for name, value in self.headers) > HEADER_BYTES
         if not self._header_too_long:
+            self._in_header, self._framing_bytes = False, 0
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
         if not self._header_too_long:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._in_header, self._header_bytes = True, 0
+        self._in_header, self._header_bytes, self._message_ended = True, 0, True
         if not self._header_too_long:
             super().on_message_complete()
 
@@ -138,8 +162,20 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse(408, f"no request came within {self.header_seconds:g} seconds", "header_timeout", None)
 
     def _refuse(self, status: int, message: str, code: str, retry_after: int | None) -> None:
-        self.transport.write(_raw_answer(status, message, code, retry_after))
+        if self._awaits_answer():
+            self.transport.write(_raw_answer(status, message, code, retry_after))
         self.transport.close()
+
+    def _awaits_answer(self) -> bool:
+        """Whether the next answer on this connection belongs to the request that is being read.
+
+        Written in the midst of another request's answer, a refusal would be read as part of that one.
+        """
+        if self.cycle is None:
+            return True
+        if self.pipeline:
+            return False
+        return self.cycle.response_complete if self._in_header else not self.cycle.response_started
 
 
 def limited_protocol(
@@ -157,8 +193,13 @@ def limited_protocol(
     )
 
 
-_PHRASES = {400: "Bad Request", 408: "Request Timeout", 503: "Service Unavailable"}
-_TYPES = {400: "invalid_request_error", 408: "invalid_request_error", 503: "service_unavailable_error"}
+_PHRASES = {
+    400: "Bad Request",
+    408: "Request Timeout",
+    431: "Request Header Fields Too Large",
+    503: "Service Unavailable",
+}
+_TYPES = dict.fromkeys((400, 408, 431), "invalid_request_error") | {503: "service_unavailable_error"}
 
 
 def _raw_answer(status: int, message: str, code: str, retry_after: int | None) -> bytes:
