@@ -159,13 +159,38 @@ class Service:
                 type="not_found_error", param="model", code="model_not_found",
             )  # fmt: skip
 
+    def check_room(self, sequences: int, param: str) -> None:
+        """Raise what `admission` would raise now for so many sequences, and hold no place.
+
+        For a batch whose sequences can't all be counted before something is made for each prompt; `param` names the
+        field that holds the prompts.
+        """
+        self._check_serving()
+        self._check_possible(sequences, param)
+        self._check_room_beside(self.all_in_flight, sequences)
+
     @contextmanager
-    def admission(self, sequences: int) -> Iterator[None]:
+    def admission(self, sequences: int, param: str = "n") -> Iterator[None]:
         """Hold places for `sequences` in the bounded queue; taken before anything is tokenised.
 
-        Raises QueueFull if they don't fit now, RequestError if they never can, WireError or EngineDead if nothing is
-        served at all.
+        Raises QueueFull if they don't fit now, RequestError that names `param` if they never can, WireError or
+        EngineDead if nothing is served at all.
         """
+        self._check_serving()
+        self._check_possible(sequences, param)
+        self._take_places(sequences)  # before looking: of two fronts that do it at once, none overlooks the other
+        try:
+            self._check_room_beside(self.all_in_flight - sequences, sequences)
+            yield
+        finally:
+            self._take_places(-sequences)
+
+    @property
+    def _room(self) -> int:
+        """Sequences that may run and wait together."""
+        return self.client.info().max_num_seqs + self.config.max_waiting
+
+    def _check_serving(self) -> None:
         _ = self.tokens
         if self.draining:
             raise WireError(
@@ -174,24 +199,22 @@ class Service:
         health = self.client.health()
         if not health.ready:
             raise EngineDead(f"the engine does not answer: {health.reason}")
-        room = self.client.info().max_num_seqs + self.config.max_waiting
-        if sequences > room:
-            raise RequestError(f"the request asks for {sequences} sequences at once, and {room} are possible", "n")
-        self._take_places(sequences)  # before looking: of two fronts that do it at once, none overlooks the other
-        try:
-            others, waiting = self.all_in_flight - sequences, self.client.stats().num_waiting
-            if others + sequences > room:
-                raise QueueFull(
-                    f"the request asks for {sequences} sequences beside {others} under way, and at most {room} may run "
-                    "and wait; try later"
-                )
-            if waiting >= self.config.max_waiting > 0:
-                raise QueueFull(
-                    f"{waiting} sequences wait already, and at most {self.config.max_waiting} may; try later"
-                )
-            yield
-        finally:
-            self._take_places(-sequences)
+
+    def _check_possible(self, sequences: int, param: str) -> None:
+        if sequences > self._room:
+            raise RequestError(
+                f"{param}: the request asks for {sequences} sequences at once, and {self._room} are possible", param
+            )
+
+    def _check_room_beside(self, others: int, sequences: int) -> None:
+        waiting = self.client.stats().num_waiting
+        if others + sequences > self._room:
+            raise QueueFull(
+                f"the request asks for {sequences} sequences beside {others} under way, and at most {self._room} may "
+                "run and wait; try later"
+            )
+        if waiting >= self.config.max_waiting > 0:
+            raise QueueFull(f"{waiting} sequences wait already, and at most {self.config.max_waiting} may; try later")
 
     @property
     def all_in_flight(self) -> int:

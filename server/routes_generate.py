@@ -33,9 +33,10 @@ async def generate(body: GenerateBody, request: Request) -> Response:
     prompts, as_list = body.prompts()
     if not prompts:
         raise RequestError("there is no prompt: give at least one", param="text")
+    field = "text" if body.text is not None else "input_ids"
+    service.check_room(len(prompts), field)  # a body holds a million prompts, and each gets parameters and an id
     params = body.sampling(len(prompts))
     ids = body.ids(len(prompts), request.state.request_id)
-    field = "text" if body.text is not None else "input_ids"
     wanted = sum(one.n for one in params)
     as_list = as_list or wanted > 1
 

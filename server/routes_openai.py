@@ -68,6 +68,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
         return jobs
 
     wanted = len(prompts) * params.n
+    service.check_room(len(prompts), "prompt")
     if body.stream:
         pieces = CompletionPieces(service.tokens, body.echo, body.logprobs)
         return EventStream(_stream(service, wanted, submit, head, body, pieces))
