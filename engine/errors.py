@@ -6,6 +6,7 @@ EngineError
 ├── RequestError           a request that can't be accepted (also ValueError); .param names the field
 │   └── PromptTooLong      a prompt that can never fit
 ├── QueueFull              accepted nothing: try again later
+├── ReaderTooSlow          a stream whose reader left too much unread; its sequences were aborted
 ├── WeightUpdateError      an update that was refused whole; the old weights still serve
 └── EngineDead             the loop has ended; nothing more will be answered
 """
@@ -39,6 +40,10 @@ class PromptTooLong(RequestError):
 
 class QueueFull(EngineError):
     """The waiting queue is at its bound; nothing was accepted."""
+
+
+class ReaderTooSlow(EngineError):
+    """A stream's reader left more unread than is kept for it; its sequences were aborted."""
 
 
 class WeightUpdateError(EngineError):

@@ -1,19 +1,27 @@
 """Limits that hold before there is a request: how many connections, how long headers may take and be.
 
 Owns one subclass of uvicorn's HTTP protocol, which has none of them: its `limit_concurrency` refuses probes too, in
-plain text, and nothing in it ends a connection that never sends, or never finishes, its headers.
+plain text, and nothing in it ends a connection that never sends, or never finishes, its headers, or never reads.
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
+import logging
+import socket
+import struct
+import sys
+import termios
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from server.errors import error_body
 from server.tally import Tally
+
+log = logging.getLogger("encore.server")
 
 PROBES = tuple(f"GET {path} ".encode() for path in ("/health", "/ready", "/metrics"))
 HEADER_BYTES = 64 * 1024
@@ -67,11 +75,13 @@ class LimitedProtocol(HttpToolsProtocol):
     server that is full must not be restarted for it. A connection on which no complete request header arrives within
     `header_seconds`, counted from its opening or from the header's first byte, is answered 408 and closed; one whose
     header is longer than HEADER_BYTES, 400. Chunk extensions and trailers of one body longer than FRAMING_BYTES are
-    answered 431 and the connection is closed. Trailers are read and dropped: no route reads them.
+    answered 431 and the connection is closed. Trailers are read and dropped: no route reads them. A connection that
+    takes nothing of what waits for it for `write_seconds` is reset, which aborts its request.
     """
 
     max_connections: int
     header_seconds: float
+    write_seconds: float
     open_connections: OpenConnections
 
     _timer: asyncio.TimerHandle | None = None
@@ -84,7 +94,9 @@ class LimitedProtocol(HttpToolsProtocol):
     _message_ended = False  # in this piece of data
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(_Counted(transport))  # type: ignore[arg-type]
+        self._sent, self._sent_at = 0, self.loop.time()
+        self._write_check = self.loop.call_later(self._check_seconds, self._check_writing)
         self.open_connections.set(len(self.connections))
         self._surplus = self.open_connections.total() > self.max_connections
         self._start_timer(REFUSED_SECONDS if self._surplus else self.header_seconds)
@@ -145,6 +157,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._write_check.cancel()
         super().connection_lost(exc)
         self.open_connections.set(len(self.connections))
 
@@ -160,6 +173,27 @@ class LimitedProtocol(HttpToolsProtocol):
         self._timer = None
         if not self.transport.is_closing():
             self._refuse(408, f"no request came within {self.header_seconds:g} seconds", "header_timeout", None)
+
+    @property
+    def _check_seconds(self) -> float:
+        return self.write_seconds / 4
+
+    def _check_writing(self) -> None:
+        """Reset a connection whose client took nothing since `write_seconds`; also one that is closing.
+
+        Closing alone waits for the client for ever, and a connection that is not reset leaves megabytes to the system.
+        """
+        waiting, now = self.transport.get_write_buffer_size() + _unsent(self.transport), self.loop.time()
+        sent = self.transport.written - waiting
+        if not waiting or sent != self._sent:
+            self._sent, self._sent_at = sent, now
+        elif now - self._sent_at >= self.write_seconds:
+            log.warning("a connection is closed: its client left %d bytes unread for %g s", waiting, self.write_seconds)
+            at_once = struct.pack("ii", 1, 0)
+            self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
+            self.transport.abort()
+            return
+        self._write_check = self.loop.call_later(self._check_seconds, self._check_writing)
 
     def _refuse(self, status: int, message: str, code: str, retry_after: int | None) -> None:
         if self._awaits_answer():
@@ -178,8 +212,35 @@ class LimitedProtocol(HttpToolsProtocol):
         return self.cycle.response_complete if self._in_header else not self.cycle.response_started
 
 
+def _unsent(transport: asyncio.Transport) -> int:
+    """Bytes that the system holds until the client's takes them; 0 where it doesn't say.
+
+    It takes new ones only when a third of its buffer is free: a slow reader of megabytes would seem to stand still.
+    """
+    try:
+        answer = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+    except (OSError, ValueError):  # not on this system; or the socket was closed a moment ago
+        return 0
+    return int.from_bytes(answer, sys.byteorder)
+
+
+class _Counted:
+    """A transport that counts the bytes written to it: the client has taken those that wait nowhere any more."""
+
+    def __init__(self, transport: asyncio.Transport):
+        self._transport = transport
+        self.written = 0
+
+    def write(self, data: bytes) -> None:
+        self.written += len(data)
+        self._transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
 def limited_protocol(
-    max_connections: int, header_seconds: float, open_connections: OpenConnections
+    max_connections: int, header_seconds: float, write_seconds: float, open_connections: OpenConnections
 ) -> type[LimitedProtocol]:
     """LimitedProtocol with these limits."""
     return type(
@@ -188,6 +249,7 @@ def limited_protocol(
         {
             "max_connections": max_connections,
             "header_seconds": header_seconds,
+            "write_seconds": write_seconds,
             "open_connections": open_connections,
         },
     )

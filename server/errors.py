@@ -21,6 +21,7 @@ from engine.errors import (
     EngineError,
     PromptTooLong,
     QueueFull,
+    ReaderTooSlow,
     RequestError,
     WeightUpdateError,
 )
@@ -62,6 +63,7 @@ OUTCOMES: tuple[tuple[type[EngineError], Outcome], ...] = (
     (PromptTooLong, Outcome(400, INVALID, "context_length_exceeded")),
     (RequestError, Outcome(400, INVALID, "invalid_value")),
     (QueueFull, Outcome(429, "rate_limit_error", "queue_full", 1)),
+    (ReaderTooSlow, Outcome(408, INVALID, "reader_too_slow")),
     (EngineDead, Outcome(503, "service_unavailable_error", "engine_dead", 5)),
     (WeightUpdateError, Outcome(400, INVALID, "weight_update_refused")),
     (EngineError, Outcome(500, "server_error", "engine_error")),

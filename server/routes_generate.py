@@ -51,10 +51,10 @@ async def generate(body: GenerateBody, request: Request) -> Response:
     if body.stream:
 
         async def events() -> AsyncIterator[bytes]:
-            with service.admission(wanted):
+            with service.admission(wanted) as places:
                 jobs = await submit()
                 firsts = [sum(job.params.n for job in jobs[:number]) for number in range(len(jobs))]
-                async with aclosing(merge([service.run(job) for job in jobs])) as arrivals:
+                async with aclosing(merge([service.run(job, places) for job in jobs])) as arrivals:
                     async for number, deltas in arrivals:
                         # An event holds all there is so far: one for each sequence that went on, however far.
                         for index in dict.fromkeys(delta.index for delta in deltas):
@@ -64,9 +64,9 @@ async def generate(body: GenerateBody, request: Request) -> Response:
         return EventStream(events())
 
     async def answers() -> list[dict[str, Any]]:
-        with service.admission(wanted):
+        with service.admission(wanted) as places:
             jobs = await submit()
-            await service.finish(jobs)
+            await service.finish(jobs, places)
         return [_answer(tokens, body, job, choice) for job in jobs for choice in job.choices]
 
     found = await until_disconnect(request, answers())
