@@ -6,6 +6,7 @@ EngineError
 ├── RequestError           an invalid request (also ValueError); .param names the field
 │   └── PromptTooLong      a prompt that can never fit
 ├── QueueFull              the request was not accepted: try again later
+├── ReaderTooSlow          the reader of a stream left too much output unread; its sequences were aborted
 ├── WeightUpdateError      an update that was rejected as a whole; the old weights stay in use
 └── EngineDead             the engine loop has ended; no request will be answered
 """
@@ -39,6 +40,10 @@ class PromptTooLong(RequestError):
 
 class QueueFull(EngineError):
     """The waiting queue is full; the request was not accepted."""
+
+
+class ReaderTooSlow(EngineError):
+    """The reader of a stream left more output unread than the limit; its sequences were aborted."""
 
 
 class WeightUpdateError(EngineError):

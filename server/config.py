@@ -32,11 +32,12 @@ class ServerConfig:
     `served_model_name`: the names that clients may give as "model", the first one is shown; none means the model's
     own. `max_waiting`: sequences that may wait beyond those running, past which requests are refused with 429.
     `max_body_bytes`: a larger body is refused with 413 before it is parsed. `max_connections`: more are answered 503.
-    `header_seconds`: how long a request's headers may take. `keep_alive_seconds`: how long an idle connection is kept.
-    `drain_seconds`: how long running requests may go on after SIGTERM. `api_key_file`, `admin_key_file`: one accepted
-    key a line; none leaves inference open and the admin routes off. `profile_folder`: where /profile writes, off
-    without. `http_workers`: fronts, processes that answer HTTP on the one port; None: one for each four processors, at
-    most 4. `in_process`: run the engine in this process instead of its own, which allows one front.
+    `header_seconds`: how long a request's headers may take. `write_seconds`: how long a client may take nothing of an
+    answer that waits for it, after which its connection is closed. `keep_alive_seconds`: how long an idle connection
+    is kept. `drain_seconds`: how long running requests may go on after SIGTERM. `api_key_file`, `admin_key_file`: one
+    accepted key a line; none leaves inference open and the admin routes off. `profile_folder`: where /profile writes,
+    off without. `http_workers`: fronts, processes that answer HTTP on the one port; None: one for each four processors,
+    at most 4. `in_process`: run the engine in this process instead of its own, which allows one front.
     """
 
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -47,6 +48,7 @@ class ServerConfig:
     max_body_bytes: int = 8 * 1024 * 1024
     max_connections: int = 4096
     header_seconds: float = 10.0
+    write_seconds: float = 60.0
     keep_alive_seconds: float = 15.0
     drain_seconds: float = 30.0
     api_key_file: str | None = None
@@ -77,6 +79,7 @@ class ServerConfig:
                     "process has one front; leave one of the two out"
                 )
         _seconds("header_seconds", self.header_seconds, 0.1)
+        _seconds("write_seconds", self.write_seconds, 0.1)
         _seconds("keep_alive_seconds", self.keep_alive_seconds, 0.1)
         _seconds("drain_seconds", self.drain_seconds, 0)
         for name, allowed in (("log_level", LOG_LEVELS), ("log_format", LOG_FORMATS)):

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -22,7 +22,7 @@ from engine.client.output_queue import OutputQueue, deltas_until_end, merge_delt
 from engine.client.supervisor import RestartPolicy, Supervisor
 from engine.client.transport import ProcessTransport, Run, ThreadTransport, Transport, run_loop
 from engine.config import EngineConfig
-from engine.errors import EngineDead, EngineError, RequestError
+from engine.errors import EngineDead, EngineError, ReaderTooSlow, RequestError
 from engine.protocol.messages import (
     CLIENT_ID_SPAN,
     Abort,
@@ -93,6 +93,7 @@ class Client(Protocol):
         prompt_token_ids: list[int] | None = None,
         params: SamplingParams,
         priority: int = 0,
+        on_end: Callable[[int], None] | None = None,
     ) -> AsyncIterator[list[OutputDelta]]: ...
 
     async def abort(self, request_id: str) -> None: ...
@@ -207,12 +208,15 @@ class EngineClient:
         prompt_token_ids: list[int] | None = None,
         params: SamplingParams,
         priority: int = 0,
+        on_end: Callable[[int], None] | None = None,
     ) -> AsyncIterator[list[OutputDelta]]:
         """Stream what the n sequences of a request give; deltas carry `.index`. Ends when all have ended.
 
         A delta is what one step gave one sequence; a list holds all that has come since the one before it. Closing the
-        iterator early aborts all sequences. Raises RequestError for a request that can't be accepted, EngineDead if the
-        engine ends, EngineError if a sequence fails.
+        iterator early aborts all sequences. `on_end(count)` is called when the engine is done with `count` of them,
+        also while nobody reads. Raises RequestError for a request that can't be accepted, EngineDead if the engine
+        ends, ReaderTooSlow if more output stays unread than `engine.client.output_queue` keeps, EngineError if a
+        sequence fails.
         """
         self._require_alive()
         ids = self._prompt_ids(prompt, prompt_token_ids)
@@ -220,7 +224,7 @@ class EngineClient:
             raise RequestError(f"request id {request_id!r} is in use by a request under way", param="request_id")
         # The engine's ids are used once: a caller's may come again while the last events of the first are under way.
         children = split_n(f"{self._front}.{next(self._numbers)}", params, resolve_seed(params))
-        queue = self._queues[request_id] = OutputQueue()
+        queue = self._queues[request_id] = OutputQueue(len(children), on_end)
         open_children = {child.request_id for child in children}
         try:
             for child in children:
@@ -373,6 +377,7 @@ class EngineClient:
             return
         if delta.finish_reason == "error":
             self._queues[parent].put(event.refusal or EngineError(event.error))
+            self._queues[parent].end(1)
         else:
             self._hand_over(parent, delta)
 
@@ -390,7 +395,19 @@ class EngineClient:
     def _hand_over(self, parent: str, delta: OutputDelta) -> None:
         if delta.abort:
             self._abort([delta.child_id])
-        self._queues[parent].put(delta)
+        if not self._queues[parent].add(delta):
+            self._give_up(parent)
+
+    def _give_up(self, request_id: str) -> None:
+        """Abort a request whose reader is too slow, and drop what is unread of it."""
+        children = [child for child, parent in self._parents.items() if parent == request_id]
+        for child in children:
+            del self._parents[child]
+            self._processor.remove(child)
+        self._abort(children)
+        self._queues[request_id].give_up(
+            ReaderTooSlow("the answer was not read as fast as it was generated, and was aborted: read it faster")
+        )
 
     def _lose(self, reason: str, what_next: str = "") -> None:
         """The loop is gone: everyone who waits for it is told, and its counts are kept."""
@@ -399,6 +416,7 @@ class EngineClient:
         message = f"the engine ended: {self._death}"
         for queue in self._queues.values():  # an error each: one raised in many places collects all their tracebacks
             queue.put(EngineDead(message))
+            queue.end_all()
         for future in self._replies.values():
             if not future.done():
                 future.set_exception(EngineDead(message))

@@ -166,7 +166,10 @@ def load_model(
 
 
 def load_manifest(config: EngineConfig, source: ModelSource, weight_format: str) -> Manifest | None:
-    """Load the graph manifest of earlier runs with the same model and sizes; None if `graph_manifest` is "none"."""
+    """Load the graph manifest of earlier runs with the same model and sizes; None if `graph_manifest` is "none".
+
+    An unreadable file gives an empty manifest. Nothing is written here: `Manifest.save` makes the folder.
+    """
     if config.graph_manifest == "none":
         return None
     identity = f"{os.path.realpath(source.path)} {weight_format} {config.device} {config.dtype} {config.max_model_len}"
@@ -174,5 +177,4 @@ def load_manifest(config: EngineConfig, source: ModelSource, weight_format: str)
     path = config.graph_manifest or os.path.join(cache_folder(), "manifests", f"{fingerprint}.json")
     if os.path.isdir(path):
         raise ModelError(f"graph_manifest={path!r} is a folder; give a file, or 'none'")
-    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     return Manifest.load(path, fingerprint)

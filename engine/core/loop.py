@@ -44,6 +44,7 @@ from engine.scheduling.request import Request, RequestState
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from engine.worker.async_output import MAX_STEPS_IN_FLIGHT, AsyncStepOutput
 from engine.worker.model_runner import ModelRunner
+from graph_cache.errors import ManifestError
 from graph_cache.keys import GraphKey
 from graph_cache.manifest import Manifest
 
@@ -94,6 +95,7 @@ class EngineLoop:
         self._next_idle_check = 0.0
         self._next_capture = 0.0
         self._next_save = time.monotonic() + MANIFEST_SECONDS
+        self._save_failed = False  # the last save of the manifest did, and the log says so
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
@@ -316,13 +318,17 @@ class EngineLoop:
             self._last_error = str(error)
 
     def save_manifest(self) -> None:
-        """Save the graph manifest, if there is one. Logs a failure instead of raising."""
+        """Save the graph manifest, if there is one. Logs a failure once, until a save succeeds."""
         self._next_save = time.monotonic() + MANIFEST_SECONDS
-        if self.manifest is not None:
-            try:
-                self.manifest.save()
-            except (OSError, EngineError) as error:
-                logger.warning("the graph manifest was not saved: %s", error)
+        if self.manifest is None:
+            return
+        try:
+            self.manifest.save()
+            self._save_failed = False
+        except ManifestError as error:
+            if not self._save_failed:
+                logger.warning("the graph manifest was not saved, and the engine goes on without it: %s", error)
+            self._save_failed = True
 
     def close(self) -> None:
         """Drop the graphs and release the model. The loop can't be used afterwards."""

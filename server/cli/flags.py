@@ -24,6 +24,7 @@ SERVER_HELP = {
     "max_body_bytes": "largest body; more is refused with 413",
     "max_connections": "connections at once; more are answered 503, probes excepted",
     "header_seconds": "how long a request's headers may take to arrive",
+    "write_seconds": "how long a client may take nothing of an answer before its connection is closed",
     "keep_alive_seconds": "how long an idle connection is kept open",
     "drain_seconds": "how long running requests may go on after SIGTERM",
     "api_key_file": "file of keys for inference, one a line; ENCORE_API_KEYS adds more. None: no key is asked for",

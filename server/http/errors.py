@@ -16,7 +16,15 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
-from engine.errors import EngineDead, EngineError, PromptTooLong, QueueFull, RequestError, WeightUpdateError
+from engine.errors import (
+    EngineDead,
+    EngineError,
+    PromptTooLong,
+    QueueFull,
+    ReaderTooSlow,
+    RequestError,
+    WeightUpdateError,
+)
 from server.observability.logs import FIELDS
 
 log = logging.getLogger("encore.server")
@@ -55,6 +63,7 @@ OUTCOMES: tuple[tuple[type[EngineError], Outcome], ...] = (
     (PromptTooLong, Outcome(400, INVALID, "context_length_exceeded")),
     (RequestError, Outcome(400, INVALID, "invalid_value")),
     (QueueFull, Outcome(429, "rate_limit_error", "queue_full", 1)),
+    (ReaderTooSlow, Outcome(408, INVALID, "reader_too_slow")),
     (EngineDead, Outcome(503, "service_unavailable_error", "engine_dead", 5)),
     (WeightUpdateError, Outcome(400, INVALID, "weight_update_refused")),
     (EngineError, Outcome(500, "server_error", "engine_error")),

@@ -86,7 +86,8 @@ async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
 async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int, T]]:
     """What several streams yield, as it comes, each item with its stream's number.
 
-    Closing the merged stream closes all of them; an exception of one ends all and is raised.
+    Closing the merged stream closes all of them; an exception of one ends all and is raised. Of each stream one item
+    waits at most: what a slow reader leaves piles up in the streams, which bound it.
     """
     if len(streams) == 1:
         async with aclosing(streams[0]) as only:
@@ -94,12 +95,15 @@ async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int,
                 yield 0, item
         return
     arrived: asyncio.Queue[tuple[int, T | None, BaseException | None]] = asyncio.Queue()
+    may_go_on = [asyncio.Event() for _ in streams]
 
     async def drain(number: int, stream: AsyncIterator[T]) -> None:
         try:
             async with aclosing(stream) as open_stream:
                 async for item in open_stream:
+                    may_go_on[number].clear()
                     arrived.put_nowait((number, item, None))
+                    await may_go_on[number].wait()
         except Exception as exc:
             arrived.put_nowait((number, None, exc))
         else:
@@ -115,6 +119,7 @@ async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int,
             if item is None:
                 unfinished -= 1
             else:
+                may_go_on[number].set()
                 yield number, item
     finally:
         for task in tasks:

@@ -68,14 +68,15 @@ async def completions(body: CompletionBody, request: Request) -> Response:
         return jobs
 
     wanted = len(prompts) * params.n
+    service.check_room(len(prompts), "prompt")
     if body.stream:
         pieces = CompletionPieces(service.tokens, body.echo, body.logprobs)
         return EventStream(_stream(service, wanted, submit, head, body, pieces))
 
     async def answer() -> dict[str, Any]:
-        with service.admission(wanted):
+        with service.admission(wanted) as places:
             jobs = await submit()
-            await service.finish(jobs)
+            await service.finish(jobs, places)
         choices = [
             _completion(service.tokens, body, number, job, choice)
             for number, (job, choice) in enumerate((job, choice) for job in jobs for choice in job.choices)
@@ -104,9 +105,9 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
         return EventStream(_stream(service, params.n, submit, head, body, ChatPieces(service.tokens, body.logprobs)))
 
     async def answer() -> dict[str, Any]:
-        with service.admission(params.n):
+        with service.admission(params.n) as places:
             jobs = await submit()
-            await service.finish(jobs)
+            await service.finish(jobs, places)
         choices = [
             answers.chat_choice(
                 choice.index, choice, answers.chat_logprobs(service.tokens, choice.logprobs) if body.logprobs else None
@@ -131,10 +132,10 @@ async def _stream(
             return head
         return {**head, "usage": answers.usage(jobs) if body.continuous_usage else None}
 
-    with service.admission(wanted):
+    with service.admission(wanted) as places:
         jobs: list[Job] = await submit()
         chunks = Chunks(pieces, shared, is_fixed=not (body.include_usage and body.continuous_usage))
-        async with aclosing(merge([service.run(job) for job in jobs])) as arrivals:
+        async with aclosing(merge([service.run(job, places) for job in jobs])) as arrivals:
             async for number, deltas in arrivals:
                 written = chunks.of(jobs[number], number * jobs[number].params.n, deltas)
                 if written:

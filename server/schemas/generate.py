@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import Field, WithJsonSchema
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from engine.errors import RequestError
 from engine.protocol.request import SamplingParams
 from engine.protocol.sampling_params import MAX_LOGPROBS
-from server.schemas.requests import RANGES, InputIds, Priority, Texts, Wire
+from server.schemas.requests import RANGES, InputIds, Priority, Texts, Wire, is_objects
 
 _SGLANG_NAMES = {
     "max_new_tokens": "max_tokens",
@@ -45,7 +45,13 @@ def _sampling_schema() -> dict[str, Any]:
     return {"anyOf": [one, {"type": "array", "items": one}, {"type": "null"}]}
 
 
-Sampling = Annotated[dict[str, Any] | list[dict[str, Any]] | None, WithJsonSchema(_sampling_schema())]
+def _sampling(value: Any) -> Any:
+    if value is None or isinstance(value, dict) or is_objects(value):
+        return value
+    raise ValueError("Input should be a valid dictionary")
+
+
+Sampling = Annotated[Any, BeforeValidator(_sampling), WithJsonSchema(_sampling_schema())]
 
 
 class GenerateBody(Wire):

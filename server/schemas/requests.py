@@ -8,6 +8,7 @@ supported is refused. An unknown sampling parameter of /generate is refused.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
@@ -33,10 +34,23 @@ _LISTS_OF_IDS = {"type": "array", "items": _IDS, "minItems": 1}
 _TEXTS_OR_IDS = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "minItems": 1}, _IDS, _LISTS_OF_IDS]}
 _IDS_OR_LISTS = {"anyOf": [_IDS, _LISTS_OF_IDS, _NULL]}
 _TEXTS = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT}, _NULL]}
+_PARTS = {"type": "array", "items": {"type": "object", "additionalProperties": True}}
+_TEXT_OR_PARTS = {"anyOf": [_TEXT, _PARTS, _NULL]}
 
 
 def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and set(map(type, value)) <= {int}
+
+
+def _is_lists_of_ids(value: Any) -> bool:
+    if not isinstance(value, list) or not set(map(type, value)) <= {list}:
+        return False
+    return set(map(type, chain.from_iterable(value))) <= {int}  # a loop over the lists takes seconds for a million
+
+
+def is_objects(value: Any) -> bool:
+    """Whether the value is a list of JSON objects; it is not copied, as pydantic would."""
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
 
 
 def _is_texts(value: Any) -> bool:
@@ -57,13 +71,13 @@ def _sendable(value: Any) -> Any:
 def _prompt(value: Any) -> Any:
     if isinstance(value, str) or _is_ids(value) or _is_texts(value):
         return _sendable(value)
-    if isinstance(value, list) and all(_is_ids(item) for item in value):
+    if _is_lists_of_ids(value):
         return value
     raise ValueError("a string, a list of strings, a list of token ids, or a list of such lists is needed")
 
 
 def _input_ids(value: Any) -> Any:
-    if value is None or _is_ids(value) or (isinstance(value, list) and all(_is_ids(item) for item in value)):
+    if value is None or _is_ids(value) or _is_lists_of_ids(value):
         return value
     raise ValueError("a list of token ids, or a list of such lists is needed")
 
@@ -72,6 +86,18 @@ def _texts(value: Any) -> Any:
     if value is None or isinstance(value, str) or _is_texts(value):
         return _sendable(value)
     raise ValueError("a string or a list of strings is needed")
+
+
+def _few_biases(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_BIASED_TOKENS:
+        raise ValueError(f"an object of at most {MAX_BIASED_TOKENS} token ids and numbers is needed")
+    return value
+
+
+def _content(value: Any) -> Any:
+    if value is None or isinstance(value, str) or is_objects(value):
+        return _sendable(value)
+    raise ValueError("Input should be a valid string")
 
 
 def _tokens(value: Any) -> Any:
@@ -83,7 +109,10 @@ def _tokens(value: Any) -> Any:
 Prompt = Annotated[Any, BeforeValidator(_prompt), WithJsonSchema(_TEXTS_OR_IDS)]
 InputIds = Annotated[Any, BeforeValidator(_input_ids), WithJsonSchema(_IDS_OR_LISTS)]
 Texts = Annotated[Any, BeforeValidator(_texts), WithJsonSchema(_TEXTS)]
+Content = Annotated[Any, BeforeValidator(_content), WithJsonSchema(_TEXT_OR_PARTS)]
 Text = Annotated[str, AfterValidator(_sendable)]
+# A body of 8 MB has millions of items: pydantic would build an error for each, in 5 GB, and only the first is told.
+FIRST_FAULT = Field(fail_fast=True)
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
 
@@ -151,9 +180,9 @@ class OpenAISampling(Wire):
     repetition_penalty: float | None = _described("repetition_penalty")
     frequency_penalty: float | None = _described("frequency_penalty")
     presence_penalty: float | None = _described("presence_penalty")
-    logit_bias: dict[str, float] | None = _described("logit_bias")
-    stop: Text | list[Text] | None = _described("stop")
-    stop_token_ids: list[int] | None = _described("stop_token_ids")
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_few_biases)] | None = _described("logit_bias")
+    stop: Text | Annotated[list[Text], FIRST_FAULT] | None = _described("stop")
+    stop_token_ids: Annotated[list[int], FIRST_FAULT] | None = _described("stop_token_ids")
     max_tokens: int | None = _described("max_tokens")
     min_tokens: int | None = _described("min_tokens")
     ignore_eos: bool | None = None
@@ -242,7 +271,7 @@ class Message(Wire):
     """One message of a conversation; `content` is text, or a list of text parts that are joined."""
 
     role: Text
-    content: Text | list[dict[str, Any]] | None = None
+    content: Content = None
 
     def plain(self, index: int) -> dict[str, Any]:
         """The message with its content as one string, which is what chat templates take."""
@@ -264,7 +293,7 @@ class Message(Wire):
         return "\n".join(texts)
 
 
-Messages = Annotated[list[Message], Field(max_length=10_000, json_schema_extra={"minItems": 1})]
+Messages = Annotated[list[Message], Field(max_length=10_000, fail_fast=True, json_schema_extra={"minItems": 1})]
 
 
 def conversation(messages: list[Message]) -> list[dict[str, Any]]:

@@ -53,6 +53,24 @@ class Job:
         return self.output.outputs
 
 
+class Places:
+    """What one request holds of the bounded queue: given back as its sequences end, the rest with its admission."""
+
+    def __init__(self, service: Service, sequences: int):
+        self._service, self._held = service, sequences
+        service._take_places(sequences)
+
+    def give_back(self, sequences: int) -> None:
+        """So many of the request's sequences have ended in the engine, whether their answer is read or not."""
+        sequences = min(sequences, self._held)
+        self._held -= sequences
+        self._service._take_places(-sequences)
+
+    def give_back_all(self) -> None:
+        """The request is over."""
+        self.give_back(self._held)
+
+
 class Service:
     """The engine's client as the routes use it: `begin` starts it beside the server, `close` ends it.
 
@@ -75,7 +93,8 @@ class Service:
         self.began = time.time() if began is None else began
         self._closed = False
         self._tokens: Tokenization | None = None
-        self.in_flight = 0  # of this front's
+        self.in_flight = 0  # sequences of this API worker that hold places
+        self.unanswered = 0  # admitted requests of this API worker whose answer is not complete
         self._in_flight = self.counters.gauge(IN_FLIGHT)
         self._started = self.counters.gauge(STARTED)
         self._numbers = itertools.count()
@@ -98,12 +117,12 @@ class Service:
             self.settled.set()
 
     async def drain(self, seconds: float) -> bool:
-        """Refuse new requests from now on and wait until none runs, at most `seconds`; whether all have ended."""
+        """Refuse new requests from now on and wait until all are answered, at most `seconds`; whether all were."""
         self.draining = True
         until = time.monotonic() + seconds
-        while self.in_flight and time.monotonic() < until:
+        while self.unanswered and time.monotonic() < until:
             await asyncio.sleep(0.02)
-        return not self.in_flight
+        return not self.unanswered
 
     async def close(self) -> None:
         """End the client, started or not, and with it every request. A second call does nothing."""
@@ -161,13 +180,43 @@ class Service:
                 type="not_found_error", param="model", code="model_not_found",
             )  # fmt: skip
 
+    def check_room(self, sequences: int, param: str) -> None:
+        """Raise what `admission` would raise now for so many sequences, and hold no place.
+
+        For a batch whose sequences can't all be counted before something is made for each prompt; `param` names the
+        field that holds the prompts.
+        """
+        self._check_serving()
+        self._check_possible(sequences, param)
+        self._check_room_beside(self.all_in_flight, sequences)
+
     @contextmanager
-    def admission(self, sequences: int) -> Iterator[None]:
+    def admission(self, sequences: int, param: str = "n") -> Iterator[Places]:
         """Hold places for `sequences` in the bounded queue; taken before anything is tokenised.
 
-        Raises QueueFull if they don't fit now, RequestError if they never can, WireError or EngineDead if nothing is
-        served at all.
+        `run` and `finish` give a place back when the engine is done with its sequence: a client that doesn't read its
+        answer keeps nobody out. The rest is given back at the end.
+
+        Raises QueueFull if they don't fit now, RequestError that names `param` if they never can, WireError or
+        EngineDead if nothing is served at all.
         """
+        self._check_serving()
+        self._check_possible(sequences, param)
+        places = Places(self, sequences)  # before looking: of two fronts that do it at once, none overlooks the other
+        self.unanswered += 1
+        try:
+            self._check_room_beside(self.all_in_flight - sequences, sequences)
+            yield places
+        finally:
+            self.unanswered -= 1
+            places.give_back_all()
+
+    @property
+    def _room(self) -> int:
+        """Sequences that may run and wait together."""
+        return self.client.info().max_num_seqs + self.config.max_waiting
+
+    def _check_serving(self) -> None:
         _ = self.tokens
         if self.draining:
             raise WireError(
@@ -176,24 +225,22 @@ class Service:
         health = self.client.health()
         if not health.ready:
             raise EngineDead(f"the engine does not answer: {health.reason}")
-        room = self.client.info().max_num_seqs + self.config.max_waiting
-        if sequences > room:
-            raise RequestError(f"the request asks for {sequences} sequences at once, and {room} are possible", "n")
-        self._take_places(sequences)  # before looking: of two fronts that do it at once, none overlooks the other
-        try:
-            others, waiting = self.all_in_flight - sequences, self.client.stats().num_waiting
-            if others + sequences > room:
-                raise QueueFull(
-                    f"the request asks for {sequences} sequences beside {others} under way, and at most {room} may run "
-                    "and wait; try later"
-                )
-            if waiting >= self.config.max_waiting > 0:
-                raise QueueFull(
-                    f"{waiting} sequences wait already, and at most {self.config.max_waiting} may; try later"
-                )
-            yield
-        finally:
-            self._take_places(-sequences)
+
+    def _check_possible(self, sequences: int, param: str) -> None:
+        if sequences > self._room:
+            raise RequestError(
+                f"{param}: the request asks for {sequences} sequences at once, and {self._room} are possible", param
+            )
+
+    def _check_room_beside(self, others: int, sequences: int) -> None:
+        waiting = self.client.stats().num_waiting
+        if others + sequences > self._room:
+            raise QueueFull(
+                f"the request asks for {sequences} sequences beside {others} under way, and at most {self._room} may "
+                "run and wait; try later"
+            )
+        if waiting >= self.config.max_waiting > 0:
+            raise QueueFull(f"{waiting} sequences wait already, and at most {self.config.max_waiting} may; try later")
 
     @property
     def all_in_flight(self) -> int:
@@ -231,8 +278,10 @@ class Service:
         output = RequestOutput.empty(public_id, prompt, ids, params.n)
         return Job(public_id=public_id, output=output, params=params, priority=priority)
 
-    async def run(self, job: Job) -> AsyncIterator[list[OutputDelta]]:
+    async def run(self, job: Job, places: Places) -> AsyncIterator[list[OutputDelta]]:
         """The deltas of a job as they come, each added to its choice. Closing this aborts the engine's request.
+
+        Places are given back as the engine ends the job's sequences.
 
         Raises EngineError for a sequence that the engine failed.
         """
@@ -245,6 +294,7 @@ class Service:
             prompt_token_ids=job.output.prompt_token_ids,
             params=job.params,
             priority=job.priority,
+            on_end=places.give_back,
         )
         try:
             async with aclosing(arrivals):
@@ -261,11 +311,11 @@ class Service:
         finally:
             watch.ended()
 
-    async def finish(self, jobs: list[Job]) -> None:
+    async def finish(self, jobs: list[Job], places: Places) -> None:
         """Run jobs side by side to their ends; one failure cancels the others."""
 
         async def one(job: Job) -> None:
-            async with aclosing(self.run(job)) as arrivals:
+            async with aclosing(self.run(job, places)) as arrivals:
                 async for _ in arrivals:
                     pass
 

@@ -42,7 +42,9 @@ def uvicorn_config(app: object, config: ServerConfig, connections: OpenConnectio
         access_log=False,
         lifespan="on",
         ws="none",
-        http=limited_protocol(config.max_connections, config.header_seconds, connections or OpenConnections()),
+        http=limited_protocol(
+            config.max_connections, config.header_seconds, config.write_seconds, connections or OpenConnections()
+        ),
         server_header=False,
         timeout_keep_alive=math.ceil(config.keep_alive_seconds),
         timeout_graceful_shutdown=DRAIN_RESPONSE_SECONDS,
@@ -170,7 +172,8 @@ class Server(uvicorn.Server):
         """Refuse what is new with 503, wait for what runs, then end; who runs past the limit is told so."""
         limit = self._service.config.drain_seconds
         if not await self._service.drain(limit):
-            log.warning("%d sequences still run %g s after the signal and are ended", self._service.in_flight, limit)
+            left = self._service.unanswered
+            log.warning("%d requests are not answered %g s after the signal and are ended", left, limit)
             await self._service.close()
         self.should_exit = True
 

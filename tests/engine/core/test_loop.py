@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from collections import Counter
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from engine import Engine, SamplingParams
 from engine.errors import PromptTooLong, RequestError
+from engine.protocol.messages import Dead, Events, Stop, Submit
 from tests.engine.lively import MANY, PROMPTS, drain, greedy, request, tokens
 
 SMALL = {"num_pages": 16, "page_size": 4, "max_model_len": 128}  # 60 tokens of KV for 8 sequences
@@ -304,3 +306,46 @@ def test_any_workload_ends_idle_with_the_tokens_of_each_request_alone(crowded, a
 
 def prompt_of(index: int, length: int, shared: bool) -> list[int]:
     return [(i if shared else 31 * index + 7 * i) % 300 + 5 for i in range(length)]
+
+
+# ---- the graph manifest --------------------------------------------------------------------------------------------
+
+
+def test_a_manifest_that_cant_be_written_is_one_warning_and_the_loop_serves_on(
+    make_engine, reference, tmp_path, monkeypatch, caplog
+):
+    cache = tmp_path / "cache"
+    cache.write_text("a file where the cache folder should be")
+    monkeypatch.setenv("ENCORE_CACHE", str(cache))
+    monkeypatch.setattr("engine.core.loop.MANIFEST_SECONDS", 0.0)
+    engine = make_engine(graph_manifest=None)
+    loop, reports, turns = engine._loop, [], itertools.count()
+
+    def receive(timeout):  # each turn without work saves; a request comes between two of them
+        turn = next(turns)
+        return Submit([request("a", PROMPTS[0], greedy(5))]) if turn == 3 else Stop() if turn == 20 else None
+
+    with caplog.at_level("WARNING"):
+        loop.serve(receive, reports.append)
+        engine.close()
+    events = [event for report in reports if isinstance(report, Events) for event in report.events]
+    assert [token for event in events for token in event.token_ids] == reference.greedy(PROMPTS[0], 5)
+    assert reports[-1] == Dead("")
+    warnings = [record.getMessage() for record in caplog.records if "was not saved" in record.getMessage()]
+    assert len(warnings) == 1 and str(cache) in warnings[0]
+
+
+def test_a_manifest_that_can_be_written_again_is_saved_and_a_later_failure_is_told(
+    make_engine, tmp_path, monkeypatch, caplog
+):
+    folder = tmp_path / "folder"
+    folder.write_text("a file")
+    engine = make_engine(graph_manifest=str(folder / "manifest.json"))
+    engine._loop.save_manifest()
+    folder.unlink()
+    engine._loop.save_manifest()
+    assert (folder / "manifest.json").exists()
+    shutil.rmtree(folder)
+    folder.write_text("a file")
+    engine._loop.save_manifest()
+    assert sum("was not saved" in record.getMessage() for record in caplog.records) == 2

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 
 import pytest
+from pydantic import ValidationError
 
 from server.config import ServerConfig
+from server.schemas import requests as schemas
+from server.schemas.generate import GenerateBody
 
 JSON = {"Content-Type": "application/json"}
 POSTS = ("/generate", "/v1/completions", "/v1/chat/completions")
@@ -103,6 +107,75 @@ def test_a_million_ids_with_one_wrong_are_refused_with_a_short_message(server):
     body = json.dumps({"prompt": [1] * 1_000_000 + ["x"]})
     error = error_of(server.http.post("/v1/completions", content=body, headers=JSON), 400)
     assert error["param"] == "prompt" and len(error["message"]) < 300
+
+
+BODIES = (
+    schemas.CompletionBody, schemas.ChatBody, schemas.TokenizeBody, schemas.DetokenizeBody, schemas.WeightsBody,
+    GenerateBody,
+)  # fmt: skip
+WHOLE = {
+    "prompt": "a", "text": "a", "tokens": [1], "path": "/a", "version": "a",
+    "messages": [{"role": "user", "content": "a"}],
+}  # fmt: skip
+FIELDS = [(kind, name) for kind in BODIES for name in kind.model_fields]
+MANY = 5_000
+WRONG = {
+    "numbers": [1.5] * MANY,
+    "flags": [True] * MANY,
+    "texts": ["a"] * MANY,
+    "surrogates": ["\ud800"] * MANY,
+    "nulls": [None] * MANY,
+    "lists": [[]] * MANY,
+    "lists of texts": [["a"]] * MANY,
+    "objects": [{}] * MANY,
+    "object of texts": {str(number): "a" for number in range(MANY)},
+    "object of lists": {str(number): [] for number in range(MANY)},
+}
+
+
+def faults(kind, body):
+    """How many errors pydantic builds for a body."""
+    try:
+        kind.model_validate(body)
+    except ValidationError as found:
+        return found.error_count()
+    return 0
+
+
+@pytest.mark.parametrize(("kind", "name"), FIELDS, ids=lambda value: getattr(value, "__name__", value))
+def test_a_field_with_thousands_of_wrong_items_is_a_few_faults(kind, name):
+    own = {field: value for field, value in WHOLE.items() if field in kind.model_fields}
+    assert faults(kind, own) == 0
+    for what, wrong in WRONG.items():
+        assert faults(kind, own | {name: wrong}) < 10, what
+
+
+@pytest.mark.parametrize("name", schemas.Message.model_fields)
+@pytest.mark.parametrize("count", [1, 1000])
+def test_a_message_with_thousands_of_wrong_items_is_a_few_faults(name, count):
+    for what, wrong in WRONG.items():
+        messages = [{"role": "user", "content": "a", name: wrong}] * count
+        assert faults(schemas.ChatBody, {"messages": messages}) < 10, what
+
+
+@pytest.mark.parametrize(
+    ("path", "before", "item", "after", "message"),
+    [
+        ("/v1/chat/completions", '{"messages": [{"role": "user", "content": [', "1", "]}]}",
+         "messages: Input should be a valid string"),
+        ("/v1/chat/completions", '{"messages": [], "stop": [', "1", "]}", "stop: Input should be a valid string"),
+        ("/v1/completions", '{"prompt": "a", "stop_token_ids": [', '"a"', "]}",
+         "stop_token_ids: Input should be a valid integer"),
+        ("/generate", '{"text": "a", "sampling_params": [', "[]", "]}",
+         "sampling_params: Input should be a valid dictionary"),
+    ],
+)  # fmt: skip
+def test_8_mb_of_wrong_items_are_refused_soon_with_their_first_fault(server, path, before, item, after, message):
+    count = (ServerConfig().max_body_bytes - len(before + after)) // (len(item) + 1)
+    content = before + ",".join([item] * count) + after
+    start = time.monotonic()
+    assert error_of(server.http.post(path, content=content, headers=JSON), 400)["message"] == message
+    assert time.monotonic() - start < 10  # it took 17 s to 100 s, and 6 GB
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])

@@ -139,6 +139,64 @@ def test_a_header_that_comes_in_pieces_is_cut_off_too(server):
             time.sleep(0.001)
 
 
+CHUNKED = b" HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+TRAILERS = (b"0\r\n", b"X-A: " + b"a" * 1_000 + b"\r\n")
+ONE_TRAILER = (b"0\r\nX-A: ", b"a" * 1_000)
+EXTENSIONS = (b"", b"1;name=" + b"a" * 1_000 + b"\r\n \r\n")
+ONE_EXTENSION = (b"1;name=", b"a" * 1_000)
+ENDLESS_FRAMING = [TRAILERS, ONE_TRAILER, EXTENSIONS, ONE_EXTENSION]
+
+
+def sent_until_closed(connection, begun, piece, most=20_000_000):
+    """How many bytes the server takes of `piece` repeated, `most` at most."""
+    sent = 0
+    try:
+        connection.sendall(begun)
+        while sent < most:
+            connection.sendall(piece * 10)
+            sent += len(piece) * 10
+    except (ConnectionError, TimeoutError):
+        pass
+    return sent
+
+
+@pytest.mark.parametrize(("begun", "piece"), ENDLESS_FRAMING)
+@pytest.mark.parametrize("line", [b"GET /health", b"POST /v1/completions"])
+def test_what_surrounds_chunks_is_bounded(server, line, begun, piece):
+    with connect(server) as connection:
+        connection.sendall(line + CHUNKED)
+        time.sleep(0.05)
+        # The socket buffers of both ends take some megabytes that the server never reads.
+        assert sent_until_closed(connection, begun, piece) < 15_000_000
+    server.wait(lambda: len(connections(server)) == 0, "the connection's end")
+
+
+@pytest.mark.parametrize(("begun", "piece"), ENDLESS_FRAMING)
+def test_what_surrounds_chunks_and_is_too_long_is_a_431(server, begun, piece):
+    with connect(server) as connection:
+        connection.sendall(b"POST /v1/completions" + CHUNKED)
+        time.sleep(0.05)  # the header and the body come in two pieces
+        connection.sendall(begun + piece * 30)
+        time.sleep(0.05)
+        status, _, body = answer_to(connection, piece * 40)
+    assert status == 431 and body["error"]["code"] == "trailers_too_long"
+    assert "65536 bytes" in body["error"]["message"]
+
+
+def test_a_body_in_small_chunks_with_extensions_and_trailers_is_read(server):
+    body = json.dumps({"prompt": "red", "max_tokens": 1, "ignored": "x" * 30_000}).encode()
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body)  # five bytes of framing for each
+    with connect(server) as connection:
+        connection.sendall(b"POST /v1/completions" + CHUNKED.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+        time.sleep(0.05)
+        for start in range(0, len(chunks), 10_000):
+            connection.sendall(chunks[start : start + 10_000])
+            time.sleep(0.002)
+        connection.sendall(b"0;name=value\r\n")
+        status, _, answer = answer_to(connection, b"X-Checksum: 1\r\nContent-Type: text/plain\r\n\r\n")
+    assert status == 200 and answer["object"] == "text_completion"
+
+
 def test_a_long_body_is_no_long_header(server):
     body = json.dumps({"prompt": "red", "max_tokens": 1, "ignored": "x" * 500_000}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import httpx
 import pytest
@@ -79,6 +80,47 @@ def test_more_sequences_than_can_ever_wait_are_a_400(start_server):
     server = start_server(max_num_seqs=1, max_waiting=2)
     refused = server.post("/generate", {"text": "red", "sampling_params": {"n": 4}})
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "n"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/generate", {"text": ["a"] * 4}, "text"),
+        ("/generate", {"input_ids": [[5]] * 4}, "input_ids"),
+        ("/v1/completions", {"prompt": ["a"] * 4}, "prompt"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_more_prompts_than_can_ever_wait_are_a_400_that_names_their_field(start_server, path, body, param, stream):
+    server = start_server(max_num_seqs=1, max_waiting=2)
+    refused = server.post(path, body | {"stream": stream})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == param
+    assert refused.json()["error"]["message"] == (
+        f"{param}: the request asks for 4 sequences at once, and 3 are possible"
+    )
+
+
+def test_a_million_prompts_with_parameters_each_are_refused_before_anything_is_made_of_them(server):
+    count = 1_100_000
+    texts, params = ",".join(['""'] * count), ",".join(["{}"] * count)
+    body = f'{{"text": [{texts}], "sampling_params": [{params}]}}'
+    start = time.monotonic()
+    refused = server.http.post("/generate", content=body, headers={"Content-Type": "application/json"})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "text"
+    assert time.monotonic() - start < 15  # it took 52 s, and 4 GB
+
+
+def test_a_batch_that_finds_no_room_is_a_429_before_its_parameters_are_read(start_server):
+    server = start_server(max_num_seqs=1, max_waiting=1, max_model_len=4096)
+    long = {"text": "red", "sampling_params": LONG, "stream": True}
+    with server.http.stream("POST", "/generate", json=long) as one:
+        lines = one.iter_lines()
+        next(lines)
+        wrong = {"text": ["red", "blue"], "sampling_params": [{"temperature": -1}] * 2}
+        assert httpx.post(server.url + "/generate", json=wrong).status_code == 429
+    server.wait_idle()
+    assert server.post("/generate", wrong).status_code == 400
 
 
 def test_a_model_that_cant_be_loaded_fails_readiness_with_the_reason(start_server, tmp_path):

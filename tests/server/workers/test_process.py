@@ -139,7 +139,7 @@ def test_who_runs_past_the_drain_limit_is_told_and_the_exit_is_clean(start: Serv
     [request] = [line for line in lines if line.get("path") == "/generate"]
     assert request["status"] == 200 and request["finish_reasons"] == {"abort": 1}
     assert request["completion_tokens"] > 0 and request["prompt_tokens"] > 0
-    assert any("still run" in line["message"] and line["level"] == "warning" for line in lines)
+    assert any("not answered" in line["message"] and line["level"] == "warning" for line in lines)
 
 
 def test_sigint_while_loading_exits_with_0_and_leaves_no_process(start: Serve, tiny_model: Path) -> None:

@@ -1,0 +1,108 @@
+"""Clients that don't read: others are served, what is kept for them is bounded, and their connections end."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from engine.client.output_queue import DELTA_BYTES, UNREAD_BYTES, UNREAD_BYTES_PER_SEQUENCE
+from server.config import ServerConfig
+
+
+@contextmanager
+def asked(server, path, body):
+    """A connection that has sent a request, and whose client takes a few kilobytes by itself."""
+    host, port = server.url.removeprefix("http://").split(":")
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n"
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(20)
+        connection.connect((host, int(port)))
+        connection.sendall(head.encode() + b"Connection: close\r\n\r\n" + content)
+        yield connection
+
+
+def whole(connection):
+    """All that comes until the server closes."""
+    received = bytearray()
+    while chunk := connection.recv(1 << 20):
+        received += chunk
+    return bytes(received)
+
+
+def generated(server):
+    return server.service.client.stats().generation_tokens
+
+
+def engine_is_idle(server):
+    stats = server.service.client.stats()
+    return not stats.num_running and not stats.num_waiting
+
+
+# Each event of /generate holds all there is so far: megabytes, which no socket buffer takes.
+STREAM = {"text": "red", "sampling_params": {"max_new_tokens": 1500, "ignore_eos": True}, "stream": True}
+ALTERNATIVES = {"return_logprob": True, "top_logprobs_num": 20}
+
+
+def test_answers_that_nobody_reads_hold_no_places(start_server):
+    server = start_server(max_num_seqs=2, max_waiting=2, max_model_len=2048)
+    with asked(server, "/generate", STREAM), asked(server, "/generate", STREAM):
+        with asked(server, "/generate", STREAM), asked(server, "/generate", STREAM):
+            server.wait(lambda: generated(server) == 4 * 1500 and engine_is_idle(server), "the engine's end", 60)
+            assert server.service.unanswered == 4  # none of them has taken its answer
+            assert server.service.in_flight == 0
+            assert len(server.answer("/generate", {"text": "blue"})["output_ids"]) > 0
+    server.wait(lambda: server.service.unanswered == 0, "their leaving")
+
+
+@pytest.mark.parametrize("prompts", ["red", ["red", "blue"]])
+def test_a_stream_that_is_read_too_slowly_is_aborted_and_told_so(start_server, prompts):
+    server = start_server(max_model_len=4096)
+    wanted = {"max_new_tokens": 4000, "ignore_eos": True, "n": 2}
+    with asked(server, "/generate", STREAM | ALTERNATIVES | {"text": prompts, "sampling_params": wanted}) as connection:
+        server.wait(lambda: generated(server) > 0 and engine_is_idle(server), "the abort", 60)
+        assert server.service.in_flight == 0
+        assert 0 < generated(server) < 4000  # of 8,000 or 16,000
+        received = whole(connection)
+    assert b'"code":"reader_too_slow"' in received and received.count(b"data: [DONE]") == 1
+    server.wait_idle()
+
+
+def test_what_is_kept_of_an_unread_answer_holds_thousands_of_tokens():
+    assert 3_000 < (UNREAD_BYTES + UNREAD_BYTES_PER_SEQUENCE) / DELTA_BYTES < 5_000
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_connection_that_takes_nothing_is_reset_in_time(start_server, stream):
+    server = start_server(max_model_len=2048, write_seconds=0.5)
+    wanted = {"max_new_tokens": 1200, "ignore_eos": True, "n": 8}
+    start = time.monotonic()
+    with asked(
+        server, "/generate", STREAM | ALTERNATIVES | {"sampling_params": wanted, "stream": stream}
+    ) as connection:
+        server.wait(lambda: generated(server) > 0 and engine_is_idle(server), "the engine's end", 60)
+        time.sleep(1.5)
+        with pytest.raises(ConnectionResetError):
+            whole(connection)
+    assert server.service.unanswered == server.service.in_flight == 0
+    assert time.monotonic() - start < 60
+
+
+def test_a_slow_reader_that_goes_on_reading_gets_its_whole_answer(start_server):
+    server = start_server(max_model_len=2048, write_seconds=0.5)
+    with asked(server, "/generate", STREAM) as connection:
+        received, until = bytearray(), time.monotonic() + 3
+        while time.monotonic() < until:
+            received += connection.recv(65536)
+            time.sleep(0.1)
+        received += whole(connection)
+    assert received.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") and b'"length":1500' in received
+
+
+def test_the_time_to_take_an_answer_is_a_minute():
+    assert ServerConfig().write_seconds == 60
