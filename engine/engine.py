@@ -54,14 +54,14 @@ class Engine:
         if pool is not None:
             raise ConfigError("pool is for mode='training'; an inference engine has its own, as engine.pool")
         self.config = config or EngineConfig()
-        named = model is None or self.config.model != DEFAULT_MODEL
-        source = resolve_model(self.config.model) if named else None
+        has_source = model is None or self.config.model != DEFAULT_MODEL
+        source = resolve_model(self.config.model) if has_source else None
         self.tokenizer = Tokenizer.try_load(source) if source else None
-        ends = self.tokenizer.eos_token_ids if self.tokenizer else ()
+        eos_ids = self.tokenizer.eos_token_ids if self.tokenizer else ()
         self._loop = (
-            build_loop(self.config, source, ends)
+            build_loop(self.config, source, eos_ids)
             if model is None
-            else build_megatron_loop(self.config, model, ends, source)
+            else build_megatron_loop(self.config, model, eos_ids, source)
         )
         self._numbers = itertools.count()
         self._seeds = itertools.count(1)

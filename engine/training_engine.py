@@ -101,12 +101,12 @@ class TrainingEngine:
         found = self._attachment(models, modules)
         packed = None if packed_documents is None else self._packed_documents(models, packed_documents)
         pool = self._pool_for(next(parameter for one in models for parameter in one.parameters()).device)
-        drawn = (*generators, *found.generators, *(own for one in models for own in _generators_of(one)))
-        job = CaptureContext(pool, self.stats, self._registered(pool, drawn), found.state)
+        all_generators = (*generators, *found.generators, *(own for one in models for own in _generators_of(one)))
+        context = CaptureContext(pool, self.stats, self._registered(pool, all_generators), found.state)
         if self._graph_config.cuda_graph_impl == "transformer_engine":
-            self._modules = self._by_transformer_engine(models, found, job, microbatches)
+            self._modules = self._transformer_engine_graphs(models, found, context, microbatches)
         else:
-            graphs = TrainingGraphs(job, warmup_rounds=self._graph_config.cuda_graph_warmup_steps)
+            graphs = TrainingGraphs(context, warmup_rounds=self._graph_config.cuda_graph_warmup_steps)
             graphs.attach(found)
             self._modules = graphs
         if packed is not None:
@@ -114,14 +114,14 @@ class TrainingEngine:
         self._packed = packed
         return [part.name for part in found.parts]
 
-    def _by_transformer_engine(
-        self, models: Sequence[nn.Module], found: Attachment, job: CaptureContext, microbatches: int | None
+    def _transformer_engine_graphs(
+        self, models: Sequence[nn.Module], found: Attachment, context: CaptureContext, microbatches: int | None
     ) -> TransformerEngineGraphs:
         """Graphs that Transformer Engine captures; of a model of Megatron-Core in the order of this pipeline stage."""
         from graph_cache.adapters.transformer_engine.graphs import TransformerEngineGraphs
         from graph_cache.adapters.transformer_engine.installed import installed_version
 
-        parts, order, holders, caches, told = found.parts, [1, -1], {}, False, nullcontext
+        parts, order, holders, caches, during_capture = found.parts, [1, -1], {}, False, nullcontext
         if any(map(is_megatron, models)):
             from graph_cache.adapters.megatron.schedule import stage_plan, told_of_captures
 
@@ -130,17 +130,17 @@ class TrainingEngine:
                 found.parts, models, settings, self._graph_config.cuda_graph_modules, microbatches, installed_version()
             )
             parts, order, holders, caches = plan.parts, plan.order, plan.holders, plan.caches_weights
-            told = told_of_captures
+            during_capture = told_of_captures
 
         @contextmanager
         def paused() -> Iterator[None]:
-            with job.pool.quiet(), told():
+            with context.pool.quiet(), during_capture():
                 yield
 
         return TransformerEngineGraphs(
             parts,
             order,
-            job,
+            context,
             holders=holders,
             fired=found.fired,
             warmup_rounds=self._graph_config.cuda_graph_warmup_steps,
@@ -150,11 +150,11 @@ class TrainingEngine:
 
     def _packed_documents(self, models: Sequence[nn.Module], documents: int) -> PackedDocuments:
         """What pads these models' packed sequences."""
-        others = [type(model).__name__ for model in models if not is_megatron(model)]
-        if others:
+        unsupported = [type(model).__name__ for model in models if not is_megatron(model)]
+        if unsupported:
             raise ConfigError(
                 f"packed_documents={documents!r} pads packed sequences of Megatron-Core's models; found "
-                f"{', '.join(others)}: leave it out"
+                f"{', '.join(unsupported)}: leave it out"
             )
         from graph_cache.adapters.megatron.packed import PackedDocuments  # megatron is there: the models are its own
 
@@ -194,7 +194,7 @@ class TrainingEngine:
         generators: Sequence[torch.Generator] = (),
     ) -> CapturedIteration:
         """`step(*args, **kwargs)` from one graph per kind of call: forward, backward and what else it does."""
-        return self._whole(CapturedIteration, step, "capture_iteration", device, name, generators)
+        return self._make_iteration(CapturedIteration, step, "capture_iteration", device, name, generators)
 
     def capture_forward_backward(
         self,
@@ -213,13 +213,13 @@ class TrainingEngine:
         from graph_cache.adapters.megatron.iteration import FullIteration  # megatron is there: the function is its own
 
         make = functools.partial(FullIteration, settings=settings)
-        return self._whole(make, forward_backward_func, "capture_forward_backward", device, name, generators)
+        return self._make_iteration(make, forward_backward_func, "capture_forward_backward", device, name, generators)
 
-    def _whole(
+    def _make_iteration(
         self,
         make: Callable[..., Iteration],
         function: Callable[..., Any],
-        asked: str,
+        method: str,
         device: torch.device | str | None,
         name: str,
         generators: Sequence[torch.Generator],
@@ -227,7 +227,7 @@ class TrainingEngine:
         """An iteration of this engine's, by `make`."""
         if self._graph_config.cuda_graph_impl not in ("local", "full_iteration"):
             raise ConfigError(
-                f"{asked}() needs cuda_graph_impl='full_iteration' or 'local'; found "
+                f"{method}() needs cuda_graph_impl='full_iteration' or 'local'; found "
                 f"{self._graph_config.cuda_graph_impl!r}"
             )
         if device is None:

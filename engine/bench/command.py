@@ -52,13 +52,13 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the command with these words; returns 0. Raises EngineError for what a user can put right."""
-    args = _parser().parse_args(list(words))
+    args = _parser().parse_args(list(argv))
     plan, config = _plan(args)
     if args.json is not None:
         _require_writable(args.json)
-    report = run(config, command=["encore", "bench", *words], **plan)
+    report = run(config, command=["encore", "bench", *argv], **plan)
     if args.json is not None:
         with open(args.json, "w", encoding="utf-8") as file:
             file.write(json.dumps(report, indent=1) + "\n")
@@ -86,14 +86,14 @@ def run(
 
     started = time.perf_counter()
     with Engine(config) as engine:
-        loaded = time.perf_counter() - started
+        load_seconds = time.perf_counter() - started
         report = measure.circumstances(list(command)) | {
             "model": dataclasses.asdict(engine.info),
-            "load_seconds": round(loaded, 3),
+            "load_seconds": round(load_seconds, 3),
         }
         show(_heading(report))
         engine.warm()
-        report["warm_seconds"] = round(time.perf_counter() - started - loaded, 3)
+        report["warm_seconds"] = round(time.perf_counter() - started - load_seconds, 3)
         sizes = list(batch_sizes or doubling(engine.info.max_num_seqs))
         rng = random.Random(config.seed)
         report["batches"] = [
@@ -101,7 +101,7 @@ def run(
         ]
         if requests:
             report["mixed"] = measure.measure_mixed(engine, requests, prompt_tokens, output_tokens, config.seed)
-        report["decode"] = measure.decode_shares(engine.stats().graphs, _nothing())
+        report["decode"] = measure.decode_shares(engine.stats().graphs, _zero_counters())
         engine.idle_check()
         for row in report["batches"]:  # last, since it writes over the cache's pages
             row["replay_against_eager"] = measure.replay_against_eager(
@@ -135,9 +135,9 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _heading(report: Mapping[str, Any]) -> str:
     model = report["model"]
-    where = report["gpu"] if model["device"].startswith("cuda") else f"{report['cpu']}, {report['threads']} threads"
+    hardware = report["gpu"] if model["device"].startswith("cuda") else f"{report['cpu']}, {report['threads']} threads"
     return (
-        f"{model['name']} ({model['architecture']}, {model['weight_format']}) on {where}; torch {report['torch']}; "
+        f"{model['name']} ({model['architecture']}, {model['weight_format']}) on {hardware}; torch {report['torch']}; "
         f"loaded in {report['load_seconds']:.1f} s"
     )
 
@@ -173,7 +173,7 @@ def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f}%"
 
 
-def _nothing() -> dict[str, Any]:
+def _zero_counters() -> dict[str, Any]:
     return {"batch_rows": [], "fallbacks": [], "real_tokens": [], "padded_tokens": []}
 
 
@@ -242,8 +242,8 @@ def _plan(args: argparse.Namespace) -> tuple[dict[str, Any], EngineConfig]:
 
 def _require_writable(path: str) -> None:
     """Raise ConfigError now rather than lose a finished measurement."""
-    place = path if os.path.exists(path) else os.path.dirname(os.path.abspath(path))
-    if os.path.isdir(path) or not os.access(place, os.W_OK):
+    target = path if os.path.exists(path) else os.path.dirname(os.path.abspath(path))
+    if os.path.isdir(path) or not os.access(target, os.W_OK):
         raise ConfigError(f"--json {path}: this can't be written; name a file in a folder that exists")
 
 

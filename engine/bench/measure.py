@@ -68,13 +68,13 @@ def measure_batch(
 
     run(output_tokens)
     before = engine.stats()
-    first, whole, step = [], [], []
+    first, full, step = [], [], []
     for _ in range(repeats):
         first.append(run(1))
-        brief = run(short)
-        whole.append(run(output_tokens))
-        step.append((whole[-1] - brief) / (output_tokens - short))
-    first_s, whole_s, step_s = (statistics.median(times) for times in (first, whole, step))
+        short_seconds = run(short)
+        full.append(run(output_tokens))
+        step.append((full[-1] - short_seconds) / (output_tokens - short))
+    first_s, full_s, step_s = (statistics.median(times) for times in (first, full, step))
     return {
         "batch": batch,
         "prompt_tokens": prompt_tokens,
@@ -83,7 +83,7 @@ def measure_batch(
         "prefill_tokens_per_second": round(batch * prompt_tokens / first_s, 1),
         "decode_ms_per_step": round(step_s * 1e3, 4) if step_s > 0 else None,
         "decode_tokens_per_second": round(batch / step_s, 1) if step_s > 0 else None,
-        "tokens_per_second": round(batch * output_tokens / whole_s, 1),
+        "tokens_per_second": round(batch * output_tokens / full_s, 1),
         "preemptions": engine.stats().num_preemptions - before.num_preemptions,
     }
 
@@ -107,16 +107,19 @@ def replay_against_eager(engine: Engine, batch: int, context: int, repeats: int 
     table = torch.arange(state.page_table.numel()).remainder(runner.kv.num_pages - 1).add(1)
     state.page_table.copy_(table.view_as(state.page_table))
     state.slots.copy_(torch.arange(1, len(state.slots) + 1))
-    ways: dict[str, Callable[[], Any]] = {"replay": lambda: cache.run(plan), "eager": lambda: site.run_eager(plan.key)}
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(repeats + 2):
-        for name, way in ways.items():
+    variants: dict[str, Callable[[], Any]] = {
+        "replay": lambda: cache.run(plan),
+        "eager": lambda: site.run_eager(plan.key),
+    }
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for iteration in range(repeats + 2):
+        for name, run_step in variants.items():
             state.positions.fill_(position)  # a step advances them
             cache.pool.backend.synchronize()
             started = time.perf_counter()
-            way()
+            run_step()
             cache.pool.backend.synchronize()
-            if number >= 2:  # the first turns find cold caches
+            if iteration >= 2:  # the first turns find cold caches
                 times[name].append((time.perf_counter() - started) * 1e3)
     runner.inputs.invalidate()
     replay, eager = (statistics.median(times[name]) for name in ("replay", "eager"))
@@ -154,14 +157,14 @@ def measure_mixed(engine: Engine, requests: int, prompt_tokens: int, output_toke
 def decode_shares(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     """Between two snapshots of the cache's counters: decode steps, which share of them replayed, and the padding."""
 
-    def grown(counter: str, phase: int) -> int:
+    def delta(counter: str, phase: int) -> int:
         new, old = (
             sum(count for labels, count in stats[counter] if labels[phase] == "decode") for stats in (after, before)
         )
         return new - old
 
-    steps, eager = grown("batch_rows", 1), grown("fallbacks", 1)
-    real, padded = grown("real_tokens", 0), grown("padded_tokens", 0)
+    steps, eager = delta("batch_rows", 1), delta("fallbacks", 1)
+    real, padded = delta("real_tokens", 0), delta("padded_tokens", 0)
     return {
         "decode_steps": steps,
         "hit_rate": round((steps - eager) / steps, 4) if steps else None,
@@ -203,11 +206,16 @@ def circumstances(command: list[str]) -> dict[str, Any]:
 def _commit() -> str | None:
     """The commit of this source tree, with "+" where files differ from it; None outside a repository."""
 
-    def git(*words: str) -> str:
-        done = subprocess.run(
-            ["git", *words], cwd=Path(__file__).resolve().parent, capture_output=True, text=True, check=True, timeout=10
+    def git(*arguments: str) -> str:
+        result = subprocess.run(
+            ["git", *arguments],
+            cwd=Path(__file__).resolve().parent,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
         )
-        return done.stdout.strip()
+        return result.stdout.strip()
 
     try:
         return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")

@@ -139,9 +139,9 @@ class EngineClient:
         self._parents: dict[str, str] = {}  # child -> parent
         self._processor: OutputProcessor | None = None
         self._replies: dict[int, asyncio.Future[Any]] = {}
-        self._front, self._numbers = client, itertools.count(client * CLIENT_ID_SPAN)
+        self._client, self._numbers = client, itertools.count(client * CLIENT_ID_SPAN)
         self._ready: asyncio.Future[None] | None = None
-        self._death: str | None = None  # why there is no loop now
+        self._end_reason: str | None = None  # why there is no loop now
         self._is_final = False  # and there will be none
         self._restarts = 0
         self._last_report = time.monotonic()
@@ -158,7 +158,7 @@ class EngineClient:
         self._ready = self._loop.create_future()
         try:
             source: ModelSource = await asyncio.to_thread(resolve_model, self.config.model)  # fetched once, before both
-            self._transport.start(self._from_transport)
+            self._transport.start(self._on_report)
             self.tokenizer = await asyncio.to_thread(Tokenizer.try_load, source)
             self._processor = OutputProcessor(self.tokenizer)
             await self._ready
@@ -170,12 +170,12 @@ class EngineClient:
     async def close(self) -> None:
         """End the engine; requests under way end with EngineDead."""
         await asyncio.to_thread(self._transport.stop, STOP_SECONDS)
-        self._die("the engine was closed")
+        self._end("the engine was closed")
 
     async def drain(self, timeout: float) -> bool:
         """Wait until no request is under way, at most `timeout` seconds; whether all ended."""
-        until = time.monotonic() + timeout
-        while self._queues and time.monotonic() < until:
+        deadline = time.monotonic() + timeout
+        while self._queues and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         return not self._queues
 
@@ -219,7 +219,7 @@ class EngineClient:
         if request_id in self._queues:
             raise RequestError(f"request id {request_id!r} is in use by a request under way", param="request_id")
         # The engine's ids are used once: a caller's may come again while the last events of the first are under way.
-        children = split_n(f"{self._front}.{next(self._numbers)}", params, resolve_seed(params))
+        children = split_n(f"{self._client}.{next(self._numbers)}", params, resolve_seed(params))
         queue = self._queues[request_id] = OutputQueue()
         open_children = {child.request_id for child in children}
         try:
@@ -254,20 +254,20 @@ class EngineClient:
         known = [child for child in children if self._parents.pop(child, None) is not None]
         for child in known:
             self._processor.remove(child)
-        if still_open and known and self._death is None:
+        if still_open and known and self._end_reason is None:
             self._abort(sorted(still_open))
 
     async def abort(self, request_id: str) -> None:
         """End a request; its stream ends with finish_reason "abort". Unknown ids are left alone."""
         children = [child for child, parent in self._parents.items() if parent == request_id]
-        if children and self._death is None:
+        if children and self._end_reason is None:
             self._abort(children)
 
     def _abort(self, children: list[str]) -> None:
         try:
             self._transport.send(Abort(children))
-        except EngineDead as gone:  # the transport reports the end, which ends everything anyway
-            logger.debug("nothing to abort: %s", gone)
+        except EngineDead as error:  # the transport reports the end, which ends everything anyway
+            logger.debug("nothing to abort: %s", error)
 
     def _prompt_ids(self, prompt: str | None, prompt_token_ids: list[int] | None) -> list[int]:
         if prompt_token_ids is None:
@@ -307,10 +307,10 @@ class EngineClient:
         """Whether requests would be answered, from the reports that came; asks nothing of the engine."""
         silent = time.monotonic() - self._last_report
         reason = ""
-        if self._death is not None:
-            reason = self._death
+        if self._end_reason is not None:
+            reason = self._end_reason
         elif self._info is None:
-            reason = _start_of(self._stats.warm)
+            reason = _startup_progress(self._stats.warm)
         elif silent > self.hang_seconds:
             reason = f"the engine has not reported for {silent:.0f} s"
         return Health(
@@ -323,21 +323,21 @@ class EngineClient:
         )
 
     def _require_alive(self) -> None:
-        if self._death is not None:
-            raise EngineDead(self._death)
+        if self._end_reason is not None:
+            raise EngineDead(self._end_reason)
         if self._info is None:
             raise EngineDead("the engine has not loaded its model yet")
 
     # ---- reports ---------------------------------------------------------------------------------------------------
 
-    def _from_transport(self, report: Report) -> None:
+    def _on_report(self, report: Report) -> None:
         """Called by the transport's thread; hands the report to the event loop."""
         try:
-            self._loop.call_soon_threadsafe(self._take, report)
+            self._loop.call_soon_threadsafe(self._handle_report, report)
         except RuntimeError:  # the event loop is closed: nobody is left to tell
             return
 
-    def _take(self, report: Report) -> None:
+    def _handle_report(self, report: Report) -> None:
         self._last_report = time.monotonic()
         if isinstance(report, Events):
             for columns in report.tokens:
@@ -351,16 +351,16 @@ class EngineClient:
             if future is not None and not future.done():
                 future.set_exception(report.error) if report.error else future.set_result(report.value)
         elif isinstance(report, Ready):
-            self._begin(report.info)
+            self._mark_ready(report.info)
         elif isinstance(report, Lost):
             self._restarts = report.restarts
-            self._lose(report.reason, "; it is being restarted")
+            self._fail_pending(report.reason, "; it is being restarted")
         elif isinstance(report, Dead):
-            self._die(report.reason or "the engine was stopped", report.refused)
+            self._end(report.reason or "the engine was stopped", report.refused)
 
-    def _begin(self, info: ModelInfo) -> None:
+    def _mark_ready(self, info: ModelInfo) -> None:
         """A loop answers: the first one, or one that takes another's place."""
-        self._info, self._death = info, None
+        self._info, self._end_reason = info, None
         if not self._ready.done():
             self._ready.set_result(None)
 
@@ -374,29 +374,29 @@ class EngineClient:
         if delta.finish_reason == "error":
             self._queues[parent].put(event.refusal or EngineError(event.error))
         else:
-            self._hand_over(parent, delta)
+            self._queue_delta(parent, delta)
 
     def _deliver_columns(self, columns: Tokens) -> None:
         """As `_deliver`, for many plain events; the hot path of a busy server."""
-        parents, one = self._parents, self._processor.one
+        parents, process_one = self._parents, self._processor.one
         version, bucket = columns.weight_version, columns.graph_bucket
         for child_id, token_id in zip(columns.request_ids, columns.token_ids, strict=True):
             parent = parents.get(child_id)
             if parent is not None:
-                delta = one(child_id, token_id, version, bucket)
+                delta = process_one(child_id, token_id, version, bucket)
                 if delta is not None:
-                    self._hand_over(parent, delta)
+                    self._queue_delta(parent, delta)
 
-    def _hand_over(self, parent: str, delta: OutputDelta) -> None:
+    def _queue_delta(self, parent: str, delta: OutputDelta) -> None:
         if delta.abort:
             self._abort([delta.child_id])
         self._queues[parent].put(delta)
 
-    def _lose(self, reason: str, what_next: str = "") -> None:
+    def _fail_pending(self, reason: str, what_next: str = "") -> None:
         """The loop is gone: everyone who waits for it is told, and its counts are kept."""
-        self._death = reason + what_next
+        self._end_reason = reason + what_next
         self._stats = totals_after_exit(self._stats, reason)
-        message = f"the engine ended: {self._death}"
+        message = f"the engine ended: {self._end_reason}"
         for queue in self._queues.values():  # an error each: one raised in many places collects all their tracebacks
             queue.put(EngineDead(message))
         for future in self._replies.values():
@@ -404,17 +404,17 @@ class EngineClient:
                 future.set_exception(EngineDead(message))
         self._replies.clear()
 
-    def _die(self, reason: str, refused: Exception | None = None) -> None:
+    def _end(self, reason: str, refused: Exception | None = None) -> None:
         """The loop is gone for good; said once."""
         if self._is_final:
             return
         self._is_final = True
-        self._lose(reason)
+        self._fail_pending(reason)
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(refused or EngineDead(f"the engine ended: {reason}"))
 
 
-def _start_of(warm: Mapping[str, Any]) -> str:
+def _startup_progress(warm: Mapping[str, Any]) -> str:
     """How far a start is: there is a progress of captures only once the model is loaded."""
     if not warm:
         return "the model is being loaded"

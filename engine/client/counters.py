@@ -52,8 +52,8 @@ def add_totals(before: EngineStats, now: EngineStats) -> EngineStats:
 
 def _sum(*lists: Iterable[tuple[tuple, int]]) -> list[tuple[tuple, int]]:
     total: Counter[tuple] = Counter()
-    for one in lists:
-        for labels, count in one:
+    for pairs in lists:
+        for labels, count in pairs:
             total[tuple(labels)] += count
     return list(total.items())
 

@@ -29,11 +29,11 @@ def encode_events(events: Iterable[TokenEvent]) -> Events:
     """The events of a step, the plain ones as columns. Of each sequence the order stays as it was."""
     columns: list[Tokens] = []
     rest: list[TokenEvent] = []
-    told: set[str] = set()  # of whom something stands in `rest`: what follows it must stand behind it
+    deferred: set[str] = set()  # of whom something stands in `rest`: what follows it must stand behind it
     for event in events:
-        if not is_plain(event) or event.request_id in told:
+        if not is_plain(event) or event.request_id in deferred:
             rest.append(event)
-            told.add(event.request_id)
+            deferred.add(event.request_id)
             continue
         last = columns[-1] if columns else None
         if last is None or last.graph_bucket != event.graph_bucket or last.weight_version != event.weight_version:
@@ -83,15 +83,15 @@ class ReportSplitter:
 def _by_client(report: Events) -> dict[int, Events]:
     parts: dict[int, Events] = {}
     for columns in report.tokens:
-        own: dict[int, Tokens] = {}
+        columns_by_client: dict[int, Tokens] = {}
         for request_id, token_id in zip(columns.request_ids, columns.token_ids, strict=True):
             client = client_of(request_id)
-            mine = own.get(client)
-            if mine is None:
-                mine = own[client] = Tokens([], [], columns.weight_version, columns.graph_bucket)
-                parts.setdefault(client, Events([])).tokens.append(mine)
-            mine.request_ids.append(request_id)
-            mine.token_ids.append(token_id)
+            own = columns_by_client.get(client)
+            if own is None:
+                own = columns_by_client[client] = Tokens([], [], columns.weight_version, columns.graph_bucket)
+                parts.setdefault(client, Events([])).tokens.append(own)
+            own.request_ids.append(request_id)
+            own.token_ids.append(token_id)
     for event in report.events:
         parts.setdefault(client_of(event.request_id), Events([])).events.append(event)
     return parts

@@ -30,8 +30,8 @@ class EngineRouter:
     def __init__(self, transport: Transport):
         self._transport = transport
         self._lock = threading.Lock()  # over who is connected and what they were told, so that nobody misses a report
-        self._lines: dict[int, Outbox] = {}
-        self._known: dict[type, Report] = {}  # what a front that comes later must be told, the latest of each kind
+        self._outboxes: dict[int, Outbox] = {}
+        self._latest: dict[type, Report] = {}  # what a front that comes later must be told, the latest of each kind
         self._on_report: OnReport | None = None
 
     def start(self, on_report: OnReport) -> None:
@@ -43,63 +43,63 @@ class EngineRouter:
         """End the engine, and hang up on every front."""
         self._transport.stop(timeout)
         with self._lock:
-            lines, self._lines = self._lines, {}
-        for line in lines.values():
-            line.close()
+            outboxes, self._outboxes = self._outboxes, {}
+        for outbox in outboxes.values():
+            outbox.close()
 
     def connect(self, client: int) -> Connection:
         """A new front's end of a pipe. Hand it to that front's process, then close it here."""
-        ours, theirs = multiprocessing.get_context("spawn").Pipe(duplex=True)
-        line = Outbox(ours, f"encore-front-{client}")
+        router_end, client_end = multiprocessing.get_context("spawn").Pipe(duplex=True)
+        outbox = Outbox(router_end, f"encore-client-{client}")
         with self._lock:
-            self._lines[client] = line
-            for kind in (Lost, Snapshot, Ready, Dead):  # by the time it is ready it knows the counts
-                if kind in self._known:
-                    line.put(_pickled(self._known[kind]))
+            self._outboxes[client] = outbox
+            for report_type in (Lost, Snapshot, Ready, Dead):  # by the time it is ready it knows the counts
+                if report_type in self._latest:
+                    outbox.put(_pickled(self._latest[report_type]))
         threading.Thread(
-            target=self._listen, args=(client, ours), daemon=True, name=f"encore-front-{client}-in"
+            target=self._forward_commands, args=(client, router_end), daemon=True, name=f"encore-client-{client}-in"
         ).start()
-        return theirs
+        return client_end
 
-    def _listen(self, client: int, connection: Connection) -> None:
+    def _forward_commands(self, client: int, connection: Connection) -> None:
         """Pass a front's commands on until it is gone."""
         try:
             while True:
                 self._send(connection.recv())
         except (EOFError, OSError):
             with self._lock:
-                line = self._lines.pop(client, None)
-            if line is not None:
-                line.close()
+                outbox = self._outboxes.pop(client, None)
+            if outbox is not None:
+                outbox.close()
             self._send(ClientDisconnected(client))
 
     def _send(self, command: Command) -> None:
         try:
             self._transport.send(command)
-        except EngineDead as gone:  # every front is told so by the report of its end
-            logger.debug("nobody takes commands: %s", gone)
+        except EngineDead as error:  # every front is told so by the report of its end
+            logger.debug("nobody takes commands: %s", error)
 
     def _relay(self, report: Report) -> None:
         if isinstance(report, AddressedReports):
             with self._lock:
-                for client, parcel in report.parcels:
-                    line = self._lines.get(client)
-                    if line is not None:  # else it is gone; the abort is on its way
-                        line.put(parcel)
+                for client, payload in report.parcels:
+                    outbox = self._outboxes.get(client)
+                    if outbox is not None:  # else it is gone; the abort is on its way
+                        outbox.put(payload)
             return
         with self._lock:
-            self._remember(report)
-            parcel = _pickled(report)
-            for line in self._lines.values():
-                line.put(parcel)
+            self._record(report)
+            payload = _pickled(report)
+            for outbox in self._outboxes.values():
+                outbox.put(payload)
         self._on_report(report)
 
-    def _remember(self, report: Report) -> None:
-        self._known[type(report)] = report
+    def _record(self, report: Report) -> None:
+        self._latest[type(report)] = report
         if isinstance(report, (Lost, Dead)):
-            self._known.pop(Ready, None)  # who comes now waits for the next engine
-            if Snapshot in self._known:
-                self._known[Snapshot] = Snapshot(totals_after_exit(self._known[Snapshot].stats, report.reason))
+            self._latest.pop(Ready, None)  # who comes now waits for the next engine
+            if Snapshot in self._latest:
+                self._latest[Snapshot] = Snapshot(totals_after_exit(self._latest[Snapshot].stats, report.reason))
 
 
 class RouterTransport:

@@ -56,10 +56,10 @@ def run_loop(config: EngineConfig, receive: Callable[[float], Command | None], s
         tokenizer = Tokenizer.try_load(source)
         loop = build_loop(config, source, tokenizer.eos_token_ids if tokenizer else ())
         if config.warmup == "full":
-            shown = WarmProgress()
+            progress_bar = WarmProgress()
 
             def progress(done: int, total: int, key: object) -> None:
-                shown(done, total, key)
+                progress_bar(done, total, key)
                 send(Snapshot(loop.stats()))  # for who asks whether this server is ready
 
             send(Snapshot(loop.stats()))  # the first capture is the slowest
@@ -127,19 +127,19 @@ class Outbox:
         self._thread.join(1.0)
         if self._connection.closed:
             return
-        line = socket.socket(fileno=self._connection.fileno())  # no copy: there may be no file left for it
+        sock = socket.socket(fileno=self._connection.fileno())  # no copy: there may be no file left for it
         try:
             with contextlib.suppress(OSError):  # the other side has hung up already
-                line.shutdown(socket.SHUT_RDWR)  # a close alone would leave a thread that is reading where it is
+                sock.shutdown(socket.SHUT_RDWR)  # a close alone would leave a thread that is reading where it is
         finally:
-            line.detach()
+            sock.detach()
 
     def _write(self) -> None:
         while (message := self._messages.get()) is not None:
             try:
                 self._connection.send_bytes(message)
-            except OSError as gone:
-                logger.debug("nobody reads messages: %s", gone)  # who reads on this connection reports the end
+            except OSError as error:
+                logger.debug("nobody reads messages: %s", error)  # who reads on this connection reports the end
                 return
 
 
@@ -155,8 +155,8 @@ class ProcessTransport:
         self._connection: Connection | None = None
         self._outbox: Outbox | None = None
         self._reader: threading.Thread | None = None
-        self._gone = False
-        self._listens = False  # before the model is loaded the child reads no commands
+        self._has_ended = False
+        self._accepts_commands = False  # before the model is loaded the child reads no commands
 
     @property
     def pid(self) -> int | None:
@@ -165,15 +165,15 @@ class ProcessTransport:
 
     def start(self, on_report: OnReport) -> None:
         context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe(duplex=True)
+        self._connection, child_end = context.Pipe(duplex=True)
         self._process = context.Process(
-            target=_child,
+            target=_run_in_child,
             name="encore-engine",
             daemon=True,
-            args=(self._config, theirs, self._routed, self._run, *log_format()),
+            args=(self._config, child_end, self._routed, self._run, *log_format()),
         )
         start_ignoring_stop_signals(self._process)
-        theirs.close()  # else the end of the child would not end the pipe
+        child_end.close()  # else the end of the child would not end the pipe
         self._reader = threading.Thread(target=self._read, args=(on_report,), daemon=True, name="encore-reports")
         self._reader.start()
         self._outbox = Outbox(self._connection, "encore-commands")
@@ -183,22 +183,22 @@ class ProcessTransport:
         try:
             while not isinstance(last, Dead):
                 last = self._connection.recv()
-                self._listens = self._listens or isinstance(last, Ready)
-                self._gone = isinstance(last, Dead)
+                self._accepts_commands = self._accepts_commands or isinstance(last, Ready)
+                self._has_ended = isinstance(last, Dead)
                 on_report(last)
         except (EOFError, OSError):
-            self._gone = True
+            self._has_ended = True
             self._process.join(1.0)
             on_report(Dead(f"the engine process ended with exit code {self._process.exitcode}"))
         except Exception as error:  # a report that can't be read leaves the ones after it unread: better no process
             logger.exception("a report of the engine process can't be read")
-            self._gone = True
+            self._has_ended = True
             self._process.kill()
             on_report(Dead(f"a report of the engine process can't be read: {type(error).__name__}: {error}"))
 
     def send(self, command: Command) -> None:
         """Never waits for the child: one that is in a long step, or hangs, reads nothing, and its pipe may be full."""
-        if self._outbox is None or self._gone:
+        if self._outbox is None or self._has_ended:
             raise EngineDead("the engine process is gone")
         self._outbox.put(ForkingPickler.dumps(command))
 
@@ -209,14 +209,14 @@ class ProcessTransport:
     def stop(self, timeout: float) -> None:
         if self._process is None:
             return
-        if self._process.is_alive() and self._listens:
+        if self._process.is_alive() and self._accepts_commands:
             try:
                 self.send(Stop())
-            except EngineDead as gone:
-                logger.debug("nothing to stop: %s", gone)
+            except EngineDead as error:
+                logger.debug("nothing to stop: %s", error)
             self._process.join(timeout)
         if self._process.is_alive():
-            if self._listens:
+            if self._accepts_commands:
                 logger.error("the engine process did not end within %.0f s; it is killed", timeout)
             self._process.kill()
             self._process.join()
@@ -225,7 +225,7 @@ class ProcessTransport:
         self._connection.close()
 
 
-def _child(
+def _run_in_child(
     config: EngineConfig,
     connection: Connection,
     routed: bool,
@@ -237,24 +237,24 @@ def _child(
     limit_openmp_spinning()
     ignore_stop_signals()
     set_up_child_log(formatter, log_level)
-    switchboard = ReportSplitter() if routed else None
+    splitter = ReportSplitter() if routed else None
 
     def receive(timeout: float) -> Command | None:
         try:
             command = connection.recv() if connection.poll(timeout) else None
         except (EOFError, OSError):  # the front is gone
             return Stop()
-        return command if switchboard is None or command is None else switchboard.incoming(command)
+        return command if splitter is None or command is None else splitter.incoming(command)
 
     def send(report: Report) -> None:
         if isinstance(report, Events):
             report = encode_events(report.events)
-        if switchboard is not None:
-            report = switchboard.outgoing(report)
+        if splitter is not None:
+            report = splitter.outgoing(report)
         try:
             connection.send(report)
-        except (BrokenPipeError, OSError) as gone:
-            logger.debug("nobody reads reports: %s", gone)
+        except (BrokenPipeError, OSError) as error:
+            logger.debug("nobody reads reports: %s", error)
 
     run(config, receive, send)
     connection.close()

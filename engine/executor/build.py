@@ -31,5 +31,5 @@ def build_loop(
     weight_format, dtype = choose_format(config, model_config, device, is_4bit and config.load_format != "dummy")
     sized = resolve(config, model_config, device, dtype)
     model = load_model(sized, source, model_config, device, dtype, weight_format)
-    ends = tuple(dict.fromkeys((*model_config.eos_token_ids, *eos_token_ids)))
-    return make_loop(sized, model, source.name, ends, weight_format, load_manifest(sized, source, weight_format))
+    eos_ids = tuple(dict.fromkeys((*model_config.eos_token_ids, *eos_token_ids)))
+    return make_loop(sized, model, source.name, eos_ids, weight_format, load_manifest(sized, source, weight_format))

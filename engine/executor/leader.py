@@ -81,16 +81,16 @@ class LoopFingerprint:
 
     def read(self) -> tuple:
         """The numbers as they are now."""
-        loop, counted = self._loop, self._loop.runner.cache.stats
+        loop, stats = self._loop, self._loop.runner.cache.stats
         return (
             loop.scheduler.num_running,
             loop.scheduler.num_waiting,
             loop.scheduler.pool.num_free,
             self._tokens,
             loop.weight_version,
-            counted.captures.total(),
-            counted.failed_captures.total(),
-            counted.replays.total(),
+            stats.captures.total(),
+            stats.failed_captures.total(),
+            stats.replays.total(),
         )
 
 
@@ -128,27 +128,27 @@ def start_leader(config: EngineConfig, source: ModelSource, eos_token_ids: tuple
         raise
 
 
-def _run_while_ranks_live(workers: WorkerGroup, meet: Callable[[], T]) -> T:
+def _run_while_ranks_live(workers: WorkerGroup, function: Callable[[], T]) -> T:
     """What `meet` gives, which the other ranks call too; raises EngineDead if one of them ends meanwhile, for which it
     would wait.
     """
-    ended: list[tuple[T | None, BaseException | None]] = []
+    outcome: list[tuple[T | None, BaseException | None]] = []
 
     def run() -> None:
         try:
-            ended.append((meet(), None))
+            outcome.append((function(), None))
         except BaseException as error:
-            ended.append((None, error))
+            outcome.append((None, error))
 
     thread = threading.Thread(target=run, daemon=True, name="encore-meet")
     thread.start()
     while thread.is_alive():
         thread.join(POLL_SECONDS)
         workers.poll()
-    found, error = ended[0]
+    value, error = outcome[0]
     if error is not None:
         raise error
-    return found
+    return value
 
 
 def _picklable_log_format() -> tuple[bytes, int]:
@@ -248,11 +248,11 @@ class LeaderLoop(EngineLoop):
         return super().capture_between_steps()
 
     def capture_next(self, key: GraphKey | None = None) -> bool:
-        todo = self.runner.cache.pending() if key is None else [key]
-        if not todo:
+        keys = self.runner.cache.pending() if key is None else [key]
+        if not keys:
             return False
-        with self.replicated("capture_next", todo[0]):
-            return super().capture_next(todo[0])
+        with self.replicated("capture_next", keys[0]):
+            return super().capture_next(keys[0])
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: str) -> int:
         """As EngineLoop's: whole tensors, of which each rank takes its part. Their copies pass through pipes, so from

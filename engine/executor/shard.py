@@ -52,7 +52,7 @@ class ShardPlan:
     spec: ModelConfig
     weight_format: str
     dtype: torch.dtype
-    ends: tuple[int, ...]
+    eos_token_ids: tuple[int, ...]
     device: torch.device
     threads: int
 
@@ -67,10 +67,10 @@ def plan_shards(config: EngineConfig, source: ModelSource, eos_token_ids: tuple[
     Raises ConfigError or ModelError for everything that can be known to fail: too few GPUs, a GGUF file, sizes that
     can't be split, a model that Megatron-Core can't express, process groups that this process has already.
     """
-    asked = f"tensor_parallel_size={config.tensor_parallel_size}"
+    setting = f"tensor_parallel_size={config.tensor_parallel_size}"
     if source.kind != "hf":
         raise ModelError(
-            f"{source.name} is a GGUF file, found {asked}: give a folder in Hugging Face layout, or leave "
+            f"{source.name} is a GGUF file, found {setting}: give a folder in Hugging Face layout, or leave "
             "tensor_parallel_size out"
         )
     device = choose_device(config.device)
@@ -78,27 +78,27 @@ def plan_shards(config: EngineConfig, source: ModelSource, eos_token_ids: tuple[
         count, last = torch.cuda.device_count(), device.index + config.tensor_parallel_size - 1
         if last >= count:
             raise ConfigError(
-                f"{asked} on {device} and those after it needs GPU {last}, and torch sees {count} GPUs; "
+                f"{setting} on {device} and those after it needs GPU {last}, and torch sees {count} GPUs; "
                 "lower tensor_parallel_size, or device"
             )
     spec = config_from_folder(source.path)
     transformer_config_values(spec)
     if problems := _indivisible(spec, config.tensor_parallel_size):
-        raise ModelError(f"{source.name} can't be split by {asked}: {'; '.join(problems)}")
+        raise ModelError(f"{source.name} can't be split by {setting}: {'; '.join(problems)}")
     if dist.is_initialized():
         raise ConfigError(
-            f"{asked} needs process groups of its own, and this process has initialised "
+            f"{setting} needs process groups of its own, and this process has initialised "
             "torch.distributed already; start the engine in another process (encore serve does)"
         )
     weight_format, dtype = choose_format(config, spec, device, False)
     resolve(dataclasses.replace(config, num_pages=config.num_pages or 2), spec, device, dtype)  # refuses sizes
-    ends = tuple(dict.fromkeys((*spec.eos_token_ids, *eos_token_ids)))
+    eos_ids = tuple(dict.fromkeys((*spec.eos_token_ids, *eos_token_ids)))
     return ShardPlan(
         config=_without_cpu_graphs(config, device),
         source=source,
         spec=spec,
         dtype=dtype,
-        ends=ends,
+        eos_token_ids=eos_ids,
         weight_format=weight_format,
         device=device,
         threads=config.num_threads or max(1, torch.get_num_threads() // config.tensor_parallel_size),
@@ -116,7 +116,7 @@ class Shard:
         self._group: dist.ProcessGroup | None = None
         self._model: MegatronModel | None = None
         self._sized: EngineConfig | None = None
-        self._exchange: TensorParallelCollectives | None = None
+        self._collectives: TensorParallelCollectives | None = None
         if plan.device.type == "cuda":
             self.device = torch.device("cuda", plan.device.index + rank)
             torch.cuda.set_device(self.device)
@@ -167,8 +167,8 @@ class Shard:
             torch.cuda.set_device(self.device)  # as in `join`
         sized = dataclasses.replace(self._sized, num_pages=num_pages)
         plan = self.plan
-        loop = make_loop(sized, self._model, plan.source.name, plan.ends, plan.weight_format, manifest, make)
-        self._exchange = loop.runner.collectives
+        loop = make_loop(sized, self._model, plan.source.name, plan.eos_token_ids, plan.weight_format, manifest, make)
+        self._collectives = loop.runner.collectives
         loop.runner.cache.must_capture = True  # with exchanges inside: a rank that ran eager would leave others waiting
         return loop
 
@@ -182,7 +182,7 @@ class Shard:
 
         With gloo nobody waits: a connection that breaks is an error at once.
         """
-        group, collectives = self._group, self._exchange
+        group, collectives = self._group, self._collectives
         if group is not None and self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             if collectives is not None:
@@ -196,7 +196,7 @@ class Shard:
         if not self._has_joined or not dist.is_initialized():
             return
         self._megatron.forget_groups()
-        self._group = self._exchange = None
+        self._group = self._collectives = None
         thread = threading.Thread(target=self._destroy, daemon=True, name="encore-leave")
         thread.start()
         thread.join(LEAVE_SECONDS)
@@ -220,11 +220,11 @@ def load_random(slots: Mapping[str, Slot], seed: int, device: torch.device) -> N
     number of ranks. A CPU's and a GPU's numbers differ.
     """
     for name, slot in slots.items():
-        whole = torch.ones(slot.shape, dtype=slot.dtype, device=device)
+        weight = torch.ones(slot.shape, dtype=slot.dtype, device=device)
         if not name.endswith("norm.weight"):
             generator = torch.Generator(device).manual_seed(seed ^ zlib.crc32(name.encode()))
-            whole.normal_(0.0, 0.02, generator=generator)
-        slot.write(whole)
+            weight.normal_(0.0, 0.02, generator=generator)
+        slot.write(weight)
 
 
 def _indivisible(spec: ModelConfig, ranks: int) -> list[str]:
@@ -233,7 +233,7 @@ def _indivisible(spec: ModelConfig, ranks: int) -> list[str]:
         "key and value heads": spec.num_kv_heads,
         "columns of the MLP": spec.intermediate_size,
     }
-    return [f"its {size} {what} are no multiple of {ranks}" for what, size in sizes.items() if size % ranks]
+    return [f"its {size} {name} are no multiple of {ranks}" for name, size in sizes.items() if size % ranks]
 
 
 def _without_cpu_graphs(config: EngineConfig, device: torch.device) -> EngineConfig:

@@ -57,7 +57,7 @@ class RankFailed:
     error: EngineError | None = None
 
 
-Kind = TypeVar("Kind", DeviceReady, WeightsLoaded, LoopReady)
+Message = TypeVar("Message", DeviceReady, WeightsLoaded, LoopReady)
 
 
 class WorkerGroup:
@@ -72,7 +72,7 @@ class WorkerGroup:
         self._folder = tempfile.mkdtemp(prefix="encore-ranks-")
         self.rendezvous = os.path.join(self._folder, "rendezvous")
         self._processes: list[subprocess.Popen] = []
-        self._lines: list[Connection] = []
+        self._pipes: list[Connection] = []
         self._watcher: threading.Thread | None = None
         self._on_loss: Callable[[], None] | None = None
         self._lock = threading.Lock()  # over who is the first to say that they are lost
@@ -88,23 +88,23 @@ class WorkerGroup:
         """Start a process that imports nothing of the caller's main module, and may be started by a daemonic one, both
         of which multiprocessing's can't.
         """
-        ours, theirs = multiprocessing.Pipe(duplex=True)
-        self._lines.append(ours)
+        parent_end, child_end = multiprocessing.Pipe(duplex=True)
+        self._pipes.append(parent_end)
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         # Until it ignores them: rank 0 decides who ends.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             self._processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-P", "-m", "engine.executor.worker_main", str(theirs.fileno()), self._folder],
+                    [sys.executable, "-P", "-m", "engine.executor.worker_main", str(child_end.fileno()), self._folder],
                     stdin=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(),),
+                    pass_fds=(child_end.fileno(),),
                     env=os.environ | {"PYTHONPATH": path},
                 )
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            theirs.close()  # else the end of the process would not end the pipe
+            child_end.close()  # else the end of the process would not end the pipe
 
     @property
     def pids(self) -> list[int]:
@@ -116,9 +116,9 @@ class WorkerGroup:
     def broadcast(self, message: Any) -> None:
         """Send a message to every rank. Raises EngineDead if one is gone."""
         self.check()
-        text = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        for rank in range(1, len(self._lines) + 1):
-            self._send(rank, text)
+        payload = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        for rank in range(1, len(self._pipes) + 1):
+            self._send(rank, payload)
 
     def send_each(self, messages: list[Any]) -> None:
         """Send each rank a message of its own, in order of rank. Raises EngineDead if one is gone."""
@@ -126,35 +126,37 @@ class WorkerGroup:
         for rank, message in enumerate(messages, 1):
             self._send(rank, pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
-    def _send(self, rank: int, text: bytes) -> None:
+    def _send(self, rank: int, payload: bytes) -> None:
         try:
-            self._lines[rank - 1].send_bytes(text)
-        except OSError as gone:
-            raise EngineDead(self.pending_failure() or self.fail(self._end_of(rank))) from gone
+            self._pipes[rank - 1].send_bytes(payload)
+        except OSError as error:
+            raise EngineDead(self.pending_failure() or self.fail(self._exit_reason(rank))) from error
 
-    def wait_for(self, kind: type[Kind]) -> list[Kind]:
+    def wait_for(self, message_type: type[Message]) -> list[Message]:
         """One message of this kind from each rank, in order. Raises what a rank failed of, or EngineDead."""
-        found: dict[Connection, Kind] = {}
-        while len(found) < len(self._lines):
-            for line in wait([line for line in self._lines if line not in found]):
-                message = self._receive(line)
+        received: dict[Connection, Message] = {}
+        while len(received) < len(self._pipes):
+            for pipe in wait([pipe for pipe in self._pipes if pipe not in received]):
+                message = self._receive(pipe)
                 if isinstance(message, RankFailed):
                     raise message.error or EngineDead(self.fail(message.reason))
-                if not isinstance(message, kind):
-                    raise EngineDead(self.fail(f"rank {self._rank(line)} sent {message!r}, {kind.__name__} was due"))
-                found[line] = message
-        return [found[line] for line in self._lines]
+                if not isinstance(message, message_type):
+                    raise EngineDead(
+                        self.fail(f"rank {self._rank_of(pipe)} sent {message!r}, {message_type.__name__} was due")
+                    )
+                received[pipe] = message
+        return [received[pipe] for pipe in self._pipes]
 
-    def _receive(self, line: Connection) -> Any:
+    def _receive(self, pipe: Connection) -> Any:
         try:
-            return line.recv()
+            return pipe.recv()
         except (EOFError, OSError):
-            return RankFailed(self._end_of(self._rank(line)))
+            return RankFailed(self._exit_reason(self._rank_of(pipe)))
 
-    def _rank(self, line: Connection) -> int:
-        return self._lines.index(line) + 1
+    def _rank_of(self, pipe: Connection) -> int:
+        return self._pipes.index(pipe) + 1
 
-    def _end_of(self, rank: int) -> str:
+    def _exit_reason(self, rank: int) -> str:
         process = self._processes[rank - 1]
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(FAILURE_GRACE_SECONDS / 2)
@@ -169,7 +171,7 @@ class WorkerGroup:
         self._watcher.start()
 
     def _watch(self) -> None:
-        message = self._receive(wait(self._lines)[0])
+        message = self._receive(wait(self._pipes)[0])
         if not self._ending:
             self.fail(message.reason if isinstance(message, RankFailed) else f"a rank sent {message!r} out of turn")
 
@@ -177,11 +179,11 @@ class WorkerGroup:
         """Raise what a rank failed of, or EngineDead, if the process of one has ended; for when nobody watches yet."""
         for rank, process in enumerate(self._processes, 1):
             if process.poll() is not None:
-                line = self._lines[rank - 1]
-                said = self._receive(line) if line.poll() else None
-                error = said.error if isinstance(said, RankFailed) else None
+                pipe = self._pipes[rank - 1]
+                message = self._receive(pipe) if pipe.poll() else None
+                error = message.error if isinstance(message, RankFailed) else None
                 raise error or EngineDead(
-                    self.fail(said.reason if isinstance(said, RankFailed) else self._end_of(rank))
+                    self.fail(message.reason if isinstance(message, RankFailed) else self._exit_reason(rank))
                 )
 
     def check(self) -> None:
@@ -191,8 +193,8 @@ class WorkerGroup:
 
     def pending_failure(self) -> str | None:
         """Why the ranks are lost, waiting a moment for it; None if no rank said so."""
-        end = time.monotonic() + FAILURE_GRACE_SECONDS
-        while self._watcher is not None and self.failure is None and time.monotonic() < end:
+        deadline = time.monotonic() + FAILURE_GRACE_SECONDS
+        while self._watcher is not None and self.failure is None and time.monotonic() < deadline:
             time.sleep(0.01)
         return self.failure
 
@@ -213,16 +215,16 @@ class WorkerGroup:
         self._ending = True
         try:
             self.broadcast(None)
-        except EngineDead as lost:
-            logger.debug("nobody is told to end: %s", lost)
+        except EngineDead as error:
+            logger.debug("nobody is told to end: %s", error)
             self._kill()
 
     def end(self) -> None:
         """Wait for the ends of those dismissed, kill who takes too long, and clean up."""
-        until = time.monotonic() + STOP_SECONDS
+        deadline = time.monotonic() + STOP_SECONDS
         for rank, process in enumerate(self._processes, 1):
             try:
-                process.wait(max(0.0, until - time.monotonic()))
+                process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 logger.error("the process of rank %d did not end within %.0f s; it is killed", rank, STOP_SECONDS)
         self.kill()
@@ -233,8 +235,8 @@ class WorkerGroup:
         self._kill()
         if self._watcher is not None:
             self._watcher.join(1.0)  # it reads the lines
-        for line in self._lines:
-            line.close()
+        for pipe in self._pipes:
+            pipe.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _kill(self) -> None:

@@ -40,72 +40,72 @@ def main() -> None:
     """Run until rank 0 ends it or is gone."""
     ignore_stop_signals()
     limit_openmp_spinning()
-    line, folder = Connection(int(sys.argv[1])), sys.argv[2]
-    threading.Thread(target=_exit_with_parent, args=(line.fileno(), os.getppid(), folder), daemon=True).start()
-    code = 1
+    pipe, folder = Connection(int(sys.argv[1])), sys.argv[2]
+    threading.Thread(target=_exit_with_parent, args=(pipe.fileno(), os.getppid(), folder), daemon=True).start()
+    exit_code = 1
     try:
-        serve_rank(line)
-        code = 0
+        serve_rank(pipe)
+        exit_code = 0
     except EOFError:
         logger.debug("rank 0 is gone")
     except Exception as error:
         logger.exception("this rank ends")
-        line.send(RankFailed(f"{type(error).__name__}: {error}", error if isinstance(error, EngineError) else None))
+        pipe.send(RankFailed(f"{type(error).__name__}: {error}", error if isinstance(error, EngineError) else None))
     finally:
-        if _has_hung_up(line.fileno()):
+        if _has_hung_up(pipe.fileno()):
             shutil.rmtree(folder, ignore_errors=True)  # rank 0 can't any more
         logging.shutdown()
         sys.stderr.flush()
         # Not by the interpreter's way out: what libraries do there can hang, and nothing is left to be saved.
-        os._exit(code)
+        os._exit(exit_code)
 
 
-def serve_rank(line: Connection) -> None:
+def serve_rank(pipe: Connection) -> None:
     """Build this rank, and obey until told to end. Raises EOFError when rank 0 is gone."""
-    start = line.recv()  # brings torch with it
-    _log(start.rank, *start.log)
+    start = pipe.recv()  # brings torch with it
+    _set_up_log(start.rank, *start.log)
     from engine.executor.shard import Shard
 
     shard = Shard(start.plan, start.rank)
-    line.send(DeviceReady())
+    pipe.send(DeviceReady())
     shard.join(start.rendezvous)
-    line.send(WeightsLoaded(shard.load()))
-    begin = line.recv()
+    pipe.send(WeightsLoaded(shard.load()))
+    begin = pipe.recv()
     loop = shard.loop(begin.num_pages, begin.manifest)
     loop.fatal_failures = 1  # a step that failed here may have gone well elsewhere
-    line.send(LoopReady())
-    execute_calls(loop, line, start.rank)
+    pipe.send(LoopReady())
+    execute_calls(loop, pipe, start.rank)
     loop.close()
     shard.leave()
 
 
-def execute_calls(loop: EngineLoop, line: Connection, rank: int) -> None:
+def execute_calls(loop: EngineLoop, pipe: Connection, rank: int) -> None:
     """Make the calls that come, until a None. Raises what no rank may survive."""
     from engine.executor.leader import RECOVERABLE_CALLS, LoopFingerprint
 
     fingerprint, captures = LoopFingerprint(loop), None
     gc.collect()
-    while (call := line.recv()) is not None:
+    while (call := pipe.recv()) is not None:
         if call.fingerprint != fingerprint.read():
             raise RuntimeError(
                 f"before {call.method} rank {rank} is at {fingerprint.read()}, and rank 0 at {call.fingerprint}"
             )
         try:
-            found = _call(loop, call, line)
+            result = _call(loop, call, pipe)
             if call.method == "step":
-                fingerprint.note(found)
-        except EngineError as refusal:
+                fingerprint.note(result)
+        except EngineError as error:
             if call.method not in RECOVERABLE_CALLS:
                 raise
-            logger.debug("%s was refused, as on rank 0: %s", call.method, refusal)
+            logger.debug("%s was refused, as on rank 0: %s", call.method, error)
         if captures != (captures := loop.runner.cache.stats.captures.total()):
             gc.freeze()  # as rank 0 does: a collection amid a step would hold all ranks up
 
 
-def _call(loop: EngineLoop, call: LoopCall, line: Connection) -> object:
+def _call(loop: EngineLoop, call: LoopCall, pipe: Connection) -> object:
     if call.method == "update_weights":
         count, version = call.args
-        return loop.update_weights([line.recv() for _ in range(count)], version)
+        return loop.update_weights([pipe.recv() for _ in range(count)], version)
     return attrgetter(call.method)(loop)(*call.args)
 
 
@@ -125,11 +125,11 @@ def _has_hung_up(fd: int, seconds: float = 0.0) -> bool:
     return bool(poll.poll(seconds * 1000))
 
 
-def _log(rank: int, style: bytes, level: int) -> None:
+def _set_up_log(rank: int, pickled_formatter: bytes, level: int) -> None:
     """As rank 0 logs, into the same stream; records say which rank's they are."""
     formatter = None
     with contextlib.suppress(AttributeError, ImportError):  # of a class that only rank 0's program has
-        formatter = pickle.loads(style)
+        formatter = pickle.loads(pickled_formatter)
     set_up_child_log(formatter, level, prefix=f"rank {rank}: ")
     logger.debug("rank %d, process %d", rank, os.getpid())
 

@@ -80,26 +80,26 @@ def save_checkpoint(
     if (folder / "config.json").exists() or any(folder.glob("*.safetensors")):
         problems.append(f"{folder} holds a model already; give a new folder")
     own = {name: _Entry(slot.shape, slot.dtype) for name, slot in slots.items()}
-    stages = _of_all_stages((own, problems), pipeline_group)
-    tables = _without_copies([table for table, _ in stages])
+    stages = _gather_from_stages((own, problems), pipeline_group)
+    tables = _without_duplicates([table for table, _ in stages])
     entries = {name: entry for table in tables for name, entry in table.items()}
     problems = list(dict.fromkeys(text for _, texts in stages for text in texts))
-    problems += _misfits({name: entry.shape for name, entry in entries.items()}, whole_shapes(config))
+    problems += _mismatches({name: entry.shape for name, entry in entries.items()}, whole_shapes(config))
     if problems:
         raise ModelError(f"the model can't be saved as {config.architecture}: {listed(problems)}")
     files = _planned_files(tables)
     for file, names in files.items():
         if names[0] not in tables[stage]:
             continue  # another stage's
-        tensors = {name: _whole(slots[name], group) for name in names}
+        tensors = {name: _gather_tensor(slots[name], group) for name in names}
         if rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             save_file(tensors, folder / file, metadata={"format": "pt"})
-    _meet(group, pipeline_group)
+    _barrier(group, pipeline_group)
     if rank == stage == 0:
         for file, text in _json_files(hf_config, entries, files).items():
             (folder / file).write_text(text, encoding="utf-8")
-    _meet(pipeline_group, group)
+    _barrier(pipeline_group, group)
 
 
 class _Entry(NamedTuple):
@@ -109,7 +109,7 @@ class _Entry(NamedTuple):
     dtype: torch.dtype
 
 
-def _of_all_stages(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+def _gather_from_stages(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     if group is None:
         return [value]
     found = [None] * group.size()
@@ -117,7 +117,7 @@ def _of_all_stages(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     return found
 
 
-def _without_copies(tables: Sequence[dict[str, _Entry]]) -> list[dict[str, _Entry]]:
+def _without_duplicates(tables: Sequence[dict[str, _Entry]]) -> list[dict[str, _Entry]]:
     """Each tensor on the first stage that has it: the last stage of a tied model has a copy of the embedding."""
     seen: set[str] = set()
     found = []
@@ -127,7 +127,7 @@ def _without_copies(tables: Sequence[dict[str, _Entry]]) -> list[dict[str, _Entr
     return found
 
 
-def _meet(*groups: dist.ProcessGroup | None) -> None:
+def _barrier(*groups: dist.ProcessGroup | None) -> None:
     """Wait for the ranks of one group after the other."""
     for group in groups:
         if group is not None:
@@ -139,7 +139,7 @@ def whole_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: slot.shape for name, slot in build_model(config, torch.float32, "meta", 1).weight_slots().items()}
 
 
-def _misfits(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> list[str]:
+def _mismatches(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> list[str]:
     problems = [f"{name} is missing" for name in wanted if name not in found]
     problems += [f"{name} is unexpected" for name in found if name not in wanted]
     problems += [
@@ -150,7 +150,7 @@ def _misfits(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[in
     return problems
 
 
-def _whole(slot: Slot, group: dist.ProcessGroup | None) -> Tensor:
+def _gather_tensor(slot: Slot, group: dist.ProcessGroup | None) -> Tensor:
     """The whole tensor of a slot on the CPU; on a group's other ranks than the first, only their part."""
     part = slot.read().cpu().contiguous()
     if group is None:
@@ -167,14 +167,14 @@ def _planned_files(tables: Sequence[Mapping[str, _Entry]]) -> dict[str, list[str
     """
     shards: list[list[str]] = []
     for table in tables:
-        filled = SHARD_BYTES
+        shard_bytes = SHARD_BYTES
         for name, entry in table.items():
             size = _bytes(entry)
-            if filled + size > SHARD_BYTES:
+            if shard_bytes + size > SHARD_BYTES:
                 shards.append([])
-                filled = 0
+                shard_bytes = 0
             shards[-1].append(name)
-            filled += size
+            shard_bytes += size
     if len(shards) == 1:
         return {"model.safetensors": shards[0]}
     return {f"model-{index:05d}-of-{len(shards):05d}.safetensors": names for index, names in enumerate(shards, 1)}
@@ -194,7 +194,7 @@ def _json_files(
     config = {key: value for key, value in hf_config.items() if key != "torch_dtype"}
     found = {"config.json": config | {"dtype": str(dtype).removeprefix("torch.")}}
     if len(files) > 1:
-        where = {name: file for file, names in files.items() for name in names}
+        weight_map = {name: file for file, names in files.items() for name in names}
         size = sum(map(_bytes, entries.values()))
-        found["model.safetensors.index.json"] = {"metadata": {"total_size": size}, "weight_map": where}
+        found["model.safetensors.index.json"] = {"metadata": {"total_size": size}, "weight_map": weight_map}
     return {file: json.dumps(values, indent=2) + "\n" for file, values in found.items()}

@@ -28,7 +28,7 @@ def transformer_config_values(config: ModelConfig) -> dict[str, Any]:
 
     Raises one ModelError that lists everything of the model that Megatron-Core can't express.
     """
-    if problems := _inexpressible(config):
+    if problems := _unsupported(config):
         raise ModelError(f"{config.architecture} can't be a Megatron-Core GPTModel: {'; '.join(problems)}")
     return {
         "num_layers": config.num_layers,
@@ -83,9 +83,9 @@ def differences(model: nn.Module, config: ModelConfig) -> list[str]:
     wanted = gpt_model_arguments(config)
     for name in ("position_embedding_type", "share_embeddings_and_output_weights"):
         found += _difference(name, getattr(model, name, None), wanted[name])
-    if not _same_rotation(model, config):
-        asked = {name: wanted[name] for name in wanted if name.startswith(("ro", "seq_len"))}
-        found.append(f"the model rotates positions by other frequencies; build it with {asked}")
+    if not _same_frequencies(model, config):
+        arguments = {name: wanted[name] for name in wanted if name.startswith(("ro", "seq_len"))}
+        found.append(f"the model rotates positions by other frequencies; build it with {arguments}")
     return sorted(found)
 
 
@@ -93,7 +93,7 @@ def _difference(name: str, found: Any, wanted: Any) -> list[str]:
     return [] if found == wanted else [f"{name} is {found!r} in the model, {wanted!r} is needed"]
 
 
-def _same_rotation(model: nn.Module, config: ModelConfig) -> bool:
+def _same_frequencies(model: nn.Module, config: ModelConfig) -> bool:
     """Whether the frequencies agree: they are all that base, scaling rule and factors amount to."""
     rotary = getattr(model, "rotary_pos_emb", None)
     found = getattr(rotary, "inv_freq", None)
@@ -104,7 +104,7 @@ def _same_rotation(model: nn.Module, config: ModelConfig) -> bool:
     return found.shape == wanted.shape and torch.allclose(found, wanted, rtol=1e-5, atol=0.0)
 
 
-def _inexpressible(config: ModelConfig) -> list[str]:
+def _unsupported(config: ModelConfig) -> list[str]:
     """What Megatron-Core has no setting for."""
     problems: list[str] = []
     biases = (config.attention_bias, config.output_bias, config.mlp_bias)
@@ -130,4 +130,4 @@ def _inexpressible(config: ModelConfig) -> list[str]:
 
 
 def _named_biases(biases: tuple[bool, bool, bool]) -> str:
-    return " and ".join(name for name, there in zip(("q, k and v", "o", "the MLP"), biases, strict=True) if there)
+    return " and ".join(name for name, present in zip(("q, k and v", "o", "the MLP"), biases, strict=True) if present)

@@ -30,17 +30,17 @@ class MegatronDecoder(Protocol):
 class MegatronTensors:
     """A MegatronModel as DenseTensors. What a layer lacks that every plain decoder has is None."""
 
-    def __init__(self, hosted: MegatronDecoder):
-        self._gpt, self.config = hosted.gpt, hosted.config
-        config, group = hosted.config, hosted.gpt.pg_collection.tp
+    def __init__(self, model: MegatronDecoder):
+        self._gpt, self.config = model.gpt, model.config
+        config, group = model.config, model.gpt.pg_collection.tp
         self.heads = HeadLayout(config.num_heads, config.num_kv_heads, config.head_dim, by_group=True)
         self.group = group if group.size() > 1 else None
         self.first_token = group.rank() * len(self.embedding)
         # As Megatron rotates: by cos and sin in the dtype of what is rotated.
-        angles = hosted.rotary.view(len(hosted.rotary), -1)
+        angles = model.rotary.view(len(model.rotary), -1)
         sign = torch.ones(angles.shape[1], device=angles.device)
         sign[: angles.shape[1] // 2] = -1.0
-        self.cos, self.sin = angles.cos().to(hosted.dtype), (angles.sin() * sign).to(hosted.dtype)
+        self.cos, self.sin = angles.cos().to(model.dtype), (angles.sin() * sign).to(model.dtype)
 
     def layer(self, index: int) -> LayerTensors:
         layer = self._gpt.decoder.layers[index]

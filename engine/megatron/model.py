@@ -35,7 +35,7 @@ class MegatronModel(nn.Module):
     def __init__(self, model: nn.Module, max_len: int | None = None, vocab_size: int | None = None):
         super().__init__()
         gpt = unwrapped(model)
-        if problems := _unservable(gpt):
+        if problems := _unsupported(gpt):
             raise ModelError(f"{type(gpt).__name__} can't be served: {'; '.join(problems)}")
         parameter = next(gpt.parameters())
         self.gpt, self.dtype, self.device = gpt, parameter.dtype, parameter.device
@@ -46,9 +46,9 @@ class MegatronModel(nn.Module):
         if any("forward" in vars(core) for core in self._cores):
             raise ModelError("this model is hosted already, or its core attention was replaced; release it first")
         # The very frequencies that training uses, a row for each position.
-        self.register_buffer("rotary", self._frequencies(), persistent=False)
+        self.register_buffer("rotary", self._rotary_frequencies(), persistent=False)
         for index, core in enumerate(self._cores):
-            core.forward = self._paged(index, core.forward)
+            core.forward = self._paged_attention(index, core.forward)
 
     def release(self) -> None:
         """Give the model its core attentions back."""
@@ -61,7 +61,7 @@ class MegatronModel(nn.Module):
 
     def embed_tokens(self, token_ids: Tensor) -> Tensor:
         """Token ids int64 [T] -> hidden [T, h]."""
-        with self._running(self.gpt.embedding):
+        with self._engine_mode(self.gpt.embedding):
             return self.gpt.embedding(input_ids=token_ids.unsqueeze(0), position_ids=None).squeeze(1)
 
     def rope(self, positions: Tensor) -> Rope:
@@ -71,7 +71,7 @@ class MegatronModel(nn.Module):
     def layer(self, index: int, hidden: Tensor, rope: Rope, attention: Attention) -> Tensor:
         """Decoder layer `index`: hidden [T, h] -> a new hidden [T, h]. Tokens stand where Megatron has a sequence."""
         layer = self.layers[index]
-        with self._running(layer, attention):
+        with self._engine_mode(layer, attention):
             out, _ = layer(hidden_states=hidden.unsqueeze(1), attention_mask=None, rotary_pos_emb=rope[0])
         return out.squeeze(1)
 
@@ -83,8 +83,8 @@ class MegatronModel(nn.Module):
         """Normed hidden [N, h] -> logits [N, vocab] of all ranks, in the model's dtype."""
         gpt = self.gpt
         weight = gpt.shared_embedding_or_output_weight() if gpt.share_embeddings_and_output_weights else None
-        part, _ = gpt.output_layer(hidden.unsqueeze(1), weight=weight, runtime_gather_output=False)
-        return self._gathered(part.squeeze(1))
+        local, _ = gpt.output_layer(hidden.unsqueeze(1), weight=weight, runtime_gather_output=False)
+        return self._gather_logits(local.squeeze(1))
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Token ids and positions int64 [T] -> normed hidden [T, h]; `attention` writes this step's keys and values."""
@@ -108,41 +108,41 @@ class MegatronModel(nn.Module):
         """
         return fusable_tensors(self)
 
-    def _paged(self, index: int, trained: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def _paged_attention(self, index: int, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """The core attention of layer `index`: over pages inside a step of the engine, else as it was."""
 
         def forward(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if self._attention is None:
-                return trained(query, key, value, *args, **kwargs)
+                return original(query, key, value, *args, **kwargs)
             return self._attention(index, query.squeeze(1), key.squeeze(1), value.squeeze(1)).unsqueeze(1)
 
         return forward
 
     @contextmanager
-    def _running(self, module: nn.Module, attention: Attention | None = None) -> Iterator[None]:
+    def _engine_mode(self, module: nn.Module, attention: Attention | None = None) -> Iterator[None]:
         """Run a module of the model for the engine: without dropout, whatever mode a trainer has it in."""
-        training = [one for one in module.modules() if one.training]
-        for one in training:
-            one.training = False
+        training = [submodule for submodule in module.modules() if submodule.training]
+        for submodule in training:
+            submodule.training = False
         self._attention = attention
         try:
             yield
         finally:
             self._attention = None
-            for one in training:
-                one.training = True
+            for submodule in training:
+                submodule.training = True
 
-    def _gathered(self, part: Tensor) -> Tensor:
+    def _gather_logits(self, local: Tensor) -> Tensor:
         """Columns of this rank [N, n] -> [N, vocab] of all. Megatron's own gathering works on GPUs only."""
         group, vocab = self.gpt.pg_collection.tp, self.config.vocab_size
         if group.size() == 1:
-            return part[:, :vocab]
-        rows, width = part.shape
-        out = part.new_empty(rows, vocab)
-        gather_columns(part.contiguous(), part.new_empty(group.size() * rows, width), out, group)
+            return local[:, :vocab]
+        rows, width = local.shape
+        out = local.new_empty(rows, vocab)
+        gather_columns(local.contiguous(), local.new_empty(group.size() * rows, width), out, group)
         return out
 
-    def _frequencies(self) -> Tensor:
+    def _rotary_frequencies(self) -> Tensor:
         if self.device.type == "cpu":
             from graph_cache.adapters.megatron.cpu import keep_rotary_in_place  # it imports megatron, which is there
 
@@ -188,16 +188,16 @@ def _config_of(gpt: nn.Module, vocab_size: int | None) -> ModelConfig:
     )
 
 
-def _unservable(gpt: nn.Module) -> list[str]:
+def _unsupported(gpt: nn.Module) -> list[str]:
     """What of this model the engine has no way to compute."""
     config = getattr(gpt, "config", None)
     if config is None or not hasattr(gpt, "decoder") or not hasattr(gpt, "embedding"):
         return [f"it is no whole GPTModel (an embedding, a decoder and an output layer), found {type(gpt).__name__}"]
-    found = []
+    problems = []
     if not gpt.pre_process or not gpt.post_process or config.pipeline_model_parallel_size > 1:
-        found.append("it is one stage of a pipeline; gather it on one stage")
+        problems.append("it is one stage of a pipeline; gather it on one stage")
     if gpt.position_embedding_type != "rope":
-        found.append(f"position_embedding_type={gpt.position_embedding_type!r}: only 'rope' is served")
+        problems.append(f"position_embedding_type={gpt.position_embedding_type!r}: only 'rope' is served")
     for name, needed in (
         ("sequence_parallel", False),
         ("context_parallel_size", 1),
@@ -214,20 +214,20 @@ def _unservable(gpt: nn.Module) -> list[str]:
     ):
         value = getattr(config, name, needed)
         if value != needed:
-            found.append(f"{name}={value!r}: build it with {needed!r}")
+            problems.append(f"{name}={value!r}: build it with {needed!r}")
     if getattr(config, "softmax_type", "vanilla") != "vanilla":
-        found.append(f"softmax_type={config.softmax_type!r}: build it with 'vanilla'")
-    others = [
+        problems.append(f"softmax_type={config.softmax_type!r}: build it with 'vanilla'")
+    without_attention = [
         index
         for index, layer in enumerate(gpt.decoder.layers)
         if not hasattr(getattr(layer, "self_attention", None), "core_attention")
     ]
-    if others:
-        found.append(f"its layers {others} have no self-attention with a core_attention")
+    if without_attention:
+        problems.append(f"its layers {without_attention} have no self-attention with a core_attention")
     hooked = [name for name, module in gpt.named_modules() if module._forward_pre_hooks or module._forward_hooks]
     if hooked:
-        found.append(
+        problems.append(
             f"{len(hooked)} of its modules have forward hooks ({hooked[0]}, …), which a graph leaves out; "
             "remove them (DDP: disable_forward_pre_hook()) while the engine serves"
         )
-    return found
+    return problems

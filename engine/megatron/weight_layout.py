@@ -131,10 +131,10 @@ def vocabulary_parameters(model: nn.Module) -> dict[str, str]:
 
     A last stage with a tied head has the embedding's weights a second time, as its output layer's.
     """
-    there = {name for name, _ in model.named_parameters()}
+    present = {name for name, _ in model.named_parameters()}
     head = EMBEDDING if model.share_embeddings_and_output_weights else TIED_HEAD
     pairs = ((head, HEAD_PARAMETER), (EMBEDDING, EMBEDDING_PARAMETER))
-    return {name: parameter for name, parameter in pairs if parameter in there}
+    return {name: parameter for name, parameter in pairs if parameter in present}
 
 
 def listed(problems: list[str]) -> str:
@@ -186,10 +186,10 @@ class _Table:
         )
         self.output(f"{name}.mlp.down_proj", f"{mlp}.linear_fc2", self.ffn)
 
-    def norm(self, name: str, *spellings: str) -> None:
+    def norm(self, name: str, *candidates: str) -> None:
         """A norm of the hidden state: a module of its own (local spec), or part of the linear behind it (TE's)."""
-        there = [parameter for parameter in spellings if parameter in self.parameters]
-        self.split(name, there[0] if there else " or ".join(spellings), (self.hidden,), None)
+        present = [parameter for parameter in candidates if parameter in self.parameters]
+        self.split(name, present[0] if present else " or ".join(candidates), (self.hidden,), None)
 
     def output(self, name: str, path: str, inputs: int) -> None:
         """A row-parallel linear [hidden, inputs]: its columns are split, its bias is whole on every rank."""
@@ -199,12 +199,12 @@ class _Table:
 
     def split(self, name: str, parameter: str, shape: tuple[int, ...], dim: int | None) -> None:
         """A tensor that is the parameter, or the ranks' parameters one after the other along `dim`."""
-        here = list(shape)
+        local_shape = list(shape)
         if dim is not None:
-            here[dim] = self.share(shape[dim], parameter)
-        storage = self.take(parameter, tuple(here))
+            local_shape[dim] = self.share(shape[dim], parameter)
+        storage = self.take(parameter, tuple(local_shape))
         if storage is not None:
-            self.put(name, storage, shape, dim or 0, 0 if dim is None else self.rank * here[dim])
+            self.put(name, storage, shape, dim or 0, 0 if dim is None else self.rank * local_shape[dim])
 
     def merged(self, name: str, path: str, parts: dict[str, int], groups: int) -> None:
         """A column-parallel linear of several tensors: for each group a few rows of each part, the ranks in order.
@@ -213,26 +213,26 @@ class _Table:
         query groups), of which a part may have no row.
         """
         rows = sum(parts.values())
-        here = self.share(rows * groups, path)
+        local_size = self.share(rows * groups, path)
         if groups % self.ranks and self.ranks % groups:
             self.problems.append(f"{path}: {groups} query groups can't be split over {self.ranks} ranks")
             return
-        for kind, rest in (("weight", (self.hidden,)), ("bias", ())):
+        for kind, trailing in (("weight", (self.hidden,)), ("bias", ())):
             if kind == "bias" and f"{path}.bias" not in self.parameters:
                 continue
-            storage = self.take(f"{path}.{kind}", (here, *rest))
+            storage = self.take(f"{path}.{kind}", (local_size, *trailing))
             if storage is None:
                 continue
-            group, offset = divmod(self.rank * here, rows)
-            stretch = storage.view(max(here // rows, 1), min(here, rows), *rest)
-            edge = 0
+            group, offset = divmod(self.rank * local_size, rows)
+            local_rows = storage.view(max(local_size // rows, 1), min(local_size, rows), *trailing)
+            part_start = 0
             for part, size in parts.items():
                 # this part's rows within each group of this rank: low to high of the group's rows
-                low, high = max(edge, offset), min(edge + size, offset + stretch.shape[1])
-                target = stretch[:, low - offset : high - offset] if low < high else stretch[:, :0]
-                start = group * size + max(low - edge, 0)
-                self.put(f"{name}.{part}.{kind}", target, (groups * size, *rest), 0, min(start, groups * size))
-                edge += size
+                low, high = max(part_start, offset), min(part_start + size, offset + local_rows.shape[1])
+                target = local_rows[:, low - offset : high - offset] if low < high else local_rows[:, :0]
+                start = group * size + max(low - part_start, 0)
+                self.put(f"{name}.{part}.{kind}", target, (groups * size, *trailing), 0, min(start, groups * size))
+                part_start += size
 
     def vocabulary(self, name: str, parameter: str, vocab_size: int | None) -> None:
         """Rows of the vocabulary; those beyond vocab_size are no tensor's."""

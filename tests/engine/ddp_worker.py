@@ -76,10 +76,14 @@ def main() -> None:
     graphed = DistributedDataParallel(copy.deepcopy(model), **options)
     engine = Engine(EngineConfig(mode="training", cuda_graph_warmup_steps=2))
     engine.attach(graphed, modules=[f"module.layers.{index}" for index in range(3)])
-    ours, theirs = train(graphed, rank, device), train(eager, rank, device)
-    wrong = [index for index, (one, other) in enumerate(zip(ours, theirs, strict=True)) if not torch.equal(one, other)]
+    graphed_values, eager_values = train(graphed, rank, device), train(eager, rank, device)
+    wrong = [
+        index
+        for index, (one, other) in enumerate(zip(graphed_values, eager_values, strict=True))
+        if not torch.equal(one, other)
+    ]
     if wrong:
-        raise SystemExit(f"{len(wrong)} of {len(ours)} values differ, the first at {wrong[0]}")
+        raise SystemExit(f"{len(wrong)} of {len(graphed_values)} values differ, the first at {wrong[0]}")
     replays = sum(row["replays"] for row in engine.graphs())
     engine.detach()
     dist.destroy_process_group()

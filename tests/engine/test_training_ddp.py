@@ -27,15 +27,15 @@ def run_ranks(tmp_path, *extra):
         assert output.split() == ["same", "42"]
 
 
-def test_two_processes_train_as_they_would_eager(tmp_path):
+def test_two_processes_train_like_eager(tmp_path):
     run_ranks(tmp_path)
 
 
-def test_an_exchange_between_processes_is_refused_by_a_cpus_graph_and_runs_eager(tmp_path):
-    assert [output.split() for output in outputs_of_two("exchange_worker.py", tmp_path)] == [["0", "1", "True"]] * 2
+def test_a_collective_is_rejected_by_a_cpu_graph_and_runs_eager(tmp_path):
+    assert [output.split() for output in outputs_of_two("all_reduce_worker.py", tmp_path)] == [["0", "1", "True"]] * 2
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus_train_as_they_would_eager(tmp_path):
+def test_two_gpus_train_like_eager(tmp_path):
     run_ranks(tmp_path, "cuda")

@@ -87,7 +87,7 @@ def bare_stage(
     return model
 
 
-def numbered(hf: dict[str, Any]) -> dict[str, Tensor]:
+def numbered_weights(hf: dict[str, Any]) -> dict[str, Tensor]:
     """Weights of this configuration, no two elements equal."""
     weights: dict[str, Tensor] = {}
     count = 0
@@ -99,7 +99,7 @@ def numbered(hf: dict[str, Any]) -> dict[str, Tensor]:
     return weights
 
 
-def merged(weights: dict[str, Tensor], groups: int, kind: str) -> Tensor:
+def merged_qkv(weights: dict[str, Tensor], groups: int, kind: str) -> Tensor:
     """Megatron's linear_qkv of the whole model: for each query group its q heads, its k, its v."""
     q, k, v = (weights[f"model.layers.0.self_attn.{x}_proj.{kind}"].chunk(groups) for x in "qkv")
     return torch.cat([piece for group in zip(q, k, v, strict=True) for piece in group])
@@ -131,9 +131,9 @@ def splits(draw: st.DrawFn) -> tuple[dict[str, Any], int, int]:
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(splits())
-def test_shards_take_their_part_and_make_the_whole_again(split: tuple[dict[str, Any], int, int]) -> None:
+def test_shards_split_and_gather_every_weight(split: tuple[dict[str, Any], int, int]) -> None:
     hf, ranks, padded = split
-    weights = numbered(hf)
+    weights = numbered_weights(hf)
     stages = [bare_stage(hf, ranks=ranks, padded=padded) for _ in range(ranks)]
     tables = [weight_slots(stage, hf["vocab_size"], rank, ranks) for rank, stage in enumerate(stages)]
     for table in tables:
@@ -143,7 +143,7 @@ def test_shards_take_their_part_and_make_the_whole_again(split: tuple[dict[str, 
     whole = {name: gather([table[name].read() for table in tables], tables[0][name].shape) for name in weights}
     assert same(weights, whole)
     layers = [stage.decoder.layers[0] for stage in stages]
-    qkv = merged(weights, hf["num_key_value_heads"], "weight")
+    qkv = merged_qkv(weights, hf["num_key_value_heads"], "weight")
     assert torch.equal(torch.cat([layer.self_attention.linear_qkv.weight for layer in layers]), qkv)
     gate, up = (weights[f"model.layers.0.mlp.{x}_proj.weight"].chunk(ranks) for x in ("gate", "up"))
     for rank, layer in enumerate(layers):
@@ -155,16 +155,16 @@ def test_shards_take_their_part_and_make_the_whole_again(split: tuple[dict[str, 
     assert untouched == tables_of_vocabulary * (padded - hf["vocab_size"]) * hf["hidden_size"]
 
 
-def test_gathering_wants_every_rank_and_one_truth() -> None:
+def test_gather_rejects_missing_ranks_and_differing_copies() -> None:
     with pytest.raises(ModelError, match=r"the parts of 1 ranks make \[2, 3\], \[4, 3\] is needed"):
         gather([torch.zeros(2, 3)], (4, 3))
     with pytest.raises(ModelError, match="differs between ranks"):
         gather([torch.zeros(3), torch.ones(3)], (3,))
 
 
-def test_norms_in_transformer_engines_spelling_are_the_same_weights() -> None:
+def test_transformer_engine_norm_names_map_to_the_same_weights() -> None:
     hf = {"architectures": ["Qwen3ForCausalLM"], **SIZES, "head_dim": 16}
-    weights = numbered(hf)
+    weights = numbered_weights(hf)
     stage = bare_stage(hf, te=True, layers=(1, 2))
     for name, slot in weight_slots(stage).items():
         slot.write(weights[name])
@@ -176,9 +176,9 @@ def test_norms_in_transformer_engines_spelling_are_the_same_weights() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_stages_go_by_their_layers_global_numbers(tied: bool, tmp_path: Path) -> None:
+def test_pipeline_stages_use_global_layer_numbers(tied: bool, tmp_path: Path) -> None:
     hf = {"architectures": ["LlamaForCausalLM"], **SIZES, "num_hidden_layers": 5, "tie_word_embeddings": tied}
-    weights = numbered(hf)
+    weights = numbered_weights(hf)
     (tmp_path / "config.json").write_text(json.dumps(hf))
     # a checkpoint of a tied model may hold its head too: a stage without embedding has nothing to compare it with
     head = {"lm_head.weight": weights["model.embed_tokens.weight"].clone()} if tied else {}
@@ -203,11 +203,11 @@ def test_stages_go_by_their_layers_global_numbers(tied: bool, tmp_path: Path) ->
         load_checkpoint(stages[1], tmp_path)
 
 
-def test_two_real_ranks_load_compute_and_save_as_one(tmp_path: Path) -> None:
+def test_two_processes_load_compute_and_save_like_one(tmp_path: Path) -> None:
     """Tensor parallelism of 2 with as many query groups, and with one and a padded vocabulary; then two stages, of a
     tied model too.
     """
-    theirs = {case: checkpoint(tmp_path / case, case, vocab_size=size) for case, size in RANKS_OF_TWO.items()}
+    hf_models = {case: checkpoint(tmp_path / case, case, vocab_size=size) for case, size in RANKS_OF_TWO.items()}
     command = [sys.executable, "-c", "from tests.engine.megatron.test_weight_layout import rank_of_two; rank_of_two()"]
     outputs_of([[*command, str(rank), str(tmp_path)] for rank in range(2)], 60, cwd=ROOT)
     for case in ("qwen3", "qwen3-tied"):
@@ -215,7 +215,7 @@ def test_two_real_ranks_load_compute_and_save_as_one(tmp_path: Path) -> None:
         found = torch.cat([load_file(tmp_path / f"{case}.{rank}")["logits"] for rank in range(2)], -1)
         ids, _ = models.tokens(5)
         with torch.no_grad():
-            wanted = theirs[case](ids % RANKS_OF_TWO[case]).logits
+            wanted = hf_models[case](ids % RANKS_OF_TWO[case]).logits
         assert (found[..., : RANKS_OF_TWO[case]] - wanted).abs().max() < TOLERANCE * wanted.abs().max()
     stages = [load_file(tmp_path / f"llama.{rank}") for rank in range(2)]
     assert same(stored(tmp_path / "llama"), stages[0] | stages[1]) and not stages[0].keys() & stages[1].keys()
@@ -228,8 +228,8 @@ def test_two_real_ranks_load_compute_and_save_as_one(tmp_path: Path) -> None:
             "model-00002-of-00002.safetensors",
             "model.safetensors.index.json",
         ]
-        again = transformers.AutoModelForCausalLM.from_pretrained(saved)
-        assert same(theirs[case].state_dict(), again.state_dict())
+        reloaded = transformers.AutoModelForCausalLM.from_pretrained(saved)
+        assert same(hf_models[case].state_dict(), reloaded.state_dict())
     refusals = [(tmp_path / f"refusal.{rank}").read_text() for rank in range(2)]
     assert refusals[0] == refusals[1] and "holds a model already" in refusals[0]
 

@@ -30,8 +30,8 @@ def main() -> None:
     for index in range(6):
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * index + rank))
         found = []
-        for way in (run, step):
-            way(x)
+        for run_step in (run, step):
+            run_step(x)
             found.append([parameter.grad.clone() for parameter in model.parameters()])
         assert all(map(torch.equal, *found)), f"step {index}"
     row = engine.graphs()[0]
