@@ -1,4 +1,4 @@
-"""A model split over two processes on gloo serves as one: its tokens, its updates, its losses and its ends."""
+"""Tensor parallelism over two gloo processes: tokens, weight updates, lost workers and shutdown."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def reference_tokens(model_folder: Path) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen3 whose vocabulary has to be padded."""
+    """A Qwen3 checkpoint with a vocabulary size that must be padded for two ranks."""
     return write_model(tmp_path_factory.mktemp("qwen3"))
 
 
@@ -82,7 +82,7 @@ def write_model(path: Path, **changes: Any) -> Path:
 
 
 class TwoRankEngine:
-    """An engine of two ranks in processes of its own, as a server has it, and an event loop to ask it from."""
+    """A supervised engine of two ranks in separate processes, as in a server, and an event loop for its client."""
 
     def __init__(self, config: EngineConfig):
         self.runner = asyncio.Runner()
@@ -112,7 +112,7 @@ class TwoRankEngine:
         async def wait() -> None:
             end = time.monotonic() + seconds
             while not condition():
-                assert time.monotonic() < end, f"{what} did not come within {seconds} s"
+                assert time.monotonic() < end, f"{what} did not happen within {seconds} s"
                 await asyncio.sleep(0.02)
 
         self.runner.run(wait())
@@ -128,7 +128,7 @@ class TwoRankEngine:
 
 
 def process_stat(pid: int) -> list[str]:
-    """State, parent, … of a process."""
+    """The fields of /proc/PID/stat after the name: state, parent, …"""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
@@ -142,7 +142,7 @@ def is_alive(pid: int) -> bool:
 def wait_for_end(pid: int, seconds: float = 10.0) -> None:
     end = time.monotonic() + seconds
     while is_alive(pid):
-        assert time.monotonic() < end, f"process {pid} lives on after {seconds} s"
+        assert time.monotonic() < end, f"process {pid} is still running after {seconds} s"
         time.sleep(0.02)
 
 
@@ -175,7 +175,7 @@ def test_aborting_a_request_does_not_affect_the_others(server, model_folder):
 
     taken, beside = server.runner.run(both())
     assert taken < LONG.max_tokens and beside == reference_tokens(model_folder)[3]
-    server.until(lambda: server.client.stats().num_running == 0, "the end of what was left")
+    server.until(lambda: server.client.stats().num_running == 0, "the end of the aborted request")
 
 
 def test_weights_load_from_files_and_a_rejected_update_keeps_the_old_ones(server, model_folder, tmp_path):
@@ -267,8 +267,8 @@ time.sleep(60)
 
 
 def test_an_embedded_engine_accepts_whole_tensors_and_its_workers_end_with_it(model_folder):
-    """Its first weights are random ones, which are the same for any number of ranks. It is interrupted, and then killed
-    while the other rank waits for it in a step.
+    """Start with random weights, which do not depend on the number of ranks; interrupt a step, then kill rank 0 while
+    the worker waits for it in a step.
     """
     values = {
         "model": str(model_folder),
@@ -297,7 +297,7 @@ def test_an_embedded_engine_accepts_whole_tensors_and_its_workers_end_with_it(mo
 
     assert found["updated"] == single_process(Engine(engine_config(model_folder))) != found["first"]
     assert "nothing.weight" in found["refusal"] and found["refused"] == found["first"]
-    assert "update_weights" in found["sharing"] and "broke off in step: KeyboardInterrupt" in found["dead"]
+    assert "update_weights" in found["sharing"] and "failed in step: KeyboardInterrupt" in found["dead"]
     model = gpt_for(model_folder)
     megatron_model = MegatronModel(model)
     load_random(megatron_model.weight_slots(), 3, megatron_model.device)
@@ -338,7 +338,7 @@ def test_a_worker_with_a_different_fingerprint_stops(model_folder):
     fingerprint = LoopFingerprint(loop)
     for call in (LoopCall("add", (request,), fingerprint.read()), LoopCall("step", (), fingerprint.read()), None):
         leader_end.send(call)
-    with pytest.raises(RuntimeError, match="before step rank 3 is at"):
+    with pytest.raises(RuntimeError, match="before step the state of rank 3"):
         execute_calls(loop, worker_end, 3)
     assert loop.scheduler.num_waiting == 1
 
@@ -374,7 +374,7 @@ def test_settings_incompatible_with_tensor_parallelism_are_rejected(changes, mes
 
 def test_a_model_that_cannot_be_split_is_rejected_before_a_process_starts(model_folder, tmp_path):
     indivisible = write_model(tmp_path / "odd", num_attention_heads=6, num_key_value_heads=3, intermediate_size=45)
-    with pytest.raises(ModelError, match=r"3 key and value heads are no multiple of 2; its 45 columns"):
+    with pytest.raises(ModelError, match=r"3 key and value heads are not a multiple of 2; its 45 MLP columns"):
         Engine(engine_config(indivisible, tensor_parallel_size=2))
     gguf = tmp_path / "a.gguf"
     gguf.write_bytes(b"GGUF")

@@ -1,4 +1,4 @@
-"""A model split over two GPUs: one GPU's tokens, by NCCL inside captured graphs on both, and processes that end."""
+"""Tensor parallelism over two GPUs: tokens of one GPU, NCCL inside captured graphs, and clean process exit."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MODEL = {
     "eos_token_id": 0,
 }
 
-# One GPU's model is hosted too: a rank of one, so that the two differ in nothing but the split.
+# One GPU runs the same Megatron model with tensor_parallel_size 1, so the two runs differ only in the split.
 SCRIPT = """
 import json, os, signal, sys, tempfile, time
 from engine.config import EngineConfig
@@ -98,7 +98,7 @@ print(time.monotonic() - began, flush=True)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model without weights: they are drawn from the seed."""
+    """A model folder without weights: load_format="dummy" generates them from the seed."""
     path = tmp_path_factory.mktemp("model")
     (path / "config.json").write_text(json.dumps(MODEL))
     return path
@@ -112,7 +112,7 @@ def run(
     dtype: str = "float32",
     greedy: bool = False,
 ) -> tuple[dict[str, Any], float]:
-    """What the script found, and the seconds from there to the end of its process."""
+    """Run the script; return what it printed and the seconds from then until its process exits."""
     settings = {
         "model": str(folder),
         "load_format": "dummy",
@@ -146,7 +146,7 @@ def test_two_gpus_replay_graphs_and_generate_the_tokens_of_one_gpu(folder, scope
     one, _ = run(folder, 1, scope)
     two, seconds = run(folder, 2, scope)
     assert len(two["texts"]) == 12 and two["texts"] == one["texts"]
-    # The other rank's counters are compared with these before each step: it would have ended the run.
+    # The worker's counters are compared with these before each step, so a difference would have ended the run.
     assert two["captures"] == one["captures"] > 0 and two["failed"] == []
     assert two["replays"] == one["replays"] > 0
     assert [site for (site, *_), _ in two["fallbacks"] if site == "decode"] == []
@@ -154,7 +154,7 @@ def test_two_gpus_replay_graphs_and_generate_the_tokens_of_one_gpu(folder, scope
 
 
 def matching_prefixes(one: dict[str, Any], two: dict[str, Any], tokens: int) -> int:
-    """Of how many texts the first tokens are the same."""
+    """Count the texts that agree in their first `tokens` tokens."""
     assert {name: len(text) for name, text in two["texts"].items()} == {
         name: len(text) for name, text in one["texts"].items()
     }
@@ -166,7 +166,7 @@ def test_fused_kernels_on_two_gpus_capture_prefill_and_sample_like_one_gpu(folde
     one, _ = run(folder, 1, scope, dtype="bfloat16", greedy=True)
     two, seconds = run(folder, 2, scope, dtype="bfloat16", greedy=True)
     assert two["captures"] == one["captures"] > 0 and two["failed"] == [] and two["fallbacks"] == []
-    # The sums round otherwise, and where weights are random the best token is seldom far ahead: texts part one by one.
+    # Sums round differently on two GPUs, and with random weights top logits are close, so texts diverge over time.
     assert matching_prefixes(one, two, 1) >= 9 and matching_prefixes(one, two, 3) >= 6
     assert seconds < 10 and not any(Path(f"/proc/{pid}").exists() for pid in two["pids"])
 
@@ -177,7 +177,7 @@ def test_an_8b_model_on_two_gpus_generates_the_tokens_of_one_gpu(tmp_path, dtype
     one, _ = run(folder, 1, dtype=dtype, greedy=True)
     two, seconds = run(folder, 2, dtype=dtype, greedy=True)
     print(dtype, [sum(map(int.__eq__, two["texts"][name], text)) for name, text in one["texts"].items()])
-    if dtype == "float32":  # of 786 tokens; one that is as good as another may end a text's likeness
+    if dtype == "float32":  # 786 tokens in all; a tie between two tokens may make one text diverge
         assert matching_prefixes(one, two, 100) >= 11
     assert matching_prefixes(one, two, 1) >= 9
     assert seconds < 10 and not any(Path(f"/proc/{pid}").exists() for pid in two["pids"])
