@@ -1,7 +1,4 @@
-"""Between the client, which gets what a step gave, and the one reader of a request: what waits, and in what pieces.
-
-Owns the queue, where a request ends, and the joining of deltas for a reader who is behind. Knows no engine.
-"""
+"""Queue the outputs of one request for its single reader, and merge deltas for a reader that falls behind."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from engine.protocol.outputs import OutputDelta
 
 
 class OutputQueue:
-    """What waits for a request's one reader, who takes all of it at once."""
+    """Outputs that wait for a request's single reader, which takes all of them at once."""
 
     __slots__ = ("_items", "_waiter")
 
@@ -22,13 +19,13 @@ class OutputQueue:
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, item: OutputDelta | EngineError) -> None:
-        """Add an item, and wake the reader."""
+        """Append an item and wake the reader."""
         self._items.append(item)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def take(self) -> list[OutputDelta | EngineError]:
-        """All that has come, in order; waits for the first."""
+        """Return all queued items in order, waiting until there is at least one."""
         if not self._items:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -40,7 +37,11 @@ class OutputQueue:
 def deltas_until_end(
     items: Sequence[OutputDelta | EngineError], open_children: set[str]
 ) -> tuple[list[OutputDelta], EngineError | None]:
-    """The deltas up to an error, or to where the last child ends: what comes after that is the engine's own end."""
+    """Return the deltas up to the first error or the end of the last child, and that error or None.
+
+    Removes finished children from `open_children`. Items after the end of the last child are ignored: they can only be
+    errors from an engine that ended later.
+    """
     deltas: list[OutputDelta] = []
     for item in items:
         if isinstance(item, EngineError):
@@ -54,7 +55,7 @@ def deltas_until_end(
 
 
 def merge_deltas(deltas: Sequence[OutputDelta]) -> list[OutputDelta]:
-    """The deltas of each sequence in their order, joined where they can be. The first of each run is written to."""
+    """Merge consecutive deltas of each sequence where possible. The first of each run is modified in place."""
     found: list[OutputDelta] = []
     last: dict[str, OutputDelta] = {}
     for delta in deltas:

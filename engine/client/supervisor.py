@@ -1,8 +1,8 @@
-"""Keeps an engine process running: one that dies or hangs is replaced by a fresh one, within limits.
+"""Keep an engine process running: restart it when it dies or hangs, within limits.
 
-Owns when a process is given up, when another is started, and when that is no use. A Transport around transports: who
-uses it sees one way to an engine, with a Lost report where one process ended and a Ready where the next one serves, and
-counters that go on. Knows no requests; those of a lost process end in the client.
+The Supervisor is a Transport around other transports. Its user sees one engine, with a Lost report when a process
+ends, a Ready report when the next one serves, and counters that continue. The client fails the requests of a lost
+process.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ REAP_SECONDS = 5.0  # a process that has reported its end may take this long to 
 
 @dataclass(frozen=True, kw_only=True)
 class RestartPolicy:
-    """When a process is replaced.
+    """Limits for restarting the engine process. All times are in seconds.
 
-    Up to `max_restarts` within `window_seconds`; then the engine stays dead. The pause before a restart doubles from
-    `first_delay` with every restart in the window, up to `max_delay`. A loaded process that reports nothing for
-    `kill_seconds` is killed, and then replaced like one that died; it must be longer than the slowest step or capture.
+    At most `max_restarts` restarts happen within `window_seconds`; after that the engine stays dead. The delay before a
+    restart doubles from `first_delay` with every restart in the window, up to `max_delay`. A loaded process that sends
+    no report for `kill_seconds` is killed and restarted; the value must exceed the slowest step or capture.
     """
 
     max_restarts: int = 5
@@ -45,36 +45,36 @@ class RestartPolicy:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: a number of at least 0 is needed")
 
     def delay(self, recent: int) -> float:
-        """Seconds to wait before a restart that `recent` others in the window came before."""
+        """Return the seconds to wait before a restart, given `recent` earlier restarts in the window."""
         return min(self.max_delay, self.first_delay * 2 ** min(recent, 30))
 
 
 class Supervisor:
-    """A Transport that starts processes by `make` and replaces what dies or hangs.
+    """A Transport that starts processes with `make` and replaces those that die or hang.
 
-    The first process is not replaced before it has been ready: a start that fails is told to who started it. Neither
-    is one whose configuration or model is refused: a second try would be refused too.
+    If the first process ends before it was ready, it is not restarted: the Dead report goes to the caller. The same
+    holds at any time for a rejected configuration or model, which would be rejected again.
     """
 
     def __init__(self, make: Callable[[], ProcessTransport], policy: RestartPolicy | None = None):
         self._make, self._policy = make, policy or RestartPolicy()
         self._on_report: OnReport | None = None
-        self._lock = threading.Lock()  # over which process is the current one, and that none begins after a stop
+        self._lock = threading.Lock()  # guards _current, and that no process starts after stop()
         self._current: ProcessTransport | None = None
         self._stopping = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True, name="encore-supervisor")
         self._has_served = False
-        self._is_serving = False  # only a loaded process owes reports
+        self._is_serving = False  # only a loaded process must report regularly
         self._num_reports = 0
         self._restart_at: float | None = None
-        self._restart_times: list[float] = []  # when processes were replaced
+        self._restart_times: list[float] = []  # times of all restarts
         self._hang_reason = ""
-        self._previous_totals: EngineStats | None = None  # what the processes before this one counted
+        self._previous_totals: EngineStats | None = None  # counters of earlier processes
         self._latest = EngineStats()
 
     @property
     def pid(self) -> int | None:
-        """The current process' id, once one was started."""
+        """The current process' id, or None before the first start."""
         return self._current.pid if self._current is not None else None
 
     def start(self, on_report: OnReport) -> None:
@@ -100,7 +100,7 @@ class Supervisor:
                 self._current.start(self._relay)
 
     def _relay(self, report: Report) -> None:
-        """Pass a report on, by the current process' reader thread; of an end, what is done about it."""
+        """Forward a report; replace Dead by Lost if a restart follows. Runs in the process' reader thread."""
         self._num_reports += 1
         if isinstance(report, Ready):
             self._is_serving = self._has_served = True
@@ -120,7 +120,7 @@ class Supervisor:
         version = "" if self._previous_totals is None else self._previous_totals.weight_version
         if version and version != ready.info.weight_version:
             logger.warning(
-                "the restarted engine serves the weights %r, as they were loaded; before it were %r",
+                "the restarted engine serves the weights %r from its model folder; the previous one served %r",
                 ready.info.weight_version,
                 version,
             )
@@ -143,10 +143,10 @@ class Supervisor:
         return Lost(reason, restarts=len(self._restart_times))
 
     def _watch(self) -> None:
-        """Start what is due and kill what hangs, in a thread of its own, until the stop."""
+        """Start a due restart and kill a hung process; runs in the watcher thread until `stop`."""
         seen_reports, silent_seconds, last_tick = -1, 0.0, time.monotonic()
         while not self._stopping.wait(TICK_SECONDS):
-            # Time in which this process itself did not run (stopped, suspended) is no silence of the other's.
+            # Time in which this process itself was stopped or suspended does not count as silence.
             now = time.monotonic()
             elapsed, last_tick = min(now - last_tick, 2 * TICK_SECONDS), now
             silent_seconds = silent_seconds + elapsed if self._is_serving and self._num_reports == seen_reports else 0.0
@@ -160,7 +160,7 @@ class Supervisor:
                 silent_seconds = 0.0
 
     def _replace(self) -> None:
-        self._current.stop(REAP_SECONDS)  # its memory must be free before the next one takes as much
+        self._current.stop(REAP_SECONDS)  # frees its memory before the next process needs as much
         try:
             self._start_process()
         except OSError as error:

@@ -1,4 +1,4 @@
-"""The async door, over a thread and over a process: streams, aborts, and engines that refuse, hang or die."""
+"""EngineClient over a thread and over a process: streams, aborts, and engines that fail to start, hang or die."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ENDLESS = greedy(4000)
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module", params=["thread", "process"])
 async def client(request, lively_model):
-    """One client that tests share, each way; every test must leave it idle."""
+    """A shared client per transport. Every test must leave it idle."""
     async with started(EngineConfig(model=str(lively_model), **LONG), in_process=request.param == "thread") as one:
         yield one
 
@@ -55,12 +55,12 @@ async def started(config: EngineConfig, **options):
 async def until(condition, what: str, seconds: float = 10.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, f"{what} did not come within {seconds} s"
+        assert time.monotonic() < end, f"{what} did not happen within {seconds} s"
         await asyncio.sleep(0.01)
 
 
 async def idle(client: EngineClient) -> None:
-    """Nothing runs, all pages are back, and the loop finds no leak."""
+    """Wait until nothing runs and all pages are free, then check for leaks."""
 
     def is_idle() -> bool:
         stats = client.stats()
@@ -149,7 +149,7 @@ async def test_closing_a_stream_early_aborts_all_its_children(client):
     before = (await client.ask("stats")).ended.get("abort", 0)
     async with aclosing(client.generate("a", prompt_token_ids=[5, 6], params=greedy(4000, n=3))) as stream:
         await anext(stream)
-        await until(lambda: client.stats().kv_cache_usage > 0, "a report of it")
+        await until(lambda: client.stats().kv_cache_usage > 0, "a snapshot with the requests")
     await idle(client)
     assert (await client.ask("stats")).ended["abort"] == before + 3
 
@@ -180,7 +180,7 @@ async def test_a_request_id_is_rejected_while_in_use_and_reusable_afterwards(cli
             await collect(client, "a", PROMPTS[0], greedy(3))
         assert raised.value.param == "request_id"
         assert (await anext(stream)).finish_reason is None
-    # At once, while the old request's last events are still on their way.
+    # At once, while the first request's last events are still on their way.
     assert tokens(await collect(client, "a", PROMPTS[0], greedy(20))) == reference.greedy(PROMPTS[0], 20)
 
 
@@ -271,9 +271,9 @@ async def test_a_killed_engine_fails_every_stream_and_closing_leaves_no_process(
         os.kill(pid, signal.SIGKILL)
         killed = time.monotonic()
         results = await asyncio.wait_for(asyncio.gather(*tasks, asking, return_exceptions=True), 5)
-        await until(lambda: not client.health().alive, "the news of its death", 2 - (time.monotonic() - killed))
+        await until(lambda: not client.health().alive, "the Dead report", 2 - (time.monotonic() - killed))
         assert all(isinstance(result, EngineDead) for result in results[:4])
-        assert isinstance(results[4], (EngineDead, list))  # it may have answered in time
+        assert isinstance(results[4], (EngineDead, list))  # it may have answered before the kill
         assert not client.health().ready and "-9" in client.health().reason
         for call in (collect(client, "late", [5], greedy(1)), client.graphs()):
             with pytest.raises(EngineDead):
@@ -291,7 +291,7 @@ async def test_a_hung_engine_fails_readiness_and_its_requests_when_killed(lively
         await until(lambda: client.stats().num_running == 1, "the request")
         assert client.health().ready
         os.kill(pid, signal.SIGSTOP)
-        # More than any pipe holds: the front must not wait until the engine takes it.
+        # More than a pipe holds: the client must not block until the engine reads it.
         flood = [asyncio.create_task(collect(client, f"flood-{i}", [5] * 30_000, greedy(1))) for i in range(20)]
         lags, seen = [], set()
         while client.health().alive and len(lags) < 100:
@@ -324,7 +324,7 @@ async def test_a_thread_that_hangs_fails_readiness_until_it_reports_again(lively
         waiting = asyncio.create_task(collect(client, "a", PROMPTS[0], greedy(9)))
         await until(entered.is_set, "the hang")
         assert client.health().ready
-        await until(lambda: not client.health().ready, "the news of the hang", 3)
+        await until(lambda: not client.health().ready, "the hang to show", 3)
         assert client.health().alive and "not reported" in client.health().reason
         release.set()
         await until(lambda: client.health().ready, "readiness")
@@ -371,7 +371,7 @@ if __name__ == "__main__":
 
 
 async def test_the_engine_exits_when_its_client_process_is_killed(lively_model, tmp_path):
-    script = tmp_path / "front.py"
+    script = tmp_path / "client.py"
     script.write_text(CLIENT_SCRIPT)
     client = await asyncio.create_subprocess_exec(
         sys.executable,

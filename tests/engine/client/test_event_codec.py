@@ -1,4 +1,4 @@
-"""What crosses a process border: packed and unpacked, a sequence's events are the same and in the same order."""
+"""Encoding of events for other processes: round trip, order within a sequence, and splitting by client."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_events_with_any_other_field_are_not_plain():
     assert not is_plain(dataclasses.replace(plain("0.1", 1), token_ids=[]))
     covered = {"request_id", "weight_version", "graph_bucket", *ODD}
     assert {field.name for field in dataclasses.fields(TokenEvent)} == covered, (
-        "a new field: is an event with it plain?"
+        "new field: decide whether an event with it is plain"
     )
 
 

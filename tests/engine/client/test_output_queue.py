@@ -1,4 +1,4 @@
-"""A reader that falls behind gets more tokens in a piece: nothing is lost, nothing is mixed up, and ends stay ends."""
+"""Merging of deltas for a slow reader: tokens, order and finish reasons are kept."""
 
 from __future__ import annotations
 

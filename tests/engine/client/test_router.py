@@ -1,4 +1,4 @@
-"""Several clients on one engine: their own answers each, a front that hangs up, an engine that is replaced."""
+"""EngineRouter: separate answers per client, a client that disconnects, an engine that is restarted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHORT = SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.0)
 async def until(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, f"{what} did not come within {seconds} s"
+        assert time.monotonic() < end, f"{what} did not happen within {seconds} s"
         await asyncio.sleep(0.02)
 
 
@@ -56,7 +56,7 @@ async def test_clients_share_an_engine_and_each_gets_its_own_answers(config):
     async with running_router(config(max_model_len=4096)) as (router, _, reports):
         first, second = await asyncio.gather(*(connect_client(router, config(), number) for number in (0, 1)))
         expected = [await tokens_of(first, "a", prompt=prompt) for prompt in (9, 10)]
-        # The same ids on both, at once; the engine keeps them apart.
+        # Both clients use the same request id at once; the engine must not mix them up.
         answers = await asyncio.gather(*(tokens_of(client, "same", prompt=prompt) for client, prompt in
                                        ((first, 9), (second, 10))))  # fmt: skip
         assert answers == expected and expected[0] != expected[1]
@@ -71,8 +71,8 @@ async def test_clients_share_an_engine_and_each_gets_its_own_answers(config):
         with pytest.raises(EngineDead):
             await interrupted
         assert len(await other) == 3000
-        await until(lambda: second.stats().ended.get("abort") == 1, "the abort of what the first had under way")
-        # A front that comes later is told at once what the others know.
+        await until(lambda: second.stats().ended.get("abort") == 1, "the abort of the first client's request")
+        # A client that connects later gets the current state at once.
         reconnected = await asyncio.wait_for(connect_client(router, config(), 2), 2)
         assert reconnected.info() == second.info() and reconnected.stats().ended == second.stats().ended
         assert await tokens_of(reconnected, "a") == expected[0]
@@ -90,13 +90,13 @@ async def test_a_restart_is_reported_to_all_clients_and_to_one_that_connects_mea
         os.kill(supervisor.pid, signal.SIGKILL)
         ended = await asyncio.gather(*running, return_exceptions=True)
         assert [type(error) for error in ended] == [EngineDead, EngineDead]
-        reconnected = await connect_client(router, config(), 2)  # waits for the next engine
+        reconnected = await connect_client(router, config(), 2)  # waits for the restarted engine
         for client in (first, second, reconnected):
             await until(lambda client=client: client.health().ready, "the restart")
             assert client.health().restarts == 1
             assert await tokens_of(client, "a") == expected
         await until(lambda: reconnected.stats().generation_tokens >= 30 + 90, "the counts of both engines")
-        # A report reaches one front after the other.
+        # A report reaches the clients one after the other.
         await until(
             lambda: len({client.stats().prompt_tokens for client in (first, second, reconnected)}) == 1,
             "the same counts",
@@ -109,7 +109,7 @@ async def test_a_restart_is_reported_to_all_clients_and_to_one_that_connects_mea
 async def test_a_failed_start_reaches_every_client_with_its_error_type(config, tmp_path):
     broken = config(model=str(tmp_path))
     async with running_router(broken) as (router, _, reports):
-        await until(lambda: bool(reports), "the refusal")
+        await until(lambda: bool(reports), "the rejection")
         assert isinstance(reports[0], Dead) and isinstance(reports[0].refused, ModelError)
         client = EngineClient(config(), RouterTransport(router.connect(0)))
         with pytest.raises(ModelError):
@@ -123,6 +123,6 @@ async def test_stopping_the_router_disconnects_its_clients(config):
         running = asyncio.create_task(tokens_of(client, "a", LONG))
         await until(lambda: client.stats().num_running == 1, "the request")
         await asyncio.to_thread(router.stop, 10.0)
-        assert len(await running) < 3000  # aborted, as at any engine's stop
-        await until(lambda: not client.health().alive, "the news")
+        assert len(await running) < 3000  # aborted, as whenever an engine stops
+        await until(lambda: not client.health().alive, "the Dead report")
         await client.close()

@@ -1,4 +1,4 @@
-"""Engine processes that die, hang, can't start again: what is restarted, what is not, and what everyone is told."""
+"""Engine processes that die, hang or can't restart: what is restarted, and which errors and reports follow."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def started(client: EngineClient):
 async def until(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, f"{what} did not come within {seconds} s"
+        assert time.monotonic() < end, f"{what} did not happen within {seconds} s"
         await asyncio.sleep(0.02)
 
 
@@ -100,7 +100,7 @@ async def test_a_silent_process_is_not_ready_and_is_replaced_after_kill_seconds(
         stopped = time.monotonic()
         await until(lambda: not client.health().ready, "the hang to show", 1.5)
         assert client.health().alive and "not reported" in client.health().reason
-        assert not running.done()  # it may still wake up
+        assert not running.done()  # the process may still resume
         with pytest.raises(EngineDead, match="hung: no report for 2 s"):
             await running
         assert 1.8 < time.monotonic() - stopped < 5.0
@@ -152,7 +152,7 @@ async def test_a_rejected_first_start_raises_in_the_caller(config, tmp_path):
 
 
 class ScriptedTransport:
-    """A transport whose process is a list of reports: what it reports when, without an engine."""
+    """A transport that sends a list of reports on start, without an engine."""
 
     def __init__(self, reports: list[object]):
         self.reports, self.stopped, self.killed, self.pid = reports, False, False, None
@@ -183,7 +183,7 @@ def scripted() -> Iterator[Callable[..., tuple[list[ScriptedTransport], queue.Si
 
         def make() -> ScriptedTransport:
             if transports:
-                assert transports[-1].stopped  # its memory is free before the next one takes as much
+                assert transports[-1].stopped  # its memory must be free before the next process starts
             transports.append(ScriptedTransport(next(rest)))
             return transports[-1]
 
@@ -294,13 +294,13 @@ def test_counters_continue_across_restarts_and_gauges_do_not():
         "capture_seconds": {"bounds": (0.1, 1.0), "counts": [3, 0, 2], "sum": 1.5},
         "entries": [(("decode", "block"), 2)], "pool_bytes": 200, "warm_ratio": 0.5,
     }  # fmt: skip
-    # A third process: what the first two counted is carried whole, and each count only grows on the way.
+    # A third process keeps the totals of the first two.
     assert add_totals(totals_after_exit(both, ""), EngineStats()).generation_tokens == 60
     assert totals_after_exit(both, "").graphs["replays"] == both.graphs["replays"]
 
 
 def test_every_field_of_a_snapshot_is_classified_as_counter_or_gauge(make_engine):
-    """A counter that is new in the loop or the cache must be decided on here: does it go on, or is it a gauge?"""
+    """A new field of the stats must be listed here or in counters.py: it is either a counter or a gauge."""
     from dataclasses import fields
 
     from engine.client.counters import COUNTS, GRAPH_COUNTS
