@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints into GPTModels and back: every bit, the same logits, all or nothing."""
+"""Loading and saving Hugging Face checkpoints with a GPTModel: exact round trips, equal logits, atomic errors."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_dropout_may_differ_from_the_checkpoint(tmp_path: Path) -> None:
     checkpoint(tmp_path)
     load_checkpoint(gpt_for(tmp_path, attention_dropout=0.1, hidden_dropout=0.1), tmp_path)
     values = transformer_config_values(config_from_folder(tmp_path))
-    assert values["attention_dropout"] == values["hidden_dropout"] == 0.0  # Megatron's own default is 0.1
+    assert values["attention_dropout"] == values["hidden_dropout"] == 0.0  # Megatron's default is 0.1
 
 
 def test_a_folder_with_a_model_is_not_overwritten(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_wrapped_models_are_unwrapped(tmp_path: Path) -> None:
     load_checkpoint(wrapped, tmp_path)
     save_checkpoint(wrapped, tmp_path / "to", hf_config(tmp_path))
     assert same(stored(tmp_path), stored(tmp_path / "to"))
-    with pytest.raises(ModelError, match="Linear is no Megatron-Core GPTModel"):
+    with pytest.raises(ModelError, match="Linear is not a Megatron-Core GPTModel"):
         weight_slots(nn.Linear(2, 2))
 
 

@@ -1,4 +1,4 @@
-"""A GPTModel as the tensors of a plain dense decoder: they compute what it does; other models are named and refused."""
+"""DenseTensors of a GPTModel: they compute the model's logits; models that are not fusable are rejected."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.megatron_models import VOCAB, gpt, tokens
 
 
 def logits_from(tensors: DenseTensors, ids: torch.Tensor) -> torch.Tensor:
-    """Logits [T, vocab] of one sequence, by nothing but the tensors."""
+    """Compute logits [T, vocab] of one sequence from the tensors alone."""
     heads, eps = tensors.heads, tensors.config.rms_norm_eps
     hidden = F.embedding(ids, tensors.embedding)
 
@@ -154,7 +154,7 @@ def without_a_residual(model):
         (with_l2_norms, "L2Norm as q_layernorm"),
         (with_no_norm, "post_norm of layer 0 is missing"),
         (with_a_side_branch, "lora.weight is a parameter"),
-        (with_a_forward_of_its_own, "linear_fc1 has a forward"),
+        (with_a_forward_of_its_own, "linear_fc1 has a replaced forward"),
         (with_another_eps, "input_layernorm has an eps of 0.5"),
         (without_a_residual, "residual of mlp_bda"),
     ],

@@ -1,6 +1,4 @@
-"""Our kernels on a GPTModel's own parameters: the bits of our native model with the same weights, and of two ranks the
-same numbers.
-"""
+"""Fused kernels on a GPTModel's parameters: equal bits to the native model, and equal results on two ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.kernels import DEVICE, DTYPE, INTERPRETED, relative_error  # isort: skip  (before what imports triton)
+from tests.support.kernels import DEVICE, DTYPE, INTERPRETED, relative_error  # isort: skip  (must come before triton is imported)
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
@@ -44,7 +42,7 @@ CASES = {
 
 
 def run_fused(model: Any) -> dict[str, torch.Tensor]:
-    """What fused kernels give on the model: a prefill of two chunks, then two decode steps of given tokens."""
+    """Run the fused kernels on the model: a prefill of two chunks, then two decode steps with given tokens."""
     config, device, dtype = model.config, model.device, model.dtype
     layout = Layout(ROWS + 1, PAGES)
     kv = KVCache(config.num_layers, (ROWS + 2) * PAGES, 16, config.num_kv_heads, config.head_dim, dtype, device)
@@ -83,7 +81,7 @@ def native_model(case: str) -> Any:
 
 
 def megatron_model(case: str, ranks: int, device: torch.device) -> MegatronModel:
-    """The same model as a GPTModel, this rank's part of it."""
+    """Build this rank's shard of the same model as a GPTModel."""
     model = native_model(case)
     arguments = gpt_model_arguments(model.config)
     arguments["vocab_size"] = 512
@@ -96,7 +94,7 @@ def megatron_model(case: str, ranks: int, device: torch.device) -> MegatronModel
 
 
 def rank(index: int, ranks: int, case: str, folder: str) -> None:
-    """One process of the test."""
+    """Body of each spawned process."""
     device = torch.device("cpu") if INTERPRETED else torch.device("cuda", index)
     if not INTERPRETED:
         torch.cuda.set_device(device)
@@ -134,5 +132,5 @@ def test_two_ranks_compute_the_same_as_one(tmp_path, case):
     first, second = (torch.load(tmp_path / str(index)) for index in range(2))
     wanted = run_fused(native_model(case))
     for name, tensor in wanted.items():
-        assert torch.equal(first[name], second[name]), name  # or ranks would choose different tokens
+        assert torch.equal(first[name], second[name]), name  # else ranks would sample different tokens
         assert relative_error(first[name], tensor) < 8 * TOLERANCE, name

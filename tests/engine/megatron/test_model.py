@@ -1,4 +1,4 @@
-"""The engine serves a GPTModel of Megatron-Core on the model's own parameters, between a trainer's steps."""
+"""Serving a Megatron-Core GPTModel on its own parameters, between training steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def serve(gpt_model, **options):
 
 
 def greedy(model, prompt, count):
-    """Tokens by Megatron's own forward over the whole text each time."""
+    """Generate tokens with Megatron's own forward over the whole text for each token."""
     ids, training = list(prompt), model.training
     model.eval()
     with torch.no_grad():
@@ -94,7 +94,7 @@ def test_a_model_alternates_training_and_generation_without_copies_or_recapture(
         for step in range(4):
             for one, optimizer in optimizers.items():
                 loss = loss_of(one, *tokens(4 * iteration + step))
-                if one is model and step == 3:  # in the middle of a step, between forward and backward
+                if one is model and step == 3:  # inside a training step, between forward and backward
                     engine.weights_changed(f"round {iteration}")
                     assert generate_greedy(engine) == [greedy(reference, prompt, 12) for prompt in PROMPTS]
                 loss.backward()
@@ -122,7 +122,7 @@ def test_weights_are_updated_by_hugging_face_names():
 def test_padding_tokens_are_never_sampled_and_unpadded_checkpoints_load(tmp_path):
     checkpoint(tmp_path, "qwen3")
     model = gpt_for(tmp_path, vocab_size=128)
-    load_checkpoint(model, tmp_path)  # which leaves the padding at zero: better than any token that is unlikely
+    load_checkpoint(model, tmp_path)  # sets padding rows to zero, so their logits exceed those of unlikely tokens
     with serve(model, model=str(tmp_path)) as engine:
         assert engine.info.vocab_size == 96
         params = SamplingParams(max_tokens=30, temperature=1.5, ignore_eos=True)
@@ -143,7 +143,7 @@ def test_closing_restores_the_model():
     engine = serve(model)
     core = model.decoder.layers[0].self_attention.core_attention
     assert "forward" in vars(core) and list(model.state_dict()) == keys
-    with pytest.raises(ModelError, match="hosted already"):
+    with pytest.raises(ModelError, match="serves this model already"):
         serve(model)
     engine.close()
     assert "forward" not in vars(core)

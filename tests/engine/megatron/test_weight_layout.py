@@ -1,4 +1,4 @@
-"""Weights over tensor-parallel ranks and pipeline stages: every part in its place, and whole again."""
+"""Weight slots over tensor-parallel ranks and pipeline stages: splitting, gathering, loading and saving."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ def bare_stage(
     last: bool = True,
     te: bool = False,
 ) -> nn.Module:
-    """Only the parameters of a rank's stage, by Megatron's names and shapes, filled with -1; `te`: TE's norm names."""
+    """Build a module with a stage's parameters only, in Megatron's names and shapes, filled with -1.
+
+    `te`: use Transformer Engine's norm names.
+    """
     config = config_from_dict(hf)
     values = transformer_config_values(config)
     heads, groups, size = values["num_attention_heads"], values["num_query_groups"], values["kv_channels"]
@@ -88,7 +91,7 @@ def bare_stage(
 
 
 def numbered_weights(hf: dict[str, Any]) -> dict[str, Tensor]:
-    """Weights of this configuration, no two elements equal."""
+    """Return weights of this configuration in which all elements differ."""
     weights: dict[str, Tensor] = {}
     count = 0
     for name, shape in whole_shapes(config_from_dict(hf)).items():
@@ -100,14 +103,14 @@ def numbered_weights(hf: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def merged_qkv(weights: dict[str, Tensor], groups: int, kind: str) -> Tensor:
-    """Megatron's linear_qkv of the whole model: for each query group its q heads, its k, its v."""
+    """Return Megatron's linear_qkv of the whole model: q heads, k and v of each query group."""
     q, k, v = (weights[f"model.layers.0.self_attn.{x}_proj.{kind}"].chunk(groups) for x in "qkv")
     return torch.cat([piece for group in zip(q, k, v, strict=True) for piece in group])
 
 
 @st.composite
 def splits(draw: st.DrawFn) -> tuple[dict[str, Any], int, int]:
-    """(Qwen config, ranks, rows of the padded vocabulary): ranks divide the query groups, or these divide the ranks."""
+    """Generate (Qwen config, ranks, padded vocabulary size); ranks divide the query groups or are divided by them."""
     groups = draw(st.integers(1, 4))
     ranks = draw(st.sampled_from([n for n in range(1, 7) if groups % n == 0 or n % groups == 0]))
     per_group = draw(st.integers(1, 3)) * max(ranks // groups, 1)
@@ -121,7 +124,7 @@ def splits(draw: st.DrawFn) -> tuple[dict[str, Any], int, int]:
         "num_hidden_layers": 1,
         "num_attention_heads": groups * per_group,
         "num_key_value_heads": groups,
-        # Megatron splits the rows of linear_qkv evenly: they must divide
+        # Megatron splits the rows of linear_qkv evenly, so they must be divisible by the ranks
         "head_dim": 2 * ranks,
         "max_position_embeddings": 8,
         "tie_word_embeddings": draw(st.booleans()),
@@ -180,7 +183,7 @@ def test_pipeline_stages_use_global_layer_numbers(tied: bool, tmp_path: Path) ->
     hf = {"architectures": ["LlamaForCausalLM"], **SIZES, "num_hidden_layers": 5, "tie_word_embeddings": tied}
     weights = numbered_weights(hf)
     (tmp_path / "config.json").write_text(json.dumps(hf))
-    # a checkpoint of a tied model may hold its head too: a stage without embedding has nothing to compare it with
+    # a tied checkpoint may contain its head too; a stage without embedding can't compare the two
     head = {"lm_head.weight": weights["model.embed_tokens.weight"].clone()} if tied else {}
     save_file(weights | head, tmp_path / "model.safetensors")
     stages = [
@@ -204,8 +207,8 @@ def test_pipeline_stages_use_global_layer_numbers(tied: bool, tmp_path: Path) ->
 
 
 def test_two_processes_load_compute_and_save_like_one(tmp_path: Path) -> None:
-    """Tensor parallelism of 2 with as many query groups, and with one and a padded vocabulary; then two stages, of a
-    tied model too.
+    """Tensor parallelism of 2, with two query groups and with one and a padded vocabulary; then two pipeline stages,
+    untied and tied.
     """
     hf_models = {case: checkpoint(tmp_path / case, case, vocab_size=size) for case, size in RANKS_OF_TWO.items()}
     command = [sys.executable, "-c", "from tests.engine.megatron.test_weight_layout import rank_of_two; rank_of_two()"]
@@ -235,18 +238,18 @@ def test_two_processes_load_compute_and_save_like_one(tmp_path: Path) -> None:
 
 
 RANKS_OF_TWO = {"qwen3": 96, "qwen3-tied": 93, "llama": 96, "llama-tied": 96}
-"""Cases of the test above, with the size of their vocabulary."""
+"""Cases of the test above and their vocabulary sizes."""
 
 
 def rank_of_two() -> None:
-    """What each process of the test above runs; arguments: its rank and the folder."""
+    """Body of each process of the test above; arguments: rank and folder."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
-    torch.cuda.current_device = lambda: torch.device("cpu")  # where Megatron puts what it gathers, without asking
-    torch.Tensor.cuda = lambda tensor: tensor  # as it does with the copy of a tied embedding on the last stage
+    torch.cuda.current_device = lambda: torch.device("cpu")  # Megatron allocates gathered tensors there
+    torch.Tensor.cuda = lambda tensor: tensor  # Megatron calls it for the last stage's copy of a tied embedding
     dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(str(folder / "store"), 2))
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     for case in ("qwen3", "qwen3-tied"):
@@ -259,7 +262,7 @@ def rank_of_two() -> None:
         save_checkpoint(
             model, folder / f"{case}-saved", hf_config(folder / case), parallel_state.get_tensor_model_parallel_group()
         )
-        assert (folder / f"{case}-saved" / "config.json").exists()  # on return it is there for every rank
+        assert (folder / f"{case}-saved" / "config.json").exists()  # complete on return, for every rank
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     stages = parallel_state.get_pipeline_model_parallel_group()
@@ -269,7 +272,7 @@ def rank_of_two() -> None:
         save_file({name: tensor.clone() for name, tensor in named_weights(stage)}, folder / f"{case}.{rank}")
         save_checkpoint(stage, folder / f"{case}-saved", hf_config(folder / case), pipeline_group=stages)
         assert (folder / f"{case}-saved" / "config.json").exists()
-    try:  # what one stage has against it, all stages say
+    try:  # a problem of one stage is reported by all stages
         save_checkpoint(
             stage, folder / ("new" if rank else "llama-saved"), hf_config(folder / case), pipeline_group=stages
         )
