@@ -1,7 +1,6 @@
-"""Measurements of an engine from outside: steps by differences, replay against eager, a run of mixed lengths.
+"""Measure an engine: step times as differences of runs, replay against eager, and a run with mixed lengths.
 
-Owns what a figure means and how noise is kept out of it. Measures a live, idle Engine and leaves it idle; prints
-nothing and knows no command line.
+The functions expect an idle Engine and leave it idle. They print nothing.
 """
 
 from __future__ import annotations
@@ -25,18 +24,21 @@ from engine.engine import Engine
 from engine.errors import EngineError
 from engine.protocol.request import SamplingParams
 
-FIRST_PROMPT_ID = 3  # below are, in most vocabularies, the ids that begin and end a text
+FIRST_PROMPT_ID = 3  # lower ids are BOS, EOS and padding in most vocabularies
 
 
 def random_prompts(rng: random.Random, vocab_size: int, lengths: list[int]) -> list[list[int]]:
-    """Prompts of these lengths, of random token ids: no two begin alike, so no cache of prefixes helps anybody."""
+    """Return prompts of the given lengths, of random token ids, so that they share no prefix to cache."""
     return [
         [rng.randrange(min(FIRST_PROMPT_ID, vocab_size - 1), vocab_size) for _ in range(length)] for length in lengths
     ]
 
 
 def seconds_of(engine: Engine, prompts: list[list[int]], outputs: list[int]) -> float:
-    """Seconds for greedy continuations of `outputs` tokens each, past ends of text. Raises EngineError if one fails."""
+    """Return the seconds to generate `outputs` tokens per prompt, greedily and ignoring EOS.
+
+    Raises EngineError if a sequence fails.
+    """
     params = [SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True) for count in outputs]
     started = time.perf_counter()
     answers = engine.generate(prompt_token_ids=prompts, sampling_params=params)
@@ -53,12 +55,12 @@ def seconds_of(engine: Engine, prompts: list[list[int]], outputs: list[int]) -> 
 def measure_batch(
     engine: Engine, batch: int, prompt_tokens: int, output_tokens: int, repeats: int, rng: random.Random
 ) -> dict[str, Any]:
-    """One batch size: medians over `repeats`, after an untimed run.
+    """Measure one batch size: medians over `repeats` runs after an untimed one.
 
-    first_token_ms: until every sequence of the batch has its first token. prefill_tokens_per_second: the prompts'
-    tokens by that time. decode_ms_per_step: (T(n2) - T(n1)) / (n2 - n1), with n2 = output_tokens and n1 a quarter of
-    it, so that prefill and start-up drop out; None where noise exceeds the difference. tokens_per_second: generated
-    tokens of the n2 run by its whole time.
+    first_token_ms: time until every sequence of the batch has its first token. prefill_tokens_per_second: prompt tokens
+    divided by that time. decode_ms_per_step: (T(n2) - T(n1)) / (n2 - n1), with n2 = output_tokens and n1 a quarter of
+    it, so that prefill and start-up cancel; None if noise exceeds the difference. tokens_per_second: generated tokens
+    of the n2 run divided by its total time.
     """
     short = max(1, output_tokens // 4)
 
@@ -89,11 +91,11 @@ def measure_batch(
 
 
 def replay_against_eager(engine: Engine, batch: int, context: int, repeats: int = 20) -> dict[str, Any]:
-    """A decode step as its graph against the same callable run eagerly, on the same static buffers, in ms.
+    """Time a decode step as a graph replay and as an eager run of the same callable on the same static buffers, in ms.
 
-    Both take turns, step by step; medians. Rows are at position `context` in pages of their own, as far as the cache
-    has pages. None in place of figures where the batch has no graph. The cache's pages are scribbled on: nothing may
-    run, and with prefix caching nothing may run later either.
+    Replay and eager steps alternate; medians are returned. Rows are at position `context`, in separate pages as far as
+    the cache has enough. Figures are None if the batch has no graph. KV pages are overwritten: the engine must be idle,
+    and with prefix caching it must not be used afterwards.
     """
     runner = engine._loop.runner
     cache, site = runner.cache, runner.site
@@ -114,12 +116,12 @@ def replay_against_eager(engine: Engine, batch: int, context: int, repeats: int 
     times: dict[str, list[float]] = {name: [] for name in variants}
     for iteration in range(repeats + 2):
         for name, run_step in variants.items():
-            state.positions.fill_(position)  # a step advances them
+            state.positions.fill_(position)  # each step increments them
             cache.pool.backend.synchronize()
             started = time.perf_counter()
             run_step()
             cache.pool.backend.synchronize()
-            if iteration >= 2:  # the first turns find cold caches
+            if iteration >= 2:  # the first two run with cold caches
                 times[name].append((time.perf_counter() - started) * 1e3)
     runner.inputs.invalidate()
     replay, eager = (statistics.median(times[name]) for name in ("replay", "eager"))
@@ -127,10 +129,10 @@ def replay_against_eager(engine: Engine, batch: int, context: int, repeats: int 
 
 
 def measure_mixed(engine: Engine, requests: int, prompt_tokens: int, output_tokens: int, seed: int) -> dict[str, Any]:
-    """Requests of random lengths, all at once: up to the given lengths, uniform from an eighth of them.
+    """Measure requests of random lengths, submitted at once; lengths are uniform from 1/8 of the given ones to those.
 
-    hit_rate: the share of decode steps that replayed. padding: the share of rows computed in decode steps that were
-    padding. The lengths depend on `seed` alone.
+    hit_rate: the share of decode steps that replayed a graph. padding: the share of padding rows in decode steps. The
+    lengths depend only on `seed`.
     """
     rng = random.Random(seed)
     lengths = [rng.randint(max(1, prompt_tokens // 8), prompt_tokens) for _ in range(requests)]
@@ -155,7 +157,7 @@ def measure_mixed(engine: Engine, requests: int, prompt_tokens: int, output_toke
 
 
 def decode_shares(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """Between two snapshots of the cache's counters: decode steps, which share of them replayed, and the padding."""
+    """Return decode steps, the share of them that replayed, and the share of padding between two counter snapshots."""
 
     def delta(counter: str, phase: int) -> int:
         new, old = (
@@ -173,7 +175,7 @@ def decode_shares(after: dict[str, Any], before: dict[str, Any]) -> dict[str, An
 
 
 def graph_summary(engine: Engine) -> dict[str, Any]:
-    """How many graphs there are, what capturing them took, and what the pool holds."""
+    """Return the number of graphs, the seconds spent on their capture, and the bytes of the pool."""
     rows = engine.graphs()
     captured = [row for row in rows if row["state"] == "captured"]
     return {
@@ -186,7 +188,7 @@ def graph_summary(engine: Engine) -> dict[str, Any]:
 
 
 def circumstances(command: list[str]) -> dict[str, Any]:
-    """What a figure needs beside it: date, commit, hardware, versions, threads and the command."""
+    """Return the conditions of a measurement: date, commit, hardware, versions, threads and the command."""
     found = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(command),
@@ -204,7 +206,7 @@ def circumstances(command: list[str]) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The commit of this source tree, with "+" where files differ from it; None outside a repository."""
+    """Return the commit of this source tree, with "+" if tracked files differ from it; None outside a repository."""
 
     def git(*arguments: str) -> str:
         result = subprocess.run(

@@ -1,4 +1,4 @@
-"""`encore bench` on the tiny model: its figures are those of what ran, and it refuses what can't be meant."""
+"""`encore bench` on the tiny model: the figures match what ran, and invalid values are rejected."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_every_step_runs_the_whole_batch(engine: Engine) -> None:
     steps = decode_shares(
         engine.stats().graphs, {"batch_rows": [], "fallbacks": [], "real_tokens": [], "padded_tokens": []}
     )
-    # 7 + 0 + 1 + 7 decode steps of an untimed run, of one token, of a quarter and of all; 3 rows in the bucket of 4
+    # 7 + 0 + 1 + 7 decode steps: untimed run, one token, a quarter of the tokens, all of them; 3 rows in bucket 4
     assert steps == {"decode_steps": 15, "hit_rate": 1.0, "padding": 0.25}
     assert row["preemptions"] == 0
     engine.idle_check()
@@ -123,7 +123,7 @@ def test_replay_and_eager_are_timed_on_the_bucket_of_the_batch(engine: Engine) -
 
 
 def test_comparing_with_eager_does_not_change_later_answers(tiny_model: Path) -> None:
-    # Few pages, used in turn: sooner or later a request holds the one that a padded row might still point to.
+    # With few pages, used in turn, some request gets the page that a padding row might still point to.
     config = EngineConfig(
         model=str(tiny_model),
         max_num_seqs=4,
