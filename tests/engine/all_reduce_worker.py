@@ -1,4 +1,7 @@
-"""One of two processes that sum their gradients inside a captured iteration: it prints what the row of it says."""
+"""One of two processes for test_training_ddp.py that all-reduce gradients inside a captured iteration.
+
+Prints the number of graphs, the failed captures, and whether the failure names the collective.
+"""
 
 from __future__ import annotations
 

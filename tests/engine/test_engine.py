@@ -1,4 +1,4 @@
-"""Engine.generate: what comes back for which prompt and parameters, and that an offline run repeats itself."""
+"""Engine.generate: outputs for prompts and sampling params, invalid arguments, and reproducible offline runs."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_stop_string_truncates_the_text(make_engine, include_stop):
     assert output.text == whole.text[:cut]
     assert output.finish_reason == "stop" and output.stop_reason == stop
     assert 0 < len(output.token_ids) < 60 and output.token_ids == whole.token_ids[: len(output.token_ids)]
-    assert engine.stats().generation_tokens == 60 + len(output.token_ids)  # it ran no further
+    assert engine.stats().generation_tokens == 60 + len(output.token_ids)  # generation stopped there
 
 
 def test_a_stop_token_ends_the_request_and_is_the_stop_reason(make_engine, reference):
@@ -225,12 +225,12 @@ def test_an_offline_run_without_seeds_is_reproducible(make_engine):
         ]
 
     first = run()
-    assert first[0] != first[1]  # the engine's sequence of seeds goes on
+    assert first[0] != first[1]  # the engine's sequence of seeds continues
     assert run() == first
     assert run(seed=1) != first
 
 
-# ---- refusals and life ---------------------------------------------------------------------------------------------
+# ---- invalid arguments and lifecycle -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -332,7 +332,9 @@ def test_an_interrupted_call_leaves_the_engine_usable(make_engine, reference, mo
 
     def interrupt(**options):
         calls.append(1)
-        if len(calls) % 4 == 0:  # not a step's first check, but one between a result's way to the host and its reading
+        if (
+            len(calls) % 4 == 0
+        ):  # a check between the copy of a result to the host and its reading, not a step's first one
             raise KeyboardInterrupt
         return check()
 

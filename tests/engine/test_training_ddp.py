@@ -1,4 +1,4 @@
-"""DistributedDataParallel over graphed modules: two processes, buckets, no_sync, equal to eager bit for bit."""
+"""DistributedDataParallel over graphed modules: two processes with buckets and no_sync equal eager bit for bit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def outputs_of_two(worker, tmp_path, *extra):
 
 def run_ranks(tmp_path, *extra):
     for output in outputs_of_two("ddp_worker.py", tmp_path, *extra):
-        # 16 forwards of 3 layers; a microbatch is a round, and two of those warm up.
+        # 16 forwards of 3 layers; each microbatch is a step, and the first two warm up.
         assert output.split() == ["same", "42"]
 
 

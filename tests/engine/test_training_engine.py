@@ -1,4 +1,4 @@
-"""The engine in training mode, and the switch: one process trains and generates from the same storage."""
+"""The engine in training mode, and weight sharing: one process trains and generates from the same storage."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def training(**settings):
 
 
 class Layered(nn.Module):
-    """A small model that says what Megatron's names mean for it."""
+    """A small model that maps Megatron's module names to its submodules."""
 
     def __init__(self):
         super().__init__()
@@ -75,7 +75,7 @@ def test_the_attn_module_captures_only_attention():
 
 
 class Decoder(nn.Module):
-    """Layers of two parts each, with dropout; norms and residuals belong to neither part."""
+    """Layers with two captured submodules each, with dropout; norms and residuals stay eager."""
 
     class Attention(nn.Module):
         def __init__(self):
@@ -131,7 +131,7 @@ def test_ten_steps_of_captured_submodules_with_two_microbatches_in_flight_equal_
         assert_same(train(graphed, data), expected)
         rows = {row["module"]: row for row in engine.graphs()}
         assert set(rows) == set(paths)
-        # An instance for each microbatch, and of each all steps but the two that warm up.
+        # One instance per microbatch; each replays in all steps except the two of the warm-up.
         assert all(
             (row["graphs"], row["replays"], row["failed"], row["eager"]) == (2, 16, 0, {"warming_up": 4})
             for row in rows.values()
@@ -220,7 +220,7 @@ def test_the_engine_captures_a_whole_iteration():
 
 @pytest.fixture
 def llama(tmp_path):
-    """A tiny transformers Llama in float32, and its folder."""
+    """A tiny float32 Llama of transformers, and its folder."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -324,7 +324,7 @@ OPTIMIZERS = {
 
 
 def shared_steps(trainer, optimizer, first, count, between=None):
-    """Steps with two microbatches outstanding; the log holds losses, gradients, and what the optimiser leaves."""
+    """Train steps with two microbatches in flight; return losses, gradients, parameters and optimizer state."""
     log = []
     for step in range(first, first + count):
         generator = torch.Generator().manual_seed(step)
@@ -367,7 +367,7 @@ def test_a_stateful_optimizer_continues_unchanged_on_shared_weights(llama, name,
             graphs.attach(trainer, modules=paths)
         captures, replays = dict(engine.stats().graphs["captures"]), dict(graphs.stats.replays)
 
-        def generate():  # what the forwards saved must outlive it
+        def generate():  # must not overwrite the activations that the forwards saved
             engine.generate(prompt_token_ids=PROMPTS, sampling_params=GREEDY)
 
         assert_same(shared_steps(trainer, optimizer, 4, 10, generate), shared_steps(twin, other, 4, 10))

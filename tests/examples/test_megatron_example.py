@@ -1,4 +1,4 @@
-"""The example for Megatron users, run as its reader would."""
+"""Run the Megatron example as a user would."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training example, run as its reader would."""
+"""Run the training example as a user would."""
 
 from __future__ import annotations
 
