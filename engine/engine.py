@@ -1,6 +1,6 @@
-"""Engine: the embeddable front. Synchronous, in the caller's thread: no server, no event loop, no signal handlers.
+"""Engine: the embeddable, synchronous interface, for offline inference and RL rollouts.
 
-Owns a loop, a tokenizer and the way from prompts to outputs. An RL rollout uses nothing else.
+Everything runs in the caller's thread: no server, no event loop, no signal handlers.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from graph_cache.pool import GraphPool
 class Engine:
     """A model, its KV cache and its graphs, used from one thread.
 
-    `Engine(config)` loads the model; use it in a `with` block, or call `close()`. Raises ConfigError or ModelError.
-    With `mode="training"` it makes a TrainingEngine instead (`engine/training_engine.py`), which may share an inference
-    engine's `pool`.
+    `Engine(config)` loads the model; use it in a `with` block or call `close()`. Raises ConfigError or ModelError. With
+    `mode="training"` it returns a TrainingEngine instead (`engine/training_engine.py`), which may share the `pool` of
+    an inference engine.
 
-    `model`: a GPTModel of Megatron-Core to serve as it stands, on its own parameters, instead of loading one;
-    `config.model`, where given, then only says whose tokenizer to use.
+    `model`: a Megatron-Core GPTModel to serve on its own parameters, instead of loading one. `config.model`, if set,
+    then only gives the tokenizer and the size of the unpadded vocabulary.
     """
 
     def __new__(
@@ -44,7 +44,7 @@ class Engine:
     ) -> Any:
         if config is not None and config.mode == "training":
             if model is not None:
-                raise ConfigError("model is for inference; give a training engine its model by attach(model)")
+                raise ConfigError("model is for inference; pass the model to a training engine with attach(model)")
             return TrainingEngine(config, pool)
         return super().__new__(cls)
 
@@ -52,16 +52,16 @@ class Engine:
         self, config: EngineConfig | None = None, *, pool: GraphPool | None = None, model: torch.nn.Module | None = None
     ):
         if pool is not None:
-            raise ConfigError("pool is for mode='training'; an inference engine has its own, as engine.pool")
+            raise ConfigError("pool is for mode='training'; an inference engine creates its own (engine.pool)")
         self.config = config or EngineConfig()
-        named = model is None or self.config.model != DEFAULT_MODEL
-        source = resolve_model(self.config.model) if named else None
+        has_source = model is None or self.config.model != DEFAULT_MODEL
+        source = resolve_model(self.config.model) if has_source else None
         self.tokenizer = Tokenizer.try_load(source) if source else None
-        ends = self.tokenizer.eos_token_ids if self.tokenizer else ()
+        eos_ids = self.tokenizer.eos_token_ids if self.tokenizer else ()
         self._loop = (
-            build_loop(self.config, source, ends)
+            build_loop(self.config, source, eos_ids)
             if model is None
-            else build_megatron_loop(self.config, model, ends, source)
+            else build_megatron_loop(self.config, model, eos_ids, source)
         )
         self._numbers = itertools.count()
         self._seeds = itertools.count(1)
@@ -81,12 +81,12 @@ class Engine:
 
     @property
     def info(self) -> ModelInfo:
-        """The model as it was loaded, and the sizes that were chosen."""
+        """The loaded model and the chosen sizes."""
         return self._loop.info
 
     @property
     def weight_version(self) -> str:
-        """The name of the weights that answer now."""
+        """The version name of the current weights."""
         return self._loop.weight_version
 
     def generate(
@@ -97,11 +97,12 @@ class Engine:
         prompt_token_ids: Sequence[Sequence[int]] | Sequence[int] | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Continue prompts given as texts or as token ids, and return one output per prompt, in order.
+        """Generate from prompts given as texts or token ids, and return one output per prompt, in order.
 
-        `sampling_params` is one for all or one each. An output has `text`, `token_ids`, `logprobs`, `finish_reason`
-        and `weight_version` of its first sequence, and all of them in `outputs`. Raises RequestError before anything
-        runs if any prompt is refused; a request that fails later has finish_reason "error".
+        `sampling_params` is one object for all prompts, or one per prompt. An output has `text`, `token_ids`,
+        `logprobs`, `finish_reason` and `weight_version` of its first sequence, and all sequences in `outputs`. Raises
+        RequestError, before anything runs, if any prompt or parameter is invalid; a request that fails later has
+        finish_reason "error".
         """
         self._require_open()
         texts, ids = self._prompts(prompts, prompt_token_ids)
@@ -126,7 +127,9 @@ class Engine:
             self._run(processor, outputs, len(requests), use_tqdm)
         finally:
             with self.pool.turn():
-                self._loop.abort([request.request_id for request in requests])  # after an interruption or a refusal
+                self._loop.abort(
+                    [request.request_id for request in requests]
+                )  # after an exception; finished requests are ignored
                 self._loop.drop_events()
         return list(outputs.values())
 
@@ -146,31 +149,31 @@ class Engine:
                     self._loop.capture_between_steps()
 
     def _seed(self, params: SamplingParams) -> int:
-        """A request's own seed, or the next of the engine's sequence: an offline run repeats itself."""
+        """Return the request's seed, or the next of the engine's sequence, which makes offline runs reproducible."""
         return params.seed if params.seed is not None else mix64(self.config.seed + next(self._seeds))
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: str) -> int:
-        """Write (Hugging Face name, tensor) pairs in place, all or nothing; returns how many were written.
+        """Write (Hugging Face name, tensor) pairs in place, all or nothing, and return how many were written.
 
-        Every graph stays valid. Prefix KV of older versions is dropped. Raises WeightUpdateError, listing every
-        problem, with the old weights untouched.
+        Graphs stay valid; prefix KV of older versions is dropped. On any problem raises WeightUpdateError, which lists
+        all of them, and keeps the old weights.
         """
         self._require_open()
-        weights = list(weights)  # whoever yields them may need the device, or somebody who waits for this turn to end
+        weights = list(weights)  # the iterator may use the device or wait for another turn, so exhaust it first
         with self.pool.turn():
             return self._loop.update_weights(weights, version)
 
     def share_weights(self, trainer: torch.nn.Module, *, version: str) -> int:
-        """Make a trainer's parameters (by Hugging Face names) views of this engine's storage; returns how many.
+        """Make a trainer's parameters (by Hugging Face names) views of this engine's storage; return their number.
 
-        The trainer's values are taken over. From here on what its optimizer writes is what this engine serves, without
-        a copy or a recapture; call `weights_changed` after a step. All or nothing; raises WeightUpdateError.
+        The engine takes over the trainer's values. Afterwards it serves whatever the optimizer writes, without copies
+        or recapture; call `weights_changed` after each step. All or nothing; raises WeightUpdateError.
         """
         self._require_open()
         if self.config.tensor_parallel_size > 1:
             raise WeightUpdateError(
-                "this engine's weights are split over several processes, and a trainer's can't be "
-                "views of them; use update_weights"
+                "this engine's weights are split over several processes, so a trainer's parameters can't "
+                "be views of them; use update_weights"
             )
         with self.pool.turn():
             shared = share_weights(trainer, self._loop.runner.model)
@@ -178,7 +181,7 @@ class Engine:
         return shared
 
     def weights_changed(self, version: str) -> None:
-        """The weights were written in place by somebody else: KV of the old ones is dropped, graphs stay."""
+        """Record that the weights were changed in place: drop the KV of the old ones and keep the graphs."""
         self._require_open()
         with self.pool.turn():
             self._loop.weights_changed(version)
@@ -189,26 +192,26 @@ class Engine:
         return self._loop.runner.cache.pool
 
     def warm(self) -> None:
-        """Capture every graph that is wanted ahead, now, with a progress bar on a terminal."""
+        """Capture all graphs of the warm-up now, with a progress bar on a terminal."""
         self._require_open()
         with self.pool.turn():
             self._loop.warm(WarmProgress())
 
     def graphs(self) -> list[dict[str, Any]]:
-        """The graph cache as rows of plain values: site, bucket, state, replays, padding, bytes, seconds."""
+        """Return the graph cache as rows of plain values: site, bucket, state, replays, padding, bytes, seconds."""
         return self._loop.graphs()
 
     def stats(self) -> EngineStats:
-        """A snapshot of the engine's counters and gauges."""
+        """Return a snapshot of the engine's counters and gauges."""
         return self._loop.stats()
 
     def idle_check(self) -> None:
-        """Raise, listing every leak, unless all pages, slots and maps are back."""
+        """Raise, listing every leak, unless all pages, slots and request maps are released."""
         with self.pool.turn():
             self._loop.idle_check()
 
     def close(self) -> None:
-        """Drop the graphs, let the model go, and end the processes of its other parts. Closing twice does nothing."""
+        """Drop the graphs, release the model and stop the worker processes. Closing twice does nothing."""
         if not self._closed:
             self._closed = True
             self._loop.save_manifest()
@@ -217,31 +220,31 @@ class Engine:
 
     def _require_open(self) -> None:
         if self._closed:
-            raise EngineDead("this engine was closed; make a new one")
+            raise EngineDead("this engine was closed; create a new one")
 
     def _prompts(self, prompts: Any, prompt_token_ids: Any) -> tuple[list[str | None], list[list[int]]]:
         if (prompts is None) == (prompt_token_ids is None):
             raise RequestError("give either prompts (texts) or prompt_token_ids (lists of token ids)", param="prompts")
         if prompt_token_ids is not None:
             if not isinstance(prompt_token_ids, Sequence) or isinstance(prompt_token_ids, str):
-                raise RequestError("prompt_token_ids: a list of lists of token ids is needed", param="prompt_token_ids")
+                raise RequestError("prompt_token_ids: give a list of lists of token ids", param="prompt_token_ids")
             flat = bool(prompt_token_ids) and isinstance(prompt_token_ids[0], int)
             each = [prompt_token_ids] if flat else prompt_token_ids
             for one in each:
                 if not isinstance(one, Iterable) or isinstance(one, str):
                     raise RequestError(
-                        f"prompt_token_ids holds {one!r}: a list of lists of token ids is needed",
+                        f"prompt_token_ids holds {one!r}: give a list of lists of token ids",
                         param="prompt_token_ids",
                     )
             return [None] * len(each), [list(one) for one in each]
         if not isinstance(prompts, Sequence):
-            raise RequestError(f"prompts={prompts!r}: a text or a list of texts is needed", param="prompts")
+            raise RequestError(f"prompts={prompts!r}: give a text or a list of texts", param="prompts")
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         if self.tokenizer is None:
             raise RequestError(f"{self.info.name} has no tokenizer: give prompt_token_ids", param="prompts")
         for text in texts:
             if not isinstance(text, str) or not text:
-                raise RequestError(f"a prompt is {text!r}: a text that is not empty is needed", param="prompts")
+                raise RequestError(f"prompts holds {text!r}: give non-empty texts", param="prompts")
         return list(texts), [self.tokenizer.encode(text) for text in texts]
 
     def _params(self, given: Any, count: int) -> list[SamplingParams]:
@@ -250,7 +253,7 @@ class Engine:
         params = list(given) if isinstance(given, Sequence) else [given]
         if len(params) != count or not all(isinstance(one, SamplingParams) for one in params):
             raise RequestError(
-                f"{len(params)} sampling_params came for {count} prompts: give one SamplingParams for all, or one each",
+                f"found {len(params)} sampling_params for {count} prompts: give one for all, or one per prompt",
                 param="sampling_params",
             )
         return params

@@ -1,7 +1,7 @@
-"""The engine inside a training job: graphs for a module's forward and backward, or for a whole iteration.
+"""Graphs in a training job: forward and backward of modules, or a whole iteration.
 
-Owns which submodules are captured and the report of what ran from graphs and what did not. The graphs themselves are
-`graph_cache.training`'s. Knows no optimizer, no data and no requests.
+TrainingEngine selects the submodules to capture and reports which calls replayed graphs and which ran eager.
+`graph_cache.training` captures and replays.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from graph_cache.training.iteration import CapturedIteration
 from graph_cache.training.modules import TrainingGraphs
 
 if TYPE_CHECKING:
-    from graph_cache.adapters.megatron.iteration import FullIteration  # it imports megatron
+    from graph_cache.adapters.megatron.iteration import FullIteration  # imports megatron
     from graph_cache.adapters.megatron.packed import PackedDocuments
-    from graph_cache.adapters.transformer_engine.graphs import TransformerEngineGraphs  # for those who ask for it
+    from graph_cache.adapters.transformer_engine.graphs import TransformerEngineGraphs  # for its impl only
 
 WHOLE_LAYER = "layer"
 Iteration = TypeVar("Iteration")
@@ -36,9 +36,9 @@ INFERENCE_ONLY = ("generate", "update_weights", "share_weights", "weights_change
 
 
 class TrainingEngine:
-    """What `Engine(EngineConfig(mode="training"))` makes. One training loop uses it, in one thread.
+    """The object that `Engine(EngineConfig(mode="training"))` returns. Use it from one training loop, in one thread.
 
-    `pool`: that of an inference engine in the same process, so that both share one; default: one of its own.
+    `pool`: the pool of an inference engine in the same process, to share it; by default a new one.
     """
 
     def __init__(self, config: EngineConfig, pool: GraphPool | None = None):
@@ -59,14 +59,14 @@ class TrainingEngine:
     def __getattr__(self, name: str) -> Any:
         if name in INFERENCE_ONLY:
             raise ConfigError(
-                f"this engine is in mode 'training', where there is no {name}(); make one with "
-                "EngineConfig(model=…) for inference"
+                f"this engine is in mode 'training', which has no {name}(); for inference create an engine with "
+                "EngineConfig(model=…)"
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
     def pool(self) -> GraphPool | None:
-        """The pool that it captures into; None before the first use."""
+        """The pool for captures; None before the first use."""
         return self._pool
 
     def attach(
@@ -78,17 +78,20 @@ class TrainingEngine:
         microbatches: int | None = None,
         packed_documents: int | None = None,
     ) -> list[str]:
-        """Capture parts of a model from here on; returns their names. Plain training code goes on as before.
+        """Capture parts of a model from now on and return their names. Training code needs no changes.
 
-        `modules` names submodules by their path ("layers.3.attn"; "" is the model itself). Without it a model of
-        Megatron-Core's, or a list of its chunks, is captured layer by layer, or the parts of each layer that
-        `cuda_graph_modules` of the configuration lists. Another model's own `cuda_graph_modules()` is asked, a mapping
-        from these names (attn, mlp, …, and "layer" for whole layers) to paths; a model without one is captured whole.
-        `generators` beside the device's own are registered with every graph. `microbatches` of a step: what Transformer
-        Engine's captures need to know of a schedule in which several are outstanding at a time, as in a pipeline; ours
-        see it. There it must be given. `packed_documents`: packed sequences of a model of Megatron-Core's are padded to
-        this many documents, and their max_seqlen to the batch's tokens, so that all batches are one kind of call; those
-        of more documents stay as they are. None leaves all of them alone.
+        Args:
+            model: A module, or the list of chunks of a Megatron-Core model.
+            modules: Paths of submodules ("layers.3.attn"; "" is the model itself). By default a Megatron-Core model is
+                captured layer by layer, or by the parts of each layer that `cuda_graph_modules` of the configuration
+                lists. Any other model's `cuda_graph_modules()` method maps these names (attn, mlp, …, and "layer" for
+                whole layers) to paths; a model without the method is captured whole.
+            generators: Generators to register with every graph, besides the device's default.
+            microbatches: Microbatches per step. Required for Transformer Engine's captures with a schedule that has
+                several in flight, as in a pipeline; otherwise they are counted.
+            packed_documents: Pad packed sequences of a Megatron-Core model to this many documents, and their max_seqlen
+                to the tokens of the batch, so that all batches have one call signature. Batches with more documents
+                are not padded. None pads nothing.
         """
         if self._graph_config.cuda_graph_impl not in ("local", "transformer_engine"):
             raise ConfigError(
@@ -96,17 +99,17 @@ class TrainingEngine:
                 f"{self._graph_config.cuda_graph_impl!r}. Use capture_iteration() for a whole iteration"
             )
         if self._modules is not None:
-            raise ConfigError("a model is attached already; detach() it first")
+            raise ConfigError("a model is already attached; call detach() first")
         models = [model] if isinstance(model, nn.Module) else list(model)
         found = self._attachment(models, modules)
         packed = None if packed_documents is None else self._packed_documents(models, packed_documents)
         pool = self._pool_for(next(parameter for one in models for parameter in one.parameters()).device)
-        drawn = (*generators, *found.generators, *(own for one in models for own in _generators_of(one)))
-        job = CaptureContext(pool, self.stats, self._registered(pool, drawn), found.state)
+        all_generators = (*generators, *found.generators, *(own for one in models for own in _generators_of(one)))
+        context = CaptureContext(pool, self.stats, self._registered(pool, all_generators), found.state)
         if self._graph_config.cuda_graph_impl == "transformer_engine":
-            self._modules = self._by_transformer_engine(models, found, job, microbatches)
+            self._modules = self._transformer_engine_graphs(models, found, context, microbatches)
         else:
-            graphs = TrainingGraphs(job, warmup_rounds=self._graph_config.cuda_graph_warmup_steps)
+            graphs = TrainingGraphs(context, warmup_rounds=self._graph_config.cuda_graph_warmup_steps)
             graphs.attach(found)
             self._modules = graphs
         if packed is not None:
@@ -114,14 +117,14 @@ class TrainingEngine:
         self._packed = packed
         return [part.name for part in found.parts]
 
-    def _by_transformer_engine(
-        self, models: Sequence[nn.Module], found: Attachment, job: CaptureContext, microbatches: int | None
+    def _transformer_engine_graphs(
+        self, models: Sequence[nn.Module], found: Attachment, context: CaptureContext, microbatches: int | None
     ) -> TransformerEngineGraphs:
-        """Graphs that Transformer Engine captures; of a model of Megatron-Core in the order of this pipeline stage."""
+        """Create graphs captured by Transformer Engine, for Megatron-Core models in the order of the pipeline stage."""
         from graph_cache.adapters.transformer_engine.graphs import TransformerEngineGraphs
         from graph_cache.adapters.transformer_engine.installed import installed_version
 
-        parts, order, holders, caches, told = found.parts, [1, -1], {}, False, nullcontext
+        parts, order, holders, caches, during_capture = found.parts, [1, -1], {}, False, nullcontext
         if any(map(is_megatron, models)):
             from graph_cache.adapters.megatron.schedule import stage_plan, told_of_captures
 
@@ -130,17 +133,17 @@ class TrainingEngine:
                 found.parts, models, settings, self._graph_config.cuda_graph_modules, microbatches, installed_version()
             )
             parts, order, holders, caches = plan.parts, plan.order, plan.holders, plan.caches_weights
-            told = told_of_captures
+            during_capture = told_of_captures
 
         @contextmanager
         def paused() -> Iterator[None]:
-            with job.pool.quiet(), told():
+            with context.pool.quiet(), during_capture():
                 yield
 
         return TransformerEngineGraphs(
             parts,
             order,
-            job,
+            context,
             holders=holders,
             fired=found.fired,
             warmup_rounds=self._graph_config.cuda_graph_warmup_steps,
@@ -149,33 +152,33 @@ class TrainingEngine:
         )
 
     def _packed_documents(self, models: Sequence[nn.Module], documents: int) -> PackedDocuments:
-        """What pads these models' packed sequences."""
-        others = [type(model).__name__ for model in models if not is_megatron(model)]
-        if others:
+        """Create the padding of packed sequences for these models."""
+        unsupported = [type(model).__name__ for model in models if not is_megatron(model)]
+        if unsupported:
             raise ConfigError(
-                f"packed_documents={documents!r} pads packed sequences of Megatron-Core's models; found "
-                f"{', '.join(others)}: leave it out"
+                f"packed_documents={documents!r} pads packed sequences of Megatron-Core models; found "
+                f"{', '.join(unsupported)}: leave it out"
             )
-        from graph_cache.adapters.megatron.packed import PackedDocuments  # megatron is there: the models are its own
+        from graph_cache.adapters.megatron.packed import PackedDocuments  # imports megatron, which is installed
 
         return PackedDocuments(models, documents)
 
     def _attachment(self, models: Sequence[nn.Module], modules: Iterable[str] | None) -> Attachment:
-        """What of these models is captured, and what that takes."""
+        """Return the parts of these models to capture, and their generators, state and hooks."""
         if any(map(is_megatron, models)):
-            from graph_cache.adapters.megatron.attachment import attachment  # megatron is there: the model is its own
+            from graph_cache.adapters.megatron.attachment import attachment  # imports megatron, which is installed
 
             named = None if modules is None else self._named_parts(models, modules)
             return attachment(models, self._graph_config, named)
         return Attachment(self._named_parts(models, modules))
 
     def _named_parts(self, models: Sequence[nn.Module], modules: Iterable[str] | None) -> list[Part]:
-        """The submodules of one model by these paths, or by those that the model itself names."""
+        """Return the submodules of one model at the given paths, or at those from its `cuda_graph_modules()`."""
         if len(models) != 1:
             raise ConfigError(
-                f"attach() takes one model, or the chunks of one of Megatron-Core's without modules=…, "
+                f"attach() takes one model, or the chunks of a Megatron-Core model without modules=…, "
                 f"which names submodules of one model; found {len(models)} models: leave modules out, or "
-                "attach one chunk with an engine of its own"
+                "attach each chunk with a separate engine"
             )
         (model,), parts = models, []
         for path in self._paths(model) if modules is None else modules:
@@ -193,8 +196,8 @@ class TrainingEngine:
         name: str = "iteration",
         generators: Sequence[torch.Generator] = (),
     ) -> CapturedIteration:
-        """`step(*args, **kwargs)` from one graph per kind of call: forward, backward and what else it does."""
-        return self._whole(CapturedIteration, step, "capture_iteration", device, name, generators)
+        """Capture all of `step(*args, **kwargs)`, forward, backward and the rest, in one graph per call signature."""
+        return self._make_iteration(CapturedIteration, step, "capture_iteration", device, name, generators)
 
     def capture_forward_backward(
         self,
@@ -205,29 +208,29 @@ class TrainingEngine:
         name: str = "iteration",
         generators: Sequence[torch.Generator] = (),
     ) -> FullIteration:
-        """What Megatron's `get_forward_backward_func()` returns, from one graph per kind of call; called as it is.
+        """Capture the function of Megatron's `get_forward_backward_func()` in one graph per call signature.
 
-        `settings` (Megatron's arguments, say) are checked now for what a graph of an iteration can't hold; those of the
-        models at each call. Raises GraphConfigError.
+        Call the result like that function. `settings` (for example Megatron's arguments) are checked now for features
+        that an iteration graph can't support; the models' settings are checked at each call. Raises GraphConfigError.
         """
-        from graph_cache.adapters.megatron.iteration import FullIteration  # megatron is there: the function is its own
+        from graph_cache.adapters.megatron.iteration import FullIteration  # imports megatron, which is installed
 
         make = functools.partial(FullIteration, settings=settings)
-        return self._whole(make, forward_backward_func, "capture_forward_backward", device, name, generators)
+        return self._make_iteration(make, forward_backward_func, "capture_forward_backward", device, name, generators)
 
-    def _whole(
+    def _make_iteration(
         self,
         make: Callable[..., Iteration],
         function: Callable[..., Any],
-        asked: str,
+        method: str,
         device: torch.device | str | None,
         name: str,
         generators: Sequence[torch.Generator],
     ) -> Iteration:
-        """An iteration of this engine's, by `make`."""
+        """Create an iteration with `make` and register it."""
         if self._graph_config.cuda_graph_impl not in ("local", "full_iteration"):
             raise ConfigError(
-                f"{asked}() needs cuda_graph_impl='full_iteration' or 'local'; found "
+                f"{method}() needs cuda_graph_impl='full_iteration' or 'local'; found "
                 f"{self._graph_config.cuda_graph_impl!r}"
             )
         if device is None:
@@ -245,8 +248,8 @@ class TrainingEngine:
         return iteration
 
     def graphs(self) -> list[dict[str, Any]]:
-        """For each module or iteration: graphs held, replays, failed captures, why the last one failed, and eager calls
-        by reason.
+        """Return a row per module or iteration: graphs, bytes, replays, failed captures, the last failure, and eager
+        calls by reason.
         """
         holders = [*([self._modules] if self._modules else []), *self._iterations]
         rows = [row for holder in holders for row in holder.table()]
@@ -270,14 +273,14 @@ class TrainingEngine:
         ]
 
     def clear(self) -> None:
-        """Drop all graphs and give their memory back; training goes on, and warms up and captures anew."""
+        """Drop all graphs and free their memory. Training can continue; it warms up and captures again."""
         if self._modules is not None:
             self._modules.clear()
         for iteration in self._iterations:
             iteration.clear()
 
     def detach(self) -> None:
-        """Leave the model as it was, and drop all graphs."""
+        """Restore the model and drop all graphs."""
         self.clear()
         if self._modules is not None:
             self._modules.detach()
@@ -294,7 +297,7 @@ class TrainingEngine:
             if wanted:
                 raise ConfigError(
                     f"cuda_graph_modules={','.join(wanted)}: {type(model).__name__} has no "
-                    "cuda_graph_modules() that says which submodules these are; add one, or name "
+                    "cuda_graph_modules() to map these names to submodules; add one, or name "
                     "submodules in attach(model, modules=[…])"
                 )
             return [""]
@@ -313,12 +316,12 @@ class TrainingEngine:
         return self._pool
 
     def _registered(self, pool: GraphPool, generators: Sequence[torch.Generator]) -> list[torch.Generator]:
-        """All generators that captured draws may use; CUDA registers its own default one with every graph."""
+        """Return all generators that captured code may use; CUDA registers its default generator with every graph."""
         own = [pool.backend.default_generator] if pool.backend.name == "cpu" else []
         return list({id(generator): generator for generator in (*own, *generators)}.values())
 
 
 def _generators_of(model: nn.Module) -> list[torch.Generator]:
-    """Generators that modules keep as attributes."""
+    """Return generators that are attributes of modules."""
     found = [value for module in model.modules() for value in vars(module).values()]
     return [value for value in found if isinstance(value, torch.Generator)]

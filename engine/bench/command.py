@@ -1,6 +1,6 @@
 """`encore bench`: offline latency and throughput of one engine as a table, and as JSON with `--json FILE`.
 
-Owns the command's flags, its table and its report; what is measured stands in measure.py. Knows no server.
+Defines the flags, the table and the report; measure.py defines the measurements.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engine.errors import ConfigError
 
 PROG = "encore bench"
 MAX_COUNT = 1_000_000
-# Every graph is captured ahead, prompts are random, and a benchmark's traffic is nobody's to remember.
+# The command captures every graph itself, prompts are random, and benchmark traffic must not change the manifest.
 DEFAULTS: Mapping[str, Any] = {"warmup": "lazy", "graph_manifest": "none", "enable_prefix_caching": False}
 CHOICES = {
     "dtype": settings.DTYPES,
@@ -30,7 +30,7 @@ CHOICES = {
     "logprobs_mode": settings.LOGPROBS_MODES,
 }
 COLUMNS = (
-    # heading, where the value stands in a row, decimals
+    # heading, path of the value in a row, decimals
     ("batch", ("batch",), 0),
     ("first token ms", ("first_token_ms",), 1),
     ("prefill tok/s", ("prefill_tokens_per_second",), 0),
@@ -45,20 +45,20 @@ COLUMNS = (
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose complaint is one line."""
+    """An ArgumentParser that reports errors in one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the complaint and exit with status 2."""
+        """Print the error and exit with status 2."""
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
-def main(words: Sequence[str]) -> int:
-    """Run the command with these words; returns 0. Raises EngineError for what a user can put right."""
-    args = _parser().parse_args(list(words))
+def main(argv: Sequence[str]) -> int:
+    """Run the command with the arguments `argv` and return 0. Raises EngineError for errors that a user can fix."""
+    args = _parser().parse_args(list(argv))
     plan, config = _plan(args)
     if args.json is not None:
         _require_writable(args.json)
-    report = run(config, command=["encore", "bench", *words], **plan)
+    report = run(config, command=["encore", "bench", *argv], **plan)
     if args.json is not None:
         with open(args.json, "w", encoding="utf-8") as file:
             file.write(json.dumps(report, indent=1) + "\n")
@@ -77,23 +77,24 @@ def run(
     command: Sequence[str] = (),
     show: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Load the model, capture, measure, and return the report; `show` gets the heading, then table and summary.
+    """Load the model, capture its graphs, measure, and return the report.
 
-    `batch_sizes` None: 1, 2, 4, … up to the engine's max_num_seqs. `requests` 0 leaves the mixed run out.
+    `show` is called with the heading, then with table and summary. `batch_sizes=None` means 1, 2, 4, … up to the
+    engine's max_num_seqs. `requests=0` skips the mixed run.
     """
     from engine.bench import measure
     from engine.engine import Engine
 
     started = time.perf_counter()
     with Engine(config) as engine:
-        loaded = time.perf_counter() - started
+        load_seconds = time.perf_counter() - started
         report = measure.circumstances(list(command)) | {
             "model": dataclasses.asdict(engine.info),
-            "load_seconds": round(loaded, 3),
+            "load_seconds": round(load_seconds, 3),
         }
         show(_heading(report))
         engine.warm()
-        report["warm_seconds"] = round(time.perf_counter() - started - loaded, 3)
+        report["warm_seconds"] = round(time.perf_counter() - started - load_seconds, 3)
         sizes = list(batch_sizes or doubling(engine.info.max_num_seqs))
         rng = random.Random(config.seed)
         report["batches"] = [
@@ -101,9 +102,9 @@ def run(
         ]
         if requests:
             report["mixed"] = measure.measure_mixed(engine, requests, prompt_tokens, output_tokens, config.seed)
-        report["decode"] = measure.decode_shares(engine.stats().graphs, _nothing())
+        report["decode"] = measure.decode_shares(engine.stats().graphs, _zero_counters())
         engine.idle_check()
-        for row in report["batches"]:  # last, since it writes over the cache's pages
+        for row in report["batches"]:  # last, because it overwrites KV pages
             row["replay_against_eager"] = measure.replay_against_eager(
                 engine, row["batch"], prompt_tokens + output_tokens // 2
             )
@@ -114,12 +115,12 @@ def run(
 
 
 def doubling(limit: int) -> list[int]:
-    """1, 2, 4, … and `limit` itself."""
+    """Return the powers of 2 below `limit`, and `limit` itself."""
     return [*(1 << power for power in range(limit.bit_length()) if 1 << power < limit), limit]
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows of measure_batch, each with its `replay_against_eager`, as aligned text."""
+    """Format rows of measure_batch, each with its `replay_against_eager`, as aligned text."""
 
     def cell(row: Mapping[str, Any], path: tuple[str, ...], decimals: int) -> str:
         value: Any = row
@@ -135,9 +136,9 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _heading(report: Mapping[str, Any]) -> str:
     model = report["model"]
-    where = report["gpu"] if model["device"].startswith("cuda") else f"{report['cpu']}, {report['threads']} threads"
+    hardware = report["gpu"] if model["device"].startswith("cuda") else f"{report['cpu']}, {report['threads']} threads"
     return (
-        f"{model['name']} ({model['architecture']}, {model['weight_format']}) on {where}; torch {report['torch']}; "
+        f"{model['name']} ({model['architecture']}, {model['weight_format']}) on {hardware}; torch {report['torch']}; "
         f"loaded in {report['load_seconds']:.1f} s"
     )
 
@@ -163,8 +164,7 @@ def _summary(report: Mapping[str, Any]) -> str:
     preempted = sum(row["preemptions"] for row in report["batches"])
     if preempted:
         lines.append(
-            f"note        {preempted} preemptions: the KV cache is too small for the largest batches; "
-            "give more --num-pages"
+            f"note        {preempted} preemptions: the KV cache is too small for the largest batches; raise --num-pages"
         )
     return "\n".join(lines)
 
@@ -173,20 +173,20 @@ def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f}%"
 
 
-def _nothing() -> dict[str, Any]:
+def _zero_counters() -> dict[str, Any]:
     return {"batch_rows": [], "fallbacks": [], "real_tokens": [], "padded_tokens": []}
 
 
-# ---- the command line ----------------------------------------------------------------------------------------------
+# ---- command line --------------------------------------------------------------------------------------------------
 
 
 def _parser() -> Parser:
     parser = Parser(prog=PROG, description="Measure latency and throughput without a server.", allow_abbrev=False)
     parser.add_argument("--batch-sizes", type=_counts, metavar="N,N", help="default: 1, 2, 4, … up to max-num-seqs")
     for flag, default, text in (
-        ("--prompt-tokens", 128, "tokens of each prompt, random ids"),
-        ("--output-tokens", 64, "tokens generated"),
-        ("--repeats", 3, "timed runs, of which medians are taken"),
+        ("--prompt-tokens", 128, "tokens per prompt (random ids)"),
+        ("--output-tokens", 64, "tokens to generate per sequence"),
+        ("--repeats", 3, "timed runs; medians are reported"),
     ):
         parser.add_argument(flag, type=_count, default=default, metavar="N", help=f"{text} (default: {default})")
     parser.add_argument(
@@ -194,13 +194,13 @@ def _parser() -> Parser:
         type=_count_or_none,
         default=32,
         metavar="N",
-        help="requests of the run with mixed lengths; 0 leaves it out (default: 32)",
+        help="requests of the mixed-length run; 0 skips it (default: 32)",
     )
-    parser.add_argument("--json", metavar="FILE", help="write the report there as well")
-    group = parser.add_argument_group("engine", "settings of the engine, as for `encore serve`")
+    parser.add_argument("--json", metavar="FILE", help="also write the report to FILE")
+    group = parser.add_argument_group("engine", "engine settings, as for `encore serve`")
     for field in dataclasses.fields(EngineConfig):
         if field.name == "mode":
-            continue  # what is measured is inference
+            continue  # only inference is measured
         flag, options = "--" + field.name.replace("_", "-"), {"default": argparse.SUPPRESS}
         if field.type.startswith("bool"):
             group.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
@@ -216,13 +216,13 @@ def _parser() -> Parser:
 
 
 def _plan(args: argparse.Namespace) -> tuple[dict[str, Any], EngineConfig]:
-    """What to measure, and an engine that has room for it. Raises ConfigError for what can't go together."""
+    """Return the arguments of `run` and an engine config that fits them. Raises ConfigError for contradictions."""
     names = {field.name for field in dataclasses.fields(EngineConfig)}
     given = {name: value for name, value in vars(args).items() if name in names}
     if given.get("cuda_graph_impl", "local") != "local":
-        given.setdefault("inference_cuda_graph_scope", None)  # the default scope belongs to local
+        given.setdefault("inference_cuda_graph_scope", None)  # the default scope is valid for "local" only
     if args.output_tokens < 2:
-        raise ConfigError("--output-tokens 1: a step's time is the difference of two runs, so at least 2 are needed")
+        raise ConfigError("--output-tokens 1: the step time is the difference of two runs, so give at least 2")
     length = args.prompt_tokens + args.output_tokens
     if given.setdefault("max_model_len", length) < length:
         raise ConfigError(
@@ -234,17 +234,17 @@ def _plan(args: argparse.Namespace) -> tuple[dict[str, Any], EngineConfig]:
         if given.setdefault("max_num_seqs", largest) < largest:
             raise ConfigError(
                 f"--batch-sizes: {largest} exceeds --max-num-seqs {given['max_num_seqs']}, so that batch "
-                "would never run whole: lower it or raise max-num-seqs"
+                "would never run in one step: lower it or raise --max-num-seqs"
             )
     wanted = ("batch_sizes", "prompt_tokens", "output_tokens", "repeats", "requests")
     return {name: getattr(args, name) for name in wanted}, EngineConfig.from_dict({**DEFAULTS, **given})
 
 
 def _require_writable(path: str) -> None:
-    """Raise ConfigError now rather than lose a finished measurement."""
-    place = path if os.path.exists(path) else os.path.dirname(os.path.abspath(path))
-    if os.path.isdir(path) or not os.access(place, os.W_OK):
-        raise ConfigError(f"--json {path}: this can't be written; name a file in a folder that exists")
+    """Raise ConfigError if the file can't be written, before the measurement rather than after it."""
+    target = path if os.path.exists(path) else os.path.dirname(os.path.abspath(path))
+    if os.path.isdir(path) or not os.access(target, os.W_OK):
+        raise ConfigError(f"--json {path}: can't write this file; name a file in an existing, writable folder")
 
 
 def _whole(text: str, low: int) -> int:

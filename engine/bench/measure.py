@@ -1,7 +1,6 @@
-"""Measurements of an engine from outside: steps by differences, replay against eager, a run of mixed lengths.
+"""Measure an engine: step times as differences of runs, replay against eager, and a run with mixed lengths.
 
-Owns what a figure means and how noise is kept out of it. Measures a live, idle Engine and leaves it idle; prints
-nothing and knows no command line.
+The functions expect an idle Engine and leave it idle. They print nothing.
 """
 
 from __future__ import annotations
@@ -25,18 +24,21 @@ from engine.engine import Engine
 from engine.errors import EngineError
 from engine.protocol.request import SamplingParams
 
-FIRST_PROMPT_ID = 3  # below are, in most vocabularies, the ids that begin and end a text
+FIRST_PROMPT_ID = 3  # lower ids are BOS, EOS and padding in most vocabularies
 
 
 def random_prompts(rng: random.Random, vocab_size: int, lengths: list[int]) -> list[list[int]]:
-    """Prompts of these lengths, of random token ids: no two begin alike, so no cache of prefixes helps anybody."""
+    """Return prompts of the given lengths, of random token ids, so that they share no prefix to cache."""
     return [
         [rng.randrange(min(FIRST_PROMPT_ID, vocab_size - 1), vocab_size) for _ in range(length)] for length in lengths
     ]
 
 
 def seconds_of(engine: Engine, prompts: list[list[int]], outputs: list[int]) -> float:
-    """Seconds for greedy continuations of `outputs` tokens each, past ends of text. Raises EngineError if one fails."""
+    """Return the seconds to generate `outputs` tokens per prompt, greedily and ignoring EOS.
+
+    Raises EngineError if a sequence fails.
+    """
     params = [SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True) for count in outputs]
     started = time.perf_counter()
     answers = engine.generate(prompt_token_ids=prompts, sampling_params=params)
@@ -53,12 +55,12 @@ def seconds_of(engine: Engine, prompts: list[list[int]], outputs: list[int]) -> 
 def measure_batch(
     engine: Engine, batch: int, prompt_tokens: int, output_tokens: int, repeats: int, rng: random.Random
 ) -> dict[str, Any]:
-    """One batch size: medians over `repeats`, after an untimed run.
+    """Measure one batch size: medians over `repeats` runs after an untimed one.
 
-    first_token_ms: until every sequence of the batch has its first token. prefill_tokens_per_second: the prompts'
-    tokens by that time. decode_ms_per_step: (T(n2) - T(n1)) / (n2 - n1), with n2 = output_tokens and n1 a quarter of
-    it, so that prefill and start-up drop out; None where noise exceeds the difference. tokens_per_second: generated
-    tokens of the n2 run by its whole time.
+    first_token_ms: time until every sequence of the batch has its first token. prefill_tokens_per_second: prompt tokens
+    divided by that time. decode_ms_per_step: (T(n2) - T(n1)) / (n2 - n1), with n2 = output_tokens and n1 a quarter of
+    it, so that prefill and start-up cancel; None if noise exceeds the difference. tokens_per_second: generated tokens
+    of the n2 run divided by its total time.
     """
     short = max(1, output_tokens // 4)
 
@@ -68,13 +70,13 @@ def measure_batch(
 
     run(output_tokens)
     before = engine.stats()
-    first, whole, step = [], [], []
+    first, full, step = [], [], []
     for _ in range(repeats):
         first.append(run(1))
-        brief = run(short)
-        whole.append(run(output_tokens))
-        step.append((whole[-1] - brief) / (output_tokens - short))
-    first_s, whole_s, step_s = (statistics.median(times) for times in (first, whole, step))
+        short_seconds = run(short)
+        full.append(run(output_tokens))
+        step.append((full[-1] - short_seconds) / (output_tokens - short))
+    first_s, full_s, step_s = (statistics.median(times) for times in (first, full, step))
     return {
         "batch": batch,
         "prompt_tokens": prompt_tokens,
@@ -83,17 +85,17 @@ def measure_batch(
         "prefill_tokens_per_second": round(batch * prompt_tokens / first_s, 1),
         "decode_ms_per_step": round(step_s * 1e3, 4) if step_s > 0 else None,
         "decode_tokens_per_second": round(batch / step_s, 1) if step_s > 0 else None,
-        "tokens_per_second": round(batch * output_tokens / whole_s, 1),
+        "tokens_per_second": round(batch * output_tokens / full_s, 1),
         "preemptions": engine.stats().num_preemptions - before.num_preemptions,
     }
 
 
 def replay_against_eager(engine: Engine, batch: int, context: int, repeats: int = 20) -> dict[str, Any]:
-    """A decode step as its graph against the same callable run eagerly, on the same static buffers, in ms.
+    """Time a decode step as a graph replay and as an eager run of the same callable on the same static buffers, in ms.
 
-    Both take turns, step by step; medians. Rows are at position `context` in pages of their own, as far as the cache
-    has pages. None in place of figures where the batch has no graph. The cache's pages are scribbled on: nothing may
-    run, and with prefix caching nothing may run later either.
+    Replay and eager steps alternate; medians are returned. Rows are at position `context`, in separate pages as far as
+    the cache has enough. Figures are None if the batch has no graph. KV pages are overwritten: the engine must be idle,
+    and with prefix caching it must not be used afterwards.
     """
     runner = engine._loop.runner
     cache, site = runner.cache, runner.site
@@ -107,16 +109,19 @@ def replay_against_eager(engine: Engine, batch: int, context: int, repeats: int 
     table = torch.arange(state.page_table.numel()).remainder(runner.kv.num_pages - 1).add(1)
     state.page_table.copy_(table.view_as(state.page_table))
     state.slots.copy_(torch.arange(1, len(state.slots) + 1))
-    ways: dict[str, Callable[[], Any]] = {"replay": lambda: cache.run(plan), "eager": lambda: site.run_eager(plan.key)}
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(repeats + 2):
-        for name, way in ways.items():
-            state.positions.fill_(position)  # a step advances them
+    variants: dict[str, Callable[[], Any]] = {
+        "replay": lambda: cache.run(plan),
+        "eager": lambda: site.run_eager(plan.key),
+    }
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for iteration in range(repeats + 2):
+        for name, run_step in variants.items():
+            state.positions.fill_(position)  # each step increments them
             cache.pool.backend.synchronize()
             started = time.perf_counter()
-            way()
+            run_step()
             cache.pool.backend.synchronize()
-            if number >= 2:  # the first turns find cold caches
+            if iteration >= 2:  # the first two run with cold caches
                 times[name].append((time.perf_counter() - started) * 1e3)
     runner.inputs.invalidate()
     replay, eager = (statistics.median(times[name]) for name in ("replay", "eager"))
@@ -124,10 +129,10 @@ def replay_against_eager(engine: Engine, batch: int, context: int, repeats: int 
 
 
 def measure_mixed(engine: Engine, requests: int, prompt_tokens: int, output_tokens: int, seed: int) -> dict[str, Any]:
-    """Requests of random lengths, all at once: up to the given lengths, uniform from an eighth of them.
+    """Measure requests of random lengths, submitted at once; lengths are uniform from 1/8 of the given ones to those.
 
-    hit_rate: the share of decode steps that replayed. padding: the share of rows computed in decode steps that were
-    padding. The lengths depend on `seed` alone.
+    hit_rate: the share of decode steps that replayed a graph. padding: the share of padding rows in decode steps. The
+    lengths depend only on `seed`.
     """
     rng = random.Random(seed)
     lengths = [rng.randint(max(1, prompt_tokens // 8), prompt_tokens) for _ in range(requests)]
@@ -152,16 +157,16 @@ def measure_mixed(engine: Engine, requests: int, prompt_tokens: int, output_toke
 
 
 def decode_shares(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """Between two snapshots of the cache's counters: decode steps, which share of them replayed, and the padding."""
+    """Return decode steps, the share of them that replayed, and the share of padding between two counter snapshots."""
 
-    def grown(counter: str, phase: int) -> int:
+    def delta(counter: str, phase: int) -> int:
         new, old = (
             sum(count for labels, count in stats[counter] if labels[phase] == "decode") for stats in (after, before)
         )
         return new - old
 
-    steps, eager = grown("batch_rows", 1), grown("fallbacks", 1)
-    real, padded = grown("real_tokens", 0), grown("padded_tokens", 0)
+    steps, eager = delta("batch_rows", 1), delta("fallbacks", 1)
+    real, padded = delta("real_tokens", 0), delta("padded_tokens", 0)
     return {
         "decode_steps": steps,
         "hit_rate": round((steps - eager) / steps, 4) if steps else None,
@@ -170,7 +175,7 @@ def decode_shares(after: dict[str, Any], before: dict[str, Any]) -> dict[str, An
 
 
 def graph_summary(engine: Engine) -> dict[str, Any]:
-    """How many graphs there are, what capturing them took, and what the pool holds."""
+    """Return the number of graphs, the seconds spent on their capture, and the bytes of the pool."""
     rows = engine.graphs()
     captured = [row for row in rows if row["state"] == "captured"]
     return {
@@ -183,7 +188,7 @@ def graph_summary(engine: Engine) -> dict[str, Any]:
 
 
 def circumstances(command: list[str]) -> dict[str, Any]:
-    """What a figure needs beside it: date, commit, hardware, versions, threads and the command."""
+    """Return the conditions of a measurement: date, commit, hardware, versions, threads and the command."""
     found = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(command),
@@ -201,13 +206,18 @@ def circumstances(command: list[str]) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The commit of this source tree, with "+" where files differ from it; None outside a repository."""
+    """Return the commit of this source tree, with "+" if tracked files differ from it; None outside a repository."""
 
-    def git(*words: str) -> str:
-        done = subprocess.run(
-            ["git", *words], cwd=Path(__file__).resolve().parent, capture_output=True, text=True, check=True, timeout=10
+    def git(*arguments: str) -> str:
+        result = subprocess.run(
+            ["git", *arguments],
+            cwd=Path(__file__).resolve().parent,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
         )
-        return done.stdout.strip()
+        return result.stdout.strip()
 
     try:
         return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")

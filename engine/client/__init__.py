@@ -1,1 +1,1 @@
-"""The async client of an engine, its transports to threads and processes, and the supervisor that restarts it."""
+"""Async client of an engine, transports to an engine thread or process, and the supervisor that restarts it."""

@@ -1,8 +1,8 @@
-"""The async door to an engine: submit, stream, abort, drain. What a server uses, and all that it uses.
+"""Async client of an engine: submit, stream, abort, drain. The only interface that a server uses.
 
-Owns the requests in flight on the caller's side: their text, their queues, and that each ends, also when the engine
-dies. The loop runs in a process of its own (ProcessTransport) or in a thread of this one (ThreadTransport), behind the
-same interface. Knows no HTTP.
+The client keeps the caller's side of running requests: detokenization, one queue per request, and an end for each
+request even if the engine dies. The loop runs in a separate process (ProcessTransport) or in a thread of this one
+(ThreadTransport).
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-HANG_SECONDS = 30.0  # without a report, after which nothing new is sent to an engine; the supervisor kills it later
+HANG_SECONDS = 30.0  # without a report, after which the engine is not ready; the supervisor kills it later
 STOP_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Health:
-    """alive: the loop exists or will again. ready: it answers requests. `reason` says why not.
+    """State of an engine.
 
-    `warm` is the warm-up's progress, `restarts` how often the loop was replaced, `silent` the seconds since its last
-    report.
+    alive: the loop runs or is being restarted. ready: it answers requests. reason: why it is not ready. warm: warm-up
+    progress. restarts: how often the loop was restarted. silent: seconds since its last report.
     """
 
     alive: bool
@@ -67,7 +67,7 @@ class Health:
 
 
 class Client(Protocol):
-    """What a server may ask of an engine. All methods are called on one event loop."""
+    """Interface of an engine for a server. Call all methods from one event loop."""
 
     tokenizer: Tokenizer | None
 
@@ -114,10 +114,10 @@ class Client(Protocol):
 def make_client(
     config: EngineConfig, *, in_process: bool = False, restarts: RestartPolicy | None = None, run: Run = run_loop
 ) -> EngineClient:
-    """A client whose engine runs in its own process, replaced by the policy `restarts` when it dies or hangs.
+    """Create a client whose engine runs in a separate process, restarted by the policy `restarts`.
 
-    With `in_process` it runs in a thread of this one, which nothing replaces: what ends there stays ended. `run` is
-    what the process runs, a loop unless given.
+    With `in_process` the engine runs in a thread of this process and is never restarted. `run` is the function that the
+    engine process runs.
     """
     if in_process:
         return EngineClient(config, ThreadTransport(config))
@@ -125,9 +125,9 @@ def make_client(
 
 
 class EngineClient:
-    """The one implementation of Client, over any transport.
+    """Implementation of Client over any transport.
 
-    `client`: which of several clients of one engine this is; no two may have the same number, nor one after the other.
+    `client`: this client's number among the clients of one engine. Never reuse a number, even after a client has ended.
     """
 
     def __init__(self, config: EngineConfig, transport: Transport, hang_seconds: float = HANG_SECONDS, client: int = 0):
@@ -140,26 +140,28 @@ class EngineClient:
         self._parents: dict[str, str] = {}  # child -> parent
         self._processor: OutputProcessor | None = None
         self._replies: dict[int, asyncio.Future[Any]] = {}
-        self._front, self._numbers = client, itertools.count(client * CLIENT_ID_SPAN)
+        self._client, self._numbers = client, itertools.count(client * CLIENT_ID_SPAN)
         self._ready: asyncio.Future[None] | None = None
-        self._death: str | None = None  # why there is no loop now
-        self._is_final = False  # and there will be none
+        self._end_reason: str | None = None  # why there is no loop, or None
+        self._is_final = False  # the loop will not be restarted
         self._restarts = 0
         self._last_report = time.monotonic()
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    # ---- life ------------------------------------------------------------------------------------------------------
+    # ---- start and close -------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Load tokenizer and model side by side; returns when requests are answered.
+        """Load tokenizer and model in parallel; return when the engine answers requests.
 
-        Raises ConfigError or ModelError as the engine does, EngineDead if it ended otherwise.
+        Raises the engine's ConfigError or ModelError, or EngineDead if it ended for another reason.
         """
         self._loop = asyncio.get_running_loop()
         self._ready = self._loop.create_future()
         try:
-            source: ModelSource = await asyncio.to_thread(resolve_model, self.config.model)  # fetched once, before both
-            self._transport.start(self._from_transport)
+            source: ModelSource = await asyncio.to_thread(
+                resolve_model, self.config.model
+            )  # downloaded once, before both use it
+            self._transport.start(self._on_report)
             self.tokenizer = await asyncio.to_thread(Tokenizer.try_load, source)
             self._processor = OutputProcessor(self.tokenizer)
             await self._ready
@@ -169,14 +171,14 @@ class EngineClient:
             raise
 
     async def close(self) -> None:
-        """End the engine; requests under way end with EngineDead."""
+        """Stop the engine. Running requests raise EngineDead."""
         await asyncio.to_thread(self._transport.stop, STOP_SECONDS)
-        self._die("the engine was closed")
+        self._end("the engine was closed")
 
     async def drain(self, timeout: float) -> bool:
-        """Wait until no request is under way, at most `timeout` seconds; whether all ended."""
-        until = time.monotonic() + timeout
-        while self._queues and time.monotonic() < until:
+        """Wait up to `timeout` seconds until no request is running; return whether all have ended."""
+        deadline = time.monotonic() + timeout
+        while self._queues and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         return not self._queues
 
@@ -191,7 +193,7 @@ class EngineClient:
         params: SamplingParams,
         priority: int = 0,
     ) -> AsyncIterator[OutputDelta]:
-        """As `stream`, a delta at a time. One holds what a step gave, or where the reader is behind several steps."""
+        """Stream single deltas, as `stream`. A delta holds the output of several steps if the reader falls behind."""
         pieces = self.stream(
             request_id, prompt=prompt, prompt_token_ids=prompt_token_ids, params=params, priority=priority
         )
@@ -210,20 +212,20 @@ class EngineClient:
         priority: int = 0,
         on_end: Callable[[int], None] | None = None,
     ) -> AsyncIterator[list[OutputDelta]]:
-        """Stream what the n sequences of a request give; deltas carry `.index`. Ends when all have ended.
+        """Stream the output of the n sequences of a request until all have ended; `delta.index` names the sequence.
 
-        A delta is what one step gave one sequence; a list holds all that has come since the one before it. Closing the
-        iterator early aborts all sequences. `on_end(count)` is called when the engine is done with `count` of them,
-        also while nobody reads. Raises RequestError for a request that can't be accepted, EngineDead if the engine
-        ends, ReaderTooSlow if more output stays unread than `engine.client.output_queue` keeps, EngineError if a
-        sequence fails.
+        A delta is one step's output for one sequence; each list holds all deltas since the previous list. Closing the
+        iterator early aborts all sequences. `on_end(count)` is called when the engine is done with `count` sequences,
+        even if the caller does not read. Raises RequestError for an invalid request, EngineDead if the engine ends,
+        ReaderTooSlow if unread output exceeds the limit of `engine.client.output_queue`, EngineError if a sequence
+        fails.
         """
         self._require_alive()
         ids = self._prompt_ids(prompt, prompt_token_ids)
         if request_id in self._queues:
-            raise RequestError(f"request id {request_id!r} is in use by a request under way", param="request_id")
-        # The engine's ids are used once: a caller's may come again while the last events of the first are under way.
-        children = split_n(f"{self._front}.{next(self._numbers)}", params, resolve_seed(params))
+            raise RequestError(f"request id {request_id!r} is in use by a running request", param="request_id")
+        # Internal ids are unique: a caller may reuse its id while events of the earlier request are still on their way.
+        children = split_n(f"{self._client}.{next(self._numbers)}", params, resolve_seed(params))
         queue = self._queues[request_id] = OutputQueue(len(children), on_end)
         open_children = {child.request_id for child in children}
         try:
@@ -258,20 +260,20 @@ class EngineClient:
         known = [child for child in children if self._parents.pop(child, None) is not None]
         for child in known:
             self._processor.remove(child)
-        if still_open and known and self._death is None:
+        if still_open and known and self._end_reason is None:
             self._abort(sorted(still_open))
 
     async def abort(self, request_id: str) -> None:
-        """End a request; its stream ends with finish_reason "abort". Unknown ids are left alone."""
+        """Abort a request; its stream ends with finish_reason "abort". Unknown ids are ignored."""
         children = [child for child, parent in self._parents.items() if parent == request_id]
-        if children and self._death is None:
+        if children and self._end_reason is None:
             self._abort(children)
 
     def _abort(self, children: list[str]) -> None:
         try:
             self._transport.send(Abort(children))
-        except EngineDead as gone:  # the transport reports the end, which ends everything anyway
-            logger.debug("nothing to abort: %s", gone)
+        except EngineDead as error:  # the Dead report ends all requests anyway
+            logger.debug("nothing to abort: %s", error)
 
     def _prompt_ids(self, prompt: str | None, prompt_token_ids: list[int] | None) -> list[int]:
         if prompt_token_ids is None:
@@ -280,10 +282,10 @@ class EngineClient:
             prompt_token_ids = self.tokenizer.encode(prompt)
         return check_prompt_ids(prompt_token_ids, self.info().vocab_size)
 
-    # ---- questions -------------------------------------------------------------------------------------------------
+    # ---- queries ---------------------------------------------------------------------------------------------------
 
     async def ask(self, method: str, *args: Any) -> Any:
-        """Call a method of the loop between two steps and return its value."""
+        """Call a method of the loop between two steps and return its value. Raises what the method raises."""
         self._require_alive()
         number = next(self._numbers)
         future = self._replies[number] = self._loop.create_future()
@@ -294,27 +296,27 @@ class EngineClient:
             self._replies.pop(number, None)
 
     async def graphs(self) -> list[dict[str, Any]]:
-        """The graph cache as rows of plain values."""
+        """Return the graph cache as rows of plain values."""
         return await self.ask("graphs")
 
     def stats(self) -> EngineStats:
-        """The latest snapshot, a fraction of a second old."""
+        """Return the latest snapshot, which is a fraction of a second old."""
         return self._stats
 
     def info(self) -> ModelInfo:
-        """The model as it was loaded. Raises EngineDead before `start` has returned."""
+        """Return the loaded model's description. Raises EngineDead before `start` has returned."""
         if self._info is None:
             raise EngineDead("the engine has not loaded its model yet")
         return self._info
 
     def health(self) -> Health:
-        """Whether requests would be answered, from the reports that came; asks nothing of the engine."""
+        """Return the engine's state, judged by the reports received; sends nothing to the engine."""
         silent = time.monotonic() - self._last_report
         reason = ""
-        if self._death is not None:
-            reason = self._death
+        if self._end_reason is not None:
+            reason = self._end_reason
         elif self._info is None:
-            reason = _start_of(self._stats.warm)
+            reason = _startup_progress(self._stats.warm)
         elif silent > self.hang_seconds:
             reason = f"the engine has not reported for {silent:.0f} s"
         return Health(
@@ -327,21 +329,21 @@ class EngineClient:
         )
 
     def _require_alive(self) -> None:
-        if self._death is not None:
-            raise EngineDead(self._death)
+        if self._end_reason is not None:
+            raise EngineDead(self._end_reason)
         if self._info is None:
             raise EngineDead("the engine has not loaded its model yet")
 
     # ---- reports ---------------------------------------------------------------------------------------------------
 
-    def _from_transport(self, report: Report) -> None:
-        """Called by the transport's thread; hands the report to the event loop."""
+    def _on_report(self, report: Report) -> None:
+        """Pass a report to the event loop. Called from the transport's thread."""
         try:
-            self._loop.call_soon_threadsafe(self._take, report)
-        except RuntimeError:  # the event loop is closed: nobody is left to tell
+            self._loop.call_soon_threadsafe(self._handle_report, report)
+        except RuntimeError:  # the event loop is closed
             return
 
-    def _take(self, report: Report) -> None:
+    def _handle_report(self, report: Report) -> None:
         self._last_report = time.monotonic()
         if isinstance(report, Events):
             for columns in report.tokens:
@@ -355,23 +357,23 @@ class EngineClient:
             if future is not None and not future.done():
                 future.set_exception(report.error) if report.error else future.set_result(report.value)
         elif isinstance(report, Ready):
-            self._begin(report.info)
+            self._mark_ready(report.info)
         elif isinstance(report, Lost):
             self._restarts = report.restarts
-            self._lose(report.reason, "; it is being restarted")
+            self._fail_pending(report.reason, "; it is being restarted")
         elif isinstance(report, Dead):
-            self._die(report.reason or "the engine was stopped", report.refused)
+            self._end(report.reason or "the engine was stopped", report.refused)
 
-    def _begin(self, info: ModelInfo) -> None:
-        """A loop answers: the first one, or one that takes another's place."""
-        self._info, self._death = info, None
+    def _mark_ready(self, info: ModelInfo) -> None:
+        """Record that a loop is ready: the first one or a restarted one."""
+        self._info, self._end_reason = info, None
         if not self._ready.done():
             self._ready.set_result(None)
 
     def _deliver(self, event: TokenEvent) -> None:
         parent = self._parents.get(event.request_id)
         if parent is None:
-            return  # its caller went away; the abort is on its way
+            return  # the caller closed the stream; the abort is on its way
         delta = self._processor.process(event)
         if delta is None:
             return
@@ -379,27 +381,27 @@ class EngineClient:
             self._queues[parent].put(event.refusal or EngineError(event.error))
             self._queues[parent].end(1)
         else:
-            self._hand_over(parent, delta)
+            self._queue_delta(parent, delta)
 
     def _deliver_columns(self, columns: Tokens) -> None:
-        """As `_deliver`, for many plain events; the hot path of a busy server."""
-        parents, one = self._parents, self._processor.one
+        """Deliver many plain events; the hot path of a busy server."""
+        parents, process_one = self._parents, self._processor.one
         version, bucket = columns.weight_version, columns.graph_bucket
         for child_id, token_id in zip(columns.request_ids, columns.token_ids, strict=True):
             parent = parents.get(child_id)
             if parent is not None:
-                delta = one(child_id, token_id, version, bucket)
+                delta = process_one(child_id, token_id, version, bucket)
                 if delta is not None:
-                    self._hand_over(parent, delta)
+                    self._queue_delta(parent, delta)
 
-    def _hand_over(self, parent: str, delta: OutputDelta) -> None:
+    def _queue_delta(self, parent: str, delta: OutputDelta) -> None:
         if delta.abort:
             self._abort([delta.child_id])
         if not self._queues[parent].add(delta):
-            self._give_up(parent)
+            self._abort_slow_reader(parent)
 
-    def _give_up(self, request_id: str) -> None:
-        """Abort a request whose reader is too slow, and drop what is unread of it."""
+    def _abort_slow_reader(self, request_id: str) -> None:
+        """Abort a request whose reader is too slow and drop its unread output."""
         children = [child for child, parent in self._parents.items() if parent == request_id]
         for child in children:
             del self._parents[child]
@@ -409,12 +411,12 @@ class EngineClient:
             ReaderTooSlow("the answer was not read as fast as it was generated, and was aborted: read it faster")
         )
 
-    def _lose(self, reason: str, what_next: str = "") -> None:
-        """The loop is gone: everyone who waits for it is told, and its counts are kept."""
-        self._death = reason + what_next
+    def _fail_pending(self, reason: str, what_next: str = "") -> None:
+        """Fail all waiting requests and queries because the loop has ended; keep its counters."""
+        self._end_reason = reason + what_next
         self._stats = totals_after_exit(self._stats, reason)
-        message = f"the engine ended: {self._death}"
-        for queue in self._queues.values():  # an error each: one raised in many places collects all their tracebacks
+        message = f"the engine ended: {self._end_reason}"
+        for queue in self._queues.values():  # one instance each: a shared one would collect all tracebacks
             queue.put(EngineDead(message))
             queue.end_all()
         for future in self._replies.values():
@@ -422,18 +424,18 @@ class EngineClient:
                 future.set_exception(EngineDead(message))
         self._replies.clear()
 
-    def _die(self, reason: str, refused: Exception | None = None) -> None:
-        """The loop is gone for good; said once."""
+    def _end(self, reason: str, refused: Exception | None = None) -> None:
+        """Fail everything because the loop has ended for good. Later calls do nothing."""
         if self._is_final:
             return
         self._is_final = True
-        self._lose(reason)
+        self._fail_pending(reason)
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(refused or EngineDead(f"the engine ended: {reason}"))
 
 
-def _start_of(warm: Mapping[str, Any]) -> str:
-    """How far a start is: there is a progress of captures only once the model is loaded."""
+def _startup_progress(warm: Mapping[str, Any]) -> str:
+    """Describe the progress of a start. `warm` is empty until the model is loaded."""
     if not warm:
         return "the model is being loaded"
     captured = warm["captured"]

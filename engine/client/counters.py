@@ -1,6 +1,6 @@
-"""Counters that outlive an engine process: what ended processes counted is added to what the running one counts.
+"""Keep counters monotonic across engine restarts: add the totals of ended processes to the running one's.
 
-Knows EngineStats and which of its parts are counts. Gauges are always the running process' own.
+Gauges are always those of the running process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GRAPH_COUNTS = (
 
 
 def totals_after_exit(ended: EngineStats, reason: str) -> EngineStats:
-    """What stays of a process that ended: its counts, and why it ended as the last error; gauges are at zero."""
+    """Return the stats to keep of an ended process: its counters, `reason` as the last error, and gauges at zero."""
     counts = {name: getattr(ended, name) for name in COUNTS}
     graphs = {name: ended.graphs[name] for name in (*GRAPH_COUNTS, "capture_seconds") if name in ended.graphs}
     return EngineStats(
@@ -32,7 +32,7 @@ def totals_after_exit(ended: EngineStats, reason: str) -> EngineStats:
 
 
 def add_totals(before: EngineStats, now: EngineStats) -> EngineStats:
-    """A running process' snapshot, its counts raised by those of the processes before it."""
+    """Return the running process' snapshot `now` with the counters of earlier processes, `before`, added."""
     counts = {name: getattr(before, name) + getattr(now, name) for name in COUNTS}
     graphs = dict(now.graphs)
     for name in GRAPH_COUNTS:
@@ -52,8 +52,8 @@ def add_totals(before: EngineStats, now: EngineStats) -> EngineStats:
 
 def _sum(*lists: Iterable[tuple[tuple, int]]) -> list[tuple[tuple, int]]:
     total: Counter[tuple] = Counter()
-    for one in lists:
-        for labels, count in one:
+    for pairs in lists:
+        for labels, count in pairs:
             total[tuple(labels)] += count
     return list(total.items())
 

@@ -1,7 +1,6 @@
-"""What crosses a process border after every step: plain events as columns, and reports addressed to several fronts.
+"""Encode a step's events for another process: plain events as columns, and reports addressed to several clients.
 
-Owns which events are plain, and on the engine's side which front each request came from. A dataclass a token costs more
-to pickle and unpickle than the token costs to compute. Knows no pipe and no loop.
+Pickling and unpickling a dataclass per token costs more than computing the token.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from engine.protocol.request import TokenEvent
 
 
 def encode_events(events: Iterable[TokenEvent]) -> Events:
-    """The events of a step, the plain ones as columns. Of each sequence the order stays as it was."""
+    """Encode the events of a step, with plain ones as columns. The order within each sequence is kept."""
     columns: list[Tokens] = []
     rest: list[TokenEvent] = []
-    told: set[str] = set()  # of whom something stands in `rest`: what follows it must stand behind it
+    deferred: set[str] = set()  # requests with an event in `rest`; their later events go there too, to keep the order
     for event in events:
-        if not is_plain(event) or event.request_id in told:
+        if not is_plain(event) or event.request_id in deferred:
             rest.append(event)
-            told.add(event.request_id)
+            deferred.add(event.request_id)
             continue
         last = columns[-1] if columns else None
         if last is None or last.graph_bucket != event.graph_bucket or last.weight_version != event.weight_version:
@@ -45,7 +44,7 @@ def encode_events(events: Iterable[TokenEvent]) -> Events:
 
 
 def is_plain(event: TokenEvent) -> bool:
-    """Whether the event is one token, its origin and nothing else."""
+    """Return whether the event holds one token with its weight version and bucket, and nothing else."""
     return (
         len(event.token_ids) == 1 and event.finish_reason is None and event.queue_time is None
         and event.logprobs is None and event.prompt_logprobs is None and not event.cached_tokens
@@ -54,13 +53,16 @@ def is_plain(event: TokenEvent) -> bool:
 
 
 class ReportSplitter:
-    """In the engine's process, which serves several fronts: what each of them has under way, and what is for whom."""
+    """Address reports to the clients of one engine, and track each client's running requests.
+
+    Runs in the engine process. `incoming` and `outgoing` see every command and report.
+    """
 
     def __init__(self) -> None:
         self._live: dict[int, set[str]] = {}
 
     def incoming(self, command: Command) -> Command:
-        """Note a command on its way to the loop. A front's leaving becomes the abort of all that it has under way."""
+        """Record a command for the loop and return it. ClientDisconnected becomes an Abort of the client's requests."""
         if isinstance(command, Submit):
             for request in command.requests:
                 self._live.setdefault(client_of(request.request_id), set()).add(request.request_id)
@@ -69,7 +71,7 @@ class ReportSplitter:
         return command
 
     def outgoing(self, report: Report) -> Report:
-        """A report as it leaves: in parcels where each front gets its own part, unchanged where it is for all."""
+        """Return Reply and Events as AddressedReports, one part per client, and broadcast reports unchanged."""
         if isinstance(report, Reply):
             return AddressedReports([(client_of(report.number), _pickled(report))])
         if not isinstance(report, Events):
@@ -83,15 +85,15 @@ class ReportSplitter:
 def _by_client(report: Events) -> dict[int, Events]:
     parts: dict[int, Events] = {}
     for columns in report.tokens:
-        own: dict[int, Tokens] = {}
+        columns_by_client: dict[int, Tokens] = {}
         for request_id, token_id in zip(columns.request_ids, columns.token_ids, strict=True):
             client = client_of(request_id)
-            mine = own.get(client)
-            if mine is None:
-                mine = own[client] = Tokens([], [], columns.weight_version, columns.graph_bucket)
-                parts.setdefault(client, Events([])).tokens.append(mine)
-            mine.request_ids.append(request_id)
-            mine.token_ids.append(token_id)
+            own = columns_by_client.get(client)
+            if own is None:
+                own = columns_by_client[client] = Tokens([], [], columns.weight_version, columns.graph_bucket)
+                parts.setdefault(client, Events([])).tokens.append(own)
+            own.request_ids.append(request_id)
+            own.token_ids.append(token_id)
     for event in report.events:
         parts.setdefault(client_of(event.request_id), Events([])).events.append(event)
     return parts

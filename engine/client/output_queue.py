@@ -1,7 +1,4 @@
-"""Between the client, which gets what a step gave, and the one reader of a request: what waits, and in what pieces.
-
-Owns the queue, where a request ends, and the joining of deltas for a reader who is behind. Knows no engine.
-"""
+"""Queue the outputs of one request for its single reader, and merge deltas for a reader that falls behind."""
 
 from __future__ import annotations
 
@@ -11,17 +8,17 @@ from collections.abc import Callable, Sequence
 from engine.errors import EngineError
 from engine.protocol.outputs import OutputDelta
 
-UNREAD_BYTES = 2**20  # of a request, beyond which its reader is too slow
-UNREAD_BYTES_PER_SEQUENCE = 2**16  # added for each of its n: they are generated side by side
-DELTA_BYTES = 300  # of one token without log-probabilities, measured on CPython 3.11
-LOGPROB_BYTES = 100  # of one alternative in a token's log-probabilities
+UNREAD_BYTES = 2**20  # limit of unread output per request; beyond it the reader is too slow
+UNREAD_BYTES_PER_SEQUENCE = 2**16  # added per sequence, since the n sequences generate in parallel
+DELTA_BYTES = 300  # per token without log-probabilities, measured on CPython 3.11
+LOGPROB_BYTES = 100  # per alternative in a token's log-probabilities
 
 
 class OutputQueue:
-    """Outputs that wait for a request's one reader, which takes all of them at once.
+    """Outputs that wait for a request's single reader, which takes all of them at once.
 
-    `sequences`: how many the request has. `on_end(count)` is called when the engine is done with `count` of them,
-    whether they are read or not, and never for more than there are.
+    `sequences` is the number of the request's sequences. `on_end(count)` is called when the engine has finished `count`
+    of them, read or not; the counts add up to `sequences` at most.
     """
 
     __slots__ = ("_items", "_limit", "_on_end", "_running", "_unread_bytes", "_waiter")
@@ -33,7 +30,7 @@ class OutputQueue:
         self._unread_bytes, self._limit = 0, UNREAD_BYTES + sequences * UNREAD_BYTES_PER_SEQUENCE
 
     def add(self, delta: OutputDelta) -> bool:
-        """Add a delta, and wake the reader. False once more is unread than is kept: the request must be given up."""
+        """Add a delta and wake the reader. Return False once the unread output exceeds the limit: abort the request."""
         self._unread_bytes += DELTA_BYTES
         if delta.logprobs is not None:
             self._unread_bytes += LOGPROB_BYTES * sum(len(one.top) for one in delta.logprobs)
@@ -43,30 +40,30 @@ class OutputQueue:
         return self._unread_bytes <= self._limit
 
     def give_up(self, error: EngineError) -> None:
-        """Drop all that is unread; the reader finds `error` in its place."""
+        """Replace the unread output by `error`."""
         self._items, self._unread_bytes = [], 0
         self.put(error)
         self.end_all()
 
     def end(self, count: int) -> None:
-        """The engine is done with so many more sequences."""
+        """Record that the engine has finished `count` more sequences."""
         count = min(count, self._running)
         self._running -= count
         if count and self._on_end is not None:
             self._on_end(count)
 
     def end_all(self) -> None:
-        """The engine is done with every sequence."""
+        """Record that the engine has finished every sequence."""
         self.end(self._running)
 
     def put(self, item: OutputDelta | EngineError) -> None:
-        """Add an item, and wake the reader."""
+        """Append an item and wake the reader."""
         self._items.append(item)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def take(self) -> list[OutputDelta | EngineError]:
-        """All that has come, in order; waits for the first."""
+        """Return all queued items in order, waiting until there is at least one."""
         if not self._items:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -78,7 +75,11 @@ class OutputQueue:
 def deltas_until_end(
     items: Sequence[OutputDelta | EngineError], open_children: set[str]
 ) -> tuple[list[OutputDelta], EngineError | None]:
-    """The deltas up to an error, or to where the last child ends: what comes after that is the engine's own end."""
+    """Return the deltas up to the first error or the end of the last child, and that error or None.
+
+    Removes finished children from `open_children`. Items after the end of the last child are ignored: they can only be
+    errors from an engine that ended later.
+    """
     deltas: list[OutputDelta] = []
     for item in items:
         if isinstance(item, EngineError):
@@ -92,7 +93,7 @@ def deltas_until_end(
 
 
 def merge_deltas(deltas: Sequence[OutputDelta]) -> list[OutputDelta]:
-    """The deltas of each sequence in their order, joined where they can be. The first of each run is written to."""
+    """Merge consecutive deltas of each sequence where possible. The first of each run is modified in place."""
     found: list[OutputDelta] = []
     last: dict[str, OutputDelta] = {}
     for delta in deltas:

@@ -1,7 +1,7 @@
-"""Several fronts on one engine: the hub in the main process, and each front's transport to it.
+"""Share one engine between several clients: EngineRouter in the main process, RouterTransport in each client's.
 
-Owns the pipes between fronts and engine, who is connected, and what a front that comes later is told. Passes on what is
-addressed without opening it. Knows no HTTP, and neither how fronts are started nor why they end.
+The router forwards commands to the engine and reports to the connected clients, and sends the current state to a client
+that connects later. Addressed reports are forwarded without unpickling them.
 """
 
 from __future__ import annotations
@@ -21,89 +21,89 @@ logger = logging.getLogger(__name__)
 
 
 class EngineRouter:
-    """The one way to an engine, shared by fronts in processes of their own.
+    """Route commands and reports between one engine and clients in other processes.
 
-    `start`, `connect` and `stop` belong to one thread. A front ends with its pipe: what it has under way is aborted,
-    and the others notice nothing. A front's number is never given to another one, so late tokens find nobody.
+    Call `start`, `connect` and `stop` from one thread. When a client's pipe closes, its running requests are aborted;
+    other clients are not affected. Never reuse a client number, so that late tokens of an ended client are dropped.
     """
 
     def __init__(self, transport: Transport):
         self._transport = transport
-        self._lock = threading.Lock()  # over who is connected and what they were told, so that nobody misses a report
-        self._lines: dict[int, Outbox] = {}
-        self._known: dict[type, Report] = {}  # what a front that comes later must be told, the latest of each kind
+        self._lock = threading.Lock()  # guards _outboxes and _latest, so that a new client misses no report
+        self._outboxes: dict[int, Outbox] = {}
+        self._latest: dict[type, Report] = {}  # the latest report of each type, for clients that connect later
         self._on_report: OnReport | None = None
 
     def start(self, on_report: OnReport) -> None:
-        """Start the engine. `on_report` hears what is for all: Ready, Snapshot, Lost, Dead."""
+        """Start the engine. `on_report` receives the broadcast reports: Ready, Snapshot, Lost, Dead."""
         self._on_report = on_report
         self._transport.start(self._relay)
 
     def stop(self, timeout: float) -> None:
-        """End the engine, and hang up on every front."""
+        """Stop the engine, then disconnect every client."""
         self._transport.stop(timeout)
         with self._lock:
-            lines, self._lines = self._lines, {}
-        for line in lines.values():
-            line.close()
+            outboxes, self._outboxes = self._outboxes, {}
+        for outbox in outboxes.values():
+            outbox.close()
 
     def connect(self, client: int) -> Connection:
-        """A new front's end of a pipe. Hand it to that front's process, then close it here."""
-        ours, theirs = multiprocessing.get_context("spawn").Pipe(duplex=True)
-        line = Outbox(ours, f"encore-front-{client}")
+        """Connect a new client and return its end of the pipe. Pass it to the client's process, then close it here."""
+        router_end, client_end = multiprocessing.get_context("spawn").Pipe(duplex=True)
+        outbox = Outbox(router_end, f"encore-client-{client}")
         with self._lock:
-            self._lines[client] = line
-            for kind in (Lost, Snapshot, Ready, Dead):  # by the time it is ready it knows the counts
-                if kind in self._known:
-                    line.put(_pickled(self._known[kind]))
+            self._outboxes[client] = outbox
+            for report_type in (Lost, Snapshot, Ready, Dead):  # Snapshot before Ready: a ready client has the counters
+                if report_type in self._latest:
+                    outbox.put(_pickled(self._latest[report_type]))
         threading.Thread(
-            target=self._listen, args=(client, ours), daemon=True, name=f"encore-front-{client}-in"
+            target=self._forward_commands, args=(client, router_end), daemon=True, name=f"encore-client-{client}-in"
         ).start()
-        return theirs
+        return client_end
 
-    def _listen(self, client: int, connection: Connection) -> None:
-        """Pass a front's commands on until it is gone."""
+    def _forward_commands(self, client: int, connection: Connection) -> None:
+        """Forward a client's commands to the engine until its pipe closes."""
         try:
             while True:
                 self._send(connection.recv())
         except (EOFError, OSError):
             with self._lock:
-                line = self._lines.pop(client, None)
-            if line is not None:
-                line.close()
+                outbox = self._outboxes.pop(client, None)
+            if outbox is not None:
+                outbox.close()
             self._send(ClientDisconnected(client))
 
     def _send(self, command: Command) -> None:
         try:
             self._transport.send(command)
-        except EngineDead as gone:  # every front is told so by the report of its end
-            logger.debug("nobody takes commands: %s", gone)
+        except EngineDead as error:  # the Dead report reaches every client
+            logger.debug("the engine takes no commands: %s", error)
 
     def _relay(self, report: Report) -> None:
         if isinstance(report, AddressedReports):
             with self._lock:
-                for client, parcel in report.parcels:
-                    line = self._lines.get(client)
-                    if line is not None:  # else it is gone; the abort is on its way
-                        line.put(parcel)
+                for client, payload in report.parcels:
+                    outbox = self._outboxes.get(client)
+                    if outbox is not None:  # else the client has disconnected and its abort is on its way
+                        outbox.put(payload)
             return
         with self._lock:
-            self._remember(report)
-            parcel = _pickled(report)
-            for line in self._lines.values():
-                line.put(parcel)
+            self._record(report)
+            payload = _pickled(report)
+            for outbox in self._outboxes.values():
+                outbox.put(payload)
         self._on_report(report)
 
-    def _remember(self, report: Report) -> None:
-        self._known[type(report)] = report
+    def _record(self, report: Report) -> None:
+        self._latest[type(report)] = report
         if isinstance(report, (Lost, Dead)):
-            self._known.pop(Ready, None)  # who comes now waits for the next engine
-            if Snapshot in self._known:
-                self._known[Snapshot] = Snapshot(totals_after_exit(self._known[Snapshot].stats, report.reason))
+            self._latest.pop(Ready, None)  # a client that connects now waits for the next engine
+            if Snapshot in self._latest:
+                self._latest[Snapshot] = Snapshot(totals_after_exit(self._latest[Snapshot].stats, report.reason))
 
 
 class RouterTransport:
-    """A front's way to the engine, over its pipe to the hub."""
+    """A client's transport to the engine, over its pipe to the EngineRouter."""
 
     def __init__(self, connection: Connection):
         self._connection = connection
@@ -118,16 +118,16 @@ class RouterTransport:
             while True:
                 on_report(self._connection.recv())
         except (EOFError, OSError):
-            on_report(Dead("" if self._stopping else "the main process is gone"))
+            on_report(Dead("" if self._stopping else "the main process has ended"))
 
     def send(self, command: Command) -> None:
-        """Never waits for the hub."""
+        """Queue a command; never blocks on the router."""
         if self._stopping:
-            raise EngineDead("this front has hung up")
+            raise EngineDead("this client was stopped")
         self._outbox.put(_pickled(command))
 
     def stop(self, timeout: float) -> None:
-        """Hang up: the engine aborts what this front has under way, and serves the others."""
+        """Disconnect. The engine aborts this client's requests and serves the others."""
         self._stopping = True
         self._outbox.close()
 

@@ -1,8 +1,8 @@
-"""Keeps an engine process running: one that dies or hangs is replaced by a fresh one, within limits.
+"""Keep an engine process running: restart it when it dies or hangs, within limits.
 
-Owns when a process is given up, when another is started, and when that is no use. A Transport around transports: who
-uses it sees one way to an engine, with a Lost report where one process ended and a Ready where the next one serves, and
-counters that go on. Knows no requests; those of a lost process end in the client.
+The Supervisor is a Transport around other transports. Its user sees one engine, with a Lost report when a process
+ends, a Ready report when the next one serves, and counters that continue. The client fails the requests of a lost
+process.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ REAP_SECONDS = 5.0  # a process that has reported its end may take this long to 
 
 @dataclass(frozen=True, kw_only=True)
 class RestartPolicy:
-    """When a process is replaced.
+    """Limits for restarting the engine process. All times are in seconds.
 
-    Up to `max_restarts` within `window_seconds`; then the engine stays dead. The pause before a restart doubles from
-    `first_delay` with every restart in the window, up to `max_delay`. A loaded process that reports nothing for
-    `kill_seconds` is killed, and then replaced like one that died; it must be longer than the slowest step or capture.
+    At most `max_restarts` restarts happen within `window_seconds`; after that the engine stays dead. The delay before a
+    restart doubles from `first_delay` with every restart in the window, up to `max_delay`. A loaded process that sends
+    no report for `kill_seconds` is killed and restarted; the value must exceed the slowest step or capture.
     """
 
     max_restarts: int = 5
@@ -45,41 +45,41 @@ class RestartPolicy:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: a number of at least 0 is needed")
 
     def delay(self, recent: int) -> float:
-        """Seconds to wait before a restart that `recent` others in the window came before."""
+        """Return the seconds to wait before a restart, given `recent` earlier restarts in the window."""
         return min(self.max_delay, self.first_delay * 2 ** min(recent, 30))
 
 
 class Supervisor:
-    """A Transport that starts processes by `make` and replaces what dies or hangs.
+    """A Transport that starts processes with `make` and replaces those that die or hang.
 
-    The first process is not replaced before it has been ready: a start that fails is told to who started it. Neither
-    is one whose configuration or model is refused: a second try would be refused too.
+    If the first process ends before it was ready, it is not restarted: the Dead report goes to the caller. The same
+    holds at any time for a rejected configuration or model, which would be rejected again.
     """
 
     def __init__(self, make: Callable[[], ProcessTransport], policy: RestartPolicy | None = None):
         self._make, self._policy = make, policy or RestartPolicy()
         self._on_report: OnReport | None = None
-        self._lock = threading.Lock()  # over which process is the current one, and that none begins after a stop
+        self._lock = threading.Lock()  # guards _current, and that no process starts after stop()
         self._current: ProcessTransport | None = None
         self._stopping = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True, name="encore-supervisor")
         self._has_served = False
-        self._serves = False  # only a loaded process owes reports
-        self._reports = 0
-        self._begin_at: float | None = None
-        self._begun: list[float] = []  # when processes were replaced
-        self._hung = ""
-        self._before: EngineStats | None = None  # what the processes before this one counted
+        self._is_serving = False  # only a loaded process must report regularly
+        self._num_reports = 0
+        self._restart_at: float | None = None
+        self._restart_times: list[float] = []  # times of all restarts
+        self._hang_reason = ""
+        self._previous_totals: EngineStats | None = None  # counters of earlier processes
         self._latest = EngineStats()
 
     @property
     def pid(self) -> int | None:
-        """The current process' id, once one was started."""
+        """The current process' id, or None before the first start."""
         return self._current.pid if self._current is not None else None
 
     def start(self, on_report: OnReport) -> None:
         self._on_report = on_report
-        self._begin()
+        self._start_process()
         self._watcher.start()
 
     def send(self, command: Command) -> None:
@@ -93,73 +93,75 @@ class Supervisor:
             if self._current is not None:
                 self._current.stop(timeout)
 
-    def _begin(self) -> None:
+    def _start_process(self) -> None:
         with self._lock:
             if not self._stopping.is_set():
                 self._current = self._make()
                 self._current.start(self._relay)
 
     def _relay(self, report: Report) -> None:
-        """Pass a report on, by the current process' reader thread; of an end, what is done about it."""
-        self._reports += 1
+        """Forward a report; replace Dead by Lost if a restart follows. Runs in the process' reader thread."""
+        self._num_reports += 1
         if isinstance(report, Ready):
-            self._serves = self._has_served = True
+            self._is_serving = self._has_served = True
             self._compare_weights(report)
         elif isinstance(report, Snapshot):
-            self._latest = report.stats if self._before is None else add_totals(self._before, report.stats)
+            self._latest = (
+                report.stats if self._previous_totals is None else add_totals(self._previous_totals, report.stats)
+            )
             report = Snapshot(self._latest)
         elif isinstance(report, Dead):
-            self._serves = False
-            report = self._judge(report)
-            self._before = self._latest = totals_after_exit(self._latest, report.reason)
+            self._is_serving = False
+            report = self._handle_exit(report)
+            self._previous_totals = self._latest = totals_after_exit(self._latest, report.reason)
         self._on_report(report)
 
     def _compare_weights(self, ready: Ready) -> None:
-        before = "" if self._before is None else self._before.weight_version
-        if before and before != ready.info.weight_version:
+        version = "" if self._previous_totals is None else self._previous_totals.weight_version
+        if version and version != ready.info.weight_version:
             logger.warning(
-                "the restarted engine serves the weights %r, as they were loaded; before it were %r",
+                "the restarted engine serves the weights %r from its model folder; the previous one served %r",
                 ready.info.weight_version,
-                before,
+                version,
             )
 
-    def _judge(self, dead: Dead) -> Dead | Lost:
-        hung, self._hung = self._hung, ""
+    def _handle_exit(self, dead: Dead) -> Dead | Lost:
+        hang_reason, self._hang_reason = self._hang_reason, ""
         if self._stopping.is_set() or not self._has_served or dead.refused is not None:
             return dead
-        reason, now = hung or dead.reason or "the engine process ended", time.monotonic()
-        recent = sum(now - then < self._policy.window_seconds for then in self._begun)
+        reason, now = hang_reason or dead.reason or "the engine process ended", time.monotonic()
+        recent = sum(now - restarted < self._policy.window_seconds for restarted in self._restart_times)
         if recent >= self._policy.max_restarts:
             return Dead(
                 f"{reason}; restarted {recent} times within {self._policy.window_seconds:.0f} s already, so it is not "
                 "restarted again: find the cause in the log, then restart the server"
             )
         delay = self._policy.delay(recent)
-        self._begun.append(now)
-        self._begin_at = now + delay
-        logger.error("%s; restart %d of the engine begins in %.1f s", reason, len(self._begun), delay)
-        return Lost(reason, restarts=len(self._begun))
+        self._restart_times.append(now)
+        self._restart_at = now + delay
+        logger.error("%s; restart %d of the engine begins in %.1f s", reason, len(self._restart_times), delay)
+        return Lost(reason, restarts=len(self._restart_times))
 
     def _watch(self) -> None:
-        """Start what is due and kill what hangs, in a thread of its own, until the stop."""
-        seen, silent, before = -1, 0.0, time.monotonic()
+        """Start a due restart and kill a hung process; runs in the watcher thread until `stop`."""
+        seen_reports, silent_seconds, last_tick = -1, 0.0, time.monotonic()
         while not self._stopping.wait(TICK_SECONDS):
-            # Time in which this process itself did not run (stopped, suspended) is no silence of the other's.
+            # Time in which this process itself was stopped or suspended does not count as silence.
             now = time.monotonic()
-            passed, before = min(now - before, 2 * TICK_SECONDS), now
-            silent = silent + passed if self._serves and self._reports == seen else 0.0
-            seen = self._reports
-            if self._begin_at is not None and now >= self._begin_at:
-                self._begin_at = None
+            elapsed, last_tick = min(now - last_tick, 2 * TICK_SECONDS), now
+            silent_seconds = silent_seconds + elapsed if self._is_serving and self._num_reports == seen_reports else 0.0
+            seen_reports = self._num_reports
+            if self._restart_at is not None and now >= self._restart_at:
+                self._restart_at = None
                 self._replace()
-            elif silent > self._policy.kill_seconds:
-                self._hung = f"the engine process hung: no report for {silent:.0f} s, so it was killed"
+            elif silent_seconds > self._policy.kill_seconds:
+                self._hang_reason = f"the engine process hung: no report for {silent_seconds:.0f} s, so it was killed"
                 self._current.kill()
-                silent = 0.0
+                silent_seconds = 0.0
 
     def _replace(self) -> None:
-        self._current.stop(REAP_SECONDS)  # its memory must be free before the next one takes as much
+        self._current.stop(REAP_SECONDS)  # frees its memory before the next process needs as much
         try:
-            self._begin()
+            self._start_process()
         except OSError as error:
             self._relay(Dead(f"no engine process could be started: {error}"))

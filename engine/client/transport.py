@@ -1,7 +1,7 @@
-"""Where the loop runs: a thread of this process, or a process of its own. Commands go in, reports come out.
+"""Run the engine loop in a thread or in a child process: commands go in, reports come out.
 
-Owns threads, pipes and the child process, and that a dead child is noticed. Knows nothing of what the messages mean
-but Ready, Dead and Stop.
+Handles threads, pipes and the child process, and detects its death. Of all messages, only Ready, Dead and Stop are
+interpreted here.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from engine.utils.processes import ignore_stop_signals, log_format, set_up_child
 
 logger = logging.getLogger(__name__)
 OnReport = Callable[[Report], None]
-# Serves until a Stop: what the process of an engine runs, given its settings, `receive(timeout)` and `send`.
+# The function that an engine process runs until a Stop: called with the config, `receive(timeout)` and `send`.
 Run = Callable[[EngineConfig, Callable[[float], Command | None], OnReport], None]
 
 
 class Transport(Protocol):
-    """The way to one loop. `on_report` is called from a thread of the transport's."""
+    """Connection to one engine loop. `on_report` is called from a thread of the transport."""
 
     def start(self, on_report: OnReport) -> None:
-        """Begin to load the model; ends in a Ready or a Dead report."""
+        """Start loading the model. A Ready or a Dead report follows."""
 
     def send(self, command: Command) -> None:
-        """Hand over a command. Raises EngineDead if the loop is gone."""
+        """Send a command. Raises EngineDead if the loop has ended."""
 
     def stop(self, timeout: float) -> None:
-        """End the loop and wait, at most `timeout` seconds; then by force where that is possible."""
+        """Stop the loop and wait up to `timeout` seconds, then kill it if possible."""
 
 
 def run_loop(config: EngineConfig, receive: Callable[[float], Command | None], send: OnReport) -> None:
-    """Build a loop and serve until it ends; every way out sends one Dead."""
+    """Build a loop and serve until it ends. Every exit path sends exactly one Dead."""
     try:
         from engine.checkpoint.source import resolve_model
-        from engine.executor.build import build_loop  # torch is loaded here, and only where the loop runs
+        from engine.executor.build import build_loop  # imports torch, which only the process with the loop needs
         from engine.text.tokenizer import Tokenizer
         from engine.utils.progress import WarmProgress
 
@@ -56,15 +56,16 @@ def run_loop(config: EngineConfig, receive: Callable[[float], Command | None], s
         tokenizer = Tokenizer.try_load(source)
         loop = build_loop(config, source, tokenizer.eos_token_ids if tokenizer else ())
         if config.warmup == "full":
-            shown = WarmProgress()
+            progress_bar = WarmProgress()
 
             def progress(done: int, total: int, key: object) -> None:
-                shown(done, total, key)
-                send(Snapshot(loop.stats()))  # for who asks whether this server is ready
+                progress_bar(done, total, key)
+                send(Snapshot(loop.stats()))  # shows progress in the health report
 
             send(Snapshot(loop.stats()))  # the first capture is the slowest
             loop.warm(progress)
-    except EngineDead as error:  # one of its processes ended: nothing that another try must meet again
+    except EngineDead as error:
+        # A worker process ended, which a restart may fix: `refused` stays unset.
         return send(Dead(f"the engine did not start: {error}"))
     except EngineError as error:
         return send(Dead(str(error), refused=error))
@@ -76,7 +77,7 @@ def run_loop(config: EngineConfig, receive: Callable[[float], Command | None], s
 
 
 class ThreadTransport:
-    """The loop in a daemon thread: for tests and small machines, where one interpreter is enough."""
+    """Run the loop in a daemon thread: for tests and small machines, where one interpreter is enough."""
 
     def __init__(self, config: EngineConfig):
         self._config = config
@@ -105,11 +106,11 @@ class ThreadTransport:
             self._commands.put(Stop())
             self._thread.join(timeout)
             if self._thread.is_alive():
-                logger.error("the engine's thread did not end within %.0f s; it is left behind", timeout)
+                logger.error("the engine's thread did not end within %.0f s; it is abandoned", timeout)
 
 
 class Outbox:
-    """Sends pickled messages from a thread of its own: who hands one over never waits for who should read it."""
+    """Send pickled messages from a separate thread, so that `put` never blocks on the receiver."""
 
     def __init__(self, connection: Connection, name: str):
         self._connection = connection
@@ -118,35 +119,37 @@ class Outbox:
         self._thread.start()
 
     def put(self, message: bytes | memoryview) -> None:
-        """Hand over a message; it is dropped if nobody reads any more."""
+        """Queue a message. It is dropped if the receiver has disconnected."""
         self._messages.put(message)
 
     def close(self) -> None:
-        """Send what was handed over, then hang up, for both directions; a reader that hangs gets a second for it."""
+        """Send the queued messages, waiting up to 1 s, then shut the connection down in both directions."""
         self._messages.put(None)
         self._thread.join(1.0)
         if self._connection.closed:
             return
-        line = socket.socket(fileno=self._connection.fileno())  # no copy: there may be no file left for it
+        sock = socket.socket(
+            fileno=self._connection.fileno()
+        )  # shares the descriptor: a dup may fail at the open-file limit
         try:
-            with contextlib.suppress(OSError):  # the other side has hung up already
-                line.shutdown(socket.SHUT_RDWR)  # a close alone would leave a thread that is reading where it is
+            with contextlib.suppress(OSError):  # the other end is closed already
+                sock.shutdown(socket.SHUT_RDWR)  # close() alone would not wake a thread that is reading
         finally:
-            line.detach()
+            sock.detach()
 
     def _write(self) -> None:
         while (message := self._messages.get()) is not None:
             try:
                 self._connection.send_bytes(message)
-            except OSError as gone:
-                logger.debug("nobody reads messages: %s", gone)  # who reads on this connection reports the end
+            except OSError as error:
+                logger.debug("the receiver has disconnected: %s", error)  # the connection's reader reports the end
                 return
 
 
 class ProcessTransport:
-    """The loop in a spawned process: its steps don't share an interpreter with HTTP, and its death doesn't spread.
+    """Run the loop in a spawned process: its steps don't share an interpreter with HTTP, and a crash stays contained.
 
-    With `routed` its reports come as Parcels, for a hub. `run` is what serves there, a loop unless given.
+    With `routed`, reports come as AddressedReports, for an EngineRouter. `run` is the function that the process runs.
     """
 
     def __init__(self, config: EngineConfig, *, routed: bool = False, run: Run = run_loop):
@@ -155,25 +158,25 @@ class ProcessTransport:
         self._connection: Connection | None = None
         self._outbox: Outbox | None = None
         self._reader: threading.Thread | None = None
-        self._gone = False
-        self._listens = False  # before the model is loaded the child reads no commands
+        self._has_ended = False
+        self._accepts_commands = False  # the child reads no commands until the model is loaded
 
     @property
     def pid(self) -> int | None:
-        """The child's process id, once started."""
+        """The child's process id, or None before `start`."""
         return self._process.pid if self._process else None
 
     def start(self, on_report: OnReport) -> None:
         context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe(duplex=True)
+        self._connection, child_end = context.Pipe(duplex=True)
         self._process = context.Process(
-            target=_child,
+            target=_run_in_child,
             name="encore-engine",
             daemon=True,
-            args=(self._config, theirs, self._routed, self._run, *log_format()),
+            args=(self._config, child_end, self._routed, self._run, *log_format()),
         )
         start_ignoring_stop_signals(self._process)
-        theirs.close()  # else the end of the child would not end the pipe
+        child_end.close()  # else the pipe would stay open after the child exits
         self._reader = threading.Thread(target=self._read, args=(on_report,), daemon=True, name="encore-reports")
         self._reader.start()
         self._outbox = Outbox(self._connection, "encore-commands")
@@ -183,40 +186,40 @@ class ProcessTransport:
         try:
             while not isinstance(last, Dead):
                 last = self._connection.recv()
-                self._listens = self._listens or isinstance(last, Ready)
-                self._gone = isinstance(last, Dead)
+                self._accepts_commands = self._accepts_commands or isinstance(last, Ready)
+                self._has_ended = isinstance(last, Dead)
                 on_report(last)
         except (EOFError, OSError):
-            self._gone = True
+            self._has_ended = True
             self._process.join(1.0)
             on_report(Dead(f"the engine process ended with exit code {self._process.exitcode}"))
-        except Exception as error:  # a report that can't be read leaves the ones after it unread: better no process
-            logger.exception("a report of the engine process can't be read")
-            self._gone = True
+        except Exception as error:  # without this report, later ones are not reliable either: end the process
+            logger.exception("can't read a report of the engine process")
+            self._has_ended = True
             self._process.kill()
-            on_report(Dead(f"a report of the engine process can't be read: {type(error).__name__}: {error}"))
+            on_report(Dead(f"can't read a report of the engine process: {type(error).__name__}: {error}"))
 
     def send(self, command: Command) -> None:
-        """Never waits for the child: one that is in a long step, or hangs, reads nothing, and its pipe may be full."""
-        if self._outbox is None or self._gone:
-            raise EngineDead("the engine process is gone")
+        """Queue a command. Never blocks, even if the pipe is full because the child is in a long step or hangs."""
+        if self._outbox is None or self._has_ended:
+            raise EngineDead("the engine process has ended")
         self._outbox.put(ForkingPickler.dumps(command))
 
     def kill(self) -> None:
-        """End the child at once; it is reported as any other end."""
+        """Kill the child. A Dead report follows as for any other exit."""
         self._process.kill()
 
     def stop(self, timeout: float) -> None:
         if self._process is None:
             return
-        if self._process.is_alive() and self._listens:
+        if self._process.is_alive() and self._accepts_commands:
             try:
                 self.send(Stop())
-            except EngineDead as gone:
-                logger.debug("nothing to stop: %s", gone)
+            except EngineDead as error:
+                logger.debug("nothing to stop: %s", error)
             self._process.join(timeout)
         if self._process.is_alive():
-            if self._listens:
+            if self._accepts_commands:
                 logger.error("the engine process did not end within %.0f s; it is killed", timeout)
             self._process.kill()
             self._process.join()
@@ -225,7 +228,7 @@ class ProcessTransport:
         self._connection.close()
 
 
-def _child(
+def _run_in_child(
     config: EngineConfig,
     connection: Connection,
     routed: bool,
@@ -233,28 +236,28 @@ def _child(
     formatter: logging.Formatter | None,
     log_level: int,
 ) -> None:
-    """The engine process. The front decides when it ends, and its death ends it."""
+    """Main function of the engine process. It runs until its parent sends Stop or dies."""
     limit_openmp_spinning()
     ignore_stop_signals()
     set_up_child_log(formatter, log_level)
-    switchboard = ReportSplitter() if routed else None
+    splitter = ReportSplitter() if routed else None
 
     def receive(timeout: float) -> Command | None:
         try:
             command = connection.recv() if connection.poll(timeout) else None
-        except (EOFError, OSError):  # the front is gone
+        except (EOFError, OSError):  # the parent process has ended
             return Stop()
-        return command if switchboard is None or command is None else switchboard.incoming(command)
+        return command if splitter is None or command is None else splitter.incoming(command)
 
     def send(report: Report) -> None:
         if isinstance(report, Events):
             report = encode_events(report.events)
-        if switchboard is not None:
-            report = switchboard.outgoing(report)
+        if splitter is not None:
+            report = splitter.outgoing(report)
         try:
             connection.send(report)
-        except (BrokenPipeError, OSError) as gone:
-            logger.debug("nobody reads reports: %s", gone)
+        except (BrokenPipeError, OSError) as error:
+            logger.debug("the parent process reads no reports: %s", error)
 
     run(config, receive, send)
     connection.close()

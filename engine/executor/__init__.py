@@ -1,1 +1,1 @@
-"""How one engine drives one or several worker processes."""
+"""Run an engine in one process, or in one process per tensor-parallel rank."""

@@ -14,14 +14,14 @@ from engine.worker.sizing import resolve
 def build_loop(
     config: EngineConfig, source: ModelSource | None = None, eos_token_ids: tuple[int, ...] = ()
 ) -> EngineLoop:
-    """Load the model and put the engine together; nothing is captured yet.
+    """Load the model and build the engine loop; captures nothing yet.
 
-    `eos_token_ids` (of the tokenizer) end a text beside the model's own. Raises ConfigError or ModelError, saying what
-    to do.
+    `eos_token_ids`: the tokenizer's, added to the model's own. Raises ConfigError or ModelError with what to do about
+    it, and EngineDead if a worker process ends during the start.
     """
     source = source or resolve_model(config.model)
     if config.tensor_parallel_size > 1:
-        from engine.executor.leader import start_leader  # it and what it imports are for several processes only
+        from engine.executor.leader import start_leader  # its imports are needed only with several processes
 
         return start_leader(config, source, eos_token_ids)
     device = choose_device(config.device)
@@ -31,5 +31,5 @@ def build_loop(
     weight_format, dtype = choose_format(config, model_config, device, is_4bit and config.load_format != "dummy")
     sized = resolve(config, model_config, device, dtype)
     model = load_model(sized, source, model_config, device, dtype, weight_format)
-    ends = tuple(dict.fromkeys((*model_config.eos_token_ids, *eos_token_ids)))
-    return make_loop(sized, model, source.name, ends, weight_format, load_manifest(sized, source, weight_format))
+    eos_ids = tuple(dict.fromkeys((*model_config.eos_token_ids, *eos_token_ids)))
+    return make_loop(sized, model, source.name, eos_ids, weight_format, load_manifest(sized, source, weight_format))

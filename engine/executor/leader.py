@@ -1,9 +1,9 @@
-"""Rank 0 of a model that is split over several processes: its loop leads theirs.
+"""Rank 0 of a tensor-parallel engine: its loop leads the loops of the worker processes.
 
-Every rank has a whole loop, scheduler included, over its part of the model. Rank 0 tells the others each call that
-changes its loop before it makes it, they make the same call, and nothing else is synchronised: what a loop does follows
-from its calls alone, since logits are gathered and sampling has no state, so all ranks choose, enqueue and capture the
-same. Owns which calls are told and what the loss of a rank means. Knows no pipes.
+Every rank runs a complete loop, scheduler included, over its shard of the model. Rank 0 sends the workers each call
+that changes its loop before it executes the call, and they execute it too. Nothing else is synchronised: logits are
+gathered and sampling is stateless, so the same calls make all ranks schedule, launch and capture the same. This module
+decides which calls are replicated and how the loss of a rank is handled.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 POLL_SECONDS = 0.1
-# Calls that may end in an EngineError, which is then the same on all ranks. Any other error leaves them apart.
+# Calls that may raise an EngineError, which is then raised on all ranks. After any other error their states may differ.
 RECOVERABLE_CALLS = frozenset({"add", "update_weights", "weights_changed", "operations.load_weights"})
 
 
 class StartRank(NamedTuple):
-    """The first message to a rank. `log` is the style of rank 0's log."""
+    """The first message to a worker. `log` is rank 0's pickled log formatter and its level."""
 
     plan: ShardPlan
     rank: int
@@ -54,14 +54,17 @@ class StartRank(NamedTuple):
 
 
 class StartLoop(NamedTuple):
-    """The second: what all loops have alike. The manifest is for the order of captures; only rank 0 saves it."""
+    """The second message: values that all loops share. The manifest sets the capture order; only rank 0 saves it."""
 
     num_pages: int
     manifest: Manifest | None
 
 
 class LoopCall(NamedTuple):
-    """Each other one: a method of the loop, and where rank 0's loop is before it. None ends the rank."""
+    """Every later message: a method of the loop, and the fingerprint of rank 0's loop before the call.
+
+    None instead of a LoopCall stops the worker.
+    """
 
     method: str
     args: tuple
@@ -69,36 +72,35 @@ class LoopCall(NamedTuple):
 
 
 class LoopFingerprint:
-    """Where a loop is, in a few numbers: two ranks that differ would exchange what doesn't belong together."""
+    """The state of a loop in a few numbers. Ranks whose states differ would combine unrelated values in collectives."""
 
     def __init__(self, loop: EngineLoop):
         self._loop = loop
         self._tokens = 0
 
     def note(self, events: Iterable[TokenEvent]) -> None:
-        """Take in the tokens of a step."""
+        """Add the tokens of a step to the fingerprint."""
         self._tokens = hash((self._tokens, *(token for event in events for token in event.token_ids)))
 
     def read(self) -> tuple:
-        """The numbers as they are now."""
-        loop, counted = self._loop, self._loop.runner.cache.stats
+        """Return the current numbers."""
+        loop, stats = self._loop, self._loop.runner.cache.stats
         return (
             loop.scheduler.num_running,
             loop.scheduler.num_waiting,
             loop.scheduler.pool.num_free,
             self._tokens,
             loop.weight_version,
-            counted.captures.total(),
-            counted.failed_captures.total(),
-            counted.replays.total(),
+            stats.captures.total(),
+            stats.failed_captures.total(),
+            stats.replays.total(),
         )
 
 
 def start_leader(config: EngineConfig, source: ModelSource, eos_token_ids: tuple[int, ...] = ()) -> LeaderLoop:
-    """Start the other ranks, load all parts, and put rank 0's loop together. As `build_loop`, for
-    `tensor_parallel_size` above 1.
+    """Start the workers, load all shards and build rank 0's loop: `build_loop` for `tensor_parallel_size` > 1.
 
-    Raises ConfigError or ModelError, EngineDead if a rank ends meanwhile; no process is left then.
+    Raises ConfigError or ModelError, or EngineDead if a worker ends meanwhile; no process is left running then.
     """
     plan = plan_shards(config, source, eos_token_ids)
     workers, shard = WorkerGroup(plan.ranks - 1), None
@@ -107,7 +109,7 @@ def start_leader(config: EngineConfig, source: ModelSource, eos_token_ids: tuple
             [StartRank(plan, rank, workers.rendezvous, _picklable_log_format()) for rank in range(1, plan.ranks)]
         )
         shard = Shard(plan, 0)
-        workers.wait_for(DeviceReady)  # a rank that can't come is known before others wait for it
+        workers.wait_for(DeviceReady)  # a worker without a usable device fails before other ranks wait for it
         _run_while_ranks_live(workers, lambda: shard.join(workers.rendezvous))
         pages = shard.load()
         pages = min(pages, *(loaded.num_pages for loaded in workers.wait_for(WeightsLoaded)))
@@ -116,10 +118,10 @@ def start_leader(config: EngineConfig, source: ModelSource, eos_token_ids: tuple
         make = functools.partial(LeaderLoop, workers=workers, shard=shard)
         loop = _run_while_ranks_live(
             workers, lambda: shard.loop(pages, manifest, make)
-        )  # its kernels' memory is shared
+        )  # all ranks map each other's all-reduce memory here
         workers.wait_for(LoopReady)
         workers.watch(shard.abandon)
-        atexit.register(loop.close)  # a process that ends with captured communicators may hang
+        atexit.register(loop.close)  # a process that exits with captured communicators may hang
         return loop
     except BaseException:
         workers.kill()
@@ -128,47 +130,51 @@ def start_leader(config: EngineConfig, source: ModelSource, eos_token_ids: tuple
         raise
 
 
-def _run_while_ranks_live(workers: WorkerGroup, meet: Callable[[], T]) -> T:
-    """What `meet` gives, which the other ranks call too; raises EngineDead if one of them ends meanwhile, for which it
-    would wait.
+def _run_while_ranks_live(workers: WorkerGroup, function: Callable[[], T]) -> T:
+    """Run a collective `function` in a thread and return its value.
+
+    Raises EngineDead if a worker ends meanwhile, instead of waiting for it forever.
     """
-    ended: list[tuple[T | None, BaseException | None]] = []
+    outcome: list[tuple[T | None, BaseException | None]] = []
 
     def run() -> None:
         try:
-            ended.append((meet(), None))
+            outcome.append((function(), None))
         except BaseException as error:
-            ended.append((None, error))
+            outcome.append((None, error))
 
     thread = threading.Thread(target=run, daemon=True, name="encore-meet")
     thread.start()
     while thread.is_alive():
         thread.join(POLL_SECONDS)
         workers.poll()
-    found, error = ended[0]
+    value, error = outcome[0]
     if error is not None:
         raise error
-    return found
+    return value
 
 
 def _picklable_log_format() -> tuple[bytes, int]:
-    """The style of this process's log, pickled by itself: a formatter may be of a class that others don't have."""
+    """Return this process's log formatter, pickled, and its level.
+
+    The formatter is pickled separately because workers may not be able to import its class.
+    """
     formatter, level = log_format()
     try:
         return pickle.dumps(formatter), level
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        logger.debug("the other ranks log in a plain style: %s", error)
+        logger.debug("the workers log in the default format: %s", error)
         return pickle.dumps(None), level
 
 
 class LeaderLoop(EngineLoop):
-    """The loop of rank 0. Its methods are EngineLoop's; those that change it are told to the other ranks first.
+    """The loop of rank 0: an EngineLoop that sends each call that changes it to the workers first.
 
-    Whatever else than a refusal breaks off a told call, on any rank, ends all of them (an interruption too): the ranks
-    may be apart then. EngineDead says so, from that call or the next one.
+    If a replicated call fails on any rank with anything but a recoverable error (KeyboardInterrupt included), the
+    states of the ranks may differ, so all ranks end. That call or the next one raises EngineDead.
     """
 
-    fatal_failures = 1  # a step that failed here may have gone well elsewhere
+    fatal_failures = 1  # a step that fails here may succeed on other ranks
 
     def __init__(self, *args: Any, workers: WorkerGroup, shard: Shard):
         super().__init__(*args)
@@ -180,7 +186,7 @@ class LeaderLoop(EngineLoop):
 
     @contextmanager
     def replicated(self, method: str, *args: Any) -> Iterator[None]:
-        """Make a call inside; the ranks are told of it, unless it is part of one that they were told of."""
+        """Send a call to the workers, then execute it in the block. Calls nested in a replicated one are not sent."""
         if self._is_replicating:
             yield
             return
@@ -191,7 +197,7 @@ class LeaderLoop(EngineLoop):
         except BaseException as error:
             if isinstance(error, EngineDead) or (isinstance(error, EngineError) and method in RECOVERABLE_CALLS):
                 raise
-            reason = f"rank 0 broke off in {method}: {type(error).__name__}: {error}".rstrip(": ")
+            reason = f"rank 0 failed in {method}: {type(error).__name__}: {error}".rstrip(": ")
             if not isinstance(error, Exception):
                 self._workers.fail(reason)
                 raise
@@ -199,15 +205,15 @@ class LeaderLoop(EngineLoop):
         finally:
             self._is_replicating = False
         if self._workers.failure is not None:
-            self.drop_events()  # what came of it, without a rank, is nothing to hand out
+            self.drop_events()  # results computed without a rank are invalid
             self._workers.check()
 
     @property
     def pids(self) -> list[int]:
-        """The process ids of the other ranks, from rank 1 on."""
+        """The workers' process ids, in order of rank from 1."""
         return self._workers.pids
 
-    # ---- the calls that are told -----------------------------------------------------------------------------------
+    # ---- replicated calls ------------------------------------------------------------------------------------------
 
     def add(self, request: EngineRequest) -> None:
         with self.replicated("add", request):
@@ -220,7 +226,7 @@ class LeaderLoop(EngineLoop):
 
     def abort(self, request_ids: Iterable[str]) -> None:
         request_ids = list(request_ids)
-        if self._workers.failure is None:  # else whoever waits is told by the loop's end
+        if self._workers.failure is None:  # after a failure, the end of the loop ends all requests
             with self.replicated("abort", request_ids):
                 super().abort(request_ids)
 
@@ -234,7 +240,7 @@ class LeaderLoop(EngineLoop):
         with self.replicated("drain", behind):
             super().drain(behind)
 
-    # In which order graphs are captured depends on when it was asked for: rank 0's order goes with the call.
+    # The capture order depends on when it is read, so rank 0 sends its own order with the call.
 
     def warm(
         self, progress: Callable[[int, int, Any], None] | None = None, wanted: Sequence[GraphKey] | None = None
@@ -244,21 +250,22 @@ class LeaderLoop(EngineLoop):
             super().warm(progress, wanted)
 
     def capture_between_steps(self) -> bool:
-        self._workers.check()  # an idle loop comes here too
+        self._workers.check()  # so that an idle loop notices a failure too
         return super().capture_between_steps()
 
     def capture_next(self, key: GraphKey | None = None) -> bool:
-        todo = self.runner.cache.pending() if key is None else [key]
-        if not todo:
+        keys = self.runner.cache.pending() if key is None else [key]
+        if not keys:
             return False
-        with self.replicated("capture_next", todo[0]):
-            return super().capture_next(todo[0])
+        with self.replicated("capture_next", keys[0]):
+            return super().capture_next(keys[0])
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: str) -> int:
-        """As EngineLoop's: whole tensors, of which each rank takes its part. Their copies pass through pipes, so from
-        files `operations.load_weights` is faster.
+        """As EngineLoop.update_weights, with whole tensors: each rank takes its shard.
+
+        The tensors are copied through pipes; to load weights from files, `operations.load_weights` is faster.
         """
-        if self._is_replicating:  # each rank has tensors of its own
+        if self._is_replicating:  # part of a replicated call, so each rank has read the tensors itself
             return super().update_weights(weights, version)
         items = [item if _is_sendable(item) else None for item in weights]
         with self.replicated("update_weights", len(items), version):
@@ -270,7 +277,7 @@ class LeaderLoop(EngineLoop):
         with self.replicated("weights_changed", version):
             super().weights_changed(version)
 
-    # ---- the end ---------------------------------------------------------------------------------------------------
+    # ---- shutdown --------------------------------------------------------------------------------------------------
 
     def serve(self, receive: Callable[[float], Command | None], send: Callable[[Report], None]) -> None:
         try:
@@ -279,7 +286,7 @@ class LeaderLoop(EngineLoop):
             self.close()
 
     def close(self) -> None:
-        """End the other ranks, drop the graphs, then destroy the groups. Closing twice does nothing."""
+        """Stop the workers, drop the graphs, then destroy the process groups. Closing twice does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -287,14 +294,14 @@ class LeaderLoop(EngineLoop):
         self._workers.request_stop()
         try:
             super().close()
-            self._shard.leave()  # together with the others
+            self._shard.leave()  # at the same time as the workers
         finally:
             self._workers.end()
-            gc.collect()  # model and loop know each other, and are in the way of whatever comes next
+            gc.collect()  # model and loop form a reference cycle, which would keep their memory
 
 
 class LeaderOperations(Operations):
-    """What an operator asks of all ranks; what isn't here is about rank 0 alone, or comes as a call of the loop."""
+    """Operations that run on all ranks. Inherited ones concern rank 0 only or are replicated as calls of the loop."""
 
     _loop: LeaderLoop
 
@@ -309,7 +316,7 @@ class LeaderOperations(Operations):
 
 
 def _is_sendable(item: Any) -> bool:
-    """Whether it is a (name, tensor) pair that could be sent; every rank will refuse anything else."""
+    """Return whether `item` is a (name, tensor) pair that can be pickled. Every rank rejects anything else."""
     if not isinstance(item, (tuple, list)) or len(item) != 2 or not isinstance(item[1], torch.Tensor):
         return False
     tensor = item[1]
@@ -317,9 +324,9 @@ def _is_sendable(item: Any) -> bool:
 
 
 def _sendable(item: tuple[str, torch.Tensor] | None) -> tuple[str, torch.Tensor] | None:
-    """The pair as it is sent: the tensor a copy on the CPU."""
+    """Return the pair with a copy of the tensor on the CPU."""
     if item is None:
         return None
     name, tensor = item
-    # A copy even of what is there: a view would be sent with all that lies behind it.
+    # Copy CPU tensors too: pickling a view would send its whole storage.
     return name, torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())

@@ -1,7 +1,6 @@
-"""One rank's part of a model that is split over several processes: what is refused, the groups, the load, the loop.
+"""One tensor-parallel rank of a model: validation, process groups, weights and the engine loop.
 
-Owns what each rank does alike, from a plan that all of them have. Knows no processes and no pipes: who starts the ranks
-and tells them what to do is engine/executor/leader.py.
+Every rank runs this code with the same ShardPlan. leader.py starts the ranks and sends them calls.
 """
 
 from __future__ import annotations
@@ -36,23 +35,23 @@ from graph_cache.manifest import Manifest
 
 logger = logging.getLogger(__name__)
 
-RENDEZVOUS_SECONDS = 300.0  # what one rank may take longer than another to come to where they meet
-LEAVE_SECONDS = 2.0  # what destroying the groups may take; past it the end of the process does it
-# All ranks are processes of this host: nobody outside it may connect. And a lost rank is noticed by its pipe; torch's
-# own answer to a communicator that broke would be to abort the process.
+RENDEZVOUS_SECONDS = 300.0  # how much later than another a rank may reach the rendezvous
+LEAVE_SECONDS = 2.0  # limit for destroying the groups; after it they end with the process
+# All ranks are processes of this host, so only loopback connections are allowed. A lost rank is detected through its
+# pipe; torch's own error handling would abort the process when a communicator breaks.
 _ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardPlan:
-    """What each rank must know to make its part: plain values that pickle. `device` is rank 0's."""
+    """Picklable values from which each rank builds its shard. `device` is rank 0's."""
 
     config: EngineConfig
     source: ModelSource
     spec: ModelConfig
     weight_format: str
     dtype: torch.dtype
-    ends: tuple[int, ...]
+    eos_token_ids: tuple[int, ...]
     device: torch.device
     threads: int
 
@@ -62,15 +61,15 @@ class ShardPlan:
 
 
 def plan_shards(config: EngineConfig, source: ModelSource, eos_token_ids: tuple[int, ...]) -> ShardPlan:
-    """The plan of a configuration with tensor_parallel_size above 1, before any process is started.
+    """Validate a configuration with tensor_parallel_size > 1 and return its plan, before any process is started.
 
-    Raises ConfigError or ModelError for everything that can be known to fail: too few GPUs, a GGUF file, sizes that
-    can't be split, a model that Megatron-Core can't express, process groups that this process has already.
+    Raises ConfigError or ModelError for every failure that can be detected now: too few GPUs, a GGUF file, sizes that
+    can't be split, a model that Megatron-Core can't express, or torch.distributed initialised in this process already.
     """
-    asked = f"tensor_parallel_size={config.tensor_parallel_size}"
+    setting = f"tensor_parallel_size={config.tensor_parallel_size}"
     if source.kind != "hf":
         raise ModelError(
-            f"{source.name} is a GGUF file, found {asked}: give a folder in Hugging Face layout, or leave "
+            f"{source.name} is a GGUF file, found {setting}: give a folder in Hugging Face layout, or leave "
             "tensor_parallel_size out"
         )
     device = choose_device(config.device)
@@ -78,27 +77,27 @@ def plan_shards(config: EngineConfig, source: ModelSource, eos_token_ids: tuple[
         count, last = torch.cuda.device_count(), device.index + config.tensor_parallel_size - 1
         if last >= count:
             raise ConfigError(
-                f"{asked} on {device} and those after it needs GPU {last}, and torch sees {count} GPUs; "
+                f"{setting} starting at {device} needs GPU {last}, and torch sees {count} GPUs; "
                 "lower tensor_parallel_size, or device"
             )
     spec = config_from_folder(source.path)
     transformer_config_values(spec)
     if problems := _indivisible(spec, config.tensor_parallel_size):
-        raise ModelError(f"{source.name} can't be split by {asked}: {'; '.join(problems)}")
+        raise ModelError(f"{source.name} can't be split with {setting}: {'; '.join(problems)}")
     if dist.is_initialized():
         raise ConfigError(
-            f"{asked} needs process groups of its own, and this process has initialised "
+            f"{setting} needs process groups of its own, and this process has initialised "
             "torch.distributed already; start the engine in another process (encore serve does)"
         )
     weight_format, dtype = choose_format(config, spec, device, False)
-    resolve(dataclasses.replace(config, num_pages=config.num_pages or 2), spec, device, dtype)  # refuses sizes
-    ends = tuple(dict.fromkeys((*spec.eos_token_ids, *eos_token_ids)))
+    resolve(dataclasses.replace(config, num_pages=config.num_pages or 2), spec, device, dtype)  # rejects invalid sizes
+    eos_ids = tuple(dict.fromkeys((*spec.eos_token_ids, *eos_token_ids)))
     return ShardPlan(
         config=_without_cpu_graphs(config, device),
         source=source,
         spec=spec,
         dtype=dtype,
-        ends=ends,
+        eos_token_ids=eos_ids,
         weight_format=weight_format,
         device=device,
         threads=config.num_threads or max(1, torch.get_num_threads() // config.tensor_parallel_size),
@@ -106,30 +105,36 @@ def plan_shards(config: EngineConfig, source: ModelSource, eos_token_ids: tuple[
 
 
 class Shard:
-    """One rank: its groups, its part of the model and its loop. The methods are called in the order they stand in."""
+    """One rank: its process groups, its shard of the model and its loop.
+
+    Call the methods in the order in which they are defined.
+    """
 
     def __init__(self, plan: ShardPlan, rank: int):
-        from graph_cache.adapters.megatron import model  # takes seconds, of which those of all ranks pass together
+        from graph_cache.adapters.megatron import model  # takes seconds, in parallel on all ranks
 
         self.plan, self.rank, self._megatron = plan, rank, model
         self._has_joined = False
         self._group: dist.ProcessGroup | None = None
         self._model: MegatronModel | None = None
         self._sized: EngineConfig | None = None
-        self._exchange: TensorParallelCollectives | None = None
+        self._collectives: TensorParallelCollectives | None = None
         if plan.device.type == "cuda":
             self.device = torch.device("cuda", plan.device.index + rank)
             torch.cuda.set_device(self.device)
-            torch.zeros(1, device=self.device)  # a GPU that can't be used is told now, before others wait for this rank
+            torch.zeros(1, device=self.device)  # an unusable GPU fails here, before other ranks wait for this one
         else:
             self.device = plan.device
             self._threads = torch.get_num_threads()
             torch.set_num_threads(plan.threads)
 
     def join(self, rendezvous: str) -> None:
-        """Meet the other ranks at a file, new and the same for all, which must stay until `leave`."""
+        """Initialise the process groups through the file `rendezvous`.
+
+        The path must be the same for all ranks, must not exist yet, and must stay until `leave`.
+        """
         if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # a thread of its own may be what meets
+            torch.cuda.set_device(self.device)  # `join` may run in another thread, and the device is set per thread
         store = dist.FileStore(rendezvous, self.plan.ranks)
         store.set_timeout(timedelta(seconds=RENDEZVOUS_SECONDS))
         backend = "nccl" if self.device.type == "cuda" else "gloo"
@@ -137,12 +142,12 @@ class Shard:
         with _environment(_ENVIRONMENT):
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.plan.ranks)
             self._group = self._megatron.split_tensors(self.plan.ranks)
-            # The first collective connects the ranks, which takes memory that isn't the KV cache's, and can't be
-            # captured.
+            # The first collective connects the ranks. That can't be captured, and it takes memory that must be gone
+            # before the KV cache is sized.
             dist.all_reduce(torch.ones(1, device=self.device), group=self._group)
 
     def load(self) -> int:
-        """Load this rank's weights; returns for how many KV pages there is room here."""
+        """Load this rank's weights and return the number of KV pages that fit in its memory."""
         plan = self.plan
         arguments = gpt_model_arguments(plan.spec)
         arguments["vocab_size"] = -(-plan.spec.vocab_size // plan.ranks) * plan.ranks
@@ -160,29 +165,32 @@ class Shard:
     def loop(
         self, num_pages: int, manifest: Manifest | None, make: Callable[..., EngineLoop] = EngineLoop
     ) -> EngineLoop:
-        """The loop of this rank, which meets the others again; number of pages and manifest are the same for all, as is
-        all that they decide.
+        """Build this rank's loop with `make`. A collective call: all ranks must call it together.
+
+        `num_pages` and `manifest` must be the same on all ranks, because every decision of the loops follows from them.
         """
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # as in `join`
         sized = dataclasses.replace(self._sized, num_pages=num_pages)
         plan = self.plan
-        loop = make_loop(sized, self._model, plan.source.name, plan.ends, plan.weight_format, manifest, make)
-        self._exchange = loop.runner.collectives
-        loop.runner.cache.must_capture = True  # with exchanges inside: a rank that ran eager would leave others waiting
+        loop = make_loop(sized, self._model, plan.source.name, plan.eos_token_ids, plan.weight_format, manifest, make)
+        self._collectives = loop.runner.collectives
+        loop.runner.cache.must_capture = (
+            True  # graphs hold collectives: if one rank fell back to eager, the others would hang
+        )
         return loop
 
     @property
     def sized(self) -> EngineConfig:
-        """The configuration with all its sizes, by this rank's memory."""
+        """The configuration with all sizes resolved for this rank's memory."""
         return self._sized
 
     def abandon(self) -> None:
-        """Let go of what waits on the device for a rank that is gone; may block, so call it from a thread apart.
+        """Abort GPU work that waits for a lost rank. May block, so call it from a separate thread.
 
-        With gloo nobody waits: a connection that breaks is an error at once.
+        Does nothing with gloo, where a broken connection raises at once.
         """
-        group, collectives = self._group, self._exchange
+        group, collectives = self._group, self._collectives
         if group is not None and self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             if collectives is not None:
@@ -190,13 +198,13 @@ class Shard:
             group.abort()
 
     def leave(self) -> None:
-        """Destroy the groups. Graphs must be dropped before: a communicator waits for those that captured it."""
+        """Destroy the process groups. Drop the graphs first: a communicator waits for graphs that captured it."""
         if self.device.type == "cpu":
             torch.set_num_threads(self._threads)
         if not self._has_joined or not dist.is_initialized():
             return
         self._megatron.forget_groups()
-        self._group = self._exchange = None
+        self._group = self._collectives = None
         thread = threading.Thread(target=self._destroy, daemon=True, name="encore-leave")
         thread.start()
         thread.join(LEAVE_SECONDS)
@@ -209,39 +217,39 @@ class Shard:
 
     def _destroy(self) -> None:
         if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # a new thread's is another, of which this process should hold nothing
+            torch.cuda.set_device(self.device)  # a new thread's default is GPU 0, where this rank must not allocate
         dist.destroy_process_group()
 
 
 def load_random(slots: Mapping[str, Slot], seed: int, device: torch.device) -> None:
-    """Fill a model's parameters with random weights (norms 1, all else normal with deviation 0.02).
+    """Fill a model's parameters with random weights: norms 1, all others normal with standard deviation 0.02.
 
-    Each tensor is drawn whole from the seed and its name, on the device, so that a rank's part is the same whatever the
-    number of ranks. A CPU's and a GPU's numbers differ.
+    Each whole tensor is generated on `device` from the seed and its name, so a shard's values do not depend on the
+    number of ranks. CPU and GPU values differ.
     """
     for name, slot in slots.items():
-        whole = torch.ones(slot.shape, dtype=slot.dtype, device=device)
+        weight = torch.ones(slot.shape, dtype=slot.dtype, device=device)
         if not name.endswith("norm.weight"):
             generator = torch.Generator(device).manual_seed(seed ^ zlib.crc32(name.encode()))
-            whole.normal_(0.0, 0.02, generator=generator)
-        slot.write(whole)
+            weight.normal_(0.0, 0.02, generator=generator)
+        slot.write(weight)
 
 
 def _indivisible(spec: ModelConfig, ranks: int) -> list[str]:
     sizes = {
         "attention heads": spec.num_heads,
         "key and value heads": spec.num_kv_heads,
-        "columns of the MLP": spec.intermediate_size,
+        "MLP columns": spec.intermediate_size,
     }
-    return [f"its {size} {what} are no multiple of {ranks}" for what, size in sizes.items() if size % ranks]
+    return [f"its {size} {name} are not a multiple of {ranks}" for name, size in sizes.items() if size % ranks]
 
 
 def _without_cpu_graphs(config: EngineConfig, device: torch.device) -> EngineConfig:
-    """What is replayed on a CPU is a tape of operations, and what gloo exchanges isn't on it."""
+    """Disable graphs on a CPU: the CPU tape can't record gloo collectives."""
     if device.type != "cpu" or config.graph_config().inference_cuda_graph_scope == "none":
         return config
     logger.warning(
-        "tensor_parallel_size=%d on a CPU: exchanges between processes can't be captured there, so all steps run eager",
+        "tensor_parallel_size=%d on a CPU: its collectives can't be captured there, so all steps run eager",
         config.tensor_parallel_size,
     )
     return dataclasses.replace(config, inference_cuda_graph_scope="none")
@@ -249,7 +257,7 @@ def _without_cpu_graphs(config: EngineConfig, device: torch.device) -> EngineCon
 
 @contextmanager
 def _environment(defaults: Mapping[str, str]) -> Iterator[None]:
-    """These variables while something reads them, unless the environment has them."""
+    """Set the environment variables that are not set yet, for the duration of the block."""
     added = {name: value for name, value in defaults.items() if name not in os.environ}
     os.environ.update(added)
     try:

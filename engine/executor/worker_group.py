@@ -1,7 +1,6 @@
-"""The processes of ranks 1 and up, as rank 0 has them: started, told what to do, watched, ended.
+"""Start, message, watch and stop the worker processes (ranks 1 and up) from rank 0.
 
-Owns the processes and their pipes, and that the loss of one is noticed at once. Knows neither what they are told nor
-what a rank is made of; what they do with it is engine/executor/worker_main.py.
+Each worker runs worker_main.py and is connected by a pipe. The loss of a worker is detected at once.
 """
 
 from __future__ import annotations
@@ -28,43 +27,44 @@ from engine.utils.processes import STOP_SIGNALS
 
 logger = logging.getLogger(__name__)
 
-STOP_SECONDS = 2.5  # a rank that was told to end may take this long before it is killed
-FAILURE_GRACE_SECONDS = 2.0  # an error of a broken connection may come this much sooner than the news why it broke
+STOP_SECONDS = 2.5  # a worker told to stop may take this long before it is killed
+FAILURE_GRACE_SECONDS = 2.0  # a connection error may precede the message with its cause by this much
 
 
 @dataclass(frozen=True)
 class DeviceReady:
-    """A rank has its device, and is about to meet the others."""
+    """The worker has its device and is about to join the rendezvous."""
 
 
 @dataclass(frozen=True)
 class WeightsLoaded:
-    """A rank has its weights, and room for this many KV pages."""
+    """The worker has loaded its weights and has memory for `num_pages` KV pages."""
 
     num_pages: int
 
 
 @dataclass(frozen=True)
 class LoopReady:
-    """A rank has its loop and waits for calls."""
+    """The worker has built its loop and waits for calls."""
 
 
 @dataclass(frozen=True)
 class RankFailed:
-    """A rank ends. `error` is what a user can put right."""
+    """The worker failed and exits. `error` is set if the user can fix the cause."""
 
     reason: str
     error: EngineError | None = None
 
 
-Kind = TypeVar("Kind", DeviceReady, WeightsLoaded, LoopReady)
+Message = TypeVar("Message", DeviceReady, WeightsLoaded, LoopReady)
 
 
 class WorkerGroup:
-    """The other ranks' processes. One thread calls the methods; another one watches.
+    """The worker processes. Call the methods from one thread; a second thread watches the pipes.
 
-    `failure` says why they are lost, once one is: from then on none of them is of use, since a rank that has missed a
-    call is not where the others are. `rendezvous` is a file, not there yet, in a folder that goes with them.
+    `failure` is the reason once a worker is lost. From then on the whole group is unusable, because a rank that missed
+    a call differs from the others. `rendezvous` is the path of a file that does not exist yet, in a temporary folder
+    that is removed with the group.
     """
 
     def __init__(self, count: int):
@@ -72,10 +72,10 @@ class WorkerGroup:
         self._folder = tempfile.mkdtemp(prefix="encore-ranks-")
         self.rendezvous = os.path.join(self._folder, "rendezvous")
         self._processes: list[subprocess.Popen] = []
-        self._lines: list[Connection] = []
+        self._pipes: list[Connection] = []
         self._watcher: threading.Thread | None = None
         self._on_loss: Callable[[], None] | None = None
-        self._lock = threading.Lock()  # over who is the first to say that they are lost
+        self._lock = threading.Lock()  # guards `failure`: the first reason wins
         self._ending = False
         try:
             for _ in range(count):
@@ -85,156 +85,163 @@ class WorkerGroup:
             raise
 
     def _start(self) -> None:
-        """Start a process that imports nothing of the caller's main module, and may be started by a daemonic one, both
-        of which multiprocessing's can't.
+        """Start one worker.
+
+        Uses subprocess because multiprocessing would import the caller's main module and can't start a process from a
+        daemonic one.
         """
-        ours, theirs = multiprocessing.Pipe(duplex=True)
-        self._lines.append(ours)
+        parent_end, child_end = multiprocessing.Pipe(duplex=True)
+        self._pipes.append(parent_end)
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        # Until it ignores them: rank 0 decides who ends.
+        # The child inherits the block until it ignores the signals itself: rank 0 decides when workers stop.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             self._processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-P", "-m", "engine.executor.worker_main", str(theirs.fileno()), self._folder],
+                    [sys.executable, "-P", "-m", "engine.executor.worker_main", str(child_end.fileno()), self._folder],
                     stdin=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(),),
+                    pass_fds=(child_end.fileno(),),
                     env=os.environ | {"PYTHONPATH": path},
                 )
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            theirs.close()  # else the end of the process would not end the pipe
+            child_end.close()  # else the pipe would stay open after the worker exits
 
     @property
     def pids(self) -> list[int]:
-        """The processes' ids, from rank 1 on."""
+        """The process ids, in order of rank from 1."""
         return [process.pid for process in self._processes]
 
-    # ---- talking ---------------------------------------------------------------------------------------------------
+    # ---- messages --------------------------------------------------------------------------------------------------
 
     def broadcast(self, message: Any) -> None:
-        """Send a message to every rank. Raises EngineDead if one is gone."""
+        """Send a message to every worker. Raises EngineDead if one is lost."""
         self.check()
-        text = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        for rank in range(1, len(self._lines) + 1):
-            self._send(rank, text)
+        payload = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        for rank in range(1, len(self._pipes) + 1):
+            self._send(rank, payload)
 
     def send_each(self, messages: list[Any]) -> None:
-        """Send each rank a message of its own, in order of rank. Raises EngineDead if one is gone."""
+        """Send each worker its own message, in order of rank. Raises EngineDead if one is lost."""
         self.check()
         for rank, message in enumerate(messages, 1):
             self._send(rank, pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
-    def _send(self, rank: int, text: bytes) -> None:
+    def _send(self, rank: int, payload: bytes) -> None:
         try:
-            self._lines[rank - 1].send_bytes(text)
-        except OSError as gone:
-            raise EngineDead(self.pending_failure() or self.fail(self._end_of(rank))) from gone
+            self._pipes[rank - 1].send_bytes(payload)
+        except OSError as error:
+            raise EngineDead(self.pending_failure() or self.fail(self._exit_reason(rank))) from error
 
-    def wait_for(self, kind: type[Kind]) -> list[Kind]:
-        """One message of this kind from each rank, in order. Raises what a rank failed of, or EngineDead."""
-        found: dict[Connection, Kind] = {}
-        while len(found) < len(self._lines):
-            for line in wait([line for line in self._lines if line not in found]):
-                message = self._receive(line)
+    def wait_for(self, message_type: type[Message]) -> list[Message]:
+        """Receive one message of this type from each worker and return them in order of rank.
+
+        Raises the EngineError that a worker reports, or EngineDead.
+        """
+        received: dict[Connection, Message] = {}
+        while len(received) < len(self._pipes):
+            for pipe in wait([pipe for pipe in self._pipes if pipe not in received]):
+                message = self._receive(pipe)
                 if isinstance(message, RankFailed):
                     raise message.error or EngineDead(self.fail(message.reason))
-                if not isinstance(message, kind):
-                    raise EngineDead(self.fail(f"rank {self._rank(line)} sent {message!r}, {kind.__name__} was due"))
-                found[line] = message
-        return [found[line] for line in self._lines]
+                if not isinstance(message, message_type):
+                    raise EngineDead(
+                        self.fail(f"rank {self._rank_of(pipe)} sent {message!r}, {message_type.__name__} was expected")
+                    )
+                received[pipe] = message
+        return [received[pipe] for pipe in self._pipes]
 
-    def _receive(self, line: Connection) -> Any:
+    def _receive(self, pipe: Connection) -> Any:
         try:
-            return line.recv()
+            return pipe.recv()
         except (EOFError, OSError):
-            return RankFailed(self._end_of(self._rank(line)))
+            return RankFailed(self._exit_reason(self._rank_of(pipe)))
 
-    def _rank(self, line: Connection) -> int:
-        return self._lines.index(line) + 1
+    def _rank_of(self, pipe: Connection) -> int:
+        return self._pipes.index(pipe) + 1
 
-    def _end_of(self, rank: int) -> str:
+    def _exit_reason(self, rank: int) -> str:
         process = self._processes[rank - 1]
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(FAILURE_GRACE_SECONDS / 2)
         return f"the process of rank {rank} ended with exit code {process.poll()}"
 
-    # ---- losing one ------------------------------------------------------------------------------------------------
+    # ---- failures --------------------------------------------------------------------------------------------------
 
     def watch(self, on_loss: Callable[[], None]) -> None:
-        """From now on notice the end of a rank as it comes. Once they are lost a thread of its own calls `on_loss`."""
+        """Start watching for the end of a worker. When one is lost, `on_loss` is called in a thread of its own."""
         self._on_loss = on_loss
         self._watcher = threading.Thread(target=self._watch, daemon=True, name="encore-ranks")
         self._watcher.start()
 
     def _watch(self) -> None:
-        message = self._receive(wait(self._lines)[0])
+        message = self._receive(wait(self._pipes)[0])
         if not self._ending:
-            self.fail(message.reason if isinstance(message, RankFailed) else f"a rank sent {message!r} out of turn")
+            self.fail(message.reason if isinstance(message, RankFailed) else f"a worker sent {message!r} unexpectedly")
 
     def poll(self) -> None:
-        """Raise what a rank failed of, or EngineDead, if the process of one has ended; for when nobody watches yet."""
+        """Raise a worker's EngineError, or EngineDead, if a worker has exited. For use before `watch`."""
         for rank, process in enumerate(self._processes, 1):
             if process.poll() is not None:
-                line = self._lines[rank - 1]
-                said = self._receive(line) if line.poll() else None
-                error = said.error if isinstance(said, RankFailed) else None
+                pipe = self._pipes[rank - 1]
+                message = self._receive(pipe) if pipe.poll() else None
+                error = message.error if isinstance(message, RankFailed) else None
                 raise error or EngineDead(
-                    self.fail(said.reason if isinstance(said, RankFailed) else self._end_of(rank))
+                    self.fail(message.reason if isinstance(message, RankFailed) else self._exit_reason(rank))
                 )
 
     def check(self) -> None:
-        """Raise EngineDead if a rank is lost."""
+        """Raise EngineDead if a worker is lost."""
         if self.failure is not None:
             raise EngineDead(self.failure)
 
     def pending_failure(self) -> str | None:
-        """Why the ranks are lost, waiting a moment for it; None if no rank said so."""
-        end = time.monotonic() + FAILURE_GRACE_SECONDS
-        while self._watcher is not None and self.failure is None and time.monotonic() < end:
+        """Return why the group failed, waiting up to FAILURE_GRACE_SECONDS for it; None if no failure is reported."""
+        deadline = time.monotonic() + FAILURE_GRACE_SECONDS
+        while self._watcher is not None and self.failure is None and time.monotonic() < deadline:
             time.sleep(0.01)
         return self.failure
 
     def fail(self, reason: str) -> str:
-        """Hold that the ranks are lost, for the first of the reasons given, and return it."""
+        """Mark the group as failed and return the reason; the first reason given is kept."""
         with self._lock:
             if self.failure is None:
                 self.failure = reason
-                logger.error("%s; the ranks can't go on", reason)
+                logger.error("%s; all ranks are stopped", reason)
                 if self._on_loss is not None:
                     threading.Thread(target=self._on_loss, daemon=True, name="encore-ranks-lost").start()
         return self.failure
 
-    # ---- ending ----------------------------------------------------------------------------------------------------
+    # ---- shutdown --------------------------------------------------------------------------------------------------
 
     def request_stop(self) -> None:
-        """Tell all to end, without waiting for it; they are killed where one is lost."""
+        """Tell all workers to stop, without waiting. If one is lost, kill them all."""
         self._ending = True
         try:
             self.broadcast(None)
-        except EngineDead as lost:
-            logger.debug("nobody is told to end: %s", lost)
+        except EngineDead as error:
+            logger.debug("the workers are killed: %s", error)
             self._kill()
 
     def end(self) -> None:
-        """Wait for the ends of those dismissed, kill who takes too long, and clean up."""
-        until = time.monotonic() + STOP_SECONDS
+        """Wait for the workers to exit, kill those that take more than STOP_SECONDS, and clean up."""
+        deadline = time.monotonic() + STOP_SECONDS
         for rank, process in enumerate(self._processes, 1):
             try:
-                process.wait(max(0.0, until - time.monotonic()))
+                process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 logger.error("the process of rank %d did not end within %.0f s; it is killed", rank, STOP_SECONDS)
         self.kill()
 
     def kill(self) -> None:
-        """End all at once. Safe at any time, and more than once."""
+        """Kill all workers and clean up. Safe at any time and more than once."""
         self._ending = True
         self._kill()
         if self._watcher is not None:
-            self._watcher.join(1.0)  # it reads the lines
-        for line in self._lines:
-            line.close()
+            self._watcher.join(1.0)  # it reads the pipes that are closed next
+        for pipe in self._pipes:
+            pipe.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _kill(self) -> None:

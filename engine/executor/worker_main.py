@@ -1,8 +1,8 @@
-"""A process of rank 1 or up: builds its part of the model, then makes every call that rank 0 makes.
+"""Entry point of a worker process (rank 1 and up): load one shard, then replicate the calls of rank 0.
 
-Owns the life of such a process: that it ends when rank 0 says so, when rank 0 is gone, and when it is not where rank 0
-is. Decides nothing else. worker_group.py runs it as `python -m engine.executor.worker_main FD FOLDER`: the pipe to
-rank 0, and the folder of the rendezvous.
+worker_group.py runs it as `python -m engine.executor.worker_main FD FOLDER`: the file descriptor of the pipe to rank 0,
+and the folder that holds the rendezvous file. The process exits when rank 0 tells it to, when rank 0 dies, or when its
+loop state differs from rank 0's.
 """
 
 from __future__ import annotations
@@ -26,91 +26,95 @@ from engine.executor.worker_group import DeviceReady, LoopReady, RankFailed, Wei
 from engine.utils.openmp import limit_openmp_spinning
 from engine.utils.processes import ignore_stop_signals, set_up_child_log
 
-if TYPE_CHECKING:  # they import torch, which must find the environment in order
+if TYPE_CHECKING:  # they import torch, which must come after limit_openmp_spinning()
     from engine.core.loop import EngineLoop
     from engine.executor.leader import LoopCall
 
 logger = logging.getLogger(__name__)
 
-ORPHAN_SECONDS = 1.0  # without rank 0 a step may wait for ever: what is under way gets this long
+ORPHAN_SECONDS = 1.0  # without rank 0 a step may block forever, so a running one gets this long
 POLL_SECONDS = 1.0
 
 
 def main() -> None:
-    """Run until rank 0 ends it or is gone."""
+    """Run until rank 0 stops this worker or dies."""
     ignore_stop_signals()
     limit_openmp_spinning()
-    line, folder = Connection(int(sys.argv[1])), sys.argv[2]
-    threading.Thread(target=_exit_with_parent, args=(line.fileno(), os.getppid(), folder), daemon=True).start()
-    code = 1
+    pipe, folder = Connection(int(sys.argv[1])), sys.argv[2]
+    threading.Thread(target=_exit_with_parent, args=(pipe.fileno(), os.getppid(), folder), daemon=True).start()
+    exit_code = 1
     try:
-        serve_rank(line)
-        code = 0
+        serve_rank(pipe)
+        exit_code = 0
     except EOFError:
-        logger.debug("rank 0 is gone")
+        logger.debug("rank 0 has exited")
     except Exception as error:
-        logger.exception("this rank ends")
-        line.send(RankFailed(f"{type(error).__name__}: {error}", error if isinstance(error, EngineError) else None))
+        logger.exception("this rank failed")
+        pipe.send(RankFailed(f"{type(error).__name__}: {error}", error if isinstance(error, EngineError) else None))
     finally:
-        if _has_hung_up(line.fileno()):
-            shutil.rmtree(folder, ignore_errors=True)  # rank 0 can't any more
+        if _has_hung_up(pipe.fileno()):
+            shutil.rmtree(folder, ignore_errors=True)  # rank 0 is dead and can't do it
         logging.shutdown()
         sys.stderr.flush()
-        # Not by the interpreter's way out: what libraries do there can hang, and nothing is left to be saved.
-        os._exit(code)
+        # Skip interpreter shutdown: exit handlers of libraries can hang, and there is nothing left to save.
+        os._exit(exit_code)
 
 
-def serve_rank(line: Connection) -> None:
-    """Build this rank, and obey until told to end. Raises EOFError when rank 0 is gone."""
-    start = line.recv()  # brings torch with it
-    _log(start.rank, *start.log)
+def serve_rank(pipe: Connection) -> None:
+    """Build this rank's loop and execute calls until rank 0 sends None. Raises EOFError if rank 0 dies."""
+    start = pipe.recv()  # unpickling imports torch
+    _set_up_log(start.rank, *start.log)
     from engine.executor.shard import Shard
 
     shard = Shard(start.plan, start.rank)
-    line.send(DeviceReady())
+    pipe.send(DeviceReady())
     shard.join(start.rendezvous)
-    line.send(WeightsLoaded(shard.load()))
-    begin = line.recv()
+    pipe.send(WeightsLoaded(shard.load()))
+    begin = pipe.recv()
     loop = shard.loop(begin.num_pages, begin.manifest)
-    loop.fatal_failures = 1  # a step that failed here may have gone well elsewhere
-    line.send(LoopReady())
-    execute_calls(loop, line, start.rank)
+    loop.fatal_failures = 1  # a step that fails here may succeed on other ranks
+    pipe.send(LoopReady())
+    execute_calls(loop, pipe, start.rank)
     loop.close()
     shard.leave()
 
 
-def execute_calls(loop: EngineLoop, line: Connection, rank: int) -> None:
-    """Make the calls that come, until a None. Raises what no rank may survive."""
+def execute_calls(loop: EngineLoop, pipe: Connection, rank: int) -> None:
+    """Execute the calls that rank 0 sends until it sends None.
+
+    Raises RuntimeError if this loop's fingerprint differs from rank 0's, and any error of a call that is not
+    recoverable.
+    """
     from engine.executor.leader import RECOVERABLE_CALLS, LoopFingerprint
 
     fingerprint, captures = LoopFingerprint(loop), None
     gc.collect()
-    while (call := line.recv()) is not None:
+    while (call := pipe.recv()) is not None:
         if call.fingerprint != fingerprint.read():
             raise RuntimeError(
-                f"before {call.method} rank {rank} is at {fingerprint.read()}, and rank 0 at {call.fingerprint}"
+                f"before {call.method} the state of rank {rank} is {fingerprint.read()}, of rank 0 {call.fingerprint}"
             )
         try:
-            found = _call(loop, call, line)
+            result = _call(loop, call, pipe)
             if call.method == "step":
-                fingerprint.note(found)
-        except EngineError as refusal:
+                fingerprint.note(result)
+        except EngineError as error:
             if call.method not in RECOVERABLE_CALLS:
                 raise
-            logger.debug("%s was refused, as on rank 0: %s", call.method, refusal)
+            logger.debug("%s failed on this rank as on rank 0: %s", call.method, error)
         if captures != (captures := loop.runner.cache.stats.captures.total()):
-            gc.freeze()  # as rank 0 does: a collection amid a step would hold all ranks up
+            gc.freeze()  # as on rank 0: a garbage collection during a step would delay all ranks
 
 
-def _call(loop: EngineLoop, call: LoopCall, line: Connection) -> object:
+def _call(loop: EngineLoop, call: LoopCall, pipe: Connection) -> object:
     if call.method == "update_weights":
         count, version = call.args
-        return loop.update_weights([line.recv() for _ in range(count)], version)
+        return loop.update_weights([pipe.recv() for _ in range(count)], version)
     return attrgetter(call.method)(loop)(*call.args)
 
 
 def _exit_with_parent(fd: int, parent: int, folder: str) -> None:
-    """End this process some time after rank 0 hung up or died, whatever this process is at."""
+    """Exit ORPHAN_SECONDS after rank 0 closes the pipe or dies, even if the main thread is blocked."""
     while os.getppid() == parent and not _has_hung_up(fd, POLL_SECONDS):
         pass
     time.sleep(ORPHAN_SECONDS)
@@ -119,17 +123,17 @@ def _exit_with_parent(fd: int, parent: int, folder: str) -> None:
 
 
 def _has_hung_up(fd: int, seconds: float = 0.0) -> bool:
-    """Whether the other side of this pipe is closed, or closes within so many seconds."""
+    """Return whether the other end of the pipe is closed, waiting up to `seconds` for it."""
     poll = select.poll()
-    poll.register(fd, 0)  # for that alone, which is always told
+    poll.register(fd, 0)  # no events requested: POLLHUP is always reported
     return bool(poll.poll(seconds * 1000))
 
 
-def _log(rank: int, style: bytes, level: int) -> None:
-    """As rank 0 logs, into the same stream; records say which rank's they are."""
+def _set_up_log(rank: int, pickled_formatter: bytes, level: int) -> None:
+    """Log to the same stream and in the same format as rank 0, with the rank as a prefix."""
     formatter = None
-    with contextlib.suppress(AttributeError, ImportError):  # of a class that only rank 0's program has
-        formatter = pickle.loads(style)
+    with contextlib.suppress(AttributeError, ImportError):  # the formatter's class may exist only in rank 0's program
+        formatter = pickle.loads(pickled_formatter)
     set_up_child_log(formatter, level, prefix=f"rank {rank}: ")
     logger.debug("rank %d, process %d", rank, os.getpid())
 

@@ -1,4 +1,4 @@
-"""A Megatron-Core GPTModel in the engine: its configuration and its weights, from Hugging Face checkpoints and back.
+"""Serve Megatron-Core GPTModels, and convert their configuration and weights from and to Hugging Face checkpoints.
 
-Works on the model's attributes and parameter names and imports no megatron: only `graph_cache/adapters/megatron` does.
+Uses the model's attributes and parameter names only; megatron itself is imported in `graph_cache/adapters/megatron`.
 """

@@ -1,7 +1,7 @@
-"""The Megatron-Core configuration that computes what a Hugging Face model computes, and whether a GPTModel has it.
+"""Translate a Hugging Face model configuration to Megatron-Core's, and compare a GPTModel with it.
 
-Owns that translation and every refusal of what Megatron-Core can't express. Makes no model: the values are for the
-caller's `TransformerConfig` and `GPTModel`, beside dtypes, parallel sizes and fusions of the caller's choice.
+Returns arguments for the caller's `TransformerConfig` and `GPTModel`; dtypes, parallel sizes and fusions are up to the
+caller. Models that Megatron-Core can't express are rejected.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from engine.layers.rotary import RopeScaling, inverse_frequencies
 from engine.models.config import ModelConfig
 
 LLAMA3_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What Megatron-Core's rope scaling takes for granted."""
+"""Values that are fixed in Megatron-Core's rope scaling."""
 
 TRAINING_ONLY = ("hidden_dropout", "attention_dropout")
-"""Values that a trainer may choose otherwise: the same weights are the same model."""
+"""Fields that a trainer may set to other values: they don't change what the weights compute in inference."""
 
 
 def transformer_config_values(config: ModelConfig) -> dict[str, Any]:
-    """Keyword arguments of Megatron-Core's TransformerConfig for the model of `config` (`config_from_folder`).
+    """Return keyword arguments of Megatron-Core's TransformerConfig for the model of `config` (`config_from_folder`).
 
-    Raises one ModelError that lists everything of the model that Megatron-Core can't express.
+    Raises one ModelError that lists every feature of the model that Megatron-Core can't express.
     """
-    if problems := _inexpressible(config):
+    if problems := _unsupported(config):
         raise ModelError(f"{config.architecture} can't be a Megatron-Core GPTModel: {'; '.join(problems)}")
     return {
         "num_layers": config.num_layers,
@@ -46,17 +46,17 @@ def transformer_config_values(config: ModelConfig) -> dict[str, Any]:
         "add_qkv_bias": config.attention_bias and not config.output_bias,
         "qk_layernorm": config.qk_norm,
         "rotary_interleaved": False,
-        # Megatron-Core's own default is 0.1, these models have none
+        # Megatron-Core's default is 0.1; these models have no dropout
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
 
 
 def gpt_model_arguments(config: ModelConfig) -> dict[str, Any]:
-    """Keyword arguments of Megatron-Core's GPTModel for the model of `config`, beside its config and layer spec.
+    """Return keyword arguments of Megatron-Core's GPTModel for the model of `config`, except config and layer spec.
 
-    `vocab_size` is the checkpoint's; a larger one, padded for tensor parallelism, may be given instead. Raises
-    ModelError as `transformer_config_values`.
+    `vocab_size` is the checkpoint's; replace it by a larger one to pad for tensor parallelism. Raises ModelError as
+    `transformer_config_values` does.
     """
     transformer_config_values(config)
     scaling = config.rope_scaling or RopeScaling()
@@ -75,7 +75,7 @@ def gpt_model_arguments(config: ModelConfig) -> dict[str, Any]:
 
 
 def differences(model: nn.Module, config: ModelConfig) -> list[str]:
-    """In what a GPTModel (not wrapped) computes something else than the model of `config`, shapes of weights aside."""
+    """List the settings in which an unwrapped GPTModel differs from the model of `config`, except weight shapes."""
     found: list[str] = []
     wanted = transformer_config_values(config)
     for name in wanted.keys() - set(TRAINING_ONLY):
@@ -83,9 +83,9 @@ def differences(model: nn.Module, config: ModelConfig) -> list[str]:
     wanted = gpt_model_arguments(config)
     for name in ("position_embedding_type", "share_embeddings_and_output_weights"):
         found += _difference(name, getattr(model, name, None), wanted[name])
-    if not _same_rotation(model, config):
-        asked = {name: wanted[name] for name in wanted if name.startswith(("ro", "seq_len"))}
-        found.append(f"the model rotates positions by other frequencies; build it with {asked}")
+    if not _same_frequencies(model, config):
+        arguments = {name: wanted[name] for name in wanted if name.startswith(("ro", "seq_len"))}
+        found.append(f"the model has other rotary frequencies; build it with {arguments}")
     return sorted(found)
 
 
@@ -93,8 +93,8 @@ def _difference(name: str, found: Any, wanted: Any) -> list[str]:
     return [] if found == wanted else [f"{name} is {found!r} in the model, {wanted!r} is needed"]
 
 
-def _same_rotation(model: nn.Module, config: ModelConfig) -> bool:
-    """Whether the frequencies agree: they are all that base, scaling rule and factors amount to."""
+def _same_frequencies(model: nn.Module, config: ModelConfig) -> bool:
+    """Return whether the rotary frequencies agree; they cover base, scaling rule and factors."""
     rotary = getattr(model, "rotary_pos_emb", None)
     found = getattr(rotary, "inv_freq", None)
     if found is None:
@@ -104,18 +104,18 @@ def _same_rotation(model: nn.Module, config: ModelConfig) -> bool:
     return found.shape == wanted.shape and torch.allclose(found, wanted, rtol=1e-5, atol=0.0)
 
 
-def _inexpressible(config: ModelConfig) -> list[str]:
-    """What Megatron-Core has no setting for."""
+def _unsupported(config: ModelConfig) -> list[str]:
+    """List the features for which Megatron-Core has no setting."""
     problems: list[str] = []
     biases = (config.attention_bias, config.output_bias, config.mlp_bias)
     if biases not in ((False, False, False), (True, False, False), (True, True, True)):
         problems.append(
-            f"biases on {_named_biases(biases)} only, where it has them on no projection, on q, k and v, or on all"
+            f"biases on {_named_biases(biases)} only; it supports biases on no projection, on q, k and v, or on all"
         )
     if config.sliding_window is not None:
         problems.append(
             f"attention within a sliding window of {config.sliding_window} tokens, which is not "
-            "translated into its window_size"
+            "translated to its window_size"
         )
     scaling = config.rope_scaling
     if scaling is not None and scaling.kind == "yarn":
@@ -130,4 +130,4 @@ def _inexpressible(config: ModelConfig) -> list[str]:
 
 
 def _named_biases(biases: tuple[bool, bool, bool]) -> str:
-    return " and ".join(name for name, there in zip(("q, k and v", "o", "the MLP"), biases, strict=True) if there)
+    return " and ".join(name for name, present in zip(("q, k and v", "o", "the MLP"), biases, strict=True) if present)

@@ -1,7 +1,6 @@
-"""A hosted GPTModel as the tensors of a dense decoder, for kernels of our own that compute a step in its place.
+"""Expose a Megatron model as the tensors of a dense decoder, for the fused kernels.
 
-Every parameter is the model's own, read where it lies: what trains is what generates. Which models are such decoders is
-plain.py's to say. Knows no kernel.
+All tensors are the model's own parameters, without copies. fusable.py checks whether a model is such a decoder.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from engine.models.dense_tensors import HeadLayout, LayerTensors
 
 
 class MegatronDecoder(Protocol):
-    """The part of MegatronModel that these tensors come from. `rotary` [positions, 1, 1, D] holds the frequencies."""
+    """The attributes of MegatronModel used here. `rotary` [positions, 1, 1, D] holds the rotary frequencies."""
 
     gpt: nn.Module
     config: ModelConfig
@@ -28,19 +27,19 @@ class MegatronDecoder(Protocol):
 
 
 class MegatronTensors:
-    """A MegatronModel as DenseTensors. What a layer lacks that every plain decoder has is None."""
+    """DenseTensors of a MegatronModel. A tensor that the model lacks is None."""
 
-    def __init__(self, hosted: MegatronDecoder):
-        self._gpt, self.config = hosted.gpt, hosted.config
-        config, group = hosted.config, hosted.gpt.pg_collection.tp
+    def __init__(self, model: MegatronDecoder):
+        self._gpt, self.config = model.gpt, model.config
+        config, group = model.config, model.gpt.pg_collection.tp
         self.heads = HeadLayout(config.num_heads, config.num_kv_heads, config.head_dim, by_group=True)
         self.group = group if group.size() > 1 else None
         self.first_token = group.rank() * len(self.embedding)
-        # As Megatron rotates: by cos and sin in the dtype of what is rotated.
-        angles = hosted.rotary.view(len(hosted.rotary), -1)
+        # Like Megatron, use cos and sin in the dtype of the rotated tensor.
+        angles = model.rotary.view(len(model.rotary), -1)
         sign = torch.ones(angles.shape[1], device=angles.device)
         sign[: angles.shape[1] // 2] = -1.0
-        self.cos, self.sin = angles.cos().to(hosted.dtype), (angles.sin() * sign).to(hosted.dtype)
+        self.cos, self.sin = angles.cos().to(model.dtype), (angles.sin() * sign).to(model.dtype)
 
     def layer(self, index: int) -> LayerTensors:
         layer = self._gpt.decoder.layers[index]
@@ -71,17 +70,17 @@ class MegatronTensors:
     @property
     def head(self) -> Tensor:
         weight = self.embedding if self._gpt.share_embeddings_and_output_weights else self._gpt.output_layer.weight
-        # Of several ranks the columns are cut where they are put together.
+        # With several ranks, padding columns are cut when the logits are gathered.
         return weight if self.group is not None else weight[: self.config.vocab_size]
 
 
 def _norm_weight(norm: nn.Module, following: nn.Module) -> Tensor | None:
-    """A norm's weight: of a module of its own (local spec), or of the linear layer behind it (Transformer Engine's)."""
+    """Return a norm's weight, from a separate module (local spec) or the next linear layer (Transformer Engine)."""
     own = getattr(norm, "weight", None)
     return getattr(following, "layer_norm_weight", None) if own is None else own
 
 
 def _bias(linear: nn.Module) -> Tensor | None:
-    """A linear layer's bias; Transformer Engine's have an empty tensor where they have none."""
+    """Return a linear layer's bias or None. Transformer Engine uses an empty tensor for no bias."""
     bias = getattr(linear, "bias", None)
     return None if bias is None or bias.numel() == 0 else bias

@@ -1,7 +1,7 @@
-"""Whether a hosted GPTModel is a plain dense decoder, which kernels of our own compute as Megatron does.
+"""Check whether a GPTModel is fusable: a plain dense decoder that the engine's fused kernels compute as Megatron does.
 
-Owns everything that is asked of such a model: its configuration, the kinds of its modules, the shapes of its
-parameters, and that no parameter is left over. Whoever is in doubt says no: the model's own layers compute it then.
+Checks the configuration, module types, parameter shapes, and that every parameter is used. If any check is
+inconclusive, the engine falls back to the model's own layers.
 """
 
 from __future__ import annotations
@@ -31,63 +31,64 @@ _REQUIRED_SETTINGS = {
     "quant_recipe": None,
     "batch_invariant_mode": False,
 }
-"""Fields of a TransformerConfig, where its version has them, and the only value that these kernels compute with."""
+"""Fields of TransformerConfig, where its version has them, and the only value that the kernels support."""
 
 _KNOWN_PACKAGES = ("megatron.core.", "transformer_engine.", "torch.nn.modules.", "apex.")
 _OPTIONAL_TENSORS = {"qkv_bias", "q_norm", "k_norm", "o_bias", "gate_up_bias", "down_bias"}
 
 
-def fusable_tensors(hosted: MegatronDecoder) -> MegatronTensors:
-    """The model's tensors. Raises ModelError, listing all in which it is no plain dense decoder."""
-    problems = _unsupported_settings(hosted) + _unknown_modules(hosted.gpt)
-    if not problems:  # the parameters of others have other names
-        tensors = MegatronTensors(hosted)
-        problems = _unreadable(hosted, tensors) + _unread_parameters(hosted.gpt, tensors)
+def fusable_tensors(model: MegatronDecoder) -> MegatronTensors:
+    """Return the model's tensors. Raises ModelError, listing every difference from a plain dense decoder."""
+    problems = _unsupported_settings(model) + _unknown_modules(model.gpt)
+    if not problems:  # other modules have other parameter names
+        tensors = MegatronTensors(model)
+        problems = _unreadable_parameters(model, tensors) + _unread_parameters(model.gpt, tensors)
     if problems:
-        raise ModelError(f"{type(hosted.gpt).__name__} is no plain dense decoder: {listed(problems)}")
-    hosted.weight_slots()  # refuses parameters of other shapes
+        raise ModelError(f"{type(model.gpt).__name__} is not a plain dense decoder: {listed(problems)}")
+    model.weight_slots()  # raises on parameters of other shapes
     return tensors
 
 
-def _unsupported_settings(hosted: MegatronDecoder) -> list[str]:
-    config = hosted.gpt.config
+def _unsupported_settings(model: MegatronDecoder) -> list[str]:
+    config = model.gpt.config
     found = [
         f"{name}={getattr(config, name)!r}"
-        for name, needed in _REQUIRED_SETTINGS.items()
-        if getattr(config, name, needed) not in (needed, None)
+        for name, required in _REQUIRED_SETTINGS.items()
+        if getattr(config, name, required) not in (required, None)
     ]
     if config.activation_func is not F.silu:
         found.append(f"activation_func {getattr(config.activation_func, '__name__', config.activation_func)}")
-    if hosted.rotary.shape[-1] != hosted.config.head_dim:
-        found.append(f"rotary positions on {hosted.rotary.shape[-1]} of {hosted.config.head_dim} numbers of a head")
+    if model.rotary.shape[-1] != model.config.head_dim:
+        found.append(f"rotary positions on {model.rotary.shape[-1]} of {model.config.head_dim} dimensions of a head")
     if config.num_query_groups % config.tensor_model_parallel_size:
         found.append(f"{config.num_query_groups} query groups over {config.tensor_model_parallel_size} ranks")
     return found
 
 
 def _unknown_modules(gpt: nn.Module) -> list[str]:
-    """Modules that may compute anything: a layer of another kind, an adapter in a projection's place. A core attention
-    is the engine's while it serves, and of the rotary embedding only the frequencies are read.
+    """List modules that may compute something else, such as another layer type or an adapter around a projection.
+
+    Skips core attention, which the engine replaces, and the rotary embedding, of which only the frequencies are used.
     """
     found, eps = set(), gpt.config.layernorm_epsilon
     for name, module in gpt.named_modules():
         if {"core_attention", "rotary_pos_emb"}.intersection(name.split(".")):
             continue
-        kind = f"{type(module).__module__}.{type(module).__qualname__}"
-        if not kind.startswith(_KNOWN_PACKAGES):
-            found.add(f"{name} is a {kind}")
+        type_name = f"{type(module).__module__}.{type(module).__qualname__}"
+        if not type_name.startswith(_KNOWN_PACKAGES):
+            found.add(f"{name} is a {type_name}")
         if "forward" in vars(module) and not type(module.forward).__module__.startswith("graph_cache."):
-            found.add(f"{name} has a forward of its own")  # and not the seam of a training engine
+            found.add(f"{name} has a replaced forward")  # other than the intercepted method of a training engine
         if getattr(module, "eps", eps) != eps:
-            found.add(f"{name} has an eps of {module.eps}, the configuration {eps}")
+            found.add(f"{name} has an eps of {module.eps}, the configuration has {eps}")
     for layer in gpt.decoder.layers:
-        for module, wanted in (
+        for module, expected in (
             (layer, "TransformerLayer"),
             (layer.self_attention, "SelfAttention"),
             (getattr(layer, "mlp", None), "MLP"),
         ):
-            if type(module).__name__ != wanted:
-                found.add(f"a {type(module).__name__} where a plain decoder has its {wanted}")
+            if type(module).__name__ != expected:
+                found.add(f"a {type(module).__name__} in place of {expected}")
         for name in ("self_attn_bda", "mlp_bda"):
             if type(getattr(layer, name, None)).__name__ == "IdentityFuncOp":
                 found.add(f"a layer without the residual of {name}")
@@ -98,38 +99,38 @@ def _unknown_modules(gpt: nn.Module) -> list[str]:
     return sorted(found)
 
 
-def _unreadable(hosted: MegatronDecoder, tensors: MegatronTensors) -> list[str]:
-    """Parameters that aren't there, or that kernels can't read as they lie."""
+def _unreadable_parameters(model: MegatronDecoder, tensors: MegatronTensors) -> list[str]:
+    """List parameters that are missing or not contiguous in the model's dtype."""
     named = [
         (f"{name} of layer {index}", tensor)
-        for index in range(hosted.config.num_layers)
+        for index in range(model.config.num_layers)
         for name, tensor in tensors.layer(index)._asdict().items()
         if tensor is not None or name not in _OPTIONAL_TENSORS
     ]
-    named += [("the last norm", tensors.norm), ("the embedding", tensors.embedding)]
-    if not hosted.config.tie_word_embeddings:
-        named.append(("the head", hosted.gpt.output_layer.weight))
+    named += [("the final norm", tensors.norm), ("the embedding", tensors.embedding)]
+    if not model.config.tie_word_embeddings:
+        named.append(("the head", model.gpt.output_layer.weight))
     return [
-        f"{name} is {_described(tensor)}, a contiguous parameter of {hosted.dtype} is needed"
+        f"{name} is {_describe(tensor)}, a contiguous parameter of {model.dtype} is needed"
         for name, tensor in named
-        if not _is_plain(tensor, hosted.dtype)
+        if not _is_plain_parameter(tensor, model.dtype)
     ]
 
 
 def _unread_parameters(gpt: nn.Module, tensors: MegatronTensors) -> list[str]:
-    """Parameters that the kernels wouldn't read: something computes with them."""
+    """List parameters that the kernels don't read, although the model may compute with them."""
     layers = [tensor for index in range(len(gpt.decoder.layers)) for tensor in tensors.layer(index)]
     read = {
         tensor.data_ptr() for tensor in (*layers, tensors.norm, tensors.embedding, tensors.head) if tensor is not None
     }
     return [
-        f"{name} is a parameter that a plain decoder has not"
+        f"{name} is a parameter that a plain decoder doesn't have"
         for name, parameter in gpt.named_parameters()
         if parameter.numel() and parameter.data_ptr() not in read
     ]
 
 
-def _is_plain(tensor: Tensor | None, dtype: torch.dtype) -> bool:
+def _is_plain_parameter(tensor: Tensor | None, dtype: torch.dtype) -> bool:
     return (
         isinstance(tensor, nn.Parameter)
         and type(tensor.data) is Tensor
@@ -138,5 +139,5 @@ def _is_plain(tensor: Tensor | None, dtype: torch.dtype) -> bool:
     )
 
 
-def _described(tensor: Tensor | None) -> str:
+def _describe(tensor: Tensor | None) -> str:
     return "missing" if tensor is None else f"a {type(tensor.data).__name__} {list(tensor.shape)} of {tensor.dtype}"

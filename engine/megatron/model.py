@@ -1,7 +1,7 @@
-"""A GPTModel of Megatron-Core as the engine runs it: the model that trains is the model that generates.
+"""Run a Megatron-Core GPTModel in the engine, on the model's own parameters.
 
-Its own layers compute on its own parameters; only their core attention is given the engine's pages while the engine
-runs it, and what it computes in a trainer's hands stays as it was. Knows no requests and no graphs.
+The model's own layers compute, so the model that trains is the model that generates. Only core attention is replaced,
+by attention over the engine's KV pages, and only while the engine runs the model: a trainer's calls are unchanged.
 """
 
 from __future__ import annotations
@@ -25,17 +25,20 @@ Rope = tuple[Tensor]
 
 
 class MegatronModel(nn.Module):
-    """A GPTModel in the place of a DenseModel: whole, on one pipeline stage, rotary positions, causal attention.
+    """Adapt a GPTModel to the interface of DenseModel.
 
-    max_len bounds positions (default: the model's max_sequence_length). `vocab_size` cuts a padded vocabulary's logits.
-    Raises ModelError, listing all, for what the engine would compute otherwise than Megatron. Until `release` the
-    model's core attentions have a `forward` of the engine's, which leaves everybody else's calls alone.
+    The model must be whole on one pipeline stage, with rotary positions and causal attention. `max_len` bounds
+    positions (default: the model's max_sequence_length). `vocab_size` cuts the logits of a padded vocabulary. Raises
+    ModelError, listing every setting with which the engine's result would differ from Megatron's.
+
+    Until `release`, the `forward` of every core attention is replaced; calls from outside the engine reach the
+    original.
     """
 
     def __init__(self, model: nn.Module, max_len: int | None = None, vocab_size: int | None = None):
         super().__init__()
         gpt = unwrapped(model)
-        if problems := _unservable(gpt):
+        if problems := _unsupported(gpt):
             raise ModelError(f"{type(gpt).__name__} can't be served: {'; '.join(problems)}")
         parameter = next(gpt.parameters())
         self.gpt, self.dtype, self.device = gpt, parameter.dtype, parameter.device
@@ -44,14 +47,16 @@ class MegatronModel(nn.Module):
         self._attention: Attention | None = None
         self._cores = [layer.self_attention.core_attention for layer in self.layers]
         if any("forward" in vars(core) for core in self._cores):
-            raise ModelError("this model is hosted already, or its core attention was replaced; release it first")
-        # The very frequencies that training uses, a row for each position.
-        self.register_buffer("rotary", self._frequencies(), persistent=False)
+            raise ModelError(
+                "an engine serves this model already, or its core attention was replaced; close that engine first"
+            )
+        # The frequencies that training uses, one row per position.
+        self.register_buffer("rotary", self._rotary_frequencies(), persistent=False)
         for index, core in enumerate(self._cores):
-            core.forward = self._paged(index, core.forward)
+            core.forward = self._paged_attention(index, core.forward)
 
     def release(self) -> None:
-        """Give the model its core attentions back."""
+        """Restore the model's own core attention."""
         for core in self._cores:
             vars(core).pop("forward", None)
 
@@ -61,17 +66,17 @@ class MegatronModel(nn.Module):
 
     def embed_tokens(self, token_ids: Tensor) -> Tensor:
         """Token ids int64 [T] -> hidden [T, h]."""
-        with self._running(self.gpt.embedding):
+        with self._engine_mode(self.gpt.embedding):
             return self.gpt.embedding(input_ids=token_ids.unsqueeze(0), position_ids=None).squeeze(1)
 
     def rope(self, positions: Tensor) -> Rope:
-        """Positions int64 [T] -> their frequencies [T, 1, 1, D], for `layer`."""
+        """Positions int64 [T] -> rotary frequencies [T, 1, 1, D] for `layer`."""
         return (self.rotary.index_select(0, positions),)
 
     def layer(self, index: int, hidden: Tensor, rope: Rope, attention: Attention) -> Tensor:
-        """Decoder layer `index`: hidden [T, h] -> a new hidden [T, h]. Tokens stand where Megatron has a sequence."""
+        """Decoder layer `index`: hidden [T, h] -> new hidden [T, h]. The tokens take Megatron's sequence dimension."""
         layer = self.layers[index]
-        with self._running(layer, attention):
+        with self._engine_mode(layer, attention):
             out, _ = layer(hidden_states=hidden.unsqueeze(1), attention_mask=None, rotary_pos_emb=rope[0])
         return out.squeeze(1)
 
@@ -80,71 +85,74 @@ class MegatronModel(nn.Module):
         return self.gpt.decoder.final_layernorm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Normed hidden [N, h] -> logits [N, vocab] of all ranks, in the model's dtype."""
+        """Normed hidden [N, h] -> logits [N, vocab] gathered from all ranks, in the model's dtype."""
         gpt = self.gpt
         weight = gpt.shared_embedding_or_output_weight() if gpt.share_embeddings_and_output_weights else None
-        part, _ = gpt.output_layer(hidden.unsqueeze(1), weight=weight, runtime_gather_output=False)
-        return self._gathered(part.squeeze(1))
+        local, _ = gpt.output_layer(hidden.unsqueeze(1), weight=weight, runtime_gather_output=False)
+        return self._gather_logits(local.squeeze(1))
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """Token ids and positions int64 [T] -> normed hidden [T, h]; `attention` writes this step's keys and values."""
+        """Token ids and positions int64 [T] -> normed hidden [T, h]. `attention` writes this step's keys and values."""
         hidden, rope = self.embed_tokens(token_ids), self.rope(positions)
         for index in range(len(self.layers)):
             hidden = self.layer(index, hidden, rope, attention)
         return self.norm(hidden)
 
     def weight_slots(self) -> dict[str, WeightSlot]:
-        """Hugging Face's tensor names to their places in this rank's parameters."""
+        """Map Hugging Face tensor names to slots in this rank's parameters."""
         return weight_slots(self.gpt, self.config.vocab_size, *_rank_of(self.gpt))
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor) of every weight that this rank holds."""
+        """Yield (Hugging Face name, tensor) for every weight of this rank."""
         for name, slot in self.weight_slots().items():
             yield name, slot.read()
 
     def tensors(self) -> DenseTensors:
-        """What kernels need of the model that compute a step in its place. Raises ModelError, listing all in which it
-        differs from what such kernels compute.
+        """Return the model's tensors for the fused kernels.
+
+        Raises ModelError, listing every difference from the dense decoder that the kernels compute.
         """
         return fusable_tensors(self)
 
-    def _paged(self, index: int, trained: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """The core attention of layer `index`: over pages inside a step of the engine, else as it was."""
+    def _paged_attention(self, index: int, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return the core attention of layer `index`: over KV pages inside an engine step, else `original`."""
 
         def forward(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if self._attention is None:
-                return trained(query, key, value, *args, **kwargs)
+                return original(query, key, value, *args, **kwargs)
             return self._attention(index, query.squeeze(1), key.squeeze(1), value.squeeze(1)).unsqueeze(1)
 
         return forward
 
     @contextmanager
-    def _running(self, module: nn.Module, attention: Attention | None = None) -> Iterator[None]:
-        """Run a module of the model for the engine: without dropout, whatever mode a trainer has it in."""
-        training = [one for one in module.modules() if one.training]
-        for one in training:
-            one.training = False
+    def _engine_mode(self, module: nn.Module, attention: Attention | None = None) -> Iterator[None]:
+        """Run `module` for the engine: in eval mode, with its training flags restored afterwards."""
+        training = [submodule for submodule in module.modules() if submodule.training]
+        for submodule in training:
+            submodule.training = False
         self._attention = attention
         try:
             yield
         finally:
             self._attention = None
-            for one in training:
-                one.training = True
+            for submodule in training:
+                submodule.training = True
 
-    def _gathered(self, part: Tensor) -> Tensor:
-        """Columns of this rank [N, n] -> [N, vocab] of all. Megatron's own gathering works on GPUs only."""
+    def _gather_logits(self, local: Tensor) -> Tensor:
+        """Gather this rank's columns [N, n] to [N, vocab]. Megatron's own gather works on GPUs only."""
         group, vocab = self.gpt.pg_collection.tp, self.config.vocab_size
         if group.size() == 1:
-            return part[:, :vocab]
-        rows, width = part.shape
-        out = part.new_empty(rows, vocab)
-        gather_columns(part.contiguous(), part.new_empty(group.size() * rows, width), out, group)
+            return local[:, :vocab]
+        rows, width = local.shape
+        out = local.new_empty(rows, vocab)
+        gather_columns(local.contiguous(), local.new_empty(group.size() * rows, width), out, group)
         return out
 
-    def _frequencies(self) -> Tensor:
+    def _rotary_frequencies(self) -> Tensor:
         if self.device.type == "cpu":
-            from graph_cache.adapters.megatron.cpu import keep_rotary_in_place  # it imports megatron, which is there
+            from graph_cache.adapters.megatron.cpu import (
+                keep_rotary_in_place,
+            )  # imports megatron, which the model needs anyway
 
             before = self.gpt.rotary_pos_emb
             keep_rotary_in_place(self.gpt)
@@ -156,18 +164,18 @@ class MegatronModel(nn.Module):
 
 
 def _rank_of(gpt: nn.Module) -> tuple[int, int]:
-    """This process's tensor-parallel rank, and how many there are."""
+    """Return this process's tensor-parallel rank and the number of ranks."""
     group = gpt.pg_collection.tp
     return group.rank(), group.size()
 
 
 def _config_of(gpt: nn.Module, vocab_size: int | None) -> ModelConfig:
-    """Sizes as the engine needs them: heads and KV heads are this rank's."""
+    """Return the model's configuration; heads, KV heads and MLP size are those of this rank."""
     config = gpt.config
     if vocab_size is not None and vocab_size > gpt.vocab_size:
         raise ModelError(
-            f"a vocabulary of {vocab_size} tokens was given for a model of {gpt.vocab_size}: name the "
-            "model whose weights these are"
+            f"a vocabulary of {vocab_size} tokens was given for a model of {gpt.vocab_size}: set `model` to the "
+            "folder that these weights come from"
         )
     ranks = config.tensor_model_parallel_size
     return ModelConfig(
@@ -180,7 +188,7 @@ def _config_of(gpt: nn.Module, vocab_size: int | None) -> ModelConfig:
         head_dim=config.kv_channels,
         intermediate_size=config.ffn_hidden_size // ranks,
         rms_norm_eps=config.layernorm_epsilon,
-        rope_theta=10000.0,  # not read: the frequencies are the model's own
+        rope_theta=10000.0,  # unused: the model has its own frequencies
         max_position_embeddings=gpt.max_sequence_length,
         tie_word_embeddings=gpt.share_embeddings_and_output_weights,
         qk_norm=config.qk_layernorm,
@@ -188,16 +196,16 @@ def _config_of(gpt: nn.Module, vocab_size: int | None) -> ModelConfig:
     )
 
 
-def _unservable(gpt: nn.Module) -> list[str]:
-    """What of this model the engine has no way to compute."""
+def _unsupported(gpt: nn.Module) -> list[str]:
+    """List the features of this model that the engine can't compute."""
     config = getattr(gpt, "config", None)
     if config is None or not hasattr(gpt, "decoder") or not hasattr(gpt, "embedding"):
-        return [f"it is no whole GPTModel (an embedding, a decoder and an output layer), found {type(gpt).__name__}"]
-    found = []
+        return [f"it is not a complete GPTModel (embedding, decoder and output layer), found {type(gpt).__name__}"]
+    problems = []
     if not gpt.pre_process or not gpt.post_process or config.pipeline_model_parallel_size > 1:
-        found.append("it is one stage of a pipeline; gather it on one stage")
+        problems.append("it is one stage of a pipeline; put the whole model on one stage")
     if gpt.position_embedding_type != "rope":
-        found.append(f"position_embedding_type={gpt.position_embedding_type!r}: only 'rope' is served")
+        problems.append(f"position_embedding_type={gpt.position_embedding_type!r}: only 'rope' is served")
     for name, needed in (
         ("sequence_parallel", False),
         ("context_parallel_size", 1),
@@ -214,20 +222,20 @@ def _unservable(gpt: nn.Module) -> list[str]:
     ):
         value = getattr(config, name, needed)
         if value != needed:
-            found.append(f"{name}={value!r}: build it with {needed!r}")
+            problems.append(f"{name}={value!r}: build it with {needed!r}")
     if getattr(config, "softmax_type", "vanilla") != "vanilla":
-        found.append(f"softmax_type={config.softmax_type!r}: build it with 'vanilla'")
-    others = [
+        problems.append(f"softmax_type={config.softmax_type!r}: build it with 'vanilla'")
+    without_attention = [
         index
         for index, layer in enumerate(gpt.decoder.layers)
         if not hasattr(getattr(layer, "self_attention", None), "core_attention")
     ]
-    if others:
-        found.append(f"its layers {others} have no self-attention with a core_attention")
+    if without_attention:
+        problems.append(f"its layers {without_attention} have no self-attention with a core_attention")
     hooked = [name for name, module in gpt.named_modules() if module._forward_pre_hooks or module._forward_hooks]
     if hooked:
-        found.append(
-            f"{len(hooked)} of its modules have forward hooks ({hooked[0]}, …), which a graph leaves out; "
+        problems.append(
+            f"{len(hooked)} of its modules have forward hooks ({hooked[0]}, …), which graphs would skip; "
             "remove them (DDP: disable_forward_pre_hook()) while the engine serves"
         )
-    return found
+    return problems

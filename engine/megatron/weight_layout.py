@@ -1,8 +1,7 @@
-"""Where each Hugging Face tensor lives in a Megatron-Core GPTModel's parameters: the table of its weights.
+"""Map Hugging Face tensor names to views of a Megatron-Core GPTModel's parameters.
 
-Owns the layout: q, k and v interleaved by query group, gate above up, the shards of tensor parallelism, pipeline
-stages, both spellings of the norms, a padded vocabulary. Every entry is a view of the model's own parameter. Knows no
-file and no forward pass.
+Covers q, k and v interleaved by query group, gate rows before up rows, tensor-parallel shards, pipeline stages, both
+names of the norms (local spec and Transformer Engine), and a padded vocabulary.
 """
 
 from __future__ import annotations
@@ -22,10 +21,11 @@ HEAD_PARAMETER = "output_layer.weight"
 
 
 class PartSlot:
-    """The home of this rank's part of a checkpoint tensor: `target`, a view that need not have the part's shape.
+    """Slot for this rank's part of a checkpoint tensor.
 
-    `shape` is the whole tensor's; the part begins at `start` of its dimension `dim`. `write` takes the whole tensor,
-    `read` gives the part.
+    `target` is a view of the parameter, which may have another shape than the part. `shape` is that of the whole
+    tensor; the part begins at index `start` of dimension `dim`. `write` takes the whole tensor, `read` returns the
+    part.
     """
 
     def __init__(self, target: Tensor, shape: tuple[int, ...], dim: int, start: int):
@@ -35,7 +35,7 @@ class PartSlot:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the tensor is converted to when written."""
+        """The dtype to which written tensors are converted."""
         return self.target.dtype
 
     def write(self, tensor: Tensor) -> None:
@@ -44,11 +44,11 @@ class PartSlot:
             self.target.copy_(self.part_of(tensor).reshape(self.target.shape))
 
     def part_of(self, tensor: Tensor) -> Tensor:
-        """What of the whole `tensor` is stored here: a view."""
+        """Return the part of the whole `tensor` that is stored here, as a view."""
         return tensor.narrow(self.dim, self.start, self.part[self.dim])
 
     def read(self) -> Tensor:
-        """This rank's part: an alias where its rows lie together, a copy where they are interleaved with others."""
+        """Return this rank's part: an alias if its rows are contiguous, a copy if they are interleaved with others."""
         return self.target.reshape(self.part)
 
 
@@ -58,15 +58,15 @@ Slot = WeightSlot | PartSlot
 def weight_slots(
     model: nn.Module, vocab_size: int | None = None, tp_rank: int = 0, tp_size: int = 1
 ) -> dict[str, Slot]:
-    """Hugging Face's tensor names to their places in a GPTModel, or in the pipeline stage that `model` is.
+    """Map Hugging Face tensor names to slots in a GPTModel or one of its pipeline stages.
 
-    model may be wrapped (DDP, Float16Module). vocab_size: the checkpoint's, where the model's is padded; the rows
-    beyond belong to no tensor. A tied head has no name of its own. Raises one ModelError that lists every parameter
-    that is missing, of another shape, or without a counterpart. An optimizer with its own copy of the weights has to be
-    told of a write (`reload_model_params`).
+    `model` may be wrapped (DDP, Float16Module). `vocab_size`: the checkpoint's, if the model's is padded; the padding
+    rows belong to no slot. A tied head has no entry. Raises one ModelError that lists every parameter that is missing,
+    of another shape, or without a counterpart. After a write, call `reload_model_params` on an optimizer that keeps its
+    own copy of the weights.
     """
     if not 0 <= tp_rank < tp_size:
-        raise ModelError(f"tp_rank {tp_rank} is not from 0 to tp_size - 1 ({tp_size - 1})")
+        raise ModelError(f"tp_rank {tp_rank} is not between 0 and tp_size - 1 ({tp_size - 1})")
     model = unwrapped(model)
     table = _Table(model, tp_rank, tp_size)
     for name, parameter in vocabulary_parameters(model).items():
@@ -87,64 +87,62 @@ def weight_slots(
 def named_weights(
     model: nn.Module, vocab_size: int | None = None, tp_rank: int = 0, tp_size: int = 1
 ) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, tensor) of every weight, with tp_size > 1 this rank's part (`gather` makes them whole).
+    """Yield (Hugging Face name, tensor) for every weight; with tp_size > 1, this rank's part (see `gather`).
 
-    Arguments and errors as `weight_slots`. Tensors alias the model's storage, but for q, k and v, which are copies.
+    Arguments and errors as for `weight_slots`. Tensors alias the model's storage, except q, k and v, which are copies.
     """
     for name, slot in weight_slots(model, vocab_size, tp_rank, tp_size).items():
         yield name, slot.read()
 
 
 def gather(parts: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
-    """The whole tensor, of `shape`, from what each tensor-parallel rank's slot reads, in order of rank.
+    """Return the whole tensor, of `shape`, from the parts of all tensor-parallel ranks in order of rank.
 
-    Raises ModelError where the parts don't make the whole, and where ranks differ in a tensor that each has whole.
+    Raises ModelError if the parts don't add up to `shape`, or if ranks differ in a tensor that is not split.
     """
     if all(tuple(part.shape) == shape for part in parts):
         if any(not torch.equal(part, parts[0]) for part in parts[1:]):
-            raise ModelError(
-                f"a weight of shape {list(shape)} that every rank has whole differs between ranks; synchronise it"
-            )
+            raise ModelError(f"a weight of shape {list(shape)} that is not split differs between ranks; synchronise it")
         return parts[0]
     dim = next(dim for part in parts for dim, size in enumerate(part.shape) if size != shape[dim])
     whole = torch.cat(tuple(parts), dim)
     if tuple(whole.shape) != shape:
         raise ModelError(
-            f"the parts of {len(parts)} ranks make {list(whole.shape)}, {list(shape)} is needed; give "
-            "those of every rank"
+            f"the parts of {len(parts)} ranks make {list(whole.shape)}, {list(shape)} is needed; pass "
+            "the parts of every rank"
         )
     return whole
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The GPTModel within its wrappers, each of which keeps what it wraps as `module`. Raises ModelError for others."""
+    """Return the GPTModel inside wrappers that keep it as `module`. Raises ModelError if there is none."""
     inner = model
     while not hasattr(inner, "decoder") and isinstance(getattr(inner, "module", None), nn.Module):
         inner = inner.module
     if not hasattr(getattr(inner, "decoder", None), "layers") or not hasattr(inner, "config"):
-        raise ModelError(f"{type(model).__name__} is no Megatron-Core GPTModel: it has no config and decoder.layers")
+        raise ModelError(f"{type(model).__name__} is not a Megatron-Core GPTModel: it has no config and decoder.layers")
     return inner
 
 
 def vocabulary_parameters(model: nn.Module) -> dict[str, str]:
-    """Hugging Face's names to the parameters' names of the embedding and the head that this stage has.
+    """Map Hugging Face names to parameter names for the embedding and the head of this pipeline stage.
 
-    A last stage with a tied head has the embedding's weights a second time, as its output layer's.
+    With a tied head, the last stage holds a copy of the embedding as its output layer's weight.
     """
-    there = {name for name, _ in model.named_parameters()}
+    present = {name for name, _ in model.named_parameters()}
     head = EMBEDDING if model.share_embeddings_and_output_weights else TIED_HEAD
     pairs = ((head, HEAD_PARAMETER), (EMBEDDING, EMBEDDING_PARAMETER))
-    return {name: parameter for name, parameter in pairs if parameter in there}
+    return {name: parameter for name, parameter in pairs if parameter in present}
 
 
 def listed(problems: list[str]) -> str:
-    """Problems in one line; beyond LISTED_PROBLEMS only their count."""
+    """Join problems in one line; those beyond LISTED_PROBLEMS are only counted."""
     rest = len(problems) - LISTED_PROBLEMS
     return "; ".join(problems[:LISTED_PROBLEMS]) + (f"; and {rest} more" if rest > 0 else "")
 
 
 class _Table:
-    """The slots and problems found so far; `parameters` holds those of the model that nothing has asked for yet."""
+    """Slots and problems found so far. `parameters` holds the parameters that are not mapped yet."""
 
     def __init__(self, model: nn.Module, rank: int, ranks: int):
         self.rank, self.ranks = rank, ranks
@@ -157,7 +155,7 @@ class _Table:
         self.groups = config.num_query_groups or self.heads
 
     def layer(self, path: str, name: str) -> None:
-        """A decoder layer: `path` in the model, `name` in the checkpoint."""
+        """Add a decoder layer: `path` in the model, `name` in the checkpoint."""
         attention, mlp = f"{path}.self_attention", f"{path}.mlp"
         self.norm(
             f"{name}.input_layernorm.weight",
@@ -177,7 +175,7 @@ class _Table:
             f"{path}.pre_mlp_layernorm.weight",
             f"{mlp}.linear_fc1.layer_norm_weight",
         )
-        # each rank has its gate rows, then its up rows: groups, as many as ranks
+        # each rank has its gate rows, then its up rows: as many groups as ranks
         self.merged(
             f"{name}.mlp",
             f"{mlp}.linear_fc1",
@@ -186,56 +184,56 @@ class _Table:
         )
         self.output(f"{name}.mlp.down_proj", f"{mlp}.linear_fc2", self.ffn)
 
-    def norm(self, name: str, *spellings: str) -> None:
-        """A norm of the hidden state: a module of its own (local spec), or part of the linear behind it (TE's)."""
-        there = [parameter for parameter in spellings if parameter in self.parameters]
-        self.split(name, there[0] if there else " or ".join(spellings), (self.hidden,), None)
+    def norm(self, name: str, *candidates: str) -> None:
+        """Add a norm of the hidden state: a separate module (local spec) or part of the next linear layer (TE)."""
+        present = [parameter for parameter in candidates if parameter in self.parameters]
+        self.split(name, present[0] if present else " or ".join(candidates), (self.hidden,), None)
 
     def output(self, name: str, path: str, inputs: int) -> None:
-        """A row-parallel linear [hidden, inputs]: its columns are split, its bias is whole on every rank."""
+        """Add a row-parallel linear [hidden, inputs]: its columns are split, its bias is replicated."""
         self.split(f"{name}.weight", f"{path}.weight", (self.hidden, inputs), 1)
         if f"{path}.bias" in self.parameters:
             self.split(f"{name}.bias", f"{path}.bias", (self.hidden,), None)
 
     def split(self, name: str, parameter: str, shape: tuple[int, ...], dim: int | None) -> None:
-        """A tensor that is the parameter, or the ranks' parameters one after the other along `dim`."""
-        here = list(shape)
+        """Add a tensor that equals the parameter, or the concatenation of all ranks' parameters along `dim`."""
+        local_shape = list(shape)
         if dim is not None:
-            here[dim] = self.share(shape[dim], parameter)
-        storage = self.take(parameter, tuple(here))
+            local_shape[dim] = self.share(shape[dim], parameter)
+        storage = self.take(parameter, tuple(local_shape))
         if storage is not None:
-            self.put(name, storage, shape, dim or 0, 0 if dim is None else self.rank * here[dim])
+            self.put(name, storage, shape, dim or 0, 0 if dim is None else self.rank * local_shape[dim])
 
     def merged(self, name: str, path: str, parts: dict[str, int], groups: int) -> None:
-        """A column-parallel linear of several tensors: for each group a few rows of each part, the ranks in order.
+        """Add a column-parallel linear that merges several tensors: each group holds some rows of each part.
 
-        `parts`: rows that a group has of each. A rank has whole groups, or a stretch of one group (more ranks than
-        query groups), of which a part may have no row.
+        `parts`: rows of each part in a group. Ranks hold consecutive rows. A rank holds whole groups, or, with more
+        ranks than query groups, a range of one group's rows in which some parts may have no rows.
         """
         rows = sum(parts.values())
-        here = self.share(rows * groups, path)
+        local_size = self.share(rows * groups, path)
         if groups % self.ranks and self.ranks % groups:
             self.problems.append(f"{path}: {groups} query groups can't be split over {self.ranks} ranks")
             return
-        for kind, rest in (("weight", (self.hidden,)), ("bias", ())):
+        for kind, trailing in (("weight", (self.hidden,)), ("bias", ())):
             if kind == "bias" and f"{path}.bias" not in self.parameters:
                 continue
-            storage = self.take(f"{path}.{kind}", (here, *rest))
+            storage = self.take(f"{path}.{kind}", (local_size, *trailing))
             if storage is None:
                 continue
-            group, offset = divmod(self.rank * here, rows)
-            stretch = storage.view(max(here // rows, 1), min(here, rows), *rest)
-            edge = 0
+            group, offset = divmod(self.rank * local_size, rows)
+            local_rows = storage.view(max(local_size // rows, 1), min(local_size, rows), *trailing)
+            part_start = 0
             for part, size in parts.items():
                 # this part's rows within each group of this rank: low to high of the group's rows
-                low, high = max(edge, offset), min(edge + size, offset + stretch.shape[1])
-                target = stretch[:, low - offset : high - offset] if low < high else stretch[:, :0]
-                start = group * size + max(low - edge, 0)
-                self.put(f"{name}.{part}.{kind}", target, (groups * size, *rest), 0, min(start, groups * size))
-                edge += size
+                low, high = max(part_start, offset), min(part_start + size, offset + local_rows.shape[1])
+                target = local_rows[:, low - offset : high - offset] if low < high else local_rows[:, :0]
+                start = group * size + max(low - part_start, 0)
+                self.put(f"{name}.{part}.{kind}", target, (groups * size, *trailing), 0, min(start, groups * size))
+                part_start += size
 
     def vocabulary(self, name: str, parameter: str, vocab_size: int | None) -> None:
-        """Rows of the vocabulary; those beyond vocab_size are no tensor's."""
+        """Add a tensor with a row per token. Rows beyond `vocab_size` are padding and belong to no slot."""
         rows = self.parameters[parameter].shape[0]
         storage = self.take(parameter, (rows, self.hidden))
         wanted = rows * self.ranks if vocab_size is None else vocab_size
@@ -248,18 +246,18 @@ class _Table:
             self.put(name, storage[: min(rows, wanted - start)], (wanted, self.hidden), 0, start)
 
     def share(self, size: int, what: str) -> int:
-        """A rank's share of `size`."""
+        """Return a rank's share of `size`; add a problem if it is not divisible."""
         if size % self.ranks:
             self.problems.append(f"{what}: {size} can't be split over {self.ranks} ranks")
         return size // self.ranks
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
-        """The storage of a parameter, which has this shape; None and a problem where it hasn't."""
+        """Return the storage of a parameter; add a problem and return None if it is missing or has another shape."""
         parameter = self.parameters.pop(name, None)
         if parameter is None:
             self.problems.append(f"{name} is missing")
         elif type(parameter.data) is not Tensor:
-            # a view of such a tensor is a dequantised or gathered copy: writes would be lost
+            # a view of a tensor subclass is a dequantised or gathered copy: writes would be lost
             self.problems.append(f"{name} is a {type(parameter.data).__name__}, a plain tensor is needed")
         elif tuple(parameter.shape) != shape:
             self.problems.append(f"{name} has shape {list(parameter.shape)}, {list(shape)} is needed")

@@ -1,4 +1,4 @@
-"""Engines on the lively tiny model. Each must be idle at the end of its test: all pages, slots and maps back."""
+"""Fixtures: engines on the lively tiny model, checked for leaked pages, slots and requests after each test."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def lively_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="session")
 def other_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shape of `lively_model` with other weights."""
+    """A model of the same shape as `lively_model` with other weights."""
     folder = tmp_path_factory.mktemp("other")
     write_lively_model(tiny_model, folder, seed=1)
     return folder
@@ -29,7 +29,7 @@ def other_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.fixture
 def config(lively_model: Path) -> Callable[..., EngineConfig]:
-    """The tests' configuration, with changes: float32, one thread, one bucket of 8, context 256, no manifest."""
+    """Make the tests' configuration (float32, one thread, one bucket of 8, context 256, no manifest) with changes."""
 
     def make(**settings: Any) -> EngineConfig:
         return EngineConfig(**({"model": str(lively_model)} | SETTINGS | settings))
@@ -39,7 +39,7 @@ def config(lively_model: Path) -> Callable[..., EngineConfig]:
 
 @pytest.fixture
 def make_engine(config: Callable[..., EngineConfig]) -> Iterator[Callable[..., Engine]]:
-    """Engines by settings; each is checked for leaks and closed afterwards."""
+    """Make engines with settings; each is checked for leaks and closed after the test."""
     made: list[Engine] = []
 
     def make(**settings: Any) -> Engine:

@@ -1,4 +1,4 @@
-"""One rank of a DistributedDataParallel job, run by test_training_ddp.py: trains eager and graphed and compares.
+"""One rank of a DistributedDataParallel job for test_training_ddp.py: compares eager and graphed training.
 
 `python ddp_worker.py RANK WORLD FILE [cuda]`; prints "same" and the number of replays, or fails.
 """
@@ -20,7 +20,7 @@ WIDTH = 64
 
 
 class Net(nn.Module):
-    """Residual blocks with dropout, enough parameters for several gradient buckets."""
+    """Residual blocks with dropout, with enough parameters for several gradient buckets."""
 
     def __init__(self):
         super().__init__()
@@ -42,7 +42,7 @@ class Net(nn.Module):
 
 
 def train(model: DistributedDataParallel, rank: int, device: str) -> list[torch.Tensor]:
-    """Eight steps of two microbatches, the first under no_sync; every loss and gradient."""
+    """Train 8 steps of two microbatches, the first under no_sync; return every loss and gradient."""
     torch.manual_seed(7 + rank)
     generator = torch.Generator().manual_seed(rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -76,10 +76,14 @@ def main() -> None:
     graphed = DistributedDataParallel(copy.deepcopy(model), **options)
     engine = Engine(EngineConfig(mode="training", cuda_graph_warmup_steps=2))
     engine.attach(graphed, modules=[f"module.layers.{index}" for index in range(3)])
-    ours, theirs = train(graphed, rank, device), train(eager, rank, device)
-    wrong = [index for index, (one, other) in enumerate(zip(ours, theirs, strict=True)) if not torch.equal(one, other)]
+    graphed_values, eager_values = train(graphed, rank, device), train(eager, rank, device)
+    wrong = [
+        index
+        for index, (one, other) in enumerate(zip(graphed_values, eager_values, strict=True))
+        if not torch.equal(one, other)
+    ]
     if wrong:
-        raise SystemExit(f"{len(wrong)} of {len(ours)} values differ, the first at {wrong[0]}")
+        raise SystemExit(f"{len(wrong)} of {len(graphed_values)} values differ, the first at {wrong[0]}")
     replays = sum(row["replays"] for row in engine.graphs())
     engine.detach()
     dist.destroy_process_group()

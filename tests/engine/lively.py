@@ -1,6 +1,6 @@
-"""A tiny random model whose every token depends on its whole context, and the same model in transformers.
+"""The "lively" model: a tiny random model in which every token depends on the whole context, and a reference for it.
 
-Its greedy text does not repeat itself, so that a wrong page, position or weight changes the tokens.
+Its greedy text does not repeat itself, so a wrong page, position or weight changes the tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PROMPTS = ([5, 9, 200, 31, 7], [17], list(range(3, 40)), [250, 8, 8, 8, 100, 44,
 
 
 def write_lively_model(tiny: Path, folder: Path, seed: int) -> None:
-    """The tiny model's tokenizer and shape with wide random weights of their own: its greedy text does not repeat."""
+    """Save a model with the tiny model's tokenizer and shape and wide random weights, so that its text varies."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shutil.copytree(tiny, folder, dirs_exist_ok=True)
@@ -37,7 +37,7 @@ def write_lively_model(tiny: Path, folder: Path, seed: int) -> None:
 
 
 class Reference:
-    """The model in transformers, run eagerly over the whole text for every token; shares nothing with the engine."""
+    """The same model in transformers, run over the whole text for every token. Shares no code with the engine."""
 
     def __init__(self, folder: Path):
         from transformers import AutoModelForCausalLM
@@ -47,14 +47,14 @@ class Reference:
 
     @torch.inference_mode()
     def logits(self, ids: Sequence[int]) -> torch.Tensor:
-        """[len(ids), vocab]"""
+        """Return logits [len(ids), vocab]."""
         return self.model(torch.tensor([list(ids)]), use_cache=False).logits[0]
 
     def logprobs(self, ids: Sequence[int]) -> torch.Tensor:
         return self.logits(ids).log_softmax(dim=-1)
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
-        """The `count` tokens that follow, each the best of its logits; end-of-text does not end it."""
+        """Return the next `count` greedy tokens, ignoring EOS."""
         found = self._greedy.setdefault(tuple(prompt), [])
         while len(found) < count:
             found.append(int(self.logits([*prompt, *found])[-1].argmax()))
@@ -62,7 +62,7 @@ class Reference:
 
 
 def greedy(max_tokens: int = 16, **options: Any) -> SamplingParams:
-    """Greedy, past any end-of-text."""
+    """Return greedy sampling params that ignore EOS."""
     return SamplingParams(**({"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True} | options))
 
 
@@ -71,7 +71,10 @@ def request(name: str, prompt: Sequence[int], params: SamplingParams, priority: 
 
 
 def drain(loop: EngineLoop, aborts: Mapping[int, Sequence[str]] | None = None) -> dict[str, list[TokenEvent]]:
-    """Step until nothing lives; `aborts` names requests to abort before a step. Events by request, checked for form."""
+    """Step until all requests have ended and return their events, after checking that each ends exactly once.
+
+    `aborts` maps a step number to requests to abort before it.
+    """
     events: dict[str, list[TokenEvent]] = {}
     for step in itertools.count():
         loop.abort((aborts or {}).get(step, ()))

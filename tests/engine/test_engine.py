@@ -1,4 +1,4 @@
-"""Engine.generate: what comes back for which prompt and parameters, and that an offline run repeats itself."""
+"""Engine.generate: outputs for prompts and sampling params, invalid arguments, and reproducible offline runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_greedy_tokens_equal_an_eager_loop_over_transformers(make_engine, refere
     assert {output.weight_version for output in outputs} == {"initial"} == {engine.weight_version}
 
 
-def test_texts_are_encoded_continued_and_decoded(make_engine, reference):
+def test_text_prompts_are_tokenized_and_outputs_detokenized(make_engine, reference):
     engine = make_engine()
     texts = ["the quick brown fox", "blue"]
     outputs = engine.generate(prompts=texts, sampling_params=greedy(12, skip_special_tokens=False))
@@ -42,13 +42,13 @@ def test_texts_are_encoded_continued_and_decoded(make_engine, reference):
     assert engine.generate("blue", greedy(12))[0].token_ids == outputs[1].token_ids
 
 
-def test_each_prompt_may_have_parameters_of_its_own(make_engine, reference):
+def test_each_prompt_may_have_its_own_sampling_params(make_engine, reference):
     lengths = [3, 11, 1]
     outputs = make_engine().generate(prompt_token_ids=PROMPTS[:3], sampling_params=[greedy(n) for n in lengths])
     assert [o.token_ids for o in outputs] == [reference.greedy(p, n) for p, n in zip(PROMPTS[:3], lengths, strict=True)]
 
 
-def test_logprobs_are_those_of_transformers_with_rank_and_alternatives(make_engine, reference):
+def test_logprobs_ranks_and_alternatives_match_transformers(make_engine, reference):
     prompt = PROMPTS[0]
     output = make_engine().generate(prompt_token_ids=prompt, sampling_params=greedy(10, logprobs=TOP))[0]
     assert len(output.logprobs) == len(output.token_ids) == 10
@@ -58,7 +58,7 @@ def test_logprobs_are_those_of_transformers_with_rank_and_alternatives(make_engi
         assert entry.rank == 1
 
 
-def test_logprobs_0_gives_the_sampled_token_alone_and_none_gives_nothing(make_engine):
+def test_logprobs_0_returns_only_the_sampled_token_and_none_returns_nothing(make_engine):
     engine = make_engine()
     with_zero, without = engine.generate(
         prompt_token_ids=[PROMPTS[0]] * 2, sampling_params=[greedy(4, logprobs=0), greedy(4)]
@@ -68,7 +68,7 @@ def test_logprobs_0_gives_the_sampled_token_alone_and_none_gives_nothing(make_en
     assert without.logprobs is None
 
 
-def test_max_tokens_0_scores_the_prompt_and_gives_no_token(make_engine, reference):
+def test_max_tokens_0_scores_the_prompt_and_generates_nothing(make_engine, reference):
     outputs = make_engine().generate(
         prompt_token_ids=PROMPTS, sampling_params=SamplingParams(max_tokens=0, prompt_logprobs=TOP)
     )
@@ -78,7 +78,7 @@ def test_max_tokens_0_scores_the_prompt_and_gives_no_token(make_engine, referenc
 
 
 @pytest.mark.parametrize("budget", [8, 13])
-def test_prompt_logprobs_are_the_same_when_the_prompt_comes_in_chunks(make_engine, reference, budget):
+def test_prompt_logprobs_do_not_depend_on_chunked_prefill(make_engine, reference, budget):
     engine = make_engine(max_num_batched_tokens=budget)
     prompts = [list(range(3, 103)), PROMPTS[2], PROMPTS[1]]
     outputs = engine.generate(prompt_token_ids=prompts, sampling_params=greedy(5, prompt_logprobs=TOP))
@@ -104,17 +104,17 @@ def check_logprob(entry, token, row, count):
     assert list(entry.top.values()) == pytest.approx(best.values.tolist(), abs=1e-3)
 
 
-def test_n_gives_that_many_sequences_and_the_first_is_as_without(make_engine):
+def test_n_returns_n_sequences_and_the_first_equals_n_1(make_engine):
     engine = make_engine()
     params = SamplingParams(max_tokens=12, seed=7, ignore_eos=True)
-    alone = engine.generate(prompt_token_ids=PROMPTS[0], sampling_params=params)[0]
+    single = engine.generate(prompt_token_ids=PROMPTS[0], sampling_params=params)[0]
     several = engine.generate(
         prompt_token_ids=[PROMPTS[0], PROMPTS[1]],
         sampling_params=[SamplingParams(max_tokens=12, seed=7, ignore_eos=True, n=3), greedy(2)],
     )
     assert [len(output.outputs) for output in several] == [3, 1]
     first, second, third = several[0].outputs
-    assert first.token_ids == alone.token_ids
+    assert first.token_ids == single.token_ids
     assert len({tuple(one.token_ids) for one in (first, second, third)}) == 3
     assert [one.index for one in several[0].outputs] == [0, 1, 2] and several[0].finished
     assert all(one.weight_version == "initial" for one in several[0].outputs)
@@ -123,20 +123,20 @@ def test_n_gives_that_many_sequences_and_the_first_is_as_without(make_engine):
 # ---- stopping ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("included", [False, True])
-def test_a_stop_string_ends_the_text_where_it_begins(make_engine, included):
+@pytest.mark.parametrize("include_stop", [False, True])
+def test_a_stop_string_truncates_the_text(make_engine, include_stop):
     engine = make_engine()
     whole = engine.generate("the old king", greedy(60))[0]
     stop = whole.text[9:12]
-    cut = whole.text.index(stop) + (len(stop) if included else 0)
-    output = engine.generate("the old king", greedy(60, stop=(stop,), include_stop_str_in_output=included))[0]
+    cut = whole.text.index(stop) + (len(stop) if include_stop else 0)
+    output = engine.generate("the old king", greedy(60, stop=(stop,), include_stop_str_in_output=include_stop))[0]
     assert output.text == whole.text[:cut]
     assert output.finish_reason == "stop" and output.stop_reason == stop
     assert 0 < len(output.token_ids) < 60 and output.token_ids == whole.token_ids[: len(output.token_ids)]
-    assert engine.stats().generation_tokens == 60 + len(output.token_ids)  # it ran no further
+    assert engine.stats().generation_tokens == 60 + len(output.token_ids)  # generation stopped there
 
 
-def test_a_stop_token_ends_the_request_and_is_named(make_engine, reference):
+def test_a_stop_token_ends_the_request_and_is_the_stop_reason(make_engine, reference):
     tokens = reference.greedy(PROMPTS[0], 20)
     stop = tokens[6]
     params = greedy(20, stop_token_ids=(stop, 319))
@@ -145,7 +145,7 @@ def test_a_stop_token_ends_the_request_and_is_named(make_engine, reference):
     assert output.finish_reason == "stop" and output.stop_reason == stop
 
 
-def test_end_of_text_ends_a_request_unless_it_is_ignored(make_engine):
+def test_an_eos_token_ends_a_request_unless_ignored(make_engine):
     engine = make_engine()
     biased = {"temperature": 0.0, "max_tokens": 9, "logit_bias": {0: 100.0}}
     ended, ignored = engine.generate(
@@ -157,7 +157,7 @@ def test_end_of_text_ends_a_request_unless_it_is_ignored(make_engine):
 
 
 @pytest.mark.parametrize("minimum", [1, 5])
-def test_min_tokens_keeps_end_of_text_and_stop_tokens_away_until_then(make_engine, minimum):
+def test_min_tokens_masks_eos_and_stop_tokens(make_engine, minimum):
     biased = {"temperature": 0.0, "max_tokens": 20, "min_tokens": minimum}
     engine = make_engine()
     by_eos, by_token = engine.generate(
@@ -173,11 +173,11 @@ def test_min_tokens_keeps_end_of_text_and_stop_tokens_away_until_then(make_engin
         assert output.finish_reason == "stop"
 
 
-def test_min_tokens_counts_for_stop_strings_too(make_engine):
+def test_min_tokens_delays_stop_strings(make_engine):
     engine = make_engine()
     whole = engine.generate("the old king", greedy(30))[0].text
-    held = engine.generate("the old king", greedy(30, stop=(whole[0],), min_tokens=10))[0]
-    assert len(held.token_ids) >= 10
+    delayed = engine.generate("the old king", greedy(30, stop=(whole[0],), min_tokens=10))[0]
+    assert len(delayed.token_ids) >= 10
     assert engine.generate("the old king", greedy(30, stop=(whole[0],)))[0].text == ""
 
 
@@ -200,37 +200,37 @@ def test_a_prompt_and_its_output_may_fill_the_context_exactly(make_engine):
 # ---- random numbers ------------------------------------------------------------------------------------------------
 
 
-def drawn(seed=None, **options):
+def sampled(seed=None, **options):
     return SamplingParams(max_tokens=20, temperature=1.5, seed=seed, ignore_eos=True, **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.8, "top_k": 50}, {"min_p": 0.02}, {"frequency_penalty": 0.7}])
-def test_a_seed_draws_the_same_alone_and_in_any_batch(make_engine, options):
+def test_a_seed_samples_the_same_tokens_alone_and_in_any_batch(make_engine, options):
     engine = make_engine(enable_prefix_caching=False)
-    alone = [engine.generate(prompt_token_ids=p, sampling_params=drawn(11, **options))[0].token_ids for p in PROMPTS]
-    fillers = [greedy(7), drawn(3), greedy(30)]
+    single = [engine.generate(prompt_token_ids=p, sampling_params=sampled(11, **options))[0].token_ids for p in PROMPTS]
+    fillers = [greedy(7), sampled(3), greedy(30)]
     mixed = engine.generate(
-        prompt_token_ids=[*PROMPTS[:3], *PROMPTS], sampling_params=[*fillers, *[drawn(11, **options)] * len(PROMPTS)]
+        prompt_token_ids=[*PROMPTS[:3], *PROMPTS], sampling_params=[*fillers, *[sampled(11, **options)] * len(PROMPTS)]
     )
-    assert [output.token_ids for output in mixed[3:]] == alone
-    assert len({tuple(tokens) for tokens in alone}) == len(alone)
+    assert [output.token_ids for output in mixed[3:]] == single
+    assert len({tuple(tokens) for tokens in single}) == len(single)
 
 
-def test_an_offline_run_without_seeds_repeats_itself(make_engine):
+def test_an_offline_run_without_seeds_is_reproducible(make_engine):
     def run(**settings):
         engine = make_engine(**settings)
         return [
-            [output.token_ids for output in engine.generate(prompt_token_ids=PROMPTS, sampling_params=drawn())]
+            [output.token_ids for output in engine.generate(prompt_token_ids=PROMPTS, sampling_params=sampled())]
             for _ in range(2)
         ]
 
     first = run()
-    assert first[0] != first[1]  # the engine's sequence of seeds goes on
+    assert first[0] != first[1]  # the engine's sequence of seeds continues
     assert run() == first
     assert run(seed=1) != first
 
 
-# ---- refusals and life ---------------------------------------------------------------------------------------------
+# ---- invalid arguments and lifecycle -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -259,16 +259,16 @@ def test_an_offline_run_without_seeds_repeats_itself(make_engine):
         ({"prompt_token_ids": [[1]], "sampling_params": greedy(logit_bias={320: 1.0})}, "logit_bias"),
     ],
 )
-def test_a_call_with_anything_refused_names_the_field_and_runs_nothing(make_engine, arguments, param):
+def test_an_invalid_argument_names_the_field_and_runs_nothing(make_engine, arguments, param):
     engine = make_engine()
-    with pytest.raises(RequestError) as refused:
+    with pytest.raises(RequestError) as raised:
         engine.generate(**arguments)
-    assert refused.value.param == param
+    assert raised.value.param == param
     assert engine.stats().steps == 0
     engine.idle_check()
 
 
-def test_no_prompts_give_no_outputs(make_engine):
+def test_an_empty_prompt_list_returns_no_outputs(make_engine):
     assert make_engine().generate(prompts=[]) == []
 
 
@@ -306,7 +306,7 @@ def test_embedding_starts_no_thread_and_sets_no_signal_handler(config):
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
-def test_progress_is_drawn_on_demand_only(make_engine, capfd):
+def test_progress_is_shown_only_on_request(make_engine, capfd):
     engine = make_engine()
     engine.generate(prompt_token_ids=PROMPTS, sampling_params=greedy(2))
     assert capfd.readouterr() == ("", "")
@@ -314,7 +314,7 @@ def test_progress_is_drawn_on_demand_only(make_engine, capfd):
     assert "10/10" in capfd.readouterr().err
 
 
-def test_a_closed_engine_says_so_and_closing_twice_is_nothing(config):
+def test_a_closed_engine_raises_and_closing_twice_is_a_no_op(config):
     with Engine(config()) as engine:
         engine.generate(prompt_token_ids=PROMPTS[0], sampling_params=greedy(2))
     engine.close()
@@ -323,7 +323,7 @@ def test_a_closed_engine_says_so_and_closing_twice_is_nothing(config):
             call()
 
 
-def test_an_interrupted_call_leaves_an_engine_that_answers(make_engine, reference, monkeypatch):
+def test_an_interrupted_call_leaves_the_engine_usable(make_engine, reference, monkeypatch):
     engine = make_engine()
     engine.generate(prompt_token_ids=PROMPTS, sampling_params=greedy(3))
     cache = engine._loop.runner.cache
@@ -332,7 +332,9 @@ def test_an_interrupted_call_leaves_an_engine_that_answers(make_engine, referenc
 
     def interrupt(**options):
         calls.append(1)
-        if len(calls) % 4 == 0:  # not a step's first check, but one between a result's way to the host and its reading
+        if (
+            len(calls) % 4 == 0
+        ):  # a check between the copy of a result to the host and its reading, not a step's first one
             raise KeyboardInterrupt
         return check()
 
@@ -346,12 +348,12 @@ def test_an_interrupted_call_leaves_an_engine_that_answers(make_engine, referenc
     assert [output.token_ids for output in outputs] == [reference.greedy(prompt, 20) for prompt in PROMPTS]
 
 
-def test_a_model_that_is_not_there_is_named(tmp_path):
+def test_a_missing_model_is_named_in_the_error(tmp_path):
     with pytest.raises(ModelError, match="missing"):
         Engine(EngineConfig(model=str(tmp_path / "missing")))
 
 
-def test_prompts_and_outputs_are_in_float32_on_the_cpu_when_asked(make_engine):
+def test_dtype_float32_on_a_cpu_is_honoured(make_engine):
     engine = make_engine()
     assert (engine.info.dtype, engine.info.device, engine.info.max_model_len) == ("float32", "cpu", 256)
     assert next(engine._loop.runner.model.parameters()).dtype is torch.float32

@@ -1,4 +1,4 @@
-"""DistributedDataParallel over graphed modules: two processes, buckets, no_sync, equal to eager bit for bit."""
+"""DistributedDataParallel over graphed modules: two processes with buckets and no_sync equal eager bit for bit."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def outputs_of_two(worker, tmp_path, *extra):
 
 def run_ranks(tmp_path, *extra):
     for output in outputs_of_two("ddp_worker.py", tmp_path, *extra):
-        # 16 forwards of 3 layers; a microbatch is a round, and two of those warm up.
+        # 16 forwards of 3 layers; each microbatch is a step, and the first two warm up.
         assert output.split() == ["same", "42"]
 
 
-def test_two_processes_train_as_they_would_eager(tmp_path):
+def test_two_processes_train_like_eager(tmp_path):
     run_ranks(tmp_path)
 
 
-def test_an_exchange_between_processes_is_refused_by_a_cpus_graph_and_runs_eager(tmp_path):
-    assert [output.split() for output in outputs_of_two("exchange_worker.py", tmp_path)] == [["0", "1", "True"]] * 2
+def test_a_collective_is_rejected_by_a_cpu_graph_and_runs_eager(tmp_path):
+    assert [output.split() for output in outputs_of_two("all_reduce_worker.py", tmp_path)] == [["0", "1", "True"]] * 2
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus_train_as_they_would_eager(tmp_path):
+def test_two_gpus_train_like_eager(tmp_path):
     run_ranks(tmp_path, "cuda")

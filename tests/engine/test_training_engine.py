@@ -1,4 +1,4 @@
-"""The engine in training mode, and the switch: one process trains and generates from the same storage."""
+"""The engine in training mode, and weight sharing: one process trains and generates from the same storage."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def training(**settings):
 
 
 class Layered(nn.Module):
-    """A small model that says what Megatron's names mean for it."""
+    """A small model that maps Megatron's module names to its submodules."""
 
     def __init__(self):
         super().__init__()
@@ -58,7 +58,7 @@ def steps(model, count):
     return losses
 
 
-def test_attn_alone_means_attention_alone():
+def test_the_attn_module_captures_only_attention():
     torch.manual_seed(0)
     eager = Layered()
     graphed = copy.deepcopy(eager)
@@ -75,7 +75,7 @@ def test_attn_alone_means_attention_alone():
 
 
 class Decoder(nn.Module):
-    """Layers of two parts each, with dropout; norms and residuals belong to neither part."""
+    """Layers with two captured submodules each, with dropout; norms and residuals stay eager."""
 
     class Attention(nn.Module):
         def __init__(self):
@@ -121,7 +121,7 @@ class Decoder(nn.Module):
     ],
 )
 @pytest.mark.parametrize("names", [("attn",), ("mlp",), ("attn", "mlp")], ids="_".join)
-def test_ten_steps_of_parts_of_layers_with_two_microbatches_outstanding_equal_eager(device, names):
+def test_ten_steps_of_captured_submodules_with_two_microbatches_in_flight_equal_eager(device, names):
     eager, graphed = twins(Decoder, torch.device(device))
     data = batches(10, torch.device(device))
     expected = train(eager, data)
@@ -131,7 +131,7 @@ def test_ten_steps_of_parts_of_layers_with_two_microbatches_outstanding_equal_ea
         assert_same(train(graphed, data), expected)
         rows = {row["module"]: row for row in engine.graphs()}
         assert set(rows) == set(paths)
-        # An instance for each microbatch, and of each all steps but the two that warm up.
+        # One instance per microbatch; each replays in all steps except the two of the warm-up.
         assert all(
             (row["graphs"], row["replays"], row["failed"], row["eager"]) == (2, 16, 0, {"warming_up": 4})
             for row in rows.values()
@@ -153,7 +153,7 @@ def test_a_model_without_a_mapping_is_captured_whole_and_refuses_names():
         training().attach(model, modules=["nope"])
 
 
-def test_our_own_models_bring_the_mapping():
+def test_built_in_models_define_the_mapping():
     config = config_from_dict(
         {
             "architectures": ["LlamaForCausalLM"],
@@ -174,7 +174,7 @@ def test_our_own_models_bring_the_mapping():
         assert all(isinstance(model.get_submodule(path), nn.Module) for path in paths)
 
 
-def test_training_mode_refuses_what_it_has_not():
+def test_training_mode_rejects_unsupported_calls_and_settings():
     engine = training()
     with pytest.raises(ConfigError, match="mode 'training'"):
         engine.generate(prompts=["a"])
@@ -190,7 +190,7 @@ def test_training_mode_refuses_what_it_has_not():
         Engine(EngineConfig(mode="training", cuda_graph_impl="full_iteration")).attach(nn.Linear(2, 2))
 
 
-def test_a_whole_iteration_through_the_engine():
+def test_the_engine_captures_a_whole_iteration():
     torch.manual_seed(0)
     eager = Layered()
     graphed = copy.deepcopy(eager)
@@ -220,7 +220,7 @@ def test_a_whole_iteration_through_the_engine():
 
 @pytest.fixture
 def llama(tmp_path):
-    """A tiny transformers Llama in float32, and its folder."""
+    """A tiny float32 Llama of transformers, and its folder."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -262,7 +262,7 @@ GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 PROMPTS = [[5, 9, 44, 7], [3, 80, 12]]
 
 
-def test_one_storage_trains_and_generates_without_recapture(llama):
+def test_shared_weights_train_and_generate_without_recapture(llama):
     trainer, folder = llama
     with inference(folder) as engine:
         assert engine.share_weights(trainer, version="step-0") == len(list(trainer.parameters()))
@@ -296,7 +296,7 @@ def test_one_storage_trains_and_generates_without_recapture(llama):
         trainer_graphs.detach()
 
 
-def test_interleaved_generation_leaves_gradients_as_they_would_be(llama):
+def test_interleaved_generation_does_not_change_gradients(llama):
     trainer, folder = llama
     twin = copy.deepcopy(trainer)
     with inference(folder) as engine:
@@ -324,7 +324,7 @@ OPTIMIZERS = {
 
 
 def shared_steps(trainer, optimizer, first, count, between=None):
-    """Steps with two microbatches outstanding; the log holds losses, gradients, and what the optimiser leaves."""
+    """Train steps with two microbatches in flight; return losses, gradients, parameters and optimizer state."""
     log = []
     for step in range(first, first + count):
         generator = torch.Generator().manual_seed(step)
@@ -351,7 +351,7 @@ def shared_steps(trainer, optimizer, first, count, between=None):
 
 @pytest.mark.parametrize("attached_first", [False, True], ids=["shared_then_attached", "attached_then_shared"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_with_state_goes_on_over_shared_weights_as_if_never_shared(llama, name, attached_first):
+def test_a_stateful_optimizer_continues_unchanged_on_shared_weights(llama, name, attached_first):
     trainer, folder = llama
     twin = copy.deepcopy(trainer)
     optimizer, other = (OPTIMIZERS[name](model.parameters()) for model in (trainer, twin))
@@ -367,7 +367,7 @@ def test_an_optimizer_with_state_goes_on_over_shared_weights_as_if_never_shared(
             graphs.attach(trainer, modules=paths)
         captures, replays = dict(engine.stats().graphs["captures"]), dict(graphs.stats.replays)
 
-        def generate():  # what the forwards saved must outlive it
+        def generate():  # must not overwrite the activations that the forwards saved
             engine.generate(prompt_token_ids=PROMPTS, sampling_params=GREEDY)
 
         assert_same(shared_steps(trainer, optimizer, 4, 10, generate), shared_steps(twin, other, 4, 10))
@@ -387,7 +387,7 @@ def test_an_optimizer_with_state_goes_on_over_shared_weights_as_if_never_shared(
         graphs.detach()
 
 
-def test_a_quantised_model_and_a_mismatched_one_refuse_to_share(llama, tmp_path):
+def test_quantised_and_mismatched_models_cannot_share_weights(llama, tmp_path):
     trainer, folder = llama
     with inference(folder) as engine:
         trainer.lm_head.weight.data = trainer.lm_head.weight.data[:50]

@@ -1,4 +1,4 @@
-"""The example for Megatron users, run as its reader would."""
+"""Run the Megatron example as a user would."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_example_trains_the_same_with_graphs_and_writes_a_text():
+def test_the_example_trains_the_same_with_graphs_and_generates_text():
     done = subprocess.run(
         [sys.executable, "examples/megatron_graphed.py"],
         cwd=ROOT,

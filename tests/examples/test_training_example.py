@@ -1,4 +1,4 @@
-"""The training example, run as its reader would."""
+"""Run the training example as a user would."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FEWER_STEPS = "from examples import train_graphed; train_graphed.STEPS = 24; train_graphed.main()"
 
 
-def test_the_example_trains_to_a_falling_loss_the_same_with_graphs_and_without():
+def test_the_example_trains_to_a_lower_loss_equal_with_and_without_graphs():
     done = subprocess.run(
         [sys.executable, "-c", FEWER_STEPS],
         cwd=ROOT,

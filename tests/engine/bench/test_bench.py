@@ -1,4 +1,4 @@
-"""`encore bench` on the tiny model: its figures are those of what ran, and it refuses what can't be meant."""
+"""`encore bench` on the tiny model: the figures match what ran, and invalid values are rejected."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def engine(tiny_model: Path) -> Iterator[Engine]:
         yield made
 
 
-def test_a_run_prints_a_table_and_writes_the_same_as_json(
+def test_a_run_prints_a_table_and_writes_the_same_json(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "report.json"
@@ -61,7 +61,7 @@ def test_a_run_prints_a_table_and_writes_the_same_as_json(
     assert "3 captured" in shown and "mixed" in shown
 
 
-def test_without_graphs_everything_runs_eager_and_says_so(tiny_model: Path, tmp_path: Path) -> None:
+def test_without_graphs_every_step_runs_eager(tiny_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "report.json"
     main(["--model", str(tiny_model), "--device", "cpu", "--num-threads", "1", "--batch-sizes", "2", "--prompt-tokens",
           "4", "--output-tokens", "4", "--repeats", "1", "--requests", "0", "--cuda-graph-impl", "none",
@@ -73,7 +73,7 @@ def test_without_graphs_everything_runs_eager_and_says_so(tiny_model: Path, tmp_
 
 
 @pytest.mark.parametrize(
-    ("words", "named"),
+    ("arguments", "expected"),
     [
         (["--batch-sizes", "0"], "--batch-sizes"),
         (["--batch-sizes", "1,x"], "--batch-sizes"),
@@ -90,30 +90,30 @@ def test_without_graphs_everything_runs_eager_and_says_so(tiny_model: Path, tmp_
         (["--batchsizes", "1"], "--batchsizes"),
     ],
 )
-def test_a_bad_value_is_one_clear_line_and_status_2(
-    words: list[str], named: str, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+def test_an_invalid_value_prints_one_line_and_exits_with_status_2(
+    arguments: list[str], expected: str, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
-        status = cli.main(["bench", "--model", str(tiny_model), "--device", "cpu", *words])
+        status = cli.main(["bench", "--model", str(tiny_model), "--device", "cpu", *arguments])
     except SystemExit as exit:
         status = exit.code
-    said = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     assert status == 2
-    assert named in said and len(said.strip().splitlines()) == 1
+    assert expected in stderr and len(stderr.strip().splitlines()) == 1
 
 
-def test_a_batch_runs_whole_in_each_of_its_steps(engine: Engine) -> None:
+def test_every_step_runs_the_whole_batch(engine: Engine) -> None:
     row = measure_batch(engine, 3, prompt_tokens=6, output_tokens=8, repeats=1, rng=random.Random(0))
     steps = decode_shares(
         engine.stats().graphs, {"batch_rows": [], "fallbacks": [], "real_tokens": [], "padded_tokens": []}
     )
-    # 7 + 0 + 1 + 7 decode steps of an untimed run, of one token, of a quarter and of all; 3 rows in the bucket of 4
+    # 7 + 0 + 1 + 7 decode steps: untimed run, one token, a quarter of the tokens, all of them; 3 rows in bucket 4
     assert steps == {"decode_steps": 15, "hit_rate": 1.0, "padding": 0.25}
     assert row["preemptions"] == 0
     engine.idle_check()
 
 
-def test_replay_and_eager_are_timed_on_the_graph_of_that_batch(engine: Engine) -> None:
+def test_replay_and_eager_are_timed_on_the_bucket_of_the_batch(engine: Engine) -> None:
     assert replay_against_eager(engine, 3, 8, repeats=1)["reason"] == "not_captured"
     engine.warm()
     found = replay_against_eager(engine, 3, 8, repeats=2)
@@ -122,8 +122,8 @@ def test_replay_and_eager_are_timed_on_the_graph_of_that_batch(engine: Engine) -
     assert graph_summary(engine)["captured"] == 2
 
 
-def test_answers_after_a_comparison_with_eager_are_as_before_it(tiny_model: Path) -> None:
-    # Few pages, used in turn: sooner or later a request holds the one that a padded row might still point to.
+def test_comparing_with_eager_does_not_change_later_answers(tiny_model: Path) -> None:
+    # With few pages, used in turn, some request gets the page that a padding row might still point to.
     config = EngineConfig(
         model=str(tiny_model),
         max_num_seqs=4,
@@ -148,19 +148,19 @@ def test_answers_after_a_comparison_with_eager_are_as_before_it(tiny_model: Path
         engine.idle_check()
 
 
-def test_the_mixed_run_depends_on_its_seed_alone(engine: Engine) -> None:
+def test_the_mixed_run_depends_only_on_its_seed(engine: Engine) -> None:
     runs = [measure_mixed(engine, 6, 16, 8, seed) for seed in (1, 1, 2)]
     shapes = [(run["prompt_tokens"], run["output_tokens"], run["steps"]) for run in runs]
     assert shapes[0] == shapes[1] != shapes[2]
     assert 6 * 2 <= runs[0]["prompt_tokens"] <= 6 * 16
 
 
-def test_a_sequence_that_fails_is_not_timed_as_if_it_had_run(engine: Engine) -> None:
+def test_a_failed_sequence_is_not_timed(engine: Engine) -> None:
     with pytest.raises(EngineError, match="exceed"):
         seconds_of(engine, [[5] * 120], [50])
 
 
-def test_prompts_share_no_beginning_and_stay_in_the_vocabulary() -> None:
+def test_prompts_share_no_prefix_and_stay_in_the_vocabulary() -> None:
     prompts = random_prompts(random.Random(0), 1000, [5, 5, 2])
     assert [len(prompt) for prompt in prompts] == [5, 5, 2]
     assert prompts[0] != prompts[1] and all(3 <= token < 1000 for prompt in prompts for token in prompt)
@@ -170,11 +170,11 @@ def test_batch_sizes_double_up_to_the_limit() -> None:
     assert [doubling(limit) for limit in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
 
 
-def test_a_figure_that_noise_swallowed_is_shown_as_a_dash() -> None:
+def test_a_missing_figure_is_shown_as_a_dash() -> None:
     lines = table([{"batch": 2, "first_token_ms": 1.5, "decode_ms_per_step": None, "replay_against_eager": None}])
     assert lines.splitlines()[1].split() == ["2", "1.5", "-", "-", "-", "-", "-", "-", "-", "-"]
 
 
-def test_an_engine_without_room_for_the_batch_is_refused(tiny_model: Path) -> None:
+def test_an_engine_too_small_for_the_batch_is_rejected(tiny_model: Path) -> None:
     with pytest.raises(ConfigError):
         main(["--model", str(tiny_model), "--device", "cpu", "--batch-sizes", "4", "--num-pages", "1"])

@@ -1,4 +1,4 @@
-"""The async door, over a thread and over a process: streams, aborts, and engines that refuse, hang or die."""
+"""EngineClient over a thread and over a process: streams, aborts, and engines that fail to start, hang or die."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ENDLESS = greedy(4000)
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module", params=["thread", "process"])
 async def client(request, lively_model):
-    """One client that tests share, each way; every test must leave it idle."""
+    """A shared client per transport. Every test must leave it idle."""
     async with started(EngineConfig(model=str(lively_model), **LONG), in_process=request.param == "thread") as one:
         yield one
 
@@ -55,12 +55,12 @@ async def started(config: EngineConfig, **options):
 async def until(condition, what: str, seconds: float = 10.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, f"{what} did not come within {seconds} s"
+        assert time.monotonic() < end, f"{what} did not happen within {seconds} s"
         await asyncio.sleep(0.01)
 
 
 async def idle(client: EngineClient) -> None:
-    """Nothing runs, all pages are back, and the loop finds no leak."""
+    """Wait until nothing runs and all pages are free, then check for leaks."""
 
     def is_idle() -> bool:
         stats = client.stats()
@@ -82,7 +82,7 @@ def tokens(deltas, index: int = 0) -> list[int]:
 # ---- streams -------------------------------------------------------------------------------------------------------
 
 
-async def test_a_stream_gives_tokens_in_order_and_ends_once(client, reference):
+async def test_a_stream_yields_tokens_in_order_and_finishes_once(client, reference):
     deltas = await collect(client, "a", PROMPTS[0], greedy(30, logprobs=0))
     assert tokens(deltas) == reference.greedy(PROMPTS[0], 30)
     assert [entry.token_id for delta in deltas for entry in delta.logprobs] == tokens(deltas)
@@ -91,7 +91,7 @@ async def test_a_stream_gives_tokens_in_order_and_ends_once(client, reference):
     assert deltas[0].queue_time is not None and all(delta.queue_time is None for delta in deltas[1:])
 
 
-async def test_a_text_is_streamed_as_text(client, reference):
+async def test_a_text_prompt_streams_text(client, reference):
     text = "the quick brown fox"
     params = greedy(12, skip_special_tokens=False)
     deltas = [delta async for delta in client.generate("a", prompt=text, params=params)]
@@ -101,17 +101,17 @@ async def test_a_text_is_streamed_as_text(client, reference):
     assert text + "".join(delta.text_delta for delta in deltas) == whole
 
 
-async def test_n_children_stream_side_by_side_and_all_end(client):
+async def test_n_sequences_stream_concurrently_and_all_finish(client):
     params = SamplingParams(max_tokens=15, seed=3, n=4, ignore_eos=True)
     deltas = await collect(client, "a", PROMPTS[0], params)
     assert sorted(delta.index for delta in deltas if delta.finish_reason) == [0, 1, 2, 3]
     texts = [tokens(deltas, index) for index in range(4)]
     assert [len(one) for one in texts] == [15] * 4 and len(set(map(tuple, texts))) == 4
-    alone = await collect(client, "b", PROMPTS[0], SamplingParams(max_tokens=15, seed=3, ignore_eos=True))
-    assert tokens(alone) == texts[0]
+    single = await collect(client, "b", PROMPTS[0], SamplingParams(max_tokens=15, seed=3, ignore_eos=True))
+    assert tokens(single) == texts[0]
 
 
-async def test_fifty_requests_at_once_each_get_their_own_answer(client, reference):
+async def test_fifty_concurrent_requests_get_their_own_answers(client, reference):
     prompts = [[5 + i, 6 + i, 7 + 2 * i] for i in range(10)]
     found = await asyncio.gather(*(collect(client, f"r{i}", prompts[i % 10], greedy(10 + i % 3)) for i in range(50)))
     for i, deltas in enumerate(found):
@@ -119,7 +119,7 @@ async def test_fifty_requests_at_once_each_get_their_own_answer(client, referenc
         assert {delta.request_id for delta in deltas} == {f"r{i}"}
 
 
-async def test_a_stop_string_ends_the_stream_and_the_engines_work(client):
+async def test_a_stop_string_ends_the_stream_and_aborts_the_request(client):
     whole = "".join([d.text_delta async for d in client.generate("a", prompt="the old king", params=greedy(60))])
     params = greedy(4000, stop=(whole[9:12],))
     deltas = [delta async for delta in client.generate("b", prompt="the old king", params=params)]
@@ -127,7 +127,7 @@ async def test_a_stop_string_ends_the_stream_and_the_engines_work(client):
     assert deltas[-1].finish_reason == "stop" and deltas[-1].stop_reason == whole[9:12]
 
 
-async def test_refusals_come_as_they_would_in_process_and_name_the_field(client):
+async def test_invalid_requests_raise_the_same_errors_and_name_the_field(client):
     cases = [
         (PromptTooLong, {"prompt_token_ids": [5] * 4096, "params": greedy(1)}),
         (PromptTooLong, {"prompt_token_ids": [5] * 4000, "params": greedy(500)}),
@@ -136,10 +136,10 @@ async def test_refusals_come_as_they_would_in_process_and_name_the_field(client)
         (RequestError, {"prompt_token_ids": [5], "params": greedy(1, stop_token_ids=(320,))}),
     ]
     for error, arguments in cases:
-        with pytest.raises(error) as refused:
+        with pytest.raises(error) as raised:
             async for _ in client.generate("a", **arguments):
                 pass
-        assert refused.value.param, refused.value
+        assert raised.value.param, raised.value
 
 
 # ---- ends ----------------------------------------------------------------------------------------------------------
@@ -149,12 +149,12 @@ async def test_closing_a_stream_early_aborts_all_its_children(client):
     before = (await client.ask("stats")).ended.get("abort", 0)
     async with aclosing(client.generate("a", prompt_token_ids=[5, 6], params=greedy(4000, n=3))) as stream:
         await anext(stream)
-        await until(lambda: client.stats().kv_cache_usage > 0, "a report of it")
+        await until(lambda: client.stats().kv_cache_usage > 0, "a snapshot with the requests")
     await idle(client)
     assert (await client.ask("stats")).ended["abort"] == before + 3
 
 
-async def test_cancelling_who_reads_aborts_too(client):
+async def test_cancelling_the_reader_aborts_the_request(client):
     task = asyncio.create_task(collect(client, "a", [5, 6], ENDLESS))
     await until(lambda: client.stats().num_running == 1, "the request")
     task.cancel()
@@ -163,7 +163,7 @@ async def test_cancelling_who_reads_aborts_too(client):
     await idle(client)
 
 
-async def test_abort_ends_a_stream_with_its_reason_and_leaves_others_alone(client, reference):
+async def test_abort_ends_a_stream_with_reason_abort_and_no_other(client, reference):
     await client.abort("unknown")
     one = asyncio.create_task(collect(client, "one", [5, 6], greedy(4000, n=2)))
     other = asyncio.create_task(collect(client, "other", PROMPTS[0], greedy(30)))
@@ -173,18 +173,18 @@ async def test_abort_ends_a_stream_with_its_reason_and_leaves_others_alone(clien
     assert tokens(await other) == reference.greedy(PROMPTS[0], 30)
 
 
-async def test_an_id_is_refused_while_it_is_in_use_and_free_afterwards(client, reference):
+async def test_a_request_id_is_rejected_while_in_use_and_reusable_afterwards(client, reference):
     async with aclosing(client.generate("a", prompt_token_ids=[5, 6], params=ENDLESS)) as stream:
         await anext(stream)
-        with pytest.raises(RequestError, match="in use") as refused:
+        with pytest.raises(RequestError, match="in use") as raised:
             await collect(client, "a", PROMPTS[0], greedy(3))
-        assert refused.value.param == "request_id"
+        assert raised.value.param == "request_id"
         assert (await anext(stream)).finish_reason is None
-    # At once, while the old request's last events are still on their way.
+    # At once, while the first request's last events are still on their way.
     assert tokens(await collect(client, "a", PROMPTS[0], greedy(20))) == reference.greedy(PROMPTS[0], 20)
 
 
-async def test_an_id_that_looks_like_a_child_of_another_disturbs_nobody(client, reference):
+async def test_an_id_that_looks_like_another_requests_child_is_independent(client, reference):
     many = asyncio.create_task(collect(client, "a", PROMPTS[0], greedy(60, n=2)))
     await asyncio.sleep(0.01)
     assert tokens(await collect(client, "a#0", PROMPTS[1], greedy(9))) == reference.greedy(PROMPTS[1], 9)
@@ -192,7 +192,7 @@ async def test_an_id_that_looks_like_a_child_of_another_disturbs_nobody(client, 
     assert tokens(deltas, 0) == tokens(deltas, 1) == reference.greedy(PROMPTS[0], 60)
 
 
-async def test_drain_waits_for_what_is_under_way(client):
+async def test_drain_waits_for_running_requests(client):
     assert await client.drain(0)
     task = asyncio.create_task(collect(client, "a", [5, 6], greedy(300)))
     await until(lambda: client._queues, "the request")
@@ -206,7 +206,7 @@ async def test_drain_waits_for_what_is_under_way(client):
     await task
 
 
-async def test_stats_graphs_and_health_tell_of_the_engine(client):
+async def test_stats_graphs_and_health_describe_the_engine(client):
     before = client.stats().generation_tokens
     await collect(client, "a", [5, 6], greedy(9))
     await until(lambda: client.stats().generation_tokens == before + 9, "the count")
@@ -222,7 +222,7 @@ async def test_stats_graphs_and_health_tell_of_the_engine(client):
 # ---- starts and captures -------------------------------------------------------------------------------------------
 
 
-async def test_background_captures_come_to_an_end_while_requests_are_answered(lively_model, reference):
+async def test_background_warm_up_completes_while_serving(lively_model, reference):
     settings = SETTINGS | {"model": str(lively_model), "warmup": "background", "graph_buckets": (1, 2, 4, 8)}
     async with started(EngineConfig(**settings), in_process=True) as client:
         found = await asyncio.gather(*(collect(client, f"{i}", prompt, greedy(20)) for i, prompt in enumerate(PROMPTS)))
@@ -241,7 +241,7 @@ async def test_background_captures_come_to_an_end_while_requests_are_answered(li
         ({"model": "/nowhere/at/all"}, ModelError, "nowhere"),
     ],
 )
-async def test_a_start_that_is_refused_raises_what_the_engine_raised(lively_model, settings, error, words):
+async def test_a_rejected_start_raises_the_engines_error(lively_model, settings, error, words):
     client = make_client(EngineConfig(**{"model": str(lively_model)} | LONG | settings), in_process=True)
     with pytest.raises(error, match=words):
         await client.start()
@@ -251,7 +251,7 @@ async def test_a_start_that_is_refused_raises_what_the_engine_raised(lively_mode
     await client.close()
 
 
-async def test_a_refusal_crosses_the_process_with_its_type(lively_model):
+async def test_a_start_error_keeps_its_type_across_processes(lively_model):
     client = make_client(EngineConfig(**{"model": str(lively_model)} | LONG | {"max_model_len": 5000}))
     with pytest.raises(ConfigError, match="5000"):
         await client.start()
@@ -262,7 +262,7 @@ async def test_a_refusal_crosses_the_process_with_its_type(lively_model):
 # ---- death ---------------------------------------------------------------------------------------------------------
 
 
-async def test_a_killed_engine_ends_every_stream_and_closing_leaves_no_process(lively_model):
+async def test_a_killed_engine_fails_every_stream_and_closing_leaves_no_process(lively_model):
     async with started(EngineConfig(model=str(lively_model), **LONG), restarts=RestartPolicy(max_restarts=0)) as client:
         pid = client._transport.pid
         tasks = [asyncio.create_task(collect(client, f"{i}", [5 + i], greedy(4000, n=1 + i % 2))) for i in range(4)]
@@ -271,9 +271,9 @@ async def test_a_killed_engine_ends_every_stream_and_closing_leaves_no_process(l
         os.kill(pid, signal.SIGKILL)
         killed = time.monotonic()
         results = await asyncio.wait_for(asyncio.gather(*tasks, asking, return_exceptions=True), 5)
-        await until(lambda: not client.health().alive, "the news of its death", 2 - (time.monotonic() - killed))
+        await until(lambda: not client.health().alive, "the Dead report", 2 - (time.monotonic() - killed))
         assert all(isinstance(result, EngineDead) for result in results[:4])
-        assert isinstance(results[4], (EngineDead, list))  # it may have answered in time
+        assert isinstance(results[4], (EngineDead, list))  # it may have answered before the kill
         assert not client.health().ready and "-9" in client.health().reason
         for call in (collect(client, "late", [5], greedy(1)), client.graphs()):
             with pytest.raises(EngineDead):
@@ -282,7 +282,7 @@ async def test_a_killed_engine_ends_every_stream_and_closing_leaves_no_process(l
     assert not alive(pid)
 
 
-async def test_a_hung_engine_fails_readiness_and_when_it_is_killed_what_waits(lively_model):
+async def test_a_hung_engine_fails_readiness_and_its_requests_when_killed(lively_model):
     restarts = RestartPolicy(max_restarts=0, kill_seconds=3.0)
     async with started(EngineConfig(model=str(lively_model), **LONG), restarts=restarts) as client:
         client.hang_seconds = 1.0
@@ -291,7 +291,7 @@ async def test_a_hung_engine_fails_readiness_and_when_it_is_killed_what_waits(li
         await until(lambda: client.stats().num_running == 1, "the request")
         assert client.health().ready
         os.kill(pid, signal.SIGSTOP)
-        # More than any pipe holds: the front must not wait until the engine takes it.
+        # More than a pipe holds: the client must not block until the engine reads it.
         flood = [asyncio.create_task(collect(client, f"flood-{i}", [5] * 30_000, greedy(1))) for i in range(20)]
         lags, seen = [], set()
         while client.health().alive and len(lags) < 100:
@@ -324,7 +324,7 @@ async def test_a_thread_that_hangs_fails_readiness_until_it_reports_again(lively
         waiting = asyncio.create_task(collect(client, "a", PROMPTS[0], greedy(9)))
         await until(entered.is_set, "the hang")
         assert client.health().ready
-        await until(lambda: not client.health().ready, "the news of the hang", 3)
+        await until(lambda: not client.health().ready, "the hang to show", 3)
         assert client.health().alive and "not reported" in client.health().reason
         release.set()
         await until(lambda: client.health().ready, "readiness")
@@ -333,7 +333,7 @@ async def test_a_thread_that_hangs_fails_readiness_until_it_reports_again(lively
         await idle(client)
 
 
-async def test_a_failed_sequence_raises_and_takes_the_others_of_its_request_along(lively_model, monkeypatch, caplog):
+async def test_a_failed_sequence_fails_its_whole_request(lively_model, monkeypatch, caplog):
     from engine.worker.model_runner import ModelRunner
 
     launch, calls = ModelRunner.execute, []
@@ -353,7 +353,7 @@ async def test_a_failed_sequence_raises_and_takes_the_others_of_its_request_alon
         assert client.health().ready and "coughed" in client.stats().last_error
 
 
-FRONT = """
+CLIENT_SCRIPT = """
 import asyncio, sys
 from engine import SamplingParams
 from engine.client.async_client import make_client
@@ -370,9 +370,9 @@ if __name__ == "__main__":
 """
 
 
-async def test_the_engine_ends_when_its_front_is_killed(lively_model, tmp_path):
-    script = tmp_path / "front.py"
-    script.write_text(FRONT)
+async def test_the_engine_exits_when_its_client_process_is_killed(lively_model, tmp_path):
+    script = tmp_path / "client.py"
+    script.write_text(CLIENT_SCRIPT)
     client = await asyncio.create_subprocess_exec(
         sys.executable,
         script,

@@ -1,4 +1,4 @@
-"""Engine processes that die, hang, can't start again: what is restarted, what is not, and what everyone is told."""
+"""Engine processes that die, hang or can't restart: what is restarted, and which errors and reports follow."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def started(client: EngineClient):
 async def until(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, f"{what} did not come within {seconds} s"
+        assert time.monotonic() < end, f"{what} did not happen within {seconds} s"
         await asyncio.sleep(0.02)
 
 
@@ -54,7 +54,7 @@ def supervised(config, policy: RestartPolicy, hang_seconds: float = 30.0) -> tup
     return EngineClient(config, supervisor, hang_seconds), supervisor
 
 
-async def test_a_killed_process_ends_its_requests_and_the_next_one_answers(config):
+async def test_a_killed_process_fails_its_requests_and_is_replaced(config):
     client, supervisor = supervised(config(max_model_len=4096), FAST)
     async with started(client):
         expected = await tokens_of(client, "a")
@@ -83,7 +83,7 @@ async def test_a_killed_process_ends_its_requests_and_the_next_one_answers(confi
         os.kill(supervisor.pid, 0)
 
 
-async def test_a_silent_process_is_not_ready_and_is_replaced_only_if_it_stays_silent(config):
+async def test_a_silent_process_is_not_ready_and_is_replaced_after_kill_seconds(config):
     policy = RestartPolicy(first_delay=0.05, kill_seconds=2.0)
     client, supervisor = supervised(config(max_model_len=4096), policy, hang_seconds=0.5)
     async with started(client):
@@ -100,7 +100,7 @@ async def test_a_silent_process_is_not_ready_and_is_replaced_only_if_it_stays_si
         stopped = time.monotonic()
         await until(lambda: not client.health().ready, "the hang to show", 1.5)
         assert client.health().alive and "not reported" in client.health().reason
-        assert not running.done()  # it may still wake up
+        assert not running.done()  # the process may still resume
         with pytest.raises(EngineDead, match="hung: no report for 2 s"):
             await running
         assert 1.8 < time.monotonic() - stopped < 5.0
@@ -108,7 +108,7 @@ async def test_a_silent_process_is_not_ready_and_is_replaced_only_if_it_stays_si
         assert supervisor.pid != pid and len(await tokens_of(client, "next")) == 4
 
 
-async def test_commands_never_wait_for_a_process_that_reads_none(config):
+async def test_sending_commands_does_not_block_on_a_stopped_process(config):
     client, supervisor = supervised(config(max_model_len=4096), RestartPolicy(kill_seconds=30))
     async with started(client):
         os.kill(supervisor.pid, signal.SIGSTOP)
@@ -127,7 +127,7 @@ async def test_commands_never_wait_for_a_process_that_reads_none(config):
         assert len(await tokens_of(client, "after")) == 4
 
 
-async def test_a_model_that_is_refused_at_a_restart_is_not_tried_again(config, lively_model, tmp_path):
+async def test_a_model_rejected_at_a_restart_is_not_retried(config, lively_model, tmp_path):
     folder = tmp_path / "model"
     folder.symlink_to(lively_model)
     client, supervisor = supervised(config(model=str(folder)), FAST)
@@ -138,7 +138,7 @@ async def test_a_model_that_is_refused_at_a_restart_is_not_tried_again(config, l
         assert str(folder) in client.health().reason and client.health().restarts == 1
 
 
-async def test_a_first_start_that_is_refused_is_told_to_who_started_it(config, tmp_path):
+async def test_a_rejected_first_start_raises_in_the_caller(config, tmp_path):
     client = make_client(config(model=str(tmp_path / "missing")))
     with pytest.raises(ModelError):
         await client.start()
@@ -151,8 +151,8 @@ async def test_a_first_start_that_is_refused_is_told_to_who_started_it(config, t
 # ---- the parts -----------------------------------------------------------------------------------------------------
 
 
-class Script:
-    """A transport whose process is a list of reports: what it reports when, without an engine."""
+class ScriptedTransport:
+    """A transport that sends a list of reports on start, without an engine."""
 
     def __init__(self, reports: list[object]):
         self.reports, self.stopped, self.killed, self.pid = reports, False, False, None
@@ -174,23 +174,23 @@ class Script:
 
 
 @pytest.fixture
-def scripted() -> Iterator[Callable[..., tuple[list[Script], queue.SimpleQueue]]]:
+def scripted() -> Iterator[Callable[..., tuple[list[ScriptedTransport], queue.SimpleQueue]]]:
     running: list[Supervisor] = []
 
-    def run(*scripts: list[object], **policy: float) -> tuple[list[Script], queue.SimpleQueue]:
-        made: list[Script] = []
+    def run(*scripts: list[object], **policy: float) -> tuple[list[ScriptedTransport], queue.SimpleQueue]:
+        transports: list[ScriptedTransport] = []
         rest = iter(scripts)
 
-        def make() -> Script:
-            if made:
-                assert made[-1].stopped  # its memory is free before the next one takes as much
-            made.append(Script(next(rest)))
-            return made[-1]
+        def make() -> ScriptedTransport:
+            if transports:
+                assert transports[-1].stopped  # its memory must be free before the next process starts
+            transports.append(ScriptedTransport(next(rest)))
+            return transports[-1]
 
         reports: queue.SimpleQueue = queue.SimpleQueue()
         running.append(Supervisor(make, RestartPolicy(**({"first_delay": 0.01} | policy))))
         running[-1].start(reports.put)
-        return made, reports
+        return transports, reports
 
     run.supervisors = running
     yield run
@@ -198,69 +198,71 @@ def scripted() -> Iterator[Callable[..., tuple[list[Script], queue.SimpleQueue]]
         supervisor.stop(1.0)
 
 
-READY, GONE = Ready(info=None), Dead("it crashed")
+READY, CRASHED = Ready(info=None), Dead("it crashed")
 
 
-def test_an_end_before_the_first_readiness_is_passed_on(scripted):
-    _, reports = scripted([GONE])
-    assert reports.get(timeout=1) == GONE
+def test_an_exit_before_the_first_ready_is_final(scripted):
+    _, reports = scripted([CRASHED])
+    assert reports.get(timeout=1) == CRASHED
 
 
-def test_an_end_while_restarting_counts_as_one_more(scripted):
-    made, reports = scripted([READY, GONE], [GONE], [READY], max_restarts=5)
+def test_an_exit_during_a_restart_counts_as_another_restart(scripted):
+    transports, reports = scripted([READY, CRASHED], [CRASHED], [READY], max_restarts=5)
     found = [reports.get(timeout=5) for _ in range(4)]
     assert found == [READY, Lost("it crashed", restarts=1), Lost("it crashed", restarts=2), READY]
-    assert [script.stopped for script in made] == [True, True, False]
+    assert [script.stopped for script in transports] == [True, True, False]
 
 
-def test_too_many_ends_are_final_and_say_why(scripted):
-    made, reports = scripted([READY, GONE], [READY, GONE], max_restarts=1)
+def test_too_many_exits_are_final_and_give_the_reason(scripted):
+    transports, reports = scripted([READY, CRASHED], [READY, CRASHED], max_restarts=1)
     found = [reports.get(timeout=5) for _ in range(4)]
     assert found[:3] == [READY, Lost("it crashed", restarts=1), READY]
-    assert isinstance(found[3], Dead) and len(made) == 2
+    assert isinstance(found[3], Dead) and len(transports) == 2
     assert "it crashed; restarted 1 times within 600 s" in found[3].reason and "not restarted again" in found[3].reason
 
 
-def test_a_stop_between_two_processes_starts_no_other(scripted):
-    made, reports = scripted([READY, GONE], [READY], first_delay=0.3)
+def test_stopping_during_the_restart_delay_starts_no_process(scripted):
+    transports, reports = scripted([READY, CRASHED], [READY], first_delay=0.3)
     assert [type(reports.get(timeout=2)) for _ in range(2)] == [Ready, Lost]
     scripted.supervisors[0].stop(1.0)
     time.sleep(0.6)
-    assert len(made) == 1
+    assert len(transports) == 1
 
 
 def test_a_restart_outside_the_window_is_forgotten(scripted):
-    _, reports = scripted([READY, GONE], [READY, GONE], [READY], max_restarts=1, window_seconds=0.05, first_delay=0.1)
+    _, reports = scripted(
+        [READY, CRASHED], [READY, CRASHED], [READY], max_restarts=1, window_seconds=0.05, first_delay=0.1
+    )
     found = [reports.get(timeout=5) for _ in range(5)]
     assert found[3] == Lost("it crashed", restarts=2) and found[4] == READY
 
 
-def test_a_loading_process_owes_no_reports_and_a_loaded_one_does(scripted):
-    made, reports = scripted([READY, GONE], [], [READY], kill_seconds=0.3)
+def test_only_a_loaded_process_is_killed_for_silence(scripted):
+    transports, reports = scripted([READY, CRASHED], [], [READY], kill_seconds=0.3)
     assert [type(reports.get(timeout=2)) for _ in range(2)] == [Ready, Lost]
     time.sleep(0.8)
-    assert len(made) == 2 and not made[1].killed
-    made[1].on_report(READY)
+    assert len(transports) == 2 and not transports[1].killed
+    transports[1].on_report(READY)
     assert reports.get(timeout=1) == READY
     lost = reports.get(timeout=2)
-    assert made[1].killed and "hung" in lost.reason and lost.restarts == 2
+    assert transports[1].killed and "hung" in lost.reason and lost.restarts == 2
     assert reports.get(timeout=2) == READY
 
 
-def test_any_report_is_a_sign_of_life(scripted):
-    made, reports = scripted([READY], kill_seconds=0.4)
+def test_any_report_resets_the_silence_timer(scripted):
+    transports, reports = scripted([READY], kill_seconds=0.4)
     for _ in range(10):
-        made[0].on_report(Events([]))
+        transports[0].on_report(Events([]))
         time.sleep(0.1)
-    assert not made[0].killed
+    assert not transports[0].killed
 
 
-def test_pauses_double_up_to_their_limit_and_nonsense_is_refused():
+def test_restart_delays_double_up_to_the_limit_and_invalid_values_are_rejected():
     policy = RestartPolicy(first_delay=1, max_delay=10)
     assert [policy.delay(recent) for recent in (0, 1, 2, 3, 4, 2000)] == [1, 2, 4, 8, 10, 10]
-    for wrong in ({"kill_seconds": -1}, {"first_delay": float("nan")}):
+    for invalid in ({"kill_seconds": -1}, {"first_delay": float("nan")}):
         with pytest.raises(ConfigError):
-            RestartPolicy(**wrong)
+            RestartPolicy(**invalid)
 
 
 def snapshot(scale: int) -> EngineStats:
@@ -277,7 +279,7 @@ def snapshot(scale: int) -> EngineStats:
     )  # fmt: skip
 
 
-def test_counts_go_on_over_processes_and_gauges_are_the_running_ones_own():
+def test_counters_continue_across_restarts_and_gauges_do_not():
     lost = totals_after_exit(snapshot(1), "it crashed")
     assert (lost.num_running, lost.num_waiting, lost.kv_cache_usage, lost.warm) == (0, 0, 0.0, {})
     assert "entries" not in lost.graphs and "pool_bytes" not in lost.graphs
@@ -292,13 +294,13 @@ def test_counts_go_on_over_processes_and_gauges_are_the_running_ones_own():
         "capture_seconds": {"bounds": (0.1, 1.0), "counts": [3, 0, 2], "sum": 1.5},
         "entries": [(("decode", "block"), 2)], "pool_bytes": 200, "warm_ratio": 0.5,
     }  # fmt: skip
-    # A third process: what the first two counted is carried whole, and each count only grows on the way.
+    # A third process keeps the totals of the first two.
     assert add_totals(totals_after_exit(both, ""), EngineStats()).generation_tokens == 60
     assert totals_after_exit(both, "").graphs["replays"] == both.graphs["replays"]
 
 
-def test_the_counts_of_a_snapshot_are_all_known_to_the_totals(make_engine):
-    """A counter that is new in the loop or the cache must be decided on here: does it go on, or is it a gauge?"""
+def test_every_field_of_a_snapshot_is_classified_as_counter_or_gauge(make_engine):
+    """A new field of the stats must be listed here or in counters.py: it is either a counter or a gauge."""
     from dataclasses import fields
 
     from engine.client.counters import COUNTS, GRAPH_COUNTS

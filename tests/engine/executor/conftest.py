@@ -1,4 +1,4 @@
-"""Give every CPU test of this folder Megatron's process group."""
+"""Initialise Megatron's process group for every CPU test in this folder."""
 
 from tests.support.megatron_fixtures import one_process, one_thread
 

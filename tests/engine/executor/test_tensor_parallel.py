@@ -1,4 +1,4 @@
-"""A model split over two processes on gloo serves as one: its tokens, its updates, its losses and its ends."""
+"""Tensor parallelism over two gloo processes: tokens, weight updates, lost workers and shutdown."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ PARAMS = [
 LONG = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True)
 
 
-def settings(folder: Path, **changes: Any) -> EngineConfig:
+def engine_config(model_folder: Path, **changes: Any) -> EngineConfig:
     return EngineConfig(
         **{
-            "model": str(folder),
+            "model": str(model_folder),
             "cpu_weight_format": "fp32",
             "num_threads": 1,
             "max_num_seqs": 3,
@@ -65,24 +65,24 @@ def settings(folder: Path, **changes: Any) -> EngineConfig:
     )
 
 
-def tokens_of_one_process(folder: Path) -> list[list[int]]:
-    with Engine(settings(folder)) as engine:
+def reference_tokens(model_folder: Path) -> list[list[int]]:
+    with Engine(engine_config(model_folder)) as engine:
         return [list(output.token_ids) for output in engine.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS)]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen3 whose vocabulary has to be padded."""
-    return folder_with(tmp_path_factory.mktemp("qwen3"))
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3 checkpoint with a vocabulary size that must be padded for two ranks."""
+    return write_model(tmp_path_factory.mktemp("qwen3"))
 
 
-def folder_with(path: Path, **changes: Any) -> Path:
+def write_model(path: Path, **changes: Any) -> Path:
     checkpoint(path, "qwen3", **{"vocab_size": 97, "max_position_embeddings": 512} | changes)
     return path
 
 
-class Served:
-    """An engine of two ranks in processes of its own, as a server has it, and an event loop to ask it from."""
+class TwoRankEngine:
+    """A supervised engine of two ranks in separate processes, as in a server, and an event loop for its client."""
 
     def __init__(self, config: EngineConfig):
         self.runner = asyncio.Runner()
@@ -112,57 +112,57 @@ class Served:
         async def wait() -> None:
             end = time.monotonic() + seconds
             while not condition():
-                assert time.monotonic() < end, f"{what} did not come within {seconds} s"
+                assert time.monotonic() < end, f"{what} did not happen within {seconds} s"
                 await asyncio.sleep(0.02)
 
         self.runner.run(wait())
 
     @property
-    def follower(self) -> int:
+    def worker_pid(self) -> int:
         [found] = [
             pid
             for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
-            if lives(pid) and stat_of(pid)[1] == str(self.supervisor.pid)
+            if is_alive(pid) and process_stat(pid)[1] == str(self.supervisor.pid)
         ]
         return found
 
 
-def stat_of(pid: int) -> list[str]:
-    """State, parent, … of a process."""
+def process_stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat after the name: state, parent, …"""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
-def lives(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     try:
-        return stat_of(pid)[0] != "Z"
+        return process_stat(pid)[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
 
 
 def wait_for_end(pid: int, seconds: float = 10.0) -> None:
     end = time.monotonic() + seconds
-    while lives(pid):
-        assert time.monotonic() < end, f"process {pid} lives on after {seconds} s"
+    while is_alive(pid):
+        assert time.monotonic() < end, f"process {pid} is still running after {seconds} s"
         time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
-def served(folder: Path) -> Iterator[Served]:
-    served = Served(settings(folder, tensor_parallel_size=2))
-    yield served
-    ranks = served.supervisor.pid, served.follower
-    served.close()
-    assert not any(map(lives, ranks))
+def server(model_folder: Path) -> Iterator[TwoRankEngine]:
+    server = TwoRankEngine(engine_config(model_folder, tensor_parallel_size=2))
+    yield server
+    ranks = server.supervisor.pid, server.worker_pid
+    server.close()
+    assert not any(map(is_alive, ranks))
 
 
-def test_two_ranks_give_the_tokens_of_one_process_whatever_is_asked(served, folder):
-    assert served.generate() == tokens_of_one_process(folder)
+def test_two_ranks_generate_the_same_tokens_as_one_process(server, model_folder):
+    assert server.generate() == reference_tokens(model_folder)
 
 
-def test_a_request_that_is_aborted_in_the_middle_leaves_the_others_as_they_are(served, folder):
+def test_aborting_a_request_does_not_affect_the_others(server, model_folder):
     async def leave() -> int:
         taken = 0
-        pieces = served.client.generate("left", prompt_token_ids=[4, 5], params=LONG)
+        pieces = server.client.generate("left", prompt_token_ids=[4, 5], params=LONG)
         async for delta in pieces:
             taken += len(delta.token_ids)
             if taken > 5:
@@ -171,28 +171,28 @@ def test_a_request_that_is_aborted_in_the_middle_leaves_the_others_as_they_are(s
         return taken
 
     async def both() -> tuple[int, list[int]]:
-        return await asyncio.gather(leave(), served.tokens("beside", PROMPTS[3], PARAMS[3]))
+        return await asyncio.gather(leave(), server.tokens("beside", PROMPTS[3], PARAMS[3]))
 
-    taken, beside = served.runner.run(both())
-    assert taken < LONG.max_tokens and beside == tokens_of_one_process(folder)[3]
-    served.until(lambda: served.client.stats().num_running == 0, "the end of what was left")
+    taken, beside = server.runner.run(both())
+    assert taken < LONG.max_tokens and beside == reference_tokens(model_folder)[3]
+    server.until(lambda: server.client.stats().num_running == 0, "the end of the aborted request")
 
 
-def test_weights_come_from_files_and_a_refused_update_leaves_the_old_ones(served, folder, tmp_path):
-    old = tokens_of_one_process(folder)
-    other = folder_with(tmp_path / "other", rms_norm_eps=1e-5)
+def test_weights_load_from_files_and_a_rejected_update_keeps_the_old_ones(server, model_folder, tmp_path):
+    old = reference_tokens(model_folder)
+    other = write_model(tmp_path / "other", rms_norm_eps=1e-5)
     for file in other.glob("*.safetensors"):
         scale_weights(file)
     with pytest.raises(WeightUpdateError, match="not there"):
-        served.ask("operations.load_weights", str(tmp_path / "nowhere"), "v2")
-    misfit = folder_with(tmp_path / "misfit", hidden_size=64)
+        server.ask("operations.load_weights", str(tmp_path / "nowhere"), "v2")
+    misfit = write_model(tmp_path / "misfit", hidden_size=64)
     with pytest.raises(WeightUpdateError, match="shape"):
-        served.ask("operations.load_weights", str(misfit), "v2")
-    assert served.generate() == old
-    served.ask("operations.load_weights", str(other), "v2")
-    assert served.generate() == tokens_of_one_process(other) != old
-    served.ask("operations.load_weights", str(folder), "v3")
-    assert served.generate() == old
+        server.ask("operations.load_weights", str(misfit), "v2")
+    assert server.generate() == old
+    server.ask("operations.load_weights", str(other), "v2")
+    assert server.generate() == reference_tokens(other) != old
+    server.ask("operations.load_weights", str(model_folder), "v3")
+    assert server.generate() == old
 
 
 def scale_weights(file: Path) -> None:
@@ -201,23 +201,23 @@ def scale_weights(file: Path) -> None:
     save_file({name: tensor * -1.5 for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
 
 
-def test_the_loss_of_a_rank_ends_what_runs_and_all_ranks_are_replaced(served, folder):
-    client, leader, follower = served.client, served.supervisor.pid, served.follower
+def test_losing_a_rank_fails_running_requests_and_restarts_all_ranks(server, model_folder):
+    client, leader, worker_pid = server.client, server.supervisor.pid, server.worker_pid
 
     async def fail() -> Any:
-        running = asyncio.create_task(served.tokens("lost", [4, 5], LONG))
+        running = asyncio.create_task(server.tokens("lost", [4, 5], LONG))
         while client.stats().num_running == 0:
             await asyncio.sleep(0.01)
-        os.kill(follower, signal.SIGKILL)
+        os.kill(worker_pid, signal.SIGKILL)
         began = time.monotonic()
         ended = await asyncio.wait_for(asyncio.gather(running, return_exceptions=True), 10)
         return ended[0], time.monotonic() - began
 
-    error, seconds = served.runner.run(fail())
+    error, seconds = server.runner.run(fail())
     assert isinstance(error, EngineDead) and "rank 1 ended with exit code -9" in str(error) and seconds < 5
-    served.until(lambda: client.health().ready, "the restart", 30)
+    server.until(lambda: client.health().ready, "the restart", 30)
     wait_for_end(leader)
-    assert served.generate() == tokens_of_one_process(folder)
+    assert server.generate() == reference_tokens(model_folder)
 
 
 SCRIPT = """
@@ -266,12 +266,12 @@ time.sleep(60)
 """
 
 
-def test_an_embedded_engine_takes_whole_tensors_and_none_outlives_the_process_that_has_it(folder):
-    """Its first weights are random ones, which are the same for any number of ranks. It is interrupted, and then killed
-    while the other rank waits for it in a step.
+def test_an_embedded_engine_accepts_whole_tensors_and_its_workers_end_with_it(model_folder):
+    """Start with random weights, which do not depend on the number of ranks; interrupt a step, then kill rank 0 while
+    the worker waits for it in a step.
     """
     values = {
-        "model": str(folder),
+        "model": str(model_folder),
         "load_format": "dummy",
         "seed": 3,
         "cpu_weight_format": "fp32",
@@ -280,35 +280,35 @@ def test_an_embedded_engine_takes_whole_tensors_and_none_outlives_the_process_th
         "graph_manifest": "none",
     }
     with subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, json.dumps([values, PROMPTS, str(folder)])],
+        [sys.executable, "-c", SCRIPT, json.dumps([values, PROMPTS, str(model_folder)])],
         stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT,
     ) as process:
         found = json.loads(process.stdout.readline() or "{}")
-        assert lives(found["pids"][0])
+        assert is_alive(found["pids"][0])
         process.kill()
     wait_for_end(found["pids"][0])
     greedy = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 
-    def alone(engine: Engine) -> list[list[int]]:
+    def single_process(engine: Engine) -> list[list[int]]:
         with engine:
             return [list(one.token_ids) for one in engine.generate(prompt_token_ids=PROMPTS, sampling_params=greedy)]
 
-    assert found["updated"] == alone(Engine(settings(folder))) != found["first"]
+    assert found["updated"] == single_process(Engine(engine_config(model_folder))) != found["first"]
     assert "nothing.weight" in found["refusal"] and found["refused"] == found["first"]
-    assert "update_weights" in found["sharing"] and "broke off in step: KeyboardInterrupt" in found["dead"]
-    model = gpt_for(folder)
-    hosted = MegatronModel(model)
-    load_random(hosted.weight_slots(), 3, hosted.device)
-    hosted.release()
-    assert found["first"] == alone(Engine(EngineConfig(graph_manifest="none"), model=model))
+    assert "update_weights" in found["sharing"] and "failed in step: KeyboardInterrupt" in found["dead"]
+    model = gpt_for(model_folder)
+    megatron_model = MegatronModel(model)
+    load_random(megatron_model.weight_slots(), 3, megatron_model.device)
+    megatron_model.release()
+    assert found["first"] == single_process(Engine(EngineConfig(graph_manifest="none"), model=model))
 
 
-def test_a_rank_that_is_busy_ends_soon_after_rank_0_hung_up(tmp_path):
-    folder = tmp_path / "rendezvous"
-    folder.mkdir()
-    ours, theirs = Pipe()
+def test_a_busy_worker_exits_soon_after_rank_0_closes_the_pipe(tmp_path):
+    rendezvous_folder = tmp_path / "rendezvous"
+    rendezvous_folder.mkdir()
+    parent_end, child_end = Pipe()
     code = (
         "import os, sys, threading, time\nfrom engine.executor.worker_main import _exit_with_parent\n"
         "fd, folder = sys.argv[1:]\n"
@@ -316,50 +316,50 @@ def test_a_rank_that_is_busy_ends_soon_after_rank_0_hung_up(tmp_path):
         "print(flush=True)\ntime.sleep(60)"
     )
     with (
-        theirs,
+        child_end,
         subprocess.Popen(
-            [sys.executable, "-c", code, str(theirs.fileno()), str(folder)],
+            [sys.executable, "-c", code, str(child_end.fileno()), str(rendezvous_folder)],
             cwd=ROOT,
-            pass_fds=(theirs.fileno(),),
+            pass_fds=(child_end.fileno(),),
             stdout=subprocess.PIPE,
         ) as process,
     ):
         process.stdout.readline()
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.2)
-        ours.close()
-        assert process.wait(5) == 1 and not folder.exists()
+        parent_end.close()
+        assert process.wait(5) == 1 and not rendezvous_folder.exists()
 
 
-def test_a_rank_that_is_not_where_rank_0_is_goes_no_further(folder):
-    loop = build_loop(settings(folder))
-    theirs, ours = Pipe()
+def test_a_worker_with_a_different_fingerprint_stops(model_folder):
+    loop = build_loop(engine_config(model_folder))
+    leader_end, worker_end = Pipe()
     request = EngineRequest(request_id="a", prompt_token_ids=[1, 2], params=LONG, seed=0)
     fingerprint = LoopFingerprint(loop)
     for call in (LoopCall("add", (request,), fingerprint.read()), LoopCall("step", (), fingerprint.read()), None):
-        theirs.send(call)
-    with pytest.raises(RuntimeError, match="before step rank 3 is at"):
-        execute_calls(loop, ours, 3)
+        leader_end.send(call)
+    with pytest.raises(RuntimeError, match="before step the state of rank 3"):
+        execute_calls(loop, worker_end, 3)
     assert loop.scheduler.num_waiting == 1
 
 
-def test_a_rank_passes_over_what_all_refuse_and_ends_by_any_other_error(folder):
-    first, other = build_loop(settings(folder)), build_loop(settings(folder))
-    theirs, ours = Pipe()
+def test_a_worker_ignores_errors_common_to_all_ranks_and_ends_on_any_other(model_folder):
+    first, other = build_loop(engine_config(model_folder)), build_loop(engine_config(model_folder))
+    leader_end, worker_end = Pipe()
     fingerprint = LoopFingerprint(first)
     for name, prompt in (("refused", [1, 97]), ("taken", [1, 2])):
         request = EngineRequest(request_id=name, prompt_token_ids=prompt, params=LONG, seed=0)
-        theirs.send(LoopCall("add", (request,), fingerprint.read()))
+        leader_end.send(LoopCall("add", (request,), fingerprint.read()))
         with suppress(RequestError):
             first.add(request)
-    theirs.send(LoopCall("idle_check", (), fingerprint.read()))
-    theirs.send(None)
+    leader_end.send(LoopCall("idle_check", (), fingerprint.read()))
+    leader_end.send(None)
     with pytest.raises(SchedulerInvariantError, match="'taken'"):
-        execute_calls(other, ours, 1)
+        execute_calls(other, worker_end, 1)
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"tensor_parallel_size": 0}, "whole number of at least 1"),
         ({"tensor_parallel_size": None}, "whole number of at least 1"),
@@ -367,48 +367,48 @@ def test_a_rank_passes_over_what_all_refuse_and_ends_by_any_other_error(folder):
         ({"mode": "training"}, "Megatron-Core splits"),
     ],
 )
-def test_settings_that_contradict_several_ranks_are_refused_at_construction(changes, says):
-    with pytest.raises(ConfigError, match=says):
+def test_settings_incompatible_with_tensor_parallelism_are_rejected(changes, message):
+    with pytest.raises(ConfigError, match=message):
         EngineConfig(**{"tensor_parallel_size": 2} | changes)
 
 
-def test_what_cannot_be_split_is_refused_before_a_process_starts(folder, tmp_path):
-    odd = folder_with(tmp_path / "odd", num_attention_heads=6, num_key_value_heads=3, intermediate_size=45)
-    with pytest.raises(ModelError, match=r"3 key and value heads are no multiple of 2; its 45 columns"):
-        Engine(settings(odd, tensor_parallel_size=2))
+def test_a_model_that_cannot_be_split_is_rejected_before_a_process_starts(model_folder, tmp_path):
+    indivisible = write_model(tmp_path / "odd", num_attention_heads=6, num_key_value_heads=3, intermediate_size=45)
+    with pytest.raises(ModelError, match=r"3 key and value heads are not a multiple of 2; its 45 MLP columns"):
+        Engine(engine_config(indivisible, tensor_parallel_size=2))
     gguf = tmp_path / "a.gguf"
     gguf.write_bytes(b"GGUF")
     with pytest.raises((ModelError), match="folder in Hugging Face layout"):
-        build_loop(settings(gguf, tensor_parallel_size=2))
+        build_loop(engine_config(gguf, tensor_parallel_size=2))
     with pytest.raises(ConfigError, match="initialised torch.distributed"):
-        Engine(settings(folder, tensor_parallel_size=2))
+        Engine(engine_config(model_folder, tensor_parallel_size=2))
     with pytest.raises(ConfigError, match="leave it out"):
         Engine(EngineConfig(tensor_parallel_size=2), model=gpt())
 
 
-def test_serve_has_a_flag_for_it():
+def test_serve_has_a_tensor_parallel_size_flag():
     args = _parser("serve").parse_args(["serve", "--tensor-parallel-size", "2"])
     assert server_config(args, {}).engine.tensor_parallel_size == 2
 
 
-def test_a_rank_that_ends_before_it_came_to_the_meeting_is_not_waited_for():
+def test_the_rendezvous_does_not_wait_for_a_rank_that_ended():
     workers = WorkerGroup(1)
     try:
-        begun = time.monotonic()
+        started = time.monotonic()
         os.kill(workers.pids[0], signal.SIGKILL)
         with pytest.raises(EngineDead, match="rank 1 ended"):
             _run_while_ranks_live(workers, lambda: time.sleep(60))
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - started < 10
         with pytest.raises(ValueError, match="not here"):
             _run_while_ranks_live(WorkerGroup(0), lambda: int("not here"))
     finally:
         workers.kill()
 
 
-def test_a_formatter_of_ones_own_program_is_left_out_of_what_other_ranks_get(monkeypatch):
-    class Own(logging.Formatter):
+def test_a_log_formatter_that_cannot_be_pickled_is_not_sent_to_workers(monkeypatch):
+    class LocalFormatter(logging.Formatter):
         pass
 
-    monkeypatch.setattr("engine.executor.leader.log_format", lambda: (Own(), logging.INFO))
-    style, level = _picklable_log_format()
-    assert pickle.loads(style) is None and level == logging.INFO
+    monkeypatch.setattr("engine.executor.leader.log_format", lambda: (LocalFormatter(), logging.INFO))
+    pickled_formatter, level = _picklable_log_format()
+    assert pickle.loads(pickled_formatter) is None and level == logging.INFO

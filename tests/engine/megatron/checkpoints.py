@@ -1,4 +1,4 @@
-"""Checkpoints that transformers writes, GPTModels of their configuration, and what both hold."""
+"""Helpers: checkpoints written by transformers, GPTModels of the same configuration, and comparisons."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from graph_cache.adapters.megatron.cpu import keep_rotary_in_place, layer_spec
 from tests.support import megatron_models as models
 
 TOLERANCE = 1e-5
-"""On logits of about 1, float32: the two sum in different orders."""
+"""For float32 logits of about 1: the two implementations sum in different orders."""
 
 SIZES = {
     "vocab_size": 96,
@@ -56,7 +56,7 @@ CASES: dict[str, tuple[type, dict[str, Any]]] = {
 def checkpoint(
     folder: Path, case: str = "llama", *, dtype: torch.dtype = torch.float32, shard: str = "1GB", **changes: Any
 ) -> transformers.PreTrainedModel:
-    """A random transformers model of which every part matters, saved in the folder."""
+    """Save a random transformers model in which every parameter affects the output, and return it."""
     make, more = CASES[case]
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(make(**{**SIZES, **more, **changes})).to(dtype).eval()
@@ -78,7 +78,7 @@ def gpt_for(
     dtype: torch.dtype = torch.float32,
     **changes: Any,
 ) -> GPTModel:
-    """A GPTModel of the folder's configuration with weights of its own, as a user builds one."""
+    """Build a GPTModel of the folder's configuration, with other weights, as a user would."""
     hf = config_from_folder(folder)
     if pp_size > 1:
         changes |= {"pipeline_model_parallel_size": pp_size, "pipeline_dtype": dtype}
@@ -109,7 +109,7 @@ def hf_config(folder: Path) -> dict[str, Any]:
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Names, shapes, dtypes and bits."""
+    """Compare names, shapes, dtypes and bits."""
     return one.keys() == other.keys() and all(
         tensor.dtype == other[name].dtype
         and tensor.shape == other[name].shape

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints into GPTModels and back: every bit, the same logits, all or nothing."""
+"""Loading and saving Hugging Face checkpoints with a GPTModel: exact round trips, equal logits, atomic errors."""
 
 from __future__ import annotations
 
@@ -35,51 +35,51 @@ from tests.support import megatron_models as models
 
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
-def test_weights_cross_and_come_back_bit_for_bit(case: str, tmp_path: Path) -> None:
+def test_weights_round_trip_bit_for_bit(case: str, tmp_path: Path) -> None:
     checkpoint(tmp_path / "from", case)
     model = gpt_for(tmp_path / "from")
     load_checkpoint(model, tmp_path / "from")
     save_checkpoint(model, tmp_path / "to", hf_config(tmp_path / "from"))
     assert same(stored(tmp_path / "from"), stored(tmp_path / "to"))
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "to")
+    reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "to")
     first = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "from")
-    assert type(again) is type(first) and same(first.state_dict(), again.state_dict())
+    assert type(reloaded) is type(first) and same(first.state_dict(), reloaded.state_dict())
 
 
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
-    theirs = checkpoint(tmp_path, case)
-    ours = gpt_for(tmp_path)
-    load_checkpoint(ours, tmp_path)
+    hf_model = checkpoint(tmp_path, case)
+    megatron_gpt = gpt_for(tmp_path)
+    load_checkpoint(megatron_gpt, tmp_path)
     ids, positions = models.tokens(3, length=48)
-    found, wanted = ours(ids, positions, None), theirs(ids).logits
+    found, wanted = megatron_gpt(ids, positions, None), hf_model(ids).logits
     assert 0.1 < wanted.std() < 20
     assert (found - wanted).abs().max() < TOLERANCE * max(1.0, wanted.abs().max())
     assert torch.equal(found.argmax(-1), wanted.argmax(-1))
 
 
 @torch.no_grad()
-def test_a_saved_model_is_loaded_in_its_own_dtype_not_in_the_first_checkpoints(tmp_path: Path) -> None:
+def test_a_saved_model_keeps_its_own_dtype_not_the_original_checkpoints(tmp_path: Path) -> None:
     checkpoint(tmp_path / "from", "qwen3")
     model = gpt_for(tmp_path / "from", dtype=torch.bfloat16).bfloat16()
     load_checkpoint(model, tmp_path / "from")
     save_checkpoint(model, tmp_path / "to", hf_config(tmp_path / "from"))
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "to")
+    reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "to")
     rounded = {name: tensor.bfloat16() for name, tensor in stored(tmp_path / "from").items()}
-    assert same(rounded, again.state_dict())
+    assert same(rounded, reloaded.state_dict())
 
 
 @torch.no_grad()
-def test_a_model_of_two_dtypes_is_loaded_in_the_wider(tmp_path: Path) -> None:
+def test_a_model_with_two_dtypes_is_saved_in_the_wider_one(tmp_path: Path) -> None:
     """Megatron's local norms are float32 beside bfloat16 matrices until Float16Module converts them."""
     checkpoint(tmp_path / "from", "qwen3")
     model = gpt_for(tmp_path / "from", dtype=torch.bfloat16)
     load_checkpoint(model, tmp_path / "from")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16, torch.float32}
     save_checkpoint(model, tmp_path / "to", hf_config(tmp_path / "from"))
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "to").state_dict()
-    assert same({name: tensor.float() for name, tensor in named_weights(model)}, again)
+    reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "to").state_dict()
+    assert same({name: tensor.float() for name, tensor in named_weights(model)}, reloaded)
 
 
 def test_a_large_checkpoint_is_read_and_written_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,12 +92,12 @@ def test_a_large_checkpoint_is_read_and_written_in_shards(tmp_path: Path, monkey
     files = sorted((tmp_path / "to").glob("*.safetensors"))
     assert len(files) > 2 and all(path.stat().st_size < 35_000 for path in files)
     assert same(stored(tmp_path / "from"), stored(tmp_path / "to"))
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "to")
-    assert same(stored(tmp_path / "from"), again.state_dict())
+    reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "to")
+    assert same(stored(tmp_path / "from"), reloaded.state_dict())
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen3-tied"])
-def test_rows_of_a_padded_vocabulary_are_zero_after_loading_and_nobodys_after(case: str, tmp_path: Path) -> None:
+def test_vocabulary_padding_is_zeroed_on_load_and_untouched_afterwards(case: str, tmp_path: Path) -> None:
     checkpoint(tmp_path / "from", case)
     model = gpt_for(tmp_path / "from", vocab_size=128)
     load_checkpoint(model, tmp_path / "from")
@@ -114,7 +114,7 @@ def test_rows_of_a_padded_vocabulary_are_zero_after_loading_and_nobodys_after(ca
     assert stored(tmp_path / "to")["model.embed_tokens.weight"].shape == (96, 32)
 
 
-def test_a_vocabulary_larger_than_the_models_is_refused(tmp_path: Path) -> None:
+def test_a_vocabulary_larger_than_the_models_is_rejected(tmp_path: Path) -> None:
     checkpoint(tmp_path)
     with pytest.raises(ModelError, match="too few for a vocabulary of 96"):
         load_checkpoint(gpt_for(tmp_path, vocab_size=64), tmp_path)
@@ -132,7 +132,7 @@ def test_a_tied_head_in_the_checkpoint_must_be_the_embedding(tmp_path: Path) -> 
         load_checkpoint(model, tmp_path)
 
 
-def test_everything_wrong_with_a_folder_is_listed_and_nothing_written(tmp_path: Path) -> None:
+def test_every_problem_of_a_folder_is_listed_and_nothing_is_written(tmp_path: Path) -> None:
     checkpoint(tmp_path)
     model, weights = gpt_for(tmp_path), stored(tmp_path)
     k, gate, norm = (
@@ -156,7 +156,7 @@ def test_everything_wrong_with_a_folder_is_listed_and_nothing_written(tmp_path: 
     assert same(before, copies(model))
 
 
-def test_a_model_that_computes_something_else_is_refused_before_a_write(tmp_path: Path) -> None:
+def test_a_model_with_a_different_configuration_is_rejected_before_a_write(tmp_path: Path) -> None:
     checkpoint(tmp_path, "qwen3")
     model = gpt_for(tmp_path, layernorm_epsilon=1e-6, rotary_interleaved=True)
     model.rotary_pos_emb.inv_freq = model.rotary_pos_emb.inv_freq * 0.99
@@ -175,11 +175,11 @@ def test_a_model_that_computes_something_else_is_refused_before_a_write(tmp_path
     assert not (tmp_path / "to").exists()
 
 
-def test_dropout_is_the_trainers_choice(tmp_path: Path) -> None:
+def test_dropout_may_differ_from_the_checkpoint(tmp_path: Path) -> None:
     checkpoint(tmp_path)
     load_checkpoint(gpt_for(tmp_path, attention_dropout=0.1, hidden_dropout=0.1), tmp_path)
     values = transformer_config_values(config_from_folder(tmp_path))
-    assert values["attention_dropout"] == values["hidden_dropout"] == 0.0  # Megatron's own default is 0.1
+    assert values["attention_dropout"] == values["hidden_dropout"] == 0.0  # Megatron's default is 0.1
 
 
 def test_a_folder_with_a_model_is_not_overwritten(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_a_folder_with_a_model_is_not_overwritten(tmp_path: Path) -> None:
     assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
 
-def test_a_trainers_update_of_some_weights_goes_through_the_same_table(tmp_path: Path) -> None:
+def test_a_partial_weight_update_uses_the_same_slots(tmp_path: Path) -> None:
     checkpoint(tmp_path, "qwen3")
     model = gpt_for(tmp_path)
     load_checkpoint(model, tmp_path)
@@ -208,7 +208,7 @@ def test_a_trainers_update_of_some_weights_goes_through_the_same_table(tmp_path:
     assert addresses == {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
 
 
-def test_wrapped_models_have_the_same_table(tmp_path: Path) -> None:
+def test_wrapped_models_are_unwrapped(tmp_path: Path) -> None:
     class Wrapper(nn.Module):
         def __init__(self, module: nn.Module):
             super().__init__()
@@ -219,7 +219,7 @@ def test_wrapped_models_have_the_same_table(tmp_path: Path) -> None:
     load_checkpoint(wrapped, tmp_path)
     save_checkpoint(wrapped, tmp_path / "to", hf_config(tmp_path))
     assert same(stored(tmp_path), stored(tmp_path / "to"))
-    with pytest.raises(ModelError, match="Linear is no Megatron-Core GPTModel"):
+    with pytest.raises(ModelError, match="Linear is not a Megatron-Core GPTModel"):
         weight_slots(nn.Linear(2, 2))
 
 
@@ -236,7 +236,7 @@ def test_parameters_without_a_counterpart_are_listed() -> None:
         assert f"{name} has no counterpart" in str(error.value)
 
 
-def test_parameters_that_are_no_plain_tensors_are_refused() -> None:
+def test_tensor_subclass_parameters_are_rejected() -> None:
     class Quantised(Tensor):
         pass
 
@@ -247,26 +247,26 @@ def test_parameters_that_are_no_plain_tensors_are_refused() -> None:
         weight_slots(model)
 
 
-def test_a_shard_read_as_the_whole_is_refused() -> None:
+def test_a_model_of_another_tp_size_is_rejected() -> None:
     with pytest.raises(ModelError, match=r"rank 0 of 2.*linear_qkv.weight has shape \[64, 32\], \[32, 32\] is needed"):
         weight_slots(models.gpt(), tp_size=2)
     with pytest.raises(ModelError, match="tp_rank 2"):
         weight_slots(models.gpt(), tp_rank=2, tp_size=2)
 
 
-def test_what_megatron_cannot_express_is_listed_whole() -> None:
-    def refusal(**changes: Any) -> str:
+def test_every_unsupported_setting_is_listed() -> None:
+    def error_for(**changes: Any) -> str:
         values = {"architectures": ["LlamaForCausalLM"], **SIZES, **changes}
         with pytest.raises(ModelError) as error:
             gpt_model_arguments(config_from_dict(values))
         return str(error.value)
 
-    text = refusal(
+    text = error_for(
         attention_bias=True, rope_parameters=LLAMA3 | {"high_freq_factor": 8.0, "original_max_position_embeddings": 32}
     )
     assert "biases on q, k and v and o only" in text
     assert "high_freq_factor 8.0, where it has 4.0 fixed" in text
     assert "original_max_position_embeddings 32, where it has 8192 fixed" in text
-    assert "yarn" in refusal(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0})
-    window = refusal(architectures=["MistralForCausalLM"], sliding_window=32, num_hidden_layers=2)
+    assert "yarn" in error_for(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0})
+    window = error_for(architectures=["MistralForCausalLM"], sliding_window=32, num_hidden_layers=2)
     assert "sliding window of 32 tokens" in window

@@ -1,4 +1,4 @@
-"""A GPTModel as the tensors of a plain dense decoder: they compute what it does; other models are named and refused."""
+"""DenseTensors of a GPTModel: they compute the model's logits; models that are not fusable are rejected."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from engine.models.dense_tensors import DenseTensors, HeadLayout
 from tests.support.megatron_models import VOCAB, gpt, tokens
 
 
-def decoded(tensors: DenseTensors, ids: torch.Tensor) -> torch.Tensor:
-    """Logits [T, vocab] of one sequence, by nothing but the tensors."""
+def logits_from(tensors: DenseTensors, ids: torch.Tensor) -> torch.Tensor:
+    """Compute logits [T, vocab] of one sequence from the tensors alone."""
     heads, eps = tensors.heads, tensors.config.rms_norm_eps
     hidden = F.embedding(ids, tensors.embedding)
 
     def norm(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         return x if weight is None else F.rms_norm(x, (x.shape[-1],), weight, eps)
 
-    def turned(x: torch.Tensor) -> torch.Tensor:  # [T, ..., D]
+    def rotate(x: torch.Tensor) -> torch.Tensor:  # [T, ..., D]
         shape = (len(x), *[1] * (x.dim() - 2), heads.dim)
         cos, sin = (table[: len(x)].view(shape) for table in (tensors.cos, tensors.sin))
         return x * cos + x.roll(heads.dim // 2, -1) * sin
@@ -31,7 +31,7 @@ def decoded(tensors: DenseTensors, ids: torch.Tensor) -> torch.Tensor:
     for index in range(tensors.config.num_layers):
         layer = tensors.layer(index)
         q, k, v = heads.cut(F.linear(norm(hidden, layer.input_norm), layer.qkv, layer.qkv_bias))
-        q, k = turned(norm(q, layer.q_norm)), turned(norm(k, layer.k_norm))
+        q, k = rotate(norm(q, layer.q_norm)), rotate(norm(k, layer.k_norm))
         q, k, v = q.flatten(1, 2), *(x.repeat_interleave(heads.heads // heads.kv_heads, 1) for x in (k, v))
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1).flatten(1)
@@ -42,7 +42,7 @@ def decoded(tensors: DenseTensors, ids: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "kind",
+    "options",
     [
         {},
         {"qk_layernorm": True, "tied": True},
@@ -51,19 +51,19 @@ def decoded(tensors: DenseTensors, ids: torch.Tensor) -> torch.Tensor:
     ],
     ids=str,
 )
-def test_they_compute_what_the_model_computes(kind):
-    model = gpt(**kind).eval()
+def test_dense_tensors_compute_the_models_logits(options):
+    model = gpt(**options).eval()
     for name, parameter in model.named_parameters():
         if name.endswith("bias") or "norm" in name:
             parameter.data.add_(torch.randn(parameter.shape) * 0.3)
     ids = tokens(3, batch=1, length=20)[0][0]
     with torch.no_grad():
         wanted = model(ids[None], torch.arange(20)[None], None)[0]
-        found = decoded(MegatronModel(model).tensors(), ids)
+        found = logits_from(MegatronModel(model).tensors(), ids)
     torch.testing.assert_close(found, wanted[:, :VOCAB], rtol=1e-4, atol=1e-5)
 
 
-def test_they_are_the_models_own_parameters_wherever_these_are_now():
+def test_dense_tensors_follow_replaced_parameters():
     model = gpt()
     tensors = MegatronModel(model).tensors()
     fc1 = model.decoder.layers[1].mlp.linear_fc1
@@ -73,7 +73,7 @@ def test_they_are_the_models_own_parameters_wherever_these_are_now():
 
 
 @pytest.mark.parametrize("by_group", [False, True])
-def test_heads_are_cut_as_they_lie(by_group):
+def test_head_layout_splits_qkv_without_copies(by_group):
     layout = HeadLayout(4, 2, 3, by_group)
     names = (
         ["q0", "q1", "k0", "v0", "q2", "q3", "k1", "v1"]
@@ -89,7 +89,7 @@ def test_heads_are_cut_as_they_lie(by_group):
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"layernorm_zero_centered_gamma": True}, "layernorm_zero_centered_gamma=True"),
         ({"activation_func": F.gelu}, "activation_func gelu"),
@@ -97,27 +97,27 @@ def test_heads_are_cut_as_they_lie(by_group):
         ({"rotary_interleaved": True}, "rotary_interleaved"),
     ],
 )
-def test_a_model_that_computes_something_else_is_refused(changes, says):
+def test_an_unsupported_setting_is_rejected(changes, message):
     model = gpt()
-    hosted = MegatronModel(model)
+    megatron_model = MegatronModel(model)
     for name, value in changes.items():
         object.__setattr__(model.config, name, value)
-    with pytest.raises(ModelError, match=says):
-        hosted.tensors()
+    with pytest.raises(ModelError, match=message):
+        megatron_model.tensors()
 
 
-def test_an_adapter_in_a_projections_place_is_refused():
+def test_an_adapter_that_replaces_a_projection_is_rejected():
     class Adapter(torch.nn.Module):
         def __init__(self, inner: torch.nn.Module):
             super().__init__()
             self.inner, self.weight = inner, inner.weight
 
     model = gpt()
-    hosted = MegatronModel(model)
+    megatron_model = MegatronModel(model)
     layer = model.decoder.layers[1]
     layer.mlp.linear_fc2 = Adapter(layer.mlp.linear_fc2)
     with pytest.raises(ModelError, match="layers.1.mlp.linear_fc2 is a .*Adapter"):
-        hosted.tensors()
+        megatron_model.tensors()
 
 
 def with_l2_norms(model):
@@ -149,26 +149,26 @@ def without_a_residual(model):
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         (with_l2_norms, "L2Norm as q_layernorm"),
         (with_no_norm, "post_norm of layer 0 is missing"),
         (with_a_side_branch, "lora.weight is a parameter"),
-        (with_a_forward_of_its_own, "linear_fc1 has a forward"),
+        (with_a_forward_of_its_own, "linear_fc1 has a replaced forward"),
         (with_another_eps, "input_layernorm has an eps of 0.5"),
         (without_a_residual, "residual of mlp_bda"),
     ],
 )
-def test_a_model_that_was_changed_by_hand_is_refused(change, says):
+def test_a_modified_model_is_rejected(change, message):
     model = gpt()
-    hosted = MegatronModel(model)
-    hosted.tensors()
+    megatron_model = MegatronModel(model)
+    megatron_model.tensors()
     change(model)
-    with pytest.raises(ModelError, match=says):
-        hosted.tensors()
+    with pytest.raises(ModelError, match=message):
+        megatron_model.tensors()
 
 
-def test_a_model_whose_training_graphs_are_attached_is_plain_still():
+def test_attached_training_graphs_keep_a_model_fusable():
     model = gpt()
     training = Engine(EngineConfig(mode="training"))
     training.attach(model)
@@ -176,26 +176,26 @@ def test_a_model_whose_training_graphs_are_attached_is_plain_still():
     training.detach()
 
 
-def test_of_a_padded_vocabulary_the_head_has_what_is_served():
+def test_the_head_omits_vocabulary_padding():
     model = gpt()
-    hosted = MegatronModel(model, vocab_size=90)
-    head = hosted.tensors().head
+    megatron_model = MegatronModel(model, vocab_size=90)
+    head = megatron_model.tensors().head
     assert head.shape == (90, 32) and head.data_ptr() == model.output_layer.weight.data_ptr()
 
 
-def test_parameters_that_are_no_plain_tensors_of_the_models_dtype_are_refused():
+def test_parameters_of_another_dtype_are_rejected():
     model = gpt()
-    hosted = MegatronModel(model)
+    megatron_model = MegatronModel(model)
     weight = model.decoder.layers[0].self_attention.linear_proj.weight
     weight.data = weight.data.double()
     with pytest.raises(ModelError, match="o of layer 0 is a Tensor .*float64"):
-        hosted.tensors()
+        megatron_model.tensors()
 
 
-def test_a_parameter_of_another_shape_is_refused():
+def test_a_parameter_of_another_shape_is_rejected():
     model = gpt()
-    hosted = MegatronModel(model)
+    megatron_model = MegatronModel(model)
     fc2 = model.decoder.layers[1].mlp.linear_fc2
     fc2.weight = torch.nn.Parameter(fc2.weight.data[:, :40].clone())
     with pytest.raises(ModelError, match=r"linear_fc2.weight has shape \[32, 40\], \[32, 48\] is needed"):
-        hosted.tensors()
+        megatron_model.tensors()

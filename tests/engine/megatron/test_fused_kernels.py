@@ -1,6 +1,4 @@
-"""Our kernels on a GPTModel's own parameters: the bits of our native model with the same weights, and of two ranks the
-same numbers.
-"""
+"""Fused kernels on a GPTModel's parameters: equal bits to the native model, and equal results on two ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.kernels import DEVICE, DTYPE, INTERPRETED, relative_error  # isort: skip  (before what imports triton)
+from tests.support.kernels import DEVICE, DTYPE, INTERPRETED, relative_error  # isort: skip  (must come before triton is imported)
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
@@ -30,7 +28,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.interpretable, pytest.mark.filterwarn
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 ROWS, TOKENS, PAGES = 3, 24, 4
-KINDS = {
+CASES = {
     "qwen3": {"vocab_size": 511},  # padded
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": False},
     "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
@@ -43,8 +41,8 @@ KINDS = {
 }
 
 
-def computed(model: Any) -> dict[str, torch.Tensor]:
-    """What fused kernels give on the model: a prefill of two chunks, then two decode steps of given tokens."""
+def run_fused(model: Any) -> dict[str, torch.Tensor]:
+    """Run the fused kernels on the model: a prefill of two chunks, then two decode steps with given tokens."""
     config, device, dtype = model.config, model.device, model.dtype
     layout = Layout(ROWS + 1, PAGES)
     kv = KVCache(config.num_layers, (ROWS + 2) * PAGES, 16, config.num_kv_heads, config.head_dim, dtype, device)
@@ -52,7 +50,7 @@ def computed(model: Any) -> dict[str, torch.Tensor]:
     state.slots[:ROWS] = torch.tensor([2, 1, 3])
     state.positions[:ROWS] = torch.tensor([5, 18, 0])
     state.page_table[1:] = (torch.arange((ROWS + 1) * PAGES) + 1).view(ROWS + 1, PAGES).to(device)
-    packing = VarlenLayout(
+    varlen = VarlenLayout(
         *(
             torch.tensor(values, device=device)
             for values in ([*range(5), *range(18), 0], [2] * 5 + [1] * 18 + [0], [5, 23], [0, 0], [2, 1])
@@ -64,7 +62,7 @@ def computed(model: Any) -> dict[str, torch.Tensor]:
     fused, found = FusedDense(model, kv, ROWS, TOKENS), {}
     with torch.inference_mode():
         tokens = torch.arange(TOKENS, device=device) * 31 % config.vocab_size
-        found["prefill"] = fused.prefill(tokens, packing, state.page_table)[:23].clone()
+        found["prefill"] = fused.prefill(tokens, varlen, state.page_table)[:23].clone()
         for step in range(2):
             state.last_tokens[1:] = torch.tensor([7, 300, 510 - step, 44], device=device)
             fused.embed_rows(state, hidden)
@@ -78,13 +76,13 @@ def computed(model: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.cpu() for name, tensor in found.items()}
 
 
-def native(kind: str) -> Any:
-    return small_model(**({"num_attention_heads": 8} | KINDS[kind]))
+def native_model(case: str) -> Any:
+    return small_model(**({"num_attention_heads": 8} | CASES[case]))
 
 
-def hosted(kind: str, ranks: int, device: torch.device) -> MegatronModel:
-    """The same model as a GPTModel, this rank's part of it."""
-    model = native(kind)
+def megatron_model(case: str, ranks: int, device: torch.device) -> MegatronModel:
+    """Build this rank's shard of the same model as a GPTModel."""
+    model = native_model(case)
     arguments = gpt_model_arguments(model.config)
     arguments["vocab_size"] = 512
     gpt = empty_gpt_model(transformer_config_values(model.config), arguments, ranks=ranks, dtype=DTYPE, device=device)
@@ -95,8 +93,8 @@ def hosted(kind: str, ranks: int, device: torch.device) -> MegatronModel:
     return found
 
 
-def rank(index: int, ranks: int, kind: str, folder: str) -> None:
-    """One process of the test."""
+def rank(index: int, ranks: int, case: str, folder: str) -> None:
+    """Body of each spawned process."""
     device = torch.device("cpu") if INTERPRETED else torch.device("cuda", index)
     if not INTERPRETED:
         torch.cuda.set_device(device)
@@ -107,7 +105,7 @@ def rank(index: int, ranks: int, kind: str, folder: str) -> None:
         world_size=ranks,
     )
     split_tensors(ranks)
-    torch.save(computed(hosted(kind, ranks, device)), f"{folder}/{index}")
+    torch.save(run_fused(megatron_model(case, ranks, device)), f"{folder}/{index}")
     forget_groups()
     dist.destroy_process_group()
 
@@ -121,18 +119,18 @@ def one_rank(tmp_path: Path):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_bits_are_those_of_our_native_model(one_rank, kind):
-    found, wanted = computed(hosted(kind, 1, torch.device(DEVICE))), computed(native(kind))
+@pytest.mark.parametrize("case", CASES)
+def test_fused_kernels_match_the_native_model_bit_for_bit(one_rank, case):
+    found, wanted = run_fused(megatron_model(case, 1, torch.device(DEVICE))), run_fused(native_model(case))
     assert {name for name in wanted if not torch.equal(found[name], wanted[name])} == set()
 
 
 @pytest.mark.skipif(not INTERPRETED and GPUS < 2, reason=f"needs 2 CUDA devices: torch.cuda.device_count() is {GPUS}")
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_compute_what_one_does(tmp_path, kind):
-    torch.multiprocessing.spawn(rank, (2, kind, str(tmp_path)), nprocs=2)
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_compute_the_same_as_one(tmp_path, case):
+    torch.multiprocessing.spawn(rank, (2, case, str(tmp_path)), nprocs=2)
     first, second = (torch.load(tmp_path / str(index)) for index in range(2))
-    wanted = computed(native(kind))
+    wanted = run_fused(native_model(case))
     for name, tensor in wanted.items():
-        assert torch.equal(first[name], second[name]), name  # or ranks would choose different tokens
+        assert torch.equal(first[name], second[name]), name  # else ranks would sample different tokens
         assert relative_error(first[name], tensor) < 8 * TOLERANCE, name

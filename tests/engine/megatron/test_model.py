@@ -1,4 +1,4 @@
-"""The engine serves a GPTModel of Megatron-Core on the model's own parameters, between a trainer's steps."""
+"""Serving a Megatron-Core GPTModel on its own parameters, between training steps."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9], [11] * 20, [40]]
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 
 
-def serve(hosted, **options):
+def serve(gpt_model, **options):
     settings = {"max_num_seqs": 4, "page_size": 16, "graph_manifest": "none"} | options
-    return Engine(EngineConfig(**settings), model=hosted)
+    return Engine(EngineConfig(**settings), model=gpt_model)
 
 
 def greedy(model, prompt, count):
-    """Tokens by Megatron's own forward over the whole text each time."""
+    """Generate tokens with Megatron's own forward over the whole text for each token."""
     ids, training = list(prompt), model.training
     model.eval()
     with torch.no_grad():
@@ -33,23 +33,23 @@ def greedy(model, prompt, count):
     return ids[len(prompt) :]
 
 
-def generated(engine):
+def generate_greedy(engine):
     return [list(output.token_ids) for output in engine.generate(prompt_token_ids=PROMPTS, sampling_params=GREEDY)]
 
 
 @pytest.mark.parametrize("scope", ["layer", "block", "none"])
-@pytest.mark.parametrize("kind", [{}, {"qk_layernorm": True, "tied": True}])
-def test_tokens_are_those_of_megatrons_own_forward(scope, kind):
-    model = gpt(**kind)
+@pytest.mark.parametrize("model_options", [{}, {"qk_layernorm": True, "tied": True}])
+def test_tokens_match_megatrons_forward(scope, model_options):
+    model = gpt(**model_options)
     with serve(model, inference_cuda_graph_scope=scope) as engine:
-        assert generated(engine) == [greedy(model, prompt, 12) for prompt in PROMPTS]
+        assert generate_greedy(engine) == [greedy(model, prompt, 12) for prompt in PROMPTS]
         replayed = sum(count for _, count in engine.stats().graphs["replays"])
         assert (replayed > 0) == (scope != "none")
         assert engine.info.architecture == "GPTModel" and engine.info.vocab_size == VOCAB
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_tokens_are_those_of_our_native_model_with_the_same_weights(tmp_path, tied):
+def test_tokens_match_the_native_model_with_the_same_weights(tmp_path, tied):
     model = gpt(qk_layernorm=True, tied=tied, layernorm_epsilon=1e-6)
     save_checkpoint(
         model,
@@ -72,37 +72,37 @@ def test_tokens_are_those_of_our_native_model_with_the_same_weights(tmp_path, ti
         },
     )
     with (
-        serve(model) as hosted,
+        serve(model) as megatron_engine,
         Engine(
             EngineConfig(
                 model=str(tmp_path), cpu_weight_format="fp32", max_num_seqs=4, page_size=16, graph_manifest="none"
             )
-        ) as native,
+        ) as native_engine,
     ):
-        assert generated(hosted) == generated(native)
+        assert generate_greedy(megatron_engine) == generate_greedy(native_engine)
 
 
-def test_one_model_trains_generates_and_trains_on_without_a_copy_or_a_recapture():
-    model, alone = gpt(), gpt()
+def test_a_model_alternates_training_and_generation_without_copies_or_recapture():
+    model, reference = gpt(), gpt()
     addresses = [parameter.data_ptr() for parameter in model.parameters()]
     engine = serve(model, warmup="full")
     training = Engine(EngineConfig(mode="training", cuda_graph_warmup_steps=2), pool=engine.pool)
     training.attach(model)
-    optimizers = {one: torch.optim.Adam(one.parameters(), lr=1e-2) for one in (model, alone)}
+    optimizers = {one: torch.optim.Adam(one.parameters(), lr=1e-2) for one in (model, reference)}
     captures = None
-    for round_ in range(3):
+    for iteration in range(3):
         for step in range(4):
             for one, optimizer in optimizers.items():
-                loss = loss_of(one, *tokens(4 * round_ + step))
-                if one is model and step == 3:  # in the middle of a step, between forward and backward
-                    engine.weights_changed(f"round {round_}")
-                    assert generated(engine) == [greedy(alone, prompt, 12) for prompt in PROMPTS]
+                loss = loss_of(one, *tokens(4 * iteration + step))
+                if one is model and step == 3:  # inside a training step, between forward and backward
+                    engine.weights_changed(f"round {iteration}")
+                    assert generate_greedy(engine) == [greedy(reference, prompt, 12) for prompt in PROMPTS]
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
         if captures is None:
             captures = len(training.graphs()), [row["capture_seconds"] for row in engine.graphs()]
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), alone.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
     assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
     assert captures == (len(training.graphs()), [row["capture_seconds"] for row in engine.graphs()])
     assert all(row["replays"] >= 9 and row["failed"] == 0 for row in training.graphs())
@@ -111,39 +111,39 @@ def test_one_model_trains_generates_and_trains_on_without_a_copy_or_a_recapture(
     engine.close()
 
 
-def test_weights_are_updated_by_their_hugging_face_names():
+def test_weights_are_updated_by_hugging_face_names():
     model, other = gpt(), gpt(7)
     with serve(model) as engine:
-        before = generated(engine)
+        before = generate_greedy(engine)
         engine.update_weights(((name, tensor.clone()) for name, tensor in named_weights(other)), version="other")
-        assert generated(engine) == [greedy(other, prompt, 12) for prompt in PROMPTS] != before
+        assert generate_greedy(engine) == [greedy(other, prompt, 12) for prompt in PROMPTS] != before
 
 
-def test_a_padded_vocabularys_tokens_are_never_drawn_and_its_checkpoints_fit(tmp_path):
+def test_padding_tokens_are_never_sampled_and_unpadded_checkpoints_load(tmp_path):
     checkpoint(tmp_path, "qwen3")
     model = gpt_for(tmp_path, vocab_size=128)
-    load_checkpoint(model, tmp_path)  # which leaves the padding at zero: better than any token that is unlikely
+    load_checkpoint(model, tmp_path)  # sets padding rows to zero, so their logits exceed those of unlikely tokens
     with serve(model, model=str(tmp_path)) as engine:
         assert engine.info.vocab_size == 96
         params = SamplingParams(max_tokens=30, temperature=1.5, ignore_eos=True)
-        drawn = engine.generate(prompt_token_ids=PROMPTS * 2, sampling_params=params)
-        assert max(token for output in drawn for token in output.token_ids) < 96
+        sampled = engine.generate(prompt_token_ids=PROMPTS * 2, sampling_params=params)
+        assert max(token for output in sampled for token in output.token_ids) < 96
         assert engine.update_weights(stored(tmp_path).items(), version="again") > 0
 
 
-def test_the_vocabulary_of_another_model_is_refused(tmp_path):
+def test_a_larger_vocabulary_is_rejected(tmp_path):
     checkpoint(tmp_path, "qwen3", vocab_size=200)
     with pytest.raises(ModelError, match="a vocabulary of 200 tokens was given for a model of 96"):
         serve(gpt(), model=str(tmp_path))
 
 
-def test_closing_gives_the_model_back_as_it_was():
+def test_closing_restores_the_model():
     model = gpt()
     keys = list(model.state_dict())
     engine = serve(model)
     core = model.decoder.layers[0].self_attention.core_attention
     assert "forward" in vars(core) and list(model.state_dict()) == keys
-    with pytest.raises(ModelError, match="hosted already"):
+    with pytest.raises(ModelError, match="serves this model already"):
         serve(model)
     engine.close()
     assert "forward" not in vars(core)
@@ -151,7 +151,7 @@ def test_closing_gives_the_model_back_as_it_was():
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"sequence_parallel": True}, "sequence_parallel"),
         ({"softmax_scale": 0.3}, "softmax_scale"),
@@ -159,15 +159,15 @@ def test_closing_gives_the_model_back_as_it_was():
         ({"fp8": "hybrid"}, "fp8"),
     ],
 )
-def test_what_the_engine_would_compute_otherwise_is_refused(changes, says):
+def test_unsupported_settings_are_rejected(changes, message):
     model = gpt()
     for name, value in changes.items():
         object.__setattr__(model.config, name, value)
-    with pytest.raises(ModelError, match=says):
+    with pytest.raises(ModelError, match=message):
         serve(model)
 
 
-def test_a_stage_of_a_pipeline_and_forward_hooks_are_refused_together():
+def test_a_pipeline_stage_and_forward_hooks_are_rejected_together():
     model = gpt(post_process=False)
     model.decoder.layers[0].mlp.register_forward_pre_hook(lambda *args: None)
     with pytest.raises(ModelError, match=r"(?s)pipeline.*hooks"):
@@ -175,14 +175,14 @@ def test_a_stage_of_a_pipeline_and_forward_hooks_are_refused_together():
 
 
 @pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"cpu_weight_format": "int4"}, {"kernels": "fused"}])
-def test_settings_that_contradict_the_model_are_refused(options):
+def test_settings_that_contradict_the_model_are_rejected(options):
     model = gpt()
     with pytest.raises(ConfigError, match=next(iter(options))):
         serve(model, **options)
     serve(model).close()
 
 
-def test_an_engine_that_is_interrupted_while_it_warms_up_gives_the_model_back():
+def test_an_interrupted_warm_up_restores_the_model():
     model = gpt()
 
     def interrupted(*args, **kwargs):
@@ -195,16 +195,18 @@ def test_an_engine_that_is_interrupted_while_it_warms_up_gives_the_model_back():
     serve(model, warmup="full").close()
 
 
-def test_training_graphs_come_also_where_a_model_generates_after_every_step():
-    model, alone = gpt(), gpt()
+def test_training_graphs_are_captured_when_every_step_is_followed_by_generation():
+    model, reference = gpt(), gpt()
     with serve(model) as engine:
         training = Engine(EngineConfig(mode="training", cuda_graph_warmup_steps=2), pool=engine.pool)
         training.attach(model)
         for step in range(6):
-            for one in (model, alone):
+            for one in (model, reference):
                 one.zero_grad()
                 loss_of(one, *tokens(step)).backward()
-            assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), alone.parameters(), strict=True))
-            generated(engine)
+            assert all(
+                torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), reference.parameters(), strict=True)
+            )
+            generate_greedy(engine)
         assert all(row["replays"] == 4 and row["eager"]["warming_up"] == 2 for row in training.graphs())
         training.detach()

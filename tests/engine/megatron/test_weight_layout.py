@@ -1,4 +1,4 @@
-"""Weights over tensor-parallel ranks and pipeline stages: every part in its place, and whole again."""
+"""Weight slots over tensor-parallel ranks and pipeline stages: splitting, gathering, loading and saving."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ def bare_stage(
     last: bool = True,
     te: bool = False,
 ) -> nn.Module:
-    """Only the parameters of a rank's stage, by Megatron's names and shapes, filled with -1; `te`: TE's norm names."""
+    """Build a module with a stage's parameters only, in Megatron's names and shapes, filled with -1.
+
+    `te`: use Transformer Engine's norm names.
+    """
     config = config_from_dict(hf)
     values = transformer_config_values(config)
     heads, groups, size = values["num_attention_heads"], values["num_query_groups"], values["kv_channels"]
@@ -87,8 +90,8 @@ def bare_stage(
     return model
 
 
-def numbered(hf: dict[str, Any]) -> dict[str, Tensor]:
-    """Weights of this configuration, no two elements equal."""
+def numbered_weights(hf: dict[str, Any]) -> dict[str, Tensor]:
+    """Return weights of this configuration in which all elements differ."""
     weights: dict[str, Tensor] = {}
     count = 0
     for name, shape in whole_shapes(config_from_dict(hf)).items():
@@ -99,15 +102,15 @@ def numbered(hf: dict[str, Any]) -> dict[str, Tensor]:
     return weights
 
 
-def merged(weights: dict[str, Tensor], groups: int, kind: str) -> Tensor:
-    """Megatron's linear_qkv of the whole model: for each query group its q heads, its k, its v."""
+def merged_qkv(weights: dict[str, Tensor], groups: int, kind: str) -> Tensor:
+    """Return Megatron's linear_qkv of the whole model: q heads, k and v of each query group."""
     q, k, v = (weights[f"model.layers.0.self_attn.{x}_proj.{kind}"].chunk(groups) for x in "qkv")
     return torch.cat([piece for group in zip(q, k, v, strict=True) for piece in group])
 
 
 @st.composite
 def splits(draw: st.DrawFn) -> tuple[dict[str, Any], int, int]:
-    """(Qwen config, ranks, rows of the padded vocabulary): ranks divide the query groups, or these divide the ranks."""
+    """Generate (Qwen config, ranks, padded vocabulary size); ranks divide the query groups or are divided by them."""
     groups = draw(st.integers(1, 4))
     ranks = draw(st.sampled_from([n for n in range(1, 7) if groups % n == 0 or n % groups == 0]))
     per_group = draw(st.integers(1, 3)) * max(ranks // groups, 1)
@@ -121,7 +124,7 @@ def splits(draw: st.DrawFn) -> tuple[dict[str, Any], int, int]:
         "num_hidden_layers": 1,
         "num_attention_heads": groups * per_group,
         "num_key_value_heads": groups,
-        # Megatron splits the rows of linear_qkv evenly: they must divide
+        # Megatron splits the rows of linear_qkv evenly, so they must be divisible by the ranks
         "head_dim": 2 * ranks,
         "max_position_embeddings": 8,
         "tie_word_embeddings": draw(st.booleans()),
@@ -131,9 +134,9 @@ def splits(draw: st.DrawFn) -> tuple[dict[str, Any], int, int]:
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(splits())
-def test_shards_take_their_part_and_make_the_whole_again(split: tuple[dict[str, Any], int, int]) -> None:
+def test_shards_split_and_gather_every_weight(split: tuple[dict[str, Any], int, int]) -> None:
     hf, ranks, padded = split
-    weights = numbered(hf)
+    weights = numbered_weights(hf)
     stages = [bare_stage(hf, ranks=ranks, padded=padded) for _ in range(ranks)]
     tables = [weight_slots(stage, hf["vocab_size"], rank, ranks) for rank, stage in enumerate(stages)]
     for table in tables:
@@ -143,7 +146,7 @@ def test_shards_take_their_part_and_make_the_whole_again(split: tuple[dict[str, 
     whole = {name: gather([table[name].read() for table in tables], tables[0][name].shape) for name in weights}
     assert same(weights, whole)
     layers = [stage.decoder.layers[0] for stage in stages]
-    qkv = merged(weights, hf["num_key_value_heads"], "weight")
+    qkv = merged_qkv(weights, hf["num_key_value_heads"], "weight")
     assert torch.equal(torch.cat([layer.self_attention.linear_qkv.weight for layer in layers]), qkv)
     gate, up = (weights[f"model.layers.0.mlp.{x}_proj.weight"].chunk(ranks) for x in ("gate", "up"))
     for rank, layer in enumerate(layers):
@@ -155,16 +158,16 @@ def test_shards_take_their_part_and_make_the_whole_again(split: tuple[dict[str, 
     assert untouched == tables_of_vocabulary * (padded - hf["vocab_size"]) * hf["hidden_size"]
 
 
-def test_gathering_wants_every_rank_and_one_truth() -> None:
+def test_gather_rejects_missing_ranks_and_differing_copies() -> None:
     with pytest.raises(ModelError, match=r"the parts of 1 ranks make \[2, 3\], \[4, 3\] is needed"):
         gather([torch.zeros(2, 3)], (4, 3))
     with pytest.raises(ModelError, match="differs between ranks"):
         gather([torch.zeros(3), torch.ones(3)], (3,))
 
 
-def test_norms_in_transformer_engines_spelling_are_the_same_weights() -> None:
+def test_transformer_engine_norm_names_map_to_the_same_weights() -> None:
     hf = {"architectures": ["Qwen3ForCausalLM"], **SIZES, "head_dim": 16}
-    weights = numbered(hf)
+    weights = numbered_weights(hf)
     stage = bare_stage(hf, te=True, layers=(1, 2))
     for name, slot in weight_slots(stage).items():
         slot.write(weights[name])
@@ -176,11 +179,11 @@ def test_norms_in_transformer_engines_spelling_are_the_same_weights() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_stages_go_by_their_layers_global_numbers(tied: bool, tmp_path: Path) -> None:
+def test_pipeline_stages_use_global_layer_numbers(tied: bool, tmp_path: Path) -> None:
     hf = {"architectures": ["LlamaForCausalLM"], **SIZES, "num_hidden_layers": 5, "tie_word_embeddings": tied}
-    weights = numbered(hf)
+    weights = numbered_weights(hf)
     (tmp_path / "config.json").write_text(json.dumps(hf))
-    # a checkpoint of a tied model may hold its head too: a stage without embedding has nothing to compare it with
+    # a tied checkpoint may contain its head too; a stage without embedding can't compare the two
     head = {"lm_head.weight": weights["model.embed_tokens.weight"].clone()} if tied else {}
     save_file(weights | head, tmp_path / "model.safetensors")
     stages = [
@@ -203,11 +206,11 @@ def test_stages_go_by_their_layers_global_numbers(tied: bool, tmp_path: Path) ->
         load_checkpoint(stages[1], tmp_path)
 
 
-def test_two_real_ranks_load_compute_and_save_as_one(tmp_path: Path) -> None:
-    """Tensor parallelism of 2 with as many query groups, and with one and a padded vocabulary; then two stages, of a
-    tied model too.
+def test_two_processes_load_compute_and_save_like_one(tmp_path: Path) -> None:
+    """Tensor parallelism of 2, with two query groups and with one and a padded vocabulary; then two pipeline stages,
+    untied and tied.
     """
-    theirs = {case: checkpoint(tmp_path / case, case, vocab_size=size) for case, size in RANKS_OF_TWO.items()}
+    hf_models = {case: checkpoint(tmp_path / case, case, vocab_size=size) for case, size in RANKS_OF_TWO.items()}
     command = [sys.executable, "-c", "from tests.engine.megatron.test_weight_layout import rank_of_two; rank_of_two()"]
     outputs_of([[*command, str(rank), str(tmp_path)] for rank in range(2)], 60, cwd=ROOT)
     for case in ("qwen3", "qwen3-tied"):
@@ -215,7 +218,7 @@ def test_two_real_ranks_load_compute_and_save_as_one(tmp_path: Path) -> None:
         found = torch.cat([load_file(tmp_path / f"{case}.{rank}")["logits"] for rank in range(2)], -1)
         ids, _ = models.tokens(5)
         with torch.no_grad():
-            wanted = theirs[case](ids % RANKS_OF_TWO[case]).logits
+            wanted = hf_models[case](ids % RANKS_OF_TWO[case]).logits
         assert (found[..., : RANKS_OF_TWO[case]] - wanted).abs().max() < TOLERANCE * wanted.abs().max()
     stages = [load_file(tmp_path / f"llama.{rank}") for rank in range(2)]
     assert same(stored(tmp_path / "llama"), stages[0] | stages[1]) and not stages[0].keys() & stages[1].keys()
@@ -228,25 +231,25 @@ def test_two_real_ranks_load_compute_and_save_as_one(tmp_path: Path) -> None:
             "model-00002-of-00002.safetensors",
             "model.safetensors.index.json",
         ]
-        again = transformers.AutoModelForCausalLM.from_pretrained(saved)
-        assert same(theirs[case].state_dict(), again.state_dict())
+        reloaded = transformers.AutoModelForCausalLM.from_pretrained(saved)
+        assert same(hf_models[case].state_dict(), reloaded.state_dict())
     refusals = [(tmp_path / f"refusal.{rank}").read_text() for rank in range(2)]
     assert refusals[0] == refusals[1] and "holds a model already" in refusals[0]
 
 
 RANKS_OF_TWO = {"qwen3": 96, "qwen3-tied": 93, "llama": 96, "llama-tied": 96}
-"""Cases of the test above, with the size of their vocabulary."""
+"""Cases of the test above and their vocabulary sizes."""
 
 
 def rank_of_two() -> None:
-    """What each process of the test above runs; arguments: its rank and the folder."""
+    """Body of each process of the test above; arguments: rank and folder."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
-    torch.cuda.current_device = lambda: torch.device("cpu")  # where Megatron puts what it gathers, without asking
-    torch.Tensor.cuda = lambda tensor: tensor  # as it does with the copy of a tied embedding on the last stage
+    torch.cuda.current_device = lambda: torch.device("cpu")  # Megatron allocates gathered tensors there
+    torch.Tensor.cuda = lambda tensor: tensor  # Megatron calls it for the last stage's copy of a tied embedding
     dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(str(folder / "store"), 2))
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     for case in ("qwen3", "qwen3-tied"):
@@ -259,7 +262,7 @@ def rank_of_two() -> None:
         save_checkpoint(
             model, folder / f"{case}-saved", hf_config(folder / case), parallel_state.get_tensor_model_parallel_group()
         )
-        assert (folder / f"{case}-saved" / "config.json").exists()  # on return it is there for every rank
+        assert (folder / f"{case}-saved" / "config.json").exists()  # complete on return, for every rank
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     stages = parallel_state.get_pipeline_model_parallel_group()
@@ -269,7 +272,7 @@ def rank_of_two() -> None:
         save_file({name: tensor.clone() for name, tensor in named_weights(stage)}, folder / f"{case}.{rank}")
         save_checkpoint(stage, folder / f"{case}-saved", hf_config(folder / case), pipeline_group=stages)
         assert (folder / f"{case}-saved" / "config.json").exists()
-    try:  # what one stage has against it, all stages say
+    try:  # a problem of one stage is reported by all stages
         save_checkpoint(
             stage, folder / ("new" if rank else "llama-saved"), hf_config(folder / case), pipeline_group=stages
         )

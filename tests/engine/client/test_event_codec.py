@@ -1,4 +1,4 @@
-"""What crosses a process border: packed and unpacked, a sequence's events are the same and in the same order."""
+"""Encoding of events for other processes: round trip, order within a sequence, and splitting by client."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def plain(name: str, token: int, version: str = "v", bucket: int | None = 8) -> 
     return TokenEvent(request_id=name, token_ids=[token], weight_version=version, graph_bucket=bucket)
 
 
-def unpacked(report: Events) -> list[TokenEvent]:
+def decoded(report: Events) -> list[TokenEvent]:
     found = [
         plain(name, token, columns.weight_version, columns.graph_bucket)
         for columns in report.tokens for name, token in zip(columns.request_ids, columns.token_ids, strict=True)
@@ -57,57 +57,61 @@ def steps(draw) -> list[TokenEvent]:
 
 
 @given(steps())
-def test_every_sequence_gets_the_same_events_in_the_same_order(events):
+def test_encoding_keeps_each_sequences_events_and_order(events):
     report = pickle.loads(pickle.dumps(encode_events(events)))
     for name in {event.request_id for event in events}:
         before = [repr(event) for event in events if event.request_id == name]
-        assert [repr(event) for event in unpacked(report) if event.request_id == name] == before
-    assert len(unpacked(report)) == len(events)
+        assert [repr(event) for event in decoded(report) if event.request_id == name] == before
+    assert len(decoded(report)) == len(events)
 
 
-def test_a_step_of_plain_events_is_one_pair_of_columns():
+def test_plain_events_of_a_step_share_one_pair_of_columns():
     report = encode_events([plain(f"0.{number}", 100 + number) for number in range(64)])
     assert report.events == [] and len(report.tokens) == 1
     assert report.tokens[0] == Tokens([f"0.{n}" for n in range(64)], list(range(100, 164)), "v", 8)
     assert len(pickle.dumps(report)) < 64 * 12
 
 
-def test_whatever_a_plain_event_could_not_carry_is_left_whole():
+def test_events_with_any_other_field_are_not_plain():
     for name, value in ODD.items():
         assert not is_plain(dataclasses.replace(plain("0.1", 1), **{name: value})), name
     assert not is_plain(dataclasses.replace(plain("0.1", 1), token_ids=[]))
-    known = {"request_id", "weight_version", "graph_bucket", *ODD}
-    assert {field.name for field in dataclasses.fields(TokenEvent)} == known, "a new field: is an event with it plain?"
+    covered = {"request_id", "weight_version", "graph_bucket", *ODD}
+    assert {field.name for field in dataclasses.fields(TokenEvent)} == covered, (
+        "new field: decide whether an event with it is plain"
+    )
 
 
 def request(name: str) -> EngineRequest:
     return EngineRequest(request_id=name, prompt_token_ids=[1], params=SamplingParams())
 
 
-def opened(report: AddressedReports) -> dict[int, object]:
-    return {client: pickle.loads(parcel) for client, parcel in report.parcels}
+def unpickled(report: AddressedReports) -> dict[int, object]:
+    return {client: pickle.loads(payload) for client, payload in report.parcels}
 
 
-def test_each_front_gets_its_own_part_and_what_is_for_all_stays_whole():
-    board = ReportSplitter()
+def test_events_are_split_by_client_and_broadcasts_pass_unchanged():
+    splitter = ReportSplitter()
     report = encode_events([plain("0.1", 5), plain("3.1", 6), plain("0.2", 7, bucket=None),
                      TokenEvent(request_id="3.2", finish_reason="length")])  # fmt: skip
-    found = opened(board.outgoing(report))
+    found = unpickled(splitter.outgoing(report))
     assert set(found) == {0, 3}
-    assert [event.token_ids for event in unpacked(found[0])] == [[5], [7]]
-    assert [event.request_id for event in unpacked(found[3])] == ["3.1", "3.2"]
-    assert opened(board.outgoing(Reply(3 * CLIENT_ID_SPAN + 4, "value"))) == {3: Reply(3 * CLIENT_ID_SPAN + 4, "value")}
+    assert [event.token_ids for event in decoded(found[0])] == [[5], [7]]
+    assert [event.request_id for event in decoded(found[3])] == ["3.1", "3.2"]
+    assert unpickled(splitter.outgoing(Reply(3 * CLIENT_ID_SPAN + 4, "value"))) == {
+        3: Reply(3 * CLIENT_ID_SPAN + 4, "value")
+    }
     snapshot = Snapshot(EngineStats())
-    assert board.outgoing(snapshot) is snapshot
+    assert splitter.outgoing(snapshot) is snapshot
 
 
-def test_a_front_that_leaves_aborts_what_it_has_under_way_and_nothing_else():
-    board = ReportSplitter()
-    board.incoming(Submit([request("1.1"), request("1.2#0"), request("1.2#1"), request("2.1")]))
-    board.outgoing(Events([TokenEvent(request_id="1.2#0", finish_reason="stop")]))
-    assert board.incoming(ClientDisconnected(1)) == Abort(["1.1", "1.2#1"])
-    assert board.incoming(ClientDisconnected(1)) == Abort([])
-    assert board.incoming(ClientDisconnected(2)) == Abort(["2.1"])
+def test_a_disconnected_client_aborts_only_its_own_requests():
+    splitter = ReportSplitter()
+    splitter.incoming(Submit([request("1.1"), request("1.2#0"), request("1.2#1"), request("2.1")]))
+    splitter.outgoing(Events([TokenEvent(request_id="1.2#0", finish_reason="stop")]))
+    assert splitter.incoming(ClientDisconnected(1)) == Abort(["1.1", "1.2#1"])
+    assert splitter.incoming(ClientDisconnected(1)) == Abort([])
+    assert splitter.incoming(ClientDisconnected(2)) == Abort(["2.1"])
 
 
 @pytest.mark.parametrize("command", [Submit([]), Abort(["1.1"])])

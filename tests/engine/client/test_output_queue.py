@@ -1,4 +1,4 @@
-"""A reader that falls behind gets more tokens in a piece: nothing is lost, nothing is mixed up, and ends stay ends."""
+"""Merging of deltas for a slow reader: tokens, order and finish reasons are kept."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ def logprob(token: int) -> TokenLogprob:
     return TokenLogprob(token, -1.0, 1, {})
 
 
-def test_what_waits_becomes_one_delta_with_the_first_ones_facts_and_the_last_ones_end():
-    [one] = merge_deltas(
+def test_merged_delta_keeps_the_first_metadata_and_the_last_finish_reason():
+    [merged] = merge_deltas(
         [
             delta("x", 1, logprobs=[logprob(1)], queue_time=0.5, cached_tokens=16, prompt_logprobs=[None]),
             delta("", 2, logprobs=[logprob(2)]),
             delta("yz", 3, logprobs=[logprob(3)], finish_reason="stop", stop_reason="z", abort=True),
         ]
     )
-    assert (one.text_delta, one.token_ids) == ("xyz", [1, 2, 3])
-    assert [found.token_id for found in one.logprobs] == [1, 2, 3]
-    assert (one.queue_time, one.cached_tokens, one.prompt_logprobs) == (0.5, 16, [None])
-    assert (one.finish_reason, one.stop_reason, one.abort) == ("stop", "z", True)
+    assert (merged.text_delta, merged.token_ids) == ("xyz", [1, 2, 3])
+    assert [found.token_id for found in merged.logprobs] == [1, 2, 3]
+    assert (merged.queue_time, merged.cached_tokens, merged.prompt_logprobs) == (0.5, 16, [None])
+    assert (merged.finish_reason, merged.stop_reason, merged.abort) == ("stop", "z", True)
 
 
-def test_sequences_are_joined_each_on_its_own():
+def test_deltas_of_different_sequences_are_merged_separately():
     last = delta("d", 4, child="b", finish_reason="length")
     found = merge_deltas([delta("a", 1), delta("b", 2, child="b"), delta("c", 3), last])
     assert [(one.child_id, one.text_delta, one.token_ids, one.finish_reason) for one in found] == [
@@ -43,12 +43,12 @@ def test_sequences_are_joined_each_on_its_own():
 
 
 @pytest.mark.parametrize("origin", [{"weight_version": "new"}, {"graph_bucket": 8}])
-def test_tokens_of_other_weights_or_another_graph_stay_apart(origin):
+def test_deltas_of_different_weights_or_buckets_are_not_merged(origin):
     found = merge_deltas([delta("a", 1), delta("b", 2, **origin), delta("c", 3, **origin)])
     assert [one.token_ids for one in found] == [[1], [2, 3]]
 
 
-async def test_a_slow_reader_gets_the_same_answer_in_fewer_pieces(config):
+async def test_a_slow_reader_gets_the_same_answer_in_fewer_deltas(config):
     client = make_client(config(), in_process=True)
     await client.start()
     try:
