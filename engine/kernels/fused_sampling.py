@@ -11,8 +11,8 @@ import torch
 import triton
 from torch import Tensor
 
-from engine.kernels.sampling_kernels import peak_kernel, pick_kernel, weigh_kernel
-from engine.kernels.top_k_top_p_kernels import BINS, choose_kernel, count_kernel, gather_kernel
+from engine.kernels.sampling_kernels import sample_kernel, tile_max_kernel, tile_sum_kernel
+from engine.kernels.top_k_top_p_kernels import BINS, gather_kernel, histogram_kernel, sample_truncated_kernel
 
 TILE = 4096
 """Logits per program; a token doesn't depend on it."""
@@ -34,11 +34,13 @@ def sample_rows(
     [0, 1)) float64 [b], all of one stride: columns of one matrix. Writes -1 where a row holds a NaN or +inf, or only
     -inf. Grids depend on shapes alone and nothing waits, so it can be captured.
     """
-    step = _one_stride(temperature=temperature, min_p=min_p, u=u)
-    logits, peaks, sums, sizes, across = _with_peaks(logits, temperature, tile)
-    (rows, tiles), strides = peaks.shape, (logits.stride(0), step)
-    weigh_kernel[(tiles, rows)](logits, temperature, min_p, peaks, sums, *strides, **sizes, **across)
-    pick_kernel[(rows,)](logits, temperature, min_p, u, peaks, sums, token_ids, *strides, **sizes, **across)
+    param_stride = _common_stride(temperature=temperature, min_p=min_p, u=u)
+    logits, tile_max, tile_sums, tile_args, row_args = _launch_tile_max(logits, temperature, tile)
+    (rows, tiles), strides = tile_max.shape, (logits.stride(0), param_stride)
+    tile_sum_kernel[(tiles, rows)](logits, temperature, min_p, tile_max, tile_sums, *strides, **tile_args, **row_args)
+    sample_kernel[(rows,)](
+        logits, temperature, min_p, u, tile_max, tile_sums, token_ids, *strides, **tile_args, **row_args
+    )
 
 
 def sample_truncated_rows(
@@ -56,34 +58,36 @@ def sample_truncated_rows(
 
     tile is at least 32. `candidates`: how many of a row are gathered at most; a token doesn't depend on either.
     """
-    numbers = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "u": u}
-    step = _one_stride(**numbers)
-    logits, peaks, sums, sizes, across = _with_peaks(logits, temperature, tile)
-    (rows, tiles), strides = peaks.shape, (logits.stride(0), step)
-    counts = torch.zeros(rows, BINS + 1, dtype=torch.int32, device=logits.device)
-    places = torch.empty(rows, candidates, dtype=torch.int64, device=logits.device)
-    limits = {"CAP": candidates, "ID_BITS": (logits.shape[1] - 1).bit_length()}
-    count_kernel[(tiles, rows)](logits, temperature, top_k, peaks, sums, counts, *strides, **sizes, **across)
-    gather_kernel[(tiles, rows)](
-        logits, temperature, top_k, peaks, counts, places, *strides, **sizes, **across, **limits
+    columns = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "u": u}
+    param_stride = _common_stride(**columns)
+    logits, tile_max, tile_sums, tile_args, row_args = _launch_tile_max(logits, temperature, tile)
+    (rows, tiles), strides = tile_max.shape, (logits.stride(0), param_stride)
+    bin_counts = torch.zeros(rows, BINS + 1, dtype=torch.int32, device=logits.device)
+    sort_keys = torch.empty(rows, candidates, dtype=torch.int64, device=logits.device)
+    limit_args = {"MAX_CANDIDATES": candidates, "ID_BITS": (logits.shape[1] - 1).bit_length()}
+    histogram_kernel[(tiles, rows)](
+        logits, temperature, top_k, tile_max, tile_sums, bin_counts, *strides, **tile_args, **row_args
     )
-    for every, together, warps in _PASSES:
-        sizes |= {"TILE": together, "num_warps": warps}
-        choose_kernel[(rows,)](
-            logits, *numbers.values(), peaks, sums, counts, places, token_ids, *strides,
-            **sizes, **across, **limits, ALL=every,
+    gather_kernel[(tiles, rows)](
+        logits, temperature, top_k, tile_max, bin_counts, sort_keys, *strides, **tile_args, **row_args, **limit_args
+    )
+    for all_logits, pass_tile, warps in _PASSES:
+        tile_args |= {"TILE": pass_tile, "num_warps": warps}
+        sample_truncated_kernel[(rows,)](
+            logits, *columns.values(), tile_max, tile_sums, bin_counts, sort_keys, token_ids, *strides,
+            **tile_args, **row_args, **limit_args, ALL_LOGITS=all_logits,
         )  # fmt: skip
 
 
-def _one_stride(**numbers: Tensor) -> int:
-    steps = {column.stride(0) for column in numbers.values()}
-    if len(steps) > 1:
-        names = ", ".join(numbers)
-        raise ValueError(f"{names} must have one stride; found {sorted(steps)}: give columns of one matrix")
-    return steps.pop()
+def _common_stride(**columns: Tensor) -> int:
+    strides = {column.stride(0) for column in columns.values()}
+    if len(strides) > 1:
+        names = ", ".join(columns)
+        raise ValueError(f"{names} must have one stride; found {sorted(strides)}: give columns of one matrix")
+    return strides.pop()
 
 
-def _with_peaks(
+def _launch_tile_max(
     logits: Tensor, temperature: Tensor, tile: int
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, int], dict[str, int]]:
     """What both draws begin with: logits with each row's side by side, the best of each tile float32 [rows, tiles],
@@ -94,13 +98,13 @@ def _with_peaks(
     rows, vocab_size = logits.shape
     tiles = triton.cdiv(vocab_size, tile)
     # No more threads than logits: a histogram may count a number once for each thread that holds it.
-    sizes = {"V": vocab_size, "TILE": tile, "num_warps": max(1, min(_WARPS, tile // 32))}
-    peaks = torch.empty(rows, tiles, dtype=torch.float32, device=logits.device)
-    peak_kernel[(tiles, rows)](logits, temperature, peaks, logits.stride(0), temperature.stride(0), **sizes)
+    tile_args = {"V": vocab_size, "TILE": tile, "num_warps": max(1, min(_WARPS, tile // 32))}
+    tile_max = torch.empty(rows, tiles, dtype=torch.float32, device=logits.device)
+    tile_max_kernel[(tiles, rows)](logits, temperature, tile_max, logits.stride(0), temperature.stride(0), **tile_args)
     return (
         logits,
-        peaks,
-        peaks.new_empty(rows, tiles, dtype=torch.int64),
-        sizes,
-        {"TILES": tiles, "WIDTH": triton.next_power_of_2(tiles)},
+        tile_max,
+        tile_max.new_empty(rows, tiles, dtype=torch.int64),
+        tile_args,
+        {"NUM_TILES": tiles, "TILES_PAD": triton.next_power_of_2(tiles)},
     )

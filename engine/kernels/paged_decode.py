@@ -9,7 +9,7 @@ it imports triton at the top.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,16 +17,13 @@ import triton
 from engine.kernels.launch import launch_options, overlaps
 from engine.kernels.paged_decode_kernels import decode_kernel
 
-if TYPE_CHECKING:
-    pass
-
 MAX_SPLITS = 32
 """Most parts one sequence's keys are cut into; the combining program holds that many partial rows in registers."""
 
-PROGRAMS_PER_MULTIPROCESSOR = 4
+SPLIT_PROGRAMS_PER_SM = 4
 """How many programs per multiprocessor a small batch is cut into: more of them cost more to combine than they gain."""
 
-WHOLE_PER_MULTIPROCESSOR = 1.5
+UNSPLIT_PROGRAMS_PER_SM = 1.5
 """From so many uncut programs per multiprocessor on the batch alone fills the device."""
 
 BALANCE_KEYS = 4096
@@ -43,9 +40,9 @@ of a multiprocessor's memory decides what else is there. With two stages beside 
 none, a step of Qwen3-8B's shape is 6.5% faster than with four.
 """
 
-ALONE_STAGES = 2
+SINGLE_ROW_STAGES = 2
 
-_INTERPRETED_MULTIPROCESSORS = 132
+_INTERPRETER_SMS = 132
 _LOG2_E = 1.4426950408889634
 
 
@@ -90,13 +87,13 @@ class DecodeWorkspace(NamedTuple):
     arrivals: torch.Tensor
 
 
-def choose_splits(batch: int, kv_heads: int, max_keys: int, multiprocessors: int, block_keys: int) -> Splits:
+def choose_splits(batch: int, kv_heads: int, max_keys: int, num_sms: int, block_keys: int) -> Splits:
     """Return how to cut sequences of up to `max_keys` keys; a function of shapes alone, hence fixed in a capture."""
-    whole = batch * kv_heads
-    if whole > WHOLE_PER_MULTIPROCESSOR * multiprocessors:
+    programs = batch * kv_heads
+    if programs > UNSPLIT_PROGRAMS_PER_SM * num_sms:
         return Splits(max(1, min(BALANCE_SPLITS, max_keys // BALANCE_KEYS)), BALANCE_KEYS // 2)
     blocks = max(1, triton.cdiv(max_keys, block_keys))
-    return Splits(min(MAX_SPLITS, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // whole, blocks), block_keys)
+    return Splits(min(MAX_SPLITS, SPLIT_PROGRAMS_PER_SM * num_sms // programs, blocks), block_keys)
 
 
 def choose_tiling(head_dim: int, dtype: torch.dtype, rows: int, kv_heads: int) -> Tiling:
@@ -107,7 +104,7 @@ def choose_tiling(head_dim: int, dtype: torch.dtype, rows: int, kv_heads: int) -
     """
     row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
     block_keys = max(16, min(64, 8192 // row_bytes))
-    stages = ALONE_STAGES if rows == 1 else next(stages for most, stages in STAGES if rows * kv_heads <= most)
+    stages = SINGLE_ROW_STAGES if rows == 1 else next(stages for limit, stages in STAGES if rows * kv_heads <= limit)
     return Tiling(block_keys, 1 if row_bytes <= 256 else 2, stages)
 
 
@@ -165,20 +162,21 @@ def paged_decode(
             f"workspace is for {tuple(workspace.lse.shape)} (rows, heads, splits), this call needs "
             f"{(batch, heads, splits.count)}; take it from decode_workspace with the same arguments"
         )
-    turn = rotation or NormRope(q, q)
+    norm_rope = rotation or NormRope(q, q)
     pdl = overlaps(q)
     decode_kernel[(kv_heads, batch, splits.count)](
         q, k_new, v_new, k_cache, v_cache, page_table, positions if slots is None else slots, positions, out,
         *workspace,
-        q if turn.q_norm is None else turn.q_norm, q if turn.k_norm is None else turn.k_norm, turn.cos, turn.sin,
-        scale * _LOG2_E, turn.eps, splits.count, triton.cdiv(splits.min_keys, tiling.block_keys),
+        q if norm_rope.q_norm is None else norm_rope.q_norm, q if norm_rope.k_norm is None else norm_rope.k_norm,
+        norm_rope.cos, norm_rope.sin,
+        scale * _LOG2_E, norm_rope.eps, splits.count, triton.cdiv(splits.min_keys, tiling.block_keys),
         *q.stride()[:3], k_new.stride(0), k_new.stride(1), v_new.stride(0), v_new.stride(1),
         *k_cache.stride()[:3], page_table.stride(0),
         KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)),
         DIM=dim, DIM_PAD=max(16, triton.next_power_of_2(dim)), PAGE=page_size, BLOCK=tiling.block_keys,
-        PARTS_PAD=MAX_SPLITS, APPEND=new_kv is not None,
+        SPLITS_PAD=MAX_SPLITS, APPEND=new_kv is not None,
         PRECISION="tf32x3" if k_cache.dtype == torch.float32 else "ieee",  # three passes: float32's accuracy
-        BY_SLOT=slots is not None, NORM=turn.q_norm is not None, ROPE=rotation is not None, PDL=pdl,
+        BY_SLOT=slots is not None, NORM=norm_rope.q_norm is not None, ROPE=rotation is not None, PDL=pdl,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, **launch_options(pdl),
     )  # fmt: skip
     return out
@@ -206,28 +204,32 @@ class DecodeScratch:
         _, page_size, kv_heads, dim = k_cache.shape
         q = by_kv_head(q, kv_heads)
         self._heads, self._kv_heads, self._dim = kv_heads * q.shape[2], kv_heads, dim
-        keys, processors = page_table.shape[1] * page_size, _multiprocessors(q.device)
+        keys, num_sms = page_table.shape[1] * page_size, _num_sms(q.device)
         self._splits = [
             choose_splits(
-                rows, kv_heads, keys, processors, choose_tiling(dim, k_cache.dtype, rows, kv_heads).block_keys
+                rows, kv_heads, keys, num_sms, choose_tiling(dim, k_cache.dtype, rows, kv_heads).block_keys
             ).count
             for rows in range(1, max_rows + 1)
         ]
-        parts = [self._heads * rows * count for rows, count in enumerate(self._splits, 1)]
-        combined = max((part for part, count in zip(parts, self._splits, strict=True) if count > 1), default=0)
-        self._acc = torch.empty(combined * dim, dtype=torch.float32, device=q.device)
-        self._lse = torch.empty(max(parts), dtype=torch.float32, device=q.device)
+        partial_rows = [self._heads * rows * count for rows, count in enumerate(self._splits, 1)]
+        max_combined = max(
+            (part for part, count in zip(partial_rows, self._splits, strict=True) if count > 1), default=0
+        )
+        self._acc = torch.empty(max_combined * dim, dtype=torch.float32, device=q.device)
+        self._lse = torch.empty(max(partial_rows), dtype=torch.float32, device=q.device)
         self._arrivals = torch.zeros(max_rows * kv_heads, dtype=torch.int32, device=q.device)
 
     def of(self, rows: int) -> DecodeWorkspace:
         """The workspace of a launch of that many rows."""
         splits = self._splits[rows - 1]
-        parts = rows * self._heads * splits
-        lse = self._lse[:parts].view(rows, self._heads, splits)
+        partial_rows = rows * self._heads * splits
+        lse = self._lse[:partial_rows].view(rows, self._heads, splits)
         arrivals = self._arrivals[: rows * self._kv_heads].view(rows, self._kv_heads)
         if splits == 1:  # nothing is combined
             return DecodeWorkspace(lse, lse, arrivals)
-        return DecodeWorkspace(self._acc[: parts * self._dim].view(rows, self._heads, splits, self._dim), lse, arrivals)
+        return DecodeWorkspace(
+            self._acc[: partial_rows * self._dim].view(rows, self._heads, splits, self._dim), lse, arrivals
+        )
 
 
 def by_kv_head(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
@@ -247,12 +249,12 @@ def _splits(q: torch.Tensor, max_keys: int, tiling: Tiling, num_splits: int | No
         if not 1 <= num_splits <= MAX_SPLITS:
             raise ValueError(f"num_splits is {num_splits}; give 1 to {MAX_SPLITS}")
         return Splits(num_splits, tiling.block_keys)
-    return choose_splits(q.shape[0], q.shape[1], max_keys, _multiprocessors(q.device), tiling.block_keys)
+    return choose_splits(q.shape[0], q.shape[1], max_keys, _num_sms(q.device), tiling.block_keys)
 
 
-def _multiprocessors(device: torch.device) -> int:
+def _num_sms(device: torch.device) -> int:
     if device.type != "cuda":  # Triton's interpreter
-        return _INTERPRETED_MULTIPROCESSORS
+        return _INTERPRETER_SMS
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from engine.kernels.paged_decode import _LOG2_E, NormRope
 from engine.kernels.paged_prefill_kernels import norm_rope_kernel, prefill_kernel
 
-KEYS = 64
+BLOCK_KEYS = 64
 """Keys of one step of a program."""
 
-FILLS = 256
+FULL_DEVICE_PROGRAMS = 256
 """Programs from which any device is full, so that each may be large."""
 
 
@@ -35,7 +35,7 @@ def choose_tile(tokens: int, heads: int, group: int, dim: int) -> Tile:
     """By shapes alone. Packed heads read their keys once, and a tile of fewer tokens has less above the diagonal."""
     pack = min(group & -group, 4)
     stages = 3 if dim <= 128 else 2
-    large = heads // pack * triton.cdiv(tokens, 128 // pack) >= FILLS
+    large = heads // pack * triton.cdiv(tokens, 128 // pack) >= FULL_DEVICE_PROGRAMS
     return Tile(128, pack, 8, stages) if large else Tile(64, pack, 4, stages)
 
 
@@ -61,8 +61,8 @@ def norm_rope_append(
     k_cache: Tensor,
     v_cache: Tensor,
     page_table: Tensor,
-    packing: VarlenLayout,
-    rotation: NormRope,
+    layout: VarlenLayout,
+    norm_rope: NormRope,
 ) -> None:
     """Norm and rotate raw queries q [T, KV, H/KV, D] in place; keys k [T, KV, D], so treated, and values v go to their
     pages.
@@ -83,13 +83,13 @@ def norm_rope_append(
             f"{q.stride()}, {k.stride()} and {v.stride()}"
         )
     norm_rope_kernel[(tokens,)](
-        q, k, v, k_cache, v_cache, page_table, packing.token_slots, packing.positions,
-        q if rotation.q_norm is None else rotation.q_norm, k if rotation.k_norm is None else rotation.k_norm,
-        rotation.cos, rotation.sin, rotation.eps, *q.stride()[:3], k.stride(1), *k_cache.stride()[:3],
+        q, k, v, k_cache, v_cache, page_table, layout.token_slots, layout.positions,
+        q if norm_rope.q_norm is None else norm_rope.q_norm, k if norm_rope.k_norm is None else norm_rope.k_norm,
+        norm_rope.cos, norm_rope.sin, norm_rope.eps, *q.stride()[:3], k.stride(1), *k_cache.stride()[:3],
         page_table.stride(0),
-        KV_HEADS=kv_heads, GROUP=group, QP=triton.next_power_of_2(kv_heads * group),
-        KP=triton.next_power_of_2(kv_heads), DIM=dim, DIM_PAD=triton.next_power_of_2(dim), PAGE=page_size,
-        NORM=rotation.q_norm is not None, num_warps=4,
+        KV_HEADS=kv_heads, GROUP=group, Q_HEADS_PAD=triton.next_power_of_2(kv_heads * group),
+        KV_HEADS_PAD=triton.next_power_of_2(kv_heads), DIM=dim, DIM_PAD=triton.next_power_of_2(dim), PAGE=page_size,
+        NORM=norm_rope.q_norm is not None, num_warps=4,
     )  # fmt: skip
 
 
@@ -98,7 +98,7 @@ def paged_prefill(
     k_cache: Tensor,
     v_cache: Tensor,
     page_table: Tensor,
-    packing: VarlenLayout,
+    layout: VarlenLayout,
     scale: float,
     out: Tensor,
     tile: Tile | None = None,
@@ -113,15 +113,15 @@ def paged_prefill(
     heads = kv_heads * group
     if out.shape != (tokens, heads * dim) or not out.is_contiguous():
         raise ValueError(f"out must be contiguous [{tokens}, {heads * dim}], found {tuple(out.shape)}")
-    chunks = len(packing.ends)
+    chunks = len(layout.ends)
     tile = tile or choose_tile(tokens, heads, group, dim)
     # a chunk ends in a part of a tile: one more tile each at most
     tiles = triton.cdiv(tokens, tile.rows // tile.pack) + chunks
     prefill_kernel[(heads // tile.pack, tiles)](
-        q, k_cache, v_cache, page_table, packing.ends, packing.starts, packing.slots, out, chunks, scale * _LOG2_E,
+        q, k_cache, v_cache, page_table, layout.ends, layout.starts, layout.slots, out, chunks, scale * _LOG2_E,
         *q.stride()[:3], *k_cache.stride()[:3], page_table.stride(0),
-        HEADS=heads, GROUP=group, PACK=tile.pack, DIM=dim, DIM_PAD=max(16, triton.next_power_of_2(dim)), PAGE=page_size,
-        CHUNKS_PAD=triton.next_power_of_2(chunks), ROWS=tile.rows, BLOCK=KEYS, num_warps=tile.warps,
-        num_stages=tile.stages,
+        HEADS=heads, GROUP=group, PACKED_HEADS=tile.pack, DIM=dim, DIM_PAD=max(16, triton.next_power_of_2(dim)),
+        PAGE=page_size, CHUNKS_PAD=triton.next_power_of_2(chunks), ROWS=tile.rows, BLOCK=BLOCK_KEYS,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out

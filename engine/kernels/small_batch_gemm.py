@@ -21,7 +21,7 @@ MAX_SPLITS = 4
 MAX_SPLIT_ROWS = 256
 """Above it products are cuBLAS's."""
 
-MULTIPROCESSORS = 132
+NUM_SMS = 132
 """Of the device that tiles were measured on."""
 
 WIDE = 32768
@@ -52,27 +52,27 @@ def choose_config(rows: int, outputs: int, inputs: int, gated: bool) -> LaunchCo
     Benchmark: benchmarks/skinny_linear.py.
     """
     if rows == 1:
-        return _vector_pick(outputs, inputs, gated)
+        return _vector_config(outputs, inputs, gated)
     tile_rows = max(16, min(64, triton.next_power_of_2(rows)))
-    across = triton.cdiv(outputs, TILE_OUTPUTS)
-    if rows > 64 and across * triton.cdiv(rows, 128) >= 96:
+    output_tiles = triton.cdiv(outputs, TILE_OUTPUTS)
+    if rows > 64 and output_tiles * triton.cdiv(rows, 128) >= 96:
         tile_rows = 128
     if outputs >= WIDE:
         return LaunchConfig(tile_rows, TILE_OUTPUTS, 64, 1, 4, 5)
-    tiles = across * triton.cdiv(rows, tile_rows)
+    tiles = output_tiles * triton.cdiv(rows, tile_rows)
     splits = _splits(tiles, rows, inputs)
-    share = inputs // splits
+    split_inputs = inputs // splits
     columns = 128 if tile_rows <= 64 else 64
-    if tile_rows <= 32 and share % 256 == 0 and share <= (256 if gated else 768):
+    if tile_rows <= 32 and split_inputs % 256 == 0 and split_inputs <= (256 if gated else 768):
         columns = 256
     # two programs to a multiprocessor where there are more than one each: the rest would wait for a second turn
-    paired = rows <= 64 and tiles * splits > MULTIPROCESSORS and (splits > 1 or rows > 32)
-    if paired and rows > 32:
+    two_per_sm = rows <= 64 and tiles * splits > NUM_SMS and (splits > 1 or rows > 32)
+    if two_per_sm and rows > 32:
         columns = 64
     stage_bytes = (TILE_OUTPUTS * (2 if gated else 1) + tile_rows) * columns * 2
-    room = SHARED_BYTES // 2 if paired else SHARED_BYTES
+    shared_bytes = SHARED_BYTES // 2 if two_per_sm else SHARED_BYTES
     # the first tile of weights takes room beside the stages
-    stages = min(5, triton.cdiv(share, columns), room // stage_bytes - 1)
+    stages = min(5, triton.cdiv(split_inputs, columns), shared_bytes // stage_bytes - 1)
     return LaunchConfig(tile_rows, TILE_OUTPUTS, columns, splits, 4, max(2, stages))
 
 
@@ -99,7 +99,7 @@ def half_normed(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> int
     return 0 if suits_library(rows, outputs, inputs, False) else triton.cdiv(outputs, TILE_OUTPUTS)
 
 
-def _vector_pick(outputs: int, inputs: int, gated: bool) -> LaunchConfig:
+def _vector_config(outputs: int, inputs: int, gated: bool) -> LaunchConfig:
     if outputs >= WIDE:
         return LaunchConfig(0, 16, 1024, 1, 4, 1)
     columns = min(4096, triton.next_power_of_2(inputs))
@@ -126,24 +126,24 @@ class Scratch:
         device: torch.device,
     ):
         self.normed = torch.empty(max_tokens * hidden, dtype=dtype, device=device)
-        self.wide = torch.empty(max_tokens * widest, dtype=dtype, device=device)
+        self.gate_up = torch.empty(max_tokens * widest, dtype=dtype, device=device)
         split_rows = min(max(128, triton.next_power_of_2(max_tokens)), MAX_SPLIT_ROWS)
-        cells = triton.cdiv(max(hidden, widest), TILE_OUTPUTS) * triton.cdiv(split_rows, 16)
-        self.parts = torch.empty(
+        max_tiles = triton.cdiv(max(hidden, widest), TILE_OUTPUTS) * triton.cdiv(split_rows, 16)
+        self.partials = torch.empty(
             MAX_SPLITS * split_rows * (max(hidden, widest) + 128), dtype=torch.float32, device=device
         )
-        self.arrivals = torch.zeros(cells, dtype=torch.int32, device=device)
+        self.arrivals = torch.zeros(max_tiles, dtype=torch.int32, device=device)
         # one row's tiles are narrower than those of more rows: a few rows of wide tiles may need less than it
-        alone = triton.cdiv(vocab, _vector_pick(vocab, hidden, False).tile_outputs)
-        best = max(alone, max_rows * triton.cdiv(vocab, TILE_OUTPUTS))
-        self.best = torch.empty(best, dtype=torch.float32, device=device)
+        single_row_tiles = triton.cdiv(vocab, _vector_config(vocab, hidden, False).tile_outputs)
+        best_count = max(single_row_tiles, max_rows * triton.cdiv(vocab, TILE_OUTPUTS))
+        self.best = torch.empty(best_count, dtype=torch.float32, device=device)
         self.best_at = torch.empty_like(self.best, dtype=torch.int32)
         self.squares = torch.empty(split_rows * triton.cdiv(hidden, TILE_OUTPUTS), dtype=torch.float32, device=device)
 
 
-def _first_rows(room: Tensor, rows: int, width: int) -> Tensor:
+def _as_matrix(buffer: Tensor, rows: int, width: int) -> Tensor:
     """The beginning of a flat scratch tensor as [rows, width]."""
-    return room[: rows * width].view(rows, width)
+    return buffer[: rows * width].view(rows, width)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
@@ -193,17 +193,17 @@ def linear(
     rows, inputs = x.shape
     outputs = out.shape[1]
     if pick is None and suits_library(rows, outputs, inputs, gated):
-        return _by_library(x, weight, out, scratch, norm, eps, bias, gated, add, best)
+        return _linear_cublas(x, weight, out, scratch, norm, eps, bias, gated, add, best)
     pick = pick or choose_config(rows, outputs, inputs, gated)
     tiles = triton.cdiv(outputs, pick.tile_outputs)
     pdl = overlaps(x)
-    flags = {
+    options = {
         "GATED": gated,
         "ADD": add,
         "BIAS": bias is not None,
-        "BEST": best,
+        "TILE_ARGMAX": best,
         "PDL": pdl,
-        "LATE": late,
+        "TRIGGER_AFTER_MATH": late,
         "num_warps": pick.warps,
         **launch_options(pdl),
     }
@@ -219,19 +219,19 @@ def linear(
             outputs,
             eps,
             M=rows,
-            MP=triton.next_power_of_2(rows),
+            M_PAD=triton.next_power_of_2(rows),
             K=inputs,
             BN=pick.tile_outputs,
             BK=pick.columns,
             NORM=norm is not None,
-            **flags,
+            **options,
         )
         return tiles
     if squares:
-        x = _first_rows(scratch.normed, rows, inputs)
+        x = _as_matrix(scratch.normed, rows, inputs)
     elif norm is not None:
-        x = rms_norm(x, norm, eps, _first_rows(scratch.normed, rows, inputs))
-    scaled = next_norm is not None and half_normed(rows, outputs, inputs, out.dtype) > 0
+        x = rms_norm(x, norm, eps, _as_matrix(scratch.normed, rows, inputs))
+    half_norm = next_norm is not None and half_normed(rows, outputs, inputs, out.dtype) > 0
     matrix_kernel[(tiles, pick.splits, triton.cdiv(rows, pick.tile_rows))](
         x,
         weight,
@@ -239,29 +239,29 @@ def linear(
         out,
         scratch.best,
         scratch.best_at,
-        next_norm if scaled else x,
+        next_norm if half_norm else x,
         scratch.normed,
         scratch.squares,
-        scratch.parts,
+        scratch.partials,
         scratch.arrivals,
         rows,
         outputs,
         eps,
         K=inputs,
-        MP=pick.tile_rows,
+        BM=pick.tile_rows,
         BN=pick.tile_outputs,
         BK=pick.columns,
         SPLITS=pick.splits,
         STAGES=pick.stages,
-        SCALE=scaled,
-        SQUARES=squares,
+        HALF_NORM=half_norm,
+        NUM_SQUARES=squares,
         SQUARES_PAD=triton.next_power_of_2(max(1, squares)),
-        **flags,
+        **options,
     )
     return tiles
 
 
-def _by_library(
+def _linear_cublas(
     x: Tensor,
     weight: Tensor,
     out: Tensor,
@@ -276,19 +276,19 @@ def _by_library(
     """What `linear` says, by cuBLAS."""
     (rows, inputs), pdl = x.shape, overlaps(x)
     if norm is not None:
-        x = rms_norm(x, norm, eps, _first_rows(scratch.normed, rows, inputs))
-    wide = _first_rows(scratch.wide, rows, len(weight)) if gated else out
+        x = rms_norm(x, norm, eps, _as_matrix(scratch.normed, rows, inputs))
+    product = _as_matrix(scratch.gate_up, rows, len(weight)) if gated else out
     if add:
         out.addmm_(x, weight.T)
         if bias is not None:
             out.add_(bias)
     elif bias is not None:
-        torch.addmm(bias, x, weight.T, out=wide)
+        torch.addmm(bias, x, weight.T, out=product)
     else:
-        torch.mm(x, weight.T, out=wide)
+        torch.mm(x, weight.T, out=product)
     width = out.shape[1]
     if gated:
-        gate_kernel[(rows, triton.cdiv(width, 1024))](wide, out, W=width, BLOCK=1024, PDL=pdl, **launch_options(pdl))
+        gate_kernel[(rows, triton.cdiv(width, 1024))](product, out, W=width, BLOCK=1024, PDL=pdl, **launch_options(pdl))
     return best_of_tiles(out, scratch) if best else 0
 
 

@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def embed_kernel(
-    slots_ptr, last_tokens_ptr, table_ptr, out_ptr, first, count,
+    slots_ptr, last_tokens_ptr, table_ptr, out_ptr, first_token, num_tokens,
     H: tl.constexpr, HP: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Row of the embedding table [count, H] of each row's newest token; HP is the next power of two.
@@ -27,11 +27,11 @@ def embed_kernel(
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, HP)
     token = tl.load(last_tokens_ptr + tl.load(slots_ptr + row))
-    here = cols < H
+    mask = cols < H
     if SPLIT:
-        token -= first
-        here = here & (token >= 0) & (token < count)
-    values = tl.load(table_ptr + token * H + cols, mask=here, other=0.0)
+        token -= first_token
+        mask = mask & (token >= 0) & (token < num_tokens)
+    values = tl.load(table_ptr + token * H + cols, mask=mask, other=0.0)
     tl.store(out_ptr + row * H + cols, values, mask=cols < H)
 
 
@@ -46,8 +46,8 @@ def norm_kernel(x_ptr, norm_ptr, out_ptr, eps, H: tl.constexpr, HP: tl.constexpr
     if PDL:
         gdc_wait()
     x = tl.load(x_ptr + row * H + cols, mask=cols < H, other=0.0).to(tl.float32)
-    root = tl.rsqrt(tl.sum(x * x, 0) / H + eps)
-    tl.store(out_ptr + row * H + cols, (x * root * weight).to(out_ptr.dtype.element_ty), mask=cols < H)
+    rstd = tl.rsqrt(tl.sum(x * x, 0) / H + eps)
+    tl.store(out_ptr + row * H + cols, (x * rstd * weight).to(out_ptr.dtype.element_ty), mask=cols < H)
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def gate_kernel(x_ptr, out_ptr, W: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.co
 
 
 @triton.jit
-def best_kernel(x_ptr, best_ptr, where_ptr, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def best_kernel(x_ptr, best_ptr, best_at_ptr, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """The best of each BLOCK columns of x [M, N] and its column, for choose_kernel; a NaN counts as infinite."""
     if PDL:
         gdc_launch_dependents()
@@ -74,14 +74,14 @@ def best_kernel(x_ptr, best_ptr, where_ptr, N: tl.constexpr, BLOCK: tl.constexpr
     cols = tile * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x_ptr + row * N + cols, mask=cols < N, other=float("-inf")).to(tl.float32)
     value = tl.where(value == value, value, float("inf"))
-    best, place = tl.max(value, 0, return_indices=True)
+    best, index = tl.max(value, 0, return_indices=True)
     tl.store(best_ptr + row * tl.num_programs(0) + tile, best)
-    tl.store(where_ptr + row * tl.num_programs(0) + tile, tile * BLOCK + place)
+    tl.store(best_at_ptr + row * tl.num_programs(0) + tile, tile * BLOCK + index)
 
 
 @triton.jit
 def choose_kernel(
-    best_ptr, where_ptr, slots_ptr, positions_ptr, last_tokens_ptr, next_ptr, tiles,
+    best_ptr, best_at_ptr, slots_ptr, positions_ptr, last_tokens_ptr, next_ptr, tiles,
     BLOCK: tl.constexpr, ADVANCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The greedy token of each row from its tiles' best ones, and the row's inputs of the next step.
@@ -94,14 +94,14 @@ def choose_kernel(
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     best = float("-inf")
-    place = 0
+    best_tile = 0
     for start in range(0, tiles, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         values = tl.load(best_ptr + row * tiles + cols, mask=cols < tiles, other=float("-inf"))
-        value, at = tl.max(values, 0, return_indices=True)
-        place = tl.where(value > best, start + at, place)
+        value, index = tl.max(values, 0, return_indices=True)
+        best_tile = tl.where(value > best, start + index, best_tile)
         best = tl.maximum(best, value)
-    token = tl.load(where_ptr + row * tiles + place).to(tl.int64)
+    token = tl.load(best_at_ptr + row * tiles + best_tile).to(tl.int64)
     finite = (best < float("inf")) & (best > float("-inf"))
     tl.store(next_ptr + row, tl.where(finite, token, -1))
     slot = tl.load(slots_ptr + row)

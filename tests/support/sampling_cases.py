@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from engine.protocol.request import mix64
-from engine.sampling import ops as draw
+from engine.sampling import ops
 from tests.support.kernels import DEVICE
 
-LEFT = -7  # what a row holds that nobody drew
+UNTOUCHED = -7  # what a row holds that nobody drew
 
 
 def random_logits(rows, vocab_size, dtype=torch.float32, seed=0):
@@ -18,7 +18,7 @@ def random_logits(rows, vocab_size, dtype=torch.float32, seed=0):
 
 def uniforms(rows, seed):
     """A random number for each row: float64 [rows]."""
-    return draw.uniform(torch.tensor([mix64(seed)]), torch.arange(rows))
+    return ops.uniform(torch.tensor([mix64(seed)]), torch.arange(rows))
 
 
 def scaled_logits(logits, temperatures):
@@ -27,18 +27,18 @@ def scaled_logits(logits, temperatures):
     return (x - x.amax(1, keepdim=True)) / temperatures.float().unsqueeze(1)
 
 
-def assert_replays_follow(draw, drawn, logits, numbers_of):
+def assert_replays_follow(launch, sample, logits, params_of):
     """A captured `draw` gives what `drawn` gives after logits and numbers changed between two replays."""
-    (rows, vocab_size), numbers = logits.shape, numbers_of(len(logits))
-    token_ids = drawn(logits, numbers)
+    (rows, vocab_size), row_params = logits.shape, params_of(len(logits))
+    token_ids = sample(logits, row_params)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        draw(logits, *numbers.unbind(1), token_ids)
+        launch(logits, *row_params.unbind(1), token_ids)
     for seed in range(3):
         logits.copy_(random_logits(rows, vocab_size, logits.dtype, seed))
-        numbers.copy_(numbers_of(rows, seed=seed))
+        row_params.copy_(params_of(rows, seed=seed))
         graph.replay()
-        assert token_ids.equal(drawn(logits, numbers))
+        assert token_ids.equal(sample(logits, row_params))
 
 
 def assert_nearly_all_equal(found, wanted):
