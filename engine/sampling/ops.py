@@ -20,7 +20,7 @@ from engine.protocol.request import GOLDEN, MIX_1, MIX_2
 
 CANDIDATES = 1024  # how many best tokens are ranked before a nucleus is known to need all of them
 
-_SIGNED = 2**64
+_TWO_64 = 2**64
 
 
 def uniform(keys: Tensor, positions: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ def uniform(keys: Tensor, positions: Tensor) -> Tensor:
 
 
 def _int64(unsigned: int) -> int:
-    return unsigned - _SIGNED if unsigned >> 63 else unsigned
+    return unsigned - _TWO_64 if unsigned >> 63 else unsigned
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
@@ -75,7 +75,7 @@ class SampledTokens:
     total: Tensor
 
 
-def whole(token_ids: Tensor, weights: Tensor) -> SampledTokens:
+def untruncated(token_ids: Tensor, weights: Tensor) -> SampledTokens:
     """Tokens chosen without a draw, beside the untruncated distribution of weights int64 [b, V]."""
     return SampledTokens(token_ids, torch.full_like(token_ids, weights.shape[1]), weights.sum(dim=1))
 
@@ -84,15 +84,15 @@ def sample_full(weights: Tensor, min_p: Tensor | None, u: Tensor) -> SampledToke
     """Inverse CDF in the order of the ids. weights int64 [b, V]; min_p, u float64 [b]; min_p None: all 0."""
     kept = torch.full_like(u, weights.shape[1], dtype=torch.int64)
     if min_p is not None:
-        weights = weights.masked_fill(weights < _least_weight(min_p), 0)
+        weights = weights.masked_fill(weights < _min_p_weight(min_p), 0)
         kept = torch.where(min_p > 0, torch.count_nonzero(weights, dim=1), kept)
     cumulative = weights.cumsum(dim=1)
     total = cumulative[:, -1]
-    return SampledTokens(_pick(cumulative, total, u), kept, total)
+    return SampledTokens(_inverse_cdf(cumulative, total, u), kept, total)
 
 
 def sample_truncated(
-    z: Tensor, weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, u: Tensor, widest_k: int
+    z: Tensor, weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, u: Tensor, max_top_k: int
 ) -> SampledTokens:
     """Inverse CDF over the tokens that top-k, then top-p, then min-p leave, most likely first.
 
@@ -102,16 +102,16 @@ def sample_truncated(
     the device, since a nucleus wider than the candidates is ranked again in full. Neither changes a result.
     """
     vocab_size = z.shape[1]
-    count = min(vocab_size, widest_k or CANDIDATES)
-    drawn, complete = _sample_ranked(z, weights, top_k, top_p, min_p, u, count)
-    if count == vocab_size or widest_k or bool(complete.all()):
-        return drawn
+    count = min(vocab_size, max_top_k or CANDIDATES)
+    sampled, complete = _sample_ranked(z, weights, top_k, top_p, min_p, u, count)
+    if count == vocab_size or max_top_k or bool(complete.all()):
+        return sampled
     rows = (~complete).nonzero().squeeze(1)
     wide, _ = _sample_ranked(z[rows], weights[rows], top_k[rows], top_p[rows], min_p[rows], u[rows], vocab_size)
-    drawn.token_ids[rows] = wide.token_ids
-    drawn.kept[rows] = wide.kept
-    drawn.total[rows] = wide.total
-    return drawn
+    sampled.token_ids[rows] = wide.token_ids
+    sampled.kept[rows] = wide.kept
+    sampled.total[rows] = wide.total
+    return sampled
 
 
 def _sample_ranked(
@@ -119,26 +119,26 @@ def _sample_ranked(
 ) -> tuple[SampledTokens, Tensor]:
     """Draw among the `count` best; also bool [b]: whether the kept tokens are known to end within them."""
     ids = ranked(z, count)
-    best = weights.gather(1, ids)
-    cumulative = best.cumsum(dim=1)
+    ranked_weights = weights.gather(1, ids)
+    cumulative = ranked_weights.cumsum(dim=1)
     limit = torch.where(top_k > 0, top_k, float(z.shape[1])).to(torch.int64)
-    within = cumulative.gather(1, (limit.clamp(max=count) - 1).unsqueeze(1)).squeeze(1)
-    mass = torch.where(limit <= count, within, weights.sum(dim=1))
+    mass_at_limit = cumulative.gather(1, (limit.clamp(max=count) - 1).unsqueeze(1)).squeeze(1)
+    mass = torch.where(limit <= count, mass_at_limit, weights.sum(dim=1))
     goal = (top_p * mass).ceil().to(torch.int64)  # an integer: sums that float64 would round are compared exactly
-    keep = (cumulative - best < goal.unsqueeze(1)) | (top_p >= 1.0).unsqueeze(1)
+    keep = (cumulative - ranked_weights < goal.unsqueeze(1)) | (top_p >= 1.0).unsqueeze(1)
     keep &= torch.arange(count, device=z.device) < limit.unsqueeze(1)
-    keep &= best >= _least_weight(min_p)
+    keep &= ranked_weights >= _min_p_weight(min_p)
     kept = keep.sum(dim=1).clamp(min=1)
     total = cumulative.gather(1, (kept - 1).unsqueeze(1)).squeeze(1)
-    token_ids = ids.gather(1, _pick(cumulative, total, u).unsqueeze(1)).squeeze(1)
+    token_ids = ids.gather(1, _inverse_cdf(cumulative, total, u).unsqueeze(1)).squeeze(1)
     return SampledTokens(token_ids, kept, total), (limit <= count) | (kept < count)
 
 
-def _least_weight(min_p: Tensor) -> Tensor:
+def _min_p_weight(min_p: Tensor) -> Tensor:
     return (min_p * float(ONE)).ceil().to(torch.int64).unsqueeze(1)
 
 
-def _pick(cumulative: Tensor, total: Tensor, u: Tensor) -> Tensor:
+def _inverse_cdf(cumulative: Tensor, total: Tensor, u: Tensor) -> Tensor:
     """The first column whose cumulative weight exceeds floor(u * total): its own weight is then above 0."""
     # u is at most 1 - 2**-53, which takes at least half a unit in the last place off: the product stays below total.
     target = (u * total).to(torch.int64)

@@ -36,29 +36,29 @@ def rows(count: int, heads: int, kv_heads: int, dtype: torch.dtype = torch.float
     return qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
 
 
-@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("layout", HEADS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
 def test_decode_equals_plain_attention_over_each_rows_own_tokens(
-    kind: str, dtype: torch.dtype, tolerance: float
+    layout: str, dtype: torch.dtype, tolerance: float
 ) -> None:
     torch.manual_seed(0)
-    heads, kv_heads = HEADS[kind]
+    heads, kv_heads = HEADS[layout]
     pages = [[7, 2, 11, 5], [3, 9, 1, 4], [8, 6, 10, 12]]
     lengths = (1, 10, 16)  # a first token, one inside a page, one that fills the last
     cache = make_cache(kv_heads, dtype)
     history = [rows(length, heads, kv_heads, dtype) for length in lengths]
-    for text, own in zip(history, pages, strict=True):
-        if len(text[0]) > 1:
-            past = tuple(x[:-1] for x in text)
+    for sequence, own in zip(history, pages, strict=True):
+        if len(sequence[0]) > 1:
+            past = tuple(x[:-1] for x in sequence)
             PrefillAttention(cache, [(0, len(past[0]))], [own])(1, *past)
-    q, k, v = (torch.cat([text[i][-1:] for text in history]) for i in range(3))
+    q, k, v = (torch.cat([sequence[i][-1:] for sequence in history]) for i in range(3))
     positions = torch.tensor([length - 1 for length in lengths])
     out = DecodeAttention(cache, torch.tensor(pages), positions)(1, q, k, v)
-    expected = torch.cat([plain_attention(text[0][-1:], text[1], text[2]) for text in history])
+    expected = torch.cat([plain_attention(sequence[0][-1:], sequence[1], sequence[2]) for sequence in history])
     torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
 
 
-def test_a_wider_page_table_changes_nothing_but_the_work() -> None:
+def test_a_wider_page_table_does_not_change_the_result() -> None:
     q, k, v = rows(2, 6, 2)
     positions, table = torch.tensor([3, 6]), torch.tensor([[1, 2, 0, 0, 0], [3, 4, 0, 0, 0]])
     cache = make_cache(2)
@@ -94,8 +94,8 @@ def test_prefill_chunks_equal_plain_attention_and_leave_other_pages_alone() -> N
         out = PrefillAttention(cache, [a, b], pages)(0, *parts)
         got[0].append(out[: a[1]])
         got[1].append(out[a[1] :])
-    for text, outs in ((first, got[0]), (second, got[1])):
-        torch.testing.assert_close(torch.cat(outs).double(), plain_attention(*text), atol=1e-5, rtol=1e-5)
+    for sequence, outs in ((first, got[0]), (second, got[1])):
+        torch.testing.assert_close(torch.cat(outs).double(), plain_attention(*sequence), atol=1e-5, rtol=1e-5)
     assert torch.equal(cache.k[0][untouched], before)
 
 
@@ -126,7 +126,7 @@ def test_clear_zeroes_pages_where_they_are() -> None:
     assert addresses == [tensor.data_ptr() for tensor in (*cache.k, *cache.v)]
 
 
-def test_impossible_steps_are_refused_with_what_is_needed() -> None:
+def test_invalid_steps_are_rejected_with_what_is_needed() -> None:
     cache = make_cache(2)
     with pytest.raises(ConfigError, match="'flash'.*sdpa, triton"):
         DecodeAttention(cache, torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), impl="flash")
