@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 MAX_ROWS = 128
 """Above it what is read of the others takes longer than a library's launch costs."""
 
-BLOCK, MAX_RECORDED_STEPS = 1024, 128
+BLOCK, MAX_PROGRAMS = 1024, 128
 NUM_BUFFERS = 2
 """Two in turn: a rank that writes one has read the other ranks' other one, so nobody reads what is being written."""
 
@@ -35,41 +35,41 @@ class OneShotAllReduce:
     Raises RuntimeError where memory can't be shared.
     """
 
-    most_rows = MAX_ROWS
+    max_rows = MAX_ROWS
 
     def __init__(self, group: dist.ProcessGroup, width: int, dtype: torch.dtype, device: torch.device):
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # of no use to a sum that reads
         import torch.distributed._symmetric_memory as symmetric
 
-        self._rank, self._ranks = group.rank(), group.size()
-        self._flag_count = MAX_RECORDED_STEPS * self._ranks
-        shares = symmetric.empty(NUM_BUFFERS * MAX_ROWS * width, dtype=dtype, device=device)
+        self._rank, self._world_size = group.rank(), group.size()
+        self._flag_count = MAX_PROGRAMS * self._world_size
+        partials = symmetric.empty(NUM_BUFFERS * MAX_ROWS * width, dtype=dtype, device=device)
         flags = symmetric.empty(NUM_BUFFERS * self._flag_count, dtype=torch.int32, device=device)
         flags.zero_()
         torch.cuda.current_stream(device).synchronize()  # before another rank can tell anything
-        self._handles = symmetric.rendezvous(shares, group), symmetric.rendezvous(flags, group)
-        self._shares, self._flags = shares.view(NUM_BUFFERS, MAX_ROWS, width), flags
-        there, told = (torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64) for handle in self._handles)
-        each = MAX_ROWS * width * shares.element_size()
-        self._share_addresses = [(there + index * each).to(device) for index in range(NUM_BUFFERS)]
-        self._flag_addresses = told.to(device)
+        self._handles = symmetric.rendezvous(partials, group), symmetric.rendezvous(flags, group)
+        self._partials, self._flags = partials.view(NUM_BUFFERS, MAX_ROWS, width), flags
+        buffer_ptrs, flag_ptrs = (torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64) for handle in self._handles)
+        buffer_bytes = MAX_ROWS * width * partials.element_size()
+        self._partial_addresses = [(buffer_ptrs + index * buffer_bytes).to(device) for index in range(NUM_BUFFERS)]
+        self._flag_addresses = flag_ptrs.to(device)
 
-    def share(self, rows: int, turn: int) -> Tensor:
+    def share(self, rows: int, buffer_index: int) -> Tensor:
         """Where this rank's share [rows, width] goes; `turn` is 0 and 1 alternately, also from step to step."""
-        return self._shares[turn, :rows]
+        return self._partials[buffer_index, :rows]
 
-    def all_reduce_shared(self, hidden: Tensor, turn: int) -> None:
+    def all_reduce_shared(self, hidden: Tensor, buffer_index: int) -> None:
         """hidden [rows, width] += the sum of all ranks' shares of this turn. One launch; can be captured."""
         count, pdl = hidden.numel(), overlaps(hidden)
-        block = max(BLOCK, triton.next_power_of_2(triton.cdiv(count, MAX_RECORDED_STEPS)))
+        block = max(BLOCK, triton.next_power_of_2(triton.cdiv(count, MAX_PROGRAMS)))
         all_reduce_kernel[(triton.cdiv(count, block),)](
             hidden,
-            self._share_addresses[turn],
+            self._partial_addresses[buffer_index],
             self._flag_addresses,
-            turn * self._flag_count,
+            buffer_index * self._flag_count,
             count,
             RANK=self._rank,
-            RANKS=self._ranks,
+            WORLD_SIZE=self._world_size,
             BLOCK=block,
             PDL=pdl,
             **launch_options(pdl),
@@ -85,11 +85,11 @@ def make_one_shot_all_reduce(
     group: dist.ProcessGroup, width: int, dtype: torch.dtype, device: torch.device
 ) -> OneShotAllReduce | None:
     """The memory, or None where some rank can't share: then no rank does, and the log says why."""
-    memory, is_shared = None, torch.ones(1, device=device)
+    one_shot, is_shared = None, torch.ones(1, device=device)
     try:
-        memory = OneShotAllReduce(group, width, dtype, device)
+        one_shot = OneShotAllReduce(group, width, dtype, device)
     except RuntimeError as error:
         logger.warning("rank %d can't share memory with the others, so all sums are NCCL's: %s", group.rank(), error)
         is_shared.zero_()
     dist.all_reduce(is_shared, dist.ReduceOp.MIN, group=group)
-    return memory if bool(is_shared) else None
+    return one_shot if bool(is_shared) else None
