@@ -1,7 +1,7 @@
-"""Tokens drawn on CUDA in a few launches that read the logits two or three times, and copy and sort nothing.
+"""Sample tokens on CUDA in a few launches that read the logits two or three times, without a copy or a sort.
 
-Implements sample_full and sample_truncated of engine/sampling/ops.py, with exp and division as exact as torch's. Device
-code: sampling_kernels.py and top_k_top_p_kernels.py. Imports triton: import it only where the device is CUDA (or under
+Implements `sample_full` and `sample_truncated` of engine/sampling/ops.py; exp and division are as exact as torch's.
+Device code: sampling_kernels.py and top_k_top_p_kernels.py. Imports triton: import this module only on CUDA (or under
 TRITON_INTERPRET=1).
 """
 
@@ -15,24 +15,24 @@ from engine.kernels.sampling_kernels import sample_kernel, tile_max_kernel, tile
 from engine.kernels.top_k_top_p_kernels import BINS, gather_kernel, histogram_kernel, sample_truncated_kernel
 
 TILE = 4096
-"""Logits per program; a token doesn't depend on it."""
+"""Logits per program. Does not affect which token is sampled."""
 
 CANDIDATES = 4096
-"""Likely tokens of a row that are gathered; where they are too few it takes milliseconds, but gives the same token."""
+"""Most likely tokens gathered per row. If a row needs more, scanning all its logits takes milliseconds; same token."""
 
 _WARPS = 8
-# Whether a row's program goes through all its logits or its candidates, how many it looks at together, and its warps.
+# Passes of sample_truncated_kernel: whether it scans all logits or only the candidates, its tile, its warps.
 _PASSES = ((False, 1024, 8), (True, 2048, 16))
 
 
 def sample_rows(
     logits: Tensor, temperature: Tensor, min_p: Tensor, u: Tensor, token_ids: Tensor, tile: int = TILE
 ) -> None:
-    """Draw a token of each row whose temperature is above 0 into token_ids int64 [b]; leave the others as they are.
+    """Sample a token for each row with a temperature above 0 into token_ids int64 [b]; other rows are not written.
 
-    logits [b, V] of any float type and row stride, not written to. temperature, min_p and u (the random number in
-    [0, 1)) float64 [b], all of one stride: columns of one matrix. Writes -1 where a row holds a NaN or +inf, or only
-    -inf. Grids depend on shapes alone and nothing waits, so it can be captured.
+    logits [b, V] of any float dtype and row stride, read only. temperature, min_p and u (a random number in [0, 1))
+    are float64 [b] with equal strides: columns of one matrix. Writes -1 for a row that holds a NaN or +inf, or only
+    -inf. Grids depend only on shapes and the host never waits, so the call can be captured.
     """
     param_stride = _common_stride(temperature=temperature, min_p=min_p, u=u)
     logits, tile_max, tile_sums, tile_args, row_args = _launch_tile_max(logits, temperature, tile)
@@ -54,9 +54,9 @@ def sample_truncated_rows(
     tile: int = TILE,
     candidates: int = CANDIDATES,
 ) -> None:
-    """The same after top-k (0: off), top-p and min-p, float64 [b] as the others.
+    """Sample like `sample_rows`, after top-k (0: off), top-p and min-p, each float64 [b] with the common stride.
 
-    tile is at least 32. `candidates`: how many of a row are gathered at most; a token doesn't depend on either.
+    `tile` is at least 32. `candidates` is the maximum number of tokens gathered per row. Neither affects the result.
     """
     columns = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "u": u}
     param_stride = _common_stride(**columns)
@@ -83,21 +83,23 @@ def _common_stride(**columns: Tensor) -> int:
     strides = {column.stride(0) for column in columns.values()}
     if len(strides) > 1:
         names = ", ".join(columns)
-        raise ValueError(f"{names} must have one stride; found {sorted(strides)}: give columns of one matrix")
+        raise ValueError(f"{names} must have equal strides; found {sorted(strides)}: give columns of one matrix")
     return strides.pop()
 
 
 def _launch_tile_max(
     logits: Tensor, temperature: Tensor, tile: int
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, int], dict[str, int]]:
-    """What both draws begin with: logits with each row's side by side, the best of each tile float32 [rows, tiles],
-    room for as many sums, what kernels must know of one tile, and of a row's tiles.
+    """Launch the first kernel of both samplers.
+
+    Returns the logits with dense rows, the maximum of each tile float32 [rows, tiles], an uninitialised int64
+    [rows, tiles] for the tiles' sums, and the launch arguments that describe one tile and the tiles of a row.
     """
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     rows, vocab_size = logits.shape
     tiles = triton.cdiv(vocab_size, tile)
-    # No more threads than logits: a histogram may count a number once for each thread that holds it.
+    # No more threads than logits: tl.histogram may count a value once per thread that holds a copy of it.
     tile_args = {"V": vocab_size, "TILE": tile, "num_warps": max(1, min(_WARPS, tile // 32))}
     tile_max = torch.empty(rows, tiles, dtype=torch.float32, device=logits.device)
     tile_max_kernel[(tiles, rows)](logits, temperature, tile_max, logits.stride(0), temperature.stride(0), **tile_args)

@@ -1,8 +1,8 @@
-"""Device code of the paged decode attention: one program per KV head, row and part of the row's keys.
+"""Device code of paged decode attention: one program per KV head, row and split of the row's keys.
 
-Owns what runs on the device; triton_decode.py owns shapes, grids and checks. Everything that changes between replays
-(positions, page numbers) is read from device memory. Scores and sums are float32, products run on the tensor cores
-with the group of query heads padded to 16 rows. Imports triton at the top: for CUDA (or Triton's interpreter) only.
+paged_decode.py holds shapes, grids and checks. Everything that changes between replays (positions, page numbers) is
+read from device memory. Scores and accumulators are float32; the dot products run on the tensor cores with the group of
+query heads padded to 16 rows. Imports triton at the top: for CUDA (or Triton's interpreter) only.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ def _combine(
     acc_ptr, lse_ptr, out_ptr, active, max_splits,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Merge `active` partial results of each head in the group; pointers stand at the group's first head."""
+    """Merge the partial results of `active` splits for each head of the group; pointers start at the first head."""
     splits = tl.arange(0, SPLITS_PAD)
     dims = tl.arange(0, DIM_PAD)
     present = splits < active
     for head in range(GROUP):
-        # .cg: other multiprocessors wrote these; an L1 line from an earlier launch would be stale
+        # .cg: other SMs wrote these, so an L1 line from an earlier launch would be stale
         lse = tl.load(lse_ptr + head * max_splits + splits, mask=present, other=float("-inf"), cache_modifier=".cg")
         acc_ptrs = acc_ptr + (head * max_splits + splits)[:, None] * DIM + dims[None, :]
         mask = present[:, None] & (dims < DIM)[None, :]
@@ -37,10 +37,10 @@ def _norm_rope(
     x_ptr, mask, norm_ptr, cos_ptr, sin_ptr, position, eps,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """Heads x [rows, DIM_PAD] (x_ptr: the address of each row's first element, [rows, 1]) normed and rotated, float32.
+    """Return heads [rows, DIM_PAD], normed and rotated, float32. x_ptr [rows, 1]: address of each row's first element.
 
-    The other half of each head is read a second time, shifted, instead of moving it between threads. The table's sin
-    has its first half negated.
+    Loads each head a second time with its halves swapped, which avoids a shuffle between threads. The first half of
+    the sin table is negated.
     """
     dims = tl.arange(0, DIM_PAD)
     other_half = tl.where(dims < DIM // 2, dims + DIM // 2, dims - DIM // 2)
@@ -64,7 +64,7 @@ def _append_kv(
     k_ptr, v_ptr, k_base, v_base, table, position, cache_page, cache_slot, norm_ptr, cos_ptr, sin_ptr, eps,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """Write one head's new key and value at `position`; the bases stand at that head of the caches."""
+    """Write one head's new key and value at `position`; k_base and v_base point to this head of the caches."""
     dims = tl.arange(0, DIM_PAD)
     page = tl.load(table + position // PAGE).to(tl.int64)
     target = page * cache_page + (position % PAGE) * cache_slot + dims
@@ -83,7 +83,7 @@ def _store_result(
     acc, lse, out_ptr, acc_ptr, lse_ptr, arrivals_ptr, row_head, split, active, max_splits,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Store a program's result: as output where it is the only part, else as a part; the last to arrive merges."""
+    """Store a program's result: to `out` if it is the only split, else to scratch; the last arriving program merges."""
     group = tl.arange(0, GROUP_PAD)
     dims = tl.arange(0, DIM_PAD)
     mask = (group < GROUP)[:, None] & (dims < DIM)[None, :]
@@ -95,7 +95,7 @@ def _store_result(
         own_rows = first_split + group * max_splits + split
         tl.store(acc_ptr + own_rows[:, None] * DIM + dims[None, :], acc, mask=mask)
         tl.store(lse_ptr + own_rows, lse, mask=group < GROUP)
-        # every warp's stores come before the arrival; the arrival releases them and acquires the other parts'
+        # all warps store before the arrival, which releases these stores and acquires those of the other splits
         tl.debug_barrier()
         arrival = arrivals_ptr + row_head
         if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == active - 1:
@@ -104,7 +104,7 @@ def _store_result(
             tl.store(arrival, 0)
 
 
-# the cuts differ from bucket to bucket: unspecialised, all buckets of a model share one compiled kernel
+# splits differ between buckets; without specialisation all buckets of a model share one compiled kernel
 @triton.jit(do_not_specialize=["max_splits", "min_blocks"])
 def decode_kernel(
     q_ptr, k_new_ptr, v_new_ptr, k_cache_ptr, v_cache_ptr, table_ptr, slots_ptr, positions_ptr, out_ptr,
@@ -116,7 +116,7 @@ def decode_kernel(
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
-    # KV head fastest: neighbours read neighbouring 256-byte rows. Part slowest: programs without work come last.
+    # KV head fastest: adjacent programs read adjacent 256-byte rows. Split slowest: programs without work run last.
     kv_head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
@@ -140,26 +140,26 @@ def decode_kernel(
     k_base = k_cache_ptr + kv_head * cache_head
     v_base = v_cache_ptr + kv_head * cache_head
 
-    # keys past the end are taken from the scratch page: a valid address, and the score is masked below. Page numbers
-    # are read one step ahead, so that the loads of keys and values never wait for them in the loop.
+    # Keys past the end read the scratch page: a valid address, and their scores are masked below. Page numbers are
+    # loaded one iteration ahead, so that loads of keys and values never wait for them.
     page = tl.load(table + (start + keys) // PAGE, mask=start + keys < end, other=0)
 
     if PDL:
-        # Positions, page tables and older keys are from earlier steps, which are over: the end of a graph, or the copy
-        # of their tokens to the host, lies between. q and the newest key are this step's.
+        # Positions, page tables and older keys come from earlier steps, which have completed: a graph end or the copy
+        # of their tokens to the host lies in between. Only q and the newest key are written by this step.
         gdc_wait()
     position = length.to(tl.int64) - 1
     heads = q_ptr + row * q_row + kv_head * q_group + group[:, None] * q_head
     q = _norm_rope(heads, group_mask, q_norm_ptr, cos_ptr, sin_ptr, position, eps, DIM, DIM_PAD, NORM, ROPE)
     q = q.to(k_cache_ptr.dtype.element_ty)
     if APPEND:
-        if end == length:  # exactly one program of this row and head owns the newest key
+        if end == length:  # exactly one program of this row and head holds the newest key
             _append_kv(
                 k_new_ptr + row * k_row + kv_head * k_head, v_new_ptr + row * v_row + kv_head * v_head,
                 k_base, v_base, table, position, cache_page, cache_slot, k_norm_ptr, cos_ptr, sin_ptr, eps,
                 DIM, DIM_PAD, PAGE, NORM, ROPE,
             )  # fmt: skip
-        tl.debug_barrier()  # the loop below reads that row through other threads of this program
+        tl.debug_barrier()  # other threads of this program read that row in the loop below
 
     row_max = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     row_sum = tl.zeros([GROUP_PAD], tl.float32)
@@ -173,7 +173,7 @@ def decode_kernel(
             k = tl.load(k_base + kv_offsets)
         else:
             k = tl.load(k_base + kv_offsets, mask=dim_ok[None, :], other=0.0)
-        # a stale slot may hold NaN, and 0 * NaN would reach the sum: values past the end are read as zero
+        # a stale slot may hold NaN and 0 * NaN would poison the sum, so values past the end are read as zero
         v = tl.load(v_base + kv_offsets, mask=in_range[:, None] & dim_ok[None, :], other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
         scores = tl.where(in_range[None, :], scores, float("-inf"))

@@ -1,8 +1,7 @@
-"""Device code of prefill attention over pages: packed chunks of prompts, each after what its pages hold already.
+"""Device code of varlen prefill attention over pages: each chunk attends to its pages and to itself.
 
-Owns what runs on the device; triton_prefill.py owns shapes, grids and checks. Which tokens belong to which chunk is
-read from device memory, so that a captured graph serves any packing. Imports triton at the top: for CUDA (or Triton's
-interpreter) only.
+paged_prefill.py holds shapes, grids and checks. Kernels read from device memory which tokens belong to which chunk, so
+that a captured graph serves any layout. Imports triton at the top: for CUDA (or Triton's interpreter) only.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ def norm_rope_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, Q_HEADS_PAD: tl.constexpr, KV_HEADS_PAD: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """One token: norm and rotate its queries in place, and its keys into their page, with its values.
+    """Norm and rotate one token's queries in place, and append its normed and rotated keys and its values to its page.
 
-    q [T, KV_HEADS, GROUP, DIM], k and v [T, KV_HEADS, DIM] with rows `row` apart; slots [T] are rows of the page table,
-    0 for padding, which writes no page.
+    q [T, KV_HEADS, GROUP, DIM], k and v [T, KV_HEADS, DIM], each with token stride `token_stride`. slots [T] are rows
+    of the page table; a padding token (slot 0) writes no page.
     """
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions_ptr + token)
@@ -38,7 +37,7 @@ def norm_rope_kernel(
     kv_offsets = token * token_stride + kv_heads * kv_head
     k = _norm_rope(k_ptr + kv_offsets, kv_mask, k_norm_ptr, cos_ptr, sin_ptr, position, eps, DIM, DIM_PAD, NORM, True)
     v = tl.load(v_ptr + kv_offsets + dims[None, :], mask=kv_mask, other=0.0)
-    tl.debug_barrier()  # queries were read twice, by other threads than those that write them
+    tl.debug_barrier()  # queries were loaded twice, by other threads than those that store them
     tl.store(q_ptrs + dims[None, :], q.to(q_ptr.dtype.element_ty), mask=mask)
     if slot > 0:
         page = tl.load(table_ptr + slot * table_row + position // PAGE).to(tl.int64)
@@ -52,10 +51,10 @@ def _attend(
     acc, row_sum, row_max, q, k_base, v_base, table, positions, first, last, end, scale_log2, cache_page, cache_slot,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Keys first..last (a multiple of BLOCK apart, except where MASKED) added to a running softmax.
+    """Add keys first..last to a running softmax; last - first is a multiple of BLOCK unless MASKED.
 
-    The pages of each block are looked up in the turn before it: keys at an address that the same turn looks up could
-    not be asked for ahead.
+    Page numbers of a block are loaded one iteration ahead: otherwise the pipeline could not prefetch the keys, whose
+    addresses depend on them.
     """
     dims = tl.arange(0, DIM_PAD)[None, :]
     keys = tl.arange(0, BLOCK)
@@ -66,7 +65,7 @@ def _attend(
         next_positions = key_positions + BLOCK
         page = tl.load(table + next_positions // PAGE, mask=next_positions < end, other=0)
         mask = dims < DIM
-        if MASKED:  # a stale slot may hold NaN, and 0 * NaN would reach the sum
+        if MASKED:  # a stale slot may hold NaN, and 0 * NaN would poison the sum
             mask = (key_positions < end)[:, None] & mask
         if MASKED or DIM < DIM_PAD:
             k = tl.load(k_base + offsets, mask=mask, other=0.0)
@@ -93,9 +92,9 @@ def prefill_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, PACKED_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     PAGE: tl.constexpr, CHUNKS_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """ROWS / PACK queries of one chunk, each with PACK heads that share a KV head.
+    """Attention of ROWS / PACKED_HEADS tokens of one chunk, each with PACKED_HEADS heads that share a KV head.
 
-    Chunk c's tokens end before ends[c]; starts[c] tokens of its sequence come before them.
+    Tokens of chunk c end before ends[c]; starts[c] tokens of its sequence precede them.
     """
     chunk_ids = tl.arange(0, CHUNKS_PAD)
     chunk_ends = tl.load(ends_ptr + chunk_ids, mask=chunk_ids < chunks, other=0).to(tl.int32)
@@ -116,7 +115,7 @@ def prefill_kernel(
     dims, rows = tl.arange(0, DIM_PAD), tl.arange(0, ROWS)
     kv_head = tl.program_id(0) * PACKED_HEADS // GROUP
     head = tl.program_id(0) * PACKED_HEADS + rows % PACKED_HEADS
-    query_index = first_query + rows // PACKED_HEADS  # of each query in its chunk
+    query_index = first_query + rows // PACKED_HEADS  # index of each query in its chunk
     token = (first_token + query_index).to(tl.int64)
     mask = (query_index < chunk_length)[:, None] & (dims < DIM)[None, :]
     q_ptrs = q_ptr + token * q_row + kv_head * q_group + (head % GROUP) * q_head
@@ -124,8 +123,8 @@ def prefill_kernel(
     table = table_ptr + tl.load(slots_ptr + chunk) * table_row
     k_base = k_cache_ptr + kv_head * cache_head
     v_base = v_cache_ptr + kv_head * cache_head
-    positions = num_past + query_index  # where each query is in its sequence
-    unmasked_end = (num_past + first_query + 1) // BLOCK * BLOCK  # keys that every query here sees
+    positions = num_past + query_index  # position of each query in its sequence
+    unmasked_end = (num_past + first_query + 1) // BLOCK * BLOCK  # all queries of the tile see these keys
     key_end = num_past + tl.minimum(first_query + QUERIES, chunk_length)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)

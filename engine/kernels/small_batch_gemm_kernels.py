@@ -1,12 +1,12 @@
-"""Device code of linear layers for few rows: y = x Wᵀ where reading W is all that takes time.
+"""Device code of the small-batch GEMM y = x Wᵀ, which is bound by reading W.
 
-Up to 8 rows are multiplied and added by ordinary arithmetic, more go through the tensor cores, their count padded to a
-multiple of 16. The norm before the product and what follows it (gate, residual, the best token of a tile) are part of
-the launch, since at these sizes a launch costs as much as the bytes. Weights are asked for before the previous kernel
-has ended (programmatic dependent launch): nothing that a kernel before wrote may be read, and nothing written, above
-`gdc_wait`. With LATE the next launch may begin only once these programs have multiplied: many small programs would
-otherwise crowd the multiprocessors that are free, while those that work here get few. Imports triton at the top: for
-CUDA (or Triton's interpreter) only.
+The vector kernel (for a single row; it supports a few) runs on the CUDA cores. The matrix kernel uses the tensor cores,
+with rows padded to a multiple of 16. The norm before the GEMM and the epilogue (gate, residual, tile argmax) are part
+of the launch, since at these sizes a launch costs as much as the memory traffic. Weights are prefetched while the
+previous kernel still runs (programmatic dependent launch): above `gdc_wait`, read nothing that an earlier kernel wrote,
+and write nothing. TRIGGER_AFTER_MATH triggers the dependent launch only after this GEMM's math: otherwise the many
+small programs of the next kernel crowd the free SMs while the programs that work here get few. Imports triton at the
+top: for CUDA (or Triton's interpreter) only.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ def _epilogue(
     tile, tiles, m_count, n_count,
     GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, TILE_ARGMAX: tl.constexpr, HALF_NORM: tl.constexpr,
 ):  # fmt: skip
-    """Store y float32 [BN, MP] as out[m, n], after what belongs to the same launch."""
+    """Apply bias, gate and residual to y float32 [BN, BM], store it as out[m, n], and write the fused extras."""
     mask_n = offs_n < n_count
     mask = mask_n[:, None] & (offs_m < m_count)[None, :]
     if BIAS:
-        first = n_count if GATED else 0  # where the bias of y begins: the gate's comes before
+        first = n_count if GATED else 0  # the bias of y follows that of the gate
         y += tl.load(bias_ptr + first + offs_n, mask=mask_n, other=0.0).to(tl.float32)[:, None]
     if GATED:
         if BIAS:
@@ -38,14 +38,14 @@ def _epilogue(
     rounded = y.to(out_ptr.dtype.element_ty)
     tl.store(target, rounded, mask=mask)
     if HALF_NORM:
-        # half of the next norm: its weight is applied, and the tile's squares are left to be summed up by the reader
+        # First half of the next norm: apply its weight and store the tile's sum of squares; the reader adds them up.
         value = tl.where(mask, rounded.to(tl.float32), 0.0)
         weight = tl.load(next_norm_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[:, None]
         normed_ptrs = normed_ptr + offs_m[None, :].to(tl.int64) * n_count + offs_n[:, None]
         tl.store(normed_ptrs, (value * weight).to(normed_ptr.dtype.element_ty), mask=mask)
         tl.store(squares_ptr + offs_m.to(tl.int64) * tiles + tile, tl.sum(value * value, 0), mask=offs_m < m_count)
     if TILE_ARGMAX:
-        # of the rounded values, so that it is the choice that the stored logits give; a NaN counts as infinite
+        # Use the rounded values, so that the argmax equals that of the stored logits; a NaN counts as +inf.
         value = rounded.to(tl.float32)
         value = tl.where(value == value, value, float("inf"))
         value = tl.where(mask_n[:, None], value, float("-inf"))
@@ -62,9 +62,9 @@ def vector_kernel(
     NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, TILE_ARGMAX: tl.constexpr,
     PDL: tl.constexpr, TRIGGER_AFTER_MATH: tl.constexpr,
 ):  # fmt: skip
-    """M rows of x [M, K], MP the next power of two. Program i owns outputs from i * BN.
+    """GEMM of M rows of x [M, K] on the CUDA cores; M_PAD is the next power of two. Program i has outputs from i * BN.
 
-    GATED: W is [2 * n_count, K], the gate's rows before those of what it gates.
+    GATED: W is [2 * n_count, K], the rows of the gate first.
     """
     if PDL and not TRIGGER_AFTER_MATH:
         gdc_launch_dependents()
@@ -128,10 +128,11 @@ def matrix_kernel(
     NUM_SQUARES: tl.constexpr, SQUARES_PAD: tl.constexpr, PDL: tl.constexpr,
     TRIGGER_AFTER_MATH: tl.constexpr,
 ):  # fmt: skip
-    """MP rows of x [M, K] on the tensor cores, W's rows as the left operand; SPLITS programs share a tile's K.
+    """GEMM of BM rows of x [M, K] on the tensor cores, with W's rows as the left operand; SPLITS programs share K.
 
-    With SPLITS > 1 every program leaves a partial sum and the last to arrive adds them in order: the result doesn't
-    depend on who that was. SQUARES > 0: x is scaled already, and that many sums of squares a row complete its norm.
+    With SPLITS > 1 every program stores a partial sum and the last to arrive adds them in order, so the result does not
+    depend on the arrival order. NUM_SQUARES > 0: x already has the norm's weight applied, and this many sums of squares
+    per row complete the norm.
     """
     if PDL and not TRIGGER_AFTER_MATH:
         gdc_launch_dependents()
@@ -188,13 +189,13 @@ def matrix_kernel(
         tl.store(partial_ptrs + split * NUM_ACCS * BN * BM, acc)
         if GATED:
             tl.store(partial_ptrs + (split * NUM_ACCS + 1) * BN * BM, acc_up)
-        # every warp's stores come before the arrival; the arrival releases them and acquires the other parts'
+        # all warps store before the arrival, which releases these stores and acquires those of the other splits
         tl.debug_barrier()
         if tl.atomic_add(arrivals_ptr + tile_index, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
             total = tl.zeros([BN, BM], tl.float32)
             total_up = tl.zeros([BN, BM], tl.float32)
             for other_split in tl.static_range(SPLITS):
-                # .cg: other multiprocessors wrote these; an L1 line from an earlier launch would be stale
+                # .cg: other SMs wrote these, so an L1 line from an earlier launch would be stale
                 total += tl.load(partial_ptrs + other_split * NUM_ACCS * BN * BM, cache_modifier=".cg")
                 if GATED:
                     total_up += tl.load(partial_ptrs + (other_split * NUM_ACCS + 1) * BN * BM, cache_modifier=".cg")

@@ -1,8 +1,8 @@
-"""Device code of a decode step around its layers: tokens in, norms, the best token out, the next step's inputs.
+"""Device code of a decode step around its layers: embedding, norms, greedy sampling and the next step's inputs.
 
-Each is one launch over the batch's rows, with programmatic dependent launch as in skinny_kernels.py. A row's slot tells
-where its token, position and page table are; slot 0 is padding. Imports triton at the top: for CUDA (or Triton's
-interpreter) only.
+Each kernel is one launch over the rows of the batch, with programmatic dependent launch as in
+small_batch_gemm_kernels.py. A row's slot indexes its token, position and page table; slot 0 is padding. Imports triton
+at the top: for CUDA (or Triton's interpreter) only.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ def embed_kernel(
     slots_ptr, last_tokens_ptr, table_ptr, out_ptr, first_token, num_tokens,
     H: tl.constexpr, HP: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Row of the embedding table [count, H] of each row's newest token; HP is the next power of two.
+    """Look up each row's newest token in the embedding table [num_tokens, H]; HP is the next power of two of H.
 
-    SPLIT: the table holds the tokens from `first` on, and the row of any other one is 0.
+    SPLIT: the table holds the tokens from `first_token` on; any other token gives a row of zeros.
     """
     if PDL:
         gdc_launch_dependents()
@@ -37,7 +37,7 @@ def embed_kernel(
 
 @triton.jit
 def norm_kernel(x_ptr, norm_ptr, out_ptr, eps, H: tl.constexpr, HP: tl.constexpr, PDL: tl.constexpr):
-    """RMSNorm of row `program_id` of x [M, H]; HP is the next power of two."""
+    """RMSNorm of row `program_id` of x [M, H]; HP is the next power of two of H."""
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -52,7 +52,7 @@ def norm_kernel(x_ptr, norm_ptr, out_ptr, eps, H: tl.constexpr, HP: tl.constexpr
 
 @triton.jit
 def gate_kernel(x_ptr, out_ptr, W: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """silu(gate) * up of rows [gate | up], x [M, 2 W] -> out [M, W]."""
+    """Compute silu(gate) * up of rows [gate | up]: x [M, 2 W] -> out [M, W]."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -65,7 +65,7 @@ def gate_kernel(x_ptr, out_ptr, W: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.co
 
 @triton.jit
 def best_kernel(x_ptr, best_ptr, best_at_ptr, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """The best of each BLOCK columns of x [M, N] and its column, for choose_kernel; a NaN counts as infinite."""
+    """Find the maximum of each BLOCK columns of x [M, N] and its column, for choose_kernel; a NaN counts as +inf."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -84,10 +84,10 @@ def choose_kernel(
     best_ptr, best_at_ptr, slots_ptr, positions_ptr, last_tokens_ptr, next_ptr, tiles,
     BLOCK: tl.constexpr, ADVANCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The greedy token of each row from its tiles' best ones, and the row's inputs of the next step.
+    """Choose the greedy token of each row from its tiles' maxima, and write the row's inputs of the next step.
 
-    best float32 and where int32 [M, tiles]; of equal values the first wins. next int64 [M] is -1 where the best is not
-    finite; last_tokens then gets 0, a token that the next step can embed. Padding (slot 0) stays where it is.
+    best float32 and best_at int32 are [M, tiles]; ties go to the first. next int64 [M] is -1 if the maximum is not
+    finite; last_tokens then gets 0, a token that the next step can embed. Padding rows (slot 0) do not advance.
     """
     if PDL:
         gdc_launch_dependents()

@@ -1,4 +1,4 @@
-"""What the tests of drawing kernels share: logits, random numbers, and how near to torch's draws they must come."""
+"""Helpers for tests of the sampling kernels: logits, random numbers, and the comparison with torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from engine.protocol.request import mix64
 from engine.sampling import ops
 from tests.support.kernels import DEVICE
 
-UNTOUCHED = -7  # what a row holds that nobody drew
+UNTOUCHED = -7  # token of a row that was not sampled
 
 
 def random_logits(rows, vocab_size, dtype=torch.float32, seed=0):
@@ -17,18 +17,18 @@ def random_logits(rows, vocab_size, dtype=torch.float32, seed=0):
 
 
 def uniforms(rows, seed):
-    """A random number for each row: float64 [rows]."""
+    """Random numbers in [0, 1), float64 [rows]."""
     return ops.uniform(torch.tensor([mix64(seed)]), torch.arange(rows))
 
 
 def scaled_logits(logits, temperatures):
-    """z float32 [rows, V] as the sampler has it, row maximum 0."""
+    """z float32 [rows, V] as in the sampler, row maximum 0."""
     x = logits.float()
     return (x - x.amax(1, keepdim=True)) / temperatures.float().unsqueeze(1)
 
 
 def assert_replays_follow(launch, sample, logits, params_of):
-    """A captured `draw` gives what `drawn` gives after logits and numbers changed between two replays."""
+    """Check that replays of a captured `launch` equal `sample` after logits and parameters changed."""
     (rows, vocab_size), row_params = logits.shape, params_of(len(logits))
     token_ids = sample(logits, row_params)
     graph = torch.cuda.CUDAGraph()
@@ -42,5 +42,5 @@ def assert_replays_follow(launch, sample, logits, params_of):
 
 
 def assert_nearly_all_equal(found, wanted):
-    """exp may differ in its last bit from torch's, which moves a draw once in millions."""
+    """Allow for exp to differ from torch in its last bit, which changes one token in millions."""
     assert (found == wanted).sum() >= 0.999 * len(wanted)

@@ -1,4 +1,4 @@
-"""The decode step's own kernels against float64: products of few rows, the greedy choice, and whole layers."""
+"""Decode-step kernels against float64: small-batch GEMM, greedy sampling and whole layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engine.worker.input_buffers import Layout
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.interpretable,
-    pytest.mark.filterwarnings("default::DeprecationWarning"),  # Triton's own, of Python's ast and numpy's scalars
+    pytest.mark.filterwarnings("default::DeprecationWarning"),  # raised by Triton: ast, numpy scalars
 ]
 TOLERANCE = 2e-3 if INTERPRETED else 1e-2
 SIZES = [(48, 80), (64, 128)] if INTERPRETED else [(4096, 1024), (1024, 3072), (1000, 328), (6144, 4096)]
@@ -59,7 +59,7 @@ def test_linear_equals_float64(rows, outputs, inputs, form):
     out = random(rows, outputs, seed=4) if form == "added" else torch.full((rows, outputs), float("nan")).to(x)
     wanted = expected(x, weight, norm, bias, gated, out if form == "added" else None)
     scratch = scratch_for(rows, outputs, inputs)
-    for _ in range(2 if form != "added" else 1):  # a second time: the first left its counts behind
+    for _ in range(2 if form != "added" else 1):  # twice: the first launch must reset the arrival counts
         linear(x, weight, out, scratch, norm=norm, eps=1e-6, bias=bias, gated=gated, add=form == "added")
     assert relative_error(out, wanted) < TOLERANCE
 

@@ -1,4 +1,4 @@
-"""Fused sampling against weights_of and sample_full: tokens, batches, tiles, rows without a token, and the sampler."""
+"""Fused sampling against sample_full: tokens, batches, tiles, rows without a token, and the whole sampler."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.sampling_cases import (
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.interpretable,
-    pytest.mark.filterwarnings("default::DeprecationWarning"),  # Triton's own, of Python's ast and numpy's scalars
+    pytest.mark.filterwarnings("default::DeprecationWarning"),  # raised by Triton: ast, numpy scalars
 ]
 INF, NAN = math.inf, math.nan
 ROWS = 120 if INTERPRETED else 2000
@@ -35,7 +35,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def params_of(rows, seed=0, temperature=None, min_p=0.0, u=None):
-    """float64 [rows, 3]: temperatures (of all sizes unless given), min_p, and random numbers unless given."""
+    """float64 [rows, 3]: temperature (varied by default), min_p, and u (random by default)."""
     row_params = torch.empty(rows, 3, dtype=torch.float64)
     some = torch.tensor([1.0, 0.7, 0.25, 1.3, 100.0], dtype=torch.float64)
     row_params[:, 0] = some[torch.arange(rows) % len(some)] if temperature is None else temperature
@@ -128,7 +128,7 @@ def test_min_p_keeps_the_same_tokens_as_sample_full(min_p):
         assert (relative == 1).sum() >= rows * 2 // 3
 
 
-@pytest.mark.filterwarnings("default:overflow encountered:RuntimeWarning")  # numpy's, under the interpreter
+@pytest.mark.filterwarnings("default:overflow encountered:RuntimeWarning")  # from numpy, under the interpreter
 def test_extreme_temperatures():
     rows, vocab_size = 40, 2000
     logits = random_logits(rows, vocab_size)
@@ -205,7 +205,7 @@ PARAMS = [
 
 
 def sampler_with(params, rows, vocab_size, *, fused):
-    """A sampler whose rows without logprobs are drawn by the kernels, or by torch."""
+    """A sampler that samples rows without logprobs with the kernels, or with torch."""
     sampler = Sampler(rows, vocab_size, DEVICE, eos_token_ids=(2,))
     sampler._selector._kernels = fused_sampling if fused else None
     for slot in range(rows):

@@ -1,4 +1,4 @@
-"""The Triton decode kernel against attention in float64: shapes, lengths, page orders, poison, captured replay."""
+"""The Triton decode kernel against float64 attention: shapes, lengths, page orders, NaN poison, captured replay."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.kernels import paged_decode as pd
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("default::DeprecationWarning"),  # Triton's own, of Python's ast and numpy's scalars
+    pytest.mark.filterwarnings("default::DeprecationWarning"),  # raised by Triton: ast, numpy scalars
 ]
 
 PAGE = 16
@@ -37,10 +37,10 @@ def reference(q, k_cache, v_cache, page_table, positions, scale):
 
 
 def make_case(device, lengths, heads, kv_heads, dim, dtype, *, max_keys=None, seed=0, table_dtype=torch.int64):
-    """Random caches whose pages are dealt out in random order; a length of 0 stands for a padded row.
+    """Random caches with pages assigned in random order; a length of 0 makes a padded row.
 
-    A padded row has position 0 and its whole page table on the scratch page. Every slot that no row may read holds
-    NaN, so that reading one shows.
+    A padded row has position 0 and a page table of scratch pages only. Every slot that no row may read holds NaN, so
+    that a wrong read shows in the result.
     """
     generator = torch.Generator().manual_seed(seed)
     pages_each = -(-(max_keys or max(lengths)) // PAGE)
@@ -77,7 +77,7 @@ def expected(case):
 
 
 def new_rows(case, seed=5):
-    """New keys and values as strided views of one fused projection, as a model hands them over."""
+    """New keys and values as strided views of one fused projection, as in the models."""
     batch, heads, dim = case.q.shape
     kv_heads = case.k_cache.shape[2]
     generator = torch.Generator().manual_seed(seed)
@@ -133,7 +133,7 @@ def test_poisoned_workspace_is_never_read_before_it_is_written(device):
     workspace = pd.decode_workspace(case.q, case.k_cache, case.page_table, num_splits=8, tiling=tiling)
     workspace.acc.fill_(float("nan"))
     workspace.lse.fill_(float("nan"))
-    for _ in range(2):  # the second call also shows that the first left the arrival counts at zero
+    for _ in range(2):  # the second call also checks that the first reset the arrival counts
         found = decode(case, num_splits=8, tiling=tiling, workspace=workspace)
         assert relative_error(found, expected(case)) < TOLERANCE[torch.float32]
         assert workspace.arrivals.count_nonzero() == 0
@@ -268,5 +268,5 @@ def test_same_inputs_give_the_same_bits_every_time(device, batch):
     case = make_case(device, [512] * batch, 16, 8, 128, torch.bfloat16)
     first = decode(case)
     assert relative_error(first, expected(case)) < TOLERANCE[torch.bfloat16]
-    for _ in range(50):  # the order in which parts arrive varies; the sum must not
+    for _ in range(50):  # the arrival order of splits varies; the sum must not
         assert torch.equal(decode(case), first)

@@ -1,4 +1,4 @@
-"""The Triton prefill attention against float64: packings, chunks after earlier tokens, padding, page order, poison."""
+"""Triton prefill attention against float64: varlen layouts, later chunks, padding, page order, NaN poison."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.models.dense_tensors import HeadLayout
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.interpretable,
-    pytest.mark.filterwarnings("default::DeprecationWarning"),  # Triton's own, of Python's ast and numpy's scalars
+    pytest.mark.filterwarnings("default::DeprecationWarning"),  # raised by Triton: ast, numpy scalars
 ]
 TOLERANCE = 3e-3 if INTERPRETED else 1e-2
 PAGE = 16
@@ -30,7 +30,7 @@ if not INTERPRETED:
 
 
 def norm_rope(x, positions, cos, sin, weight, eps):
-    """Head norm and rotation in float64, with the table's halves as engine.layers.rotary lays them out."""
+    """Head norm and rotation in float64, with the table layout of engine.layers.rotary."""
     x = x.double()
     if weight is not None:
         x = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * weight.double()

@@ -1,4 +1,4 @@
-"""The kernels' truncated draw against sample_truncated: tokens, ties, every way to them, and rows that have none."""
+"""Truncated sampling kernels against sample_truncated: tokens, ties, both passes, and rows without a token."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tests.support.sampling_cases import (
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.interpretable,
-    pytest.mark.filterwarnings("default::DeprecationWarning"),  # Triton's own, of Python's ast and numpy's scalars
+    pytest.mark.filterwarnings("default::DeprecationWarning"),  # raised by Triton: ast, numpy scalars
 ]
 INF, NAN = math.inf, math.nan
-ROWS = 18 if INTERPRETED else 2000  # a row takes the interpreter a tenth of a second
+ROWS = 18 if INTERPRETED else 2000  # the interpreter takes 0.1 s per row
 VOCABULARIES = [1, 17, 777, TILE + 1] + ([] if INTERPRETED else [2, 50257, 151936])
 DTYPES = [torch.float32, torch.bfloat16] + ([] if INTERPRETED else [torch.float16])
-MAX_UNIFORM = 1 - 2.0**-53  # the greatest random number
+MAX_UNIFORM = 1 - 2.0**-53  # the largest random number
 RECIPES = [  # top_k, top_p, min_p
     (20, 0.95, 0.0),
     (0, 0.9, 0.0),
@@ -45,7 +45,7 @@ RECIPES = [  # top_k, top_p, min_p
 
 
 def params_of(rows, recipes=RECIPES, seed=0, temperature=None, u=None):
-    """float64 [rows, 5]: temperatures (of all sizes unless given), top_k, top_p, min_p, random numbers unless given."""
+    """float64 [rows, 5]: temperature (varied by default), top_k, top_p, min_p, and u (random by default)."""
     row_params = torch.empty(rows, 5, dtype=torch.float64)
     some = torch.tensor([1.0, 0.7, 0.25, 2.0, 100.0], dtype=torch.float64)
     row_params[:, 0] = some[torch.arange(rows) % len(some)] if temperature is None else temperature
@@ -79,7 +79,7 @@ def test_tokens_do_not_depend_on_the_tile_size_or_candidate_limit(dtype):
     logits, row_params = random_logits(rows, vocab_size, dtype), params_of(rows)
     wanted = sample(logits, row_params)
     assert_nearly_all_equal(wanted, expected(logits, row_params))
-    for tile, candidates in ((64, 1), (256, 40), (1024, 300)):  # 1: nearly all rows go through all logits
+    for tile, candidates in ((64, 1), (256, 40), (1024, 300)):  # 1: nearly all rows scan all logits
         assert sample(logits, row_params, tile, candidates).equal(wanted)
 
 
@@ -103,7 +103,7 @@ def test_ties_at_the_truncation_boundary_are_broken_by_id(top_k, top_p, candidat
 @pytest.mark.parametrize("candidates", [1, 100])
 def test_ties_of_several_sizes_equal_sample_truncated(candidates):
     rows, vocab_size = (30 if INTERPRETED else 3000), 200
-    logits = random_logits(rows, vocab_size).mul(0.5).round().to(torch.bfloat16)  # some ten different ones
+    logits = random_logits(rows, vocab_size).mul(0.5).round().to(torch.bfloat16)  # about ten distinct values
     recipes = [(k, p, m) for k in (0, 2, 15, 90) for p in (0.2, 0.7, 0.97, 1.0) for m in (0.0, 0.1) if k or p < 1]
     row_params = params_of(rows, recipes)
     assert_nearly_all_equal(sample(logits, row_params, 64, candidates), expected(logits, row_params))
@@ -119,8 +119,8 @@ def test_narrowest_truncation_is_greedy(recipe):
 @pytest.mark.parametrize("recipe", [(2, 1.0, 0.0), (0, MAX_UNIFORM, 0.0), (9, MAX_UNIFORM, 2.0**-40)], ids=str)
 @pytest.mark.parametrize("candidates", [1, CANDIDATES])
 def test_token_of_weight_one_can_be_sampled(recipe, candidates):
-    logits = torch.full((2, 100), -28.0, device=DEVICE)  # a weight of 0
-    logits[:, 7], logits[0, 60] = 0.0, -27.7  # 2**40 and 1
+    logits = torch.full((2, 100), -28.0, device=DEVICE)  # weight 0
+    logits[:, 7], logits[0, 60] = 0.0, -27.7  # weights 2**40 and 1
     row_params = params_of(2, [recipe], temperature=1.0, u=MAX_UNIFORM)
     assert sample(logits, row_params, 32, candidates).tolist() == expected(logits, row_params).tolist() == [60, 7]
 
@@ -152,14 +152,14 @@ def test_only_rows_that_keep_more_than_the_candidates_scan_all_logits(monkeypatc
     few = [(20, 0.95, 0.0), (90, 1.0, 0.0), (0, 0.2, 0.0), (0, 0.99999, 0.3), (0, 0.9999, 0.01)]
     many = [(201, 0.1, 0.0), (0, 0.9, 0.0), (0, 0.9999, 1e-6)]
     logits = random_logits(len(few + many), 2000)
-    logits[4, 50:] -= 1000  # 50 weigh anything
+    logits[4, 50:] -= 1000  # only 50 have a weight above 0
     row_params = params_of(len(logits), few + many, temperature=2.0)
     found = sample(logits, row_params, TILE, 200)
     assert found[: len(few)].equal(expected(logits, row_params)[: len(few)])
     assert (found[len(few) :] == -2).all()
 
 
-@pytest.mark.filterwarnings("default:overflow encountered:RuntimeWarning")  # numpy's, under the interpreter
+@pytest.mark.filterwarnings("default:overflow encountered:RuntimeWarning")  # from numpy, under the interpreter
 def test_extreme_temperatures():
     rows, vocab_size = 9, 1500
     logits = random_logits(rows, vocab_size)
