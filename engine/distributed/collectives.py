@@ -1,7 +1,6 @@
-"""What the ranks of a split model say to each other within a step: sums of hidden states, and logits put together.
+"""Tensor-parallel collectives of a step: all-reduce of hidden states and all-gather of logits, with their buffers.
 
-Owns the exchange and the buffers that it needs. Knows tensors and a process group, no model. Every call is one that all
-ranks make, in the same order; with NCCL all can be captured.
+All ranks must make the same calls in the same order. With NCCL every call can be captured.
 """
 
 from __future__ import annotations
@@ -14,13 +13,14 @@ from torch import Tensor
 if TYPE_CHECKING:
     from engine.distributed.one_shot_all_reduce import OneShotAllReduce
 
-# Its older name, which torch 2.13 warns of, is the only one before.
+# torch 2.13 deprecates all_gather_into_tensor, but earlier versions have only this name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def gather_columns(local: Tensor, gathered: Tensor, out: Tensor, group: dist.ProcessGroup) -> None:
-    """Put the ranks' columns side by side: part [N, n] of this rank -> out [N, m], m at most ranks * n: what the last
-    rank has beyond it is padding. `parts` [ranks * N, n] is scratch.
+    """All-gather columns: concatenate each rank's `local` [N, n] along dim 1 to out [N, m], on all ranks.
+
+    m is at most ranks * n; the columns beyond it are padding and are dropped. `gathered` [ranks * N, n] is scratch.
     """
     _all_gather(gathered, local, group=group)
     rows, width = local.shape
@@ -30,10 +30,11 @@ def gather_columns(local: Tensor, gathered: Tensor, out: Tensor, group: dist.Pro
 
 
 class TensorParallelCollectives:
-    """Collectives of one tensor-parallel group, for logits of up to max_rows rows by `head` [vocab of this rank, h].
+    """Collectives of one tensor-parallel group, for logits of up to max_rows rows from `head` [local vocab, h].
 
-    An all-reduce added to hidden [T, h] takes two calls: each rank writes its partial sum where `all_reduce_into` says,
-    then calls `all_reduce_shared`. For few rows it uses the one-shot all-reduce, which has a lower latency than NCCL.
+    Adding an all-reduced sum to hidden [T, h] takes two calls: write this rank's partial sum to the tensor returned by
+    `all_reduce_into`, then call `all_reduce_shared`. Few rows use the one-shot all-reduce, which has lower latency than
+    NCCL.
     """
 
     def __init__(self, group: dist.ProcessGroup, max_rows: int, head: Tensor):
@@ -44,36 +45,40 @@ class TensorParallelCollectives:
         self._gathered = head.new_empty(group.size() * max_rows, len(head))
 
     def part(self, rows: int) -> Tensor:
-        """Where this rank's columns of the logits go, [rows, vocab of this rank]."""
+        """Return the buffer for this rank's columns of the logits, [rows, local vocab]."""
         return self._local_logits[:rows]
 
     def gather(self, local: Tensor, logits: Tensor) -> None:
-        """Logits [N, vocab] of all ranks from each one's `part`."""
+        """All-gather the ranks' `local` columns into logits [N, vocab]."""
         gathered = self._gathered[: self._group.size() * len(local)]
         gather_columns(local, gathered, logits, self._group)
 
     def all_reduce_into(self, hidden: Tensor, buffer_index: int) -> tuple[Tensor, bool]:
-        """Where this rank's share of what comes to hidden [T, h] goes, and whether it is added to what is there.
+        """Return the tensor [T, h] for this rank's partial sum, and whether to add to its contents or overwrite them.
 
-        `turn` is 0 and 1 alternately, also from step to step, and the same for `all_reduce_shared`.
+        `buffer_index` must alternate between 0 and 1, also from step to step. Pass the same value to
+        `all_reduce_shared`.
         """
         if self._fits_one_shot(hidden):
             return self._one_shot.share(len(hidden), buffer_index), False
         return hidden, self.is_first
 
     def all_reduce_shared(self, hidden: Tensor, buffer_index: int) -> None:
-        """hidden has all ranks' shares after it, the same bits on each."""
+        """Add the partial sums of all ranks to hidden; the result is bitwise equal on all ranks."""
         if self._fits_one_shot(hidden):
             self._one_shot.all_reduce_shared(hidden, buffer_index)
         else:
             self.all_reduce(hidden)
 
     def all_reduce(self, hidden: Tensor) -> None:
-        """hidden [T, h] becomes the sum of the ranks' own, the same bits on each."""
+        """Replace hidden [T, h] by its sum over all ranks, bitwise equal on all ranks."""
         dist.all_reduce(hidden, group=self._group)
 
     def abandon(self) -> None:
-        """Let go of sums that wait for a rank that is gone. From any thread; NCCL's are the group's to abort."""
+        """Release one-shot all-reduces that wait for a dead rank. Thread-safe.
+
+        NCCL collectives are released by aborting the process group.
+        """
         if self._one_shot is not None:
             self._one_shot.abandon()
 
@@ -84,6 +89,6 @@ class TensorParallelCollectives:
 def _make_one_shot(group: dist.ProcessGroup, head: Tensor) -> OneShotAllReduce | None:
     if not head.is_cuda:
         return None
-    from engine.distributed.one_shot_all_reduce import make_one_shot_all_reduce  # triton exists only where CUDA does
+    from engine.distributed.one_shot_all_reduce import make_one_shot_all_reduce  # triton is installed only with CUDA
 
     return make_one_shot_all_reduce(group, head.shape[1], head.dtype, head.device)

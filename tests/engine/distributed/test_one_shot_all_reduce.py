@@ -1,4 +1,4 @@
-"""Sums through memory that ranks map of each other: what they give, what they leave behind, and their end."""
+"""One-shot all-reduce: results, flags after a launch, CUDA graph replays and abandoning."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WIDTH = 4096
 @pytest.mark.parametrize("flag", [1, 2])
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_kernel_adds_partial_sums_in_rank_order_and_resets_flags(rank, flag):
-    """One rank's launch, the others' done by hand: they have told it already, or nobody is to wait for them."""
+    """Launch one rank with the flags of its peers set by hand: already signalled (1) or abandoned (2)."""
     world_size, count, block, first = 3, 100, 32, 24
     programs = -(-count // block)
     generator = torch.Generator().manual_seed(0)
@@ -61,7 +61,7 @@ def init_rank(rank: int, folder: str) -> tuple[dist.ProcessGroup, torch.device]:
 
 
 def check_sums(rank: int, folder: str) -> None:
-    """Eager and replayed sums of many shapes; each must be what every rank can compute by itself."""
+    """Compare eager and replayed sums of many shapes with the sum that each rank computes by itself."""
     group, device = init_rank(rank, folder)
     one_shot = make_one_shot_all_reduce(group, WIDTH, DTYPE, device)
     assert one_shot is not None
@@ -110,7 +110,7 @@ def check_abandon(rank: int, folder: str) -> None:
     group, device = init_rank(rank, folder)
     one_shot = OneShotAllReduce(group, WIDTH, DTYPE, device)
     dist.barrier()
-    if rank == 0:  # the other one never tells
+    if rank == 0:  # the peer never signals
         hidden = torch.zeros(4, WIDTH, dtype=DTYPE, device=device)
         for buffer_index in (0, 1, 0):
             one_shot.all_reduce_shared(hidden, buffer_index)
