@@ -1,4 +1,4 @@
-"""Sampling against a plain per-row reference, and against itself in other batches."""
+"""Sampling against a per-row reference in plain Python, and against itself in other batches."""
 
 import math
 from collections import Counter
@@ -34,7 +34,7 @@ def reference_logits(logits, params, prompt, outputs):
 
 
 def reference_distribution(logits, params, prompt, outputs):
-    """{token: log-probability} of what may be drawn; None where rounding could decide what top-p or min-p keeps."""
+    """{token: log-probability} of possible tokens; None if rounding could decide what top-p or min-p keeps."""
     x = reference_logits(logits, params, prompt, outputs)
     temperature = params.temperature or 1.0
     order = sorted(range(len(x)), key=lambda token: (-x[token], token))
@@ -68,7 +68,7 @@ def sample_one(sampler, logits, position, slot=1):
     return result.token_ids.item(), result.logprobs and result.logprobs[0]
 
 
-# A coarse grid of logits: exact in float32, and with the ties that bfloat16 gives a real model.
+# A coarse grid of logits: exact in float32, with ties as in the bfloat16 logits of a real model.
 some_logits = st.lists(st.integers(-64, 64).map(lambda i: i / 8), min_size=8, max_size=40)
 some_params = st.fixed_dictionaries(
     {},
@@ -138,7 +138,7 @@ def test_penalties_count_sampled_tokens_without_the_host():
     sampler.set_slot(2, penalty, 0, [1])
     given = [sampler.sample(logits[[0, 0, 1]], [3, 0, 2], [step + 1] * 3).token_ids.tolist() for step in range(4)]
     assert given == [[2, 2, 3], [3, 2, 4], [2, 2, 3], [3, 2, 4]]
-    sampler.set_slot(3, penalty, 0, [1], [2, 2])  # recomputed with what the host knows: nothing else counts
+    sampler.set_slot(3, penalty, 0, [1], [2, 2])  # recomputed from the host's tokens: nothing else counts
     assert sampler.sample(logits[:1], [3], [3]).token_ids.tolist() == [3]
 
 
@@ -177,7 +177,7 @@ def test_uniform_is_uniform_and_uncorrelated(along):
         u = ops.uniform(torch.tensor([mix64(seed) for seed in range(n)]), torch.full((n,), 17))
     else:
         u = ops.uniform(torch.tensor([mix64(mix64(7 + k * GOLDEN)) for k in range(n)]), torch.full((n,), 17))
-    # 255 degrees of freedom: the mean is 255 and the deviation 22.6; 5 deviations is one in millions.
+    # 255 degrees of freedom: mean 255, standard deviation 22.6; 5 deviations occur once in millions.
     assert chi_square(torch.histc(u, 256, 0.0, 1.0).tolist(), [n / 256] * 256) < 368
     pairs = torch.floor(u[:-1] * 16) * 16 + torch.floor(u[1:] * 16)
     assert chi_square(torch.bincount(pairs.long(), minlength=256).tolist(), [(n - 1) / 256] * 256) < 368
@@ -259,7 +259,7 @@ def test_truncation_of_a_large_vocabulary_equals_the_reference(vocab_size, top_p
 
 
 def inputs(logits, params, u):
-    """What sample_truncated takes, for rows that share their parameters."""
+    """Arguments of sample_truncated for rows that share their parameters."""
     z = (logits - logits.amax(1, keepdim=True)) / params.temperature
     columns = [
         torch.full((len(logits),), x, dtype=torch.float64) for x in (params.top_k, params.top_p, params.min_p, u)
@@ -293,7 +293,7 @@ def test_extreme_random_numbers_sample_the_first_and_the_last_token():
 
 @given(st.lists(st.integers(1, 2**40), min_size=1, max_size=8), st.integers(1, 2**19))
 def test_rounding_never_selects_past_the_last_possible_token(some, times):
-    weights = torch.tensor([[weight * times for weight in some] + [0, 0]])  # totals up to what a vocabulary can have
+    weights = torch.tensor([[weight * times for weight in some] + [0, 0]])  # totals up to the maximum of a vocabulary
     u = torch.tensor([1 - 2.0**-53], dtype=torch.float64)
     assert ops.sample_full(weights, None, u).token_ids.item() == len(some) - 1
 

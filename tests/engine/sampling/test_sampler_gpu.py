@@ -1,4 +1,4 @@
-"""The sampler on a GPU: the CPU's draws, whatever the batch, without waiting for the device."""
+"""The sampler on a GPU: the same tokens as on the CPU, in every batch, without waiting for the device."""
 
 import time
 
@@ -44,7 +44,7 @@ def test_gpu_samples_the_same_tokens_as_the_cpu(vocab_size):
     logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(0)) * 3
     on_cpu = sampler_with("cpu", rows, vocab_size, PARAMS).sample(logits, range(rows), [5] * rows)
     on_gpu = sampler_with("cuda", rows, vocab_size, PARAMS).sample(logits.cuda(), range(rows), [5] * rows)
-    # exp differs in its last bit between the two, which moves a draw once in millions.
+    # exp differs in its last bit between the two, which changes one token in millions.
     same = [i for i in range(rows) if on_cpu.token_ids[i] == on_gpu.token_ids[i]]
     assert len(same) >= rows - 1
     for i in same:
@@ -60,7 +60,7 @@ def test_gpu_row_is_sampled_the_same_in_every_batch(vocab_size):
     logits = torch.randn(rows, vocab_size, device="cuda") * 3
     wanted = sampler_with("cuda", rows, vocab_size, PARAMS).sample(logits, range(rows), [5] * rows)
     for seed in range(8):
-        sampler = sampler_with("cuda", rows, vocab_size, PARAMS)  # anew: penalties count what was drawn
+        sampler = sampler_with("cuda", rows, vocab_size, PARAMS)  # a new sampler: penalties count earlier samples
         slots = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))[: 1 + 17 * seed].tolist()
         found = sampler.sample(logits[slots], slots, [5] * len(slots))
         assert found.token_ids.equal(wanted.token_ids[slots])
@@ -91,7 +91,7 @@ def test_gpu_counts_are_the_same_one_by_one_and_all_at_once():
         {"top_k": 50, "logit_bias": {5: 4.0}},
         {"top_p": 0.9, "temperature": 0.7},
         {"top_p": 0.99, "temperature": 2.0, "min_p": 0.001},
-        {"top_p": 0.99, "temperature": 2.0},  # more than the candidates
+        {"top_p": 0.99, "temperature": 2.0},  # exceeds the candidates
     ],
     ids=str,
 )
@@ -127,7 +127,7 @@ def test_gpu_samples_without_a_copy_of_the_logits(fields, share):
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_gpu_step_is_enqueued_without_waiting_for_the_device():
     rows, vocab_size = 64, 32000
-    params = [p for p in PARAMS if p.logprobs is None or p.top_p == 1.0 or p.top_k]  # of the others torch reads a flag
+    params = [p for p in PARAMS if p.logprobs is None or p.top_p == 1.0 or p.top_k]  # else torch reads a flag
     sampler = sampler_with("cuda", rows, vocab_size, params)
     logits = torch.randn(rows, vocab_size, device="cuda")
     sampler.sample(logits, range(rows), [5] * rows)
