@@ -1,7 +1,7 @@
 """Attention over a paged KV cache.
 
-`KVCache` holds the pages. `DecodeAttention` and `PrefillAttention` are the callables that a model's layers are given.
-sdpa.py is the reference, triton.py the CUDA decode backend.
+`KVCache` holds the pages. A model's layers call `DecodeAttention` or `PrefillAttention`. sdpa.py is the reference
+backend, triton.py the CUDA decode backend.
 """
 
 from engine.attention.backend import Attention, DecodeAttention, PrefillAttention

@@ -1,7 +1,7 @@
-"""The paged key/value cache and the two ways to attend over it: a decode step, and a step of prefill chunks.
+"""Attention over the paged KV cache: one decode step, or one step of prefill chunks.
 
-Owns the pages' memory and where a token's keys and values are written. Page 0 is the scratch page: padded rows (page
-table 0, position 0) read and write it and nothing else. Knows no request and no model; page numbers come from outside.
+Computes from page numbers where each token's keys and values are written. Page 0 is the scratch page: padded rows (page
+table 0, position 0) read and write only this page. Page numbers come from the scheduler.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ DECODE_IMPLS = ("sdpa", "triton")
 
 
 class DecodeAttention:
-    """One token per sequence: row b of q is at `positions[b]` and attends to positions 0..positions[b].
+    """Attention for one token per sequence: row b of q is at `positions[b]` and attends to positions 0..positions[b].
 
-    page_table int64 [b, P], positions int64 [b], both on the cache's device; P * page_size must exceed every position,
-    and is the width that is read whatever the positions are, so a caller slices the table to its context bucket.
-    Construction computes what all layers share from tensors alone (no host reads), so that a step that constructs and
-    calls this can be captured. `impl` is one of DECODE_IMPLS.
+    page_table int64 [b, P] and positions int64 [b] are on the cache's device. P * page_size must exceed every position.
+    SDPA always reads this full width, so slice the table to the context bucket. The constructor computes what all
+    layers share with tensor operations only (no host reads), so a step that constructs and calls this object can be
+    captured. `impl` is one of DECODE_IMPLS.
     """
 
     def __init__(self, kv: KVCache, page_table: Tensor, positions: Tensor, impl: str = "sdpa"):
@@ -35,7 +35,7 @@ class DecodeAttention:
             raise ConfigError(f"decode attention impl={impl!r} is not one of {', '.join(DECODE_IMPLS)}")
         self.kv = kv
         if impl == "triton":
-            from engine.attention.triton import TritonDecodeAttention  # triton exists only where CUDA does
+            from engine.attention.triton import TritonDecodeAttention  # triton is installed only with CUDA
 
             self._attend: Attention = TritonDecodeAttention(kv, page_table, positions)
             return
@@ -56,15 +56,15 @@ class DecodeAttention:
 
 
 class PrefillAttention:
-    """Chunks of prompts, flattened: tokens of chunk c follow those of chunk c-1 in q, k and v.
+    """Attention for flattened prompt chunks: tokens of chunk c follow those of chunk c-1 in q, k and v.
 
-    chunks: (start, length) per sequence, where positions 0..start-1 are in its pages already; page_tables: its page
-    numbers in order (ints), enough for start + length tokens. Runs eagerly: the loop over chunks is Python.
+    chunks: (start, length) per sequence; its pages already hold positions 0..start-1. page_tables: the page numbers
+    (ints) of each sequence in order, enough for start + length tokens. Runs eagerly: the loop over chunks is Python.
     """
 
     def __init__(self, kv: KVCache, chunks: Sequence[tuple[int, int]], page_tables: Sequence[Sequence[int]]):
         if len(chunks) != len(page_tables):
-            raise ConfigError(f"{len(chunks)} chunks came with {len(page_tables)} page tables; one each is needed")
+            raise ConfigError(f"found {len(chunks)} chunks and {len(page_tables)} page tables; give one each")
         self.kv, self.chunks = kv, list(chunks)
         self.scale = kv.head_dim**-0.5
         slots = []
@@ -73,11 +73,11 @@ class PrefillAttention:
         for (start, length), pages in zip(chunks, page_tables, strict=True):
             used = -(-(start + length) // kv.page_size)
             if length < 1 or start < 0 or used > len(pages):
-                raise ConfigError(f"a chunk of {length} tokens from {start} needs {used} pages, {len(pages)} came")
+                raise ConfigError(f"{length} tokens at position {start} need {used} pages; found {len(pages)}")
             table = torch.tensor(pages[:used], dtype=torch.int64)
             positions = torch.arange(start, start + length)
             slots.append(table[positions // kv.page_size] * kv.page_size + positions % kv.page_size)
-            # a chunk from 0 needs no gather: its keys are the step's own
+            # a chunk that starts at 0 needs no gather: all its keys are in k
             self._tables.append(table.to(kv.device) if start else None)
             self._masks.append(sdpa.prefill_mask(start, length, kv.dtype, kv.device) if start else None)
         self.slots = torch.cat(slots).to(kv.device)

@@ -1,7 +1,7 @@
-"""The paged KV cache: the memory of all pages, and where a token's keys and values are written.
+"""The paged KV cache: the memory of all pages, and the write of keys and values to their slots.
 
-Page 0 is the scratch page: padded rows (page table 0, position 0) read and write it and nothing else. Page numbers come
-from the scheduler's page pool.
+Page 0 is the scratch page: padded rows (page table 0, position 0) read and write only this page. Page numbers come from
+the scheduler's page pool.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor
 class KVCache:
     """Keys and values of all layers in pages: `.k[i]`, `.v[i]` are tensors [num_pages, page_size, kv_heads, head_dim].
 
-    Zeroed at construction, each layer's K and V in storage of their own, addresses fixed for life: a resize is a new
-    object. The memory is 2 * num_layers * num_pages * page_size * kv_heads * head_dim elements.
+    Pages start zeroed. Each layer's K and V have separate storage at a fixed address; resizing needs a new object. The
+    memory is 2 * num_layers * num_pages * page_size * kv_heads * head_dim elements.
     """
 
     def __init__(
@@ -37,15 +37,18 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pages of all layers."""
+        """Bytes of all pages in all layers."""
         return sum(pages.nbytes for pages in (*self.k, *self.v))
 
     def clear(self) -> None:
-        """Zero all pages in place. After weights that gave NaN: masked slots are still multiplied by a weight of 0."""
+        """Zero all pages in place.
+
+        Needed after weights that produced NaN: masked slots are multiplied by a weight of 0, and 0 * NaN is NaN.
+        """
         for pages in (*self.k, *self.v):
             pages.zero_()
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store k, v [T, KV, D] at slots int64 [T] (page * page_size + offset); of a repeated slot any one stays."""
+        """Store k, v [T, KV, D] at slots int64 [T] (page * page_size + offset); a repeated slot keeps any one."""
         self.k_slots[layer].index_copy_(0, slots, k)
         self.v_slots[layer].index_copy_(0, slots, v)

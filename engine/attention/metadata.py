@@ -1,4 +1,4 @@
-"""The device-side inputs of a decode step: the newest token, position and page table of every sequence slot."""
+"""Device-side inputs of a decode step: the newest token, position and page table of every sequence slot."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from typing import Any, NamedTuple
 
 
 class SlotState(NamedTuple):
-    """What the device knows, as views of one int64 tensor (or array). Slot s is entry s + 1; entry 0 is padding's.
+    """Per-slot state on the device, as views of one int64 tensor (or array). Slot s is entry s + 1; entry 0 is padding.
 
-    slots [max_num_seqs]: the entry of each row. positions [max_num_seqs]: where each row's token is in its sequence.
-    last_tokens [max_num_seqs + 1]: the newest token of each entry. page_table [max_num_seqs + 1, pages]. The first
-    b rows of slots and positions are the inputs of bucket b, and a decode step advances them: see decode_site.py.
-    Entry 0 stays 0 (the scratch page, token 0), so that a padded row computes the same whatever ran before.
+    - slots [max_num_seqs]: the entry of each row.
+    - positions [max_num_seqs]: the position of each row's token in its sequence.
+    - last_tokens [max_num_seqs + 1]: the newest token of each entry.
+    - page_table [max_num_seqs + 1, pages].
+
+    The first b rows of slots and positions are the inputs of bucket b; a decode step advances the positions (see
+    engine/worker/decode_graphs.py). Entry 0 stays 0 (scratch page, token 0), so that padded rows are deterministic.
     """
 
     slots: Any

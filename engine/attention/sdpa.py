@@ -1,8 +1,7 @@
-"""Attention over paged keys and values by torch's scaled_dot_product_attention: the CPU's way, and the reference.
+"""Paged attention with torch's scaled_dot_product_attention: the CPU backend and the reference.
 
-Pure functions of tensors; who owns the pages and what a step is stands in base.py. Measured on a CPU (page gather by
-index_select against fancy indexing, flash kernel against two matrix products): index_select is 2 to 5 times faster
-than `cache[page_table]`, and the flash kernel beats bmm up to about 16,000 gathered tokens.
+Pure functions of tensors; backend.py calls them. Measured on a CPU: gathering pages with index_select is 2 to 5 times
+faster than `cache[page_table]`, and the flash kernel beats two bmm up to about 16,000 gathered tokens.
 """
 
 from __future__ import annotations
@@ -13,24 +12,26 @@ from torch import Tensor
 
 
 def gather_pages(pages: Tensor, table: Tensor) -> Tensor:
-    """Copy whole pages [num_pages, page_size, KV, D] in table's order (int64 [n]) to [n * page_size, KV, D]."""
+    """Copy whole pages of [num_pages, page_size, KV, D] in the order of table int64 [n] to [n * page_size, KV, D]."""
     _, page_size, kv_heads, head_dim = pages.shape
     return pages.view(pages.shape[0], -1).index_select(0, table).view(-1, kv_heads, head_dim)
 
 
 def decode_mask(positions: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """Additive mask [b, 1, 1, width]: 0 up to and including each row's position, -inf beyond; no row is all -inf."""
+    """Return the additive mask [b, 1, 1, width]: 0 up to and including each row's position, -inf after it.
+
+    No row is all -inf.
+    """
     columns = torch.arange(width, device=positions.device)
     mask = torch.zeros((positions.shape[0], 1, 1, width), dtype=dtype, device=positions.device)
     return mask.masked_fill_(columns > positions.view(-1, 1, 1, 1), float("-inf"))
 
 
 def decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, flat_table: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """One query token per sequence against its pages.
+    """Attend with one query token per sequence to its pages; return [b, H * D].
 
-    q [b, H, D]; k_pages, v_pages [num_pages, page_size, KV, D]; flat_table int64 [b * P]; mask as decode_mask makes it
-    for P * page_size columns. Returns [b, H * D]. The H / KV query heads of a KV head go in as query length, so keys
-    are never repeated.
+    q [b, H, D]; k_pages, v_pages [num_pages, page_size, KV, D]; flat_table int64 [b * P]; mask from `decode_mask` with
+    width P * page_size. The H / KV query heads of a KV head are passed as query length, so keys are never repeated.
     """
     batch, heads, head_dim = q.shape
     kv_heads = k_pages.shape[2]
@@ -42,12 +43,12 @@ def decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, flat_table: Tensor, mask
 
 
 def prefill_mask(start: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Mask [length, start + length] of queries at start.. over keys at 0..: causal, aligned at the end.
+    """Return the causal mask [length, start + length] of queries from position `start` over keys from 0.
 
-    Additive on a CPU; on CUDA torch's causal_lower_right, by which SDPA takes its flash kernel instead of a mask.
+    Additive on a CPU. On CUDA it is torch's causal_lower_right, which lets SDPA use its flash kernel without a mask.
     """
     if device.type == "cuda":
-        from torch.nn.attention.bias import causal_lower_right  # loads torch's compiler: 1.5 s that a CPU start saves
+        from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler: 1.5 s that a CPU saves
 
         return causal_lower_right(length, start + length)
     mask = torch.full((length, start + length), float("-inf"), dtype=dtype, device=device)
@@ -55,9 +56,9 @@ def prefill_mask(start: int, length: int, dtype: torch.dtype, device: torch.devi
 
 
 def prefill(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """One sequence's chunk: q [L, H, D] over k, v [S, KV, D], S >= L; returns [L, H * D].
+    """Attend with one sequence's chunk q [L, H, D] to k, v [S, KV, D], S >= L; return [L, H * D].
 
-    `mask` is prefill_mask's, or None where S == L and plain causal attention is meant.
+    `mask` is from `prefill_mask`; None if S == L, for plain causal attention.
     """
     q_heads, k_heads, v_heads = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     out = F.scaled_dot_product_attention(

@@ -1,4 +1,4 @@
-"""Decode attention of one step by the paged Triton kernel: one launch per layer appends keys and values and attends."""
+"""Decode attention with the paged Triton kernel: one launch per layer appends keys and values, and attends."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 class TritonDecodeAttention:
-    """Decode attention of one step: appends each layer's keys and values, then attends; one launch per layer.
+    """Decode attention of one step: append each layer's keys and values, then attend, in one launch per layer.
 
-    Takes what the SDPA decode attention takes. `page_table` [b, P] and `positions` [b] stay on the device and are read
-    by every launch, so a graph captured around the calls follows their contents. The scratch is made at the first
-    call and shared by all layers: calls must stay on one stream.
+    Takes the same arguments as the SDPA backend. Every launch reads `page_table` [b, P] and `positions` [b] from the
+    device, so a captured graph follows their contents. The first call allocates the scratch, which all layers share:
+    calls must stay on one stream.
     """
 
     def __init__(self, kv: KVCache, page_table: torch.Tensor, positions: torch.Tensor) -> None:
@@ -27,7 +27,7 @@ class TritonDecodeAttention:
         self._workspace: DecodeWorkspace | None = None
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Return attention of q [b, H, D] over the layer's pages, after writing k and v [b, KV, D]: [b, H * D]."""
+        """Write k and v [b, KV, D] to the layer's pages, then return attention of q [b, H, D] over them: [b, H * D]."""
         k_cache, v_cache = self._kv.k[layer], self._kv.v[layer]
         if self._workspace is None:
             self._workspace = decode_workspace(q, k_cache, self._page_table)

@@ -1,1 +1,1 @@
-"""Communication between tensor-parallel ranks: collectives, and a one-shot all-reduce over NVLink."""
+"""Communication between tensor-parallel ranks: collectives, and the one-shot all-reduce over NVLink."""

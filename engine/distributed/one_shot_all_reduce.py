@@ -1,7 +1,7 @@
-"""Sums over the GPUs of one host through memory that the ranks map of each other: of few rows, in one launch of ours.
+"""One-shot all-reduce of few rows over the GPUs of one host, through symmetric memory and in one launch.
 
-Owns that memory and its one launch; device code: engine/kernels/all_reduce_kernels.py. All ranks make the same
-calls in the same order, with the same number of rows. Imports triton: import it only where the device is CUDA.
+Holds the symmetric memory and the launch. Device code: engine/kernels/all_reduce_kernels.py. All ranks must make the
+same calls in the same order, with the same number of rows. Imports triton: import this module only on CUDA.
 """
 
 from __future__ import annotations
@@ -20,63 +20,66 @@ from engine.kernels.launch import launch_options, overlaps
 logger = logging.getLogger(__name__)
 
 MAX_ROWS = 128
-"""Above it what is read of the others takes longer than a library's launch costs."""
+"""With more rows, reading all partial sums takes longer than an NCCL launch."""
 
-BLOCK, MAX_RECORDED_STEPS = 1024, 128
+BLOCK, MAX_PROGRAMS = 1024, 128
 NUM_BUFFERS = 2
-"""Two in turn: a rank that writes one has read the other ranks' other one, so nobody reads what is being written."""
+"""Calls alternate between two buffers: a rank writes one only after all peers have read its previous contents."""
 
-_ABANDONED = 2  # a flag's value from which nobody waits any more
+_ABANDONED = 2  # flag value that releases every waiting rank
 
 
 class OneShotAllReduce:
-    """Where the ranks of `group` leave their shares of hidden states [up to MAX_ROWS, width], for each other to read.
+    """One-shot all-reduce of hidden states [up to MAX_ROWS, width] over the ranks of `group`.
 
-    Raises RuntimeError where memory can't be shared.
+    Raises RuntimeError if the ranks can't share memory.
     """
 
-    most_rows = MAX_ROWS
+    max_rows = MAX_ROWS
 
     def __init__(self, group: dist.ProcessGroup, width: int, dtype: torch.dtype, device: torch.device):
-        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # of no use to a sum that reads
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # this all-reduce only reads its peers
         import torch.distributed._symmetric_memory as symmetric
 
-        self._rank, self._ranks = group.rank(), group.size()
-        self._flag_count = MAX_RECORDED_STEPS * self._ranks
-        shares = symmetric.empty(NUM_BUFFERS * MAX_ROWS * width, dtype=dtype, device=device)
+        self._rank, self._world_size = group.rank(), group.size()
+        self._flag_count = MAX_PROGRAMS * self._world_size
+        partials = symmetric.empty(NUM_BUFFERS * MAX_ROWS * width, dtype=dtype, device=device)
         flags = symmetric.empty(NUM_BUFFERS * self._flag_count, dtype=torch.int32, device=device)
         flags.zero_()
-        torch.cuda.current_stream(device).synchronize()  # before another rank can tell anything
-        self._handles = symmetric.rendezvous(shares, group), symmetric.rendezvous(flags, group)
-        self._shares, self._flags = shares.view(NUM_BUFFERS, MAX_ROWS, width), flags
-        there, told = (torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64) for handle in self._handles)
-        each = MAX_ROWS * width * shares.element_size()
-        self._share_addresses = [(there + index * each).to(device) for index in range(NUM_BUFFERS)]
-        self._flag_addresses = told.to(device)
+        torch.cuda.current_stream(device).synchronize()  # zero the flags before a peer can signal
+        self._handles = symmetric.rendezvous(partials, group), symmetric.rendezvous(flags, group)
+        self._partials, self._flags = partials.view(NUM_BUFFERS, MAX_ROWS, width), flags
+        buffer_ptrs, flag_ptrs = (torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64) for handle in self._handles)
+        buffer_bytes = MAX_ROWS * width * partials.element_size()
+        self._partial_addresses = [(buffer_ptrs + index * buffer_bytes).to(device) for index in range(NUM_BUFFERS)]
+        self._flag_addresses = flag_ptrs.to(device)
 
-    def share(self, rows: int, turn: int) -> Tensor:
-        """Where this rank's share [rows, width] goes; `turn` is 0 and 1 alternately, also from step to step."""
-        return self._shares[turn, :rows]
+    def share(self, rows: int, buffer_index: int) -> Tensor:
+        """Return the buffer [rows, width] for this rank's partial sum.
 
-    def all_reduce_shared(self, hidden: Tensor, turn: int) -> None:
-        """hidden [rows, width] += the sum of all ranks' shares of this turn. One launch; can be captured."""
+        `buffer_index` must alternate between 0 and 1, also from step to step.
+        """
+        return self._partials[buffer_index, :rows]
+
+    def all_reduce_shared(self, hidden: Tensor, buffer_index: int) -> None:
+        """Add the partial sums of all ranks in this buffer to hidden [rows, width]. One launch; can be captured."""
         count, pdl = hidden.numel(), overlaps(hidden)
-        block = max(BLOCK, triton.next_power_of_2(triton.cdiv(count, MAX_RECORDED_STEPS)))
+        block = max(BLOCK, triton.next_power_of_2(triton.cdiv(count, MAX_PROGRAMS)))
         all_reduce_kernel[(triton.cdiv(count, block),)](
             hidden,
-            self._share_addresses[turn],
+            self._partial_addresses[buffer_index],
             self._flag_addresses,
-            turn * self._flag_count,
+            buffer_index * self._flag_count,
             count,
             RANK=self._rank,
-            RANKS=self._ranks,
+            WORLD_SIZE=self._world_size,
             BLOCK=block,
             PDL=pdl,
             **launch_options(pdl),
         )
 
     def abandon(self) -> None:
-        """Let go of launches that wait for a rank that is gone; what they give then is of no use. From any thread."""
+        """Release launches that wait for a dead rank; their results are invalid. Thread-safe."""
         with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream(self._flags.device, priority=-1)):
             self._flags.fill_(_ABANDONED)
 
@@ -84,12 +87,12 @@ class OneShotAllReduce:
 def make_one_shot_all_reduce(
     group: dist.ProcessGroup, width: int, dtype: torch.dtype, device: torch.device
 ) -> OneShotAllReduce | None:
-    """The memory, or None where some rank can't share: then no rank does, and the log says why."""
-    memory, is_shared = None, torch.ones(1, device=device)
+    """Return a OneShotAllReduce; None on all ranks, with a warning, if any rank can't share memory."""
+    one_shot, is_shared = None, torch.ones(1, device=device)
     try:
-        memory = OneShotAllReduce(group, width, dtype, device)
+        one_shot = OneShotAllReduce(group, width, dtype, device)
     except RuntimeError as error:
-        logger.warning("rank %d can't share memory with the others, so all sums are NCCL's: %s", group.rank(), error)
+        logger.warning("rank %d can't share memory with its peers; all ranks use NCCL: %s", group.rank(), error)
         is_shared.zero_()
     dist.all_reduce(is_shared, dist.ReduceOp.MIN, group=group)
-    return memory if bool(is_shared) else None
+    return one_shot if bool(is_shared) else None

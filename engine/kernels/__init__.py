@@ -1,1 +1,1 @@
-"""Triton kernels, one file per operation, with their launchers."""
+"""Triton kernels and their launchers, one operation per file."""

@@ -1,7 +1,7 @@
-"""What these kernels need of a device, and programmatic dependent launch: who has it, how Triton is asked for it.
+"""Device requirements of the kernels, and programmatic dependent launch (PDL).
 
-A kernel launched so may start while the one ahead on its stream is still running; it calls `gdc_wait` before it reads
-or writes anything that a kernel before it might write or read.
+A kernel launched with PDL may start while the previous kernel of its stream still runs. It calls `gdc_wait` before it
+reads or writes memory that an earlier kernel may write or read.
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ import functools
 import torch
 
 SHARED_BYTES = 227 * 1024
-"""Shared memory that one program may take: what Hopper and data centre Blackwell have. Tiles are chosen for it."""
+"""Shared memory per program on Hopper and data centre Blackwell. Tile sizes assume it."""
 
 
 def fits(device: torch.device) -> bool:
-    """Whether every kernel can be launched on this CUDA device; others would fail at their first large product."""
+    """Return whether this CUDA device has the shared memory that all kernels need.
+
+    On a smaller device the first large GEMM would fail to launch.
+    """
     properties = torch.cuda.get_device_properties(device)
-    return getattr(properties, "shared_memory_per_block_optin", 0) >= SHARED_BYTES  # ROCm says nothing of it
+    return getattr(properties, "shared_memory_per_block_optin", 0) >= SHARED_BYTES  # ROCm lacks the attribute
 
 
 def overlaps(tensor: torch.Tensor) -> bool:
-    """Whether kernels on this tensor's device can be launched so: CUDA from compute capability 9.0."""
+    """Return whether this tensor's device supports PDL: CUDA with compute capability 9.0 or newer."""
     return tensor.is_cuda and _capability(tensor.device) >= (9, 0)
 
 
@@ -31,5 +34,5 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def launch_options(pdl: bool) -> dict[str, bool]:
-    """Triton's launch option for it; the interpreter and devices without it are not given the name."""
+    """Return Triton's launch option for PDL; empty where unsupported, since the interpreter rejects the option."""
     return {"launch_pdl": True} if pdl else {}

@@ -1,15 +1,14 @@
 """Paged decode attention on CUDA, written in Triton: one query token per sequence.
 
-Owns the launches: the split over the keys, tiles, scratch and checks; the device code is in triton_decode_kernels.py.
-Lengths and page tables are read from device memory and the grid depends on shapes alone, so a captured graph serves
-any positions. Knows no model and no scheduler. Import it only where the device is CUDA (or under TRITON_INTERPRET=1):
-it imports triton at the top.
+Holds the launches: split-K over the keys, tiles, scratch and checks. Device code: paged_decode_kernels.py. The kernel
+reads lengths and page tables from device memory and the grid depends only on shapes, so a captured graph serves any
+positions. Imports triton at the top: import this module only on CUDA (or under TRITON_INTERPRET=1).
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,40 +16,37 @@ import triton
 from engine.kernels.launch import launch_options, overlaps
 from engine.kernels.paged_decode_kernels import decode_kernel
 
-if TYPE_CHECKING:
-    pass
-
 MAX_SPLITS = 32
-"""Most parts one sequence's keys are cut into; the combining program holds that many partial rows in registers."""
+"""Maximum splits of one sequence's keys; the combining program holds that many partial rows in registers."""
 
-PROGRAMS_PER_MULTIPROCESSOR = 4
-"""How many programs per multiprocessor a small batch is cut into: more of them cost more to combine than they gain."""
+SPLIT_PROGRAMS_PER_SM = 4
+"""Programs per SM that a small batch is split into; more cost more to combine than they gain."""
 
-WHOLE_PER_MULTIPROCESSOR = 1.5
-"""From so many uncut programs per multiprocessor on the batch alone fills the device."""
+UNSPLIT_PROGRAMS_PER_SM = 1.5
+"""With more than this many unsplit programs per SM, the batch alone fills the device."""
 
 BALANCE_KEYS = 4096
-"""Where it does, one cut per so many keys bounds the longest program."""
+"""When the batch fills the device, one split per this many keys bounds the longest program."""
 
 BALANCE_SPLITS = 4
-"""Most parts in that case: programs that find no work cost time too."""
+"""Maximum splits in that case: programs without work still cost time."""
 
 STAGES = ((900, 3), (math.inf, 2))
-"""Pipeline stages for up to so many programs, of a batch; one row takes ALONE_STAGES.
+"""(maximum programs, pipeline stages) for batches of two or more rows; a single row uses SINGLE_ROW_STAGES.
 
-Measured within a decode step (benchmarks/step/decode_step.py), not in a graph of its own: the shared memory of a launch
-decides which other launches fit beside it. With two stages beside the products of one row, which take none,
-a step of Qwen3-8B's shape is 6.5% faster than with four.
+Measured inside a decode step, between two GEMMs (benchmarks/step/decode_step.py), not in isolation: the shared memory that
+this kernel takes limits which kernels can share the SM. Next to the single-row GEMMs, which take no shared memory, two
+stages make a step of Qwen3-8B's shape 6.5% faster than four.
 """
 
-ALONE_STAGES = 2
+SINGLE_ROW_STAGES = 2
 
-_INTERPRETED_MULTIPROCESSORS = 132
+_INTERPRETER_SMS = 132
 _LOG2_E = 1.4426950408889634
 
 
 class Tiling(NamedTuple):
-    """Static shape of a launch: keys per loop step, warps, pipeline stages; see `choose_tiling`."""
+    """Static shape of a launch: keys per loop iteration, warps, pipeline stages. See `choose_tiling`."""
 
     block_keys: int
     num_warps: int
@@ -58,17 +54,17 @@ class Tiling(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """How a sequence's keys are cut: into at most `count` parts, none shorter than `min_keys` (but the last)."""
+    """How a sequence's keys are split: at most `count` splits, each except the last of at least `min_keys` keys."""
 
     count: int
     min_keys: int
 
 
 class NormRope(NamedTuple):
-    """What `paged_decode` does to raw queries and new keys before it uses them: head norms, then rotary positions.
+    """Head norms and rotary embedding that `paged_decode` applies to raw queries and new keys, in this order.
 
-    cos and sin [positions, D] (or [positions, 1, D]), the first half of sin negated; q_norm and k_norm [D] are RMSNorm
-    weights with `eps`, or None.
+    cos and sin are [positions, D] (or [positions, 1, D]) with the first half of sin negated. q_norm and k_norm [D] are
+    RMSNorm weights with `eps`, or None.
     """
 
     cos: torch.Tensor
@@ -79,10 +75,10 @@ class NormRope(NamedTuple):
 
 
 class DecodeWorkspace(NamedTuple):
-    """Scratch of `paged_decode` for one batch shape; launches on one stream may share it.
+    """Scratch of `paged_decode` for one batch shape. Launches on one stream may share it.
 
-    `acc` [b, H, splits, D] and `lse` [b, H, splits] are float32 and need no initial value; `arrivals` [b, KV] int32
-    must be zero before the first launch, and every launch leaves it zero.
+    `acc` [b, H, splits, D] and `lse` [b, H, splits] are float32 and need no initialisation. `arrivals` [b, KV] int32
+    must be zero before the first launch; every launch resets it to zero.
     """
 
     acc: torch.Tensor
@@ -90,24 +86,23 @@ class DecodeWorkspace(NamedTuple):
     arrivals: torch.Tensor
 
 
-def choose_splits(batch: int, kv_heads: int, max_keys: int, multiprocessors: int, block_keys: int) -> Splits:
-    """Return how to cut sequences of up to `max_keys` keys; a function of shapes alone, hence fixed in a capture."""
-    whole = batch * kv_heads
-    if whole > WHOLE_PER_MULTIPROCESSOR * multiprocessors:
+def choose_splits(batch: int, kv_heads: int, max_keys: int, num_sms: int, block_keys: int) -> Splits:
+    """Return the splits for sequences of up to `max_keys` keys. Depends only on shapes, so it is fixed in a capture."""
+    programs = batch * kv_heads
+    if programs > UNSPLIT_PROGRAMS_PER_SM * num_sms:
         return Splits(max(1, min(BALANCE_SPLITS, max_keys // BALANCE_KEYS)), BALANCE_KEYS // 2)
     blocks = max(1, triton.cdiv(max_keys, block_keys))
-    return Splits(min(MAX_SPLITS, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // whole, blocks), block_keys)
+    return Splits(min(MAX_SPLITS, SPLIT_PROGRAMS_PER_SM * num_sms // programs, blocks), block_keys)
 
 
 def choose_tiling(head_dim: int, dtype: torch.dtype, rows: int, kv_heads: int) -> Tiling:
-    """Return the tile for a launch of so many rows, measured on an H200 (benchmarks/kernels/attention_decode.py).
+    """Return the tile for a launch of `rows` rows, measured on an H200 (benchmarks/kernels/attention_decode.py).
 
-    Programs of one warp, many to a multiprocessor, hide each other's waits best; where there are few, each keeps more
-    tiles in flight.
+    Many one-warp programs per SM hide memory latency best. With few programs, each keeps more tiles in flight.
     """
     row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
     block_keys = max(16, min(64, 8192 // row_bytes))
-    stages = ALONE_STAGES if rows == 1 else next(stages for most, stages in STAGES if rows * kv_heads <= most)
+    stages = SINGLE_ROW_STAGES if rows == 1 else next(stages for limit, stages in STAGES if rows * kv_heads <= limit)
     return Tiling(block_keys, 1 if row_bytes <= 256 else 2, stages)
 
 
@@ -129,16 +124,20 @@ def paged_decode(
 ) -> torch.Tensor:
     """Return softmax(scale * q K^T) V for one query token per row, over keys 0..positions[i] of its pages: [b, H, D].
 
-    `q` is [b, H, D] with H a multiple of KV (query head h reads KV head h // (H/KV)), or [b, KV, H/KV, D] where the
-    heads of each KV head lie apart from the next one's. Caches are [num_pages, page_size, KV, D], `page_table` is
-    [b, P] int32 or int64 and `positions` [b] int64; positions beyond the table are not detected. `new_kv` = (k, v),
-    each [b, KV, D], is first written at `positions`, into the caches, in the same launch; rows may be strided. With
-    `slots` int64 [b], row i's pages are row slots[i] of `page_table`. With `rotation`, q and the new keys are raw
-    projections and are normed and rotated first. `out` [b, H, D] must be contiguous; one is allocated in q's dtype
-    where it is None. `workspace` comes from `decode_workspace` for the same shapes and `num_splits`; None allocates
-    one.
-    One launch on the current stream, its grid fixed by shapes; safe to capture. Raises ValueError for shapes that do
-    not fit.
+    - `q`: [b, H, D] with H a multiple of KV (query head h reads KV head h // (H/KV)), or [b, KV, H/KV, D] if the query
+      groups are strided.
+    - `k_cache`, `v_cache`: [num_pages, page_size, KV, D].
+    - `page_table`: [b, P], int32 or int64. With `slots`, row i uses row slots[i] of the table.
+    - `positions`: int64 [b]. Positions beyond the table are not detected.
+    - `new_kv`: (k, v), each [b, KV, D], rows may be strided. The same launch writes them into the caches at `positions`
+      before it attends.
+    - `slots`: int64 [b].
+    - `rotation`: q and the new keys are raw projections; norm and rotate them first.
+    - `out`: contiguous [b, H, D]; None allocates it in q's dtype.
+    - `workspace`: from `decode_workspace` for the same shapes and `num_splits`; None allocates it.
+
+    One launch on the current stream, with a grid fixed by shapes: safe to capture. Raises ValueError if shapes do not
+    match.
     """
     _, page_size, kv_heads, _ = k_cache.shape
     q = by_kv_head(q, kv_heads)
@@ -165,20 +164,21 @@ def paged_decode(
             f"workspace is for {tuple(workspace.lse.shape)} (rows, heads, splits), this call needs "
             f"{(batch, heads, splits.count)}; take it from decode_workspace with the same arguments"
         )
-    turn = rotation or NormRope(q, q)
+    norm_rope = rotation or NormRope(q, q)
     pdl = overlaps(q)
     decode_kernel[(kv_heads, batch, splits.count)](
         q, k_new, v_new, k_cache, v_cache, page_table, positions if slots is None else slots, positions, out,
         *workspace,
-        q if turn.q_norm is None else turn.q_norm, q if turn.k_norm is None else turn.k_norm, turn.cos, turn.sin,
-        scale * _LOG2_E, turn.eps, splits.count, triton.cdiv(splits.min_keys, tiling.block_keys),
+        q if norm_rope.q_norm is None else norm_rope.q_norm, q if norm_rope.k_norm is None else norm_rope.k_norm,
+        norm_rope.cos, norm_rope.sin,
+        scale * _LOG2_E, norm_rope.eps, splits.count, triton.cdiv(splits.min_keys, tiling.block_keys),
         *q.stride()[:3], k_new.stride(0), k_new.stride(1), v_new.stride(0), v_new.stride(1),
         *k_cache.stride()[:3], page_table.stride(0),
         KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)),
         DIM=dim, DIM_PAD=max(16, triton.next_power_of_2(dim)), PAGE=page_size, BLOCK=tiling.block_keys,
-        PARTS_PAD=MAX_SPLITS, APPEND=new_kv is not None,
-        PRECISION="tf32x3" if k_cache.dtype == torch.float32 else "ieee",  # three passes: float32's accuracy
-        BY_SLOT=slots is not None, NORM=turn.q_norm is not None, ROPE=rotation is not None, PDL=pdl,
+        SPLITS_PAD=MAX_SPLITS, APPEND=new_kv is not None,
+        PRECISION="tf32x3" if k_cache.dtype == torch.float32 else "ieee",  # three TF32 passes give float32 accuracy
+        BY_SLOT=slots is not None, NORM=norm_rope.q_norm is not None, ROPE=rotation is not None, PDL=pdl,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, **launch_options(pdl),
     )  # fmt: skip
     return out
@@ -192,7 +192,7 @@ def decode_workspace(
     num_splits: int | None = None,
     tiling: Tiling | None = None,
 ) -> DecodeWorkspace:
-    """Return scratch for `paged_decode` calls of these shapes; of the tensors only shape, dtype and device are read."""
+    """Return scratch for `paged_decode` calls of these shapes. Reads only shapes, dtypes and devices of the tensors."""
     _, page_size, kv_heads, dim = k_cache.shape
     q = by_kv_head(q, kv_heads)
     tiling = tiling or choose_tiling(dim, k_cache.dtype, len(q), kv_heads)
@@ -200,38 +200,42 @@ def decode_workspace(
 
 
 class DecodeScratch:
-    """The workspaces of all launches of up to `max_rows` rows on one stream, in the memory of the largest."""
+    """Workspaces for launches of 1 to `max_rows` rows on one stream, all in the memory of the largest."""
 
     def __init__(self, max_rows: int, q: torch.Tensor, k_cache: torch.Tensor, page_table: torch.Tensor) -> None:
         _, page_size, kv_heads, dim = k_cache.shape
         q = by_kv_head(q, kv_heads)
         self._heads, self._kv_heads, self._dim = kv_heads * q.shape[2], kv_heads, dim
-        keys, processors = page_table.shape[1] * page_size, _multiprocessors(q.device)
+        keys, num_sms = page_table.shape[1] * page_size, _num_sms(q.device)
         self._splits = [
             choose_splits(
-                rows, kv_heads, keys, processors, choose_tiling(dim, k_cache.dtype, rows, kv_heads).block_keys
+                rows, kv_heads, keys, num_sms, choose_tiling(dim, k_cache.dtype, rows, kv_heads).block_keys
             ).count
             for rows in range(1, max_rows + 1)
         ]
-        parts = [self._heads * rows * count for rows, count in enumerate(self._splits, 1)]
-        combined = max((part for part, count in zip(parts, self._splits, strict=True) if count > 1), default=0)
-        self._acc = torch.empty(combined * dim, dtype=torch.float32, device=q.device)
-        self._lse = torch.empty(max(parts), dtype=torch.float32, device=q.device)
+        partial_rows = [self._heads * rows * count for rows, count in enumerate(self._splits, 1)]
+        max_combined = max(
+            (part for part, count in zip(partial_rows, self._splits, strict=True) if count > 1), default=0
+        )
+        self._acc = torch.empty(max_combined * dim, dtype=torch.float32, device=q.device)
+        self._lse = torch.empty(max(partial_rows), dtype=torch.float32, device=q.device)
         self._arrivals = torch.zeros(max_rows * kv_heads, dtype=torch.int32, device=q.device)
 
     def of(self, rows: int) -> DecodeWorkspace:
-        """The workspace of a launch of that many rows."""
+        """Return the workspace for a launch of `rows` rows."""
         splits = self._splits[rows - 1]
-        parts = rows * self._heads * splits
-        lse = self._lse[:parts].view(rows, self._heads, splits)
+        partial_rows = rows * self._heads * splits
+        lse = self._lse[:partial_rows].view(rows, self._heads, splits)
         arrivals = self._arrivals[: rows * self._kv_heads].view(rows, self._kv_heads)
         if splits == 1:  # nothing is combined
             return DecodeWorkspace(lse, lse, arrivals)
-        return DecodeWorkspace(self._acc[: parts * self._dim].view(rows, self._heads, splits, self._dim), lse, arrivals)
+        return DecodeWorkspace(
+            self._acc[: partial_rows * self._dim].view(rows, self._heads, splits, self._dim), lse, arrivals
+        )
 
 
 def by_kv_head(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """A view of queries [T, H, D] as [T, KV, H/KV, D], which they may be already. Raises ValueError."""
+    """Return queries [T, H, D] viewed as [T, KV, H/KV, D]; that shape is returned unchanged. Raises ValueError."""
     if q.dim() == 4 and q.shape[1] == kv_heads:
         return q
     if q.dim() != 3 or q.shape[1] % kv_heads:
@@ -247,12 +251,12 @@ def _splits(q: torch.Tensor, max_keys: int, tiling: Tiling, num_splits: int | No
         if not 1 <= num_splits <= MAX_SPLITS:
             raise ValueError(f"num_splits is {num_splits}; give 1 to {MAX_SPLITS}")
         return Splits(num_splits, tiling.block_keys)
-    return choose_splits(q.shape[0], q.shape[1], max_keys, _multiprocessors(q.device), tiling.block_keys)
+    return choose_splits(q.shape[0], q.shape[1], max_keys, _num_sms(q.device), tiling.block_keys)
 
 
-def _multiprocessors(device: torch.device) -> int:
+def _num_sms(device: torch.device) -> int:
     if device.type != "cuda":  # Triton's interpreter
-        return _INTERPRETED_MULTIPROCESSORS
+        return _INTERPRETER_SMS
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -260,7 +264,7 @@ def _allocate(q: torch.Tensor, splits: Splits) -> DecodeWorkspace:
     batch, kv_heads, group, dim = q.shape
     heads = kv_heads * group
     lse = torch.empty((batch, heads, splits.count), dtype=torch.float32, device=q.device)
-    if splits.count == 1:  # every program writes its rows of the output: nothing is combined, no launch to zero
+    if splits.count == 1:  # programs write `out` directly: no combine, so arrivals need no zeroing launch
         return DecodeWorkspace(lse, lse, torch.empty((batch, kv_heads), dtype=torch.int32, device=q.device))
     acc = torch.empty((batch, heads, splits.count, dim), dtype=torch.float32, device=q.device)
     return DecodeWorkspace(acc, lse, torch.zeros((batch, kv_heads), dtype=torch.int32, device=q.device))
@@ -289,7 +293,7 @@ def _check_cache(
             f"v_cache must match k_cache in shape, strides and dtype: {tuple(v_cache.shape)} {v_cache.dtype} "
             f"against {tuple(k_cache.shape)} {k_cache.dtype}"
         )
-    rows = page_table.shape[0] if batch is None else batch  # None: a table row per slot
+    rows = page_table.shape[0] if batch is None else batch  # None: one table row per slot
     if page_table.shape[0] != rows or page_table.stride(-1) != 1 or positions.shape != (batch or positions.numel(),):
         raise ValueError(
             f"page_table must be [{batch}, pages] and positions [{batch}], found {tuple(page_table.shape)} and "

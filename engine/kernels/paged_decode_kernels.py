@@ -1,8 +1,8 @@
-"""Device code of the paged decode attention: one program per KV head, row and part of the row's keys.
+"""Device code of paged decode attention: one program per KV head, row and split of the row's keys.
 
-Owns what runs on the device; triton_decode.py owns shapes, grids and checks. Everything that changes between replays
-(positions, page numbers) is read from device memory. Scores and sums are float32, products run on the tensor cores
-with the group of query heads padded to 16 rows. Imports triton at the top: for CUDA (or Triton's interpreter) only.
+paged_decode.py holds shapes, grids and checks. Everything that changes between replays (positions, page numbers) is
+read from device memory. Scores and accumulators are float32; the dot products run on the tensor cores with the group of
+query heads padded to 16 rows. Imports triton at the top: for CUDA (or Triton's interpreter) only.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def _combine(
-    acc_ptr, lse_ptr, out_ptr, active, max_parts,
-    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PARTS_PAD: tl.constexpr,
+    acc_ptr, lse_ptr, out_ptr, active, max_splits,
+    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Merge `active` partial results of each head in the group; pointers stand at the group's first head."""
-    parts = tl.arange(0, PARTS_PAD)
+    """Merge the partial results of `active` splits for each head of the group; pointers start at the first head."""
+    splits = tl.arange(0, SPLITS_PAD)
     dims = tl.arange(0, DIM_PAD)
-    present = parts < active
+    present = splits < active
     for head in range(GROUP):
-        # .cg: other multiprocessors wrote these; an L1 line from an earlier launch would be stale
-        lse = tl.load(lse_ptr + head * max_parts + parts, mask=present, other=float("-inf"), cache_modifier=".cg")
-        rows = acc_ptr + (head * max_parts + parts)[:, None] * DIM + dims[None, :]
+        # .cg: other SMs wrote these, so an L1 line from an earlier launch would be stale
+        lse = tl.load(lse_ptr + head * max_splits + splits, mask=present, other=float("-inf"), cache_modifier=".cg")
+        acc_ptrs = acc_ptr + (head * max_splits + splits)[:, None] * DIM + dims[None, :]
         mask = present[:, None] & (dims < DIM)[None, :]
-        partial = tl.load(rows, mask=mask, other=0.0, cache_modifier=".cg")
+        partial = tl.load(acc_ptrs, mask=mask, other=0.0, cache_modifier=".cg")
         weights = tl.exp2(lse - tl.max(lse, 0))
         merged = tl.sum(partial * weights[:, None], 0) / tl.sum(weights, 0)
         tl.store(out_ptr + head * DIM + dims, merged.to(out_ptr.dtype.element_ty), mask=dims < DIM)
@@ -37,40 +37,40 @@ def _norm_rope(
     x_ptr, mask, norm_ptr, cos_ptr, sin_ptr, position, eps,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """Heads x [rows, DIM_PAD] (x_ptr: the address of each row's first element, [rows, 1]) normed and rotated, float32.
+    """Return heads [rows, DIM_PAD], normed and rotated, float32. x_ptr [rows, 1]: address of each row's first element.
 
-    The other half of each head is read a second time, shifted, instead of moving it between threads. The table's sin
-    has its first half negated.
+    Loads each head a second time with its halves swapped, which avoids a shuffle between threads. The first half of
+    the sin table is negated.
     """
     dims = tl.arange(0, DIM_PAD)
-    other = tl.where(dims < DIM // 2, dims + DIM // 2, dims - DIM // 2)
+    other_half = tl.where(dims < DIM // 2, dims + DIM // 2, dims - DIM // 2)
     x = tl.load(x_ptr + dims[None, :], mask=mask, other=0.0).to(tl.float32)
     if ROPE:
-        y = tl.load(x_ptr + other[None, :], mask=mask, other=0.0).to(tl.float32)
+        x_other = tl.load(x_ptr + other_half[None, :], mask=mask, other=0.0).to(tl.float32)
     if NORM:
-        root = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
-        x *= root * tl.load(norm_ptr + dims, mask=dims < DIM, other=0.0).to(tl.float32)[None, :]
+        rstd = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
+        x *= rstd * tl.load(norm_ptr + dims, mask=dims < DIM, other=0.0).to(tl.float32)[None, :]
         if ROPE:
-            y *= root * tl.load(norm_ptr + other, mask=dims < DIM, other=0.0).to(tl.float32)[None, :]
+            x_other *= rstd * tl.load(norm_ptr + other_half, mask=dims < DIM, other=0.0).to(tl.float32)[None, :]
     if ROPE:
         cos = tl.load(cos_ptr + position * DIM + dims, mask=dims < DIM, other=0.0).to(tl.float32)
         sin = tl.load(sin_ptr + position * DIM + dims, mask=dims < DIM, other=0.0).to(tl.float32)
-        x = x * cos[None, :] + y * sin[None, :]
+        x = x * cos[None, :] + x_other * sin[None, :]
     return x
 
 
 @triton.jit
-def _write_newest(
+def _append_kv(
     k_ptr, v_ptr, k_base, v_base, table, position, cache_page, cache_slot, norm_ptr, cos_ptr, sin_ptr, eps,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """Write one head's new key and value at `position`; the bases stand at that head of the caches."""
+    """Write one head's new key and value at `position`; k_base and v_base point to this head of the caches."""
     dims = tl.arange(0, DIM_PAD)
     page = tl.load(table + position // PAGE).to(tl.int64)
     target = page * cache_page + (position % PAGE) * cache_slot + dims
-    one = tl.arange(0, 1)[:, None]
+    zero = tl.arange(0, 1)[:, None]
     k = _norm_rope(
-        k_ptr + one, dims[None, :] < DIM, norm_ptr, cos_ptr, sin_ptr, position, eps, DIM, DIM_PAD, NORM, ROPE
+        k_ptr + zero, dims[None, :] < DIM, norm_ptr, cos_ptr, sin_ptr, position, eps, DIM, DIM_PAD, NORM, ROPE
     )
     k = tl.sum(k, 0)
     v = tl.load(v_ptr + dims, mask=dims < DIM)
@@ -79,11 +79,11 @@ def _write_newest(
 
 
 @triton.jit
-def _finish(
-    acc, lse, out_ptr, acc_ptr, lse_ptr, arrivals_ptr, row_head, part, active, max_parts,
-    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PARTS_PAD: tl.constexpr,
+def _store_result(
+    acc, lse, out_ptr, acc_ptr, lse_ptr, arrivals_ptr, row_head, split, active, max_splits,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Store a program's result: as output where it is the only part, else as a part; the last to arrive merges."""
+    """Store a program's result: to `out` if it is the only split, else to scratch; the last arriving program merges."""
     group = tl.arange(0, GROUP_PAD)
     dims = tl.arange(0, DIM_PAD)
     mask = (group < GROUP)[:, None] & (dims < DIM)[None, :]
@@ -91,44 +91,43 @@ def _finish(
     if active == 1:
         tl.store(out + group[:, None] * DIM + dims[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
     else:
-        first_part = row_head * GROUP * max_parts
-        mine = first_part + group * max_parts + part
-        tl.store(acc_ptr + mine[:, None] * DIM + dims[None, :], acc, mask=mask)
-        tl.store(lse_ptr + mine, lse, mask=group < GROUP)
-        # every warp's stores come before the arrival; the arrival releases them and acquires the other parts'
+        first_split = row_head * GROUP * max_splits
+        own_rows = first_split + group * max_splits + split
+        tl.store(acc_ptr + own_rows[:, None] * DIM + dims[None, :], acc, mask=mask)
+        tl.store(lse_ptr + own_rows, lse, mask=group < GROUP)
+        # all warps store before the arrival, which releases these stores and acquires those of the other splits
         tl.debug_barrier()
         arrival = arrivals_ptr + row_head
         if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == active - 1:
-            _combine(
-                acc_ptr + first_part * DIM, lse_ptr + first_part, out, active, max_parts, GROUP, DIM, DIM_PAD, PARTS_PAD
-            )
+            _combine(acc_ptr + first_split * DIM, lse_ptr + first_split, out, active, max_splits,
+                     GROUP, DIM, DIM_PAD, SPLITS_PAD)  # fmt: skip
             tl.store(arrival, 0)
 
 
-# the cuts differ from bucket to bucket: unspecialised, all buckets of a model share one compiled kernel
-@triton.jit(do_not_specialize=["max_parts", "min_blocks"])
+# splits differ between buckets; without specialisation all buckets of a model share one compiled kernel
+@triton.jit(do_not_specialize=["max_splits", "min_blocks"])
 def decode_kernel(
     q_ptr, k_new_ptr, v_new_ptr, k_cache_ptr, v_cache_ptr, table_ptr, slots_ptr, positions_ptr, out_ptr,
-    acc_ptr, lse_ptr, arrivals_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, scale_log2, eps, max_parts, min_blocks,
+    acc_ptr, lse_ptr, arrivals_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, scale_log2, eps, max_splits, min_blocks,
     q_row, q_group, q_head, k_row, k_head, v_row, v_head, cache_page, cache_slot, cache_head, table_row,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr, PARTS_PAD: tl.constexpr, APPEND: tl.constexpr, PRECISION: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLITS_PAD: tl.constexpr, APPEND: tl.constexpr, PRECISION: tl.constexpr,
     BY_SLOT: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
-    # KV head fastest: neighbours read neighbouring 256-byte rows. Part slowest: programs without work come last.
+    # KV head fastest: adjacent programs read adjacent 256-byte rows. Split slowest: programs without work run last.
     kv_head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    part = tl.program_id(2)
+    split = tl.program_id(2)
 
     length = tl.load(positions_ptr + row).to(tl.int32) + 1
     blocks = tl.cdiv(length, BLOCK)
-    blocks_each = tl.maximum(tl.cdiv(blocks, max_parts), min_blocks)
+    blocks_each = tl.maximum(tl.cdiv(blocks, max_splits), min_blocks)
     active = tl.cdiv(blocks, blocks_each)
-    if part >= active:
+    if split >= active:
         return
-    start = part * blocks_each * BLOCK
+    start = split * blocks_each * BLOCK
     end = tl.minimum(start + blocks_each * BLOCK, length)
 
     group = tl.arange(0, GROUP_PAD)
@@ -136,56 +135,56 @@ def decode_kernel(
     keys = tl.arange(0, BLOCK)
     dim_ok = dims < DIM
     group_mask = (group < GROUP)[:, None] & dim_ok[None, :]
-    table_of = tl.load(slots_ptr + row) if BY_SLOT else row
-    table = table_ptr + table_of * table_row
+    table_index = tl.load(slots_ptr + row) if BY_SLOT else row
+    table = table_ptr + table_index * table_row
     k_base = k_cache_ptr + kv_head * cache_head
     v_base = v_cache_ptr + kv_head * cache_head
 
-    # keys past the end are taken from the scratch page: a valid address, and the score is masked below. Page numbers
-    # are read one step ahead, so that the loads of keys and values never wait for them in the loop.
+    # Keys past the end read the scratch page: a valid address, and their scores are masked below. Page numbers are
+    # loaded one iteration ahead, so that loads of keys and values never wait for them.
     page = tl.load(table + (start + keys) // PAGE, mask=start + keys < end, other=0)
 
     if PDL:
-        # Positions, page tables and older keys are from earlier steps, which are over: the end of a graph, or the copy
-        # of their tokens to the host, lies between. q and the newest key are this step's.
+        # Positions, page tables and older keys come from earlier steps, which have completed: a graph end or the copy
+        # of their tokens to the host lies in between. Only q and the newest key are written by this step.
         gdc_wait()
     position = length.to(tl.int64) - 1
     heads = q_ptr + row * q_row + kv_head * q_group + group[:, None] * q_head
     q = _norm_rope(heads, group_mask, q_norm_ptr, cos_ptr, sin_ptr, position, eps, DIM, DIM_PAD, NORM, ROPE)
     q = q.to(k_cache_ptr.dtype.element_ty)
     if APPEND:
-        if end == length:  # exactly one program of this row and head owns the newest key
-            _write_newest(
+        if end == length:  # exactly one program of this row and head holds the newest key
+            _append_kv(
                 k_new_ptr + row * k_row + kv_head * k_head, v_new_ptr + row * v_row + kv_head * v_head,
                 k_base, v_base, table, position, cache_page, cache_slot, k_norm_ptr, cos_ptr, sin_ptr, eps,
                 DIM, DIM_PAD, PAGE, NORM, ROPE,
             )  # fmt: skip
-        tl.debug_barrier()  # the loop below reads that row through other threads of this program
+        tl.debug_barrier()  # other threads of this program read that row in the loop below
 
-    top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
-    total = tl.zeros([GROUP_PAD], tl.float32)
+    row_max = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+    row_sum = tl.zeros([GROUP_PAD], tl.float32)
     acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
-    for first in range(start, end, BLOCK):
-        offs = first + keys
-        inside = offs < end
-        slots = (page.to(tl.int64) * cache_page + (offs % PAGE) * cache_slot)[:, None] + dims[None, :]
-        page = tl.load(table + (offs + BLOCK) // PAGE, mask=offs + BLOCK < end, other=0)
+    for block_start in range(start, end, BLOCK):
+        key_index = block_start + keys
+        in_range = key_index < end
+        kv_offsets = (page.to(tl.int64) * cache_page + (key_index % PAGE) * cache_slot)[:, None] + dims[None, :]
+        page = tl.load(table + (key_index + BLOCK) // PAGE, mask=key_index + BLOCK < end, other=0)
         if DIM == DIM_PAD:
-            k = tl.load(k_base + slots)
+            k = tl.load(k_base + kv_offsets)
         else:
-            k = tl.load(k_base + slots, mask=dim_ok[None, :], other=0.0)
-        # a stale slot may hold NaN, and 0 * NaN would reach the sum: values past the end are read as zero
-        v = tl.load(v_base + slots, mask=inside[:, None] & dim_ok[None, :], other=0.0)
+            k = tl.load(k_base + kv_offsets, mask=dim_ok[None, :], other=0.0)
+        # a stale slot may hold NaN and 0 * NaN would poison the sum, so values past the end are read as zero
+        v = tl.load(v_base + kv_offsets, mask=in_range[:, None] & dim_ok[None, :], other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
-        scores = tl.where(inside[None, :], scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        shrink = tl.exp2(top - new_top)
-        weights = tl.exp2(scores - new_top[:, None])
-        total = total * shrink + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
-        top = new_top
+        scores = tl.where(in_range[None, :], scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        rescale = tl.exp2(row_max - new_max)
+        weights = tl.exp2(scores - new_max[:, None])
+        row_sum = row_sum * rescale + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+        row_max = new_max
 
-    _finish(
-        acc / total[:, None], top + tl.log2(total), out_ptr, acc_ptr, lse_ptr, arrivals_ptr, row * KV_HEADS + kv_head,
-        part, active, max_parts, GROUP, GROUP_PAD, DIM, DIM_PAD, PARTS_PAD,
+    _store_result(
+        acc / row_sum[:, None], row_max + tl.log2(row_sum), out_ptr, acc_ptr, lse_ptr, arrivals_ptr,
+        row * KV_HEADS + kv_head, split, active, max_splits, GROUP, GROUP_PAD, DIM, DIM_PAD, SPLITS_PAD,
     )  # fmt: skip

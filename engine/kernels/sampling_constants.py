@@ -1,3 +1,3 @@
-"""Constants that the sampling kernels share with the reference implementation in engine/sampling/ops.py."""
+"""Constants shared by the sampling kernels and the reference implementation in engine/sampling/ops.py."""
 
-ONE = 2**40  # the weight of the most likely token; with under 2**22 tokens a total stays below 2**62
+ONE = 2**40  # weight of the most likely token; totals stay below 2**62 for vocabularies under 2**22 tokens

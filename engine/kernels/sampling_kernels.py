@@ -1,8 +1,9 @@
-"""Device code of the draw from a whole distribution: draw.py's rule over tiles of the vocabulary, for fused_draw.py.
+"""Device code of sampling from the full distribution: `sample_full` of engine/sampling/ops.py over vocabulary tiles.
 
-A weight is the integer floor(2**40 exp((x - best) / T)), and sums of integers are exact: a token depends neither on the
-tiles nor on the batch. A row of temperature 0 isn't drawn here: its programs end at once. Rows of logits lie `stride`
-apart, their numbers `step`. Imports triton at the top: for CUDA (or Triton's interpreter) only.
+A weight is the integer floor(2**40 exp((x - max) / T)). Integer sums are exact, so a token depends neither on the tile
+size nor on the batch. Programs of a row with temperature 0 return at once. Logits have row stride `logits_stride`,
+per-row parameters `param_stride`. Launched by fused_sampling.py. Imports triton at the top: for CUDA (or Triton's
+interpreter) only.
 """
 
 from __future__ import annotations
@@ -14,57 +15,62 @@ from triton.language.extra import libdevice
 from engine.kernels.sampling_constants import ONE
 
 _ONE = tl.constexpr(float(ONE))
-# tl.exp is off by more than the last bit, which would move more draws away from the ones that torch makes.
+# tl.exp differs from torch by more than the last bit, which would change more sampled tokens.
 _HAS_LIBDEVICE = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def peak_kernel(logits_ptr, temperature_ptr, peak_ptr, stride, step, V: tl.constexpr, TILE: tl.constexpr):
-    """peak float32 [rows, tiles]: the best logit of each tile; a NaN counts as infinite."""
+def tile_max_kernel(
+    logits_ptr, temperature_ptr, tile_max_ptr, logits_stride, param_stride, V: tl.constexpr, TILE: tl.constexpr
+):
+    """Write the maximum logit of each tile to tile_max float32 [rows, tiles]; a NaN counts as +inf."""
     tile = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    if tl.load(temperature_ptr + row * step) > 0:
-        x = logits_tile(logits_ptr + row * stride, tile, V, TILE)
-        best = tl.max(tl.where(x == x, x, float("inf")), 0)
-        tl.store(peak_ptr + row * tl.num_programs(0) + tile, best)
+    if tl.load(temperature_ptr + row * param_stride) > 0:
+        x = logits_tile(logits_ptr + row * logits_stride, tile, V, TILE)
+        tile_max = tl.max(tl.where(x == x, x, float("inf")), 0)
+        tl.store(tile_max_ptr + row * tl.num_programs(0) + tile, tile_max)
 
 
 @triton.jit
-def weigh_kernel(
-    logits_ptr, temperature_ptr, min_p_ptr, peak_ptr, sum_ptr, stride, step,
-    V: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr,
+def tile_sum_kernel(
+    logits_ptr, temperature_ptr, min_p_ptr, tile_max_ptr, tile_sum_ptr, logits_stride, param_stride,
+    V: tl.constexpr, TILE: tl.constexpr, NUM_TILES: tl.constexpr, TILES_PAD: tl.constexpr,
 ):  # fmt: skip
-    """sum int64 [rows, TILES]: of each tile's weights; unwritten where the row has no finite best."""
+    """Write each tile's sum of weights to tile_sum int64 [rows, NUM_TILES]; skip rows without a finite maximum."""
     tile = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    temperature = tl.load(temperature_ptr + row * step)
+    temperature = tl.load(temperature_ptr + row * param_stride)
     if temperature > 0:
-        x = logits_tile(logits_ptr + row * stride, tile, V, TILE)
-        best = row_best(peak_ptr + row * TILES, TILES, WIDTH)
-        if tl.abs(best) < float("inf"):
-            weights = _weights(x, best, temperature, tl.load(min_p_ptr + row * step))
-            tl.store(sum_ptr + row * TILES + tile, tl.sum(weights, 0))
+        x = logits_tile(logits_ptr + row * logits_stride, tile, V, TILE)
+        max_logit = row_max(tile_max_ptr + row * NUM_TILES, NUM_TILES, TILES_PAD)
+        if tl.abs(max_logit) < float("inf"):
+            weights = _weights(x, max_logit, temperature, tl.load(min_p_ptr + row * param_stride))
+            tl.store(tile_sum_ptr + row * NUM_TILES + tile, tl.sum(weights, 0))
 
 
 @triton.jit
-def pick_kernel(
-    logits_ptr, temperature_ptr, min_p_ptr, u_ptr, peak_ptr, sum_ptr, out_ptr, stride, step,
-    V: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr,
+def sample_kernel(
+    logits_ptr, temperature_ptr, min_p_ptr, u_ptr, tile_max_ptr, tile_sum_ptr, out_ptr, logits_stride, param_stride,
+    V: tl.constexpr, TILE: tl.constexpr, NUM_TILES: tl.constexpr, TILES_PAD: tl.constexpr,
 ):  # fmt: skip
-    """out int64 [rows]: the first token whose cumulative weight exceeds floor(u * total), -1 without a finite best."""
+    """Write to out int64 [rows] the first token whose cumulative weight exceeds floor(u * total).
+
+    Writes -1 for a row without a finite maximum.
+    """
     row = tl.program_id(0).to(tl.int64)
-    temperature = tl.load(temperature_ptr + row * step)
+    temperature = tl.load(temperature_ptr + row * param_stride)
     if temperature > 0:
-        best = row_best(peak_ptr + row * TILES, TILES, WIDTH)
-        if tl.abs(best) < float("inf"):
-            tiles = tl.arange(0, WIDTH)
-            sums = tl.load(sum_ptr + row * TILES + tiles, mask=tiles < TILES, other=0)
-            # As in draw.py: u <= 1 - 2**-53, so the product stays below the total, and a tile and a column exceed it.
-            target = (tl.load(u_ptr + row * step) * tl.sum(sums, 0).to(tl.float64)).to(tl.int64)
+        max_logit = row_max(tile_max_ptr + row * NUM_TILES, NUM_TILES, TILES_PAD)
+        if tl.abs(max_logit) < float("inf"):
+            tiles = tl.arange(0, TILES_PAD)
+            sums = tl.load(tile_sum_ptr + row * NUM_TILES + tiles, mask=tiles < NUM_TILES, other=0)
+            # As in ops.py: u <= 1 - 2**-53, so the product stays below the total and some tile and column exceed it.
+            target = (tl.load(u_ptr + row * param_stride) * tl.sum(sums, 0).to(tl.float64)).to(tl.int64)
             tile = tl.sum((tl.cumsum(sums, 0) <= target).to(tl.int32), 0)
             target -= tl.sum(tl.where(tiles < tile, sums, 0), 0)
-            x = logits_tile(logits_ptr + row * stride, tile, V, TILE)
-            weights = _weights(x, best, temperature, tl.load(min_p_ptr + row * step))
+            x = logits_tile(logits_ptr + row * logits_stride, tile, V, TILE)
+            weights = _weights(x, max_logit, temperature, tl.load(min_p_ptr + row * param_stride))
             column = tl.sum((tl.cumsum(weights, 0) <= target).to(tl.int32), 0)
             tl.store(out_ptr + row, (tile * TILE + column).to(tl.int64))
         else:
@@ -73,45 +79,45 @@ def pick_kernel(
 
 @triton.jit
 def logits_tile(row_ptr, tile, V: tl.constexpr, TILE: tl.constexpr):
-    """Logits of one tile as float32 [TILE]; -inf, which weighs nothing, beyond the vocabulary."""
+    """Return the logits of one tile as float32 [TILE]; -inf (weight 0) beyond the vocabulary."""
     cols = tile * TILE + tl.arange(0, TILE)
     return tl.load(row_ptr + cols, mask=cols < V, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
-def row_best(peak_ptr, TILES: tl.constexpr, WIDTH: tl.constexpr):
-    """The best logit of a row, from its tiles' best ones."""
-    tiles = tl.arange(0, WIDTH)
-    return tl.max(tl.load(peak_ptr + tiles, mask=tiles < TILES, other=float("-inf")), 0)
+def row_max(tile_max_ptr, NUM_TILES: tl.constexpr, TILES_PAD: tl.constexpr):
+    """Return the maximum logit of a row from the maxima of its tiles."""
+    tiles = tl.arange(0, TILES_PAD)
+    return tl.max(tl.load(tile_max_ptr + tiles, mask=tiles < NUM_TILES, other=float("-inf")), 0)
 
 
 @triton.jit
-def scaled(x, best, temperature):
-    """z float32 <= 0 of logits x float32 <= best."""
-    z = x - best
-    if temperature != 1.0:  # the default, and a rounded division takes more instructions than exp
+def scaled(x, max_logit, temperature):
+    """Return z = (x - max_logit) / temperature, float32 <= 0, of logits x float32 <= max_logit."""
+    z = x - max_logit
+    if temperature != 1.0:  # skip the default: a correctly rounded division takes more instructions than exp
         z = tl.div_rn(z, temperature.to(tl.float32))
     return z
 
 
 @triton.jit
 def weights_of(z):
-    """Integer weights int64 of z float32 <= 0."""
+    """Return the integer weights int64 of z float32 <= 0."""
     if _HAS_LIBDEVICE:
-        shares = libdevice.exp(z)
+        relative = libdevice.exp(z)
     else:
-        shares = tl.exp(z)
-    return (shares * _ONE).to(tl.int64)
+        relative = tl.exp(z)
+    return (relative * _ONE).to(tl.int64)
 
 
 @triton.jit
-def least_weight(min_p):
-    """The integer weight below which min-p float64 drops a token."""
+def min_p_weight(min_p):
+    """Return the integer weight below which min-p (float64) drops a token."""
     return tl.ceil(min_p * _ONE).to(tl.int64)
 
 
 @triton.jit
-def _weights(x, best, temperature, min_p):
-    """Integer weights int64 of logits x float32 <= best, and 0 for those below min_p times the best's."""
-    weights = weights_of(scaled(x, best, temperature))
-    return tl.where(weights < least_weight(min_p), 0, weights)
+def _weights(x, max_logit, temperature, min_p):
+    """Return the integer weights int64 of logits x float32 <= max_logit; 0 below min_p times the maximum weight."""
+    weights = weights_of(scaled(x, max_logit, temperature))
+    return tl.where(weights < min_p_weight(min_p), 0, weights)

@@ -1,7 +1,8 @@
-"""Linear layers for a decode step's few rows on CUDA: the launches, and which kernel with which tile a shape takes.
+"""Small-batch GEMM: linear layers for the few rows of a decode step on CUDA, with fused norm and epilogue.
 
-Owns the scratch that split products share. Device code: skinny_kernels.py. All calls of one scratch must stay on one
-stream. Imports triton: import it only where the device is CUDA (or under TRITON_INTERPRET=1).
+Chooses kernel and tile by shape, and holds the scratch of split-K GEMMs. Device code: small_batch_gemm_kernels.py. All
+calls that use one `Scratch` must stay on one stream. Imports triton: import this module only on CUDA (or under
+TRITON_INTERPRET=1).
 """
 
 from __future__ import annotations
@@ -19,17 +20,20 @@ from engine.kernels.step_kernels import best_kernel, gate_kernel, norm_kernel
 TILE_OUTPUTS = 64
 MAX_SPLITS = 4
 MAX_SPLIT_ROWS = 256
-"""Above it products are cuBLAS's."""
+"""GEMMs of more rows go to cuBLAS."""
 
-MULTIPROCESSORS = 132
-"""Of the device that tiles were measured on."""
+NUM_SMS = 132
+"""SMs of the device on which the tiles were measured."""
 
 WIDE = 32768
-"""Outputs from which a product's tiles alone fill any device: a vocabulary."""
+"""From this many outputs (a vocabulary) the tiles of a GEMM alone fill any device."""
 
 
 class LaunchConfig(NamedTuple):
-    """A launch: rows per tile (0: all rows by the vector kernel), outputs per tile, columns per step, and the rest."""
+    """Launch configuration.
+
+    Rows per tile (0: the vector kernel, all rows), outputs per tile, columns per iteration, split-K, warps, stages.
+    """
 
     tile_rows: int
     tile_outputs: int
@@ -40,46 +44,46 @@ class LaunchConfig(NamedTuple):
 
 
 def suits_library(rows: int, outputs: int, inputs: int, gated: bool) -> bool:
-    """Whether cuBLAS, and launches of their own around it, are faster: where arithmetic counts more than launches."""
+    """Return whether cuBLAS with separate norm and gate launches is faster: math outweighs launch overhead."""
     if rows > 128:
         return rows > MAX_SPLIT_ROWS or not gated or inputs > 2048
     return rows > 64 and not gated and outputs < WIDE and outputs * inputs >= 2**24
 
 
 def choose_config(rows: int, outputs: int, inputs: int, gated: bool) -> LaunchConfig:
-    """The tile for y [rows, outputs] = x [rows, inputs] Wᵀ; a function of shapes alone, measured on an H200.
+    """Return the tile for y [rows, outputs] = x [rows, inputs] Wᵀ. Depends only on shapes.
 
-    Benchmark: benchmarks/kernels/small_gemm.py.
+    Measured on an H200 with benchmarks/kernels/small_gemm.py.
     """
     if rows == 1:
-        return _vector_pick(outputs, inputs, gated)
+        return _vector_config(outputs, inputs, gated)
     tile_rows = max(16, min(64, triton.next_power_of_2(rows)))
-    across = triton.cdiv(outputs, TILE_OUTPUTS)
-    if rows > 64 and across * triton.cdiv(rows, 128) >= 96:
+    output_tiles = triton.cdiv(outputs, TILE_OUTPUTS)
+    if rows > 64 and output_tiles * triton.cdiv(rows, 128) >= 96:
         tile_rows = 128
     if outputs >= WIDE:
         return LaunchConfig(tile_rows, TILE_OUTPUTS, 64, 1, 4, 5)
-    tiles = across * triton.cdiv(rows, tile_rows)
+    tiles = output_tiles * triton.cdiv(rows, tile_rows)
     splits = _splits(tiles, rows, inputs)
-    share = inputs // splits
+    split_inputs = inputs // splits
     columns = 128 if tile_rows <= 64 else 64
-    if tile_rows <= 32 and share % 256 == 0 and share <= (256 if gated else 768):
+    if tile_rows <= 32 and split_inputs % 256 == 0 and split_inputs <= (256 if gated else 768):
         columns = 256
-    # two programs to a multiprocessor where there are more than one each: the rest would wait for a second turn
-    paired = rows <= 64 and tiles * splits > MULTIPROCESSORS and (splits > 1 or rows > 32)
-    if paired and rows > 32:
+    # With more programs than SMs, fit two per SM: otherwise the rest wait for a second wave.
+    two_per_sm = rows <= 64 and tiles * splits > NUM_SMS and (splits > 1 or rows > 32)
+    if two_per_sm and rows > 32:
         columns = 64
     stage_bytes = (TILE_OUTPUTS * (2 if gated else 1) + tile_rows) * columns * 2
-    room = SHARED_BYTES // 2 if paired else SHARED_BYTES
-    # the first tile of weights takes room beside the stages
-    stages = min(5, triton.cdiv(share, columns), room // stage_bytes - 1)
+    shared_bytes = SHARED_BYTES // 2 if two_per_sm else SHARED_BYTES
+    # the first tile of weights takes shared memory besides the stages
+    stages = min(5, triton.cdiv(split_inputs, columns), shared_bytes // stage_bytes - 1)
     return LaunchConfig(tile_rows, TILE_OUTPUTS, columns, splits, 4, max(2, stages))
 
 
 def _splits(tiles: int, rows: int, inputs: int) -> int:
-    """Into how many parts of its columns a product goes.
+    """Return the number of split-K programs per tile.
 
-    Few tiles leave multiprocessors without work; parts of under 256 columns cost more to add up than they gain.
+    Few tiles leave SMs idle; splits of fewer than 256 columns cost more to reduce than they gain.
     """
     if tiles > 64 or tiles == 64 and rows <= 64 and inputs < 2048:
         splits = 1
@@ -93,13 +97,13 @@ def _splits(tiles: int, rows: int, inputs: int) -> int:
 
 
 def half_normed(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> int:
-    """In how many sums of squares a row `linear` with a `next_norm` leaves half of that norm; 0: it leaves nothing."""
-    if rows == 1 or dtype == torch.float16:  # weighted before they are divided, outliers may exceed float16's 65504
+    """Return the sums of squares per row that `linear` writes with `next_norm`; 0 if it does not start that norm."""
+    if rows == 1 or dtype == torch.float16:  # weights apply before the division: outliers may exceed float16's 65504
         return 0
     return 0 if suits_library(rows, outputs, inputs, False) else triton.cdiv(outputs, TILE_OUTPUTS)
 
 
-def _vector_pick(outputs: int, inputs: int, gated: bool) -> LaunchConfig:
+def _vector_config(outputs: int, inputs: int, gated: bool) -> LaunchConfig:
     if outputs >= WIDE:
         return LaunchConfig(0, 16, 1024, 1, 4, 1)
     columns = min(4096, triton.next_power_of_2(inputs))
@@ -110,9 +114,10 @@ def _vector_pick(outputs: int, inputs: int, gated: bool) -> LaunchConfig:
 
 
 class Scratch:
-    """What products leave for their own later programs: partial sums, arrival counts, normed rows, best outputs.
+    """Scratch of `linear`: partial sums, arrival counts, normed rows, and the best output of each tile.
 
-    For products of up to max_tokens rows, and a vocabulary's of up to max_rows. Every launch leaves the counts at zero.
+    Serves GEMMs of up to max_tokens rows, and of up to max_rows rows for the vocabulary. Every launch resets the
+    arrival counts to zero.
     """
 
     def __init__(
@@ -126,28 +131,28 @@ class Scratch:
         device: torch.device,
     ):
         self.normed = torch.empty(max_tokens * hidden, dtype=dtype, device=device)
-        self.wide = torch.empty(max_tokens * widest, dtype=dtype, device=device)
+        self.gate_up = torch.empty(max_tokens * widest, dtype=dtype, device=device)
         split_rows = min(max(128, triton.next_power_of_2(max_tokens)), MAX_SPLIT_ROWS)
-        cells = triton.cdiv(max(hidden, widest), TILE_OUTPUTS) * triton.cdiv(split_rows, 16)
-        self.parts = torch.empty(
+        max_tiles = triton.cdiv(max(hidden, widest), TILE_OUTPUTS) * triton.cdiv(split_rows, 16)
+        self.partials = torch.empty(
             MAX_SPLITS * split_rows * (max(hidden, widest) + 128), dtype=torch.float32, device=device
         )
-        self.arrivals = torch.zeros(cells, dtype=torch.int32, device=device)
-        # one row's tiles are narrower than those of more rows: a few rows of wide tiles may need less than it
-        alone = triton.cdiv(vocab, _vector_pick(vocab, hidden, False).tile_outputs)
-        best = max(alone, max_rows * triton.cdiv(vocab, TILE_OUTPUTS))
-        self.best = torch.empty(best, dtype=torch.float32, device=device)
+        self.arrivals = torch.zeros(max_tiles, dtype=torch.int32, device=device)
+        # a single row uses narrower tiles, so it may need more entries than a few rows with wide tiles
+        single_row_tiles = triton.cdiv(vocab, _vector_config(vocab, hidden, False).tile_outputs)
+        best_count = max(single_row_tiles, max_rows * triton.cdiv(vocab, TILE_OUTPUTS))
+        self.best = torch.empty(best_count, dtype=torch.float32, device=device)
         self.best_at = torch.empty_like(self.best, dtype=torch.int32)
         self.squares = torch.empty(split_rows * triton.cdiv(hidden, TILE_OUTPUTS), dtype=torch.float32, device=device)
 
 
-def _first_rows(room: Tensor, rows: int, width: int) -> Tensor:
-    """The beginning of a flat scratch tensor as [rows, width]."""
-    return room[: rows * width].view(rows, width)
+def _as_matrix(buffer: Tensor, rows: int, width: int) -> Tensor:
+    """Return the beginning of a flat scratch tensor as [rows, width]."""
+    return buffer[: rows * width].view(rows, width)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
-    """out [M, h] = x / sqrt(mean(x²) + eps) * weight, computed in float32."""
+    """Write x / sqrt(mean(x²) + eps) * weight, computed in float32, to out [M, h], and return it."""
     rows, width = x.shape
     pdl = overlaps(x)
     norm_kernel[(rows,)](
@@ -181,29 +186,35 @@ def linear(
     late: bool = False,
     pick: LaunchConfig | None = None,
 ) -> int:
-    """Write y = rms_norm(x) Wᵀ + bias into `out` [M, n], x [M, k] and W [n, k] contiguous; returns the tiles of n.
+    """Write y = rms_norm(x) Wᵀ + bias to `out` [M, n] and return the number of tiles along n.
 
-    `norm` is the RMSNorm's weight (None: x as it is). `gated`: W is [2n, k], the gate's rows first, and y is
-    silu(gate) * up. `add`: y is added to what `out` holds. `best`: each tile's best output and its index go to
-    `scratch.best` and `scratch.best_at`, [M, tiles]. `next_norm`: the weight with which `out` will be normed next;
-    where `half_normed` says so, half of that norm is done here, and the call that norms `out` is given its answer as
-    `squares`. `late`: what is launched next has many small programs and little to fetch ahead; it is not let in early.
-    One to three launches; grids depend on shapes alone, no host read: safe to capture.
+    x [M, k] and W [n, k] are contiguous.
+
+    - `norm`: weight of the RMSNorm; None uses x directly.
+    - `gated`: W is [2n, k] with the rows of the gate first, and y is silu(gate) * up.
+    - `add`: add y to the contents of `out`.
+    - `best`: write each tile's largest output and its index to `scratch.best` and `scratch.best_at`, [M, tiles].
+    - `next_norm`: weight of the RMSNorm that follows `out`. If `half_normed` is above 0 for this call, its first half
+      (the weight and the sums of squares) is computed here; pass that number as `squares` to the call that norms `out`.
+    - `late`: trigger the dependent launch (PDL) only after this GEMM's math. For a next kernel with many small
+      programs and little to prefetch.
+
+    One to three launches. Grids depend only on shapes and there is no host read: safe to capture.
     """
     rows, inputs = x.shape
     outputs = out.shape[1]
     if pick is None and suits_library(rows, outputs, inputs, gated):
-        return _by_library(x, weight, out, scratch, norm, eps, bias, gated, add, best)
+        return _linear_cublas(x, weight, out, scratch, norm, eps, bias, gated, add, best)
     pick = pick or choose_config(rows, outputs, inputs, gated)
     tiles = triton.cdiv(outputs, pick.tile_outputs)
     pdl = overlaps(x)
-    flags = {
+    options = {
         "GATED": gated,
         "ADD": add,
         "BIAS": bias is not None,
-        "BEST": best,
+        "TILE_ARGMAX": best,
         "PDL": pdl,
-        "LATE": late,
+        "TRIGGER_AFTER_MATH": late,
         "num_warps": pick.warps,
         **launch_options(pdl),
     }
@@ -219,19 +230,19 @@ def linear(
             outputs,
             eps,
             M=rows,
-            MP=triton.next_power_of_2(rows),
+            M_PAD=triton.next_power_of_2(rows),
             K=inputs,
             BN=pick.tile_outputs,
             BK=pick.columns,
             NORM=norm is not None,
-            **flags,
+            **options,
         )
         return tiles
     if squares:
-        x = _first_rows(scratch.normed, rows, inputs)
+        x = _as_matrix(scratch.normed, rows, inputs)
     elif norm is not None:
-        x = rms_norm(x, norm, eps, _first_rows(scratch.normed, rows, inputs))
-    scaled = next_norm is not None and half_normed(rows, outputs, inputs, out.dtype) > 0
+        x = rms_norm(x, norm, eps, _as_matrix(scratch.normed, rows, inputs))
+    half_norm = next_norm is not None and half_normed(rows, outputs, inputs, out.dtype) > 0
     matrix_kernel[(tiles, pick.splits, triton.cdiv(rows, pick.tile_rows))](
         x,
         weight,
@@ -239,29 +250,29 @@ def linear(
         out,
         scratch.best,
         scratch.best_at,
-        next_norm if scaled else x,
+        next_norm if half_norm else x,
         scratch.normed,
         scratch.squares,
-        scratch.parts,
+        scratch.partials,
         scratch.arrivals,
         rows,
         outputs,
         eps,
         K=inputs,
-        MP=pick.tile_rows,
+        BM=pick.tile_rows,
         BN=pick.tile_outputs,
         BK=pick.columns,
         SPLITS=pick.splits,
         STAGES=pick.stages,
-        SCALE=scaled,
-        SQUARES=squares,
+        HALF_NORM=half_norm,
+        NUM_SQUARES=squares,
         SQUARES_PAD=triton.next_power_of_2(max(1, squares)),
-        **flags,
+        **options,
     )
     return tiles
 
 
-def _by_library(
+def _linear_cublas(
     x: Tensor,
     weight: Tensor,
     out: Tensor,
@@ -273,27 +284,27 @@ def _by_library(
     add: bool,
     best: bool,
 ) -> int:
-    """What `linear` says, by cuBLAS."""
+    """Compute `linear` with cuBLAS."""
     (rows, inputs), pdl = x.shape, overlaps(x)
     if norm is not None:
-        x = rms_norm(x, norm, eps, _first_rows(scratch.normed, rows, inputs))
-    wide = _first_rows(scratch.wide, rows, len(weight)) if gated else out
+        x = rms_norm(x, norm, eps, _as_matrix(scratch.normed, rows, inputs))
+    product = _as_matrix(scratch.gate_up, rows, len(weight)) if gated else out
     if add:
         out.addmm_(x, weight.T)
         if bias is not None:
             out.add_(bias)
     elif bias is not None:
-        torch.addmm(bias, x, weight.T, out=wide)
+        torch.addmm(bias, x, weight.T, out=product)
     else:
-        torch.mm(x, weight.T, out=wide)
+        torch.mm(x, weight.T, out=product)
     width = out.shape[1]
     if gated:
-        gate_kernel[(rows, triton.cdiv(width, 1024))](wide, out, W=width, BLOCK=1024, PDL=pdl, **launch_options(pdl))
+        gate_kernel[(rows, triton.cdiv(width, 1024))](product, out, W=width, BLOCK=1024, PDL=pdl, **launch_options(pdl))
     return best_of_tiles(out, scratch) if best else 0
 
 
 def best_of_tiles(x: Tensor, scratch: Scratch) -> int:
-    """What `linear` leaves with `best`, of an x [M, n] that is there already; returns the tiles of n."""
+    """Write to scratch what `linear` writes with `best`, for a given x [M, n]; return the number of tiles along n."""
     rows, width = x.shape
     tiles, pdl = triton.cdiv(width, 4096), overlaps(x)
     best_kernel[(tiles, rows)](

@@ -1,8 +1,8 @@
-"""Device code of a decode step around its layers: tokens in, norms, the best token out, the next step's inputs.
+"""Device code of a decode step around its layers: embedding, norms, greedy sampling and the next step's inputs.
 
-Each is one launch over the batch's rows, with programmatic dependent launch as in skinny_kernels.py. A row's slot tells
-where its token, position and page table are; slot 0 is padding. Imports triton at the top: for CUDA (or Triton's
-interpreter) only.
+Each kernel is one launch over the rows of the batch, with programmatic dependent launch as in
+small_batch_gemm_kernels.py. A row's slot indexes its token, position and page table; slot 0 is padding. Imports triton
+at the top: for CUDA (or Triton's interpreter) only.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def embed_kernel(
-    slots_ptr, last_tokens_ptr, table_ptr, out_ptr, first, count,
+    slots_ptr, last_tokens_ptr, table_ptr, out_ptr, first_token, num_tokens,
     H: tl.constexpr, HP: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Row of the embedding table [count, H] of each row's newest token; HP is the next power of two.
+    """Look up each row's newest token in the embedding table [num_tokens, H]; HP is the next power of two of H.
 
-    SPLIT: the table holds the tokens from `first` on, and the row of any other one is 0.
+    SPLIT: the table holds the tokens from `first_token` on; any other token gives a row of zeros.
     """
     if PDL:
         gdc_launch_dependents()
@@ -27,17 +27,17 @@ def embed_kernel(
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, HP)
     token = tl.load(last_tokens_ptr + tl.load(slots_ptr + row))
-    here = cols < H
+    mask = cols < H
     if SPLIT:
-        token -= first
-        here = here & (token >= 0) & (token < count)
-    values = tl.load(table_ptr + token * H + cols, mask=here, other=0.0)
+        token -= first_token
+        mask = mask & (token >= 0) & (token < num_tokens)
+    values = tl.load(table_ptr + token * H + cols, mask=mask, other=0.0)
     tl.store(out_ptr + row * H + cols, values, mask=cols < H)
 
 
 @triton.jit
 def norm_kernel(x_ptr, norm_ptr, out_ptr, eps, H: tl.constexpr, HP: tl.constexpr, PDL: tl.constexpr):
-    """RMSNorm of row `program_id` of x [M, H]; HP is the next power of two."""
+    """RMSNorm of row `program_id` of x [M, H]; HP is the next power of two of H."""
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -46,13 +46,13 @@ def norm_kernel(x_ptr, norm_ptr, out_ptr, eps, H: tl.constexpr, HP: tl.constexpr
     if PDL:
         gdc_wait()
     x = tl.load(x_ptr + row * H + cols, mask=cols < H, other=0.0).to(tl.float32)
-    root = tl.rsqrt(tl.sum(x * x, 0) / H + eps)
-    tl.store(out_ptr + row * H + cols, (x * root * weight).to(out_ptr.dtype.element_ty), mask=cols < H)
+    rstd = tl.rsqrt(tl.sum(x * x, 0) / H + eps)
+    tl.store(out_ptr + row * H + cols, (x * rstd * weight).to(out_ptr.dtype.element_ty), mask=cols < H)
 
 
 @triton.jit
 def gate_kernel(x_ptr, out_ptr, W: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """silu(gate) * up of rows [gate | up], x [M, 2 W] -> out [M, W]."""
+    """Compute silu(gate) * up of rows [gate | up]: x [M, 2 W] -> out [M, W]."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -64,8 +64,8 @@ def gate_kernel(x_ptr, out_ptr, W: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.co
 
 
 @triton.jit
-def best_kernel(x_ptr, best_ptr, where_ptr, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """The best of each BLOCK columns of x [M, N] and its column, for choose_kernel; a NaN counts as infinite."""
+def best_kernel(x_ptr, best_ptr, best_at_ptr, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Find the maximum of each BLOCK columns of x [M, N] and its column, for choose_kernel; a NaN counts as +inf."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -74,34 +74,34 @@ def best_kernel(x_ptr, best_ptr, where_ptr, N: tl.constexpr, BLOCK: tl.constexpr
     cols = tile * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x_ptr + row * N + cols, mask=cols < N, other=float("-inf")).to(tl.float32)
     value = tl.where(value == value, value, float("inf"))
-    best, place = tl.max(value, 0, return_indices=True)
+    best, index = tl.max(value, 0, return_indices=True)
     tl.store(best_ptr + row * tl.num_programs(0) + tile, best)
-    tl.store(where_ptr + row * tl.num_programs(0) + tile, tile * BLOCK + place)
+    tl.store(best_at_ptr + row * tl.num_programs(0) + tile, tile * BLOCK + index)
 
 
 @triton.jit
 def choose_kernel(
-    best_ptr, where_ptr, slots_ptr, positions_ptr, last_tokens_ptr, next_ptr, tiles,
+    best_ptr, best_at_ptr, slots_ptr, positions_ptr, last_tokens_ptr, next_ptr, tiles,
     BLOCK: tl.constexpr, ADVANCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The greedy token of each row from its tiles' best ones, and the row's inputs of the next step.
+    """Choose the greedy token of each row from its tiles' maxima, and write the row's inputs of the next step.
 
-    best float32 and where int32 [M, tiles]; of equal values the first wins. next int64 [M] is -1 where the best is not
-    finite; last_tokens then gets 0, a token that the next step can embed. Padding (slot 0) stays where it is.
+    best float32 and best_at int32 are [M, tiles]; ties go to the first. next int64 [M] is -1 if the maximum is not
+    finite; last_tokens then gets 0, a token that the next step can embed. Padding rows (slot 0) do not advance.
     """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     best = float("-inf")
-    place = 0
+    best_tile = 0
     for start in range(0, tiles, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         values = tl.load(best_ptr + row * tiles + cols, mask=cols < tiles, other=float("-inf"))
-        value, at = tl.max(values, 0, return_indices=True)
-        place = tl.where(value > best, start + at, place)
+        value, index = tl.max(values, 0, return_indices=True)
+        best_tile = tl.where(value > best, start + index, best_tile)
         best = tl.maximum(best, value)
-    token = tl.load(where_ptr + row * tiles + place).to(tl.int64)
+    token = tl.load(best_at_ptr + row * tiles + best_tile).to(tl.int64)
     finite = (best < float("inf")) & (best > float("-inf"))
     tl.store(next_ptr + row, tl.where(finite, token, -1))
     slot = tl.load(slots_ptr + row)

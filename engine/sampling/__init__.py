@@ -1,1 +1,1 @@
-"""From logits to tokens: penalties, temperature, truncation, sampling, log-probabilities."""
+"""Sampling: penalties, temperature, truncation, token selection and log-probabilities."""

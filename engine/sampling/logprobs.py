@@ -1,6 +1,6 @@
-"""Log-probabilities of chosen tokens, their ranks and the best alternatives.
+"""Log-probabilities of chosen tokens, their ranks and the most likely alternatives.
 
-Owns the arithmetic on logits and the trip of its result to the host. Knows no request and no slot.
+Computes them on the device and copies the result to the host without blocking.
 """
 
 from __future__ import annotations
@@ -18,65 +18,65 @@ from engine.protocol.request import TokenLogprob
 from engine.sampling.ops import ranked, weights_of
 from engine.utils.async_copy import Download
 
-_CHUNK_NUMBERS = 2**24  # logits handled at a time, so that a long prompt needs no gigabytes of scratch
+_CHUNK_LOGITS = 2**24  # logits per chunk: bounds the scratch of a long prompt, which would take gigabytes
 
 
 @dataclass(slots=True)
 class DeviceLogprobs:
-    """Log-probabilities on their way to the host: float64 [b, 3 + 2k], see `of`; `read` waits for them."""
+    """Log-probabilities being copied to the host: float64 [b, 3 + 2k], see `of`. `read` waits for the copy."""
 
     packed: Download
-    ks: Sequence[int]
+    top_counts: Sequence[int]
 
     @classmethod
-    def of(cls, z: Tensor, token_ids: Tensor, kept: Tensor, total: Tensor, ks: Sequence[int]) -> DeviceLogprobs:
-        """Of z float32 [b, V] (row maximum 0), the chosen ids int64 [b], and each row's distribution.
+    def of(cls, z: Tensor, token_ids: Tensor, kept: Tensor, total: Tensor, top_counts: Sequence[int]) -> DeviceLogprobs:
+        """Compute log-probabilities of the chosen ids int64 [b] from z float32 [b, V] (row maximum 0).
 
-        `kept` int64 [b] is how many of the most likely tokens the distribution has, `total` int64 [b] the sum of
-        their integer weights (engine/sampling/ops.py); ks[i] alternatives are wanted for row i.
+        Each row's distribution has its `kept` int64 [b] most likely tokens; `total` int64 [b] is the sum of their
+        integer weights (engine/sampling/ops.py). Row i gets top_counts[i] alternatives.
         """
         log_total = (total.to(torch.float64) / ONE).log().unsqueeze(1)
-        chosen = z.gather(1, token_ids.clamp(min=0).unsqueeze(1))
-        rank = (z > chosen).sum(dim=1, keepdim=True) + 1
-        parts = [token_ids.unsqueeze(1).to(torch.float64), chosen - log_total, rank.to(torch.float64)]
-        k = min(max(ks, default=0), z.shape[1])
+        chosen_z = z.gather(1, token_ids.clamp(min=0).unsqueeze(1))
+        rank = (z > chosen_z).sum(dim=1, keepdim=True) + 1
+        columns = [token_ids.unsqueeze(1).to(torch.float64), chosen_z - log_total, rank.to(torch.float64)]
+        k = min(max(top_counts, default=0), z.shape[1])
         if k:
             ids = ranked(z, k)
             dropped = torch.arange(k, device=z.device) >= kept.unsqueeze(1)
-            parts += [(z.gather(1, ids) - log_total).masked_fill(dropped, -math.inf), ids.to(torch.float64)]
-        return cls(Download(torch.cat(parts, dim=1)), ks)
+            columns += [(z.gather(1, ids) - log_total).masked_fill(dropped, -math.inf), ids.to(torch.float64)]
+        return cls(Download(torch.cat(columns, dim=1)), top_counts)
 
     def read(self) -> list[TokenLogprob | None]:
-        """One TokenLogprob per row; None where no token could be chosen. Alternatives of probability 0 are left out."""
+        """Return one TokenLogprob per row, or None if no token could be chosen. Omit alternatives of probability 0."""
         out: list[TokenLogprob | None] = []
         packed = self.packed.read()
         k = (packed.shape[1] - 3) // 2
-        for wanted, (token_id, logprob, rank, *rest) in zip(self.ks, packed.tolist(), strict=True):
+        for top_count, (token_id, logprob, rank, *rest) in zip(self.top_counts, packed.tolist(), strict=True):
             if token_id < 0:
                 out.append(None)
                 continue
             pairs = zip(rest[:k], rest[k:], strict=True)
-            top = {int(i): value for value, i in islice(pairs, wanted) if value > -math.inf}
+            top = {int(i): value for value, i in islice(pairs, top_count) if value > -math.inf}
             out.append(TokenLogprob(int(token_id), logprob, int(rank), top))
         return out
 
 
-def raw_logprobs(logits: Tensor, token_ids: Tensor, ks: Sequence[int]) -> DeviceLogprobs:
-    """Of the logits as the model gave them, [b, V] of any float type: log-softmax, nothing applied."""
+def raw_logprobs(logits: Tensor, token_ids: Tensor, top_counts: Sequence[int]) -> DeviceLogprobs:
+    """Compute the log-softmax of unmodified model logits [b, V] of any float dtype."""
     x = logits.to(torch.float32)
     z = x - x.amax(dim=1, keepdim=True)
     kept = torch.full_like(token_ids, z.shape[1])
-    return DeviceLogprobs.of(z, token_ids, kept, weights_of(z).sum(dim=1), ks)
+    return DeviceLogprobs.of(z, token_ids, kept, weights_of(z).sum(dim=1), top_counts)
 
 
 def prompt_logprobs(logits: Tensor, targets: Tensor, k: int) -> list[DeviceLogprobs]:
-    """The log-probability of each target int64 [T] under logits [T, V], with k alternatives; of the raw logits.
+    """Compute log-probabilities of targets int64 [T] under raw logits [T, V], with k alternatives each.
 
-    logits[i] is what the model said after the token before targets[i]. In parts, to be read one after the other.
+    logits[i] is the model's output at the token before targets[i]. Returns chunks, to be read in order.
     """
-    step = max(1, _CHUNK_NUMBERS // logits.shape[1])
+    chunk_rows = max(1, _CHUNK_LOGITS // logits.shape[1])
     out: list[DeviceLogprobs] = []
-    for start in range(0, len(targets), step):
-        rows = targets[start : start + step]
-        out.append(raw_logprobs(logits[start : start + step], rows, [k] * len(rows)))
+    for start in range(0, len(targets), chunk_rows):
+        chunk = targets[start : start + chunk_rows]
+        out.append(raw_logprobs(logits[start : start + chunk_rows], chunk, [k] * len(chunk)))
     return out

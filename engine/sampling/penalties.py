@@ -1,8 +1,4 @@
-"""Which tokens each slot has seen, and the penalties for them.
-
-Owns one count per slot and token, and the arithmetic of repetition, frequency and presence penalties. Knows no
-request and no sampling.
-"""
+"""Token counts of each slot, and the repetition, frequency and presence penalties computed from them."""
 
 from __future__ import annotations
 
@@ -17,8 +13,8 @@ from engine.utils.async_copy import ids_to
 class TokenCounts:
     """Counts [max_num_seqs, vocab_size] on the device, allocated when the first slot is tracked.
 
-    An entry is twice the token's count in the output, plus 1 if the prompt has it: one int32 tensor (4 bytes per
-    slot and token) says both, and int32 can't overflow where int16 could within a long context.
+    An entry is twice the token's count in the output, plus 1 if the prompt contains it: one int32 tensor (4 bytes per
+    slot and token) holds both. int16 could overflow within a long context.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device):
@@ -27,7 +23,7 @@ class TokenCounts:
         self._counts: Tensor | None = None
 
     def track(self, slot: int, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> None:
-        """Start a slot anew with these tokens."""
+        """Reset a slot's counts to these tokens."""
         if self._counts is None:
             self._counts = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
         row = self._counts[slot].zero_()
@@ -36,10 +32,10 @@ class TokenCounts:
         row.index_add_(0, outputs, torch.full_like(outputs, 2, dtype=torch.int32))
 
     def add(self, slots: Tensor, token_ids: Tensor) -> None:
-        """Count one more output token of each slot, both int64 [b] on the device; -1 (none was chosen) counts nothing.
+        """Count one output token per slot; both int64 [b] on the device. A token of -1 (none was chosen) is ignored.
 
-        On the device, so that the next `penalise` may be enqueued before the host knows the tokens. A slot whose
-        request is gone may be counted once more by work under way: `track`, enqueued later, starts it anew.
+        Runs on the device, so that the next `penalise` can be enqueued before the host has the tokens. A step in flight
+        may still count for a slot whose request has ended; `track`, enqueued later, resets the slot.
         """
         if self._counts is None:
             raise ValueError("no slot is tracked")
@@ -49,10 +45,10 @@ class TokenCounts:
     def penalise(
         self, logits: Tensor, slots: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
     ) -> Tensor:
-        """New logits float32 [b, V]; row i is slot slots[i] of int64 [b], the penalties are float32 [b, 1].
+        """Return penalised logits float32 [b, V]. Row i belongs to slots[i], int64 [b]; penalties are float32 [b, 1].
 
-        Repetition (prompt and output): a positive logit is divided by it, a negative one multiplied. Frequency
-        (output): subtracted once per occurrence. Presence (output): subtracted once.
+        Repetition (prompt and output) divides a positive logit and multiplies a negative one. Frequency (output) is
+        subtracted once per occurrence. Presence (output) is subtracted once.
         """
         if self._counts is None:
             raise ValueError("no slot is tracked")

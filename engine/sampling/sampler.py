@@ -1,8 +1,8 @@
-"""From logits to tokens: each slot's sampling parameters, applied to a batch at once.
+"""The sampler: applies each slot's sampling parameters to a batch of logits.
 
-Owns what sampling must remember of a running request. Order: repetition penalty, frequency and presence penalties,
-logit bias, the min_tokens mask, temperature, top-k, top-p, min-p (Hugging Face's order), all in float32; from the
-temperature on it is engine/sampling/selection.py's. Knows no scheduler, no pages and no text.
+Keeps the sampling state of running requests. Order: repetition penalty, frequency and presence penalties, logit bias,
+the min_tokens mask, temperature, top-k, top-p, min-p (Hugging Face's order), all in float32. Temperature and later
+steps are in engine/sampling/selection.py.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from engine.protocol.request import SamplingParams, TokenLogprob, mix64
 from engine.sampling.logprobs import prompt_logprobs, raw_logprobs
 from engine.sampling.ops import uniform
 from engine.sampling.penalties import TokenCounts
-from engine.sampling.selection import COLUMNS, Pending, SamplingRule, TokenSelector, U, put_rows, rows_of
+from engine.sampling.selection import NUM_COLUMNS, UNIFORM, Pending, SamplingMethod, TokenSelector, put_rows, rows_of
 from engine.utils.async_copy import ids_to, upload
 
 __all__ = ["SampleResult", "Sampler", "prompt_logprobs"]
 
-# Columns of the numbers that go to the device once per step, behind those of the choice.
-_REPETITION, _FREQUENCY, _PRESENCE = range(COLUMNS, COLUMNS + 3)
+# Columns of the row parameters uploaded once per step, after those of the token selector.
+_REPETITION, _FREQUENCY, _PRESENCE = range(NUM_COLUMNS, NUM_COLUMNS + 3)
 
 
 @dataclass(slots=True)
 class _Slot:
-    """What the host must know of a slot to decide which work its row needs."""
+    """Host-side state of a slot that decides which work its row needs."""
 
-    rule: SamplingRule = SamplingRule()
+    method: SamplingMethod = SamplingMethod()
     penalised: bool = False
     prompt_len: int = 0
     min_tokens: int = 0
@@ -40,20 +40,21 @@ class _Slot:
     bias: tuple[Tensor, Tensor] | None = None  # ids int64 [m] and values float32 [m] on the host
 
     @property
-    def is_plain(self) -> bool:
-        """Whether argmax of the raw logits is all that the row needs."""
-        return self.rule.is_argmax and not (self.penalised or self.min_tokens or self.bias is not None)
+    def is_argmax(self) -> bool:
+        """Whether argmax of the raw logits is enough for this row."""
+        return self.method.is_argmax and not (self.penalised or self.min_tokens or self.bias is not None)
 
 
 _INACTIVE = _Slot()
 
 
 class SampleResult:
-    """token_ids int64 [b] on the device: 0 for an inactive row, -1 where no token could be chosen.
+    """Result of `Sampler.sample`.
 
-    -1 means that the row's logits hold a NaN or +inf, or are all -inf: fail that request, and don't feed the -1 to
-    the model. `logprobs` is None if no row asked for them, else one entry per row (None for a row that did not); the
-    first use waits for their copies, which were enqueued with the step.
+    token_ids: int64 [b] on the device; 0 for an inactive row. -1 means that the row's logits hold a NaN or +inf, or are
+    all -inf: fail that request, and do not feed the -1 to the model.
+    logprobs: None if no row requested them, else one entry per row (None for a row that did not). The first access
+    waits for their copies, which were enqueued with the step.
     """
 
     __slots__ = ("token_ids", "_pending", "_logprobs")
@@ -75,11 +76,11 @@ class SampleResult:
 
 
 class Sampler:
-    """The sampling parameters of every slot in [0, max_num_seqs), and the draw for a batch of them.
+    """Sampling parameters of every slot in [0, max_num_seqs), and sampling for a batch of slots.
 
-    logprobs_mode "processed": of the distribution that was drawn from, after penalties, bias, temperature and
-    truncation (a greedy row: temperature 1, no truncation); "raw": of the logits as the model gave them.
-    Not thread-safe; owned by the loop's thread.
+    logprobs_mode "processed" gives log-probabilities of the distribution that was sampled from, after penalties, bias,
+    temperature and truncation (greedy rows: temperature 1, no truncation); "raw" those of the model's logits.
+    Not thread-safe: only the engine loop's thread may use it.
     """
 
     def __init__(
@@ -100,16 +101,16 @@ class Sampler:
         self._raw = logprobs_mode == "raw"
         self._selector = TokenSelector(vocab_size, self.device, self._raw)
         self._counts = TokenCounts(max_num_seqs, vocab_size, self.device)
-        # One row more than there are slots: index -1 is the row of inactive entries, and is greedy.
+        # One extra row: index -1 is the greedy row of inactive entries.
         self._slots = [_INACTIVE] * (max_num_seqs + 1)
-        self._special: set[int] = set()  # slots that argmax alone doesn't serve
-        self._numbers = torch.zeros(max_num_seqs + 1, COLUMNS + 3, dtype=torch.float64)
+        self._sampler_slots: set[int] = set()  # slots that need more than argmax
+        self._row_params = torch.zeros(max_num_seqs + 1, NUM_COLUMNS + 3, dtype=torch.float64)
         self._keys = torch.zeros(max_num_seqs + 1, dtype=torch.int64)
 
     def check(self, params: SamplingParams) -> None:
-        """Raise RequestError for what `set_slot` would refuse, so that a request is refused before it has a slot."""
+        """Raise RequestError if `set_slot` would, so that a request is rejected before it gets a slot."""
         params.check_vocab(self.vocab_size)
-        self._banned(params)
+        self._banned_ids(params)
 
     def set_slot(
         self,
@@ -119,67 +120,69 @@ class Sampler:
         prompt_ids: Sequence[int],
         output_ids: Sequence[int] = (),
     ) -> None:
-        """Give a slot to a request; after a preemption, `output_ids` are the tokens it has so far.
+        """Assign a slot to a request. After a preemption, `output_ids` are the tokens generated so far.
 
-        Raises RequestError if a token id is outside the vocabulary or the min_tokens mask would leave none.
+        Raises RequestError if a token id is outside the vocabulary or the min_tokens mask would ban every token.
         """
         self._check_slot(slot)
         params.check_vocab(self.vocab_size)
         penalised = (
             params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
         )
-        banned = self._banned(params)
-        rule = self._selector.rule(params)
+        banned = self._banned_ids(params)
+        method = self._selector.method_for(params)
         self._slots[slot] = _Slot(
-            rule=rule,
+            method=method,
             penalised=penalised,
             prompt_len=len(prompt_ids),
             min_tokens=params.min_tokens if banned is not None else 0,
             banned=banned,
-            bias=_bias(params.logit_bias) if params.logit_bias else None,
+            bias=_bias_tensors(params.logit_bias) if params.logit_bias else None,
         )
-        self._numbers[slot] = torch.tensor(
-            [*self._selector.numbers(params, rule), params.repetition_penalty, params.frequency_penalty,
+        self._row_params[slot] = torch.tensor(
+            [*self._selector.row_params(params, method), params.repetition_penalty, params.frequency_penalty,
              params.presence_penalty],
             dtype=torch.float64,
         )  # fmt: skip
         self._keys[slot] = mix64(seed)
-        (self._special.discard if self._slots[slot].is_plain else self._special.add)(slot)
+        (self._sampler_slots.discard if self._slots[slot].is_argmax else self._sampler_slots.add)(slot)
         if penalised:
             self._counts.track(slot, prompt_ids, output_ids)
 
     def clear_slot(self, slot: int) -> None:
-        """Take a slot back from its request."""
+        """Release a slot."""
         self._check_slot(slot)
         self._slots[slot] = _INACTIVE
-        self._special.discard(slot)
+        self._sampler_slots.discard(slot)
 
     def needs_sampler(self, slots: Iterable[int]) -> bool:
-        """False if argmax of the logits is what `sample` would give for each of these slots, and no logprobs."""
-        return bool(self._special) and not self._special.isdisjoint(slots)
+        """Return False if argmax of the logits is enough for all of these slots and none needs logprobs."""
+        return bool(self._sampler_slots) and not self._sampler_slots.isdisjoint(slots)
 
     def sample(self, logits: Tensor, slots: Sequence[int] | Tensor, positions: Sequence[int] | Tensor) -> SampleResult:
-        """Choose one token per row, and count it as an output of its slot. Nothing of it waits for the device, but for
-        a draw by torch whose nucleus might exceed the ranked tokens (see `sample_truncated`).
+        """Choose one token per row, and count it as an output of its slot.
 
-        logits [rows, V] of any float type, never written to; row i belongs to slots[i] (-1: inactive), and rows
-        beyond the slots are ignored. positions[i] is the index that the new token will have in its sequence: the
-        prompt's length plus the outputs so far. It feeds the random number, so a request draws the same again after
-        a preemption and in any batch. Slots and positions are host values; reading them from a device would wait.
+        logits [rows, V] of any float dtype are never written to. Row i belongs to slots[i] (-1: inactive); rows beyond
+        the slots are ignored. positions[i] is the index of the new token in its sequence: the prompt length plus the
+        number of outputs so far. It seeds the random number, so a request gets the same token after a preemption and in
+        any batch. Pass slots and positions from the host: reading them from a device would block.
+
+        Does not wait for the device, except when torch samples with a nucleus that might exceed the ranked tokens (see
+        `sample_truncated`).
         """
         slots, positions = _as_list(slots), _as_list(positions)
         self._check_batch(logits, slots, positions)
         index = torch.tensor(slots, dtype=torch.int64)
-        numbers = self._numbers[index]
-        numbers[:, U] = uniform(self._keys[index], torch.tensor(positions, dtype=torch.int64))
-        numbers = upload(numbers, self.device)
+        row_params = self._row_params[index]
+        row_params[:, UNIFORM] = uniform(self._keys[index], torch.tensor(positions, dtype=torch.int64))
+        row_params = upload(row_params, self.device)
         states = [self._slots[slot] for slot in slots]
-        self._end_min_tokens(slots, states, positions)
+        self._lift_min_tokens(slots, states, positions)
         raw = logits[: len(slots)]
         penalised = [i for i, state in enumerate(states) if state.penalised]
         tracked = ids_to(self.device, [slots[i] for i in penalised]) if penalised else None
-        x = self._adjusted(raw, penalised, tracked, states, numbers)
-        token_ids, pending = self._selector.select(x, numbers, [state.rule for state in states])
+        x = self._adjust_logits(raw, penalised, tracked, states, row_params)
+        token_ids, pending = self._selector.select(x, row_params, [state.method for state in states])
         if penalised:
             self._counts.add(tracked, rows_of(token_ids, penalised))
         if self._raw:
@@ -189,57 +192,60 @@ class Sampler:
         return SampleResult(token_ids, pending)
 
     def warm_up(self, logits: Tensor) -> None:
-        """Compile what draws from logits like these [rows, V] need, so that no request waits seconds for it."""
-        self._selector.warm_up(logits, self._numbers.shape[1])
+        """Compile the kernels for logits like these [rows, V], so that no request waits seconds for them."""
+        self._selector.warm_up(logits, self._row_params.shape[1])
 
     def _raw_logprobs(self, raw: Tensor, token_ids: Tensor, states: list[_Slot]) -> list[Pending]:
         return [
-            (rows, raw_logprobs(rows_of(raw, rows), rows_of(token_ids, rows), [states[i].rule.logprobs for i in rows]))
-            for rows in self._selector.split([i for i, state in enumerate(states) if state.rule.logprobs is not None])
+            (
+                rows,
+                raw_logprobs(rows_of(raw, rows), rows_of(token_ids, rows), [states[i].method.logprobs for i in rows]),
+            )
+            for rows in self._selector.split([i for i, state in enumerate(states) if state.method.logprobs is not None])
         ]
 
-    def _end_min_tokens(self, slots: list[int], states: list[_Slot], positions: list[int]) -> None:
-        """Lift the mask where enough tokens came before: the slot may go back to plain argmax."""
+    def _lift_min_tokens(self, slots: list[int], states: list[_Slot], positions: list[int]) -> None:
+        """Lift the min_tokens mask of slots that have enough tokens; argmax may then be enough for them."""
         for slot, state, position in zip(slots, states, positions, strict=True):
             if state.min_tokens and position - state.prompt_len >= state.min_tokens:
                 state.min_tokens = 0
-                if state.is_plain:
-                    self._special.discard(slot)
+                if state.is_argmax:
+                    self._sampler_slots.discard(slot)
 
-    def _adjusted(
-        self, raw: Tensor, penalised: list[int], tracked: Tensor | None, states: list[_Slot], numbers: Tensor
+    def _adjust_logits(
+        self, raw: Tensor, penalised: list[int], tracked: Tensor | None, states: list[_Slot], row_params: Tensor
     ) -> Tensor:
-        """The logits in float32 after penalties, bias and the min_tokens mask; `raw` as it is where none applies.
+        """Return logits in float32 after penalties, bias and the min_tokens mask, or `raw` if none applies.
 
-        `penalised` are rows, and `tracked` their slots on the device.
+        `penalised` are row indices, `tracked` their slots on the device.
         """
         biased = [i for i, state in enumerate(states) if state.bias is not None]
         banned = [i for i, state in enumerate(states) if state.min_tokens]
         if not (penalised or biased or banned):
             return raw
         x = raw.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        for part, rows in enumerate(self._selector.split(penalised)):
-            start = part * self._selector.part
+        for chunk, rows in enumerate(self._selector.split(penalised)):
+            start = chunk * self._selector.chunk_rows
             slots = tracked[start : start + len(rows)]
-            columns = (_column(numbers, rows, c) for c in (_REPETITION, _FREQUENCY, _PRESENCE))
+            columns = (_column(row_params, rows, c) for c in (_REPETITION, _FREQUENCY, _PRESENCE))
             x = put_rows(x, rows, self._counts.penalise(rows_of(x, rows), slots, *columns))
         if biased:
-            where = self._flat(biased, [states[i].bias[0] for i in biased])
+            indices = self._flat_indices(biased, [states[i].bias[0] for i in biased])
             values = torch.cat([states[i].bias[1] for i in biased])
-            x.view(-1).index_add_(0, where, upload(values, self.device))
+            x.view(-1).index_add_(0, indices, upload(values, self.device))
         if banned:
-            where = self._flat(banned, [states[i].banned for i in banned])
-            x.view(-1).index_fill_(0, where, float("-inf"))
+            indices = self._flat_indices(banned, [states[i].banned for i in banned])
+            x.view(-1).index_fill_(0, indices, float("-inf"))
         return x
 
-    def _flat(self, rows: list[int], ids: list[Tensor]) -> Tensor:
-        """Places in the flattened logits of each row's token ids, on the device by one copy."""
+    def _flat_indices(self, rows: list[int], ids: list[Tensor]) -> Tensor:
+        """Return indices of each row's token ids in the flattened logits, on the device, with one copy."""
         lengths = torch.tensor([len(t) for t in ids])
         starts = torch.tensor(rows) * self.vocab_size
         return upload(torch.cat(ids) + starts.repeat_interleave(lengths), self.device)
 
-    def _banned(self, params: SamplingParams) -> Tensor | None:
-        """What would end the request before min_tokens; None if nothing can."""
+    def _banned_ids(self, params: SamplingParams) -> Tensor | None:
+        """Return the token ids that would end the request before min_tokens; None if there are none."""
         if params.min_tokens == 0:
             return None
         ids = set(params.stop_token_ids)
@@ -247,7 +253,7 @@ class Sampler:
             ids.update(i for i in self._eos_token_ids if i < self.vocab_size)
         if len(ids) == self.vocab_size:
             raise RequestError(
-                f"min_tokens={params.min_tokens} with stop_token_ids that name the whole vocabulary leaves no token: "
+                f"min_tokens={params.min_tokens} with stop_token_ids that cover the whole vocabulary bans every token: "
                 "give fewer stop_token_ids or min_tokens=0",
                 param="stop_token_ids",
             )
@@ -266,13 +272,13 @@ class Sampler:
             raise ValueError(f"{len(slots)} slots, but {len(positions)} positions")
 
 
-def _bias(bias: Mapping[int, float]) -> tuple[Tensor, Tensor]:
+def _bias_tensors(bias: Mapping[int, float]) -> tuple[Tensor, Tensor]:
     return torch.tensor(list(bias), dtype=torch.int64), torch.tensor(list(bias.values()), dtype=torch.float32)
 
 
-def _column(numbers: Tensor, rows: list[int], column: int) -> Tensor:
-    """One parameter of these rows, as float32 [b, 1]."""
-    return rows_of(numbers, rows)[:, column : column + 1].to(torch.float32)
+def _column(row_params: Tensor, rows: list[int], column: int) -> Tensor:
+    """Return one parameter of these rows as float32 [b, 1]."""
+    return rows_of(row_params, rows)[:, column : column + 1].to(torch.float32)
 
 
 def _as_list(values: Sequence[int] | Tensor) -> list[int]:

@@ -1,7 +1,7 @@
-"""The choice of tokens from adjusted logits: which rows are drawn in which way, by torch or by a GPU's kernels.
+"""Token selection from adjusted logits: choose per row how to sample, with torch or with the CUDA kernels.
 
-Owns what a draw needs of a request's parameters and the scratch it may take; the draws themselves are in
-engine/sampling/ops.py, and a GPU's in engine/kernels/fused_sampling.py. Knows no slot, no penalty and no text.
+Prepares each request's parameters for sampling and bounds the scratch. Sampling itself is in engine/sampling/ops.py
+(torch) and engine/kernels/fused_sampling.py (CUDA).
 """
 
 from __future__ import annotations
@@ -15,64 +15,67 @@ from torch import Tensor
 
 from engine.protocol.request import SamplingParams
 from engine.sampling.logprobs import DeviceLogprobs
-from engine.sampling.ops import sample_full, sample_truncated, weights_of, whole
+from engine.sampling.ops import sample_full, sample_truncated, untruncated, weights_of
 from engine.utils.async_copy import ids_to
 
-# The first columns of the numbers that go to the device once per step. _WHOLE and _TRUNCATED: the temperature where the
-# row is drawn by the kernels for such rows, else 0.
-_TEMPERATURE, _TOP_K, _TOP_P, _MIN_P, U, _WHOLE, _TRUNCATED = range(7)
-COLUMNS = 7
+# The first columns of the row parameters, uploaded once per step. UNIFORM: the random number in [0, 1). The last two:
+# the temperature if the kernels sample the row, from the full or the truncated distribution; else 0.
+_TEMPERATURE, _TOP_K, _TOP_P, _MIN_P, UNIFORM, _FULL_TEMPERATURE, _TRUNCATED_TEMPERATURE = range(7)
+NUM_COLUMNS = 7
 
 Pending = tuple[list[int], DeviceLogprobs]
 """Rows of the batch, and their log-probabilities."""
 
-# Logits drawn from at a time, by whether on a GPU: there it bounds the scratch (some 20 bytes each); a CPU is several
+# Logits per chunk on a CPU and on a GPU. On a GPU it bounds the scratch (about 20 bytes per logit); a CPU is several
 # times faster when a row's scratch stays in its cache.
-_PART_NUMBERS = (2**16, 2**26)
+_CHUNK_LOGITS = (2**16, 2**26)
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingRule:
-    """What the host must know of a row to decide how its token is chosen; the default is argmax."""
+class SamplingMethod:
+    """How a row's token is chosen, as known on the host. The default is argmax."""
 
     random: bool = False
-    fused: bool = False  # by the kernels
+    fused: bool = False  # sampled by the CUDA kernels
     top_k: int = 0
-    truncated: bool = False  # by top-k or top-p: drawn in order of likelihood
+    truncated: bool = False  # by top-k or top-p: sampled in order of probability
     min_p: bool = False
     logprobs: int | None = None
 
     @property
     def is_argmax(self) -> bool:
-        """Whether the best token is all that is asked for."""
+        """Whether only the most likely token is needed."""
         return not self.random and self.logprobs is None
 
 
 def _kernels(device: torch.device) -> ModuleType | None:
-    """What draws rows without log-probabilities on this device; None: torch, as all other rows."""
+    """Return the kernels that sample rows without log-probabilities on this device; None to use torch for all rows."""
     if device.type != "cuda":
         return None
-    from engine.kernels import fused_sampling  # triton exists only where CUDA does
+    from engine.kernels import fused_sampling  # triton is installed only with CUDA
 
     return fused_sampling
 
 
 class TokenSelector:
-    """Chooses a token per row. raw: log-probabilities are somebody else's, and none is given. Not thread-safe."""
+    """Chooses a token per row. Not thread-safe.
+
+    With `raw`, the caller computes logprobs and `select` returns none.
+    """
 
     def __init__(self, vocab_size: int, device: torch.device, raw: bool):
         self._vocab_size = vocab_size
         self._device = device
         self._raw = raw
-        self.part = max(1, _PART_NUMBERS[device.type == "cuda"] // vocab_size)
-        """Rows that are worked on at a time."""
+        self.chunk_rows = max(1, _CHUNK_LOGITS[device.type == "cuda"] // vocab_size)
+        """Maximum number of rows per chunk."""
         self._kernels = _kernels(device)
 
-    def rule(self, params: SamplingParams) -> SamplingRule:
-        """How a request's tokens are chosen; it depends on nothing but its parameters, so a batch changes no token."""
+    def method_for(self, params: SamplingParams) -> SamplingMethod:
+        """Return how to sample a request. Depends only on its parameters, so the batch does not affect its tokens."""
         top_k = params.top_k if params.top_k < self._vocab_size else 0
         random = not params.is_greedy
-        return SamplingRule(
+        return SamplingMethod(
             random=random,
             fused=random and params.logprobs is None and self._kernels is not None,
             top_k=top_k,
@@ -81,114 +84,127 @@ class TokenSelector:
             logprobs=params.logprobs,
         )
 
-    def numbers(self, params: SamplingParams, rule: SamplingRule) -> list[float]:
-        """A row's first COLUMNS numbers; the one in column U, its random number in [0, 1), changes with each token."""
-        temperature = params.temperature if rule.fused else 0.0
-        by_kernels = (0.0, temperature) if rule.truncated else (temperature, 0.0)
-        return [params.temperature or 1.0, rule.top_k, params.top_p, params.min_p, 0.0, *by_kernels]
+    def row_params(self, params: SamplingParams, method: SamplingMethod) -> list[float]:
+        """Return a row's first NUM_COLUMNS parameters. Column UNIFORM, the random number, changes with each token."""
+        temperature = params.temperature if method.fused else 0.0
+        by_kernels = (0.0, temperature) if method.truncated else (temperature, 0.0)
+        return [params.temperature or 1.0, method.top_k, params.top_p, params.min_p, 0.0, *by_kernels]
 
     def split(self, rows: list[int]) -> Iterator[list[int]]:
-        """The rows, a part's worth at a time."""
-        for start in range(0, len(rows), self.part):
-            yield rows[start : start + self.part]
+        """Yield the rows in chunks of at most chunk_rows."""
+        for start in range(0, len(rows), self.chunk_rows):
+            yield rows[start : start + self.chunk_rows]
 
     def warm_up(self, logits: Tensor, columns: int) -> None:
-        """Compile what draws need from logits like these [rows, V] and numbers [rows, columns]."""
+        """Compile the kernels for logits like these [rows, V] and row parameters [rows, columns]."""
         if self._kernels is not None:
-            none = torch.zeros(1, columns, dtype=torch.float64, device=self._device)  # temperature 0
-            for x in (logits[:1], logits[:1].to(torch.float32)):  # as they are, and adjusted
+            zeros = torch.zeros(1, columns, dtype=torch.float64, device=self._device)  # temperature 0
+            for x in (logits[:1], logits[:1].to(torch.float32)):  # unmodified and adjusted logits
                 for truncated in (False, True):
-                    self._sample_fused(x, none, torch.empty(1, dtype=torch.int64, device=self._device), truncated)
+                    self._sample_fused(x, zeros, torch.empty(1, dtype=torch.int64, device=self._device), truncated)
 
-    def select(self, x: Tensor, numbers: Tensor, rules: Sequence[SamplingRule]) -> tuple[Tensor, list[Pending]]:
-        """Tokens int64 [b] from x [b, V], -1 without a finite best, and the log-probabilities that rules ask for.
+    def select(self, x: Tensor, row_params: Tensor, methods: Sequence[SamplingMethod]) -> tuple[Tensor, list[Pending]]:
+        """Choose tokens int64 [b] from x [b, V]; also return the log-probabilities that the methods request.
 
-        numbers float64 [b, COLUMNS or more] on the device, made by `numbers`.
+        A token is -1 if the row has no finite maximum. row_params float64 [b, >= NUM_COLUMNS] is on the device, with
+        rows from `row_params`.
         """
-        rest = [i for i, rule in enumerate(rules) if not rule.fused]
-        if len(rest) == len(rules):
-            return self._sample_by_torch(x, numbers, rest, rules)
-        token_ids = torch.empty(len(rules), dtype=torch.int64, device=self._device)
-        for truncated in sorted({rule.truncated for rule in rules if rule.fused}):
-            self._sample_fused(x, numbers, token_ids, truncated)
-        if not rest:
+        torch_rows = [i for i, method in enumerate(methods) if not method.fused]
+        if len(torch_rows) == len(methods):
+            return self._sample_torch(x, row_params, torch_rows, methods)
+        token_ids = torch.empty(len(methods), dtype=torch.int64, device=self._device)
+        for truncated in sorted({method.truncated for method in methods if method.fused}):
+            self._sample_fused(x, row_params, token_ids, truncated)
+        if not torch_rows:
             return token_ids, []
-        chosen, pending = self._sample_by_torch(rows_of(x, rest), rows_of(numbers, rest), rest, rules)
-        return put_rows(token_ids, rest, chosen), pending
+        chosen, pending = self._sample_torch(
+            rows_of(x, torch_rows), rows_of(row_params, torch_rows), torch_rows, methods
+        )
+        return put_rows(token_ids, torch_rows, chosen), pending
 
-    def _sample_fused(self, x: Tensor, numbers: Tensor, token_ids: Tensor, truncated: bool) -> None:
-        """Tokens of those rows of x [b, V] that the kernels draw, and truncate or not, into token_ids int64 [b]."""
-        column = numbers.unbind(1)
+    def _sample_fused(self, x: Tensor, row_params: Tensor, token_ids: Tensor, truncated: bool) -> None:
+        """Sample with the kernels, into token_ids int64 [b], the fused rows of x [b, V] that are (not) truncated."""
+        column = row_params.unbind(1)
         if truncated:
             limits = (column[c] for c in (_TOP_K, _TOP_P, _MIN_P))
-            self._kernels.sample_truncated_rows(x, column[_TRUNCATED], *limits, column[U], token_ids)
+            self._kernels.sample_truncated_rows(x, column[_TRUNCATED_TEMPERATURE], *limits, column[UNIFORM], token_ids)
         else:
-            self._kernels.sample_rows(x, column[_WHOLE], column[_MIN_P], column[U], token_ids)
+            self._kernels.sample_rows(x, column[_FULL_TEMPERATURE], column[_MIN_P], column[UNIFORM], token_ids)
 
-    def _sample_by_torch(
-        self, x: Tensor, numbers: Tensor, rows: list[int], rules: Sequence[SamplingRule]
+    def _sample_torch(
+        self, x: Tensor, row_params: Tensor, rows: list[int], methods: Sequence[SamplingMethod]
     ) -> tuple[Tensor, list[Pending]]:
-        """The same of these rows of the batch: x and numbers are theirs alone, `rules` the whole batch's."""
+        """Like `select`, with torch, for these rows: x and row_params hold only them, `methods` the whole batch."""
         x = x.to(torch.float32, memory_format=torch.contiguous_format)
         best, token_ids = x.max(dim=1)
         pending: list[Pending] = []
-        members = [rules[i] for i in rows]
-        for part in self._parts(members):
-            parts = (rows_of(t, part) for t in (x, best, token_ids, numbers))
-            drawn, logprobs = self._draw(*parts, [rows[j] for j in part], [members[j] for j in part])
-            token_ids = put_rows(token_ids, part, drawn)
+        row_methods = [methods[i] for i in rows]
+        for chunk in self._chunks(row_methods):
+            chunk_tensors = (rows_of(t, chunk) for t in (x, best, token_ids, row_params))
+            sampled, logprobs = self._sample_chunk(
+                *chunk_tensors, [rows[j] for j in chunk], [row_methods[j] for j in chunk]
+            )
+            token_ids = put_rows(token_ids, chunk, sampled)
             pending += logprobs
         return torch.where(torch.isfinite(best), token_ids, -1), pending
 
-    def _parts(self, rules: list[SamplingRule]) -> Iterator[list[int]]:
-        """The rows that argmax alone doesn't answer: those drawn in the same way together, at most a part's worth."""
-        yield from self.split([i for i, rule in enumerate(rules) if rule.random and not rule.truncated])
-        yield from self.split([i for i, rule in enumerate(rules) if rule.random and rule.truncated])
+    def _chunks(self, methods: list[SamplingMethod]) -> Iterator[list[int]]:
+        """Yield chunks of rows that need more than argmax; the rows of a chunk are sampled in the same way."""
+        yield from self.split([i for i, method in enumerate(methods) if method.random and not method.truncated])
+        yield from self.split([i for i, method in enumerate(methods) if method.random and method.truncated])
         if not self._raw:
-            yield from self.split([i for i, rule in enumerate(rules) if not rule.random and rule.logprobs is not None])
+            yield from self.split(
+                [i for i, method in enumerate(methods) if not method.random and method.logprobs is not None]
+            )
 
-    def _draw(
-        self, x: Tensor, best: Tensor, best_ids: Tensor, numbers: Tensor, rows: list[int], members: list[SamplingRule]
+    def _sample_chunk(
+        self,
+        x: Tensor,
+        best: Tensor,
+        best_ids: Tensor,
+        row_params: Tensor,
+        rows: list[int],
+        chunk_methods: list[SamplingMethod],
     ) -> tuple[Tensor, list[Pending]]:
-        """Tokens int64 [b] of one part, and the log-probabilities of its rows that want them.
+        """Return tokens int64 [b] of one chunk, and the log-probabilities of its rows that request them.
 
-        x float32 [b, V], its maxima best and best_ids [b], numbers and members belong to the batch's rows `rows`, all
-        drawn in the same way.
+        x float32 [b, V], its maxima best and best_ids [b], row_params and chunk_methods belong to the rows `rows` of
+        the batch, which are all sampled in the same way.
         """
-        z = (x - best.unsqueeze(1)).div_(numbers[:, _TEMPERATURE].to(torch.float32).unsqueeze(1))
+        z = (x - best.unsqueeze(1)).div_(row_params[:, _TEMPERATURE].to(torch.float32).unsqueeze(1))
         weights = weights_of(z)
-        top_k, top_p, min_p, u = (numbers[:, c] for c in (_TOP_K, _TOP_P, _MIN_P, U))
-        if not members[0].random:
-            drawn = whole(best_ids, weights)
-        elif members[0].truncated:
-            ks = [rule.top_k for rule in members]
-            drawn = sample_truncated(z, weights, top_k, top_p, min_p, u, max(ks) if min(ks) > 0 else 0)
+        top_k, top_p, min_p, u = (row_params[:, c] for c in (_TOP_K, _TOP_P, _MIN_P, UNIFORM))
+        if not chunk_methods[0].random:
+            sampled = untruncated(best_ids, weights)
+        elif chunk_methods[0].truncated:
+            ks = [method.top_k for method in chunk_methods]
+            sampled = sample_truncated(z, weights, top_k, top_p, min_p, u, max(ks) if min(ks) > 0 else 0)
         else:
-            drawn = sample_full(weights, min_p if any(rule.min_p for rule in members) else None, u)
-        asked = [j for j, rule in enumerate(members) if rule.logprobs is not None]
-        if self._raw or not asked:
-            return drawn.token_ids, []
-        # A row of NaN is told from the others by its token: -1, as in the batch.
-        token_ids = torch.where(torch.isfinite(best), drawn.token_ids, -1)
-        parts = (rows_of(t, asked) for t in (z, token_ids, drawn.kept, drawn.total))
-        logprobs = DeviceLogprobs.of(*parts, [members[j].logprobs for j in asked])
-        return drawn.token_ids, [([rows[j] for j in asked], logprobs)]
+            sampled = sample_full(weights, min_p if any(method.min_p for method in chunk_methods) else None, u)
+        logprob_rows = [j for j, method in enumerate(chunk_methods) if method.logprobs is not None]
+        if self._raw or not logprob_rows:
+            return sampled.token_ids, []
+        # Mark rows without a finite maximum with the token -1, as in the batch.
+        token_ids = torch.where(torch.isfinite(best), sampled.token_ids, -1)
+        logprob_tensors = (rows_of(t, logprob_rows) for t in (z, token_ids, sampled.kept, sampled.total))
+        logprobs = DeviceLogprobs.of(*logprob_tensors, [chunk_methods[j].logprobs for j in logprob_rows])
+        return sampled.token_ids, [([rows[j] for j in logprob_rows], logprobs)]
 
 
 def rows_of(x: Tensor, rows: list[int]) -> Tensor:
-    """These ascending rows of x, as an alias where they lie together."""
+    """Return these ascending rows of x, as a view if they are contiguous."""
     first, last = rows[0], rows[-1]
     if last - first + 1 == len(rows):
         return x[first : last + 1]
     return x.index_select(0, ids_to(x.device, rows))
 
 
-def put_rows(x: Tensor, rows: list[int], part: Tensor) -> Tensor:
-    """x with these ascending rows replaced: x itself, written to, or `part` if they are all of them."""
+def put_rows(x: Tensor, rows: list[int], values: Tensor) -> Tensor:
+    """Replace these ascending rows of x and return x, modified in place; return `values` if they are all its rows."""
     first, last = rows[0], rows[-1]
     if len(rows) == len(x):
-        return part
+        return values
     if last - first + 1 == len(rows):
-        x[first : last + 1] = part
+        x[first : last + 1] = values
         return x
-    return x.index_copy_(0, ids_to(x.device, rows), part)
+    return x.index_copy_(0, ids_to(x.device, rows), values)

@@ -1,4 +1,4 @@
-"""Shared code of the Triton kernel tests. Importing it skips the test module, with a reason, if no kernel can run.
+"""Helpers for tests of Triton kernels. Importing this module skips the importing test module if no kernel can run.
 
 Import it before anything that imports triton. Under TRITON_INTERPRET=1 kernels run on the CPU, without bfloat16.
 """
@@ -22,5 +22,5 @@ DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
 
 
 def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Return ‖found - wanted‖ / ‖wanted‖ in float64."""
+    """Return norm(found - wanted) / norm(wanted), computed in float64."""
     return float((found.double() - wanted.double()).norm() / wanted.double().norm())

@@ -1,14 +1,14 @@
-"""Shared code of the sampling kernel tests: logits, random numbers, and the tolerance against torch's samples."""
+"""Helpers for tests of the sampling kernels: logits, random numbers, and the comparison with torch."""
 
 from __future__ import annotations
 
 import torch
 
 from engine.protocol.request import mix64
-from engine.sampling import ops as draw
+from engine.sampling import ops
 from tests.support.kernels import DEVICE
 
-LEFT = -7  # initial value of rows that are not sampled
+UNTOUCHED = -7  # token of a row that was not sampled
 
 
 def random_logits(rows, vocab_size, dtype=torch.float32, seed=0):
@@ -17,30 +17,30 @@ def random_logits(rows, vocab_size, dtype=torch.float32, seed=0):
 
 
 def uniforms(rows, seed):
-    """Return a random number per row: float64 [rows]."""
-    return draw.uniform(torch.tensor([mix64(seed)]), torch.arange(rows))
+    """Random numbers in [0, 1), float64 [rows]."""
+    return ops.uniform(torch.tensor([mix64(seed)]), torch.arange(rows))
 
 
 def scaled_logits(logits, temperatures):
-    """Return the sampler's scaled logits, float32 [rows, V], with row maximum 0."""
+    """z float32 [rows, V] as in the sampler, row maximum 0."""
     x = logits.float()
     return (x - x.amax(1, keepdim=True)) / temperatures.float().unsqueeze(1)
 
 
-def assert_replays_follow(draw, drawn, logits, numbers_of):
-    """Assert that replays of a captured `draw` match `drawn` after logits and random numbers change."""
-    (rows, vocab_size), numbers = logits.shape, numbers_of(len(logits))
-    token_ids = drawn(logits, numbers)
+def assert_replays_follow(launch, sample, logits, params_of):
+    """Check that replays of a captured `launch` equal `sample` after logits and parameters changed."""
+    (rows, vocab_size), row_params = logits.shape, params_of(len(logits))
+    token_ids = sample(logits, row_params)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        draw(logits, *numbers.unbind(1), token_ids)
+        launch(logits, *row_params.unbind(1), token_ids)
     for seed in range(3):
         logits.copy_(random_logits(rows, vocab_size, logits.dtype, seed))
-        numbers.copy_(numbers_of(rows, seed=seed))
+        row_params.copy_(params_of(rows, seed=seed))
         graph.replay()
-        assert token_ids.equal(drawn(logits, numbers))
+        assert token_ids.equal(sample(logits, row_params))
 
 
 def assert_nearly_all_equal(found, wanted):
-    """Assert that at least 99.9% are equal. exp may differ from torch's in its last bit, which can change a sample."""
+    """Allow for exp to differ from torch in its last bit, which changes one token in millions."""
     assert (found == wanted).sum() >= 0.999 * len(wanted)

@@ -1,4 +1,4 @@
-"""Paged attention against plain attention in float64, and what it may touch in the cache."""
+"""Paged attention against plain attention in float64, and which cache slots it writes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.
 
 
 def make_cache(kv_heads: int, dtype: torch.dtype = torch.float32, layers: int = 2, pages: int = 16) -> KVCache:
-    """A cache full of large stale values: whatever is read by mistake shows."""
+    """A cache full of large stale values, so that a wrong read shows in the result."""
     cache = KVCache(layers, pages, PAGE, kv_heads, DIM, dtype, "cpu")
     for tensor in (*cache.k, *cache.v):
         tensor.normal_(0.0, 30.0)
@@ -31,40 +31,40 @@ def make_cache(kv_heads: int, dtype: torch.dtype = torch.float32, layers: int = 
 
 
 def rows(count: int, heads: int, kv_heads: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
-    """q, k, v of `count` tokens as the models make them: slices of one projection."""
+    """q, k, v of `count` tokens as slices of one projection, as in the models."""
     qkv = torch.randn(count, heads + 2 * kv_heads, DIM).to(dtype)
     return qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
 
 
-@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("layout", HEADS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
 def test_decode_equals_plain_attention_over_each_rows_own_tokens(
-    kind: str, dtype: torch.dtype, tolerance: float
+    layout: str, dtype: torch.dtype, tolerance: float
 ) -> None:
     torch.manual_seed(0)
-    heads, kv_heads = HEADS[kind]
+    heads, kv_heads = HEADS[layout]
     pages = [[7, 2, 11, 5], [3, 9, 1, 4], [8, 6, 10, 12]]
-    lengths = (1, 10, 16)  # a first token, one inside a page, one that fills the last
+    lengths = (1, 10, 16)  # a first token, one inside a page, one that fills the last page
     cache = make_cache(kv_heads, dtype)
     history = [rows(length, heads, kv_heads, dtype) for length in lengths]
-    for text, own in zip(history, pages, strict=True):
-        if len(text[0]) > 1:
-            past = tuple(x[:-1] for x in text)
+    for sequence, own in zip(history, pages, strict=True):
+        if len(sequence[0]) > 1:
+            past = tuple(x[:-1] for x in sequence)
             PrefillAttention(cache, [(0, len(past[0]))], [own])(1, *past)
-    q, k, v = (torch.cat([text[i][-1:] for text in history]) for i in range(3))
+    q, k, v = (torch.cat([sequence[i][-1:] for sequence in history]) for i in range(3))
     positions = torch.tensor([length - 1 for length in lengths])
     out = DecodeAttention(cache, torch.tensor(pages), positions)(1, q, k, v)
-    expected = torch.cat([plain_attention(text[0][-1:], text[1], text[2]) for text in history])
+    expected = torch.cat([plain_attention(sequence[0][-1:], sequence[1], sequence[2]) for sequence in history])
     torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
 
 
-def test_a_wider_page_table_changes_nothing_but_the_work() -> None:
+def test_a_wider_page_table_does_not_change_the_result() -> None:
     q, k, v = rows(2, 6, 2)
     positions, table = torch.tensor([3, 6]), torch.tensor([[1, 2, 0, 0, 0], [3, 4, 0, 0, 0]])
     cache = make_cache(2)
     narrow = DecodeAttention(cache, table[:, :2], positions)(0, q, k, v)
     wide = DecodeAttention(cache, table, positions)(0, q, k, v)
-    torch.testing.assert_close(narrow, wide, atol=1e-4, rtol=0)  # of values of about 30
+    torch.testing.assert_close(narrow, wide, atol=1e-4, rtol=0)  # values are about 30
 
 
 def test_decode_writes_one_slot_per_row_of_one_layer() -> None:
@@ -88,14 +88,14 @@ def test_prefill_chunks_equal_plain_attention_and_leave_other_pages_alone() -> N
     untouched = [page for page in range(16) if page not in pages[0] + pages[1]]
     before = cache.k[0][untouched].clone()
     got: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-    # the first text in steps of 5, 7 and 1 tokens, the second beside it in 1, 2 and 6
+    # the first sequence in chunks of 5, 7 and 1 tokens, together with the second in chunks of 1, 2 and 6
     for a, b in (((0, 5), (0, 1)), ((5, 7), (1, 2)), ((12, 1), (3, 6))):
         parts = [torch.cat((x[a[0] : sum(a)], y[b[0] : sum(b)])) for x, y in zip(first, second, strict=True)]
         out = PrefillAttention(cache, [a, b], pages)(0, *parts)
         got[0].append(out[: a[1]])
         got[1].append(out[a[1] :])
-    for text, outs in ((first, got[0]), (second, got[1])):
-        torch.testing.assert_close(torch.cat(outs).double(), plain_attention(*text), atol=1e-5, rtol=1e-5)
+    for sequence, outs in ((first, got[0]), (second, got[1])):
+        torch.testing.assert_close(torch.cat(outs).double(), plain_attention(*sequence), atol=1e-5, rtol=1e-5)
     assert torch.equal(cache.k[0][untouched], before)
 
 
@@ -126,11 +126,11 @@ def test_clear_zeroes_pages_where_they_are() -> None:
     assert addresses == [tensor.data_ptr() for tensor in (*cache.k, *cache.v)]
 
 
-def test_impossible_steps_are_refused_with_what_is_needed() -> None:
+def test_invalid_steps_are_rejected_with_what_is_needed() -> None:
     cache = make_cache(2)
     with pytest.raises(ConfigError, match="'flash'.*sdpa, triton"):
         DecodeAttention(cache, torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), impl="flash")
-    with pytest.raises(ConfigError, match="5 tokens from 4 needs 3 pages, 2 came"):
+    with pytest.raises(ConfigError, match="5 tokens at position 4 need 3 pages; found 2"):
         PrefillAttention(cache, [(4, 5)], [[1, 2]])
-    with pytest.raises(ConfigError, match="2 chunks came with 1 page tables"):
+    with pytest.raises(ConfigError, match="2 chunks and 1 page tables"):
         PrefillAttention(cache, [(0, 1), (0, 1)], [[1]])

@@ -1,4 +1,4 @@
-"""The decode step's own kernels against float64: products of few rows, the greedy choice, and whole layers."""
+"""Decode-step kernels against float64: small-batch GEMM, greedy sampling and whole layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engine.worker.input_buffers import Layout
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.interpretable,
-    pytest.mark.filterwarnings("default::DeprecationWarning"),  # Triton's own, of Python's ast and numpy's scalars
+    pytest.mark.filterwarnings("default::DeprecationWarning"),  # raised by Triton: ast, numpy scalars
 ]
 TOLERANCE = 2e-3 if INTERPRETED else 1e-2
 SIZES = [(48, 80), (64, 128)] if INTERPRETED else [(4096, 1024), (1024, 3072), (1000, 328), (6144, 4096)]
@@ -28,8 +28,8 @@ ROWS = [1, 3, 17] if INTERPRETED else [1, 2, 8, 24, 64, 200]
 
 def scratch_for(rows: int, outputs: int, inputs: int) -> Scratch:
     scratch = Scratch(rows, rows, max(inputs, outputs), 2 * outputs, max(outputs, 64), DTYPE, torch.device(DEVICE))
-    for left_over in (scratch.normed, scratch.parts, scratch.best):
-        left_over.fill_(float("nan"))
+    for buffer in (scratch.normed, scratch.partials, scratch.best):
+        buffer.fill_(float("nan"))
     return scratch
 
 
@@ -51,7 +51,7 @@ def expected(x, weight, norm, bias, gated, before):
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(("outputs", "inputs"), SIZES)
 @pytest.mark.parametrize("form", ["plain", "normed", "biased", "added", "gated", "gated_biased"])
-def test_products_of_few_rows_equal_float64(rows, outputs, inputs, form):
+def test_linear_equals_float64(rows, outputs, inputs, form):
     gated = form.startswith("gated")
     x, weight = random(rows, inputs), random(outputs * (2 if gated else 1), inputs, seed=1) / inputs**0.5
     norm = random(inputs, seed=2) + 1 if form in ("normed", "gated") else None
@@ -59,13 +59,13 @@ def test_products_of_few_rows_equal_float64(rows, outputs, inputs, form):
     out = random(rows, outputs, seed=4) if form == "added" else torch.full((rows, outputs), float("nan")).to(x)
     wanted = expected(x, weight, norm, bias, gated, out if form == "added" else None)
     scratch = scratch_for(rows, outputs, inputs)
-    for _ in range(2 if form != "added" else 1):  # a second time: the first left its counts behind
+    for _ in range(2 if form != "added" else 1):  # twice: the first launch must reset the arrival counts
         linear(x, weight, out, scratch, norm=norm, eps=1e-6, bias=bias, gated=gated, add=form == "added")
     assert relative_error(out, wanted) < TOLERANCE
 
 
 @pytest.mark.parametrize("splits", [1, 2, 4])
-def test_parts_of_a_product_are_added_whoever_comes_last(splits):
+def test_split_k_sum_does_not_depend_on_the_arrival_order(splits):
     rows, outputs, inputs = 24, 128, 512
     x, weight = random(rows, inputs), random(2 * outputs, inputs, seed=1) / inputs**0.5
     scratch, out = scratch_for(rows, outputs, inputs), torch.empty(rows, outputs, device=DEVICE, dtype=DTYPE)
@@ -99,7 +99,7 @@ def test_tiles_fit_the_scratch_for_every_model_and_bucket():
 
 @pytest.mark.parametrize("max_rows", [1, 2, 5, 64])
 @pytest.mark.parametrize(("vocab", "hidden"), [(32000, 2048), (32000, 4096), (32064, 3072), (512, 64), (49152, 576)])
-def test_the_best_of_every_tile_fits_the_scratch(max_rows, vocab, hidden):
+def test_tile_argmax_fits_the_scratch(max_rows, vocab, hidden):
     scratch = Scratch(max_rows, max_rows, hidden, 64, vocab, DTYPE, torch.device(DEVICE))
     for rows in range(1, max_rows + 1):
         tiles = -(-vocab // choose_config(rows, vocab, hidden, False).tile_outputs)
@@ -149,7 +149,7 @@ def small_model(dtype: torch.dtype = DTYPE, **options) -> DenseModel:
 @pytest.mark.parametrize("rows", [1, 3] if INTERPRETED else [1, 3, 8, 40])
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32 if INTERPRETED else torch.bfloat16], ids=str)
-def test_fused_steps_equal_the_models_own(rows, architecture, dtype):
+def test_fused_steps_equal_the_unfused_model(rows, architecture, dtype):
     model = small_model(dtype, architectures=[architecture], model_type=architecture[:5].lower())
     config, steps = model.config, 3
     layout = Layout(rows + 1, 4)
@@ -187,7 +187,7 @@ def test_fused_steps_equal_the_models_own(rows, architecture, dtype):
             assert torch.equal(state.last_tokens[slots], chosen) and torch.equal(state.positions[:rows], positions)
 
 
-def test_padded_rows_stay_where_they_are_and_infinite_logits_give_no_token():
+def test_padded_rows_do_not_advance_and_non_finite_logits_give_no_token():
     model = small_model()
     layout = Layout(4, 2)
     cache = KVCache(2, 16, 16, 2, 32, DTYPE, DEVICE)

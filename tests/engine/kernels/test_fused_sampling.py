@@ -1,4 +1,4 @@
-"""Fused sampling against weights_of and sample_full: tokens, batches, tiles, rows without a token, and the sampler."""
+"""Fused sampling against sample_full: tokens, batches, tiles, rows without a token, and the whole sampler."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tests.support.kernels import DEVICE, INTERPRETED  # isort: skip  (before wh
 from engine.kernels import fused_sampling
 from engine.kernels.fused_sampling import TILE, sample_rows
 from engine.protocol.request import SamplingParams
-from engine.sampling import ops as draw
+from engine.sampling import ops
 from engine.sampling.sampler import Sampler
 from tests.support.sampling_cases import (
-    LEFT,
+    UNTOUCHED,
     assert_nearly_all_equal,
     assert_replays_follow,
     random_logits,
@@ -26,7 +26,7 @@ from tests.support.sampling_cases import (
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.interpretable,
-    pytest.mark.filterwarnings("default::DeprecationWarning"),  # Triton's own, of Python's ast and numpy's scalars
+    pytest.mark.filterwarnings("default::DeprecationWarning"),  # raised by Triton: ast, numpy scalars
 ]
 INF, NAN = math.inf, math.nan
 ROWS = 120 if INTERPRETED else 2000
@@ -34,159 +34,159 @@ VOCABULARIES = [1, 2, 17, 777, TILE, TILE + 1] + ([] if INTERPRETED else [50257,
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
-def numbers_of(rows, seed=0, temperature=None, min_p=0.0, u=None):
-    """float64 [rows, 3]: temperatures (of all sizes unless given), min_p, and random numbers unless given."""
-    numbers = torch.empty(rows, 3, dtype=torch.float64)
+def params_of(rows, seed=0, temperature=None, min_p=0.0, u=None):
+    """float64 [rows, 3]: temperature (varied by default), min_p, and u (random by default)."""
+    row_params = torch.empty(rows, 3, dtype=torch.float64)
     some = torch.tensor([1.0, 0.7, 0.25, 1.3, 100.0], dtype=torch.float64)
-    numbers[:, 0] = some[torch.arange(rows) % len(some)] if temperature is None else temperature
-    numbers[:, 1] = min_p
-    numbers[:, 2] = uniforms(rows, seed) if u is None else u
-    return numbers.to(DEVICE)
+    row_params[:, 0] = some[torch.arange(rows) % len(some)] if temperature is None else temperature
+    row_params[:, 1] = min_p
+    row_params[:, 2] = uniforms(rows, seed) if u is None else u
+    return row_params.to(DEVICE)
 
 
-def drawn(logits, numbers, tile=TILE):
-    token_ids = torch.full((len(logits),), LEFT, device=DEVICE)
-    sample_rows(logits, *numbers.unbind(1), token_ids, tile)
+def sample(logits, row_params, tile=TILE):
+    token_ids = torch.full((len(logits),), UNTOUCHED, device=DEVICE)
+    sample_rows(logits, *row_params.unbind(1), token_ids, tile)
     return token_ids
 
 
-def expected(logits, numbers):
-    z = scaled_logits(logits, numbers[:, 0])
-    return draw.sample_full(draw.weights_of(z), numbers[:, 1], numbers[:, 2]).token_ids
+def expected(logits, row_params):
+    z = scaled_logits(logits, row_params[:, 0])
+    return ops.sample_full(ops.weights_of(z), row_params[:, 1], row_params[:, 2]).token_ids
 
 
 @pytest.mark.parametrize("vocab_size", VOCABULARIES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tokens_are_those_of_draw_whole(vocab_size, dtype):
+def test_tokens_equal_sample_full(vocab_size, dtype):
     rows = min(ROWS, 2**26 // vocab_size)
-    logits, numbers = random_logits(rows, vocab_size, dtype), numbers_of(rows)
-    assert_nearly_all_equal(drawn(logits, numbers), expected(logits, numbers))
+    logits, row_params = random_logits(rows, vocab_size, dtype), params_of(rows)
+    assert_nearly_all_equal(sample(logits, row_params), expected(logits, row_params))
 
 
 @pytest.mark.parametrize("u", [0.0, 2.0**-53, 0.5, 2 / 3, 1 - 2.0**-53])
 @pytest.mark.parametrize("tile", [16, TILE])
-def test_shares_that_exp_gives_exactly_are_drawn_exactly(u, tile):
+def test_equal_logits_are_sampled_exactly(u, tile):
     rows, vocab_size = 24, 99
     allowed = torch.rand(rows, vocab_size, generator=torch.Generator().manual_seed(1)) < 0.2
     allowed[:, 50] = True
     allowed[:, [0, -1]] = False
     logits = torch.where(allowed, 2.5, -INF).to(DEVICE)
-    numbers = numbers_of(rows, u=u)
-    found = drawn(logits, numbers, tile)
-    assert found.equal(expected(logits, numbers))
+    row_params = params_of(rows, u=u)
+    found = sample(logits, row_params, tile)
+    assert found.equal(expected(logits, row_params))
     ids = [row.nonzero().squeeze(1) for row in allowed]
     assert found.tolist() == [row[int(u * len(row))].item() for row in ids]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tokens_do_not_depend_on_the_tiles(dtype):
+def test_tokens_do_not_depend_on_the_tile_size(dtype):
     rows = 20 if INTERPRETED else 500
-    logits, numbers = random_logits(rows, 1000, dtype), numbers_of(rows, min_p=0.001)
-    whole = drawn(logits, numbers, 1024)
-    assert len(set(whole.tolist())) > 10
-    assert all(drawn(logits, numbers, tile).equal(whole) for tile in (64, 128, 512))
+    logits, row_params = random_logits(rows, 1000, dtype), params_of(rows, min_p=0.001)
+    wanted = sample(logits, row_params, 1024)
+    assert len(set(wanted.tolist())) > 10
+    assert all(sample(logits, row_params, tile).equal(wanted) for tile in (64, 128, 512))
 
 
-def test_row_is_drawn_the_same_in_every_batch_and_place():
+def test_row_is_sampled_the_same_in_every_batch_and_position():
     rows, vocab_size = 12, 5000
-    logits, numbers = random_logits(rows, vocab_size, torch.float16), numbers_of(rows)
+    logits, row_params = random_logits(rows, vocab_size, torch.float16), params_of(rows)
     logits[3, 7] = NAN
-    whole = drawn(logits, numbers)
+    wanted = sample(logits, row_params)
     for row in range(rows):
-        assert drawn(logits[row : row + 1], numbers[row : row + 1]).equal(whole[row : row + 1])
+        assert sample(logits[row : row + 1], row_params[row : row + 1]).equal(wanted[row : row + 1])
     for seed in range(4):
-        some = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))[: 2 + 3 * seed].to(DEVICE)
-        assert drawn(logits[some], numbers[some]).equal(whole[some])
+        rows_in_batch = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))[: 2 + 3 * seed].to(DEVICE)
+        assert sample(logits[rows_in_batch], row_params[rows_in_batch]).equal(wanted[rows_in_batch])
 
 
-def test_strides_of_logits_and_numbers_change_nothing():
+def test_strides_of_logits_and_params_change_nothing():
     rows, vocab_size = 6, 777
-    logits, numbers = random_logits(rows, vocab_size), numbers_of(rows)
-    wanted = drawn(logits, numbers)
+    logits, row_params = random_logits(rows, vocab_size), params_of(rows)
+    wanted = sample(logits, row_params)
     wide = torch.full((2 * rows, vocab_size + 5), 50.0, device=DEVICE)
     wide[::2, :vocab_size] = logits
     before = wide.clone()
-    assert drawn(wide[::2, :vocab_size], numbers).equal(wanted)
-    assert drawn(logits.t().contiguous().t(), numbers).equal(wanted)
-    assert drawn(logits, torch.cat([numbers, numbers], 1)[:, :3]).equal(wanted)
-    assert drawn(logits.double(), numbers).equal(wanted)
+    assert sample(wide[::2, :vocab_size], row_params).equal(wanted)
+    assert sample(logits.t().contiguous().t(), row_params).equal(wanted)
+    assert sample(logits, torch.cat([row_params, row_params], 1)[:, :3]).equal(wanted)
+    assert sample(logits.double(), row_params).equal(wanted)
     assert wide.equal(before)
 
 
 @pytest.mark.parametrize("min_p", [1e-9, 0.02, 0.3, 1.0])
-def test_min_p_keeps_what_draw_whole_keeps(min_p):
+def test_min_p_keeps_the_same_tokens_as_sample_full(min_p):
     rows, vocab_size = ROWS, 500
     logits = random_logits(rows, vocab_size, torch.bfloat16)
-    numbers = numbers_of(rows, min_p=min_p)
-    numbers[::3, 1] = 0
-    found = drawn(logits, numbers)
-    assert_nearly_all_equal(found, expected(logits, numbers))
+    row_params = params_of(rows, min_p=min_p)
+    row_params[::3, 1] = 0
+    found = sample(logits, row_params)
+    assert_nearly_all_equal(found, expected(logits, row_params))
     x = logits.double()
-    shares = ((x.gather(1, found.unsqueeze(1)).squeeze(1) - x.amax(1)) / numbers[:, 0]).exp()
-    assert (shares >= numbers[:, 1] * (1 - 1e-5)).all()
+    relative = ((x.gather(1, found.unsqueeze(1)).squeeze(1) - x.amax(1)) / row_params[:, 0]).exp()
+    assert (relative >= row_params[:, 1] * (1 - 1e-5)).all()
     if min_p == 1.0:
-        assert (shares == 1).sum() >= rows * 2 // 3
+        assert (relative == 1).sum() >= rows * 2 // 3
 
 
-@pytest.mark.filterwarnings("default:overflow encountered:RuntimeWarning")  # numpy's, under the interpreter
-def test_temperatures_from_one_end_to_the_other():
+@pytest.mark.filterwarnings("default:overflow encountered:RuntimeWarning")  # from numpy, under the interpreter
+def test_extreme_temperatures():
     rows, vocab_size = 40, 2000
     logits = random_logits(rows, vocab_size)
-    coldest = numbers_of(rows, temperature=1e-5)
-    assert drawn(logits, coldest).equal(logits.argmax(1))
-    assert drawn(logits * 1e37, coldest).equal(logits.argmax(1))  # z overflows to -inf
-    hottest = numbers_of(rows, temperature=100.0)
-    assert_nearly_all_equal(drawn(logits, hottest), expected(logits, hottest))
-    assert len(set(drawn(logits, hottest).tolist())) > rows * 0.9
+    coldest = params_of(rows, temperature=1e-5)
+    assert sample(logits, coldest).equal(logits.argmax(1))
+    assert sample(logits * 1e37, coldest).equal(logits.argmax(1))  # z overflows to -inf
+    hottest = params_of(rows, temperature=100.0)
+    assert_nearly_all_equal(sample(logits, hottest), expected(logits, hottest))
+    assert len(set(sample(logits, hottest).tolist())) > rows * 0.9
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("place", [0, 40, 99])
-def test_row_without_a_distribution_gives_no_token_and_harms_no_other(dtype, place):
+def test_non_finite_row_gives_no_token_and_leaves_other_rows_unchanged(dtype, place):
     good = random_logits(7, 100, dtype)
     bad = good.clone()
     bad[1, place], bad[3, place], bad[5] = NAN, INF, -INF
     bad[6, [place, (place + 50) % 100]] = torch.tensor([NAN, INF], device=DEVICE, dtype=dtype)
-    numbers = numbers_of(7)
-    wanted = drawn(good, numbers)
+    row_params = params_of(7)
+    wanted = sample(good, row_params)
     wanted[[1, 3, 5, 6]] = -1
-    assert drawn(bad, numbers, 16).equal(wanted)
+    assert sample(bad, row_params, 16).equal(wanted)
 
 
-def test_rows_of_temperature_zero_are_left_as_they_are():
-    logits, numbers = random_logits(6, 100), numbers_of(6)
-    whole = drawn(logits, numbers)
-    numbers[[0, 2, 5], 0] = 0
-    whole[[0, 2, 5]] = LEFT
-    assert drawn(logits, numbers).equal(whole)
+def test_rows_of_temperature_zero_are_not_written():
+    logits, row_params = random_logits(6, 100), params_of(6)
+    wanted = sample(logits, row_params)
+    row_params[[0, 2, 5], 0] = 0
+    wanted[[0, 2, 5]] = UNTOUCHED
+    assert sample(logits, row_params).equal(wanted)
 
 
-def test_frequencies_are_the_distribution():
+def test_token_frequencies_follow_the_distribution():
     draws, vocab_size = (1500 if INTERPRETED else 60_000), 12
     logits = torch.linspace(-2, 2, vocab_size)[torch.randperm(vocab_size, generator=torch.Generator().manual_seed(0))]
-    numbers = numbers_of(draws, seed=3, temperature=0.8)
-    found = drawn(logits.to(DEVICE).expand(draws, vocab_size), numbers, 16)
+    row_params = params_of(draws, seed=3, temperature=0.8)
+    found = sample(logits.to(DEVICE).expand(draws, vocab_size), row_params, 16)
     counts = torch.bincount(found, minlength=vocab_size).cpu().double()
     wanted = (logits.double() / 0.8).softmax(0) * draws
     degrees = vocab_size - 1
     assert ((counts - wanted) ** 2 / wanted).sum() < degrees + 5 * math.sqrt(2 * degrees)
 
 
-def test_numbers_of_different_strides_are_refused():
-    numbers = numbers_of(2)
+def test_params_with_different_strides_are_rejected():
+    row_params = params_of(2)
     with pytest.raises(ValueError, match="columns of one matrix"):
         sample_rows(
             random_logits(2, 5),
-            numbers[:, 0],
-            numbers[:, 1].contiguous(),
-            numbers[:, 2],
+            row_params[:, 0],
+            row_params[:, 1].contiguous(),
+            row_params[:, 2],
             torch.zeros(2, dtype=torch.int64, device=DEVICE),
         )
 
 
 @pytest.mark.skipif(INTERPRETED, reason="captures a CUDA graph")
-def test_captured_draw_follows_logits_and_numbers_changed_between_replays():
-    assert_replays_follow(sample_rows, drawn, random_logits(16, 151936, torch.bfloat16), numbers_of)
+def test_captured_sampling_follows_logits_and_params_changed_between_replays():
+    assert_replays_follow(sample_rows, sample, random_logits(16, 151936, torch.bfloat16), params_of)
 
 
 PARAMS = [
@@ -205,12 +205,12 @@ PARAMS = [
 
 
 def sampler_with(params, rows, vocab_size, *, fused):
-    """A sampler whose rows without logprobs are drawn by the kernels, or by torch."""
-    state = Sampler(rows, vocab_size, DEVICE, eos_token_ids=(2,))
-    state._selector._kernels = fused_sampling if fused else None
+    """A sampler that samples rows without logprobs with the kernels, or with torch."""
+    sampler = Sampler(rows, vocab_size, DEVICE, eos_token_ids=(2,))
+    sampler._selector._kernels = fused_sampling if fused else None
     for slot in range(rows):
-        state.set_slot(slot, params[slot % len(params)], slot, [1, 2, 3], [4, 5])
-    return state
+        sampler.set_slot(slot, params[slot % len(params)], slot, [1, 2, 3], [4, 5])
+    return sampler
 
 
 @pytest.mark.parametrize(
@@ -236,22 +236,22 @@ def test_sampler_chooses_the_same_with_and_without_the_kernels(params, dtype):
     assert logits.nan_to_num().equal(before.nan_to_num())
 
 
-def test_row_of_the_sampler_is_drawn_the_same_in_every_batch():
+def test_sampler_row_is_sampled_the_same_in_every_batch():
     rows, vocab_size = 16, 777
     logits = random_logits(rows, vocab_size, torch.float16)
-    state = sampler_with(PARAMS, rows, vocab_size, fused=True)
-    whole = state.sample(logits, range(rows), [5] * rows).token_ids
+    sampler = sampler_with(PARAMS, rows, vocab_size, fused=True)
+    wanted = sampler.sample(logits, range(rows), [5] * rows).token_ids
     for seed in range(6):
-        some = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))[: 1 + 3 * seed].tolist()
-        assert state.sample(logits[some], some, [5] * len(some)).token_ids.equal(whole[some])
+        slots = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))[: 1 + 3 * seed].tolist()
+        assert sampler.sample(logits[slots], slots, [5] * len(slots)).token_ids.equal(wanted[slots])
 
 
-def test_slot_goes_from_the_kernels_to_torch_with_its_request():
+def test_slot_switches_between_kernels_and_torch_with_its_request():
     logits = random_logits(1, 50)
-    state = sampler_with(PARAMS[:1], 1, 50, fused=True)
-    state.set_slot(0, SamplingParams(temperature=0.0), 0, [])
-    assert state.sample(logits, [0], [0]).token_ids.equal(logits.argmax(1))
-    state.clear_slot(0)
-    assert state.sample(logits, [0], [0]).token_ids.equal(logits.argmax(1))
-    state.set_slot(0, SamplingParams(temperature=1e-5), 0, [])
-    assert state.sample(-logits, [0], [0]).token_ids.equal(logits.argmin(1))
+    sampler = sampler_with(PARAMS[:1], 1, 50, fused=True)
+    sampler.set_slot(0, SamplingParams(temperature=0.0), 0, [])
+    assert sampler.sample(logits, [0], [0]).token_ids.equal(logits.argmax(1))
+    sampler.clear_slot(0)
+    assert sampler.sample(logits, [0], [0]).token_ids.equal(logits.argmax(1))
+    sampler.set_slot(0, SamplingParams(temperature=1e-5), 0, [])
+    assert sampler.sample(-logits, [0], [0]).token_ids.equal(logits.argmin(1))

@@ -1,4 +1,4 @@
-"""The Triton decode kernel against attention in float64: shapes, lengths, page orders, poison, captured replay."""
+"""The Triton decode kernel against float64 attention: shapes, lengths, page orders, NaN poison, captured replay."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 from tests.support.kernels import INTERPRETED, relative_error  # isort: skip  (before what imports triton)
 
 from engine.attention.triton import TritonDecodeAttention
-from engine.kernels import paged_decode as td
+from engine.kernels import paged_decode as pd
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("default::DeprecationWarning"),  # Triton's own, of Python's ast and numpy's scalars
+    pytest.mark.filterwarnings("default::DeprecationWarning"),  # raised by Triton: ast, numpy scalars
 ]
 
 PAGE = 16
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
-LONGEST = 200 if INTERPRETED else 4096
+MAX_LENGTH = 200 if INTERPRETED else 4096
 
 
 def reference(q, k_cache, v_cache, page_table, positions, scale):
@@ -37,10 +37,10 @@ def reference(q, k_cache, v_cache, page_table, positions, scale):
 
 
 def make_case(device, lengths, heads, kv_heads, dim, dtype, *, max_keys=None, seed=0, table_dtype=torch.int64):
-    """Random caches whose pages are dealt out in random order; a length of 0 stands for a padded row.
+    """Random caches with pages assigned in random order; a length of 0 makes a padded row.
 
-    A padded row has position 0 and its whole page table on the scratch page. Every slot that no row may read holds
-    NaN, so that reading one shows.
+    A padded row has position 0 and a page table of scratch pages only. Every slot that no row may read holds NaN, so
+    that a wrong read shows in the result.
     """
     generator = torch.Generator().manual_seed(seed)
     pages_each = -(-(max_keys or max(lengths)) // PAGE)
@@ -69,7 +69,7 @@ def make_case(device, lengths, heads, kv_heads, dim, dtype, *, max_keys=None, se
 
 
 def decode(case, **options):
-    return td.paged_decode(case.q, case.k_cache, case.v_cache, case.page_table, case.positions, case.scale, **options)
+    return pd.paged_decode(case.q, case.k_cache, case.v_cache, case.page_table, case.positions, case.scale, **options)
 
 
 def expected(case):
@@ -77,7 +77,7 @@ def expected(case):
 
 
 def new_rows(case, seed=5):
-    """New keys and values as strided views of one fused projection, as a model hands them over."""
+    """New keys and values as strided views of one fused projection, as in the models."""
     batch, heads, dim = case.q.shape
     kv_heads = case.k_cache.shape[2]
     generator = torch.Generator().manual_seed(seed)
@@ -91,24 +91,24 @@ def new_rows(case, seed=5):
     ("heads", "kv_heads", "dim"), [(16, 8, 128), (32, 8, 128), (9, 3, 64), (4, 4, 64), (8, 1, 32), (6, 2, 48)]
 )
 def test_decode_equals_reference_for_random_lengths(device, dtype, heads, kv_heads, dim):
-    lengths = torch.randint(1, LONGEST + 1, (3 if INTERPRETED else 7,), generator=torch.Generator().manual_seed(dim))
-    case = make_case(device, [*lengths.tolist(), 1, LONGEST], heads, kv_heads, dim, dtype, seed=heads)
+    lengths = torch.randint(1, MAX_LENGTH + 1, (3 if INTERPRETED else 7,), generator=torch.Generator().manual_seed(dim))
+    case = make_case(device, [*lengths.tolist(), 1, MAX_LENGTH], heads, kv_heads, dim, dtype, seed=heads)
     assert relative_error(decode(case), expected(case)) < TOLERANCE[dtype]
 
 
 @pytest.mark.interpretable
 @pytest.mark.parametrize("splits", [None, 1, 2, 3, 7, 32])
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 64, 65, 127, 129, 200])
-def test_every_split_count_gives_the_same_attention_at_block_borders(device, splits, length):
+def test_every_split_count_gives_the_same_attention_at_block_boundaries(device, splits, length):
     case = make_case(device, [length, 200], 4, 2, 64, torch.float32, seed=length)
     out = torch.full_like(case.q, float("nan"))
-    found = decode(case, num_splits=splits, tiling=td.Tiling(16, 4, 3), out=out)
+    found = decode(case, num_splits=splits, tiling=pd.Tiling(16, 4, 3), out=out)
     assert found is out
     assert relative_error(out, expected(case)) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.interpretable
-def test_queries_of_each_kv_head_may_lie_apart(device):
+def test_query_groups_of_each_kv_head_may_be_strided(device):
     case = make_case(device, [5, 70, 33], 6, 2, 32, torch.float16)
     together = decode(case)
     apart = torch.full((3, 2, 5, 32), float("nan"), dtype=torch.float16, device=device)
@@ -129,11 +129,11 @@ def test_padded_rows_on_the_scratch_page_change_no_other_row(device):
 @pytest.mark.interpretable
 def test_poisoned_workspace_is_never_read_before_it_is_written(device):
     case = make_case(device, [200, 40, 1], 4, 2, 64, torch.float32)
-    tiling = td.Tiling(16, 4, 3)
-    workspace = td.decode_workspace(case.q, case.k_cache, case.page_table, num_splits=8, tiling=tiling)
+    tiling = pd.Tiling(16, 4, 3)
+    workspace = pd.decode_workspace(case.q, case.k_cache, case.page_table, num_splits=8, tiling=tiling)
     workspace.acc.fill_(float("nan"))
     workspace.lse.fill_(float("nan"))
-    for _ in range(2):  # the second call also shows that the first left the arrival counts at zero
+    for _ in range(2):  # the second call also checks that the first reset the arrival counts
         found = decode(case, num_splits=8, tiling=tiling, workspace=workspace)
         assert relative_error(found, expected(case)) < TOLERANCE[torch.float32]
         assert workspace.arrivals.count_nonzero() == 0
@@ -143,7 +143,7 @@ def test_poisoned_workspace_is_never_read_before_it_is_written(device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("splits", [1, 5])
 @pytest.mark.parametrize("table_dtype", [torch.int32, torch.int64], ids=str)
-def test_new_keys_and_values_are_written_at_their_positions_alone_and_attended_to(device, dtype, splits, table_dtype):
+def test_new_keys_and_values_are_written_only_at_their_positions_and_attended_to(device, dtype, splits, table_dtype):
     fused = make_case(device, [1, 16, 17, 65, 200], 16, 8, 64, dtype, table_dtype=table_dtype)
     apart = make_case(device, [1, 16, 17, 65, 200], 16, 8, 64, dtype, table_dtype=table_dtype)
     k, v = new_rows(fused)
@@ -182,7 +182,7 @@ def test_attention_object_appends_and_attends_per_layer(device):
         (dict(q=torch.zeros(2, 4, 32)), "k_cache must be"),
     ],
 )
-def test_shapes_that_do_not_fit_are_refused_by_name(device, change, message):
+def test_mismatched_shapes_are_rejected_by_name(device, change, message):
     case = make_case(device, [30, 20], 4, 2, 64, torch.float32)
     vars(case).update({name: tensor.to(device) for name, tensor in change.items()})
     with pytest.raises(ValueError, match=message):
@@ -190,9 +190,9 @@ def test_shapes_that_do_not_fit_are_refused_by_name(device, change, message):
 
 
 @pytest.mark.interpretable
-def test_workspace_of_another_shape_is_refused(device):
+def test_workspace_of_another_shape_is_rejected(device):
     case = make_case(device, [30, 20], 4, 2, 64, torch.float32)
-    workspace = td.decode_workspace(case.q[:1], case.k_cache, case.page_table)
+    workspace = pd.decode_workspace(case.q[:1], case.k_cache, case.page_table)
     with pytest.raises(ValueError, match="workspace is for"):
         decode(case, workspace=workspace)
 
@@ -200,12 +200,12 @@ def test_workspace_of_another_shape_is_refused(device):
 @pytest.mark.interpretable
 def test_launches_of_all_row_counts_share_one_scratch(device):
     case = make_case(device, [200, 40, 1, 90, 17], 4, 2, 64, torch.float32)
-    scratch = td.DecodeScratch(5, case.q, case.k_cache, case.page_table)
+    scratch = pd.DecodeScratch(5, case.q, case.k_cache, case.page_table)
     wanted = expected(case)
     for rows in (5, 1, 3, 2, 5, 4):
         scratch._acc.fill_(float("nan"))
         scratch._lse.fill_(float("nan"))
-        found = td.paged_decode(
+        found = pd.paged_decode(
             case.q[:rows],
             case.k_cache,
             case.v_cache,
@@ -215,19 +215,19 @@ def test_launches_of_all_row_counts_share_one_scratch(device):
             workspace=scratch.of(rows),
         )
         assert relative_error(found, wanted[:rows]) < TOLERANCE[torch.float32]
-    alone = [td.decode_workspace(case.q[:rows], case.k_cache, case.page_table) for rows in range(1, 6)]
-    assert scratch._acc.numel() == max(one.acc.numel() for one in alone if one.lse.shape[2] > 1)
-    assert [scratch.of(rows).lse.shape for rows in range(1, 6)] == [one.lse.shape for one in alone]
+    separate = [pd.decode_workspace(case.q[:rows], case.k_cache, case.page_table) for rows in range(1, 6)]
+    assert scratch._acc.numel() == max(workspace.acc.numel() for workspace in separate if workspace.lse.shape[2] > 1)
+    assert [scratch.of(rows).lse.shape for rows in range(1, 6)] == [workspace.lse.shape for workspace in separate]
 
 
 @pytest.mark.interpretable
 def test_splits_fill_the_device_and_never_outnumber_the_blocks():
-    assert td.choose_splits(1, 8, 4096, 132, 64).count == td.MAX_SPLITS
-    assert td.choose_splits(1, 8, 128, 132, 64).count == 2
-    assert td.choose_splits(8, 8, 4096, 132, 64).count == 8
-    assert td.choose_splits(32, 8, 4096, 132, 64).count == 1
-    assert td.choose_splits(256, 8, 4096, 132, 64).count == 1
-    assert td.choose_splits(256, 8, 1 << 17, 132, 64).count == td.BALANCE_SPLITS
+    assert pd.choose_splits(1, 8, 4096, 132, 64).count == pd.MAX_SPLITS
+    assert pd.choose_splits(1, 8, 128, 132, 64).count == 2
+    assert pd.choose_splits(8, 8, 4096, 132, 64).count == 8
+    assert pd.choose_splits(32, 8, 4096, 132, 64).count == 1
+    assert pd.choose_splits(256, 8, 4096, 132, 64).count == 1
+    assert pd.choose_splits(256, 8, 1 << 17, 132, 64).count == pd.BALANCE_SPLITS
 
 
 @pytest.mark.parametrize("splits", [None, 1, 16])
@@ -236,7 +236,7 @@ def test_captured_decode_follows_positions_and_pages_changed_between_replays(dev
     case = make_case(device, [4096] * 6, 16, 8, 128, dtype)
     out = torch.empty_like(case.q)
     k, v = (rows.clone() for rows in new_rows(case))
-    workspace = td.decode_workspace(case.q, case.k_cache, case.page_table, num_splits=splits)
+    workspace = pd.decode_workspace(case.q, case.k_cache, case.page_table, num_splits=splits)
 
     def run():
         decode(case, new_kv=(k, v), num_splits=splits, out=out, workspace=workspace)
@@ -268,5 +268,5 @@ def test_same_inputs_give_the_same_bits_every_time(device, batch):
     case = make_case(device, [512] * batch, 16, 8, 128, torch.bfloat16)
     first = decode(case)
     assert relative_error(first, expected(case)) < TOLERANCE[torch.bfloat16]
-    for _ in range(50):  # the order in which parts arrive varies; the sum must not
+    for _ in range(50):  # the arrival order of splits varies; the sum must not
         assert torch.equal(decode(case), first)

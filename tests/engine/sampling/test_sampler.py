@@ -1,4 +1,4 @@
-"""Sampling against a plain per-row reference, and against itself in other batches."""
+"""Sampling against a per-row reference in plain Python, and against itself in other batches."""
 
 import math
 from collections import Counter
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.errors import RequestError
 from engine.protocol.request import GOLDEN, SamplingParams, mix64
-from engine.sampling import ops as draw
+from engine.sampling import ops
 from engine.sampling.sampler import Sampler, prompt_logprobs
 
 EOS = 2
@@ -34,7 +34,7 @@ def reference_logits(logits, params, prompt, outputs):
 
 
 def reference_distribution(logits, params, prompt, outputs):
-    """{token: log-probability} of what may be drawn; None where rounding could decide what top-p or min-p keeps."""
+    """{token: log-probability} of possible tokens; None if rounding could decide what top-p or min-p keeps."""
     x = reference_logits(logits, params, prompt, outputs)
     temperature = params.temperature or 1.0
     order = sorted(range(len(x)), key=lambda token: (-x[token], token))
@@ -56,19 +56,19 @@ def reference_distribution(logits, params, prompt, outputs):
     return {token: math.log(weight[token] / total) for token in order if weight[token] > 0}
 
 
-def state_of(params, prompt, outputs, vocab_size, seed=0, slot=1, **options):
-    state = Sampler(4, vocab_size, eos_token_ids=(EOS,), **options)
-    state.set_slot(slot, params, seed, prompt, outputs)
-    return state
+def sampler_with(params, prompt, outputs, vocab_size, seed=0, slot=1, **options):
+    sampler = Sampler(4, vocab_size, eos_token_ids=(EOS,), **options)
+    sampler.set_slot(slot, params, seed, prompt, outputs)
+    return sampler
 
 
-def one(state, logits, position, slot=1):
+def sample_one(sampler, logits, position, slot=1):
     """(token, TokenLogprob) of a batch of one row."""
-    result = state.sample(torch.as_tensor(logits, dtype=torch.float32)[None], [slot], [position])
+    result = sampler.sample(torch.as_tensor(logits, dtype=torch.float32)[None], [slot], [position])
     return result.token_ids.item(), result.logprobs and result.logprobs[0]
 
 
-# A coarse grid of logits: exact in float32, and with the ties that bfloat16 gives a real model.
+# A coarse grid of logits: exact in float32, with ties as in the bfloat16 logits of a real model.
 some_logits = st.lists(st.integers(-64, 64).map(lambda i: i / 8), min_size=8, max_size=40)
 some_params = st.fixed_dictionaries(
     {},
@@ -90,12 +90,12 @@ some_ids = st.lists(st.integers(0, 7), max_size=6)
 
 @settings(max_examples=400, deadline=None)
 @given(some_logits, some_params, some_ids, some_ids, st.integers(-(2**63), 2**63 - 1))
-def test_distribution_is_the_reference(logits, fields, prompt, outputs, seed):
+def test_distribution_equals_the_reference(logits, fields, prompt, outputs, seed):
     params = SamplingParams(**fields, logprobs=100)
     expected = reference_distribution(logits, params, prompt, outputs)
     assume(expected is not None)
-    state = state_of(params, prompt, outputs, len(logits), seed)
-    token, chosen = one(state, logits, len(prompt) + len(outputs))
+    sampler = sampler_with(params, prompt, outputs, len(logits), seed)
+    token, chosen = sample_one(sampler, logits, len(prompt) + len(outputs))
     assert list(chosen.top) == list(expected)
     assert chosen.top == pytest.approx(expected, abs=2e-4)
     assert chosen.token_id == token and chosen.logprob == chosen.top[token]
@@ -107,46 +107,46 @@ def test_distribution_is_the_reference(logits, fields, prompt, outputs, seed):
 
 @settings(max_examples=60, deadline=None)
 @given(some_logits, some_params, some_ids, st.lists(st.integers(0, 7), min_size=1, max_size=6), st.integers(0, 5))
-def test_preempted_request_goes_on_as_if_it_had_not_been(logits, fields, prompt, outputs, recounted):
+def test_preempted_request_continues_with_the_same_tokens(logits, fields, prompt, outputs, recounted):
     params = SamplingParams(**fields, logprobs=100)
-    whole = state_of(params, prompt, outputs, len(logits), seed=5)
-    resumed = state_of(params, prompt, outputs[:recounted], len(logits), seed=5, slot=3)
+    whole = sampler_with(params, prompt, outputs, len(logits), seed=5)
+    resumed = sampler_with(params, prompt, outputs[:recounted], len(logits), seed=5, slot=3)
     if resumed._counts._counts is not None:
         rest = torch.tensor(outputs[recounted:], dtype=torch.int64)
         resumed._counts.add(torch.full_like(rest, 3), rest)
     position = len(prompt) + len(outputs)
-    assert one(whole, logits, position) == one(resumed, logits, position, slot=3)
+    assert sample_one(whole, logits, position) == sample_one(resumed, logits, position, slot=3)
 
 
-def test_slot_forgets_its_last_request():
+def test_a_reused_slot_keeps_nothing_of_its_last_request():
     logits = torch.zeros(1, 8)
     params = SamplingParams(temperature=0.0, presence_penalty=1.0, logprobs=8)
-    state = state_of(params, [0], [1, 2], 8)
-    state.sample(logits, [1], [3])
-    state.clear_slot(1)
-    assert not state.needs_sampler([1])
-    state.set_slot(1, params, 0, [0], [])
-    assert len(set(state.sample(logits, [1], [1]).logprobs[0].top.values())) == 1
+    sampler = sampler_with(params, [0], [1, 2], 8)
+    sampler.sample(logits, [1], [3])
+    sampler.clear_slot(1)
+    assert not sampler.needs_sampler([1])
+    sampler.set_slot(1, params, 0, [0], [])
+    assert len(set(sampler.sample(logits, [1], [1]).logprobs[0].top.values())) == 1
 
 
-def test_a_sampled_token_counts_against_itself_in_the_next_step_though_the_host_never_saw_it():
+def test_penalties_count_sampled_tokens_without_the_host():
     logits = torch.tensor([[0.0, 0.0, 9.0, 8.0, 0.0], [0.0, 0.0, 0.0, 9.0, 8.5]])
-    state = Sampler(4, 5)
+    sampler = Sampler(4, 5)
     penalty = SamplingParams(temperature=0.0, frequency_penalty=1.5, logprobs=0)
-    state.set_slot(3, penalty, 0, [1])
-    state.set_slot(0, SamplingParams(temperature=0.0, logprobs=0), 0, [1])
-    state.set_slot(2, penalty, 0, [1])
-    given = [state.sample(logits[[0, 0, 1]], [3, 0, 2], [step + 1] * 3).token_ids.tolist() for step in range(4)]
+    sampler.set_slot(3, penalty, 0, [1])
+    sampler.set_slot(0, SamplingParams(temperature=0.0, logprobs=0), 0, [1])
+    sampler.set_slot(2, penalty, 0, [1])
+    given = [sampler.sample(logits[[0, 0, 1]], [3, 0, 2], [step + 1] * 3).token_ids.tolist() for step in range(4)]
     assert given == [[2, 2, 3], [3, 2, 4], [2, 2, 3], [3, 2, 4]]
-    state.set_slot(3, penalty, 0, [1], [2, 2])  # recomputed with what the host knows: nothing else counts
-    assert state.sample(logits[:1], [3], [3]).token_ids.tolist() == [3]
+    sampler.set_slot(3, penalty, 0, [1], [2, 2])  # recomputed from the host's tokens: nothing else counts
+    assert sampler.sample(logits[:1], [3], [3]).token_ids.tolist() == [3]
 
 
 def test_a_row_without_a_token_counts_nothing():
-    state = Sampler(2, 4)
-    state.set_slot(0, SamplingParams(temperature=0.0, presence_penalty=2.0), 0, [1])
-    assert state.sample(torch.full((1, 4), float("nan")), [0], [1]).token_ids.tolist() == [-1]
-    assert state._counts._counts[0].tolist() == [0, 1, 0, 0]
+    sampler = Sampler(2, 4)
+    sampler.set_slot(0, SamplingParams(temperature=0.0, presence_penalty=2.0), 0, [1])
+    assert sampler.sample(torch.full((1, 4), float("nan")), [0], [1]).token_ids.tolist() == [-1]
+    assert sampler._counts._counts[0].tolist() == [0, 1, 0, 0]
 
 
 def python_uniform(key, position):
@@ -157,7 +157,7 @@ def python_uniform(key, position):
 @example([(2**63 - 1, 0), (-(2**63), 1), (0, 0), (-1, 2**40)])
 def test_uniform_is_the_hash_of_key_and_position_alone(pairs):
     keys, positions = (torch.tensor(column) for column in zip(*pairs, strict=True))
-    u = draw.uniform(keys, positions)
+    u = ops.uniform(keys, positions)
     assert u.dtype == torch.float64
     assert u.tolist() == [python_uniform(key, position) for key, position in pairs]
     assert 0.0 <= u.min() and u.max() < 1.0
@@ -172,12 +172,12 @@ def test_uniform_is_uniform_and_uncorrelated(along):
     n = 65536
     index = torch.arange(n)
     if along == "positions":
-        u = draw.uniform(torch.full((n,), mix64(42)), index)
+        u = ops.uniform(torch.full((n,), mix64(42)), index)
     elif along == "seeds":
-        u = draw.uniform(torch.tensor([mix64(seed) for seed in range(n)]), torch.full((n,), 17))
+        u = ops.uniform(torch.tensor([mix64(seed) for seed in range(n)]), torch.full((n,), 17))
     else:
-        u = draw.uniform(torch.tensor([mix64(mix64(7 + k * GOLDEN)) for k in range(n)]), torch.full((n,), 17))
-    # 255 degrees of freedom: the mean is 255 and the deviation 22.6; 5 deviations is one in millions.
+        u = ops.uniform(torch.tensor([mix64(mix64(7 + k * GOLDEN)) for k in range(n)]), torch.full((n,), 17))
+    # 255 degrees of freedom: mean 255, standard deviation 22.6; 5 deviations occur once in millions.
     assert chi_square(torch.histc(u, 256, 0.0, 1.0).tolist(), [n / 256] * 256) < 368
     pairs = torch.floor(u[:-1] * 16) * 16 + torch.floor(u[1:] * 16)
     assert chi_square(torch.bincount(pairs.long(), minlength=256).tolist(), [(n - 1) / 256] * 256) < 368
@@ -186,16 +186,16 @@ def test_uniform_is_uniform_and_uncorrelated(along):
 @pytest.mark.parametrize(
     "fields", [{}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 9, "top_p": 0.9, "min_p": 0.02}], ids=str
 )
-def test_draws_follow_the_distribution(fields):
+def test_token_frequencies_follow_the_distribution(fields):
     logits = [math.sin(3 * i) * 2 for i in range(30)]
     params = SamplingParams(**fields, temperature=0.8)
     expected = reference_distribution(logits, params, [], [])
-    state = Sampler(1000, 30)
+    sampler = Sampler(1000, 30)
     for slot in range(1000):
-        state.set_slot(slot, params, slot, [])
+        sampler.set_slot(slot, params, slot, [])
     counts = Counter()
     for position in range(20):
-        counts.update(state.sample(torch.tensor([logits] * 1000), range(1000), [position] * 1000).token_ids.tolist())
+        counts.update(sampler.sample(torch.tensor([logits] * 1000), range(1000), [position] * 1000).token_ids.tolist())
     assert set(counts) <= set(expected)
     degrees = len(expected) - 1
     found = chi_square([counts[t] for t in expected], [math.exp(p) * 20000 for p in expected.values()])
@@ -216,20 +216,20 @@ VARIED = [
 ]
 
 
-@pytest.mark.parametrize("part", [2**12, 2**26], ids=["many parts", "one part"])
-def test_row_is_drawn_the_same_in_every_batch(monkeypatch, part):
-    monkeypatch.setattr("engine.sampling.selection._PART_NUMBERS", (part, part))
+@pytest.mark.parametrize("chunk", [2**12, 2**26], ids=["many chunks", "one chunk"])
+def test_row_is_sampled_the_same_in_every_batch(monkeypatch, chunk):
+    monkeypatch.setattr("engine.sampling.selection._CHUNK_LOGITS", (chunk, chunk))
     vocab_size, rows = 3000, len(VARIED)
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(rows, vocab_size, generator=generator) * 2).to(torch.bfloat16)
-    state = Sampler(rows, vocab_size, eos_token_ids=(EOS,))
+    sampler = Sampler(rows, vocab_size, eos_token_ids=(EOS,))
     for slot, params in enumerate(VARIED):
-        state.set_slot(slot, params, params.seed or 0, [1, 2, 3], [4, 5])
+        sampler.set_slot(slot, params, params.seed or 0, [1, 2, 3], [4, 5])
     positions = [5 + 7 * slot for slot in range(rows)]
 
     def sampled(slots, padding=0):
         batch = torch.cat([logits[slots], torch.full((padding, vocab_size), 3.0, dtype=torch.bfloat16)])
-        result = state.sample(batch, slots, [positions[slot] for slot in slots])
+        result = sampler.sample(batch, slots, [positions[slot] for slot in slots])
         entries = zip(result.token_ids.tolist(), result.logprobs or [None] * len(slots), strict=True)
         return dict(zip(slots, entries, strict=True))
 
@@ -237,39 +237,39 @@ def test_row_is_drawn_the_same_in_every_batch(monkeypatch, part):
     assert len({token for token, _ in alone.values()}) > 5
     for seed in range(12):
         order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed)).tolist()
-        some = order[: 1 + seed % rows]
-        assert sampled(some, padding=seed) == {slot: alone[slot] for slot in some}
+        chosen = order[: 1 + seed % rows]
+        assert sampled(chosen, padding=seed) == {slot: alone[slot] for slot in chosen}
     assert sampled(list(range(rows))) == alone
 
 
 @pytest.mark.parametrize("vocab_size", [500, 3000])
 @pytest.mark.parametrize("top_p", [0.5, 0.97, 1.0])
-def test_large_vocabulary_is_truncated_as_the_reference(vocab_size, top_p):
+def test_truncation_of_a_large_vocabulary_equals_the_reference(vocab_size, top_p):
     logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(1)).tolist()
     for top_k in (0, 100, 2000):
         params = SamplingParams(top_p=top_p, top_k=top_k, temperature=3.0, logprobs=0)
         expected = reference_distribution(logits, params, [], [])
-        state = Sampler(64, vocab_size)
+        sampler = Sampler(64, vocab_size)
         for slot in range(64):
-            state.set_slot(slot, params, slot, [])
-        for entry in state.sample(torch.tensor([logits] * 64), range(64), range(64)).logprobs:
+            sampler.set_slot(slot, params, slot, [])
+        for entry in sampler.sample(torch.tensor([logits] * 64), range(64), range(64)).logprobs:
             assert entry.logprob == pytest.approx(expected[entry.token_id], abs=1e-5)
-        kept = draw.sample_truncated(*inputs(torch.tensor([logits]), params, 0.5), 0).kept
+        kept = ops.sample_truncated(*inputs(torch.tensor([logits]), params, 0.5), 0).kept
         assert kept.item() == len(expected)
 
 
 def inputs(logits, params, u):
-    """What sample_truncated takes, for rows that share their parameters."""
+    """Arguments of sample_truncated for rows that share their parameters."""
     z = (logits - logits.amax(1, keepdim=True)) / params.temperature
     columns = [
         torch.full((len(logits),), x, dtype=torch.float64) for x in (params.top_k, params.top_p, params.min_p, u)
     ]
-    return z, draw.weights_of(z), *columns
+    return z, ops.weights_of(z), *columns
 
 
 @pytest.mark.parametrize("u", [0.0, 2.0**-53, 0.5, 1 - 2.0**-53])
 @pytest.mark.parametrize("seed", range(5))
-def test_impossible_token_is_never_drawn(u, seed):
+def test_token_of_probability_zero_is_never_sampled(u, seed):
     logits = torch.randn(64, 50, generator=torch.Generator().manual_seed(seed)) * 4
     logits[torch.rand(64, 50, generator=torch.Generator().manual_seed(seed)) < 0.7] = -INF
     logits[:, :10] = -INF
@@ -278,76 +278,76 @@ def test_impossible_token_is_never_drawn(u, seed):
     rows = torch.full((64,), u, dtype=torch.float64)
     z, weights, *columns = inputs(logits, SamplingParams(top_p=0.999999), u)
     for token_ids in (
-        draw.sample_full(weights, None, rows).token_ids,
-        draw.sample_full(weights, torch.zeros_like(rows), rows).token_ids,
-        draw.sample_truncated(z, weights, *columns, 0).token_ids,
+        ops.sample_full(weights, None, rows).token_ids,
+        ops.sample_full(weights, torch.zeros_like(rows), rows).token_ids,
+        ops.sample_truncated(z, weights, *columns, 0).token_ids,
     ):
         assert logits.gather(1, token_ids[:, None]).min() > -INF
 
 
-def test_the_ends_of_the_range_draw_the_first_and_the_last_token():
+def test_extreme_random_numbers_sample_the_first_and_the_last_token():
     weights = torch.tensor([[0, 5, 7, 0, 1, 0]]).expand(3, 6)
     u = torch.tensor([0.0, 5 / 13, 1 - 2.0**-53], dtype=torch.float64)
-    assert draw.sample_full(weights, None, u).token_ids.tolist() == [1, 2, 4]
+    assert ops.sample_full(weights, None, u).token_ids.tolist() == [1, 2, 4]
 
 
 @given(st.lists(st.integers(1, 2**40), min_size=1, max_size=8), st.integers(1, 2**19))
-def test_rounding_never_reaches_past_the_last_possible_token(some, times):
-    weights = torch.tensor([[weight * times for weight in some] + [0, 0]])  # totals up to what a vocabulary can have
+def test_rounding_never_selects_past_the_last_possible_token(some, times):
+    weights = torch.tensor([[weight * times for weight in some] + [0, 0]])  # totals up to the maximum of a vocabulary
     u = torch.tensor([1 - 2.0**-53], dtype=torch.float64)
-    assert draw.sample_full(weights, None, u).token_ids.item() == len(some) - 1
+    assert ops.sample_full(weights, None, u).token_ids.item() == len(some) - 1
 
 
 def test_equal_logits_rank_by_id():
     z = torch.tensor([[-1.0, 0.0, -1.0, 0.0, -INF, -0.0, -1e-40]])
     for count in range(1, 8):
-        assert draw.ranked(z, count)[0].tolist() == [1, 3, 5, 6, 0, 2, 4][:count]
+        assert ops.ranked(z, count)[0].tolist() == [1, 3, 5, 6, 0, 2, 4][:count]
 
 
 @pytest.mark.parametrize("fields", [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 1e-5}], ids=str)
 def test_narrowest_truncation_is_greedy(fields):
     logits = torch.randn(200, 97, generator=torch.Generator().manual_seed(3))
-    state = Sampler(200, 97)
+    sampler = Sampler(200, 97)
     for slot in range(200):
-        state.set_slot(slot, SamplingParams(**fields), slot, [])
-    assert state.sample(logits, range(200), [9] * 200).token_ids.equal(logits.argmax(1))
+        sampler.set_slot(slot, SamplingParams(**fields), slot, [])
+    assert sampler.sample(logits, range(200), [9] * 200).token_ids.equal(logits.argmax(1))
 
 
 def test_top_k_of_the_vocabulary_or_more_is_off():
     logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(3)).expand(40, 50)
-    drawn = []
+    sampled = []
     for top_k in (0, 50, 51, 2**31 - 1):
-        state = Sampler(40, 50)
+        sampler = Sampler(40, 50)
         for slot in range(40):
-            state.set_slot(slot, SamplingParams(top_k=top_k), slot, [])
-        drawn.append(state.sample(logits, range(40), [9] * 40).token_ids.tolist())
-    assert drawn == [drawn[0]] * 4
+            sampler.set_slot(slot, SamplingParams(top_k=top_k), slot, [])
+        sampled.append(sampler.sample(logits, range(40), [9] * 40).token_ids.tolist())
+    assert sampled == [sampled[0]] * 4
 
 
-def test_seed_and_position_decide_and_negative_seeds_work():
+def test_token_depends_on_seed_and_position_and_negative_seeds_work():
     logits = torch.zeros(1, 1000)
-    state = Sampler(1, 1000)
+    sampler = Sampler(1, 1000)
 
-    def drawn(seed, position):
-        state.set_slot(0, SamplingParams(), seed, [])
-        return state.sample(logits, [0], [position]).token_ids.item()
+    def sampled_token(seed, position):
+        sampler.set_slot(0, SamplingParams(), seed, [])
+        return sampler.sample(logits, [0], [position]).token_ids.item()
 
     seeds = [0, 1, -1, 2**63 - 1, -(2**63)]
-    assert len({drawn(seed, 3) for seed in seeds}) == 5
-    assert len({drawn(7, position) for position in range(6)}) >= 5
-    assert drawn(-1, 3) == drawn(-1, 3)
+    assert len({sampled_token(seed, 3) for seed in seeds}) == 5
+    assert len({sampled_token(7, position) for position in range(6)}) >= 5
+    assert sampled_token(-1, 3) == sampled_token(-1, 3)
 
 
 @pytest.mark.parametrize("bad", [[math.nan, 0.0, 1.0], [INF, 0.0, 1.0], [-INF, -INF, -INF]], ids=str)
 @pytest.mark.parametrize("fields", [{"temperature": 0.0}, {}, {"top_p": 0.5}, {"top_k": 2}, {"min_p": 0.5}], ids=str)
 @pytest.mark.parametrize("mode", ["processed", "raw"])
-def test_row_without_a_distribution_is_marked_and_harms_no_other(bad, fields, mode):
-    state = Sampler(3, 3, logprobs_mode=mode)
+def test_non_finite_row_is_marked_and_leaves_other_rows_unchanged(bad, fields, mode):
+    sampler = Sampler(3, 3, logprobs_mode=mode)
     for slot in range(3):
-        state.set_slot(slot, SamplingParams(**fields, logprobs=2), 9, [])
+        sampler.set_slot(slot, SamplingParams(**fields, logprobs=2), 9, [])
     good = [0.0, 1.0, 0.5]
-    result = state.sample(torch.tensor([good, bad, good]), [0, 1, 2], [4, 4, 4])
-    expected = state.sample(torch.tensor([good]), [0], [4])
+    result = sampler.sample(torch.tensor([good, bad, good]), [0, 1, 2], [4, 4, 4])
+    expected = sampler.sample(torch.tensor([good]), [0], [4])
     tokens = result.token_ids.tolist()
     assert tokens[1] == -1 and result.logprobs[1] is None
     assert tokens[0] == tokens[2] == expected.token_ids.item()
@@ -356,27 +356,27 @@ def test_row_without_a_distribution_is_marked_and_harms_no_other(bad, fields, mo
 
 def test_inactive_and_padded_rows_are_ignored_and_logits_are_not_written():
     params = SamplingParams(repetition_penalty=2.0, logit_bias={1: 5.0}, min_tokens=3, stop_token_ids=[0], logprobs=0)
-    state = state_of(params, [0, 1], [], 6)
+    sampler = sampler_with(params, [0, 1], [], 6)
     logits = torch.randn(4, 6)
     logits[2:] = math.nan
     before = logits.clone()
-    result = state.sample(logits, torch.tensor([1, 2, -1]), torch.tensor([2, 0, 0]))
+    result = sampler.sample(logits, torch.tensor([1, 2, -1]), torch.tensor([2, 0, 0]))
     assert logits.equal(before) or torch.equal(logits.nan_to_num(), before.nan_to_num())
     assert result.token_ids.tolist()[1:] == [logits[1].argmax().item(), 0]
     assert [entry is None for entry in result.logprobs] == [False, True, True]
 
 
-def test_min_tokens_bans_what_would_stop_until_there_are_enough():
+def test_min_tokens_bans_stop_tokens_until_enough_are_generated():
     logits = torch.tensor([[0.0, 1.0, 9.0, 8.0, 7.0]])  # 2 is end-of-text, 3 a stop token
     params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=[3])
-    state = state_of(params, [0, 0, 0], [], 5)
-    assert state.needs_sampler([1])
-    assert [state.sample(logits, [1], [position]).token_ids.item() for position in (3, 4, 5)] == [4, 4, 2]
-    assert not state.needs_sampler([1])
-    state.set_slot(1, SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=[3], ignore_eos=True), 0, [0])
-    assert state.sample(logits, [1], [1]).token_ids.item() == 2
-    state.set_slot(1, params, 0, [0, 0, 0], [4, 4])
-    assert state.sample(logits, [1], [5]).token_ids.item() == 2
+    sampler = sampler_with(params, [0, 0, 0], [], 5)
+    assert sampler.needs_sampler([1])
+    assert [sampler.sample(logits, [1], [position]).token_ids.item() for position in (3, 4, 5)] == [4, 4, 2]
+    assert not sampler.needs_sampler([1])
+    sampler.set_slot(1, SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=[3], ignore_eos=True), 0, [0])
+    assert sampler.sample(logits, [1], [1]).token_ids.item() == 2
+    sampler.set_slot(1, params, 0, [0, 0, 0], [4, 4])
+    assert sampler.sample(logits, [1], [5]).token_ids.item() == 2
 
 
 @pytest.mark.parametrize(
@@ -387,33 +387,33 @@ def test_min_tokens_bans_what_would_stop_until_there_are_enough():
      ({"temperature": 0.0, "min_tokens": 1, "ignore_eos": True}, False)],
     ids=str,
 )  # fmt: skip
-def test_needs_sampler_only_where_argmax_is_not_the_answer(fields, needs):
-    state = state_of(SamplingParams(**fields), [0], [], 5)
-    assert state.needs_sampler([0, 1]) is needs
-    assert state.needs_sampler(iter([1, -1])) is needs
-    assert not state.needs_sampler([0, 2, -1])
+def test_needs_sampler_only_where_argmax_is_not_enough(fields, needs):
+    sampler = sampler_with(SamplingParams(**fields), [0], [], 5)
+    assert sampler.needs_sampler([0, 1]) is needs
+    assert sampler.needs_sampler(iter([1, -1])) is needs
+    assert not sampler.needs_sampler([0, 2, -1])
 
 
-def test_logprobs_are_given_to_the_rows_that_asked():
-    state = Sampler(3, 6)
+def test_logprobs_are_returned_only_for_rows_that_request_them():
+    sampler = Sampler(3, 6)
     for slot, k in enumerate([None, 0, 2]):
-        state.set_slot(slot, SamplingParams(temperature=0.0, logprobs=k), 0, [])
+        sampler.set_slot(slot, SamplingParams(temperature=0.0, logprobs=k), 0, [])
     logits = torch.tensor([[1.0, 2.0, 3.0, 3.0, 0.0, -INF]] * 3)
-    none, zero, two = state.sample(logits, [0, 1, 2], [0, 0, 0]).logprobs
+    none, zero, two = sampler.sample(logits, [0, 1, 2], [0, 0, 0]).logprobs
     expected = torch.log_softmax(logits[0], 0)
     assert none is None
     assert (zero.token_id, zero.rank, zero.top) == (2, 1, {})
     assert zero.logprob == pytest.approx(expected[2].item(), abs=1e-6)
     assert list(two.top) == [2, 3]
-    assert state.sample(logits[:1], [0], [0]).logprobs is None
+    assert sampler.sample(logits[:1], [0], [0]).logprobs is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_raw_logprobs_are_of_the_untouched_logits(dtype):
     params = SamplingParams(seed=3, temperature=0.5, top_k=4, logit_bias={7: 50.0}, presence_penalty=1.0, logprobs=5)
-    state = state_of(params, [1], [2, 3], 40, seed=3, logprobs_mode="raw")
+    sampler = sampler_with(params, [1], [2, 3], 40, seed=3, logprobs_mode="raw")
     logits = (torch.randn(1, 40, generator=torch.Generator().manual_seed(5)) * 3).to(dtype)
-    result = state.sample(logits, [1], [3])
+    result = sampler.sample(logits, [1], [3])
     expected = torch.log_softmax(logits.float(), 1)[0]
     chosen = result.logprobs[0]
     assert result.token_ids.item() == chosen.token_id == 7
@@ -422,16 +422,16 @@ def test_raw_logprobs_are_of_the_untouched_logits(dtype):
     assert list(chosen.top.values()) == pytest.approx(expected.topk(5).values.tolist(), abs=1e-5)
 
 
-def prompt_scores(logits, targets, k):
+def read_prompt_logprobs(logits, targets, k):
     return [entry for part in prompt_logprobs(logits, targets, k) for entry in part.read()]
 
 
 @pytest.mark.parametrize("chunk", [2**24, 100])
 def test_prompt_logprobs_are_the_log_softmax_of_the_targets(monkeypatch, chunk):
-    monkeypatch.setattr("engine.sampling.logprobs._CHUNK_NUMBERS", chunk)
+    monkeypatch.setattr("engine.sampling.logprobs._CHUNK_LOGITS", chunk)
     logits = torch.randn(17, 60, generator=torch.Generator().manual_seed(2)) * 5
     targets = torch.arange(17) * 3
-    entries = prompt_scores(logits, targets, 4)
+    entries = read_prompt_logprobs(logits, targets, 4)
     expected = torch.log_softmax(logits, 1)
     assert [entry.token_id for entry in entries] == targets.tolist()
     for row, entry in enumerate(entries):
@@ -440,35 +440,35 @@ def test_prompt_logprobs_are_the_log_softmax_of_the_targets(monkeypatch, chunk):
         values, ids = expected[row].topk(4)
         assert list(entry.top) == ids.tolist()
         assert list(entry.top.values()) == pytest.approx(values.tolist(), abs=1e-5)
-    assert prompt_scores(logits, targets, 0)[0].top == {}
-    assert prompt_scores(logits[:0], targets[:0], 3) == []
+    assert read_prompt_logprobs(logits, targets, 0)[0].top == {}
+    assert read_prompt_logprobs(logits[:0], targets[:0], 3) == []
 
 
-def test_peaked_distribution_still_names_the_runners_up():
+def test_peaked_distribution_still_ranks_the_alternatives():
     logits = torch.tensor([[-50.0, 0.0, 60.0, -20.0, -10.0]])
-    (entry,) = prompt_scores(logits, torch.tensor([0]), 4)
+    (entry,) = read_prompt_logprobs(logits, torch.tensor([0]), 4)
     assert list(entry.top) == [2, 1, 4, 3]
     assert entry.logprob == pytest.approx(-110.0) and entry.rank == 5
 
 
 def test_counts_are_allocated_only_when_a_penalty_needs_them():
-    state = Sampler(4, 8)
-    state.set_slot(0, SamplingParams(top_k=3, logprobs=1, logit_bias={1: 1.0}), 0, [1], [2])
-    state.sample(torch.zeros(1, 8), [0], [2])
-    assert state._counts._counts is None
+    sampler = Sampler(4, 8)
+    sampler.set_slot(0, SamplingParams(top_k=3, logprobs=1, logit_bias={1: 1.0}), 0, [1], [2])
+    sampler.sample(torch.zeros(1, 8), [0], [2])
+    assert sampler._counts._counts is None
 
 
-def test_impossible_slots_and_shapes_are_refused():
-    state = Sampler(2, 8)
+def test_invalid_slots_and_shapes_are_rejected():
+    sampler = Sampler(2, 8)
     logits = torch.zeros(2, 8)
     calls = [
-        lambda: state.set_slot(2, SamplingParams(), 0, []),
-        lambda: state.set_slot(-1, SamplingParams(), 0, []),
-        lambda: state.sample(logits, [0, 2], [0, 0]),
-        lambda: state.sample(logits, [-2, 0], [0, 0]),
-        lambda: state.sample(logits, [0, 1], [0]),
-        lambda: state.sample(logits[:1], [0, 1], [0, 0]),
-        lambda: state.sample(logits[:, :7], [0], [0]),
+        lambda: sampler.set_slot(2, SamplingParams(), 0, []),
+        lambda: sampler.set_slot(-1, SamplingParams(), 0, []),
+        lambda: sampler.sample(logits, [0, 2], [0, 0]),
+        lambda: sampler.sample(logits, [-2, 0], [0, 0]),
+        lambda: sampler.sample(logits, [0, 1], [0]),
+        lambda: sampler.sample(logits[:1], [0, 1], [0, 0]),
+        lambda: sampler.sample(logits[:, :7], [0], [0]),
         lambda: Sampler(1, 8, logprobs_mode="x"),
     ]
     for bad in calls:
@@ -476,13 +476,13 @@ def test_impossible_slots_and_shapes_are_refused():
             bad()
 
 
-def test_params_that_do_not_fit_the_vocabulary_are_refused_and_change_nothing():
-    state = Sampler(1, 8, eos_token_ids=(7,))
+def test_params_outside_the_vocabulary_are_rejected_and_change_nothing():
+    sampler = Sampler(1, 8, eos_token_ids=(7,))
     for params, field in ((SamplingParams(stop_token_ids=[8]), "stop_token_ids"),
                           (SamplingParams(logit_bias={8: 1.0}), "logit_bias"),
                           (SamplingParams(stop_token_ids=list(range(7)), min_tokens=1),
                            "stop_token_ids")):  # fmt: skip
         with pytest.raises(RequestError) as error:
-            state.set_slot(0, params, 0, [])
+            sampler.set_slot(0, params, 0, [])
         assert error.value.param == field
-        assert not state.needs_sampler([0])
+        assert not sampler.needs_sampler([0])

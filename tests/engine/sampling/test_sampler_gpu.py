@@ -1,4 +1,4 @@
-"""The sampler on a GPU: the CPU's draws, whatever the batch, without waiting for the device."""
+"""The sampler on a GPU: the same tokens as on the CPU, in every batch, without waiting for the device."""
 
 import time
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.protocol.request import SamplingParams, mix64
-from engine.sampling import ops as draw
+from engine.sampling import ops
 from engine.sampling.sampler import Sampler
 
 pytestmark = pytest.mark.gpu
@@ -25,26 +25,26 @@ PARAMS = [
 ]
 
 
-def state_with(device, rows, vocab_size, params):
-    state = Sampler(rows, vocab_size, device, eos_token_ids=(2,))
+def sampler_with(device, rows, vocab_size, params):
+    sampler = Sampler(rows, vocab_size, device, eos_token_ids=(2,))
     for slot in range(rows):
-        state.set_slot(slot, params[slot % len(params)], slot, [1, 2, 3], [4, 5])
-    return state
+        sampler.set_slot(slot, params[slot % len(params)], slot, [1, 2, 3], [4, 5])
+    return sampler
 
 
-def test_gpu_draws_uniform_numbers_bit_for_bit_as_the_cpu():
+def test_gpu_uniform_numbers_equal_the_cpu_bit_for_bit():
     keys = torch.tensor([mix64(seed) for seed in range(-500, 500)])
     positions = torch.arange(1000) * 7919
-    assert draw.uniform(keys.cuda(), positions.cuda()).cpu().equal(draw.uniform(keys, positions))
+    assert ops.uniform(keys.cuda(), positions.cuda()).cpu().equal(ops.uniform(keys, positions))
 
 
 @pytest.mark.parametrize("vocab_size", [777, 32000])
-def test_gpu_samples_as_the_cpu(vocab_size):
+def test_gpu_samples_the_same_tokens_as_the_cpu(vocab_size):
     rows = 200
     logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(0)) * 3
-    on_cpu = state_with("cpu", rows, vocab_size, PARAMS).sample(logits, range(rows), [5] * rows)
-    on_gpu = state_with("cuda", rows, vocab_size, PARAMS).sample(logits.cuda(), range(rows), [5] * rows)
-    # exp differs in its last bit between the two, which moves a draw once in millions.
+    on_cpu = sampler_with("cpu", rows, vocab_size, PARAMS).sample(logits, range(rows), [5] * rows)
+    on_gpu = sampler_with("cuda", rows, vocab_size, PARAMS).sample(logits.cuda(), range(rows), [5] * rows)
+    # exp differs in its last bit between the two, which changes one token in millions.
     same = [i for i in range(rows) if on_cpu.token_ids[i] == on_gpu.token_ids[i]]
     assert len(same) >= rows - 1
     for i in same:
@@ -55,28 +55,28 @@ def test_gpu_samples_as_the_cpu(vocab_size):
 
 
 @pytest.mark.parametrize("vocab_size", [777, 32000])
-def test_gpu_row_is_drawn_the_same_in_every_batch(vocab_size):
+def test_gpu_row_is_sampled_the_same_in_every_batch(vocab_size):
     rows = 120
     logits = torch.randn(rows, vocab_size, device="cuda") * 3
-    whole = state_with("cuda", rows, vocab_size, PARAMS).sample(logits, range(rows), [5] * rows)
+    wanted = sampler_with("cuda", rows, vocab_size, PARAMS).sample(logits, range(rows), [5] * rows)
     for seed in range(8):
-        state = state_with("cuda", rows, vocab_size, PARAMS)  # anew: penalties count what was drawn
-        some = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))[: 1 + 17 * seed].tolist()
-        part = state.sample(logits[some], some, [5] * len(some))
-        assert part.token_ids.equal(whole.token_ids[some])
-        assert (part.logprobs or [None] * len(some)) == [whole.logprobs[i] for i in some]
+        sampler = sampler_with("cuda", rows, vocab_size, PARAMS)  # a new sampler: penalties count earlier samples
+        slots = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))[: 1 + 17 * seed].tolist()
+        found = sampler.sample(logits[slots], slots, [5] * len(slots))
+        assert found.token_ids.equal(wanted.token_ids[slots])
+        assert (found.logprobs or [None] * len(slots)) == [wanted.logprobs[i] for i in slots]
 
 
-def test_gpu_tokens_count_the_same_one_by_one_and_all_at_once():
+def test_gpu_counts_are_the_same_one_by_one_and_all_at_once():
     logits = torch.randn(1, 500, device="cuda")
     params = SamplingParams(temperature=0.0, frequency_penalty=0.5, repetition_penalty=1.2, logprobs=100)
     outputs = [3, 3, 4, 3, 9]
-    state = Sampler(2, 500, "cuda")
-    state.set_slot(0, params, 0, [1, 2], outputs)
-    state.set_slot(1, params, 0, [1, 2], outputs[:2])
+    sampler = Sampler(2, 500, "cuda")
+    sampler.set_slot(0, params, 0, [1, 2], outputs)
+    sampler.set_slot(1, params, 0, [1, 2], outputs[:2])
     for token in outputs[2:]:
-        state._counts.add(*torch.tensor([[1], [token]], device="cuda"))
-    assert state.sample(logits, [0], [7]).logprobs == state.sample(logits, [1], [7]).logprobs
+        sampler._counts.add(*torch.tensor([[1], [token]], device="cuda"))
+    assert sampler.sample(logits, [0], [7]).logprobs == sampler.sample(logits, [1], [7]).logprobs
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -91,15 +91,15 @@ def test_gpu_tokens_count_the_same_one_by_one_and_all_at_once():
         {"top_k": 50, "logit_bias": {5: 4.0}},
         {"top_p": 0.9, "temperature": 0.7},
         {"top_p": 0.99, "temperature": 2.0, "min_p": 0.001},
-        {"top_p": 0.99, "temperature": 2.0},  # more than the candidates
+        {"top_p": 0.99, "temperature": 2.0},  # exceeds the candidates
     ],
     ids=str,
 )
-def test_gpu_draws_as_the_cpu_whatever_the_logits_type(fields, dtype):
+def test_gpu_samples_the_same_tokens_as_the_cpu_for_every_logits_dtype(fields, dtype):
     rows, vocab_size = 500, 32000
     logits = (torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(2)) * 3).to(dtype)
     params = [SamplingParams(**fields)]
-    on_cpu, on_gpu = (state_with(device, rows, vocab_size, params) for device in ("cpu", "cuda"))
+    on_cpu, on_gpu = (sampler_with(device, rows, vocab_size, params) for device in ("cpu", "cuda"))
     positions = range(rows)
     wanted = on_cpu.sample(logits, range(rows), positions).token_ids
     found = on_gpu.sample(logits.cuda(), range(rows), positions).token_ids.cpu()
@@ -112,29 +112,29 @@ def test_gpu_draws_as_the_cpu_whatever_the_logits_type(fields, dtype):
     [({}, 0.05), ({"temperature": 0.6, "min_p": 0.02}, 0.05), ({"top_k": 20, "top_p": 0.95}, 0.2)],
     ids=str,
 )
-def test_gpu_draws_without_a_copy_of_the_logits(fields, share):
+def test_gpu_samples_without_a_copy_of_the_logits(fields, share):
     rows, vocab_size = 64, 151936
-    state = state_with("cuda", rows, vocab_size, [SamplingParams(**fields)])
+    sampler = sampler_with("cuda", rows, vocab_size, [SamplingParams(**fields)])
     logits = torch.randn(rows, vocab_size, device="cuda", dtype=torch.bfloat16)
-    state.warm_up(logits)
+    sampler.warm_up(logits)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    state.sample(logits, range(rows), [5] * rows)
+    sampler.sample(logits, range(rows), [5] * rows)
     assert torch.cuda.max_memory_allocated() - before < logits.nbytes * share
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_gpu_step_is_enqueued_without_waiting_for_the_device():
     rows, vocab_size = 64, 32000
-    kinds = [p for p in PARAMS if p.logprobs is None or p.top_p == 1.0 or p.top_k]  # of the others torch reads a flag
-    state = state_with("cuda", rows, vocab_size, kinds)
+    params = [p for p in PARAMS if p.logprobs is None or p.top_p == 1.0 or p.top_k]  # else torch reads a flag
+    sampler = sampler_with("cuda", rows, vocab_size, params)
     logits = torch.randn(rows, vocab_size, device="cuda")
-    state.sample(logits, range(rows), [5] * rows)
+    sampler.sample(logits, range(rows), [5] * rows)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")  # raises at any call that waits
     try:
-        result = state.sample(logits, range(rows), [6] * rows)
+        result = sampler.sample(logits, range(rows), [6] * rows)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len(result.logprobs) == rows
@@ -147,14 +147,14 @@ def test_gpu_step_is_enqueued_without_waiting_for_the_device():
 )
 def test_gpu_step_of_256_rows_takes_milliseconds(fields, capsys):
     rows, vocab_size = 256, 151936
-    state = state_with("cuda", rows, vocab_size, [SamplingParams(**fields)])
+    sampler = sampler_with("cuda", rows, vocab_size, [SamplingParams(**fields)])
     logits = torch.randn(rows, vocab_size, device="cuda") * 3
     logits[:, :100] += 15  # a confident model: its nucleus is small
     taken = []
     for position in range(6):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        state.sample(logits, range(rows), [position] * rows)
+        sampler.sample(logits, range(rows), [position] * rows)
         torch.cuda.synchronize()
         taken.append(time.perf_counter() - start)
     with capsys.disabled():
