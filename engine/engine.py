@@ -15,6 +15,7 @@ from tqdm import tqdm
 from engine.checkpoint.source import resolve_model
 from engine.config import DEFAULT_MODEL, EngineConfig
 from engine.core.builder import build_megatron_loop
+from engine.core.loop import EngineLoop
 from engine.errors import ConfigError, EngineDead, RequestError, WeightUpdateError
 from engine.executor.build import build_loop
 from engine.loader.shared_weights import share_weights
@@ -185,6 +186,11 @@ class Engine:
         self._require_open()
         with self.pool.turn():
             self._loop.weights_changed(version)
+
+    @property
+    def loop(self) -> EngineLoop:
+        """The step loop, for callers that add requests and step themselves. It is closed with the engine."""
+        return self._loop
 
     @property
     def pool(self) -> GraphPool:

@@ -38,7 +38,7 @@ def async_loop(make_engine):
     """A factory of loops with async scheduling and the given settings."""
 
     def make(**options) -> EngineLoop:
-        loop = make_engine(**({"async_scheduling": True} | options))._loop
+        loop = make_engine(**({"async_scheduling": True} | options)).loop
         use_staged_inputs(loop)
         return loop
 
@@ -56,8 +56,8 @@ def pair(lively_model, request):
         Engine(EngineConfig(**base, enable_prefix_caching=request.param, async_scheduling=behind))
         for behind in (False, True)
     ]
-    use_staged_inputs(engines[1]._loop)
-    yield [engine._loop for engine in engines]
+    use_staged_inputs(engines[1].loop)
+    yield [engine.loop for engine in engines]
     for engine in engines:
         engine.close()
 
@@ -144,7 +144,7 @@ def test_every_scope_feeds_its_tokens_back_on_the_device(async_loop, reference, 
 def test_events_come_in_the_same_order_with_the_same_bucket(make_engine):
     found = []
     for behind in (False, True):
-        loop = make_engine(async_scheduling=behind)._loop
+        loop = make_engine(async_scheduling=behind).loop
         for i, prompt in enumerate(MANY):
             loop.add(request(f"{i}", prompt, greedy(9)))
         events = []

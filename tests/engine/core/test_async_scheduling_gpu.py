@@ -54,7 +54,7 @@ def test_gpu_async_scheduling_gives_the_same_answers(model):
 @pytest.mark.parametrize("kind", range(len(SAMPLING_PARAMS)))
 def test_gpu_decode_is_enqueued_without_waiting_for_the_device(model, kind):
     with Engine(EngineConfig(model=model, **SETTINGS)) as engine:
-        loop = engine._loop
+        loop = engine.loop
         for i, prompt in enumerate(MANY):
             loop.add(EngineRequest(request_id=f"{i}", prompt_token_ids=prompt, params=SAMPLING_PARAMS[kind]))
         for _ in range(4):

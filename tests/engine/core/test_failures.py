@@ -31,7 +31,7 @@ def fail_once(monkeypatch, runner, times: int = 1) -> None:
 
 def test_a_step_that_raises_fails_its_batch_and_the_engine_continues(make_engine, reference, monkeypatch, caplog):
     engine = make_engine(max_num_seqs=2, graph_buckets=(2,))
-    fail_once(monkeypatch, engine._loop.runner)
+    fail_once(monkeypatch, engine.loop.runner)
     outputs = engine.generate(prompt_token_ids=PROMPTS, sampling_params=greedy(9))
     assert [output.finish_reason for output in outputs] == ["error"] * 2 + ["length"] * 3
     assert "the device coughed" in outputs[0].outputs[0].error
@@ -45,7 +45,7 @@ def test_a_step_that_raises_fails_its_batch_and_the_engine_continues(make_engine
 def test_a_failed_step_leaves_no_pages_in_the_padding(make_engine, reference, monkeypatch):
     """Padded rows of the next batch must not write to pages of failed requests, which others may have by now."""
     engine = make_engine(enable_prefix_caching=False, num_pages=20)
-    loop = engine._loop
+    loop = engine.loop
     for i, prompt in enumerate(MANY):
         loop.add(request(f"{i}", prompt, greedy(30)))
     for _ in range(20):
@@ -59,7 +59,7 @@ def test_a_failed_step_leaves_no_pages_in_the_padding(make_engine, reference, mo
 
 def test_failures_in_a_row_end_the_loop_with_the_reason(make_engine, reference, monkeypatch):
     engine = make_engine(max_num_seqs=1, graph_buckets=(1,))
-    fail_once(monkeypatch, engine._loop.runner, times=MAX_CONSECUTIVE_FAILURES)
+    fail_once(monkeypatch, engine.loop.runner, times=MAX_CONSECUTIVE_FAILURES)
     with pytest.raises(RuntimeError, match="coughed"):
         engine.generate(prompt_token_ids=PROMPTS, sampling_params=greedy(3))
     engine.idle_check()
@@ -72,7 +72,7 @@ def test_failures_separated_by_good_steps_do_not_end_the_loop(make_engine, monke
     engine = make_engine(max_num_seqs=1, graph_buckets=(1,))
     for _ in range(MAX_CONSECUTIVE_FAILURES + 1):
         with monkeypatch.context() as patch:
-            fail_once(patch, engine._loop.runner)
+            fail_once(patch, engine.loop.runner)
             outputs = engine.generate(prompt_token_ids=PROMPTS[:2], sampling_params=greedy(3))
         assert [output.finish_reason for output in outputs] == ["error", "length"]
 
@@ -94,7 +94,7 @@ def events_of(reports, name: str) -> list[TokenEvent]:
 
 def test_serving_answers_and_ends_with_one_dead_without_a_reason(make_engine, reference):
     submit = Submit([request("a", PROMPTS[0], greedy(9))])
-    reports = serve(make_engine()._loop, submit, Ask(7, "graphs"), Ask(8, "nothing"))
+    reports = serve(make_engine().loop, submit, Ask(7, "graphs"), Ask(8, "nothing"))
     assert tokens(events_of(reports, "a")) == reference.greedy(PROMPTS[0], 9)
     replies = {report.number: report for report in reports if isinstance(report, Reply)}
     assert isinstance(replies[7].value, list) and isinstance(replies[8].error, AttributeError)
@@ -105,7 +105,7 @@ def test_serving_answers_and_ends_with_one_dead_without_a_reason(make_engine, re
 
 @pytest.mark.parametrize("warmup", ["lazy", "background"])
 def test_long_lived_objects_are_frozen_for_the_garbage_collector_while_serving(make_engine, warmup):
-    loop = make_engine(warmup=warmup)._loop
+    loop = make_engine(warmup=warmup).loop
     frozen, commands = [], iter([Submit([request("a", PROMPTS[0], greedy(5))]), *[None] * 30, Stop()])
 
     def receive(timeout):
@@ -118,20 +118,20 @@ def test_long_lived_objects_are_frozen_for_the_garbage_collector_while_serving(m
 
 
 def test_a_stop_aborts_running_requests_with_an_event(make_engine):
-    reports = serve(make_engine()._loop, Submit([request("a", PROMPTS[0], greedy(200))]), patience=10)
+    reports = serve(make_engine().loop, Submit([request("a", PROMPTS[0], greedy(200))]), patience=10)
     assert events_of(reports, "a")[-1].finish_reason == "abort"
     assert isinstance(reports[-1], Dead)
 
 
 def test_an_abort_while_serving_reaches_its_request_only(make_engine, reference):
     submit = Submit([request("a", PROMPTS[0], greedy(200)), request("b", PROMPTS[1], greedy(9))])
-    reports = serve(make_engine()._loop, submit, None, None, Abort(["a"]))
+    reports = serve(make_engine().loop, submit, None, None, Abort(["a"]))
     assert events_of(reports, "a")[-1].finish_reason == "abort"
     assert tokens(events_of(reports, "b")) == reference.greedy(PROMPTS[1], 9)
 
 
 def test_a_loop_that_fails_for_good_ends_its_requests_and_reports_why(make_engine, monkeypatch):
-    loop = make_engine(max_num_seqs=1, graph_buckets=(1,))._loop
+    loop = make_engine(max_num_seqs=1, graph_buckets=(1,)).loop
     fail_once(monkeypatch, loop.runner, times=1000)
     reports = serve(loop, Submit([request(f"{i}", prompt, greedy(5)) for i, prompt in enumerate(MANY)]))
     reasons = [events_of(reports, f"{i}")[-1].finish_reason for i in range(8)]
@@ -141,7 +141,7 @@ def test_a_loop_that_fails_for_good_ends_its_requests_and_reports_why(make_engin
 
 def test_a_broken_scheduler_still_ends_with_a_dead_report(make_engine, monkeypatch):
     """The Dead report must come even if requests can't be ended one by one: it ends all waiting streams."""
-    loop = make_engine()._loop
+    loop = make_engine().loop
 
     def broken(*_):
         raise EngineError("the scheduler is broken")
@@ -178,7 +178,7 @@ def test_a_call_waits_while_another_thread_holds_the_device_quiet(make_engine, c
 
 
 def weights_of(engine):
-    return [(name, slot.read().clone()) for name, slot in engine._loop.runner.model.weight_slots().items()]
+    return [(name, slot.read().clone()) for name, slot in engine.loop.runner.model.weight_slots().items()]
 
 
 def test_waiting_for_weights_does_not_block_the_pool(make_engine):
@@ -202,7 +202,7 @@ def test_waiting_for_weights_does_not_block_the_pool(make_engine):
 
 
 def test_a_serving_loop_waits_while_another_thread_holds_the_device_quiet(make_engine):
-    loop = make_engine()._loop
+    loop = make_engine().loop
     commands, reports = queue.Queue(), []
 
     def receive(timeout):

@@ -98,7 +98,7 @@ def test_sampling_is_unchanged_by_a_preemption(make_engine):
 
 @pytest.mark.parametrize("at", [1, 3, 5, 9])
 def test_prompt_logprobs_come_once_and_whole_though_the_request_was_preempted(make_engine, reference, at):
-    loop = make_engine(max_num_batched_tokens=8)._loop
+    loop = make_engine(max_num_batched_tokens=8).loop
     prompt = list(range(3, 43))  # five steps of prefill
     loop.add(request("a", prompt, greedy(12, prompt_logprobs=0)))
     events = []
@@ -117,7 +117,7 @@ def test_prompt_logprobs_come_once_and_whole_though_the_request_was_preempted(ma
 
 
 def test_an_urgent_request_overtakes_and_no_request_is_lost(make_engine, reference):
-    loop = make_engine(max_num_seqs=1, max_num_batched_tokens=64, graph_buckets=(1,))._loop
+    loop = make_engine(max_num_seqs=1, max_num_batched_tokens=64, graph_buckets=(1,)).loop
     loop.add(request("patient", PROMPTS[0], greedy(20), priority=1))
     first = loop.step()
     loop.add(request("urgent", PROMPTS[1], greedy(5), priority=0))
@@ -136,7 +136,7 @@ def test_an_urgent_request_overtakes_and_no_request_is_lost(make_engine, referen
 
 def test_a_request_that_can_never_fit_is_rejected_and_the_others_continue(make_engine, reference):
     engine = make_engine(**SMALL)
-    loop = engine._loop
+    loop = engine.loop
     loop.submit(
         [
             request("good", PROMPTS[0], greedy(9)),
@@ -160,7 +160,7 @@ def test_a_request_that_can_never_fit_is_rejected_and_the_others_continue(make_e
 
 
 def test_a_refused_call_leaves_a_running_request_alone(make_engine, reference):
-    loop = make_engine()._loop
+    loop = make_engine().loop
     loop.add(request("a", PROMPTS[0], greedy(9)))
     head = loop.step()
     with pytest.raises(RequestError, match="in use"):
@@ -176,7 +176,7 @@ def test_without_max_tokens_a_request_ends_where_the_pages_end(make_engine, refe
 
 
 def test_parameters_that_leave_no_token_are_refused_before_they_fail_a_batch(make_engine, reference):
-    loop = make_engine()._loop
+    loop = make_engine().loop
     loop.submit(
         [
             request("good", PROMPTS[0], greedy(9)),
@@ -190,7 +190,7 @@ def test_parameters_that_leave_no_token_are_refused_before_they_fail_a_batch(mak
 
 @pytest.mark.parametrize("at", [0, 1, 2, 7])
 def test_an_abort_frees_pages_and_slot_and_the_others_continue(make_engine, reference, at):
-    loop = make_engine(max_num_batched_tokens=16)._loop
+    loop = make_engine(max_num_batched_tokens=16).loop
     loop.add(request("long", list(range(3, 43)), greedy(50, frequency_penalty=0.5)))
     loop.add(request("other", PROMPTS[0], greedy(15)))
     events = drain(loop, {at: ["long", "unknown"]})
@@ -204,7 +204,7 @@ def test_an_abort_frees_pages_and_slot_and_the_others_continue(make_engine, refe
 
 
 def test_a_preempted_request_can_be_aborted(make_engine):
-    loop = make_engine()._loop
+    loop = make_engine().loop
     loop.add(request("a", PROMPTS[0], greedy(50, logprobs=1)))
     loop.step()
     loop.scheduler.preempt_all()
@@ -215,7 +215,7 @@ def test_a_preempted_request_can_be_aborted(make_engine):
 
 
 def test_a_reused_slot_drops_the_last_requests_parameters(make_engine, reference):
-    loop = make_engine(max_num_seqs=1, max_num_batched_tokens=64, graph_buckets=(1,))._loop
+    loop = make_engine(max_num_seqs=1, max_num_batched_tokens=64, graph_buckets=(1,)).loop
     for name, params in (
         ("bias", greedy(5, logit_bias={7: 100.0})),
         ("noise", greedy(5, temperature=5.0)),
@@ -267,7 +267,7 @@ def crowded(lively_model):
 @given(arrivals=ARRIVALS)
 def test_any_workload_ends_idle_with_the_tokens_of_each_request_alone(crowded, arrivals):
     small, roomy, alone = crowded
-    loop, accepted, ended, texts = small._loop, set(), Counter(), {}
+    loop, accepted, ended, texts = small.loop, set(), Counter(), {}
     plan = [
         (arrives, f"{i}-{kind}-{length}", kind, prompt_of(i, length, shared), abort, priority)
         for i, (kind, length, arrives, abort, priority, shared) in enumerate(arrivals)
@@ -299,8 +299,8 @@ def test_any_workload_ends_idle_with_the_tokens_of_each_request_alone(crowded, a
         if name in texts:
             key = (kind, tuple(prompt))
             if key not in alone:
-                roomy._loop.add(request("alone", prompt, SAMPLING_PARAMS[kind]))
-                alone[key] = tokens(drain(roomy._loop)["alone"])
+                roomy.loop.add(request("alone", prompt, SAMPLING_PARAMS[kind]))
+                alone[key] = tokens(drain(roomy.loop)["alone"])
             assert texts[name] == alone[key]
 
 
@@ -319,7 +319,7 @@ def test_a_manifest_that_cant_be_written_is_one_warning_and_the_loop_serves_on(
     monkeypatch.setenv("ENCORE_CACHE", str(cache))
     monkeypatch.setattr("engine.core.loop.MANIFEST_SECONDS", 0.0)
     engine = make_engine(graph_manifest=None)
-    loop, reports, turns = engine._loop, [], itertools.count()
+    loop, reports, turns = engine.loop, [], itertools.count()
 
     def receive(timeout):  # each turn without work saves; a request comes between two of them
         turn = next(turns)
@@ -341,11 +341,11 @@ def test_a_manifest_that_can_be_written_again_is_saved_and_a_later_failure_is_to
     folder = tmp_path / "folder"
     folder.write_text("a file")
     engine = make_engine(graph_manifest=str(folder / "manifest.json"))
-    engine._loop.save_manifest()
+    engine.loop.save_manifest()
     folder.unlink()
-    engine._loop.save_manifest()
+    engine.loop.save_manifest()
     assert (folder / "manifest.json").exists()
     shutil.rmtree(folder)
     folder.write_text("a file")
-    engine._loop.save_manifest()
+    engine.loop.save_manifest()
     assert sum("was not saved" in record.getMessage() for record in caplog.records) == 2

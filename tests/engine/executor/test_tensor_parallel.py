@@ -234,7 +234,7 @@ def generate():
     return [list(one.token_ids) for one in engine.generate(prompt_token_ids=prompts, sampling_params=greedy)]
 
 engine = Engine(EngineConfig(**settings))
-found["pids"] = engine._loop.pids
+found["pids"] = engine.loop.pids
 found["first"] = generate()
 weights = dict(iterate_safetensors(other))
 try:
@@ -253,7 +253,7 @@ except WeightUpdateError as error:
 def interrupted(batch):
     raise KeyboardInterrupt
 
-engine._loop.runner.execute = interrupted
+engine.loop.runner.execute = interrupted
 try:
     generate()
 except KeyboardInterrupt:

@@ -23,12 +23,12 @@ def captures(engine) -> Counter:
 
 
 def addresses(engine) -> dict[str, int]:
-    model = engine._loop.runner.model
+    model = engine.loop.runner.model
     return {name: tensor.data_ptr() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
 
 
 def weights_of(engine) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in engine._loop.runner.model.named_weights()}
+    return {name: tensor.clone() for name, tensor in engine.loop.runner.model.named_weights()}
 
 
 def answers(engine, count: int = 12) -> list[list[int]]:
@@ -87,7 +87,7 @@ def test_prefix_kv_of_older_weights_is_never_reused(make_engine, reference, othe
 def test_a_running_request_is_recomputed_and_continues_with_the_new_weights(
     make_engine, reference, other_reference, other_model
 ):
-    loop = make_engine()._loop
+    loop = make_engine().loop
     loop.add(EngineRequest(request_id="a", prompt_token_ids=PROMPT, params=greedy(20, prompt_logprobs=0)))
     events = [event for _ in range(8) for event in loop.step()]
     loop.update_weights(iterate_safetensors(other_model), "second")
@@ -160,7 +160,7 @@ def test_a_moved_weight_is_detected_and_its_old_address_never_read(make_engine, 
     graphed, eager = make_engine(**settings), make_engine(**settings | {"inference_cuda_graph_scope": "none"})
     before = answers(graphed)
     for engine in (graphed, eager):
-        move(engine._loop.runner.model.layers[1].mlp.down)
+        move(engine.loop.runner.model.layers[1].mlp.down)
     for _ in range(2):
         found = answers(graphed)
         assert found == answers(eager) != before
@@ -178,7 +178,7 @@ def test_a_moved_weight_is_detected_before_the_next_replay(make_engine, warmup):
     for _ in range(2):
         for engine in (graphed, eager):
             found.append(engine.generate(prompt_token_ids=[17], sampling_params=greedy(5))[0].token_ids)
-            move_data(engine._loop.runner.model.head)
+            move_data(engine.loop.runner.model.head)
     assert found[0] == found[1] != found[2] == found[3]
 
 
@@ -187,7 +187,7 @@ def test_a_moved_weight_is_detected_before_the_next_replay(make_engine, warmup):
 
 def spoil(engine) -> None:
     name = "model.layers.0.self_attn.v_proj.weight"
-    nan = torch.full_like(dict(engine._loop.runner.model.named_weights())[name], float("nan"))
+    nan = torch.full_like(dict(engine.loop.runner.model.named_weights())[name], float("nan"))
     engine.update_weights([(name, nan)], version="spoiled")
 
 
@@ -217,7 +217,7 @@ def test_nan_weights_fail_requests_until_the_next_good_update(make_engine, refer
 
 
 def test_a_running_request_that_hits_nan_keeps_its_earlier_tokens(make_engine, reference):
-    loop = make_engine()._loop
+    loop = make_engine().loop
     loop.add(EngineRequest(request_id="a", prompt_token_ids=PROMPT, params=greedy(20)))
     events = [event for _ in range(5) for event in loop.step()]
     loop.runner.model.norm.weight.data.fill_(float("nan"))

@@ -96,7 +96,7 @@ def test_lazy_captures_what_traffic_needs_the_largest_first(make_engine):
 
 def test_background_answers_while_captures_are_pending_and_ends_with_none(make_engine, reference):
     engine = make_engine(warmup="background", graph_buckets=LADDER, max_model_len=1024)
-    loop = engine._loop
+    loop = engine.loop
     wanted = loop.stats().warm["pending"]
     assert wanted == 4 * 3  # contexts of 256, 512 and 1024
     loop.add(EngineRequest(request_id="a", prompt_token_ids=list(PROMPTS[0]), params=greedy(200)))
@@ -201,7 +201,7 @@ def test_prefills_are_counted_as_eager_with_their_reason(make_engine):
 
 def test_a_capture_that_fails_is_counted_and_the_step_runs_eager(make_engine, reference, monkeypatch, caplog):
     engine = make_engine()
-    backend = engine._loop.runner.cache.pool.backend
+    backend = engine.loop.runner.cache.pool.backend
 
     def refuse(*_):
         raise CaptureError("refused by the test")
@@ -220,7 +220,7 @@ def test_dropped_graphs_give_their_memory_back_and_are_captured_again(make_engin
     before = engine.stats().graphs["pool_bytes"]
     assert before > 0
     for _ in range(3):
-        engine._loop.runner.cache.clear()
+        engine.loop.runner.cache.clear()
         assert engine.stats().graphs["pool_bytes"] == 0
         engine.warm()
         assert engine.stats().graphs["pool_bytes"] == before
