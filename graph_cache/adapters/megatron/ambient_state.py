@@ -11,7 +11,7 @@ from graph_cache.training.attached import AmbientState
 
 # By these a module throws away what its backward needs and computes it anew there, by a backward inside the backward
 # that no graph can hold. All that a captured part saves has memory of its own for good: nothing is left to be won.
-RECOMPUTES = (
+RECOMPUTE_FLAGS = (
     "recompute_input_layernorm",
     "recompute_pre_mlp_layernorm",
     "recompute_mlp",
@@ -35,14 +35,14 @@ class MegatronAmbientState:
 
     @contextmanager
     def recreate(self, modules: Sequence[nn.Module], seen: Hashable) -> Iterator[None]:
-        asked = [(module, name) for module in modules for name in RECOMPUTES if vars(module).get(name)]
-        for module, name in asked:
+        enabled = [(module, name) for module in modules for name in RECOMPUTE_FLAGS if vars(module).get(name)]
+        for module, name in enabled:
             setattr(module, name, False)
         try:
             with nullcontext() if self._precision is None else self._precision.recreate(modules, seen):
                 yield
         finally:
-            for module, name in asked:
+            for module, name in enabled:
                 setattr(module, name, True)
 
     def replaying(self, modules: Sequence[nn.Module]) -> None:

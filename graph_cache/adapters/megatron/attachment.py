@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from graph_cache.adapters.megatron.ambient_state import MegatronAmbientState
 from graph_cache.adapters.megatron.packed import register_packed_sequences
 from graph_cache.adapters.megatron.parts import layers_of, parts_of
-from graph_cache.adapters.megatron.schedule import weights_in_graphs
+from graph_cache.adapters.megatron.schedule import delayed_wgrad_in_graphs
 from graph_cache.config import GraphConfig
 from graph_cache.errors import GraphConfigError
 from graph_cache.training.attached import AmbientState, AttachedModule, Attachment, Hook, Part
@@ -25,12 +25,12 @@ from graph_cache.training.attached import AmbientState, AttachedModule, Attachme
 logger = logging.getLogger(__name__)
 
 PREPROCESS = "moe_preprocess"
-WITHOUT_DELAY = {"moe_router", PREPROCESS}  # parts whose own weights Megatron never delays
-ROUTING_REPLAY = (
+NEVER_DELAYED = {"moe_router", PREPROCESS}  # parts whose own weights Megatron never delays
+ROUTING_REPLAY_ERROR = (
     "moe_enable_routing_replay=True has the host tell routers to record or to replay, and hand them what "
     "to replay: a graph would do for ever what it was told at its capture. Set it False"
 )
-FP4_NEEDS = (10, 0)  # the compute capability of the first GPUs with fp4
+FP4_MIN_CAPABILITY = (10, 0)  # the compute capability of the first GPUs with fp4
 
 
 def attachment(models: Sequence[nn.Module], config: GraphConfig, parts: Sequence[Part] | None = None) -> Attachment:
@@ -43,13 +43,13 @@ def attachment(models: Sequence[nn.Module], config: GraphConfig, parts: Sequence
     """
     settings = {id(layer.module.config): layer.module.config for layer in layers_of(models)}
     for one in settings.values():
-        check(one, config)
+        check_config(one, config)
     if parts is None:
         parts = parts_of(models, _capturable(config))
     for part in parts:
         _check_hooks(part)
     register_packed_sequences()
-    return Attachment(parts, generators(), AuxLosses(), is_param_gather, _surroundings(settings.values()))
+    return Attachment(parts, generators(), AuxLosses(), is_param_gather, _ambient_state(settings.values()))
 
 
 def _capturable(config: GraphConfig) -> list[str]:
@@ -64,7 +64,7 @@ def _capturable(config: GraphConfig) -> list[str]:
     return modules
 
 
-def check(model_config: Any, config: GraphConfig) -> None:
+def check_config(model_config: Any, config: GraphConfig) -> None:
     """Refuse a model's TransformerConfig that graphs of ours can't serve."""
     impl = getattr(model_config, "cuda_graph_impl", "none")
     if impl != "none":
@@ -87,9 +87,9 @@ def check(model_config: Any, config: GraphConfig) -> None:
         getattr(model_config, "delay_wgrad_compute", False)
         and config.cuda_graph_impl != "full_iteration"
         and (
-            set(config.cuda_graph_modules) - WITHOUT_DELAY
+            set(config.cuda_graph_modules) - NEVER_DELAYED
             or not config.cuda_graph_modules
-            or weights_in_graphs(model_config, config.cuda_graph_modules)
+            or delayed_wgrad_in_graphs(model_config, config.cuda_graph_modules)
         )
     ):
         raise GraphConfigError(
@@ -110,13 +110,13 @@ def check(model_config: Any, config: GraphConfig) -> None:
     if getattr(model_config, "moe_enable_routing_replay", False) and (
         not config.cuda_graph_modules or {"moe", "moe_router"} & set(config.cuda_graph_modules)
     ):
-        raise GraphConfigError(ROUTING_REPLAY + ", or capture no router (cuda_graph_modules=['attn'])")
+        raise GraphConfigError(ROUTING_REPLAY_ERROR + ", or capture no router (cuda_graph_modules=['attn'])")
     if getattr(model_config, "fp4", None):
         found = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-        if found is None or found < FP4_NEEDS:
+        if found is None or found < FP4_MIN_CAPABILITY:
             raise GraphConfigError(
                 f"fp4={model_config.fp4!r} needs a GPU of compute capability "
-                f"{'.'.join(map(str, FP4_NEEDS))}, found {found}: use fp8, or bf16"
+                f"{'.'.join(map(str, FP4_MIN_CAPABILITY))}, found {found}: use fp8, or bf16"
             )
 
 
@@ -138,7 +138,7 @@ def generators() -> list[torch.Generator]:
     return list(states.values())
 
 
-def _surroundings(settings: Collection[Any]) -> AmbientState | None:
+def _ambient_state(settings: Collection[Any]) -> AmbientState | None:
     """What a capture must know of selective recompute, and of a precision below 16 bits, Transformer Engine's."""
     precision = None
     if any(getattr(one, "fp8", None) or getattr(one, "fp4", None) for one in settings):
@@ -160,19 +160,21 @@ class AuxLosses(Mapping[str, Tensor]):
     """
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._there()[name]
+        return self._current()[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._there())
+        return iter(self._current())
 
     def __len__(self) -> int:
-        return len(self._there())
+        return len(self._current())
 
-    def _there(self) -> dict[str, Tensor]:
-        found = self._sums() | {"main_loss_backward_scale": moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale}
+    def _current(self) -> dict[str, Tensor]:
+        found = self._loss_sums() | {
+            "main_loss_backward_scale": moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale
+        }
         return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
-    def _sums(self) -> dict[str, Tensor | None]:
+    def _loss_sums(self) -> dict[str, Tensor | None]:
         metrics = getattr(moe_utils, "get_moe_metrics_tracker", None)
         if metrics is not None:  # from 0.19 on
             return {name: one.values for name, one in metrics().metrics.items()}

@@ -51,12 +51,12 @@ class SdpaCoreAttention(nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        for name, given in (
+        for name, argument in (
             ("attention_mask", attention_mask),
             ("attention_bias", attention_bias),
             ("packed_seq_params", packed_seq_params),
         ):
-            if given is not None:
+            if argument is not None:
                 raise GraphConfigError(
                     f"{name} was given, and SdpaCoreAttention is causal only: pass None, or build "
                     "the model with another core_attention"

@@ -20,7 +20,7 @@ from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from graph_cache.adapters.megatron.attachment import ROUTING_REPLAY, AuxLosses, register_packed_sequences
+from graph_cache.adapters.megatron.attachment import ROUTING_REPLAY_ERROR, AuxLosses, register_packed_sequences
 from graph_cache.adapters.megatron.attachment import generators as tracked_generators
 from graph_cache.errors import GraphConfigError, GraphError
 from graph_cache.pool import GraphPool
@@ -28,8 +28,8 @@ from graph_cache.stats import CacheStats
 from graph_cache.training.call import IdentityKey
 from graph_cache.training.iteration import CapturedIteration
 
-PLAIN = (int, float, complex, bool, str, bytes, type(None))
-FIXED = (*PLAIN, enum.Enum, torch.dtype, torch.device, torch.Size)  # what of a batch may be part of a key
+SCALARS = (int, float, complex, bool, str, bytes, type(None))
+KEY_TYPES = (*SCALARS, enum.Enum, torch.dtype, torch.device, torch.Size)  # what of a batch may be part of a key
 # By these Megatron's training loop, its DDP and its FSDP read losses or gradients on the host.
 NAN_CHECKS = (
     "check_for_nan_in_loss_and_grad",
@@ -86,7 +86,7 @@ class FullIteration:
                 "hold another capture: pass what get_forward_backward_func() returns"
             )
         for one in settings:
-            refuse(one)
+            check_settings(one)
         register_packed_sequences()  # a batch may hold them
         self.name = name
         self._function = forward_backward_func
@@ -111,13 +111,16 @@ class FullIteration:
         chunks = list(model) if isinstance(model, (list, tuple)) else [model]
         configs = _configs(chunks)
         for one in (*configs, *_wrapped(chunks)):
-            refuse(one)
-        facts = [_facts(dict(sorted(keywords.items()))), *[_facts(vars(one), LOSS_SCALES) for one in configs]]
-        call = _Call(isinstance(model, (list, tuple)), isinstance(data_iterator, (list, tuple)), keywords, tuple(facts))
-        iteration = self._iteration or self._begin()
+            check_settings(one)
+        key = [
+            _settings_key(dict(sorted(keywords.items()))),
+            *[_settings_key(vars(one), LOSS_SCALES) for one in configs],
+        ]
+        call = _Call(isinstance(model, (list, tuple)), isinstance(data_iterator, (list, tuple)), keywords, tuple(key))
+        iteration = self._iteration or self._create_iteration()
         batches = self._read(data_iterator, len(chunks), num_microbatches)
         scales = [_loss_scales(one, self._pool.backend.device) for one in configs]
-        with _gradients_aside(chunks if forward_only else []):
+        with _gradients_removed(chunks if forward_only else []):
             return iteration(chunks, batches, scales, call)
 
     def clear(self) -> None:
@@ -129,7 +132,7 @@ class FullIteration:
         """Every graph as plain values."""
         return [] if self._iteration is None else self._iteration.table()
 
-    def _begin(self) -> CapturedIteration:
+    def _create_iteration(self) -> CapturedIteration:
         """At the first call, not before: by then Megatron's generators are seeded."""
         tracked = tracked_generators() if self._pool.backend.name == "cuda" else []
         self._iteration = CapturedIteration(
@@ -171,7 +174,7 @@ class FullIteration:
                     ) from ended
         device = self._pool.backend.device
         return [
-            None if iterator is None else [_moved(batch, device) for batch in batches]
+            None if iterator is None else [_to_device(batch, device) for batch in batches]
             for iterator, batches in zip(iterators, read, strict=True)
         ]
 
@@ -180,16 +183,16 @@ class FullIteration:
     ) -> Any:
         """The function itself, over these batches: what runs eager, and what is captured."""
         iterators = [None if given is None else _Microbatches(given) for given in batches]
-        with _scaled(_configs(chunks), scales), _reductions_put_back(chunks):
+        with _loss_scales_replaced(_configs(chunks), scales), _grad_counts_restored_on_error(chunks):
             result = self._function(
                 data_iterator=iterators if call.many_iterators else iterators[0],
                 model=chunks if call.many_chunks else chunks[0],
                 **call.keywords,
             )
         for index, iterator in enumerate(iterators):
-            if iterator is not None and 0 < iterator.left < len(batches[index]):
+            if iterator is not None and 0 < iterator.remaining < len(batches[index]):
                 raise GraphError(
-                    f"{self.name}: the step took {len(batches[index]) - iterator.left} of the "
+                    f"{self.name}: the step took {len(batches[index]) - iterator.remaining} of the "
                     f"{len(batches[index])} batches that were read for chunk {index}: let "
                     "forward_step_func take one for each microbatch"
                 )
@@ -203,7 +206,7 @@ class _Call:
     many_chunks: bool
     many_iterators: bool
     keywords: dict[str, Any] = field(compare=False)
-    facts: tuple  # of `keywords`, and of the models' configurations
+    key: tuple  # of `keywords`, and of the models' configurations
 
 
 class _Microbatches:
@@ -211,43 +214,45 @@ class _Microbatches:
 
     def __init__(self, batches: Sequence[Any]):
         self._batches = batches
-        self.left = len(batches)
+        self.remaining = len(batches)
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        if not self.left:
+        if not self.remaining:
             raise GraphError(
                 f"the step asks for more batches than the {len(self._batches)} microbatches of this "
                 "iteration: let forward_step_func take one for each"
             )
-        self.left -= 1
-        return self._batches[-1 - self.left]
+        self.remaining -= 1
+        return self._batches[-1 - self.remaining]
 
 
-def refuse(settings: Any) -> None:
+def check_settings(settings: Any) -> None:
     """Raise GraphConfigError for settings that a graph of a whole iteration can't hold.
 
     Checks for NaN that read the host, routing that the host directs, and graphs of Megatron's own inside. `settings`:
     any object or mapping with Megatron's names.
     """
     given = settings if isinstance(settings, Mapping) else vars(settings)
-    asked = [name for name in NAN_CHECKS if given.get(name)]
-    if asked:
+    enabled = [name for name in NAN_CHECKS if given.get(name)]
+    if enabled:
         raise GraphConfigError(
-            f"{' and '.join(asked)} would read losses or gradients on the host, which a graph of a whole iteration "
+            f"{' and '.join(enabled)} would read losses or gradients on the host, which a graph of a whole iteration "
             "can't: turn it off, and return torch.isfinite(loss) beside the loss from the loss function, a check on the"
             " device that you read after the iteration; or use cuda_graph_impl='local'"
         )
     if given.get("moe_enable_routing_replay"):
         raise GraphConfigError(
-            ROUTING_REPLAY + ", or capture layers without their routers (cuda_graph_impl='local', "
+            ROUTING_REPLAY_ERROR + ", or capture layers without their routers (cuda_graph_impl='local', "
             "cuda_graph_modules=['attn'])"
         )
     impl, scope = given.get("cuda_graph_impl"), given.get("cuda_graph_scope") or ()
-    whole = "full_iteration" in [getattr(one, "name", one) for one in ([scope] if isinstance(scope, str) else scope)]
-    if impl not in (None, "none", "full_iteration") and not (impl == "local" and whole):
+    is_full_iteration = "full_iteration" in [
+        getattr(one, "name", one) for one in ([scope] if isinstance(scope, str) else scope)
+    ]
+    if impl not in (None, "none", "full_iteration") and not (impl == "local" and is_full_iteration):
         raise GraphConfigError(
             f"the model was built with cuda_graph_impl={impl!r}, and a graph of an iteration can't "
             "hold captures of its layers: build it with 'none' or 'full_iteration'"
@@ -269,29 +274,31 @@ def _configs(chunks: Iterable[nn.Module]) -> list[Any]:
     return list({id(one): one for one in found if hasattr(one, "__dict__")}.values())
 
 
-def _facts(values: Mapping[str, Any], leave_out: Sequence[str] = ()) -> tuple:
-    return tuple([(name, _comparable(value)) for name, value in values.items() if name not in leave_out])
+def _settings_key(values: Mapping[str, Any], excluded: Sequence[str] = ()) -> tuple:
+    return tuple([(name, _comparable(value)) for name, value in values.items() if name not in excluded])
 
 
 def _comparable(value: Any) -> Any:
     """What must be equal of a value: plain ones with their types (1 is not True), containers by what is in them now,
     and of anything else that it is the same object."""
-    kind = type(value)
-    if kind in PLAIN:
-        return kind, value
-    if kind in (list, tuple):
-        return kind, tuple([_comparable(one) for one in value])
-    if kind is dict:
-        return kind, tuple([(key, _comparable(one)) for key, one in value.items()])
+    value_type = type(value)
+    if value_type in SCALARS:
+        return value_type, value
+    if value_type in (list, tuple):
+        return value_type, tuple([_comparable(one) for one in value])
+    if value_type is dict:
+        return value_type, tuple([(key, _comparable(one)) for key, one in value.items()])
     return IdentityKey(value)
 
 
-def _moved(batch: Any, device: torch.device) -> Any:
+def _to_device(batch: Any, device: torch.device) -> Any:
     """A batch with its tensors on the device. Raises GraphConfigError for contents that can't be told apart."""
-    unknown = sorted({type(leaf).__name__ for leaf in tree_leaves(batch) if not isinstance(leaf, (Tensor, *FIXED))})
-    if unknown:
+    unsupported = sorted(
+        {type(leaf).__name__ for leaf in tree_leaves(batch) if not isinstance(leaf, (Tensor, *KEY_TYPES))}
+    )
+    if unsupported:
         raise GraphConfigError(
-            f"a batch holds {', '.join(unknown)}, which can't be taken apart into tensors and plain "
+            f"a batch holds {', '.join(unsupported)}, which can't be taken apart into tensors and plain "
             "values: make it a dict, a tuple or a list of tensors, or register the type with "
             "torch.utils._pytree.register_dataclass"
         )
@@ -312,31 +319,31 @@ def _loss_scales(config: Any, device: torch.device) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _scaled(configs: Sequence[Any], scales: Sequence[Mapping[str, Tensor]]) -> Iterator[None]:
+def _loss_scales_replaced(configs: Sequence[Any], scales: Sequence[Mapping[str, Tensor]]) -> Iterator[None]:
     """Within the block the configurations scale losses by these tensors."""
-    wanted = [
+    replacements = [
         (config, name, scale) for config, given in zip(configs, scales, strict=True) for name, scale in given.items()
     ]
-    kept = [(config, name, getattr(config, name)) for config, name, _ in wanted]
+    attributes = [(config, name, getattr(config, name)) for config, name, _ in replacements]
     try:
-        for config, name, scale in wanted:
-            setattr(config, name, _times(scale) if name == "grad_scale_func" else _always(scale))
+        for config, name, scale in replacements:
+            setattr(config, name, _multiply_by(scale) if name == "grad_scale_func" else _constant(scale))
         yield
     finally:
-        for config, name, function in kept:
+        for config, name, function in attributes:
             setattr(config, name, function)
 
 
-def _times(scale: Tensor) -> Callable[[Tensor], Tensor]:
+def _multiply_by(scale: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda loss: loss * scale
 
 
-def _always(scale: Tensor) -> Callable[[], Tensor]:
+def _constant(scale: Tensor) -> Callable[[], Tensor]:
     return lambda: scale
 
 
 @contextmanager
-def _reductions_put_back(chunks: Iterable[nn.Module]) -> Iterator[None]:
+def _grad_counts_restored_on_error(chunks: Iterable[nn.Module]) -> Iterator[None]:
     """Where the block ends half way, as a capture may, gradients that arrived in it have not arrived: Megatron's DDP
     counts them to know when to reduce them, and the step that runs eager instead would find them counted."""
     groups = [
@@ -355,26 +362,26 @@ def _reductions_put_back(chunks: Iterable[nn.Module]) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for group, kept in zip(groups, before, strict=True):
+        for group, attributes in zip(groups, before, strict=True):
             vars(group).clear()
-            vars(group).update(kept)
+            vars(group).update(attributes)
         raise
 
 
 @contextmanager
-def _gradients_aside(chunks: Iterable[nn.Module]) -> Iterator[None]:
+def _gradients_removed(chunks: Iterable[nn.Module]) -> Iterator[None]:
     """Within the block the chunks have no gradients; afterwards the same ones again, untouched. A graph would else
     copy them, to start from them at every replay."""
-    held = [
+    gradients = [
         (parameter, parameter.grad)
         for chunk in chunks
         for parameter in chunk.parameters()
         if parameter.grad is not None
     ]
-    for parameter, _ in held:
+    for parameter, _ in gradients:
         parameter.grad = None
     try:
         yield
     finally:
-        for parameter, grad in held:
+        for parameter, grad in gradients:
             parameter.grad = grad

@@ -13,17 +13,17 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 # Beside the tensors that Megatron counts up for graphs of its own (`cudagraph_attrs`).
-LEFT = ("hidden_shape", "hidden_shape_before_permute", "probs", "capacity", "cuda_sync_point")
-COUNTS_TO_HOST = "before_ep_alltoall"  # the point at which counts are copied where graphs come before it
+DISPATCHER_ATTRIBUTES = ("hidden_shape", "hidden_shape_before_permute", "probs", "capacity", "cuda_sync_point")
+DTOH_POINT = "before_ep_alltoall"  # the point at which counts are copied where graphs come before it
 
 
 class _Argument(NamedTuple):
     """Stands for what was left that is an argument of the call: by its place among all of them."""
 
-    place: int
+    position: int
 
 
-def why_not(layer: MoELayer) -> str:
+def eager_reason(layer: MoELayer) -> str:
     """Why no graph can hold the preprocessing of this layer; empty where one can."""
     dispatcher, config = layer.token_dispatcher, layer.config
     if not isinstance(dispatcher, MoEAlltoAllTokenDispatcher):
@@ -54,24 +54,24 @@ class DispatchState:
 
     def __init__(self, layer: MoELayer):
         self._dispatcher = layer.token_dispatcher
-        self._names = tuple(dict.fromkeys([*self._dispatcher.cudagraph_attrs, *LEFT]))
-        self._copied_at = ""
+        self._names = tuple(dict.fromkeys([*self._dispatcher.cudagraph_attrs, *DISPATCHER_ATTRIBUTES]))
+        self._original_dtoh_point = ""
 
     def begin(self) -> None:
-        self._copied_at = self._dispatcher.cuda_dtoh_point
-        self._dispatcher.cuda_dtoh_point = COUNTS_TO_HOST
+        self._original_dtoh_point = self._dispatcher.cuda_dtoh_point
+        self._dispatcher.cuda_dtoh_point = DTOH_POINT
 
     def end(self) -> None:
-        self._dispatcher.cuda_dtoh_point = self._copied_at
+        self._dispatcher.cuda_dtoh_point = self._original_dtoh_point
 
     def gather(self, call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         state = vars(self._dispatcher)
         before = {name: state.pop(name) for name in self._names if name in state and name != "cuda_sync_point"}
         try:
             result = call(*args, **kwargs)
-            places = {id(value): place for place, value in enumerate((*args, *kwargs.values()))}
+            positions = {id(value): position for position, value in enumerate((*args, *kwargs.values()))}
             return result, {
-                name: _Argument(places[id(state[name])]) if id(state[name]) in places else state[name]
+                name: _Argument(positions[id(state[name])]) if id(state[name]) in positions else state[name]
                 for name in self._names
                 if name in state
             }
@@ -80,8 +80,8 @@ class DispatchState:
                 state.setdefault(name, value)  # what this call has no use for
 
     def put(self, gathered: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        result, left = gathered
-        given = (*args, *kwargs.values())
-        for name, value in left.items():
-            setattr(self._dispatcher, name, given[value.place] if isinstance(value, _Argument) else value)
+        result, attributes = gathered
+        arguments = (*args, *kwargs.values())
+        for name, value in attributes.items():
+            setattr(self._dispatcher, name, arguments[value.position] if isinstance(value, _Argument) else value)
         return result

@@ -21,9 +21,9 @@ from torch.utils.hooks import RemovableHandle
 
 from graph_cache.errors import GraphConfigError
 
-GIVEN = "packed_seq_params"  # what models call them
-ENDS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-ROTARY = ("rope", "yarn", "mrope")  # kinds of position embeddings that layers apply
+PACKED_ARGUMENT = "packed_seq_params"  # what models call them
+CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+ROTARY_TYPES = ("rope", "yarn", "mrope")  # kinds of position embeddings that layers apply
 
 
 class PackedDocuments:
@@ -34,30 +34,31 @@ class PackedDocuments:
     """
 
     def __init__(self, models: Sequence[nn.Module], documents: int):
-        asked = f"packed_documents={documents!r}"
+        setting = f"packed_documents={documents!r}"
         if type(documents) is not int or documents < 1:
             raise GraphConfigError(
-                f"{asked}: it must be an int of at least 1, the most documents that a batch has, or "
+                f"{setting}: it must be an int of at least 1, the most documents that a batch has, or "
                 "None, which leaves packed sequences alone"
             )
         self._documents = documents
         self._models: list[nn.Module] = []
         self._handles: list[RemovableHandle] = []
         for model in models:
-            takers = [
+            targets = [
                 one
                 for one in model.modules()
-                if isinstance(one, LanguageModule) and {GIVEN, "input_ids"} <= set(_signature(type(one)).parameters)
+                if isinstance(one, LanguageModule)
+                and {PACKED_ARGUMENT, "input_ids"} <= set(_signature(type(one)).parameters)
             ]
-            if not takers:
+            if not targets:
                 raise GraphConfigError(
-                    f"{asked} pads the {GIVEN} of a GPTModel, a MambaModel or a HybridModel; found "
+                    f"{setting} pads the {PACKED_ARGUMENT} of a GPTModel, a MambaModel or a HybridModel; found "
                     f"none in {type(model).__name__}: attach the whole model, or leave "
                     "packed_documents out"
                 )
-            for one in takers:
-                _check(one, asked)
-            self._models += takers
+            for one in targets:
+                _check(one, setting)
+            self._models += targets
 
     def begin(self) -> None:
         """Pad from here on, also what runs eager: that computes what a replay does."""
@@ -71,20 +72,20 @@ class PackedDocuments:
         self._handles = []
 
 
-def _check(model: LanguageModule, asked: str) -> None:
+def _check(model: LanguageModule, setting: str) -> None:
     """Refuse a model whose packed sequences can't be padded, or would be so for nothing."""
     config = model.config
     if config.context_parallel_size > 1:
         raise GraphConfigError(
-            f"{asked}: padding is not supported with context parallelism, where cu_seqlens count "
+            f"{setting}: padding is not supported with context parallelism, where cu_seqlens count "
             f"tokens of other ranks; found context_parallel_size={config.context_parallel_size}: "
             "leave packed_documents out, or set it 1"
         )
-    is_rotary = config.multi_latent_attention or getattr(model, "position_embedding_type", None) in ROTARY
+    is_rotary = config.multi_latent_attention or getattr(model, "position_embedding_type", None) in ROTARY_TYPES
     if is_rotary and not config.apply_rope_fusion:
         # It also takes a rotary table as long as the batch for one that goes on through all documents.
         raise GraphConfigError(
-            f"{asked}: with apply_rope_fusion=False Megatron's rotary embedding reads cu_seqlens on "
+            f"{setting}: with apply_rope_fusion=False Megatron's rotary embedding reads cu_seqlens on "
             "the host, which no graph can hold: build the model with apply_rope_fusion=True, or "
             "leave packed_documents out"
         )
@@ -94,8 +95,8 @@ def _check(model: LanguageModule, asked: str) -> None:
 
 
 @functools.cache
-def _signature(kind: type[nn.Module]) -> inspect.Signature:
-    return inspect.signature(kind.forward)
+def _signature(model_class: type[nn.Module]) -> inspect.Signature:
+    return inspect.signature(model_class.forward)
 
 
 def _pad_call(
@@ -105,10 +106,10 @@ def _pad_call(
     if not any(isinstance(one, PackedSeqParams) for one in (*args, *kwargs.values())):
         return None
     call = _signature(type(model)).bind(model, *args, **kwargs)
-    packed, tokens = call.arguments.get(GIVEN), tokens_of(model, call.arguments)
+    packed, tokens = call.arguments.get(PACKED_ARGUMENT), tokens_of(model, call.arguments)
     if packed is None or tokens is None:
         return None
-    call.arguments[GIVEN] = padded(packed, documents, tokens)
+    call.arguments[PACKED_ARGUMENT] = padded(packed, documents, tokens)
     return call.args[1:], call.kwargs
 
 
@@ -124,8 +125,8 @@ def tokens_of(model: LanguageModule, arguments: Mapping[str, Any]) -> int | None
         hidden = model.decoder.input_tensor
     if hidden is None:
         return None if ids is None else ids.numel()
-    parts = model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1
-    return hidden.shape[0] * hidden.shape[1] * parts
+    ranks = model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1
+    return hidden.shape[0] * hidden.shape[1] * ranks
 
 
 def padded(packed: PackedSeqParams, documents: int, tokens: int) -> PackedSeqParams:
@@ -134,20 +135,24 @@ def padded(packed: PackedSeqParams, documents: int, tokens: int) -> PackedSeqPar
     Itself if it has more documents, or is not in the format `thd`, whose cu_seqlens alone may have any length. Reads no
     tensor on the host.
     """
-    ends = {name: value for name in ENDS if (value := getattr(packed, name)) is not None}
+    cu_seqlens = {name: value for name in CU_SEQLENS if (value := getattr(packed, name)) is not None}
     if (
         packed.qkv_format != "thd"
-        or not ends
-        or any(value.dim() != 1 or len(value) > documents + 1 for value in ends.values())
+        or not cu_seqlens
+        or any(value.dim() != 1 or len(value) > documents + 1 for value in cu_seqlens.values())
     ):
         return packed
     # Transformer Engine takes the very same tensor in two fields for two lengths that are equal: it stays one.
-    made = {id(value): cat([value, value[-1:].expand(documents + 1 - len(value))]) for value in ends.values()}
-    found = copy.copy(packed)  # 0.19's own construction would compute further tensors
-    vars(found).update(
-        {name: made[id(value)] for name, value in ends.items()}, max_seqlen_q=tokens, max_seqlen_kv=tokens
+    padded_cu_seqlens = {
+        id(value): cat([value, value[-1:].expand(documents + 1 - len(value))]) for value in cu_seqlens.values()
+    }
+    result = copy.copy(packed)  # 0.19's own construction would compute further tensors
+    vars(result).update(
+        {name: padded_cu_seqlens[id(value)] for name, value in cu_seqlens.items()},
+        max_seqlen_q=tokens,
+        max_seqlen_kv=tokens,
     )
-    return found
+    return result
 
 
 # ---- taking apart ----------------------------------------------------------------------------------------------------
@@ -163,21 +168,21 @@ def register_packed_sequences() -> None:
         return
     names = [field.name for field in dataclasses.fields(PackedSeqParams)]
 
-    def apart(packed: PackedSeqParams) -> tuple[list[Any], tuple[int, ...]]:
+    def flatten(packed: PackedSeqParams) -> tuple[list[Any], tuple[int, ...]]:
         leaves: list[Any] = []
-        places: list[int] = []  # among the leaves, of each field
+        positions: list[int] = []  # among the leaves, of each field
         tensors: dict[int, int] = {}
         for name in names:
             value = getattr(packed, name)
-            place = tensors.setdefault(id(value), len(leaves)) if isinstance(value, Tensor) else len(leaves)
-            places.append(place)
-            if place == len(leaves):
+            position = tensors.setdefault(id(value), len(leaves)) if isinstance(value, Tensor) else len(leaves)
+            positions.append(position)
+            if position == len(leaves):
                 leaves.append(value)
-        return leaves, tuple(places)
+        return leaves, tuple(positions)
 
-    def together(values: Iterable[Any], places: tuple[int, ...]) -> PackedSeqParams:
+    def unflatten(values: Iterable[Any], positions: tuple[int, ...]) -> PackedSeqParams:
         leaves, packed = list(values), object.__new__(PackedSeqParams)
-        vars(packed).update({name: leaves[place] for name, place in zip(names, places, strict=True)})
+        vars(packed).update({name: leaves[position] for name, position in zip(names, positions, strict=True)})
         return packed
 
-    _pytree.register_pytree_node(PackedSeqParams, apart, together)
+    _pytree.register_pytree_node(PackedSeqParams, flatten, unflatten)

@@ -16,13 +16,13 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from graph_cache.adapters.megatron.moe_dispatch import DispatchState, why_not
+from graph_cache.adapters.megatron.moe_dispatch import DispatchState, eager_reason
 from graph_cache.errors import GraphConfigError
 from graph_cache.training.attached import Part
 
 logger = logging.getLogger(__name__)
 
-WRAPPERS = "module."  # what a wrapper puts before the names of what it wraps
+WRAPPER_PREFIX = "module."  # what a wrapper puts before the names of what it wraps
 
 
 def layers_of(models: Sequence[nn.Module]) -> list[Part]:
@@ -30,12 +30,12 @@ def layers_of(models: Sequence[nn.Module]) -> list[Part]:
     found = []
     for index, model in enumerate(models):
         chunk = f"chunks.{index}." if len(models) > 1 else ""
-        inside: set[nn.Module] = set()
+        nested: set[nn.Module] = set()
         for path, module in model.named_modules():
-            if isinstance(module, (TransformerLayer, MambaLayer)) and module not in inside:
-                inside.update(module.modules())
-                while path.startswith(WRAPPERS):
-                    path = path.removeprefix(WRAPPERS)
+            if isinstance(module, (TransformerLayer, MambaLayer)) and module not in nested:
+                nested.update(module.modules())
+                while path.startswith(WRAPPER_PREFIX):
+                    path = path.removeprefix(WRAPPER_PREFIX)
                 found.append(Part(chunk + path or type(module).__name__, module, chunk=index))
     return found
 
@@ -48,7 +48,7 @@ def parts_of(models: Sequence[nn.Module], modules: Sequence[str]) -> list[Part]:
     """
     layers = layers_of(models)
     if not layers:
-        if _is_one_stage_of_several():
+        if _is_pipeline_stage():
             return []
         names = ", ".join(type(model).__name__ for model in models)
         raise GraphConfigError(
@@ -58,9 +58,9 @@ def parts_of(models: Sequence[nn.Module], modules: Sequence[str]) -> list[Part]:
     if not modules:
         return layers
     found = [
-        part._replace(chunk=layer.chunk) for layer in layers for part in _inside(layer.name, layer.module, modules)
+        part._replace(chunk=layer.chunk) for layer in layers for part in _layer_parts(layer.name, layer.module, modules)
     ]
-    if not found and not _is_one_stage_of_several():
+    if not found and not _is_pipeline_stage():
         raise GraphConfigError(
             f"cuda_graph_modules={','.join(modules)}: none of the {len(layers)} layers has one of "
             f"these ({', '.join(sorted({type(layer.module).__name__ for layer in layers}))})"
@@ -68,11 +68,11 @@ def parts_of(models: Sequence[nn.Module], modules: Sequence[str]) -> list[Part]:
     return found
 
 
-def _is_one_stage_of_several() -> bool:
+def _is_pipeline_stage() -> bool:
     return parallel_state.is_initialized() and parallel_state.get_pipeline_model_parallel_world_size() > 1
 
 
-def _inside(path: str, layer: nn.Module, modules: Sequence[str]) -> Iterator[Part]:
+def _layer_parts(path: str, layer: nn.Module, modules: Sequence[str]) -> Iterator[Part]:
     """The parts of one layer. Methods of a TransformerLayer are Megatron's own seams between attention and MLP."""
     if isinstance(layer, MambaLayer):
         if "mamba" in modules:
@@ -87,18 +87,18 @@ def _inside(path: str, layer: nn.Module, modules: Sequence[str]) -> Iterator[Par
             (layer.input_layernorm, layer.self_attention, layer.pre_cross_attn_layernorm, layer.cross_attention),
         )
     is_moe = isinstance(layer.mlp, MoELayer)
-    wanted = "moe" if is_moe else "mlp"
-    if wanted in modules and not isinstance(layer.mlp, IdentityOp):
-        yield Part(f"{path}.{wanted}", layer, "_forward_mlp", (layer.pre_mlp_layernorm, layer.mlp))
+    mlp_name = "moe" if is_moe else "mlp"
+    if mlp_name in modules and not isinstance(layer.mlp, IdentityOp):
+        yield Part(f"{path}.{mlp_name}", layer, "_forward_mlp", (layer.pre_mlp_layernorm, layer.mlp))
     elif is_moe and "moe_router" in modules:
-        yield from _router(path, layer)
+        yield from _router_parts(path, layer)
         if "moe_preprocess" in modules:
-            yield from _preprocess(path, layer.mlp)
+            yield from _preprocess_parts(path, layer.mlp)
 
 
-def _preprocess(path: str, layer: MoELayer) -> Iterator[Part]:
+def _preprocess_parts(path: str, layer: MoELayer) -> Iterator[Part]:
     """What the token dispatcher does before it communicates."""
-    reason = why_not(layer)
+    reason = eager_reason(layer)
     if reason:  # Megatron 0.16 adds it to moe_router by itself: few have asked for it
         logger.warning("%s.moe_preprocess runs eager: %s", path, reason)
         return
@@ -106,7 +106,7 @@ def _preprocess(path: str, layer: MoELayer) -> Iterator[Part]:
     yield Part(f"{path}.moe_preprocess", layer, "preprocess", (projection,), carry=DispatchState(layer))
 
 
-def _router(path: str, layer: nn.Module) -> Iterator[Part]:
+def _router_parts(path: str, layer: nn.Module) -> Iterator[Part]:
     """What comes before the dispatch to experts: the norm, the router, and shared experts that run by themselves."""
     if not isinstance(layer.pre_mlp_layernorm, IdentityOp):
         yield Part(f"{path}.pre_mlp_layernorm", layer.pre_mlp_layernorm)

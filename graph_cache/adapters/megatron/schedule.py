@@ -29,7 +29,7 @@ from torch import nn
 from torch.torch_version import TorchVersion
 
 from graph_cache.adapters.megatron.parts import layers_of
-from graph_cache.adapters.transformer_engine.order import events, outstanding, slots
+from graph_cache.adapters.transformer_engine.order import assign_slots, max_outstanding, parse_order
 from graph_cache.errors import GraphConfigError
 from graph_cache.training.attached import Part
 from graph_cache.validation import is_whole_number
@@ -39,18 +39,18 @@ __all__ = [
     "check_expert_overlap",
     "expert_overlap_order",
     "order_of",
-    "outstanding",
+    "max_outstanding",
     "set_current_microbatch",
-    "slots",
-    "warmup_of",
-    "weights_in_graphs",
+    "assign_slots",
+    "warmup_forwards",
+    "delayed_wgrad_in_graphs",
 ]
 
-DISPATCHERS = ("alltoall", "flex")
-TE_FOR_DELAYED_WEIGHTS = "2.10.0"  # in a layer of which a part is captured
-TE_FOR_WEIGHTS_IN_GRAPHS = "2.12.0"
-TE_WITHOUT_FUSION = "2.7.0"
-TORCH_FOR_OVERLAP = "2.6.0"
+OVERLAP_DISPATCHERS = ("alltoall", "flex")
+MIN_TE_DELAYED_WGRAD = "2.10.0"  # in a layer of which a part is captured
+MIN_TE_DELAYED_WGRAD_IN_GRAPHS = "2.12.0"
+MIN_TE_WITHOUT_WGRAD_FUSION = "2.7.0"
+MIN_TORCH_OVERLAP = "2.6.0"
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class Stage:
     chunks: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("pipeline_size", 1), ("pipeline_rank", 0), ("chunks", 1)):
-            _whole(name, getattr(self, name), least)
+        for name, minimum in (("pipeline_size", 1), ("pipeline_rank", 0), ("chunks", 1)):
+            _check_whole_number(name, getattr(self, name), minimum)
         if self.pipeline_rank >= self.pipeline_size:
             raise GraphConfigError(
                 f"pipeline_rank is {self.pipeline_rank} of pipeline_size {self.pipeline_size}: ranks count from 0"
@@ -89,10 +89,10 @@ class Stage:
         return self.pipeline_rank
 
 
-def warmup_of(stage: Stage, microbatches: int, group_size: int | None = None) -> int:
+def warmup_forwards(stage: Stage, microbatches: int, group_size: int | None = None) -> int:
     """How many forwards the stage runs before those that are each followed by a backward."""
     group_size = _group_size(stage, group_size)
-    _whole("microbatches", microbatches, 1)
+    _check_whole_number("microbatches", microbatches, 1)
     return get_pp_rank_microbatches(microbatches, stage.chunks, group_size, forward_only=False, p2p_communicator=stage)[
         2
     ]
@@ -107,7 +107,7 @@ def order_of(stage: Stage, microbatches: int, group_size: int | None = None, war
     number of them.
     """
     group_size = _group_size(stage, group_size)
-    _whole("microbatches", microbatches, 1)
+    _check_whole_number("microbatches", microbatches, 1)
     if stage.pipeline_size == 1 and warmup is None:
         microbatches = 1
     return _order(stage, microbatches, group_size, warmup)
@@ -118,7 +118,7 @@ def expert_overlap_order(
     microbatches: int,
     layers_per_chunk: Sequence[int],
     *,
-    weights_in_graphs: bool,
+    delayed_wgrad_in_graphs: bool,
     group_size: int | None = None,
 ) -> list[float]:
     """The order under overlap_moe_expert_parallel_comm, in which each layer is a chunk of its own.
@@ -128,15 +128,15 @@ def expert_overlap_order(
     `check_expert_overlap` first.
     """
     group_size = _group_size(stage, group_size)
-    _whole("microbatches", microbatches, 1)
+    _check_whole_number("microbatches", microbatches, 1)
     if len(layers_per_chunk) != stage.chunks:
         raise GraphConfigError(
             f"layers_per_chunk has {len(layers_per_chunk)} entries for {stage.chunks} chunks: give one for each"
         )
     for count in layers_per_chunk:
-        _whole("layers_per_chunk", count, 0)
+        _check_whole_number("layers_per_chunk", count, 0)
     order = _order(stage, microbatches, group_size, None)
-    return get_overlap_moe_expert_parallel_comm_order(order, list(layers_per_chunk), weights_in_graphs)[0]
+    return get_overlap_moe_expert_parallel_comm_order(order, list(layers_per_chunk), delayed_wgrad_in_graphs)[0]
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def stage_plan(
     if overlaps:
         check_expert_overlap(config, modules, te_version)
     if microbatches is None:
-        _check_one_at_a_time(stage, overlaps)
+        _check_one_outstanding(stage, overlaps)
         microbatches = 1
     if not overlaps:
         return StagePlan(list(parts), order_of(stage, microbatches, group_size), holders, caches_weights)
@@ -183,7 +183,7 @@ def stage_plan(
         stage,
         microbatches,
         [counts[chunk] for chunk in range(len(models))],
-        weights_in_graphs=weights_in_graphs(config, modules),
+        delayed_wgrad_in_graphs=delayed_wgrad_in_graphs(config, modules),
         group_size=group_size,
     )
     return StagePlan(
@@ -200,7 +200,7 @@ def _holders(parts: Sequence[Part], models: Sequence[nn.Module]) -> dict[str, nn
     }
 
 
-def _check_one_at_a_time(stage: Stage, overlaps: bool) -> None:
+def _check_one_outstanding(stage: Stage, overlaps: bool) -> None:
     if stage.pipeline_size > 1 or overlaps:
         found = "overlap_moe_expert_parallel_comm" if overlaps else f"a pipeline of {stage.pipeline_size} stages"
         raise GraphConfigError(
@@ -212,7 +212,7 @@ def _check_one_at_a_time(stage: Stage, overlaps: bool) -> None:
 
 
 @contextmanager
-def told_of_captures() -> Iterator[None]:
+def megatron_capture_flags() -> Iterator[None]:
     """Within the block Megatron knows that a capture goes on: DDP's hooks leave gradients alone then."""
     _set_capture_start()
     try:
@@ -221,7 +221,7 @@ def told_of_captures() -> Iterator[None]:
         _set_capture_end()
 
 
-def weights_in_graphs(config: Any, modules: Sequence[str]) -> bool:
+def delayed_wgrad_in_graphs(config: Any, modules: Sequence[str]) -> bool:
     """Whether delayed weight gradients belong to what `modules` captures, so that graphs compute them."""
     shared = getattr(config, "moe_shared_expert_intermediate_size", None) is not None and not getattr(
         config, "moe_shared_expert_overlap", False
@@ -249,7 +249,7 @@ def _overlap_problems(config: Any, modules: Sequence[str]) -> list[str]:
     pipeline = getattr(config, "pipeline_model_parallel_size", 1)
     mtp = getattr(config, "mtp_num_layers", None)
     dispatcher = getattr(config, "moe_token_dispatcher_type", None)
-    whole = sorted({"moe", "mlp"} & set(modules))
+    whole_modules = sorted({"moe", "mlp"} & set(modules))
     offloaded = getattr(config, "offload_modules", None) or ()
     checks = (
         (
@@ -257,8 +257,8 @@ def _overlap_problems(config: Any, modules: Sequence[str]) -> list[str]:
             "overlap_moe_expert_parallel_comm is off: turn it on",
         ),
         (
-            TorchVersion(torch.__version__) < TORCH_FOR_OVERLAP,
-            f"torch is {torch.__version__}: {TORCH_FOR_OVERLAP} or later, before which the overlap hangs",
+            TorchVersion(torch.__version__) < MIN_TORCH_OVERLAP,
+            f"torch is {torch.__version__}: {MIN_TORCH_OVERLAP} or later, before which the overlap hangs",
         ),
         (
             pipeline > 1 and getattr(config, "virtual_pipeline_model_parallel_size", None) is None,
@@ -268,7 +268,10 @@ def _overlap_problems(config: Any, modules: Sequence[str]) -> list[str]:
             getattr(config, "expert_model_parallel_size", 1) <= 1,
             "expert_model_parallel_size is 1: without expert parallelism there is nothing to overlap",
         ),
-        (dispatcher not in DISPATCHERS, f"moe_token_dispatcher_type is {dispatcher!r}: {' or '.join(DISPATCHERS)}"),
+        (
+            dispatcher not in OVERLAP_DISPATCHERS,
+            f"moe_token_dispatcher_type is {dispatcher!r}: {' or '.join(OVERLAP_DISPATCHERS)}",
+        ),
         (getattr(config, "recompute_granularity", None) == "full", "recompute_granularity is 'full': not the whole"),
         (getattr(config, "recompute_method", None) is not None, "recompute_method is set: leave it out"),
         (getattr(config, "recompute_num_layers", None) is not None, "recompute_num_layers is set: leave it out"),
@@ -277,7 +280,7 @@ def _overlap_problems(config: Any, modules: Sequence[str]) -> list[str]:
         (getattr(config, "moe_shared_expert_overlap", False), "moe_shared_expert_overlap is on: turn it off"),
         (mtp not in (None, 0, 1), f"mtp_num_layers is {mtp}: at most 1"),
         (
-            mtp == 1 and pipeline == 1 and not _mtp_needs_no_pipeline(config),
+            mtp == 1 and pipeline == 1 and not _mtp_overlaps_without_pipeline(config),
             "mtp_num_layers is 1 without a pipeline: pipeline_model_parallel_size > 1",
         ),
         (
@@ -291,22 +294,25 @@ def _overlap_problems(config: Any, modules: Sequence[str]) -> list[str]:
             and "expert_fc1" in offloaded,
             "offload_modules has 'expert_fc1', whose input the ncclep dispatcher frees early: take it out",
         ),
-        (bool(whole), f"cuda_graph_modules has {', '.join(whole)}: what is inside can't be overlapped from a graph"),
+        (
+            bool(whole_modules),
+            f"cuda_graph_modules has {', '.join(whole_modules)}: what is inside can't be overlapped from a graph",
+        ),
         (
             not modules,
             "cuda_graph_modules is empty, whole layers: name parts without the exchange (attn, moe_router, "
             "moe_preprocess)",
         ),
     )
-    return [problem for is_one, problem in checks if is_one]
+    return [problem for is_problem, problem in checks if is_problem]
 
 
 def _delay_problems(config: Any, modules: Sequence[str], te_version: str | None) -> list[str]:
     if not getattr(config, "delay_wgrad_compute", False):
         return []
     fused = getattr(config, "gradient_accumulation_fusion", False)
-    inside = weights_in_graphs(config, modules)
-    needed = TE_FOR_WEIGHTS_IN_GRAPHS if inside else TE_FOR_DELAYED_WEIGHTS
+    in_graphs = delayed_wgrad_in_graphs(config, modules)
+    needed = MIN_TE_DELAYED_WGRAD_IN_GRAPHS if in_graphs else MIN_TE_DELAYED_WGRAD
     biased = [name for name in ("add_bias_linear", "add_qkv_bias") if getattr(config, name, False)]
     checks = (
         (
@@ -318,43 +324,47 @@ def _delay_problems(config: Any, modules: Sequence[str], te_version: str | None)
             "moe_use_legacy_grouped_gemm can't delay weight gradients: turn it off",
         ),
         (
-            inside and not fused,
+            in_graphs and not fused,
             "gradient_accumulation_fusion is off: weight gradients in a graph need main_grad's fixed address",
         ),
         (
-            inside and "attn" in modules and bool(biased),
+            in_graphs and "attn" in modules and bool(biased),
             f"{' and '.join(biased)} is on: delayed weight gradients of a captured attention have no bias",
         ),
         (
-            not inside and not fused and te_version is not None and TorchVersion(te_version) < TE_WITHOUT_FUSION,
-            f"delay_wgrad_compute without gradient_accumulation_fusion needs Transformer Engine {TE_WITHOUT_FUSION}",
+            not in_graphs
+            and not fused
+            and te_version is not None
+            and TorchVersion(te_version) < MIN_TE_WITHOUT_WGRAD_FUSION,
+            "delay_wgrad_compute without gradient_accumulation_fusion needs Transformer Engine "
+            f"{MIN_TE_WITHOUT_WGRAD_FUSION}",
         ),
     )
-    return [problem for is_one, problem in checks if is_one]
+    return [problem for is_problem, problem in checks if is_problem]
 
 
-def _mtp_needs_no_pipeline(config: Any) -> bool:
+def _mtp_overlaps_without_pipeline(config: Any) -> bool:
     """Whether this version of Megatron overlaps multi-token prediction without a pipeline: 0.19 does, 0.16 does not."""
     return hasattr(config, "overlap_dispatch_backward_with_experts_wgrad")
 
 
 def _order(stage: Stage, microbatches: int, group_size: int, warmup: int | None) -> list[int]:
     if warmup is None:
-        warmup = warmup_of(stage, microbatches, group_size)
-    _whole("warmup", warmup, 0)
+        warmup = warmup_forwards(stage, microbatches, group_size)
+    _check_whole_number("warmup", warmup, 0)
     table = get_schedule_table(microbatches, stage.chunks, group_size)
     order = convert_schedule_table_to_order(min(warmup, len(table)), stage.chunks, table)
-    events(order)  # refuses a warm-up too short for the chunks, whose backwards would come before their forwards
+    parse_order(order)  # refuses a warm-up too short for the chunks, whose backwards would come before their forwards
     return order
 
 
 def _group_size(stage: Stage, group_size: int | None) -> int:
     if group_size is None:
         return stage.pipeline_size
-    _whole("group_size", group_size, 1)
+    _check_whole_number("group_size", group_size, 1)
     return group_size
 
 
-def _whole(name: str, value: Any, least: int) -> None:
-    if not is_whole_number(value, least):
-        raise GraphConfigError(f"{name} is {value!r}: give a whole number, {least} or more")
+def _check_whole_number(name: str, value: Any, minimum: int) -> None:
+    if not is_whole_number(value, minimum):
+        raise GraphConfigError(f"{name} is {value!r}: give a whole number, {minimum} or more")

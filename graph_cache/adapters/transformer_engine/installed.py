@@ -29,9 +29,9 @@ from graph_cache.training.capture_context import CaptureContext
 logger = logging.getLogger(__name__)
 
 PACKAGE = "transformer_engine"
-FULL = Precision()
+NO_AUTOCAST = Precision()
 # Without the last, gradients of parameters are handed out where the next replay overwrites them.
-NEEDED = (
+REQUIRED_OPTIONS = (
     "sample_kwargs",
     "enabled",
     "recipe",
@@ -43,7 +43,7 @@ NEEDED = (
     "_reuse_graph_input_output_buffers",
     "clone_param_grads_on_return",
 )
-OURS = (
+RESERVED_OPTIONS = (
     "modules",
     "sample_args",
     "calibrating",
@@ -53,11 +53,11 @@ OURS = (
     "fp8_group",
     "fp8_weight_caching",
     "capture_time_hooks",
-    *NEEDED,
+    *REQUIRED_OPTIONS,
 )
 
 
-def missing(backend: str) -> list[str]:
+def missing_requirements(backend: str) -> list[str]:
     """What a capture by Transformer Engine needs and isn't here, a line each."""
     found = []
     if importlib.util.find_spec(PACKAGE) is None:
@@ -69,13 +69,13 @@ def missing(backend: str) -> list[str]:
     return found
 
 
-class Installed:
+class InstalledTransformerEngine:
     """Captures plans for one job. Raises GraphConfigError, saying what was asked, found, and what to do."""
 
     def __init__(self, job: CaptureContext, options: Mapping[str, Any]):
-        lacking = missing(job.pool.backend.name)
-        if lacking:
-            raise _refusal("; ".join(lacking))
+        problems = missing_requirements(job.pool.backend.name)
+        if problems:
+            raise _refusal("; ".join(problems))
         try:
             import transformer_engine.pytorch as te
             from transformer_engine.pytorch import graph
@@ -89,26 +89,26 @@ class Installed:
         self._graph = graph
         self._state = FP8GlobalStateManager
         self._options = dict(options)
-        known = inspect.signature(self._make).parameters
-        lacking = [name for name in NEEDED if name not in known]
+        parameters = inspect.signature(self._make).parameters
+        problems = [name for name in REQUIRED_OPTIONS if name not in parameters]
         if not hasattr(graph, "_graph_context_wrapper"):
-            lacking.append("_graph_context_wrapper")
-        if lacking:
-            raise _refusal(f"{PACKAGE} {self.version}, whose make_graphed_callables has no {', '.join(lacking)}")
-        refused = [name for name in options if name not in known or name in OURS]
+            problems.append("_graph_context_wrapper")
+        if problems:
+            raise _refusal(f"{PACKAGE} {self.version}, whose make_graphed_callables has no {', '.join(problems)}")
+        refused = [name for name in options if name not in parameters or name in RESERVED_OPTIONS]
         if refused:
-            free = ", ".join(sorted(set(known) - set(OURS)))
+            allowed = ", ".join(sorted(set(parameters) - set(RESERVED_OPTIONS)))
             raise GraphConfigError(
                 f"options: {', '.join(refused)} can't be given to Transformer Engine "
-                f"{self.version}: what may be is {free}"
+                f"{self.version}: what may be is {allowed}"
             )
         self._check_generators(job.generators)
-        self._nothing = torch.zeros(1, device=self._backend.device)
+        self._scratch = torch.zeros(1, device=self._backend.device)
         self._stream = torch.cuda.Stream(self._backend.device)  # of the captures
 
     def _check_generators(self, generators: Sequence[torch.Generator]) -> None:
         registered = [self._backend.default_generator, *self._tracked_generators()]
-        others = [one for one in generators if all(one is not known for known in registered)]
+        others = [one for one in generators if all(one is not other for other in registered)]
         if others:
             raise GraphConfigError(
                 f"{len(others)} generators that captured draws use are not Transformer Engine's, "
@@ -126,7 +126,7 @@ class Installed:
         if self._state.is_fp8_calibration():
             return None
         if not self._state.is_fp8_enabled():
-            return FULL
+            return NO_AUTOCAST
         return Precision(True, self._state.get_fp8_recipe(), self._state.get_fp8_group())
 
     def update_weights(self, are_new: bool) -> None:
@@ -135,18 +135,18 @@ class Installed:
 
     # ---- capture ---------------------------------------------------------------------------------------------------
 
-    def make(self, plan: CapturePlan) -> Captured:
+    def make(self, plan: CapturePlan) -> TransformerEngineGraphSet:
         """Capture a plan into memory of its own. Raises CaptureError; the device and its flags are as before then."""
         memory = self._job.pool.new_memory()
         recipe = plan.precision.recipe if any(plan.enabled) else None
         options = {"allow_unused_input": True} | self._options
-        handled = sys.exception()  # by the caller, which has no part in what goes wrong here
+        outer_error = sys.exception()  # by the caller, which has no part in what goes wrong here
         try:
             with (
                 torch.cuda.device(self._backend.device),
-                self._flag_of(plan),
-                self._captures_as_ours(),
-                self._put_back_on_failure(plan.modules, recipe, memory),
+                self._weight_update_flag(plan),
+                self._capture_on_own_stream(),
+                self._restore_on_failure(plan.modules, recipe, memory),
             ):
                 calls = self._make(
                     plan.modules,
@@ -164,14 +164,14 @@ class Installed:
                     **options,
                 )
         except Exception as error:
-            cause = _within(error, handled)
+            cause = _root_cause(error, outer_error)
             raise CaptureError(
                 f"make_graphed_callables of Transformer Engine {self.version} raised "
                 f"{type(cause).__name__}: {cause}. It captures into the parameters' own gradients: "
                 "attach a model when no loss of earlier steps is held any more, and build wrappers for "
                 "data parallelism on a stream of their own"
             ) from error
-        return Captured(calls, memory, Quantizers(plan.modules))
+        return TransformerEngineGraphSet(calls, memory, Quantizers(plan.modules))
 
     def accumulators(self, parameters: Iterable[Tensor]) -> dict[Tensor, Any]:
         """They work on the stream where they are made: on the default one, a capture would depend on what isn't."""
@@ -181,24 +181,24 @@ class Installed:
             return new_accumulators(parameters)
 
     @contextmanager
-    def _captures_as_ours(self) -> Iterator[None]:
+    def _capture_on_own_stream(self) -> Iterator[None]:
         """Each of its captures is on our stream, and looked at before it ends, as our own are."""
         capture = self._graph._graph_context_wrapper
 
         @contextmanager
-        def looked_at(*args: Any, **kwargs: Any) -> Iterator[None]:
+        def checked_capture(*args: Any, **kwargs: Any) -> Iterator[None]:
             with capture(*args, stream=self._stream, **kwargs):
                 yield
                 self._backend.refuse_copies_of_the_host()
 
-        self._graph._graph_context_wrapper = looked_at
+        self._graph._graph_context_wrapper = checked_capture
         try:
             yield
         finally:
             self._graph._graph_context_wrapper = capture
 
     @contextmanager
-    def _flag_of(self, plan: CapturePlan) -> Iterator[None]:
+    def _weight_update_flag(self, plan: CapturePlan) -> Iterator[None]:
         """Without cached weights, no flag: one that an earlier capture made would be read by these graphs too, which
         nobody then tells that weights are new.
         """
@@ -214,11 +214,11 @@ class Installed:
             state.skip_fp8_weight_update_tensor = flag
 
     @contextmanager
-    def _put_back_on_failure(self, modules: Sequence[nn.Module], recipe: Any, memory: CudaMemory) -> Iterator[None]:
+    def _restore_on_failure(self, modules: Sequence[nn.Module], recipe: Any, memory: CudaMemory) -> Iterator[None]:
         """What Transformer Engine changes for a capture, and puts back itself only after one that went well."""
-        collects, stream = gc.isenabled(), torch.cuda.current_stream()
+        gc_was_enabled, stream = gc.isenabled(), torch.cuda.current_stream()
         generators = [self._backend.default_generator, *self._tracked_generators()]
-        draws = [generator.get_state() for generator in generators]
+        rng_states = [generator.get_state() for generator in generators]
         quantizers = self._graph.save_fp8_tensors(modules, recipe=recipe)
         hooks = [(module._forward_hooks, dict(module._forward_hooks)) for one in modules for module in one.modules()]
         try:
@@ -226,14 +226,14 @@ class Installed:
         except BaseException:
             torch.cuda.set_stream(stream)
             self._graph.set_capture_end()
-            if collects:
+            if gc_was_enabled:
                 gc.enable()
             for registered, before in hooks:
                 registered.clear()
                 registered.update(before)
-            self._leave_capture(memory)
+            self._end_broken_capture(memory)
             self._graph.restore_fp8_tensors(modules, quantizers)
-            for generator, state in zip(generators, draws, strict=True):
+            for generator, state in zip(generators, rng_states, strict=True):
                 generator.set_state(state)
             raise
         finally:
@@ -241,7 +241,7 @@ class Installed:
                 if "__call__" in vars(kind):  # which it sets, to enter its autocast
                     del kind.__call__
 
-    def _leave_capture(self, memory: CudaMemory) -> None:
+    def _end_broken_capture(self, memory: CudaMemory) -> None:
         """End what a capture that broke off left: the allocator's routing, and generators that think they are captured.
 
         An empty capture that ends well takes the generators out.
@@ -252,10 +252,10 @@ class Installed:
             logger.debug("after a failed capture: %s", ended)
         torch.cuda.synchronize(self._backend.device)
         generators = self._tracked_generators()
-        self._backend.capture(self._nothing.zero_, self._job.pool.new_memory(), generators, None).close()
+        self._backend.capture(self._scratch.zero_, self._job.pool.new_memory(), generators, None).close()
 
 
-class Captured:
+class TransformerEngineGraphSet:
     """Graphs that Transformer Engine made, in `memory`, which is theirs alone."""
 
     engine = PACKAGE
@@ -281,17 +281,17 @@ class Captured:
             self._memory.release()
 
 
-def _within(error: BaseException, handled: BaseException | None) -> BaseException:
+def _root_cause(error: BaseException, outer_error: BaseException | None) -> BaseException:
     """What went wrong in a capture, where `error` is that its end failed too."""
-    within = error.__context__
+    context = error.__context__
     if (
-        within is None
-        or within is handled
+        context is None
+        or context is outer_error
         or error.__suppress_context__
         or not any(word in str(error) for word in REFUSALS)
     ):
         return error
-    return _within(within, handled)
+    return _root_cause(context, outer_error)
 
 
 def new_accumulators(parameters: Iterable[Tensor]) -> dict[Tensor, Any]:

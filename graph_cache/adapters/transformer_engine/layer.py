@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from graph_cache.adapters.transformer_engine.maker import Precision
-from graph_cache.adapters.transformer_engine.preserved_state import FIRST
-from graph_cache.adapters.transformer_engine.samples import Calls, CapturedLayer, Sample, names_of
+from graph_cache.adapters.transformer_engine.preserved_state import FIRST_MICROBATCH
+from graph_cache.adapters.transformer_engine.samples import CallLog, CapturedLayer, Sample, input_names
 from graph_cache.errors import GraphError
 from graph_cache.training.attached import FORWARD, AttachedModule, Hook, Part, put_back
 
-REPLAYED = "replayed_by_encore"  # on a node of autograd: (whose places, place) of the replay that it stands for
+REPLAY_ATTRIBUTE = "replayed_by_encore"  # on a node of autograd: (whose places, place) of the replay that it stands for
 
 
 class Layer:
@@ -30,46 +30,49 @@ class Layer:
         self.attached = AttachedModule(part, fired)
         self.name = part.name
         self.chunk = part.chunk
-        self.calls = Calls()
+        self.calls = CallLog()
         self.index = 0
         self.sample: Sample | None = None
         self._alias: CapturedLayer | None = None
         self.added: list[Tensor] = []  # parameters whose gradients the graph adds to their main_grad itself
         self.graphs: list[tuple[Callable[..., Any], list[str]]] = []  # for each microbatch: the graph, its keywords
         self.label = (part.name, "", "", 0)  # under which its replays are counted
-        self._flagged = [vars(one) for one in self.attached.submodules if FIRST in vars(one)]
+        self._first_microbatch_flags = [vars(one) for one in self.attached.submodules if FIRST_MICROBATCH in vars(one)]
         self._fired = fired
         self._holder = holder
         self._state: tuple[bool, ...] = ()
-        self._round = self._calls_in_round = 0
+        self._step = self._calls_in_step = 0
         # Called as a module, so that Transformer Engine, which hooks what is called, sees it.
         self._call = part.module if part.method == FORWARD else self.attached.eager
 
-    def microbatch(self, this_round: int) -> int:
+    def microbatch(self, step: int) -> int:
         """Whose forward this call is: by Megatron's attribute of layers, or where there is none, by the number of calls
         in this round.
         """
-        if this_round != self._round:
-            self._round, self._calls_in_round = this_round, 0
-        self._calls_in_round += 1
-        said = getattr(self._holder, "current_microbatch", None)
-        return self._calls_in_round - 1 if said is None else said
+        if step != self._step:
+            self._step, self._calls_in_step = step, 0
+        self._calls_in_step += 1
+        current = getattr(self._holder, "current_microbatch", None)
+        return self._calls_in_step - 1 if current is None else current
 
-    def take_calls(self) -> Calls:
+    def take_call_log(self) -> CallLog:
         """What was noted, which is forgotten here."""
-        noted, self.calls = self.calls, Calls()
-        return noted
+        call_log, self.calls = self.calls, CallLog()
+        return call_log
 
-    def captured_layer(self, sample: Sample, index: int, without: int) -> CapturedLayer:
+    def captured_layer(self, sample: Sample, index: int, nondiff_outputs: int) -> CapturedLayer:
         """What is captured in its place; `without`: see there."""
         self.sample, self.index, self._state = sample, index, self.attached.state
-        self._alias = CapturedLayer(self.attached, self._call, sample, without)
+        self._alias = CapturedLayer(self.attached, self._call, sample, nondiff_outputs)
         return self._alias
 
-    def captured(self, calls: Sequence[Callable[..., Any]], slots: Sequence[int], added: set[int], scope: str) -> None:
+    def set_graphs(
+        self, calls: Sequence[Callable[..., Any]], slots: Sequence[int], added: set[int], scope: str
+    ) -> None:
         """Take its graphs, one for each microbatch; `added`: see Kept."""
         self.graphs = [
-            (call, names_of(self.chunk, self.index, slot, self.sample)) for call, slot in zip(calls, slots, strict=True)
+            (call, input_names(self.chunk, self.index, slot, self.sample))
+            for call, slot in zip(calls, slots, strict=True)
         ]
         self.added = [parameter for parameter in self.attached.parameters if id(parameter) in added]
         tensors = self.sample.key.tensors
@@ -77,18 +80,18 @@ class Layer:
 
     def forget(self) -> None:
         """Be as before the first call."""
-        self.calls, self.sample, self.graphs, self.added, self._alias = Calls(), None, [], [], None
+        self.calls, self.sample, self.graphs, self.added, self._alias = CallLog(), None, [], [], None
 
     def fits(self, args: tuple, kwargs: dict[str, Any], precision: Precision | None) -> Sequence[Tensor] | None:
         """The tensors of a call that its graphs serve; None for another, or if the layer has changed since."""
         if self.attached.state != self._state:
             self.attached.refresh()  # nobody tells that a hook was removed
-        if self.attached.state != self._state or precision != self.sample.seen.precision:
+        if self.attached.state != self._state or precision != self.sample.record.precision:
             return None
         return self.sample.fits(args, kwargs, self.attached.module.training)
 
     @contextmanager
-    def hooks_put_aside(self) -> Iterator[None]:
+    def hooks_removed(self) -> Iterator[None]:
         """Leave hooks out of the block, which captures: those inside that run before replays, and the layer's own,
         which run around each call of it. The layer's own of the first kind are run now, as those inside are.
         """
@@ -102,45 +105,47 @@ class Layer:
                 hooks.clear()
             yield
 
-    def ran(self) -> None:
+    def clear_first_microbatch(self) -> None:
         """Its graph ran in place of modules that set this flag themselves: gradients of a call that runs eager later in
         the step would else take the place of those that are in `main_grad`.
         """
-        for attributes in self._flagged:
-            attributes[FIRST] = False
+        for attributes in self._first_microbatch_flags:
+            attributes[FIRST_MICROBATCH] = False
 
-    def returned(self, outputs: Sequence[Tensor]) -> tuple[Any, Any]:
+    def rebuild_result(self, outputs: Sequence[Tensor]) -> tuple[Any, Any]:
         """What the layer would have returned, from what a graph did, and the node where its backward begins."""
-        return self._alias.unflatten_call(outputs), outputs[0].grad_fn
+        return self._alias.rebuild_result(outputs), outputs[0].grad_fn
 
 
-class Arrival:
+class BackwardHook:
     """A hook before the backward of a replay: the gradients have arrived. Dropped with a history that never ran it."""
 
-    __slots__ = ("_came", "_dropped", "_is_over", "_name", "_place")
+    __slots__ = ("_graph_index", "_has_run", "_name", "_on_backward", "_on_dropped")
 
-    def __init__(self, name: str, place: int, came: Callable[[int], None], dropped: Callable[[int], None]):
+    def __init__(
+        self, name: str, graph_index: int, on_backward: Callable[[int], None], on_dropped: Callable[[int], None]
+    ):
         self._name = name
-        self._place = place
-        self._came = came
-        self._dropped = dropped
-        self._is_over = False
+        self._graph_index = graph_index
+        self._on_backward = on_backward
+        self._on_dropped = on_dropped
+        self._has_run = False
 
     def __call__(self, grads: Sequence[Tensor]) -> None:
-        if self._is_over:
+        if self._has_run:
             raise GraphError(
                 f"the backward of {self._name} was run twice: a graph's backward runs once, since later "
                 "replays reuse its memory; close the graphs to retain it"
             )
-        self._is_over = True
-        self._came(self._place)
+        self._has_run = True
+        self._on_backward(self._graph_index)
 
     def __del__(self) -> None:
-        if not self._is_over:
-            self._dropped(self._place)
+        if not self._has_run:
+            self._on_dropped(self._graph_index)
 
 
-class _OwnGradient(torch.autograd.Function):
+class _CopyGradient(torch.autograd.Function):
     """The identity; the gradient that comes back is a copy."""
 
     @staticmethod
@@ -153,7 +158,7 @@ class _OwnGradient(torch.autograd.Function):
         return None if grad is None else grad.clone()
 
 
-def own_gradient(tensor: Tensor, owner: object, next_place: int | None) -> Tensor:
+def protect_gradient(tensor: Tensor, owner: object, next_backward: int | None) -> Tensor:
     """An input whose gradient may be kept by whoever it belongs to (`.grad` of a leaf, what is sent to another stage).
 
     A graph leaves the gradient of an input in memory that the backward after the next overwrites: only one that the
@@ -161,7 +166,7 @@ def own_gradient(tensor: Tensor, owner: object, next_place: int | None) -> Tenso
     """
     if not tensor.requires_grad:
         return tensor
-    origin = getattr(tensor.grad_fn, REPLAYED, None)
-    if origin is not None and next_place is not None and origin == (id(owner), next_place):
+    origin = getattr(tensor.grad_fn, REPLAY_ATTRIBUTE, None)
+    if origin is not None and next_backward is not None and origin == (id(owner), next_backward):
         return tensor
-    return _OwnGradient.apply(tensor)
+    return _CopyGradient.apply(tensor)

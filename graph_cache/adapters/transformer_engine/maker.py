@@ -35,7 +35,7 @@ class CapturePlan:
     caches_weights: bool
 
 
-class Made(Protocol):
+class GraphSet(Protocol):
     """The graphs of a plan."""
 
     engine: str
@@ -55,7 +55,7 @@ class Made(Protocol):
 class Maker(Protocol):
     """Captures by its own ways, at the caller's word alone."""
 
-    def make(self, plan: CapturePlan) -> Made:
+    def make(self, plan: CapturePlan) -> GraphSet:
         """Capture all of it, with generators as before. Raises CaptureError; then nothing is left of it.
 
         What it runs before the capture adds gradients and changes buffers: the caller puts back what is the model's.

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from graph_cache.training.parameter_aliases import ADDED, MAIN_GRAD
 
-Thing = TypeVar("Thing")
-FIRST = "is_first_microbatch"  # "the weights are new": an argument of Transformer Engine's, and a flag of Megatron's
+T = TypeVar("T")
+FIRST_MICROBATCH = (
+    "is_first_microbatch"  # "the weights are new": an argument of Transformer Engine's, and a flag of Megatron's
+)
 
 
 class PreservedState:
@@ -29,8 +31,10 @@ class PreservedState:
         scopes = list(scopes)
         self.added: set[int] = set()
         self._parameters = _distinct(parameter for scope in scopes for parameter in scope.parameters())
-        self._first = [
-            module for module in _distinct(one for scope in scopes for one in scope.modules()) if FIRST in vars(module)
+        self._first_flagged = [
+            module
+            for module in _distinct(module for scope in scopes for module in scope.modules())
+            if FIRST_MICROBATCH in vars(module)
         ]
         self._tensors = _distinct([*(buffer for scope in scopes for buffer in scope.buffers()), *state])
 
@@ -43,24 +47,24 @@ class PreservedState:
             for main_grad in (getattr(parameter, MAIN_GRAD, None) for parameter in self._parameters)
             if isinstance(main_grad, Tensor)
         ]
-        self._flags = [
+        self._added_flags = [
             (parameter, getattr(parameter, ADDED)) for parameter in self._parameters if hasattr(parameter, ADDED)
         ]
-        self._were_first = [vars(module)[FIRST] for module in self._first]
-        for module in self._first:
-            setattr(module, FIRST, False)
+        self._first_flags = [vars(module)[FIRST_MICROBATCH] for module in self._first_flagged]
+        for module in self._first_flagged:
+            setattr(module, FIRST_MICROBATCH, False)
         for parameter in self._parameters:
             parameter.grad = None  # or what runs inside would add to it in place
-        for parameter, _ in self._flags:
+        for parameter, _ in self._added_flags:
             setattr(parameter, ADDED, False)
         return self
 
     @torch.no_grad()
     def __exit__(self, *exc_info: object) -> None:
-        self.added = {id(parameter) for parameter, _ in self._flags if getattr(parameter, ADDED)}
-        for module, before in zip(self._first, self._were_first, strict=True):
-            setattr(module, FIRST, before)
-        for parameter, before in self._flags:
+        self.added = {id(parameter) for parameter, _ in self._added_flags if getattr(parameter, ADDED)}
+        for module, before in zip(self._first_flagged, self._first_flags, strict=True):
+            setattr(module, FIRST_MICROBATCH, before)
+        for parameter, before in self._added_flags:
             setattr(parameter, ADDED, before)
         for parameter, grad in zip(self._parameters, self._grads, strict=True):
             parameter.grad = grad
@@ -73,5 +77,5 @@ class PreservedState:
                 main_grad.data.copy_(value)
 
 
-def _distinct(things: Iterable[Thing]) -> list[Thing]:
-    return list({id(thing): thing for thing in things}.values())
+def _distinct(items: Iterable[T]) -> list[T]:
+    return list({id(item): item for item in items}.values())

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import nn
 
-WHOLE = ("quantizers", "_quantizers", "_fp8_workspaces")  # attributes of which every entry is read
-METAS = ("fp8_meta", "_fp8_metas")
-STATES = ("scaling_fwd", "scaling_bwd")  # of these, what is read; the rest is told anew at each call
+STATE_DICTS = ("quantizers", "_quantizers", "_fp8_workspaces")  # attributes of which every entry is read
+META_DICTS = ("fp8_meta", "_fp8_metas")
+RECIPE_STATES = ("scaling_fwd", "scaling_bwd")  # of these, what is read; the rest is told anew at each call
 
 StateEntry = tuple[Mapping[str, Any], str, Any]
 
@@ -22,8 +22,8 @@ class Quantizers:
     """The state of these modules and of those inside, as it is now."""
 
     def __init__(self, modules: Iterable[nn.Module]):
-        found = {module: None for one in modules for module in one.modules()}
-        self._entries: list[StateEntry] = [entry for module in found for entry in _read(module)]
+        submodules = {module: None for root in modules for module in root.modules()}
+        self._entries: list[StateEntry] = [entry for module in submodules for entry in _read(module)]
 
     def are_current(self) -> bool:
         """Whether all of it is still in use."""
@@ -32,19 +32,19 @@ class Quantizers:
 
 def _read(module: nn.Module) -> Iterator[StateEntry]:
     attributes = vars(module)
-    for name in (*WHOLE, *METAS):
+    for name in (*STATE_DICTS, *META_DICTS):
         value = attributes.get(name)
         if isinstance(value, dict):
             yield attributes, name, value
-            yield from ((value, key, one) for key, one in value.items() if name in WHOLE)
-            if name in METAS:
+            yield from ((value, key, entry) for key, entry in value.items() if name in STATE_DICTS)
+            if name in META_DICTS:
                 yield from _states(value)
 
 
 def _states(meta: Mapping[str, Any]) -> Iterator[StateEntry]:
     """Recipe states, which some modules keep by direction."""
     for key, value in meta.items():
-        if key in STATES:
+        if key in RECIPE_STATES:
             yield meta, key, value
         elif isinstance(value, dict):
             yield from _states(value)

@@ -22,7 +22,7 @@ from tests.support.megatron_models import VOCAB, tokens
 MICRO = 4
 
 
-class _CountersStayHere(TorchFunctionMode):
+class _CountersOnCpu(TorchFunctionMode):
     """Within it, `torch.zeros(…, device="cuda")` is made on the CPU."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -35,7 +35,7 @@ class _CountersStayHere(TorchFunctionMode):
 @functools.wraps(forward_backward_no_pipelining)
 def no_pipelining(**keywords: Any) -> Any:
     """Megatron's own. The sole thing in it that asks for a GPU is where it counts tokens."""
-    with _CountersStayHere():
+    with _CountersOnCpu():
         return forward_backward_no_pipelining(**keywords)
 
 
@@ -47,21 +47,21 @@ def two_stages(
     """
     reports = []
     for _ in range(num_microbatches):
-        entered, passed = None, []
+        chunk_input, chunk_io = None, []
         for chunk, iterator in zip(model, data_iterator, strict=True):
-            get_attr_wrapped_model(chunk, "set_input_tensor")([entered])
-            left, loss_func = forward_step_func(iterator, chunk)
-            passed.append((entered, left))
-            entered = left.detach().requires_grad_()
-        loss, report = loss_func(left)
+            get_attr_wrapped_model(chunk, "set_input_tensor")([chunk_input])
+            chunk_output, loss_func = forward_step_func(iterator, chunk)
+            chunk_io.append((chunk_input, chunk_output))
+            chunk_input = chunk_output.detach().requires_grad_()
+        loss, report = loss_func(chunk_output)
         reports.append(report)
         if forward_only:
             continue
         scale = get_model_config(model[-1]).grad_scale_func or (lambda one: one)
-        passed[-1], grad = (passed[-1][0], scale(loss / num_microbatches)), None
-        for entered, left in reversed(passed):
-            torch.autograd.backward(left, grad)
-            grad = None if entered is None else entered.grad
+        chunk_io[-1], grad = (chunk_io[-1][0], scale(loss / num_microbatches)), None
+        for chunk_input, chunk_output in reversed(chunk_io):
+            torch.autograd.backward(chunk_output, grad)
+            grad = None if chunk_input is None else chunk_input.grad
     return reports
 
 

@@ -53,7 +53,7 @@ def test_a_length_whose_attention_copies_from_the_host_equals_eager(monkeypatch)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "delayed"])
-def test_one_microbatch_after_the_other_equals_eager(precision):
+def test_one_microbatch_at_a_time_equals_eager(precision):
     rows = compare(outstanding=False, micro=3, **FP8.get(precision, {}))
     assert len(rows) == 3
 
@@ -103,7 +103,7 @@ def test_a_hybrid_model_equals_eager(modules):
     assert len({row["module"] for row in rows}) == 4, rows
 
 
-def test_dropout_by_the_tracker_draws_fresh_numbers_and_equals_eager():
+def test_dropout_from_the_rng_tracker_equals_eager():
     compare(hidden_dropout=0.1, attention_dropout=0.1)
 
 
@@ -118,7 +118,7 @@ def test_a_tracker_that_graphs_cannot_register_is_refused():
         engine.attach(model)
 
 
-def test_routers_are_captured_and_auxiliary_losses_are_as_if_they_were_not():
+def test_routers_are_captured_and_auxiliary_losses_equal_eager():
     found = []
     for graphed in (False, True):
         moe_utils.clear_aux_losses_tracker()
@@ -151,14 +151,14 @@ def test_experts_of_a_fixed_capacity_are_captured_and_equal_eager():
     ],
     ids=["fixed_capacity", "fused_permutation"],
 )
-def test_what_comes_between_router_and_experts_is_captured_and_equals_eager(changes):
+def test_moe_preprocess_is_captured_and_equals_eager(changes):
     rows = compare(["attn", "moe_router", "moe_preprocess"], steps=6, **MOE | changes)
     assert any(row["module"].endswith("moe_preprocess") for row in rows), rows
 
 
 @pytest.mark.parametrize("precision", ["bf16", "delayed"])
 @pytest.mark.parametrize("modules", [(), ("attn", "mlp")], ids=["layers", "both"])
-def test_transformer_engines_graphs_of_a_model_have_the_losses_of_eager_ones(precision, modules):
+def test_transformer_engine_graphs_match_eager_losses(precision, modules):
     changes = FP8.get(precision, {})
     expected = train(build(**changes), micro=3, outstanding=False)
     model = build(**changes)
@@ -171,7 +171,7 @@ def test_transformer_engines_graphs_of_a_model_have_the_losses_of_eager_ones(pre
     assert all(row["failed"] == 0 and row["replays"] > 0 for row in rows), rows
 
 
-def test_loss_curves_of_a_hundred_steps_are_eagers():
+def test_loss_curves_of_a_hundred_steps_equal_eager():
     for precision in ({}, FP8["delayed"]):
         expected = train(build(**precision), 100, 1)
         model = build(**precision)

@@ -71,7 +71,7 @@ def train(model: Decoder, outstanding: bool, steps: int = 6) -> list[list[Tensor
 
 @pytest.mark.parametrize("outstanding", [False, True], ids=["one_at_a_time", "two_outstanding"])
 @pytest.mark.parametrize("modules", [[], ["attn", "mlp"]], ids=["layers", "attn_mlp"])
-def test_a_context_goes_in_and_out_of_graphs_with_its_gradient(modules, outstanding):
+def test_context_input_and_output_match_eager_with_gradients(modules, outstanding):
     expected, model = train(Decoder(), outstanding), Decoder()
     settings = EngineConfig(mode="training", cuda_graph_modules=modules, cuda_graph_warmup_steps=2)
     with Engine(settings) as engine:

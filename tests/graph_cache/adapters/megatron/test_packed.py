@@ -109,7 +109,7 @@ def test_batches_of_any_number_of_documents_replay_and_equal_eager_bit_for_bit(m
             assert row["eager"] == {"warming_up": 2 * microbatches}
 
 
-def test_as_they_come_they_hardly_replay():
+def test_without_padding_no_batch_replays():
     model = model_of()
     with training() as engine:
         engine.attach(model)
@@ -117,7 +117,7 @@ def test_as_they_come_they_hardly_replay():
         assert all(row["replays"] == 0 for row in engine.graphs())
 
 
-def test_later_pipeline_stages_know_the_batch_by_what_the_stage_before_left():
+def test_later_pipeline_stages_count_tokens_from_hidden_states():
     def stages():
         return [
             model_of(post_process=False),
@@ -133,7 +133,7 @@ def test_later_pipeline_stages_know_the_batch_by_what_the_stage_before_left():
         assert all(row["replays"] == 8 and row["eager"] == {"warming_up": 2} for row in engine.graphs())
 
 
-def test_a_batch_of_more_documents_runs_eager_and_right():
+def test_a_batch_of_more_documents_runs_eager_correctly():
     documents = [*DOCUMENTS[:5], 61, 127, *DOCUMENTS[5:]]
     expected, model = train([model_of()], documents), model_of()
     with training() as engine:
@@ -147,7 +147,7 @@ def hooks_of(model):
     return [(list(one._forward_pre_hooks), list(one._forward_pre_hooks_with_kwargs)) for one in model.modules()]
 
 
-def test_detach_leaves_a_wrapped_model_as_it_was_and_so_does_a_refusal():
+def test_detach_and_refusal_restore_a_wrapped_model():
     class Wrapper(nn.Module):
         def __init__(self, module):
             super().__init__()
@@ -179,23 +179,23 @@ def test_detach_leaves_a_wrapped_model_as_it_was_and_so_does_a_refusal():
 
 
 @pytest.mark.parametrize("given", [0, -3, True, 2.0, "64"])
-def test_a_number_of_documents_that_cannot_be_meant_is_refused(given):
+def test_an_invalid_number_of_documents_is_refused(given):
     with training() as engine, pytest.raises(GraphConfigError, match="packed_documents=.* an int of at least 1"):
         engine.attach(model_of(), packed_documents=given)
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "says"),
+    ("name", "value", "message"),
     [
         ("context_parallel_size", 2, "not supported with context parallelism.* context_parallel_size=2"),
         ("apply_rope_fusion", False, "apply_rope_fusion=True"),
     ],
 )
-def test_what_cannot_be_padded_or_replayed_is_refused(name, value, says):
+def test_unsupported_packed_models_are_refused(name, value, message):
     model = model_of()
     object.__setattr__(model.config, name, value)
     with training() as engine:
-        with pytest.raises(GraphConfigError, match=f"packed_documents=64.*{says}"):
+        with pytest.raises(GraphConfigError, match=f"packed_documents=64.*{message}"):
             engine.attach(model, packed_documents=64)
         assert "forward" not in vars(model.decoder.layers[0])
 
@@ -241,7 +241,7 @@ def test_empty_documents_come_last():
     assert found.cu_seqlens_q[:4].equal(packed_of(3).cu_seqlens_q)
 
 
-def test_tokens_are_counted_where_the_model_itself_looks():
+def test_tokens_are_counted_from_the_models_actual_input():
     first, later = model_of(), model_of(pre_process=False)
     ids, hidden = torch.zeros(1, 24), torch.zeros(12, 1, 32)
     later.set_input_tensor(hidden)
@@ -255,7 +255,7 @@ def test_tokens_are_counted_where_the_model_itself_looks():
     assert tokens_of(first, {"input_ids": ids}) == 24
 
 
-def test_a_tensor_in_several_fields_stays_one_when_put_together_again():
+def test_a_tensor_in_several_fields_stays_one_after_unflatten():
     """Transformer Engine asks whether padded lengths `are` the others, and else looks for padding between sequences."""
     register_packed_sequences()
     packed = packed_of(5)

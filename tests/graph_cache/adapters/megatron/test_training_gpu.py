@@ -102,7 +102,7 @@ def parallel_steps(impl, overlap, fused, steps=8, stream=None):
 
 @pytest.mark.parametrize("fused", [False, True], ids=["added_by_hooks", "fused_weight_gradients"])
 @pytest.mark.parametrize("overlap", OVERLAPS)
-def test_megatrons_data_parallelism_and_optimizer_see_what_they_would_of_eager(overlap, fused):
+def test_ddp_and_distributed_optimizer_equal_eager(overlap, fused):
     expected, _ = parallel_steps(None, overlap, fused)
     found, rows = parallel_steps("local", overlap, fused)
     assert_same(found, expected)

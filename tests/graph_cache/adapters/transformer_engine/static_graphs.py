@@ -25,13 +25,13 @@ class StaticMaker:
 
     def __init__(self, fails: bool = False):
         self.fails = fails
-        self.now: Precision | None = Precision()
+        self.current_precision: Precision | None = Precision()
         self.plan: CapturePlan | None = None
         self.weights: list[bool] = []
         self.made: list[StaticGraphs] = []
 
     def precision(self) -> Precision | None:
-        return self.now
+        return self.current_precision
 
     def accumulators(self, parameters: Iterable[Tensor]) -> dict[Tensor, Any]:
         return new_accumulators(parameters)
@@ -57,45 +57,45 @@ class StaticGraphs:
 
     def __init__(self, plan: CapturePlan):
         self.valid: set[StaticCall] = set()  # whose forward's leavings are still there
-        self.given: list[StaticCall] = []  # whose input gradients are still there, oldest first
+        self.recent_backwards: list[StaticCall] = []  # whose input gradients are still there, oldest first
         self.closed = 0
         self.current = True
         microbatches = len(plan.samples) // max(1, len(plan.modules))
-        first_of, places = 0, []
+        first_index, module_indices = 0, []
         for count in plan.layers_per_chunk:
-            places += [first_of + layer for _ in range(microbatches) for layer in range(count)]
-            first_of += count
+            module_indices += [first_index + layer for _ in range(microbatches) for layer in range(count)]
+            first_index += count
         self.calls = [
             StaticCall(self, plan.modules[module], statics)
-            for module, statics in zip(places, plan.samples, strict=True)
+            for module, statics in zip(module_indices, plan.samples, strict=True)
         ]
-        self._follow(plan, microbatches)
+        self._record_alive_calls(plan, microbatches)
 
-    def _follow(self, plan: CapturePlan, microbatches: int) -> None:
+    def _record_alive_calls(self, plan: CapturePlan, microbatches: int) -> None:
         """Note what of others was alive when each forward, backward and weight gradient was captured."""
         alive: set[StaticCall] = set()
         done: dict[tuple[str, int], int] = {}
         delayed = {abs(ceil(entry)) for entry in plan.order if ceil(entry) != entry}
         for entry in plan.order:
             chunk = abs(ceil(entry)) - 1
-            what = "forward" if entry > 0 else "backward" if ceil(entry) == entry else "weights"
-            one = done[what, chunk] = done.get((what, chunk), -1) + 1
-            begin = microbatches * sum(plan.layers_per_chunk[:chunk]) + one * plan.layers_per_chunk[chunk]
+            kind = "forward" if entry > 0 else "backward" if ceil(entry) == entry else "weights"
+            microbatch = done[kind, chunk] = done.get((kind, chunk), -1) + 1
+            begin = microbatches * sum(plan.layers_per_chunk[:chunk]) + microbatch * plan.layers_per_chunk[chunk]
             calls = self.calls[begin : begin + plan.layers_per_chunk[chunk]]
-            for call in calls if what == "forward" else reversed(calls):
-                call.beside[what] = set(alive)
-                if what == "forward":
+            for call in calls if kind == "forward" else reversed(calls):
+                call.alive_at_capture[kind] = set(alive)
+                if kind == "forward":
                     alive.add(call)
-                elif what == "weights" or abs(entry) not in delayed:
+                elif kind == "weights" or abs(entry) not in delayed:
                     alive.discard(call)
 
-    def runs(self, call: StaticCall, what: str) -> None:
+    def overwrite_memory(self, call: StaticCall, kind: str) -> None:
         """Ruin what this graph's memory covers."""
-        self.valid &= call.beside[what] | {call}
-        for older in self.given[:-1]:
+        self.valid &= call.alive_at_capture[kind] | {call}
+        for older in self.recent_backwards[:-1]:
             for grad in older.input_grads:
                 grad.fill_(float("nan"))
-        self.given = self.given[-1:]
+        self.recent_backwards = self.recent_backwards[-1:]
 
     def are_current(self) -> bool:
         return self.current
@@ -111,22 +111,22 @@ class StaticCall:
         self.graphs = graphs
         self.module = module
         self.statics = statics
-        self.beside: dict[str, set[StaticCall]] = {}
+        self.alive_at_capture: dict[str, set[StaticCall]] = {}
         self.input_grads: list[Tensor] = []
         self.outputs: list[Tensor] = []
         self.weight_gradients = 0
 
-    def __call__(self, is_first_microbatch: bool | None = None, **given: Tensor):
-        assert list(given) == list(self.statics)
-        return _Run.apply(self, *given.values(), *self.module.parameters())
+    def __call__(self, is_first_microbatch: bool | None = None, **inputs: Tensor):
+        assert list(inputs) == list(self.statics)
+        return _Run.apply(self, *inputs.values(), *self.module.parameters())
 
     def backward_dw(self) -> None:
-        self.graphs.runs(self, "weights")
+        self.graphs.overwrite_memory(self, "weights")
         assert self in self.graphs.valid
         self.weight_gradients += 1
 
     def forward(self, inputs) -> list[Tensor]:
-        self.graphs.runs(self, "forward")
+        self.graphs.overwrite_memory(self, "forward")
         for static, tensor in zip(self.statics.values(), inputs, strict=True):
             if static.data_ptr() != tensor.data_ptr():
                 static.copy_(tensor)  # raises later if a backward that is to come saved it
@@ -136,12 +136,12 @@ class StaticCall:
         if call is layer:
             call = functools.partial(type(layer).forward, layer)
         args, kwargs = self.module._sample.arguments(list(self.statics.values()))
-        hooks = [(one._forward_pre_hooks, dict(one._forward_pre_hooks)) for one in layer.modules()]
+        hooks = [(module._forward_pre_hooks, dict(module._forward_pre_hooks)) for module in layer.modules()]
         for registered, _ in hooks:
             registered.clear()
         flag = vars(layer).get("is_first_microbatch")
         with torch.enable_grad():
-            outputs = self.module.taken_apart(call(*args, **kwargs))
+            outputs = self.module.flatten_result(call(*args, **kwargs))
         self.outputs = [tensor for tensor in outputs if tensor is not None]
         if flag is not None:
             layer.is_first_microbatch = flag
@@ -151,7 +151,7 @@ class StaticCall:
         return [tensor.detach() for tensor in self.outputs]
 
     def backward(self, grads) -> list[Tensor | None]:
-        self.graphs.runs(self, "backward")
+        self.graphs.overwrite_memory(self, "backward")
         wanted = [tensor for tensor in (*self.statics.values(), *self.module.parameters()) if tensor.requires_grad]
         ends = [index for index, tensor in enumerate(self.outputs) if tensor.requires_grad]
         flags = {
@@ -168,7 +168,7 @@ class StaticCall:
             found = [torch.full_like(tensor, float("nan")) for tensor in wanted]
         inputs = sum(tensor.requires_grad for tensor in self.statics.values())
         self.input_grads = [grad.clone() for grad in found[:inputs] if grad is not None]
-        self.graphs.given.append(self)
+        self.graphs.recent_backwards.append(self)
         rest = iter([*self.input_grads, *found[inputs:]])
         tensors = (*self.statics.values(), *self.module.parameters())
         return [next(rest) if tensor.requires_grad else None for tensor in tensors]

@@ -15,7 +15,7 @@ from tests.graph_cache.adapters.transformer_engine.static_graphs import StaticMa
 
 WIDTH = 8
 ONE_AT_A_TIME = [1, -1]
-TWO_AHEAD = [1, 1, 1, -1, 1, -1, -1, -1]  # 4 microbatches, the first of three stages
+TWO_WARMUP_FORWARDS = [1, 1, 1, -1, 1, -1, -1, -1]  # 4 microbatches, the first of three stages
 
 
 class Block(nn.Module):
@@ -49,7 +49,7 @@ def stack(layers: int = 3) -> Stack:
     return Stack(layers)
 
 
-def job() -> CaptureContext:
+def capture_context() -> CaptureContext:
     return CaptureContext(GraphPool(backend_for("cpu")), CacheStats())
 
 
@@ -58,7 +58,7 @@ def parts(model: Stack, chunk: int = 0) -> list[Part]:
 
 
 def attached(model: Stack, order=ONE_AT_A_TIME, maker: StaticMaker | None = None, **options) -> TransformerEngineGraphs:
-    return TransformerEngineGraphs(parts(model), order, job(), maker=maker or StaticMaker(), **options)
+    return TransformerEngineGraphs(parts(model), order, capture_context(), maker=maker or StaticMaker(), **options)
 
 
 def batch(seed: int, rows: int = 4) -> torch.Tensor:

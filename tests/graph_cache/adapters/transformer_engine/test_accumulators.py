@@ -15,7 +15,7 @@ from tests.graph_cache.adapters.transformer_engine.static_graphs import StaticMa
 from tests.graph_cache.adapters.transformer_engine.te_stack import attached, batch, replays, stack
 
 
-def test_gradients_add_up_by_the_makers_nodes_while_layers_warm_up():
+def test_warm_up_uses_the_makers_accumulator_nodes():
     """Those of the steps would break it: a loop's `loss` is the last step's while the next one's is computed."""
     model = stack()
     graphs = attached(model)
@@ -30,7 +30,7 @@ def test_gradients_add_up_by_the_makers_nodes_while_layers_warm_up():
     graphs.detach()
 
 
-def test_nodes_that_live_already_are_left_as_they_are():
+def test_existing_accumulator_nodes_are_kept():
     linear = nn.Linear(2, 2)
     loss = (linear(torch.ones(2)) * linear.weight).sum()
     assert new_accumulators(linear.parameters()) == {}
@@ -47,7 +47,7 @@ def are_free(parameters: list[nn.Parameter]) -> bool:
     return set(new_accumulators(parameters)) == set(parameters)
 
 
-def test_no_nodes_are_held_where_no_capture_can_come():
+def test_no_nodes_are_held_when_no_capture_is_possible():
     model = stack()
     for layer in model.layers:
         layer.inner.register_forward_hook(lambda module, args, out: None)
@@ -58,7 +58,7 @@ def test_no_nodes_are_held_where_no_capture_can_come():
     graphs.detach()
 
 
-def test_no_nodes_are_held_once_hooks_came_up_in_all_layers_before_the_capture():
+def test_nodes_are_released_when_hooks_appear_before_the_capture():
     model, maker = stack(), StaticMaker()
     graphs = attached(model, maker=maker)
     for number in range(3):
@@ -75,7 +75,7 @@ def test_no_nodes_are_held_once_hooks_came_up_in_all_layers_before_the_capture()
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_nodes_are_let_go_after_a_capture(fails, caplog):
+def test_nodes_are_released_after_a_capture(fails, caplog):
     caplog.set_level(logging.CRITICAL)  # pytest keeps what is logged: an error, whose frames hold histories
     model, maker = stack(), StaticMaker(fails)
     graphs = attached(model, maker=maker)
@@ -89,7 +89,7 @@ def test_the_nodes_are_let_go_after_a_capture(fails, caplog):
     graphs.detach()
 
 
-def test_a_history_that_only_a_cycle_holds_is_gone_before_the_capture_which_meets_new_nodes():
+def test_autograd_history_in_a_reference_cycle_is_collected_before_the_capture():
     class Loss:
         def __init__(self, value):
             self.value, self.itself = value, self

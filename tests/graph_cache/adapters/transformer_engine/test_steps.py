@@ -17,10 +17,10 @@ from graph_cache.errors import GraphConfigError, GraphError
 from tests.graph_cache.adapters.transformer_engine.static_graphs import StaticMaker
 from tests.graph_cache.adapters.transformer_engine.te_stack import (
     ONE_AT_A_TIME,
-    TWO_AHEAD,
+    TWO_WARMUP_FORWARDS,
     attached,
     batch,
-    job,
+    capture_context,
     parts,
     reasons,
     replays,
@@ -34,10 +34,10 @@ from tests.graph_cache.adapters.transformer_engine.te_stack import (
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it constructs: see test_transformer_engine_gpu.py")
-def test_without_transformer_engine_or_a_gpu_construction_says_so_and_leaves_the_model_alone():
+def test_construction_without_transformer_engine_or_gpu_is_refused():
     model = stack()
     with pytest.raises(GraphConfigError) as caught:
-        TransformerEngineGraphs(parts(model), ONE_AT_A_TIME, job())
+        TransformerEngineGraphs(parts(model), ONE_AT_A_TIME, capture_context())
     for words in (
         "cuda_graph_impl='transformer_engine' was asked for",
         "no CUDA device",
@@ -63,7 +63,7 @@ def test_without_transformer_engine_or_a_gpu_construction_says_so_and_leaves_the
         ([1, 2, -2, -1], None),
     ],
 )
-def test_orders_that_cannot_be_run_are_refused(order, words):
+def test_invalid_orders_are_refused(order, words):
     if words is None:
         attached(stack(), order).detach()  # a chunk without layers is fine
     else:
@@ -71,21 +71,21 @@ def test_orders_that_cannot_be_run_are_refused(order, words):
             attached(stack(), order)
 
 
-def test_layers_beyond_the_order_or_of_one_name_are_refused():
+def test_layers_outside_the_order_or_with_duplicate_names_are_refused():
     model = stack()
     with pytest.raises(GraphConfigError, match="layers of others"):
-        TransformerEngineGraphs(parts(model, chunk=1), ONE_AT_A_TIME, job(), maker=StaticMaker())
+        TransformerEngineGraphs(parts(model, chunk=1), ONE_AT_A_TIME, capture_context(), maker=StaticMaker())
     with pytest.raises(GraphConfigError, match="one name"):
         TransformerEngineGraphs(
-            [("a", model.layers[0]), ("a", model.layers[1])], ONE_AT_A_TIME, job(), maker=StaticMaker()
+            [("a", model.layers[0]), ("a", model.layers[1])], ONE_AT_A_TIME, capture_context(), maker=StaticMaker()
         )
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("order", [ONE_AT_A_TIME, TWO_AHEAD, [1, 1, -1, -1], [1, -1, 1, -1]])
-def test_losses_and_parameters_are_those_of_eager_steps(order):
+@pytest.mark.parametrize("order", [ONE_AT_A_TIME, TWO_WARMUP_FORWARDS, [1, 1, -1, -1], [1, -1, 1, -1]])
+def test_losses_and_parameters_match_eager(order):
     model = stack()
     eager = copy.deepcopy(model)
     graphs = attached(model, order)
@@ -98,10 +98,10 @@ def test_losses_and_parameters_are_those_of_eager_steps(order):
     graphs.detach()
 
 
-def test_static_inputs_are_shared_by_microbatches_whose_lives_do_not_overlap():
+def test_static_inputs_are_shared_by_non_overlapping_microbatches():
     model, maker = stack(), StaticMaker()
-    graphs = attached(model, TWO_AHEAD, maker)
-    train(model, TWO_AHEAD, steps=4)
+    graphs = attached(model, TWO_WARMUP_FORWARDS, maker)
+    train(model, TWO_WARMUP_FORWARDS, steps=4)
     hidden = [next(iter(sample.values())) for sample in maker.plan.samples]
     assert len(hidden) == 3 * 4  # layers, microbatches
     assert len({tensor.data_ptr() for tensor in hidden}) == 3 * 3  # layers, outstanding at most
@@ -112,7 +112,9 @@ def test_two_chunks_interleave():
     order = [1, 1, 2, 2, -2, 1, -2, 1, -1, 2, -1, 2, -2, -2, -1, -1]
     chunks = stack(2), stack(1)
     eager = copy.deepcopy(chunks)
-    graphs = TransformerEngineGraphs([*parts(chunks[0], 0), *parts(chunks[1], 1)], order, job(), maker=StaticMaker())
+    graphs = TransformerEngineGraphs(
+        [*parts(chunks[0], 0), *parts(chunks[1], 1)], order, capture_context(), maker=StaticMaker()
+    )
 
     def run(models, number):
         forwards, waiting = [0, 0], ([], [])
@@ -136,11 +138,11 @@ def test_two_chunks_interleave():
     graphs.detach()
 
 
-def test_without_their_microbatch_layers_count_the_calls_of_a_round():
+def test_layers_without_a_microbatch_attribute_count_calls_of_a_step():
     model = stack()
     eager = copy.deepcopy(model)
-    graphs = attached(model, TWO_AHEAD)
-    assert train(model, TWO_AHEAD, numbered=False) == train(eager, TWO_AHEAD, numbered=False)
+    graphs = attached(model, TWO_WARMUP_FORWARDS)
+    assert train(model, TWO_WARMUP_FORWARDS, numbered=False) == train(eager, TWO_WARMUP_FORWARDS, numbered=False)
     assert set(reasons(graphs)) == {"warming_up"} and replays(graphs) == 3 * 3 * 4
     graphs.detach()
 
@@ -151,10 +153,10 @@ def test_no_order_of_forwards_and_backwards_gives_wrong_gradients(data):
     """Graphs run where the order allows it; an order that would read overwritten memory is refused."""
     model = stack(2)
     eager = copy.deepcopy(model)
-    graphs = attached(model, TWO_AHEAD, warmup_rounds=1)
+    graphs = attached(model, TWO_WARMUP_FORWARDS, warmup_rounds=1)
     for number in range(2):
-        step(model, TWO_AHEAD, [batch(number * 10 + one) for one in range(4)])
-        step(eager, TWO_AHEAD, [batch(number * 10 + one) for one in range(4)])
+        step(model, TWO_WARMUP_FORWARDS, [batch(number * 10 + one) for one in range(4)])
+        step(eager, TWO_WARMUP_FORWARDS, [batch(number * 10 + one) for one in range(4)])
     waiting = []
     for event in range(data.draw(st.integers(2, 10))):
         if waiting and data.draw(st.booleans()):

@@ -136,7 +136,7 @@ def grads(model: nn.Module) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("order", [ONE_AT_A_TIME, TWO_OUTSTANDING, [1, 1, -1, -1]])
 @pytest.mark.parametrize("kind", [Layer, Attending])
-def test_bf16_steps_have_the_losses_of_eager_ones(kind, order):
+def test_bf16_steps_match_eager_losses(kind, order):
     model, eager = stack(kind), stack(kind)
     graphs = attached(model, order)
     close_to(train(model, order), train(eager, order))
@@ -150,7 +150,7 @@ def test_bf16_steps_have_the_losses_of_eager_ones(kind, order):
 @needs_fp8
 @pytest.mark.parametrize("order", [ONE_AT_A_TIME, TWO_OUTSTANDING])
 @pytest.mark.parametrize("recipe", [DelayedScaling(amax_history_len=16), Float8CurrentScaling()])
-def test_fp8_steps_have_the_losses_of_eager_ones(recipe, order):
+def test_fp8_steps_match_eager_losses(recipe, order):
     model, eager = stack(), stack()
     graphs = attached(model, order)
     close_to(train(model, order, recipe=recipe), train(eager, order, recipe=recipe), 5e-2)
@@ -159,7 +159,7 @@ def test_fp8_steps_have_the_losses_of_eager_ones(recipe, order):
 
 
 @needs_fp8
-def test_cached_fp8_weights_are_those_of_their_step():
+def test_cached_fp8_weights_are_updated_every_step():
     model, eager = stack(), stack()
     recipe = DelayedScaling(amax_history_len=16)
     graphs = attached(model, TWO_OUTSTANDING, caches_weights=True)
@@ -184,7 +184,7 @@ def test_a_call_in_another_precision_runs_eager():
 
 
 @needs_fp8
-def test_another_recipe_replaces_what_graphs_read_so_they_are_dropped_and_captured_anew():
+def test_another_recipe_drops_and_recaptures_graphs():
     model, eager = stack(), stack()
     graphs = attached(model)
     found, expected = [], []
@@ -197,7 +197,7 @@ def test_another_recipe_replaces_what_graphs_read_so_they_are_dropped_and_captur
     graphs.detach()
 
 
-def test_a_changed_shape_runs_eager_and_right():
+def test_a_changed_shape_runs_eager_correctly():
     model, eager = stack(), stack()
     graphs = attached(model)
     train(model, steps=4)
@@ -213,7 +213,7 @@ def test_a_changed_shape_runs_eager_and_right():
     graphs.detach()
 
 
-def test_more_microbatches_than_were_captured_run_eager_and_right():
+def test_more_microbatches_than_were_captured_run_eager_correctly():
     model, eager = stack(), stack()
     order = [1, 1, -1, -1]
     graphs = attached(model, order)
@@ -248,7 +248,7 @@ def test_backwards_in_another_order_raise():
     graphs.detach()
 
 
-def test_gradients_that_are_kept_outlive_later_replays():
+def test_kept_gradients_are_not_overwritten_by_later_replays():
     model = stack()
     graphs = attached(model, TWO_OUTSTANDING)
     train(model, TWO_OUTSTANDING, steps=4)
@@ -285,7 +285,7 @@ def test_replays_draw_fresh_random_numbers():
     graphs.detach()
 
 
-def test_a_capture_does_not_change_what_is_drawn_next():
+def test_a_capture_does_not_change_the_rng_state():
     model = stack()
     graphs = attached(model)
     train(model, steps=3)
@@ -360,7 +360,7 @@ def memory() -> tuple[int, int]:
     return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
 
 
-def test_closing_gives_memory_and_forwards_back():
+def test_closing_frees_memory_and_restores_forwards():
     model = stack()
     train(model, TWO_OUTSTANDING, steps=2)  # what eager steps keep is kept by now
     allocated, reserved = memory()
@@ -391,7 +391,7 @@ def test_cleared_graphs_are_captured_again():
     graphs.detach()
 
 
-def test_options_that_are_not_free_and_foreign_generators_are_refused():
+def test_reserved_options_and_foreign_generators_are_refused():
     model = stack()
     with pytest.raises(GraphConfigError, match="_order"):
         attached(model, options={"_order": [1, -1]})
