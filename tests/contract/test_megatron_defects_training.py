@@ -1,4 +1,4 @@
-"""Defects of Megatron-Core's own graph system that concern training, numbered as found there: none of them is here."""
+"""Known training defects of Megatron-Core's own graph system, by number. Encore must have none of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BLOCKS = ["0", "1", "2"]
 
 
 def held_bytes(pool, device):
-    """Bytes of the device that this process holds, after everything unused went back."""
+    """Return the device bytes that this process holds after releasing unused memory."""
     if device.type != "cuda":
         return pool.nbytes()
     pool.trim()
@@ -93,7 +93,9 @@ def test_5_another_thread_may_allocate_during_a_capture(pool, device, where):
 
     def allocate():
         for size in range(20, 25):
-            done.append(torch.ones(1 << size, device=device).sum().item())  # more than is cached, and a synchronisation
+            done.append(
+                torch.ones(1 << size, device=device).sum().item()
+            )  # larger than cached blocks, and synchronizes
 
     def allocate_in_thread():
         if pool.capturing:
@@ -183,12 +185,12 @@ def test_7_replays_build_no_metadata_beyond_one_key_a_step(pool, device, monkeyp
     before = sum(stats.replays.values())
     train(graphed, data)
     assert sum(stats.replays.values()) == before + 4 * 4
-    assert len(keys) == 4  # the call that begins a step takes a closer look; the others compare
+    assert len(keys) == 4  # only the first call of a step builds a key; the others compare
 
 
 def test_9_only_actual_replays_are_counted(pool, device):
     eager, graphed = twins(mlp, device)
-    graphed[1][0].register_forward_hook(lambda *_: None)  # keeps its block eager
+    graphed[1][0].register_forward_hook(lambda *_: None)  # keeps this block eager
     _, stats = attached(graphed, BLOCKS, pool)
     data = batches(5, device, micro=1)
     assert_same(train(graphed, data), train(eager, data))

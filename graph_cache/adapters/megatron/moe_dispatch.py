@@ -1,7 +1,7 @@
-"""What comes between Megatron's router and its experts, as a part: tokens in the order of their experts, and counts.
+"""Capture of `MoELayer.preprocess`, the step between router and dispatch: permuted tokens and token counts.
 
-`MoELayer.preprocess` returns the tokens and leaves the rest with the token dispatcher, where the dispatch, the experts
-and the way back take it. Owns that a replay leaves it there, too.
+`preprocess` returns the tokens and stores the rest on the token dispatcher, where dispatch, experts and combine read
+it. This module restores those attributes on replay.
 """
 
 from __future__ import annotations
@@ -12,44 +12,44 @@ from typing import Any, NamedTuple
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-# Beside the tensors that Megatron counts up for graphs of its own (`cudagraph_attrs`).
+# Attributes in addition to the tensors that Megatron lists for its own graphs (`cudagraph_attrs`).
 DISPATCHER_ATTRIBUTES = ("hidden_shape", "hidden_shape_before_permute", "probs", "capacity", "cuda_sync_point")
-DTOH_POINT = "before_ep_alltoall"  # the point at which counts are copied where graphs come before it
+DTOH_POINT = "before_ep_alltoall"  # where counts are copied to the host after a captured preprocess
 
 
 class _Argument(NamedTuple):
-    """Stands for what was left that is an argument of the call: by its place among all of them."""
+    """Placeholder for a stored value that is an argument of the call, by its position among all arguments."""
 
     position: int
 
 
 def eager_reason(layer: MoELayer) -> str:
-    """Why no graph can hold the preprocessing of this layer; empty where one can."""
+    """Return why this layer's preprocess can't be captured; empty if it can."""
     dispatcher, config = layer.token_dispatcher, layer.config
     if not isinstance(dispatcher, MoEAlltoAllTokenDispatcher):
-        return f"{type(dispatcher).__name__} does little before it communicates"
+        return f"{type(dispatcher).__name__} does little work before it communicates"
     if dispatcher.shared_experts is not None:
-        return "shared experts that overlap with the dispatch begin in it (moe_shared_expert_overlap)"
+        return "shared experts that overlap with the dispatch start in it (moe_shared_expert_overlap)"
     if getattr(config, "overlap_moe_expert_parallel_comm", False):
-        return "overlap_moe_expert_parallel_comm gives the memory of what goes to the experts back, which is a graph's"
+        return "overlap_moe_expert_parallel_comm frees the memory of the experts' input, which belongs to a graph"
     if config.moe_pad_expert_input_to_capacity:
         return ""
     if config.moe_expert_capacity_factor is not None or getattr(config, "moe_router_padding_for_quantization", False):
-        return "how many tokens go out is read by the host: set moe_pad_expert_input_to_capacity"
+        return "the host reads the number of tokens sent: set moe_pad_expert_input_to_capacity"
     return (
         ""
         if config.moe_permute_fusion
         else (
-            "how many tokens each expert gets is read by the host: set moe_permute_fusion, or "
+            "the host reads the number of tokens per expert: set moe_permute_fusion, or "
             "moe_pad_expert_input_to_capacity with a capacity factor"
         )
     )
 
 
 class DispatchState:
-    """`SideOutput` of a layer's preprocessing: its result goes with what it leaves with the dispatcher.
+    """`SideOutput` of a layer's preprocess: the attributes that it sets on the token dispatcher.
 
-    While attached, counts are copied to the host after it and not in it, as for Megatron's own graphs.
+    While attached, counts are copied to the host after preprocess and not in it, as for Megatron's own graphs.
     """
 
     def __init__(self, layer: MoELayer):
@@ -77,7 +77,7 @@ class DispatchState:
             }
         finally:
             for name, value in before.items():
-                state.setdefault(name, value)  # what this call has no use for
+                state.setdefault(name, value)  # attributes that this call did not set
 
     def put(self, gathered: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         result, attributes = gathered

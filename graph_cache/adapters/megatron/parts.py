@@ -1,7 +1,7 @@
-"""Which parts of a Megatron-Core model are captured: whole layers, or what `cuda_graph_modules` names of each.
+"""Choose the parts of a Megatron-Core model to capture: whole layers, or the submodules in `cuda_graph_modules`.
 
-Finds TransformerLayers and MambaLayers wherever they are: in a GPTModel, a HybridModel, a TransformerBlock, behind
-wrappers (DistributedDataParallel, Float16Module), or in several model chunks.
+Finds TransformerLayers and MambaLayers in a GPTModel, a HybridModel, a TransformerBlock, behind wrappers
+(DistributedDataParallel, Float16Module), and in several model chunks.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from graph_cache.training.attached import Part
 
 logger = logging.getLogger(__name__)
 
-WRAPPER_PREFIX = "module."  # what a wrapper puts before the names of what it wraps
+WRAPPER_PREFIX = "module."  # prefix that a wrapper adds to the names of its submodules
 
 
 def layers_of(models: Sequence[nn.Module]) -> list[Part]:
-    """Each layer whole, in the order in which they run; chunks number their names."""
+    """Return each whole layer as a part, in execution order. With several chunks, names start with the chunk."""
     found = []
     for index, model in enumerate(models):
         chunk = f"chunks.{index}." if len(models) > 1 else ""
@@ -41,10 +41,10 @@ def layers_of(models: Sequence[nn.Module]) -> list[Part]:
 
 
 def parts_of(models: Sequence[nn.Module], modules: Sequence[str]) -> list[Part]:
-    """What to capture of the models: `modules` in Megatron's words, none for whole layers.
+    """Return the parts to capture. `modules`: Megatron's module names; empty for whole layers.
 
-    Where no graph can hold `moe_preprocess` it stays eager, with a warning. Raises GraphConfigError for models without
-    layers, and for modules that no layer has; of a pipeline's stages some may have none.
+    If `moe_preprocess` can't be captured, it stays eager with a warning. Raises GraphConfigError for models without
+    layers and for modules that no layer has, except on a pipeline stage, which may have none.
     """
     layers = layers_of(models)
     if not layers:
@@ -53,7 +53,7 @@ def parts_of(models: Sequence[nn.Module], modules: Sequence[str]) -> list[Part]:
         names = ", ".join(type(model).__name__ for model in models)
         raise GraphConfigError(
             f"{names}: found no TransformerLayer and no MambaLayer to capture, give attach() a "
-            "model of Megatron-Core's that has some, or name submodules by modules=…"
+            "Megatron-Core model that has some, or name submodules with modules=…"
         )
     if not modules:
         return layers
@@ -73,7 +73,7 @@ def _is_pipeline_stage() -> bool:
 
 
 def _layer_parts(path: str, layer: nn.Module, modules: Sequence[str]) -> Iterator[Part]:
-    """The parts of one layer. Methods of a TransformerLayer are Megatron's own seams between attention and MLP."""
+    """Yield the parts of one layer. A TransformerLayer has one method for attention and one for the MLP."""
     if isinstance(layer, MambaLayer):
         if "mamba" in modules:
             yield Part(path, layer)
@@ -97,17 +97,17 @@ def _layer_parts(path: str, layer: nn.Module, modules: Sequence[str]) -> Iterato
 
 
 def _preprocess_parts(path: str, layer: MoELayer) -> Iterator[Part]:
-    """What the token dispatcher does before it communicates."""
+    """Yield the token dispatcher's work before communication."""
     reason = eager_reason(layer)
-    if reason:  # Megatron 0.16 adds it to moe_router by itself: few have asked for it
+    if reason:  # a warning, not an error: Megatron 0.16 adds moe_preprocess to moe_router by itself
         logger.warning("%s.moe_preprocess runs eager: %s", path, reason)
         return
-    projection = getattr(layer, "fc1_latent_proj", None) or nn.Identity()  # it uses no other weights of the layer's
+    projection = getattr(layer, "fc1_latent_proj", None) or nn.Identity()  # the only weights that preprocess uses
     yield Part(f"{path}.moe_preprocess", layer, "preprocess", (projection,), carry=DispatchState(layer))
 
 
 def _router_parts(path: str, layer: nn.Module) -> Iterator[Part]:
-    """What comes before the dispatch to experts: the norm, the router, and shared experts that run by themselves."""
+    """Yield the parts before the dispatch: the norm, the router, and shared experts that do not overlap with it."""
     if not isinstance(layer.pre_mlp_layernorm, IdentityOp):
         yield Part(f"{path}.pre_mlp_layernorm", layer.pre_mlp_layernorm)
     yield Part(f"{path}.moe_router", layer.mlp.router)

@@ -1,7 +1,7 @@
-"""The order of a pipeline stage's forwards and backwards, by Megatron-Core's own functions, and what overlapping the
-exchange of experts needs before it may change that order.
+"""Compute the order of a pipeline stage's forwards and backwards with Megatron-Core's own schedule functions, and check
+the settings for overlapping expert-parallel communication, which changes that order.
 
-Owns no schedule: which microbatch runs when is Megatron's, of whichever version is installed. Knows no tensor.
+The installed Megatron version decides which microbatch runs when.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 OVERLAP_DISPATCHERS = ("alltoall", "flex")
-MIN_TE_DELAYED_WGRAD = "2.10.0"  # in a layer of which a part is captured
+MIN_TE_DELAYED_WGRAD = "2.10.0"  # for layers with captured parts
 MIN_TE_DELAYED_WGRAD_IN_GRAPHS = "2.12.0"
 MIN_TE_WITHOUT_WGRAD_FUSION = "2.7.0"
 MIN_TORCH_OVERLAP = "2.6.0"
@@ -55,9 +55,9 @@ MIN_TORCH_OVERLAP = "2.6.0"
 
 @dataclass(frozen=True)
 class Stage:
-    """Where in the pipeline a rank is, and how many chunks of the model it holds.
+    """A rank's position in the pipeline and its number of model chunks.
 
-    Stands for Megatron's communicator, of which its schedule asks nothing else.
+    Implements the only methods of Megatron's communicator that its schedule functions call.
     """
 
     pipeline_size: int = 1
@@ -69,7 +69,7 @@ class Stage:
             _check_whole_number(name, getattr(self, name), minimum)
         if self.pipeline_rank >= self.pipeline_size:
             raise GraphConfigError(
-                f"pipeline_rank is {self.pipeline_rank} of pipeline_size {self.pipeline_size}: ranks count from 0"
+                f"pipeline_rank is {self.pipeline_rank} with pipeline_size {self.pipeline_size}: ranks count from 0"
             )
         if self.chunks > 1 and self.pipeline_size == 1:
             raise GraphConfigError(f"{self.chunks} model chunks without a pipeline: give one, or pipeline_size > 1")
@@ -90,7 +90,7 @@ class Stage:
 
 
 def warmup_forwards(stage: Stage, microbatches: int, group_size: int | None = None) -> int:
-    """How many forwards the stage runs before those that are each followed by a backward."""
+    """Return the number of warm-up forwards, before the stage alternates one forward and one backward (1F1B)."""
     group_size = _group_size(stage, group_size)
     _check_whole_number("microbatches", microbatches, 1)
     return get_pp_rank_microbatches(microbatches, stage.chunks, group_size, forward_only=False, p2p_communicator=stage)[
@@ -99,12 +99,11 @@ def warmup_forwards(stage: Stage, microbatches: int, group_size: int | None = No
 
 
 def order_of(stage: Stage, microbatches: int, group_size: int | None = None, warmup: int | None = None) -> list[int]:
-    """The stage's order, in Transformer Engine's notation: 1 a forward of the first chunk, -1 a backward of it.
+    """Return the stage's order in Transformer Engine's notation: 1 is a forward of the first chunk, -1 its backward.
 
-    `group_size`: microbatches that pass a chunk before the next chunk's turn (Megatron's
-    microbatch_group_size_per_vp_stage; default: the size of the pipeline, as there). `warmup` takes the place of what
-    Megatron says of the stage. Without a pipeline one microbatch is under way at a time, and its order serves any
-    number of them.
+    `group_size`: consecutive microbatches per chunk (Megatron's microbatch_group_size_per_vp_stage; default: the
+    pipeline size). `warmup` overrides Megatron's number of warm-up forwards. Without a pipeline one microbatch is
+    outstanding at a time, and the order of one microbatch serves any number of them.
     """
     group_size = _group_size(stage, group_size)
     _check_whole_number("microbatches", microbatches, 1)
@@ -121,10 +120,10 @@ def expert_overlap_order(
     delayed_wgrad_in_graphs: bool,
     group_size: int | None = None,
 ) -> list[float]:
-    """The order under overlap_moe_expert_parallel_comm, in which each layer is a chunk of its own.
+    """Return the order under overlap_moe_expert_parallel_comm, in which each layer is a chunk.
 
-    Layers count through the chunks from 1. With `weights_in_graphs` (delay_wgrad_compute, and parts captured that have
-    weights to compute) -2.5 are the weight gradients of the second layer's last backward. Check
+    Layers are numbered across the chunks from 1. With `delayed_wgrad_in_graphs` (delay_wgrad_compute, and captured
+    parts with delayed weight gradients) -2.5 is the weight gradients of the second layer's last backward. Call
     `check_expert_overlap` first.
     """
     group_size = _group_size(stage, group_size)
@@ -141,8 +140,8 @@ def expert_overlap_order(
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What a pipeline stage's capture by Transformer Engine takes of Megatron: its parts by chunk, their order, and by
-    their names the layers that hold them, which Megatron tells the microbatch.
+    """Input of a pipeline stage's capture by Transformer Engine: the parts with their chunks, the order of forwards and
+    backwards, and for each part's name the layer on which Megatron sets the current microbatch.
     """
 
     parts: list[Part]
@@ -159,8 +158,8 @@ def stage_plan(
     microbatches: int | None,
     te_version: str | None,
 ) -> StagePlan:
-    """The plan of the stage that this process is, of these model chunks, some perhaps without a part, with
-    `microbatches` a step; None only where one is outstanding at a time. Raises GraphConfigError.
+    """Return the plan for this process's pipeline stage. `models`: its model chunks; some may have no part.
+    `microbatches`: number per step; may be None if one is outstanding at a time. Raises GraphConfigError.
     """
     stage = Stage(
         parallel_state.get_pipeline_model_parallel_world_size(),
@@ -192,7 +191,7 @@ def stage_plan(
 
 
 def _holders(parts: Sequence[Part], models: Sequence[nn.Module]) -> dict[str, nn.Module]:
-    """For each part by name the layer that it is or is in, else the first layer inside it, else its own module."""
+    """Map each part's name to its own or enclosing layer, else the first layer inside it, else its module."""
     layer_of = {module: layer.module for layer in layers_of(models) for module in layer.module.modules()}
     return {
         part.name: next((layer_of[one] for one in part.module.modules() if one in layer_of), part.module)
@@ -205,15 +204,15 @@ def _check_one_outstanding(stage: Stage, overlaps: bool) -> None:
         found = "overlap_moe_expert_parallel_comm" if overlaps else f"a pipeline of {stage.pipeline_size} stages"
         raise GraphConfigError(
             "cuda_graph_impl='transformer_engine' was asked for without a number of microbatches; "
-            f"found {found}, where several are outstanding at a time, in an order that its captures "
-            "must know: call attach(model, microbatches=…) with how many a step has, or take "
-            "cuda_graph_impl='local', which sees the order itself"
+            f"found {found}, where several are outstanding at a time, in an order that must be known "
+            "at capture: call attach(model, microbatches=…) with the number per step, or use "
+            "cuda_graph_impl='local', which records the order itself"
         )
 
 
 @contextmanager
 def megatron_capture_flags() -> Iterator[None]:
-    """Within the block Megatron knows that a capture goes on: DDP's hooks leave gradients alone then."""
+    """Set Megatron's capture flags within the block, so that DDP hooks ignore gradients of the capture."""
     _set_capture_start()
     try:
         yield
@@ -222,7 +221,7 @@ def megatron_capture_flags() -> Iterator[None]:
 
 
 def delayed_wgrad_in_graphs(config: Any, modules: Sequence[str]) -> bool:
-    """Whether delayed weight gradients belong to what `modules` captures, so that graphs compute them."""
+    """Return whether captured `modules` have delayed weight gradients, which graphs must then compute."""
     shared = getattr(config, "moe_shared_expert_intermediate_size", None) is not None and not getattr(
         config, "moe_shared_expert_overlap", False
     )
@@ -232,16 +231,16 @@ def delayed_wgrad_in_graphs(config: Any, modules: Sequence[str]) -> bool:
 
 
 def check_expert_overlap(config: Any, modules: Sequence[str], te_version: str | None) -> None:
-    """Raise GraphConfigError listing all that keeps an overlapped exchange of experts from running beside graphs.
+    """Raise GraphConfigError listing every setting that prevents overlapped expert communication with graphs.
 
-    `config` is a TransformerConfig of either version, built for no graphs (so that it has checked none of this),
-    `modules` what is captured of each layer, `te_version` that of Transformer Engine (None: there is none).
+    `config`: a TransformerConfig built without graphs, so that it has checked none of this. `modules`: captured modules
+    of each layer. `te_version`: the Transformer Engine version, None if it is not installed.
     """
     found = [*_overlap_problems(config, modules), *_delay_problems(config, modules, te_version)]
     if found:
         raise GraphConfigError(
             "overlap_moe_expert_parallel_comm with cuda_graph_impl='transformer_engine' was asked "
-            "for, and needs other settings: " + "; ".join(found)
+            "for, but needs other settings: " + "; ".join(found)
         )
 
 
@@ -258,7 +257,7 @@ def _overlap_problems(config: Any, modules: Sequence[str]) -> list[str]:
         ),
         (
             TorchVersion(torch.__version__) < MIN_TORCH_OVERLAP,
-            f"torch is {torch.__version__}: {MIN_TORCH_OVERLAP} or later, before which the overlap hangs",
+            f"torch is {torch.__version__}: use {MIN_TORCH_OVERLAP} or later, the overlap hangs before it",
         ),
         (
             pipeline > 1 and getattr(config, "virtual_pipeline_model_parallel_size", None) is None,
@@ -272,20 +271,26 @@ def _overlap_problems(config: Any, modules: Sequence[str]) -> list[str]:
             dispatcher not in OVERLAP_DISPATCHERS,
             f"moe_token_dispatcher_type is {dispatcher!r}: {' or '.join(OVERLAP_DISPATCHERS)}",
         ),
-        (getattr(config, "recompute_granularity", None) == "full", "recompute_granularity is 'full': not the whole"),
+        (
+            getattr(config, "recompute_granularity", None) == "full",
+            "recompute_granularity is 'full': use 'selective' or none",
+        ),
         (getattr(config, "recompute_method", None) is not None, "recompute_method is set: leave it out"),
         (getattr(config, "recompute_num_layers", None) is not None, "recompute_num_layers is set: leave it out"),
         ("moe" in (getattr(config, "recompute_modules", None) or ()), "recompute_modules has 'moe': take it out"),
-        (not (getattr(config, "bf16", False) or getattr(config, "fp16", False)), "neither bf16 nor fp16 is on: one is"),
+        (
+            not (getattr(config, "bf16", False) or getattr(config, "fp16", False)),
+            "neither bf16 nor fp16 is on: turn one on",
+        ),
         (getattr(config, "moe_shared_expert_overlap", False), "moe_shared_expert_overlap is on: turn it off"),
         (mtp not in (None, 0, 1), f"mtp_num_layers is {mtp}: at most 1"),
         (
             mtp == 1 and pipeline == 1 and not _mtp_overlaps_without_pipeline(config),
-            "mtp_num_layers is 1 without a pipeline: pipeline_model_parallel_size > 1",
+            "mtp_num_layers is 1 without a pipeline: set pipeline_model_parallel_size > 1",
         ),
         (
             getattr(config, "overlap_dispatch_backward_with_experts_wgrad", False),
-            "overlap_dispatch_backward_with_experts_wgrad is on: one of the two",
+            "overlap_dispatch_backward_with_experts_wgrad is on: use one of the two",
         ),
         (
             dispatcher == "flex"
@@ -296,11 +301,11 @@ def _overlap_problems(config: Any, modules: Sequence[str]) -> list[str]:
         ),
         (
             bool(whole_modules),
-            f"cuda_graph_modules has {', '.join(whole_modules)}: what is inside can't be overlapped from a graph",
+            f"cuda_graph_modules has {', '.join(whole_modules)}: communication inside a graph can't be overlapped",
         ),
         (
             not modules,
-            "cuda_graph_modules is empty, whole layers: name parts without the exchange (attn, moe_router, "
+            "cuda_graph_modules is empty (whole layers): name parts without communication (attn, moe_router, "
             "moe_preprocess)",
         ),
     )
@@ -344,7 +349,7 @@ def _delay_problems(config: Any, modules: Sequence[str], te_version: str | None)
 
 
 def _mtp_overlaps_without_pipeline(config: Any) -> bool:
-    """Whether this version of Megatron overlaps multi-token prediction without a pipeline: 0.19 does, 0.16 does not."""
+    """Return whether this Megatron version overlaps multi-token prediction without a pipeline: 0.19 does, 0.16 not."""
     return hasattr(config, "overlap_dispatch_backward_with_experts_wgrad")
 
 
@@ -354,7 +359,7 @@ def _order(stage: Stage, microbatches: int, group_size: int, warmup: int | None)
     _check_whole_number("warmup", warmup, 0)
     table = get_schedule_table(microbatches, stage.chunks, group_size)
     order = convert_schedule_table_to_order(min(warmup, len(table)), stage.chunks, table)
-    parse_order(order)  # refuses a warm-up too short for the chunks, whose backwards would come before their forwards
+    parse_order(order)  # raises if the warm-up is so short that a backward would precede its forward
     return order
 
 

@@ -1,4 +1,4 @@
-"""Graphs for a real GPTModel of Megatron-Core, part by part: bit for bit what eager computes, and clean afterwards."""
+"""Graphs of a Megatron-Core GPTModel's parts equal eager bit for bit, and detach restores the model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def training(modules=(), **options):
 
 
 def train(model, steps=10, outstanding=True):
-    """Losses and all gradients of each step, of two microbatches."""
+    """Return losses and all gradients of each step of two microbatches."""
     torch.manual_seed(1)
     optimizer, log = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), []
     for step in range(steps):
@@ -83,7 +83,7 @@ def test_losses_and_gradients_match_eager_over_ten_steps(name, outstanding):
 
 
 def snapshot(model):
-    """Everything of a model that somebody could look at: attributes and hooks of each module, values of each tensor."""
+    """Return the attributes and hooks of each module."""
     return [
         {name: (list(value) if isinstance(value, dict) else id(value)) for name, value in vars(module).items()}
         for module in model.modules()
@@ -132,7 +132,7 @@ def test_packed_sequences_and_none_are_graph_inputs():
     from megatron.core.packed_seq_params import PackedSeqParams
 
     class Core(nn.Module):
-        """Attention that looks at the packed sequences' lengths."""
+        """Attention that reads the lengths of packed sequences."""
 
         def forward(
             self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None
@@ -211,7 +211,7 @@ def test_parts_missing_from_the_model_are_refused(modules, message):
 
 @pytest.fixture
 def tracker():
-    """Megatron's tracker, initialised and with states of the test's choice, which needs no GPU."""
+    """Megatron's RNG tracker, initialized for states set by the test. Needs no GPU."""
     before = rng._CUDA_RNG_STATE_TRACKER, rng._CUDA_RNG_STATE_TRACKER_INITIALIZED
     rng.initialize_rng_tracker(force_reset=True)
     yield rng.get_cuda_rng_tracker()
@@ -230,7 +230,7 @@ def test_random_states_on_the_host_are_refused_and_generators_are_registered(tra
 
 
 def test_dropout_is_checked_at_attach_not_from_settings():
-    """Settings of a model don't say which tracker it draws from."""
+    """A model's settings don't say which RNG tracker it uses."""
     source = config(cuda_graph_impl="local", hidden_dropout=0.1)
     assert EngineConfig.from_megatron(source, mode="training").cuda_graph_impl == "local"
 
@@ -315,7 +315,7 @@ def test_transformer_engine_impl_without_the_package_is_refused_at_attach():
 
 
 class FakeBucketGroup:
-    """Stands for a bucket group of Megatron's DDP, whose buffers need a GPU: notes who waits for its parameters."""
+    """Replaces a bucket group of Megatron's DDP, which needs a GPU. Counts waits for its parameters."""
 
     def __init__(self):
         self.waits = 0
@@ -326,7 +326,7 @@ class FakeBucketGroup:
 
 def test_hooks_of_megatrons_data_parallelism_run_before_each_replay():
     model = gpt()
-    ddp = object.__new__(DistributedDataParallel)  # its own hooks, without its buffers
+    ddp = object.__new__(DistributedDataParallel)  # with DDP's hooks, without its buffers
     nn.Module.__init__(ddp)
     ddp.use_forward_hook, ddp.overlap_param_gather_with_optimizer_step = True, False
     ddp.ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_param_gather=True)
@@ -345,7 +345,7 @@ def test_hooks_of_megatrons_data_parallelism_run_before_each_replay():
         assert all(row["failed"] == 0 and row["replays"] == 4 for row in engine.graphs())
     assert_same(found[0], expected[:1])
     each = len(list(model.parameters()))
-    # Eager, two microbatches; then the capture in between, for which the layers' parameters are waited for once more.
+    # Two microbatches per step. The capture waits once more for the layers' parameters.
     assert waits == [2 * each, 2 * each + len(list(model.decoder.layers.parameters())), 2 * each]
 
 
@@ -377,7 +377,7 @@ def test_expert_settings_are_checked_against_the_model_at_attach():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         source = config(num_moe_experts=4, moe_router_topk=2, cuda_graph_impl="local", cuda_graph_scope=["moe_router"])
-        # Megatron 0.16 adds the other by itself.
+        # Megatron 0.16 adds moe_preprocess by itself.
         assert EngineConfig.from_megatron(source, mode="training").cuda_graph_modules == (
             "moe_router",
             "moe_preprocess",
@@ -401,9 +401,9 @@ def test_selective_recompute_is_off_during_capture_and_restored():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("delay_wgrad_compute", "take full_iteration"),
+        ("delay_wgrad_compute", "use full_iteration"),
         ("fine_grained_activation_offloading", "moves storage"),
-        ("overlap_moe_expert_parallel_comm", "name parts by cuda_graph_modules"),
+        ("overlap_moe_expert_parallel_comm", "name parts in cuda_graph_modules"),
         ("moe_enable_routing_replay", "capture no router"),
     ],
 )
@@ -448,7 +448,7 @@ def test_inference_ignores_megatrons_training_rules():
 
 
 def test_packed_sequences_round_trip_through_pytree():
-    """Version 0.19 computes further tensors from `total_tokens` when one is made: a capture may not make one."""
+    """The constructor of 0.19 computes further tensors from `total_tokens`, so a capture must not call it."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     register_packed_sequences()

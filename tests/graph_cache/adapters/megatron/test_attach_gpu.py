@@ -1,5 +1,5 @@
-"""GPTModels with Transformer Engine's layers on a GPU: our graphs against eager, in bf16 and fp8, with recompute,
-experts, packed sequences, and beside a server.
+"""GPTModels with Transformer Engine layers on a GPU: graphs against eager in bf16 and fp8, with recompute, experts,
+packed sequences, and next to a running inference engine.
 
 Needs megatron-core 0.19 and Transformer Engine. Run this file in a process of its own: Megatron keeps one parallel
 state per process.
@@ -59,7 +59,7 @@ def test_one_microbatch_at_a_time_equals_eager(precision):
 
 
 def packed_losses(model, steps=10):
-    """Losses of batches of 256 tokens that hold from one to eight documents."""
+    """Return losses of batches of 256 tokens with one to eight documents."""
     optimizer, log = torch.optim.AdamW(model.parameters(), lr=1e-3), []
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
@@ -98,7 +98,7 @@ def test_packed_sequences_of_any_number_of_documents_replay():
 
 @pytest.mark.parametrize("modules", [(), ("attn", "mlp")], ids=["layers", "both"])
 def test_a_hybrid_model_equals_eager(modules):
-    """Without Mamba layers, whose mixer needs a library of its own."""
+    """Without Mamba layers, which need another library."""
     rows = compare(modules, steps=6, pattern="*-*-")
     assert len({row["module"] for row in rows}) == 4, rows
 
@@ -182,7 +182,7 @@ def test_loss_curves_of_a_hundred_steps_equal_eager():
 
 @pytest.mark.parametrize("is_plain", [False, True])
 def test_one_model_trains_and_generates_on_a_gpu(is_plain):
-    """By the model's own layers, or by our kernels where it is a plain dense decoder."""
+    """Generate with the model's own layers, or with the engine's kernels for a fusable dense decoder."""
     prompts = [[1, 2, 3], [5, 6, 7, 8, 9], [11] * 40]
     greedy = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
     model = build(**(PLAIN if is_plain else {}))
@@ -203,13 +203,13 @@ def test_one_model_trains_and_generates_on_a_gpu(is_plain):
             with torch.no_grad():
                 logits = model(ids, torch.arange(ids.shape[1], device="cuda")[None], None).float()[0]
             for place, token in enumerate(output.token_ids, len(prompt) - 1):
-                # Kernels of another shape round otherwise: the token is the best, or as good as it in bf16.
+                # Kernels of other shapes round differently: allow a token that ties with the best one in bf16.
                 assert logits[place, token] >= logits[place].max() - 0.05
         trainer.detach()
 
 
 def test_an_engine_that_generates_in_another_thread_survives_transformer_engines_captures():
-    """They are in CUDA's global mode, which any other thread's allocation would break: its loop is held off."""
+    """These captures use CUDA's global mode, which another thread's allocation breaks, so the loop is paused."""
     params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
     served, model, stop, found = build(**PLAIN), build(), threading.Event(), []
     with Engine(EngineConfig(max_num_seqs=4, warmup="full", max_model_len=128, num_pages=64), model=served) as engine:

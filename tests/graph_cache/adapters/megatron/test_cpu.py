@@ -1,4 +1,4 @@
-"""A GPTModel of Megatron-Core without a GPU."""
+"""A Megatron-Core GPTModel on a CPU."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Graphs of layers of experts, part by part: bit for bit what eager computes, also what goes by the token dispatcher's
-attributes.
-"""
+"""Graphs of MoE layers' parts equal eager bit for bit, including state passed through the token dispatcher."""
 
 from __future__ import annotations
 
@@ -127,7 +125,7 @@ def test_transformer_engine_graphs_skip_preprocess_with_a_warning(caplog):
 def test_expert_parallel_overlap_keeps_preprocess_eager():
     model = gpt(**FIXED)
     object.__setattr__(model.config, "overlap_moe_expert_parallel_comm", True)
-    assert "gives the memory" in eager_reason(model.decoder.layers[0].mlp)
+    assert "frees the memory" in eager_reason(model.decoder.layers[0].mlp)
 
 
 def test_experts_attached_alone_never_replay_captured_token_counts():
@@ -154,6 +152,6 @@ def test_full_iteration_recaptures_when_aux_loss_tensors_are_replaced(replaced):
 
     run, stats = loops.graphed()
     loops.assert_same(steps(run), steps(loops.no_pipelining))
-    again = 2 if replaced == "sums" else 0  # what is gone, eager calls make anew
+    again = 2 if replaced == "sums" else 0  # eager calls recreate cleared sums
     assert loops.counts(stats) == (2, 10 - 2 - 2 - again, {"warming_up": 2 + again})
     assert stats.invalidations == {"stale_address": 1}

@@ -1,4 +1,4 @@
-"""Megatron's `forward_backward_func` from a graph: equal to eager on real GPTModels, and never stale."""
+"""Megatron's `forward_backward_func` from a graph equals eager on real GPTModels and never replays stale values."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_finalize_no_sync_and_changing_loss_scale_equal_eager():
             yield
             last.append(True)
 
-        def reduce(parameter):  # as data parallelism does: with the last microbatch
+        def reduce(parameter):  # like DDP, with the last microbatch only
             if last:
                 parameter.grad.mul_(0.75)
 
@@ -70,7 +70,7 @@ def test_finalize_no_sync_and_changing_loss_scale_equal_eager():
         model.config.no_sync_func, model.config.finalize_model_grads_func = no_sync, finalize
         return model
 
-    def rescale(model, step):  # a dynamic scale is another tensor when it has changed
+    def rescale(model, step):  # a dynamic scale is a new tensor after each change
         scale = torch.tensor([2.0 ** (step // 2)])
         model.config.grad_scale_func = lambda loss: scale * loss
 
@@ -79,7 +79,7 @@ def test_finalize_no_sync_and_changing_loss_scale_equal_eager():
     ours, theirs = prepared(), prepared()
     assert_same(train(run, ours, each=each, before=rescale), train(no_pipelining, theirs, each=each, before=rescale))
     assert counts(stats) == (1, 7, {"warming_up": 2})
-    assert ours.config.grad_scale_func(torch.ones(1)).item() == 16.0  # its own function again
+    assert ours.config.grad_scale_func(torch.ones(1)).item() == 16.0  # the original function is restored
 
 
 def test_megatrons_own_loss_equals_eager():
@@ -243,7 +243,7 @@ def test_another_model_never_replays_a_stale_graph():
     run, stats = graphed()
     assert_same(trained(run), trained(no_pipelining))
     assert counts(stats) == (3, 5, {"warming_up": 6})
-    assert len(run.table()) == 2  # the first, captured before the second was known, was dropped
+    assert len(run.table()) == 2  # the first graph, captured before the second model was known, was dropped
 
 
 def test_a_step_that_creates_modules_is_captured():

@@ -1,4 +1,4 @@
-"""What a graph of Megatron's whole iteration refuses, and that it is told before data is lost."""
+"""Full-iteration graphs refuse unsupported settings and calls before they read data."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_an_exhausted_iterator_returns_the_batches_read_and_changes_nothing():
     iterate(run, model, 4)
 
 
-@pytest.mark.parametrize(("taken", "message"), [(2, "took 4 of the 6"), (4, "more batches than the 3")])
+@pytest.mark.parametrize(("taken", "message"), [(2, "consumed 4 of the 6"), (4, "more batches than the 3")])
 def test_a_step_that_consumes_a_wrong_number_of_batches_raises(taken, message):
     def function(*, forward_step_func, data_iterator, model, num_microbatches, forward_only):
         return [next(data_iterator)["x"] for _ in range(taken * (num_microbatches // 3))]
@@ -77,8 +77,8 @@ def test_a_failed_capture_restores_ddp_grad_ready_counts():
         loss = model.module(next(data_iterator)).sum()
         for parameter in bucket.params_list:
             group.register_grad_ready(parameter)
-        found = loss.item()  # on the host, which no graph can
-        group.is_first_batch = True  # so that nothing is reduced, as there is nobody to reduce with
+        found = loss.item()  # reads on the host, which can't be captured
+        group.is_first_batch = True  # skips the all-reduce, since there is only one rank
         group.reset()
         return [found]
 

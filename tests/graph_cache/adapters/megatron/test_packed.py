@@ -1,4 +1,4 @@
-"""Packed sequences under graphs: padded to one number of documents, every batch replays, and computes what it did."""
+"""Packed sequences padded to a fixed number of documents replay for every batch and equal eager."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from graph_cache.errors import GraphConfigError
 from tests.support.megatron_models import gpt, tokens
 
 LENGTH = 128
-DOCUMENTS = [3, 60, 17, 5, 42, 60, 8, 29, 54, 11]  # of ten steps
+DOCUMENTS = [3, 60, 17, 5, 42, 60, 8, 29, 54, 11]  # for ten steps
 
 
 class PackedCore(nn.Module):
-    """Causal attention within each document, of the format thd: [t, heads, d] -> [t, heads * d]. Reads no host."""
+    """Causal attention within each document in format thd: [t, heads, d] -> [t, heads * d]. No host reads."""
 
     def forward(
         self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None
@@ -36,7 +36,7 @@ class PackedCore(nn.Module):
 
 
 def rotary_of_documents(t, cu_seqlens, freqs, cp_size=1, cp_rank=0, interleaved=False):
-    """Stands for Transformer Engine's kernel, which reads lengths on the device: positions begin in each document."""
+    """Replaces Transformer Engine's kernel, which reads lengths on the device. Positions restart in each document."""
     at = torch.arange(len(t), dtype=torch.int32)
     angles = freqs[(at - cu_seqlens[torch.searchsorted(cu_seqlens, at, right=True) - 1]).long(), 0]
     left, right = t.chunk(2, -1)
@@ -56,7 +56,7 @@ def model_of(seed=0, **options):
 
 
 def packed_of(documents, seed=0, length=LENGTH):
-    """This many documents of uneven lengths, one tensor for queries and keys as Megatron's data sets have it."""
+    """Pack documents of uneven lengths, with one tensor for queries and keys, as Megatron's data sets do."""
     cuts = torch.randperm(length - 1, generator=torch.Generator().manual_seed(seed))[: documents - 1] + 1
     ends = torch.cat([torch.tensor([0]), cuts.sort().values, torch.tensor([length])]).int()
     longest = int(ends.diff().max())
@@ -70,7 +70,7 @@ def training(**options):
 
 
 def train(chunks, documents, microbatches=1):
-    """Losses and all gradients of each step. Chunks run as pipeline stages: only the first sees the tokens."""
+    """Return losses and all gradients of each step. Chunks run as pipeline stages: only the first gets tokens."""
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     optimizer, log = torch.optim.SGD(parameters, lr=0.1, momentum=0.9), []
     for step, count in enumerate(documents):
@@ -164,7 +164,7 @@ def test_detach_and_refusal_restore_a_wrapped_model():
     with training() as engine:
         engine.attach(model, packed_documents=9)
         model(ids, positions, None, packed_seq_params=given[0])
-        model(ids, positions, None, None, None, None, given[1])  # by its place
+        model(ids, positions, None, None, None, None, given[1])  # positional
         engine.detach()
         model(ids, positions, None, packed_seq_params=given[2])
         with pytest.raises(GraphConfigError, match="same module"):
@@ -211,7 +211,7 @@ def test_models_without_packed_sequences_are_refused():
 
 def test_padding_reads_no_tensor_and_keeps_every_other_field(monkeypatch):
     def made_anew(self):
-        raise AssertionError("0.19 computes further tensors here")
+        raise AssertionError("the constructor of 0.19 computes further tensors")
 
     ends, others = torch.zeros(4, dtype=torch.int32, device="meta"), torch.zeros(3, dtype=torch.int32, device="meta")
     packed = PackedSeqParams(
@@ -231,7 +231,7 @@ def test_padding_reads_no_tensor_and_keeps_every_other_field(monkeypatch):
     assert found.seq_idx is packed.seq_idx and found.total_tokens == 12 and packed.max_seqlen_q == 7
     assert padded(packed, 3, 12).cu_seqlens_q.shape == (4,)
     assert padded(packed, 2, 12) is packed
-    packed.qkv_format = "sbhd"  # there, cu_seqlens are as many as rows of the batch
+    packed.qkv_format = "sbhd"  # in this format cu_seqlens has one entry per row of the batch
     assert padded(packed, 6, 12) is packed
 
 
@@ -256,7 +256,7 @@ def test_tokens_are_counted_from_the_models_actual_input():
 
 
 def test_a_tensor_in_several_fields_stays_one_after_unflatten():
-    """Transformer Engine asks whether padded lengths `are` the others, and else looks for padding between sequences."""
+    """Transformer Engine compares padded and unpadded lengths by identity to detect padding between sequences."""
     register_packed_sequences()
     packed = packed_of(5)
     packed.cu_seqlens_q_padded = packed.cu_seqlens_kv.clone()

@@ -1,4 +1,4 @@
-"""Chunks of a real GPTModel in the orders that Megatron's schedules give a pipeline stage, graphs on and off."""
+"""Chunks of a GPTModel in the orders of Megatron's pipeline schedules, with and without graphs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STAGES = {
 
 
 def chunks_of(stage):
-    """The stage's model chunks: the first takes tokens, the last of several gives losses, as if others lay between."""
+    """Build the stage's model chunks: the first takes tokens, the last of several returns losses."""
     last = stage.chunks - 1
     return [
         gpt(index, pre_process=index == 0, post_process=index == last, hidden_dropout=0.1)
@@ -28,7 +28,7 @@ def chunks_of(stage):
 
 
 def train(chunks, order, steps, graphs=None):
-    """Every output, every gradient handed to an earlier stage, and all gradients of parameters, step by step."""
+    """Return every output, every gradient sent to an earlier stage, and all parameter gradients of each step."""
     torch.manual_seed(1)
     optimizer = torch.optim.SGD([p for chunk in chunks for p in chunk.parameters()], lr=0.05)
     log = []
@@ -81,7 +81,7 @@ def test_a_stage_equals_eager_with_one_graph_per_outstanding_microbatch(name):
 
 
 def test_stages_capture_independently_without_a_barrier():
-    """The last stage has one microbatch under way and captures inside its first step, the first stage in its third."""
+    """The last stage has one outstanding microbatch and captures in its first step, the first stage in its third."""
     captured = {}
     for name in ("first_of_two", "last_of_two"):
         chunks = chunks_of(STAGES[name])

@@ -1,4 +1,4 @@
-"""Orders of pipeline stages by Megatron-Core's own functions, and what is read off them."""
+"""Orders of pipeline stages from Megatron-Core's own functions, and the slots derived from them."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_without_a_pipeline_one_microbatch_is_captured_for_all():
 @given(microbatches=st.integers(1, 12), chunks=st.integers(1, 4), group=st.integers(1, 6), extra=st.integers(0, 12))
 def test_slots_match_the_peak_and_are_never_shared_by_live_microbatches(microbatches, chunks, group, extra):
     assume(chunks == 1 or group <= microbatches)
-    warmup = (chunks - 1) * group + extra  # fewer, and a backward would come before its forward
+    warmup = (chunks - 1) * group + extra  # with fewer, a backward would precede its forward
     order = order_of(Stage(pipeline_size=2, chunks=chunks), microbatches, group, warmup=warmup)
     peaks, slot_of = max_outstanding(order), {(chunk, one): slot for chunk, one, slot in assign_slots(order)}
     assert len(slot_of) == chunks * microbatches
@@ -126,7 +126,7 @@ def test_slots_match_the_peak_and_are_never_shared_by_live_microbatches(microbat
 
 
 def test_a_warm_up_too_short_for_the_chunks_is_refused():
-    with pytest.raises(GraphConfigError, match="no forward before it"):
+    with pytest.raises(GraphConfigError, match="no matching forward before it"):
         order_of(Stage(pipeline_size=2, chunks=2), 4, group_size=2, warmup=0)
 
 
@@ -146,7 +146,7 @@ def test_invalid_stages_and_numbers_are_refused(make, words):
         make()
 
 
-# ---- the exchange of experts, overlapped -----------------------------------------------------------------------------
+# ---- overlapped expert communication ---------------------------------------------------------------------------------
 
 
 def test_overlapped_layers_are_chunks_whose_weight_gradients_follow_their_backward():
@@ -173,7 +173,7 @@ def test_overlapped_orders_of_interleaved_stages_are_valid(microbatches, first, 
 
 
 def overlapping(**changes):
-    """A configuration in which everything is as the overlap with delayed weight gradients in graphs wants it."""
+    """Return a configuration that supports the overlap with delayed weight gradients in graphs."""
     values = {
         "overlap_moe_expert_parallel_comm": True,
         "delay_wgrad_compute": True,
@@ -256,7 +256,7 @@ def test_a_configuration_that_megatron_accepts_passes():
 def test_each_setting_incompatible_with_the_overlap_is_named(changes, modules, version, words):
     with pytest.raises(GraphConfigError, match=words) as caught:
         check_expert_overlap(overlapping(**changes), modules, version)
-    assert "; " not in str(caught.value)  # that one alone
+    assert "; " not in str(caught.value)  # only this problem is listed
 
 
 def test_all_incompatible_settings_are_listed_at_once():
@@ -315,7 +315,7 @@ def test_without_a_number_of_microbatches_a_pipeline_or_the_overlap_is_refused(m
 
 
 def layer_parts_of(path: str, layer: nn.Module) -> list[Part]:
-    """A method of a layer, and submodules, as cuda_graph_modules=attn,moe_router makes of it."""
+    """Return a method of a layer and submodules, as for cuda_graph_modules=attn,moe_router."""
     return [
         Part(f"{path}.attn", layer, "_forward_attention", (layer.input_layernorm, layer.self_attention)),
         Part(f"{path}.norm", layer.pre_mlp_layernorm),
@@ -364,17 +364,17 @@ def test_parts_use_the_microbatch_of_their_layer(monkeypatch, rank):
                 else:
                     losses.pop(0).backward()
     for one, other in zip(model.parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad)  # those of a residual are added up in the other order
+        torch.testing.assert_close(one.grad, other.grad)  # residual gradients are added in another order
     assert set(reasons(graphs)) == {"warming_up"} and replays(graphs) == 6 * 4 * 5 - reasons(graphs)["warming_up"]
     graphs.detach()
     held = stage_plan([Part("decoder", model.decoder)], [model], model.config, [], 4, None).holders
-    assert held == {"decoder": layers[0]}  # of a part that holds layers any of them
+    assert held == {"decoder": layers[0]}  # a part that contains layers uses any of them
 
 
 def test_a_virtual_stage_without_a_captured_part_counts_in_the_order(monkeypatch):
     chunks = [gpt(post_process=False), gpt(1, pre_process=False)]
     set_pipeline_stage(monkeypatch, 2, 0)
-    parts = [part for part in parts_of(chunks, ["attn"]) if part.chunk == 0]  # as if the other had no attention
+    parts = [part for part in parts_of(chunks, ["attn"]) if part.chunk == 0]  # as if the other chunk had no attention
     group_size = chunks[0].config.microbatch_group_size_per_vp_stage
     plan = stage_plan(parts, chunks, chunks[0].config, ["attn"], 4, None)
     assert plan.order == order_of(Stage(2, 0, 2), 4, group_size)
