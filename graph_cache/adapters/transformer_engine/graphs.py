@@ -1,8 +1,8 @@
-"""Layers of a pipeline stage that run from graphs which Transformer Engine captures.
+"""Run layers of a pipeline stage from graphs that Transformer Engine captures.
 
-Owns the rounds (warm-up by real calls, one capture, replay), which graph serves a call, and every fallback with its
-reason: Transformer Engine itself looks at neither shapes nor dtypes nor order. A round begins with a forward while no
-backward is outstanding. One thread runs the forwards.
+Implements warm-up with real calls, one capture, and replay; chooses the graph for each call, and falls back to eager
+with a reason, since Transformer Engine checks neither shapes nor dtypes nor order. A step begins with a forward while
+no backward is outstanding. Forwards must run on one thread.
 """
 
 from __future__ import annotations
@@ -40,23 +40,22 @@ SCOPE = "module"
 class TransformerEngineGraphs:
     """Forward and backward graphs of a pipeline stage's layers, captured in the order in which the stage runs them.
 
-    `layers`: parts of the stage's model chunks; those of a chunk are captured in the order in which they first ran.
-    `order` is that of the stage's forwards and backwards (`adapters.megatron.schedule` asks Megatron for it; [1, -1]
-    for one microbatch at a time). The microbatch of a call is the attribute `current_microbatch` of the part's module,
-    or of the one that `holders` has under the part's name; where there is none, calls are counted from the begin of the
-    round.
+    `layers`: parts of the stage's model chunks. Parts of a chunk are captured in the order in which they first ran.
+    `order`: the stage's forwards and backwards (from `adapters.megatron.schedule`; [1, -1] for one microbatch at a
+    time). The microbatch of a call is the attribute `current_microbatch` of the part's module, or of the module in
+    `holders` under the part's name; without it, calls are counted from the start of the step.
 
-    The first `warmup_rounds` rounds run eager, and say what to capture: arguments, modes, and the precision of
-    Transformer Engine's autocast around each layer. With `caches_weights` weights in reduced precision are quantized
-    once a step: in microbatch 0, or where a call says `is_first_microbatch=True`. `fired`: see AttachedModule.
+    The first `warmup_rounds` steps run eagerly and determine what to capture: arguments, modes, and the precision of
+    Transformer Engine's autocast around each layer. With `caches_weights`, reduced-precision weights are quantized once
+    per step: in microbatch 0, or when a call passes `is_first_microbatch=True`. `fired`: see AttachedModule.
 
-    Transformer Engine captures in CUDA's global mode, which a CUDA call of any other thread breaks: `paused` makes a
-    context that holds these still (an engine's loop), and whatever of the trainer must know (Megatron's hooks for
-    gradients); it is entered before the pool's lock is taken. `options` are further ones of `make_graphed_callables`.
-
-    What a replay returns is overwritten by later replays, from the end of its backward on. Raises GraphConfigError
-    without Transformer Engine or a GPU, for an order that can't be, and for layers that are taken over already. `maker`
+    Transformer Engine captures in CUDA's global mode, which fails if another thread makes a CUDA call. `paused` returns
+    a context manager that stops such threads (an engine's loop) and sets trainer flags (Megatron's capture flags); it
+    is entered before the pool's lock is taken. `options`: further options of `make_graphed_callables`. `maker`:
     captures instead of Transformer Engine.
+
+    The outputs of a replay are valid until its backward has run; later replays overwrite them. Raises GraphConfigError
+    without Transformer Engine or a GPU, for an invalid order, and for layers that are already intercepted.
     """
 
     def __init__(
@@ -90,19 +89,19 @@ class TransformerEngineGraphs:
         self._layers = [Layer(part, fired, holders.get(part.name, part.module)) for part in parts]
         self._by_name = {layer.name: layer for layer in self._layers}
         if len(self._by_name) != len(self._layers):
-            raise GraphConfigError("two layers have one name: give each a name of its own")
+            raise GraphConfigError("two layers have the same name: give each layer a unique name")
         outside = [layer.name for layer in self._layers if layer.chunk not in self._chunks]
         if outside:
             raise GraphConfigError(
-                f"order: it has {len(self._chunks)} chunks, found layers of others: "
-                f"{', '.join(outside)}; number chunks from 0, as many as the order has"
+                f"order: it has {len(self._chunks)} chunks, found layers of other chunks: "
+                f"{', '.join(outside)}; number chunks from 0 and cover them in the order"
             )
         for layer in self._layers:
             layer.attached.take_over(lambda attached, args, kwargs, layer=layer: self._call(layer, args, kwargs))
         self._watched = Watched([layer.attached for layer in self._layers])
         self._steps = 0
-        self._outstanding = 0  # eager calls whose backward is to come
-        self._busy = False  # inside a capture or a layer: nested layers run eager
+        self._outstanding = 0  # eager calls whose backward has not run yet
+        self._busy = False  # inside a capture or a layer; nested layers run eagerly
         self._forget()
 
     def _forget(self) -> None:
@@ -113,16 +112,16 @@ class TransformerEngineGraphs:
         self._warm_steps = 0
         self._recorded_this_step = self._failed = self._replays_cache_weights = False
         self._last_weights_new: bool | None = None
-        self._run_order: dict[Layer, None] = {}  # those of which calls were noted, as they first ran
+        self._run_order: dict[Layer, None] = {}  # layers with recorded calls, in the order of their first call
         for layer in self._layers:
             layer.forget()
-        self._accumulators: dict[Tensor, Any] = {}  # until the capture
+        self._accumulators: dict[Tensor, Any] = {}  # kept alive until the capture
 
     # ---- calls -----------------------------------------------------------------------------------------------------
 
     @property
     def is_idle(self) -> bool:
-        """Whether no forward waits for its backward."""
+        """Whether no forward is waiting for its backward."""
         return not self._outstanding and (self._graph_slots is None or not self._graph_slots.alive)
 
     def _call(self, layer: Layer, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -158,7 +157,7 @@ class TransformerEngineGraphs:
         )
 
     def _without_graphs(self, layer: Layer, args: tuple, kwargs: dict[str, Any], layer_kwargs: dict[str, Any]) -> Any:
-        """Eager; before the capture, the call is noted."""
+        """Run eagerly. Before the capture, record the call."""
         if layer.attached.hooks_inside:
             return self._run_eager(layer, args, kwargs, HOOKS)
         if self._graph_set is not None or self._failed:
@@ -179,7 +178,7 @@ class TransformerEngineGraphs:
         return value
 
     def _run_eager(self, layer: Layer, args: tuple, kwargs: dict[str, Any], reason: str) -> Any:
-        """The eager forward, counted; layers inside it are part of it."""
+        """Run the eager forward and count the fallback. Nested layers run as part of it."""
         self.job.stats.fallbacks[layer.name, "forward", reason] += 1
         self._busy = True
         try:
@@ -188,7 +187,7 @@ class TransformerEngineGraphs:
             self._busy = False
 
     def _track_backward(self, tensors: Iterable[Tensor]) -> None:
-        """A round lasts until the backwards of its eager calls are done, or will never come."""
+        """Keep the step open until the backward of an eager call has run or its autograd graph is freed."""
         node = next((tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None), None)
         if node is None:
             return
@@ -212,8 +211,8 @@ class TransformerEngineGraphs:
             for name, index in zip(names, layer.sample.per_call, strict=True)
         }
         if self._replays_cache_weights:
-            # By itself Transformer Engine says it with the first module of an autocast only, which may have run eager:
-            # graphs after it would go on with weights of the step before.
+            # Transformer Engine updates the flag only with the first module of an autocast, which may have run eagerly:
+            # later graphs would then use weights of the previous step.
             if layer.index == 0 or weights_are_new is not self._last_weights_new:
                 self._maker.update_weights(weights_are_new)
                 self._last_weights_new = weights_are_new
@@ -237,8 +236,8 @@ class TransformerEngineGraphs:
         return value
 
     def backward_dw(self, name: str, microbatch: int) -> bool:
-        """Compute the delayed weight gradients of a layer from its graph. False, and nothing done, where its forward of
-        this microbatch ran eager: then call the layer's own `backward_dw`.
+        """Replay the delayed weight gradients of a layer. Returns False without doing anything if the forward of this
+        microbatch ran eagerly; the caller must then call the layer's own `backward_dw`.
         """
         layer = self._by_name[name]
         if not layer.graphs:
@@ -254,15 +253,15 @@ class TransformerEngineGraphs:
     # ---- capture ---------------------------------------------------------------------------------------------------
 
     def _begin_step(self) -> None:
-        """Between two steps: count warm-up, capture after it, and look whether anything changed or moved."""
+        """At the start of a step, drop graphs whose memory was replaced, count warm-up, and capture after it."""
         self._watched.refresh()
         if self._graph_set is not None and not (self._addresses.unchanged() and self._graph_set.are_current()):
             moved = [
                 *map(str, self._addresses.moved()),
-                *([] if self._graph_set.are_current() else ["quantizers, by another recipe"]),
+                *([] if self._graph_set.are_current() else ["quantizers, replaced by another recipe"]),
             ]
             logger.error(
-                "what Transformer Engine's graphs read was replaced, and they were dropped: %s", "; ".join(moved)
+                "dropped Transformer Engine's graphs because memory that they read was replaced: %s", "; ".join(moved)
             )
             self.job.stats.invalidations[STALE] += 1
             self.clear()
@@ -274,7 +273,7 @@ class TransformerEngineGraphs:
             self._capture()
 
     def _hold_accumulators(self) -> None:
-        """From the first recorded call on until the capture, which may meet these nodes and no others (see Maker)."""
+        """Keep AccumulateGrad nodes that are safe in the capture alive until then (see Maker.accumulators)."""
         self._accumulators |= self._maker.accumulators(
             parameter
             for layer in self._layers
@@ -284,7 +283,7 @@ class TransformerEngineGraphs:
 
     def _capture(self) -> None:
         started = time.perf_counter()
-        gc.collect()  # histories of earlier steps, whose nodes the capture would meet
+        gc.collect()  # frees autograd graphs of earlier steps, whose AccumulateGrad nodes would break the capture
         layers_run = sorted(self._run_order, key=lambda layer: layer.chunk)
         samples = choose_samples([layer.take_call_log() for layer in layers_run])
         chunks: list[list[Layer]] = [[] for _ in self._chunks]
@@ -296,23 +295,23 @@ class TransformerEngineGraphs:
             if sample is not None and not layer.attached.hooks_inside:
                 modules.append(layer.captured_layer(sample, len(chunks[layer.chunk]), nondiff_outputs))
                 chunks[layer.chunk].append(layer)
-        if not modules:  # hooks came up in all of them since
+        if not modules:  # all layers got hooks since they were recorded
             self._forget()
             return
         self._hold_accumulators()
-        self.job.pool.trim()  # what the eager rounds left cached is of no use to the graphs' own memory
+        self.job.pool.trim()  # memory cached by eager steps can't be used by the graphs' pool
         self._busy = True
         try:
             graph_set, added = self._make_graphs(chunks, modules)
         except CaptureError as error:
-            logger.error("the capture by Transformer Engine failed, its layers will run eager: %s", error)
+            logger.error("the capture by Transformer Engine failed, layers will run eagerly: %s", error)
             self._failed = True
             for layer in self._layers:
                 self.job.stats.capture_failed(layer.name, SCOPE, error)
         finally:
             self._busy = False
-            self._accumulators = {}  # replays and eager calls need none of a stream of their own
-        if self._failed:  # the error is gone by now, and with it what it held of the capture
+            self._accumulators = {}  # replays and eager calls don't need them
+        if self._failed:  # outside `except`: the error no longer references memory of the capture
             self.job.pool.trim()
             return
         self._capture_seconds = time.perf_counter() - started
@@ -325,13 +324,16 @@ class TransformerEngineGraphs:
     def _make_graphs(
         self, chunks: Sequence[Sequence[Layer]], modules: Sequence[CapturedLayer]
     ) -> tuple[GraphSet, set[int]]:
-        """The graphs, and which parameters' gradients they add to `main_grad` themselves. Raises CaptureError."""
+        """Capture the plan. Returns the graphs and the ids of parameters whose gradients they add to `main_grad`.
+
+        Raises CaptureError.
+        """
         pool, layers = self.job.pool, [layer for chunk in chunks for layer in chunk]
         precisions = [layer.sample.record.precision for layer in layers if layer.sample.record.precision.enabled]
         if any(precision != precisions[0] for precision in precisions):
             raise CaptureError(
-                f"the layers ran under different recipes or groups ({precisions}): one capture has one; "
-                "run them under one autocast, or attach those that differ apart"
+                f"the layers ran under different recipes or groups ({precisions}), but a capture has only one: "
+                "run them under one autocast, or attach them separately"
             )
         plan = CapturePlan(
             tuple(modules),
@@ -344,11 +346,11 @@ class TransformerEngineGraphs:
         )
         device = pool.backend.device.type
         with ExitStack() as stack:
-            stack.enter_context(self._paused())  # first: who is paused may need the lock to get there
+            stack.enter_context(self._paused())  # first: paused threads may need the lock to reach their pause point
             stack.enter_context(pool.session())
             stack.enter_context(pool.capture_flag())
             stack.enter_context(without_compiling(pool.backend))
-            if torch.is_autocast_enabled(device):  # each stand-in enters what its layer ran under
+            if torch.is_autocast_enabled(device):  # each CapturedLayer enters its own layer's autocast
                 stack.enter_context(torch.autocast(device, enabled=False))
             for layer in layers:
                 stack.enter_context(layer.hooks_removed())
@@ -360,7 +362,7 @@ class TransformerEngineGraphs:
         return graph_set, preserved.added
 
     def _install(self, graph_set: GraphSet, chunks: Sequence[Sequence[Layer]], added: set[int]) -> None:
-        """Serve calls from these graphs from here on."""
+        """Serve calls from these graphs from now on."""
         self._graph_set, self._graph_slots = graph_set, GraphSlots(self._order, [len(chunk) for chunk in chunks])
         slot_of = {(chunk, microbatch): slot for chunk, microbatch, slot in self._input_slots}
         for chunk, layers in enumerate(chunks):
@@ -380,10 +382,10 @@ class TransformerEngineGraphs:
                 self.job.stats.captures[layer.name, SCOPE, "recorded"] += len(layer.graphs)
         self._addresses.watch(self.job.state)
 
-    # ---- the end ---------------------------------------------------------------------------------------------------
+    # ---- shutdown --------------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Drop all graphs at once; the next rounds warm up anew. A backward that is still to come then raises."""
+        """Drop all graphs; the next steps warm up again. A backward that is still outstanding raises."""
         graph_set = self._graph_set
         self._forget()
         if graph_set is not None:
@@ -391,8 +393,8 @@ class TransformerEngineGraphs:
             self.job.pool.trim()
 
     def detach(self) -> None:
-        """Drop all graphs and give the layers their calls back. Call it before process groups are destroyed: what NCCL
-        holds for graphs would hang the exit.
+        """Drop all graphs and stop intercepting the layers. Call it before process groups are destroyed: NCCL resources
+        held by graphs would hang the exit.
         """
         self.clear()
         for layer in self._layers:
@@ -400,7 +402,7 @@ class TransformerEngineGraphs:
         self._layers = []
 
     def table(self) -> list[dict[str, Any]]:
-        """Every pair of graphs as plain values; bytes and seconds are shares of the one capture."""
+        """Return one row per pair of graphs. Bytes and seconds are the capture's totals divided evenly."""
         if self._graph_set is None:
             return []
         pairs = [(layer, microbatch) for layer in self._layers for microbatch in range(len(layer.graphs))]

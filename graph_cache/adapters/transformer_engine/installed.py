@@ -1,7 +1,7 @@
-"""Transformer Engine as it is installed: whether it can capture here, its captures, and its precision.
+"""The installed Transformer Engine: whether it can capture here, its captures, and its precision.
 
-The one file that imports it, when something is made of it. Owns what its capture leaves behind when it fails: it puts
-nothing back then, neither its own state nor the allocator's nor the generators'.
+Imports transformer_engine lazily. Transformer Engine restores nothing after a failed capture; this module restores its
+state, the allocator's and the generators'.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 PACKAGE = "transformer_engine"
 NO_AUTOCAST = Precision()
-# Without the last, gradients of parameters are handed out where the next replay overwrites them.
+# Without clone_param_grads_on_return, parameter gradients alias memory that the next replay overwrites.
 REQUIRED_OPTIONS = (
     "sample_kwargs",
     "enabled",
@@ -58,10 +58,10 @@ RESERVED_OPTIONS = (
 
 
 def missing_requirements(backend: str) -> list[str]:
-    """What a capture by Transformer Engine needs and isn't here, a line each."""
+    """Return the missing requirements for a capture by Transformer Engine."""
     found = []
     if importlib.util.find_spec(PACKAGE) is None:
-        found.append(f"no {PACKAGE} to import")
+        found.append(f"{PACKAGE} is not installed")
     if not torch.cuda.is_available():
         found.append("no CUDA device (torch.cuda.is_available() is False)")
     if backend != "cuda":
@@ -70,7 +70,7 @@ def missing_requirements(backend: str) -> list[str]:
 
 
 class InstalledTransformerEngine:
-    """Captures plans for one job. Raises GraphConfigError, saying what was asked, found, and what to do."""
+    """`Maker` for one capture context. Raises GraphConfigError if requirements are missing or options are invalid."""
 
     def __init__(self, job: CaptureContext, options: Mapping[str, Any]):
         problems = missing_requirements(job.pool.backend.name)
@@ -80,7 +80,7 @@ class InstalledTransformerEngine:
             import transformer_engine.pytorch as te
             from transformer_engine.pytorch import graph
             from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-        except Exception as error:  # a library of its own that can't be loaded may raise anything
+        except Exception as error:  # loading its shared libraries may raise anything
             raise _refusal(f"{PACKAGE} can't be imported: {type(error).__name__}: {error}") from error
         self.version = installed_version()
         self._job = job
@@ -94,26 +94,26 @@ class InstalledTransformerEngine:
         if not hasattr(graph, "_graph_context_wrapper"):
             problems.append("_graph_context_wrapper")
         if problems:
-            raise _refusal(f"{PACKAGE} {self.version}, whose make_graphed_callables has no {', '.join(problems)}")
+            raise _refusal(f"{PACKAGE} {self.version}, with a make_graphed_callables that lacks {', '.join(problems)}")
         refused = [name for name in options if name not in parameters or name in RESERVED_OPTIONS]
         if refused:
             allowed = ", ".join(sorted(set(parameters) - set(RESERVED_OPTIONS)))
             raise GraphConfigError(
-                f"options: {', '.join(refused)} can't be given to Transformer Engine "
-                f"{self.version}: what may be is {allowed}"
+                f"options: {', '.join(refused)} can't be passed to Transformer Engine "
+                f"{self.version}: allowed are {allowed}"
             )
         self._check_generators(job.generators)
         self._scratch = torch.zeros(1, device=self._backend.device)
-        self._stream = torch.cuda.Stream(self._backend.device)  # of the captures
+        self._stream = torch.cuda.Stream(self._backend.device)  # stream of the captures
 
     def _check_generators(self, generators: Sequence[torch.Generator]) -> None:
         registered = [self._backend.default_generator, *self._tracked_generators()]
         others = [one for one in generators if all(one is not other for other in registered)]
         if others:
             raise GraphConfigError(
-                f"{len(others)} generators that captured draws use are not Transformer Engine's, "
-                "which registers its own tracker's with its graphs and no others: build the model "
-                "with use_te_rng_tracker=True, or take cuda_graph_impl='local'"
+                f"{len(others)} generators used in the capture are not Transformer Engine's, "
+                "which registers only those of its own RNG tracker with its graphs: build the model "
+                "with use_te_rng_tracker=True, or use cuda_graph_impl='local'"
             )
 
     def _tracked_generators(self) -> list[torch.Generator]:
@@ -122,7 +122,7 @@ class InstalledTransformerEngine:
     # ---- precision -------------------------------------------------------------------------------------------------
 
     def precision(self) -> Precision | None:
-        """That of Transformer Engine's autocast now; None while calibrating."""
+        """Return the precision of the current autocast; None while calibrating."""
         if self._state.is_fp8_calibration():
             return None
         if not self._state.is_fp8_enabled():
@@ -130,17 +130,17 @@ class InstalledTransformerEngine:
         return Precision(True, self._state.get_fp8_recipe(), self._state.get_fp8_group())
 
     def update_weights(self, are_new: bool) -> None:
-        """Whether graphs that replay from here on quantize their weights."""
+        """Set whether subsequent replays quantize their weights."""
         self._state.set_skip_fp8_weight_update_tensor(not are_new)
 
     # ---- capture ---------------------------------------------------------------------------------------------------
 
     def make(self, plan: CapturePlan) -> TransformerEngineGraphSet:
-        """Capture a plan into memory of its own. Raises CaptureError; the device and its flags are as before then."""
+        """Capture a plan into its own memory pool. Raises CaptureError after restoring the device and its flags."""
         memory = self._job.pool.new_memory()
         recipe = plan.precision.recipe if any(plan.enabled) else None
         options = {"allow_unused_input": True} | self._options
-        outer_error = sys.exception()  # by the caller, which has no part in what goes wrong here
+        outer_error = sys.exception()  # an error that the caller is handling; not a cause of ours
         try:
             with (
                 torch.cuda.device(self._backend.device),
@@ -168,21 +168,23 @@ class InstalledTransformerEngine:
             raise CaptureError(
                 f"make_graphed_callables of Transformer Engine {self.version} raised "
                 f"{type(cause).__name__}: {cause}. It captures into the parameters' own gradients: "
-                "attach a model when no loss of earlier steps is held any more, and build wrappers for "
-                "data parallelism on a stream of their own"
+                "attach a model while no loss of earlier steps is held, and build data-parallel "
+                "wrappers on a non-default stream"
             ) from error
         return TransformerEngineGraphSet(calls, memory, Quantizers(plan.modules))
 
     def accumulators(self, parameters: Iterable[Tensor]) -> dict[Tensor, Any]:
-        """They work on the stream where they are made: on the default one, a capture would depend on what isn't."""
-        # PyTorch warns of them, once: that they are of another stream than the steps is what they are for.
+        """Create AccumulateGrad nodes on the capture stream. On the default stream, a capture would depend on
+        uncaptured work.
+        """
+        # PyTorch warns once that their stream differs from the step's, which is intended here.
         warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
         with torch.cuda.stream(self._stream):
             return new_accumulators(parameters)
 
     @contextmanager
     def _capture_on_own_stream(self) -> Iterator[None]:
-        """Each of its captures is on our stream, and looked at before it ends, as our own are."""
+        """Run its captures on our stream and check each for host copies before it ends, as for our own captures."""
         capture = self._graph._graph_context_wrapper
 
         @contextmanager
@@ -199,8 +201,8 @@ class InstalledTransformerEngine:
 
     @contextmanager
     def _weight_update_flag(self, plan: CapturePlan) -> Iterator[None]:
-        """Without cached weights, no flag: one that an earlier capture made would be read by these graphs too, which
-        nobody then tells that weights are new.
+        """Remove the skip-weight-update flag during a capture without cached weights. Otherwise these graphs would read
+        the flag of an earlier capture and never see that weights are new.
         """
         state = self._state.quantization_state
         flag = state.skip_fp8_weight_update_tensor
@@ -215,7 +217,7 @@ class InstalledTransformerEngine:
 
     @contextmanager
     def _restore_on_failure(self, modules: Sequence[nn.Module], recipe: Any, memory: CudaMemory) -> Iterator[None]:
-        """What Transformer Engine changes for a capture, and puts back itself only after one that went well."""
+        """Restore, if the block raises, the state that Transformer Engine restores only after a successful capture."""
         gc_was_enabled, stream = gc.isenabled(), torch.cuda.current_stream()
         generators = [self._backend.default_generator, *self._tracked_generators()]
         rng_states = [generator.get_state() for generator in generators]
@@ -238,17 +240,17 @@ class InstalledTransformerEngine:
             raise
         finally:
             for kind in {type(module) for module in modules}:
-                if "__call__" in vars(kind):  # which it sets, to enter its autocast
+                if "__call__" in vars(kind):  # set by make_graphed_callables to enter its autocast
                     del kind.__call__
 
     def _end_broken_capture(self, memory: CudaMemory) -> None:
-        """End what a capture that broke off left: the allocator's routing, and generators that think they are captured.
+        """Clean up after a capture that raised: end the allocator's routing to its pool and unregister its generators.
 
-        An empty capture that ends well takes the generators out.
+        A successful empty capture takes the generators out of capture mode.
         """
         try:
             torch._C._cuda_endAllocateToPool(self._backend.device.index, memory.id)
-        except RuntimeError as ended:  # by the capture itself, as far as it came
+        except RuntimeError as ended:  # the capture already ended it
             logger.debug("after a failed capture: %s", ended)
         torch.cuda.synchronize(self._backend.device)
         generators = self._tracked_generators()
@@ -256,7 +258,7 @@ class InstalledTransformerEngine:
 
 
 class TransformerEngineGraphSet:
-    """Graphs that Transformer Engine made, in `memory`, which is theirs alone."""
+    """Graphs captured by Transformer Engine into their own `memory`."""
 
     engine = PACKAGE
 
@@ -268,11 +270,11 @@ class TransformerEngineGraphSet:
         memory.adopt()
 
     def are_current(self) -> bool:
-        """Whether scales, amaxes and cached weights are still those that the modules use."""
+        """Return whether the modules still use the captured scales, amaxes and cached weights."""
         return self._quantizers is None or self._quantizers.are_current()
 
     def close(self) -> None:
-        """Reset every graph; their memory is free from then on. A backward that is still to come raises."""
+        """Reset every graph and free their memory. A backward that is still outstanding raises."""
         calls, self.calls = self.calls, ()
         for call in calls:
             call.reset()
@@ -282,7 +284,7 @@ class TransformerEngineGraphSet:
 
 
 def _root_cause(error: BaseException, outer_error: BaseException | None) -> BaseException:
-    """What went wrong in a capture, where `error` is that its end failed too."""
+    """Return the original error of a capture if `error` only reports that ending the capture failed."""
     context = error.__context__
     if (
         context is None
@@ -295,10 +297,10 @@ def _root_cause(error: BaseException, outer_error: BaseException | None) -> Base
 
 
 def new_accumulators(parameters: Iterable[Tensor]) -> dict[Tensor, Any]:
-    """For each parameter whose gradients no living node adds up, one that does, of the current stream."""
+    """Create an AccumulateGrad node on the current stream for each parameter that has none alive."""
     parameters, seen = list(parameters), "seen by Encore"
     for parameter in parameters:
-        _accumulator(parameter).metadata[seen] = True  # gone with the node, where nobody else holds it
+        _accumulator(parameter).metadata[seen] = True  # lost with the node unless something else keeps it alive
     found = {parameter: _accumulator(parameter) for parameter in parameters}
     return {parameter: node for parameter, node in found.items() if node.metadata.pop(seen, None) is None}
 
@@ -309,7 +311,7 @@ def _accumulator(parameter: Tensor) -> Any:
 
 
 def installed_version() -> str | None:
-    """The version of Transformer Engine here, without importing it; None where there is none."""
+    """Return the version of Transformer Engine without importing it; None if it is not installed."""
     try:
         return importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
@@ -318,8 +320,8 @@ def installed_version() -> str | None:
 
 def _refusal(found: str) -> GraphConfigError:
     return GraphConfigError(
-        "cuda_graph_impl='transformer_engine' was asked for, which captures by Transformer "
+        "cuda_graph_impl='transformer_engine' was asked for, which captures with Transformer "
         f"Engine's make_graphed_callables on an NVIDIA GPU; found {found}. Install "
-        "encore-serve[gpu] (transformer-engine 2.20 or later) on a machine with a GPU, or take "
+        "encore-serve[gpu] (transformer-engine 2.20 or later) on a machine with a GPU, or use "
         "cuda_graph_impl='local', which captures the same layers without either"
     )

@@ -1,6 +1,6 @@
-"""A layer whose calls are taken over: what it was called with, its graphs, and the ends of a replay in autograd.
+"""An intercepted layer: its recorded calls, its graphs, and the autograd hooks of a replay.
 
-Knows which tensors a graph takes and returns; not which graph may run when.
+Maps calls to graph inputs and outputs. `GraphSlots` decides which graph may run.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from graph_cache.adapters.transformer_engine.samples import CallLog, CapturedLay
 from graph_cache.errors import GraphError
 from graph_cache.training.attached import FORWARD, AttachedModule, Hook, Part, put_back
 
-REPLAY_ATTRIBUTE = "replayed_by_encore"  # on a node of autograd: (whose places, place) of the replay that it stands for
+REPLAY_ATTRIBUTE = "replayed_by_encore"  # on a replay's autograd node: (id of GraphSlots, graph index)
 
 
 class Layer:
-    """One part of a model chunk. `index`: its number among those of its chunk that were captured. `holder`: the module
-    that is told the microbatch.
+    """One part of a model chunk. `index`: its number among the captured parts of its chunk. `holder`: the module with
+    the `current_microbatch` attribute.
     """
 
     def __init__(self, part: Part, fired: Callable[[Hook], bool] | None, holder: nn.Module):
@@ -35,19 +35,19 @@ class Layer:
         self.sample: Sample | None = None
         self._alias: CapturedLayer | None = None
         self.added: list[Tensor] = []  # parameters whose gradients the graph adds to their main_grad itself
-        self.graphs: list[tuple[Callable[..., Any], list[str]]] = []  # for each microbatch: the graph, its keywords
-        self.label = (part.name, "", "", 0)  # under which its replays are counted
+        self.graphs: list[tuple[Callable[..., Any], list[str]]] = []  # per microbatch: the graph and its keywords
+        self.label = (part.name, "", "", 0)  # labels of the replay metric
         self._first_microbatch_flags = [vars(one) for one in self.attached.submodules if FIRST_MICROBATCH in vars(one)]
         self._fired = fired
         self._holder = holder
         self._state: tuple[bool, ...] = ()
         self._step = self._calls_in_step = 0
-        # Called as a module, so that Transformer Engine, which hooks what is called, sees it.
+        # Call the module, not its forward: Transformer Engine registers hooks on called modules.
         self._call = part.module if part.method == FORWARD else self.attached.eager
 
     def microbatch(self, step: int) -> int:
-        """Whose forward this call is: by Megatron's attribute of layers, or where there is none, by the number of calls
-        in this round.
+        """Return the microbatch of this call: Megatron's `current_microbatch`, else the number of this step's previous
+        calls.
         """
         if step != self._step:
             self._step, self._calls_in_step = step, 0
@@ -56,12 +56,12 @@ class Layer:
         return self._calls_in_step - 1 if current is None else current
 
     def take_call_log(self) -> CallLog:
-        """What was noted, which is forgotten here."""
+        """Return the recorded calls and start a new log."""
         call_log, self.calls = self.calls, CallLog()
         return call_log
 
     def captured_layer(self, sample: Sample, index: int, nondiff_outputs: int) -> CapturedLayer:
-        """What is captured in its place; `without`: see there."""
+        """Return the module to capture in place of the layer. `nondiff_outputs`: see CapturedLayer."""
         self.sample, self.index, self._state = sample, index, self.attached.state
         self._alias = CapturedLayer(self.attached, self._call, sample, nondiff_outputs)
         return self._alias
@@ -69,7 +69,7 @@ class Layer:
     def set_graphs(
         self, calls: Sequence[Callable[..., Any]], slots: Sequence[int], added: set[int], scope: str
     ) -> None:
-        """Take its graphs, one for each microbatch; `added`: see Kept."""
+        """Set the graphs, one per microbatch. `added`: see PreservedState."""
         self.graphs = [
             (call, input_names(self.chunk, self.index, slot, self.sample))
             for call, slot in zip(calls, slots, strict=True)
@@ -79,21 +79,21 @@ class Layer:
         self.label = (self.name, scope, "forward", tensors[0][0][0] if tensors and tensors[0][0] else 1)
 
     def forget(self) -> None:
-        """Be as before the first call."""
+        """Reset to the state before the first call."""
         self.calls, self.sample, self.graphs, self.added, self._alias = CallLog(), None, [], [], None
 
     def fits(self, args: tuple, kwargs: dict[str, Any], precision: Precision | None) -> Sequence[Tensor] | None:
-        """The tensors of a call that its graphs serve; None for another, or if the layer has changed since."""
+        """Return the tensors of a call that the graphs serve; None for any other call or if the layer has changed."""
         if self.attached.state != self._state:
-            self.attached.refresh()  # nobody tells that a hook was removed
+            self.attached.refresh()  # removing a hook does not notify
         if self.attached.state != self._state or precision != self.sample.record.precision:
             return None
         return self.sample.fits(args, kwargs, self.attached.module.training)
 
     @contextmanager
     def hooks_removed(self) -> Iterator[None]:
-        """Leave hooks out of the block, which captures: those inside that run before replays, and the layer's own,
-        which run around each call of it. The layer's own of the first kind are run now, as those inside are.
+        """Remove hooks during a capture: hooks inside that run before replays, and the layer's own hooks, which run
+        around each call. Hooks of the first kind, inside and on the layer, are run once on entry.
         """
         module = self.attached.module
         own = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
@@ -106,19 +106,19 @@ class Layer:
             yield
 
     def clear_first_microbatch(self) -> None:
-        """Its graph ran in place of modules that set this flag themselves: gradients of a call that runs eager later in
-        the step would else take the place of those that are in `main_grad`.
+        """Clear `is_first_microbatch` after a replay, as the replaced modules do. Otherwise gradients of a later eager
+        call in the step would overwrite those in `main_grad`.
         """
         for attributes in self._first_microbatch_flags:
             attributes[FIRST_MICROBATCH] = False
 
     def rebuild_result(self, outputs: Sequence[Tensor]) -> tuple[Any, Any]:
-        """What the layer would have returned, from what a graph did, and the node where its backward begins."""
+        """Return the layer's result built from a graph's outputs, and the autograd node where its backward starts."""
         return self._alias.rebuild_result(outputs), outputs[0].grad_fn
 
 
 class BackwardHook:
-    """A hook before the backward of a replay: the gradients have arrived. Dropped with a history that never ran it."""
+    """Prehook of a replay's backward. If autograd frees the graph without a backward, calls `on_dropped` instead."""
 
     __slots__ = ("_graph_index", "_has_run", "_name", "_on_backward", "_on_dropped")
 
@@ -134,8 +134,8 @@ class BackwardHook:
     def __call__(self, grads: Sequence[Tensor]) -> None:
         if self._has_run:
             raise GraphError(
-                f"the backward of {self._name} was run twice: a graph's backward runs once, since later "
-                "replays reuse its memory; close the graphs to retain it"
+                f"the backward of {self._name} was run twice: a graph's backward can run only once, since later "
+                "replays reuse its memory; detach the graphs to use retain_graph"
             )
         self._has_run = True
         self._on_backward(self._graph_index)
@@ -146,7 +146,7 @@ class BackwardHook:
 
 
 class _CopyGradient(torch.autograd.Function):
-    """The identity; the gradient that comes back is a copy."""
+    """Identity whose backward copies the gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -159,10 +159,10 @@ class _CopyGradient(torch.autograd.Function):
 
 
 def protect_gradient(tensor: Tensor, owner: object, next_backward: int | None) -> Tensor:
-    """An input whose gradient may be kept by whoever it belongs to (`.grad` of a leaf, what is sent to another stage).
+    """Return the input, wrapped so that its gradient is copied and may be kept (`.grad` of a leaf, a p2p send buffer).
 
-    A graph leaves the gradient of an input in memory that the backward after the next overwrites: only one that the
-    next backward reads, by which `next_place` of the same owner's replays gave the input, needs no copy.
+    A graph writes input gradients to memory that the backward after the next overwrites. No copy is needed if the input
+    came from the replay with index `next_backward` of the same `owner`, since the next backward reads the gradient.
     """
     if not tensor.requires_grad:
         return tensor

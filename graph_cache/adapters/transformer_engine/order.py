@@ -1,7 +1,8 @@
-"""A pipeline stage's order of forwards and backwards, as Transformer Engine writes it, and what follows from it alone.
+"""Parse a pipeline stage's order of forwards and backwards in Transformer Engine's notation, and derive from it the
+static input slots and which graphs may be outstanding together.
 
-3 is a forward of the third chunk, -3 a backward of it, -3.5 the weight gradients of the backward before; a chunk's
-backwards take its microbatches in the order of its forwards. Pure Python: knows no tensor and no schedule.
+3 is a forward of the third chunk, -3 its backward, -3.5 the delayed weight gradients (backward_dw) of the preceding
+backward. The backwards of a chunk process microbatches in the order of its forwards. Pure Python.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class EventKind(Enum):
 
 
 class Event(NamedTuple):
-    """An entry of an order; chunk and microbatch count from 0. `last`: nothing of this microbatch's chunk follows."""
+    """An entry of an order. Chunk and microbatch count from 0. `last`: the final event of its chunk and microbatch."""
 
     kind: EventKind
     chunk: int
@@ -33,10 +34,10 @@ class Event(NamedTuple):
 
 
 def parse_order(order: Sequence[float]) -> list[Event]:
-    """The entries of an order, read. Raises GraphConfigError for one that can't be run to its end.
+    """Parse an order into events. Raises GraphConfigError for an invalid order.
 
-    Every chunk needs as many forwards as the others, each with one backward after it, and either none of its backwards
-    or each of them followed by its weight gradients.
+    All chunks need the same number of forwards, each followed by one backward. In a chunk either every backward or none
+    is followed by its weight gradients.
     """
     counts_by_kind: dict[EventKind, defaultdict[int, int]] = {kind: defaultdict(int) for kind in EventKind}
     delayed = {_chunk(entry) for entry in order if ceil(entry) != entry}
@@ -57,15 +58,13 @@ def parse_order(order: Sequence[float]) -> list[Event]:
             or (kind is EventKind.FORWARD and entry != ceil(entry))
         ):
             raise GraphConfigError(
-                f"order: {entry} at position {position} means nothing: forwards are 1, 2, …, "
+                f"order: {entry} at position {position} is not a valid entry: forwards are 1, 2, …, "
                 "backwards -1, -2, …, weight gradients -1.5, -2.5, …"
             )
         if available is not None and (
             microbatch >= available or (kind is EventKind.WEIGHTS and microbatch != available - 1)
         ):
-            raise GraphConfigError(
-                f"order: {entry} at position {position} has no {before.value} before it that it could belong to"
-            )
+            raise GraphConfigError(f"order: {entry} at position {position} has no matching {before.value} before it")
         entries.append(
             Event(kind, chunk, microbatch, kind is (EventKind.WEIGHTS if chunk in delayed else EventKind.BACKWARD))
         )
@@ -87,7 +86,9 @@ def _check_counts(counts_by_kind: dict[EventKind, defaultdict[int, int]], delaye
     forwards = counts_by_kind[EventKind.FORWARD]
     if sorted(forwards) != list(range(len(forwards))) or len(set(forwards.values())) != 1:
         counts = {chunk + 1: count for chunk, count in sorted(forwards.items())}
-        raise GraphConfigError(f"order: forwards of each chunk are {counts}: every chunk from 1 on needs as many")
+        raise GraphConfigError(
+            f"order: forwards of each chunk are {counts}: every chunk from 1 on needs the same number"
+        )
     for chunk, count in forwards.items():
         for kind in (EventKind.BACKWARD, *([EventKind.WEIGHTS] if chunk in delayed else [])):
             if counts_by_kind[kind][chunk] != count:
@@ -98,7 +99,7 @@ def _check_counts(counts_by_kind: dict[EventKind, defaultdict[int, int]], delaye
 
 
 def max_outstanding(order: Sequence[float]) -> list[int]:
-    """For each chunk, how many of its microbatches are at most between their forward and the end of their backward."""
+    """Return for each chunk the maximum number of outstanding microbatches (forward done, backward not finished)."""
     counts: defaultdict[int, int] = defaultdict(int)
     for chunk, _, slot in assign_slots(order):
         counts[chunk] = max(counts[chunk], slot + 1)
@@ -106,12 +107,12 @@ def max_outstanding(order: Sequence[float]) -> list[int]:
 
 
 def assign_slots(order: Sequence[float]) -> list[tuple[int, int, int]]:
-    """(chunk, microbatch, slot) of each forward in order, all from 0: which of its chunk's static inputs it gets.
+    """Return (chunk, microbatch, slot) of each forward in order, all from 0. A slot is a chunk's set of static inputs.
 
-    Two microbatches of a chunk share a slot only if one's life is over when the other's begins; each takes the lowest
-    free one, so there are as many as are outstanding at most.
+    Microbatches share a slot only if they are never outstanding together. Each takes the lowest free slot, so a chunk
+    has as many slots as its maximum of outstanding microbatches.
     """
-    slots_in_use: defaultdict[int, dict[int, int]] = defaultdict(dict)  # of each chunk: slot -> microbatch
+    slots_in_use: defaultdict[int, dict[int, int]] = defaultdict(dict)  # chunk -> slot -> microbatch
     assigned = []
     for event in parse_order(order):
         chunk_slots = slots_in_use[event.chunk]
@@ -125,11 +126,11 @@ def assign_slots(order: Sequence[float]) -> list[tuple[int, int, int]]:
 
 
 class GraphSlots:
-    """The graphs of a captured order, one place for each layer and microbatch, and which may be replayed now.
+    """The graphs of a captured order, one index per layer and microbatch, and which of them may be replayed now.
 
-    Places count through chunks, then microbatches, then layers. Graphs captured one after another share memory: what
-    one leaves for its backward was kept from those captured until then, and from no others. So a graph may be replayed
-    beside those only that were outstanding when it was captured.
+    Indices count chunks, then microbatches, then layers. Graphs share memory in capture order: a graph does not
+    overwrite activations that were outstanding when it was captured, but may overwrite any others. So a graph may be
+    replayed only while the outstanding graphs are a subset of those at its capture.
     """
 
     def __init__(self, order: Sequence[float], layers_per_chunk: Sequence[int]):
@@ -140,13 +141,13 @@ class GraphSlots:
                 f"order: it has {chunks} chunks, found {len(layers_per_chunk)} lists of layers: give one for each chunk"
             )
         self.microbatches = sum(event.kind is EventKind.FORWARD for event in entries) // chunks
-        self.alive = 0  # a bit for each place between its forward and the end of its backward
+        self.alive = 0  # bit mask of graphs between forward and end of backward
         self._layers = list(layers_per_chunk)
         self._starts = [self.microbatches * sum(self._layers[:chunk]) for chunk in range(chunks)]
         self._alive_at_capture: dict[EventKind, dict[int, int]] = {kind: {} for kind in EventKind}
         self._awaiting_backward_dw = 0
-        self._has_delayed_weights: dict[int, bool] = {}  # place -> whether its weight gradients come after its backward
-        self.next_backward: dict[int, int] = {}  # place -> whose backward comes next
+        self._has_delayed_weights: dict[int, bool] = {}  # graph index -> whether it has backward_dw
+        self.next_backward: dict[int, int] = {}  # graph index -> index of the next backward
         self._capture_order(entries)
 
     def _capture_order(self, entries: Sequence[Event]) -> None:
@@ -170,19 +171,19 @@ class GraphSlots:
             yield self.index_of(event.chunk, event.microbatch, layer)
 
     def index_of(self, chunk: int, microbatch: int, layer: int) -> int:
-        """The place of a layer, by its number within its chunk."""
+        """Return the graph index of a layer, given its number within the chunk."""
         return self._starts[chunk] + microbatch * self._layers[chunk] + layer
 
     def may_replay_forward(self, index: int) -> bool:
-        """Whether its forward may be replayed now, beside what is outstanding."""
+        """Return whether the forward may be replayed with the currently outstanding graphs."""
         return not self.alive & ~self._alive_at_capture[EventKind.FORWARD][index]
 
     def run_forward(self, index: int) -> None:
-        """Its forward is replayed now."""
+        """Record that the forward is replayed."""
         self.alive |= 1 << index
 
     def run_backward(self, index: int) -> None:
-        """Its backward is replayed now. Raises GraphError where another order was captured."""
+        """Record that the backward is replayed. Raises GraphError if the order differs from the captured one."""
         self._check(index, EventKind.BACKWARD)
         if self._has_delayed_weights[index]:
             self._awaiting_backward_dw |= 1 << index
@@ -190,11 +191,11 @@ class GraphSlots:
             self.release(index)
 
     def awaits_backward_dw(self, index: int) -> bool:
-        """Whether its backward was replayed, and its weight gradients are to come."""
+        """Return whether the backward was replayed but not yet the delayed weight gradients."""
         return bool(self._awaiting_backward_dw >> index & 1)
 
     def run_backward_dw(self, index: int) -> None:
-        """The weight gradients that it owes are replayed now. Raises GraphError where another order was captured."""
+        """Record that the delayed weight gradients are replayed. Raises GraphError if the order differs."""
         self._check(index, EventKind.WEIGHTS)
         self.release(index)
 
@@ -202,12 +203,12 @@ class GraphSlots:
         others = self.alive & ~self._alive_at_capture[kind][index]
         if others:
             raise GraphError(
-                f"{kind.value} of graph {index} came while {others.bit_count()} others were outstanding "
-                "that were not when it was captured, and whose memory it would overwrite: run backwards "
+                f"{kind.value} of graph {index} came while {others.bit_count()} graphs were outstanding "
+                "that were not outstanding at its capture, and whose memory it would overwrite: run backwards "
                 "in the order that was given for the capture"
             )
 
     def release(self, index: int) -> None:
-        """Its life is over, by its backward or because that will never come."""
+        """Mark the graph as no longer outstanding: its backward is done or will never run."""
         self.alive &= ~(1 << index)
         self._awaiting_backward_dw &= ~(1 << index)

@@ -1,7 +1,7 @@
-"""State of a model that a capture's own runs change, and that training must find as it was.
+"""Save and restore the model state that warm-up and capture runs change.
 
-Owns gradients, the buffers that they are added up in, running statistics, Megatron's flags, and what a job names. The
-copies are made where there is something: between two steps buffers for gradients are zero.
+This covers gradients, `main_grad` buffers, module buffers, Megatron's flags, and the tensors of the capture context.
+All-zero `main_grad` buffers, as between two steps, are zeroed again instead of copied.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from torch import Tensor, nn
 from graph_cache.training.parameter_aliases import ADDED, MAIN_GRAD
 
 T = TypeVar("T")
-FIRST_MICROBATCH = (
-    "is_first_microbatch"  # "the weights are new": an argument of Transformer Engine's, and a flag of Megatron's
-)
+# An argument of Transformer Engine's modules and a flag of Megatron's: weights have changed since the last call.
+FIRST_MICROBATCH = "is_first_microbatch"
 
 
 class PreservedState:
-    """Context that leaves modules, and the tensors of `state`, as they were, however it ends.
+    """Context manager that restores modules and the tensors of `state` on exit, also after an error.
 
-    No microbatch is a first one inside, whose gradients would take the place of those in `main_grad`. `added` then
-    holds the parameters whose gradients were added to their `main_grad` inside, by id.
+    `is_first_microbatch` is False inside, since gradients of a first microbatch overwrite `main_grad`. After exit,
+    `added` holds the ids of parameters whose gradients were added to their `main_grad` inside.
     """
 
     def __init__(self, scopes: Iterable[nn.Module], state: Iterable[Tensor]):
@@ -54,7 +53,7 @@ class PreservedState:
         for module in self._first_flagged:
             setattr(module, FIRST_MICROBATCH, False)
         for parameter in self._parameters:
-            parameter.grad = None  # or what runs inside would add to it in place
+            parameter.grad = None  # otherwise runs inside would accumulate into it in place
         for parameter, _ in self._added_flags:
             setattr(parameter, ADDED, False)
         return self
@@ -68,7 +67,7 @@ class PreservedState:
             setattr(parameter, ADDED, before)
         for parameter, grad in zip(self._parameters, self._grads, strict=True):
             parameter.grad = grad
-        for tensor, value in self._values:  # by `.data`: to autograd this is no change of what was saved
+        for tensor, value in self._values:  # `.data` does not bump the version counter that autograd checks
             tensor.data.copy_(value)
         for main_grad, value in self._main_grads:
             if value is None:

@@ -1,6 +1,6 @@
-"""What layers were called with while they warmed up, and from it what they are captured with: static inputs by slot.
+"""Record the calls of layers during warm-up, and choose the static inputs to capture them with.
 
-Owns what must be the same for a graph to serve a call. Knows neither graphs nor rounds, and runs on any device.
+Decides which calls a graph may serve. Runs on any device.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from graph_cache.errors import CaptureError
 from graph_cache.training.attached import AttachedModule
 from graph_cache.training.call import PLAIN, CallKey, Expected, Result, autocast_as, flatten_call, unflatten_call
 
-# Values that a graph may hold: they are compared at each call. An object of another kind may change under a graph.
+# Argument types that may be baked into a graph: they are compared at each call. Other objects may be mutated later.
 CONSTANTS = (*PLAIN, enum.Enum)
 
 
 @dataclass
 class CallRecord:
-    """Calls of one key: how many, under which precision the last, and which arguments were the same tensor in all."""
+    """Calls with one key: their count, the precision of the last, and the arguments that were always one tensor."""
 
     expected: Expected
     precision: Precision
     same_tensors: list[Tensor | None]  # held, so that its address names nothing else
     count: int = 1
-    differentiable: tuple[bool, ...] = ()  # which of the tensors that came out have gradients
+    differentiable: tuple[bool, ...] = ()  # for each output tensor, whether it requires grad
 
 
 class CallLog:
-    """The calls of one layer."""
+    """Recorded calls of one layer."""
 
     def __init__(self) -> None:
         self._records: dict[CallKey, CallRecord] = {}
@@ -44,8 +44,8 @@ class CallLog:
     def record(
         self, key: CallKey, tensors: Sequence[Tensor], args: tuple, kwargs: dict[str, Any], precision: Precision | None
     ) -> CallRecord | None:
-        """Remember a call; None for one that no graph may serve: in eval mode, while calibrating, with an argument that
-        is neither tensor nor constant.
+        """Record a call. Returns None for a call that can't be captured: in eval mode, while calibrating, or with an
+        argument that is neither a tensor nor a constant.
         """
         if precision is None or not key.training or not all(isinstance(value, CONSTANTS) for value in key.values):
             return None
@@ -63,14 +63,14 @@ class CallLog:
         return record
 
     def most_common(self) -> tuple[CallKey, CallRecord] | None:
-        """The key that was seen most, of those whose calls have a backward."""
+        """Return the most frequent key among calls with a backward."""
         found = [item for item in self._records.items() if any(item[1].differentiable)]
         return max(found, key=lambda item: item[1].count, default=None)
 
 
 @dataclass
 class SharedInput:
-    """A static input that several layers read, loaded when a call brings another tensor or a changed one."""
+    """A static input read by several layers. Reloaded when a call passes another tensor or a modified one."""
 
     static: Tensor
     _source: Tensor  # held, so that its address names nothing else
@@ -80,20 +80,20 @@ class SharedInput:
         self._version = self._source._version
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether it is the tensor that was loaded last, unchanged."""
+        """Return whether `tensor` is the one loaded last, unmodified."""
         return tensor.data_ptr() == self._source.data_ptr() and tensor._version == self._version
 
     def load(self, tensor: Tensor) -> None:
-        """Hold this from now on; graphs whose backward is to come would read it too."""
+        """Copy `tensor` in. Outstanding graphs would read the new value in their backward."""
         self.static.copy_(tensor)
         self._source, self._version = tensor, tensor._version
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What a layer's graphs are captured for: a key, a precision, and for each tensor what all layers share, or None.
+    """The call that a layer's graphs are captured for: its key, its record, and each tensor's SharedInput or None.
 
-    The tensors that are not shared, the moving ones, are what a graph is given at each replay.
+    Tensors without a SharedInput are passed to the graph at each replay (`per_call`).
     """
 
     key: CallKey
@@ -102,11 +102,11 @@ class Sample:
 
     @property
     def per_call(self) -> list[int]:
-        """Which tensor arguments a replay brings."""
+        """Indices of the tensor arguments that are passed at each replay."""
         return [index for index, one in enumerate(self.shared) if one is None]
 
     def fits(self, args: tuple, kwargs: dict[str, Any], training: bool) -> Sequence[Tensor] | None:
-        """The tensors of a call that these graphs serve; None for another. The caller has gradients enabled."""
+        """Return the tensors of a call that these graphs serve, else None. Gradients must be enabled."""
         tensors = self.record.expected.tensors(args, kwargs, training)
         if tensors is not None:
             return tensors
@@ -114,7 +114,7 @@ class Sample:
         return tensors if key.types == self.key.types and key == self.key else None
 
     def loads(self, tensors: Sequence[Tensor], idle: bool) -> bool:
-        """Whether the shared inputs are those of this call; others are loaded if no graph is outstanding (`idle`)."""
+        """Return whether the shared inputs match this call. Reloads them only if no graph is outstanding (`idle`)."""
         others = [
             (one, tensor)
             for one, tensor in zip(self.shared, tensors, strict=True)
@@ -127,16 +127,16 @@ class Sample:
         return True
 
     def arguments(self, per_call: Sequence[Tensor]) -> tuple[tuple, dict[str, Any]]:
-        """The arguments of a call with these moving tensors and the shared ones."""
+        """Build the arguments of a call from per-call tensors and the shared inputs."""
         rest = iter(per_call)
         return unflatten_call(self.key, [next(rest) if one is None else one.static for one in self.shared])
 
 
 def choose_samples(layers: Sequence[CallLog]) -> list[Sample | None]:
-    """For each layer what to capture it for; None for one without a call that a graph may serve.
+    """Choose for each layer the call to capture; None if it had no call that can be captured.
 
-    A tensor without gradient that at least two layers were given, in every call of at least two, is shared by them
-    (rotary frequencies, a mask): one static input instead of one for each layer and slot.
+    A tensor without gradient that at least two layers received in all of at least two calls (rotary frequencies, a
+    mask) becomes one shared static input instead of one per layer and slot.
     """
     found = [calls.most_common() for calls in layers]
     readers: defaultdict[int, int] = defaultdict(int)
@@ -161,16 +161,16 @@ def choose_samples(layers: Sequence[CallLog]) -> list[Sample | None]:
     ]
     for sample in samples:
         if sample is not None:
-            sample.record.same_tensors = []  # it held them for their addresses
+            sample.record.same_tensors = []  # held only to keep their addresses unique
     return samples
 
 
 def input_names(chunk: int, layer: int, slot: int, sample: Sample) -> list[str]:
-    """Keywords for the moving tensors of a layer's graphs in one slot.
+    """Return keywords for the per-call tensors of a layer's graphs in one slot.
 
-    Transformer Engine gives two graphs the same static inputs if their keywords, shapes and dtypes are the same and the
-    lives of their microbatches don't overlap. It looks at neither strides nor whether a gradient is wanted, nor at who
-    shares already; with a keyword for each slot it can only choose what was chosen here.
+    Transformer Engine shares static inputs between graphs with equal keywords, shapes and dtypes whose microbatches
+    don't overlap. It ignores strides, requires_grad and existing sharing. Keywords that are unique per slot restrict it
+    to the sharing chosen here.
     """
     return [f"chunk{chunk}_layer{layer}_slot{slot}_{index}" for index in sample.per_call]
 
@@ -178,10 +178,11 @@ def input_names(chunk: int, layer: int, slot: int, sample: Sample) -> list[str]:
 def static_inputs(
     samples: Sequence[Sequence[Sample]], slots: Sequence[tuple[int, int, int]]
 ) -> list[dict[str, Tensor]]:
-    """The moving static inputs of each graph by keyword, in Transformer Engine's order: chunk, microbatch, layer.
+    """Allocate the per-call static inputs of each graph by keyword, in Transformer Engine's order: chunk, microbatch,
+    layer.
 
-    `samples` lists the layers of each chunk; `slots` is (chunk, microbatch, slot) of each forward: graphs of the same
-    layer and slot have the same tensors.
+    `samples`: the layers of each chunk. `slots`: (chunk, microbatch, slot) of each forward. Graphs of the same layer
+    and slot share tensors.
     """
     inputs_by_slot: dict[tuple[int, int, int], dict[str, Tensor]] = {}
     found = []
@@ -198,7 +199,7 @@ def static_inputs(
 
 
 def _static(signature: tuple) -> Tensor:
-    """A tensor of this signature: ones where a gradient is wanted, which no norm divides by zero, else zeros."""
+    """Allocate a tensor of this signature: ones if it requires grad, to avoid division by zero in norms, else zeros."""
     shape, strides, dtype, device, wants_gradient = signature
     if any(stride == 0 < size - 1 for size, stride in zip(shape, strides, strict=True)):
         tensor = torch.empty(shape, dtype=dtype, device=device)  # an expanded tensor can't be copied into
@@ -208,25 +209,25 @@ def _static(signature: tuple) -> Tensor:
 
 
 class CapturedLayer(nn.Module):
-    """What Transformer Engine is given in a layer's place: called with the moving tensors by keyword, it makes the call
-    that was recorded, and returns its tensors: those with a gradient, `without` of no gradient, None where there are
-    fewer.
+    """Module that Transformer Engine captures in place of a layer. Called with the per-call tensors by keyword, it
+    repeats the recorded call and returns its tensors: the differentiable ones, then the others, padded with None to
+    `nondiff_outputs`.
 
-    By the shapes of the first Transformer Engine 2.20 takes one graph's gradients of outputs for another's, which must
-    then be at the same places among as many outputs. Has the parameters and submodules of the part of the layer that
-    is captured, and none of its own hooks.
+    Transformer Engine 2.20 reuses output-gradient buffers between graphs whose differentiable outputs have equal
+    shapes, so these need the same positions among the same number of outputs. The module has the parameters and
+    submodules of the captured part, without the layer's own hooks.
     """
 
     def __init__(self, attached: AttachedModule, call: Callable[..., Any], sample: Sample, nondiff_outputs: int):
         super().__init__()
         self.scope = attached.scope
-        self._call = functools.partial(call)  # a module by itself would become a part of this one
+        self._call = functools.partial(call)  # wrapped, since a module attribute would be registered as a submodule
         self._sample = sample
         self._nondiff_outputs = nondiff_outputs
         wanted = sample.record.differentiable
         self._output_order = sorted(
             range(len(wanted)), key=lambda index: not wanted[index]
-        )  # of what is returned, in it
+        )  # indices of the result's tensors
         self._result: Result | None = None
 
     def forward(self, **per_call: Tensor) -> tuple[Tensor | None, ...]:
@@ -235,18 +236,18 @@ class CapturedLayer(nn.Module):
             return self.flatten_result(self._call(*args, **kwargs))
 
     def flatten_result(self, value: Any) -> tuple[Tensor | None, ...]:
-        """The tensors of what the layer returned, in the order of a graph."""
+        """Return the tensors of the layer's result in the graph's output order."""
         self._result, tensors = Result.of(value)
         wanted = self._sample.record.differentiable
         if len(tensors) != len(wanted):
-            raise CaptureError(f"the layer returned {len(tensors)} tensors, and {len(wanted)} in the recorded call")
+            raise CaptureError(f"the layer returned {len(tensors)} tensors, but {len(wanted)} in the recorded call")
         return (
             *[tensors[index] for index in self._output_order],
             *[None] * (self._nondiff_outputs - wanted.count(False)),
         )
 
     def rebuild_result(self, outputs: Sequence[Tensor]) -> Any:
-        """What the layer would have returned, from a replay's outputs, without history where it gives none."""
+        """Rebuild the layer's result from a replay's outputs. Non-differentiable outputs are detached."""
         if self._result.is_tensor:
             return outputs[0]
         count = sum(self._sample.record.differentiable)

@@ -1,7 +1,7 @@
-"""A maker of "graphs" for a CPU that treats memory as Transformer Engine's graphs do, and ruins what they would ruin.
+"""A `Maker` for a CPU with the memory hazards of Transformer Engine's graphs.
 
-Each runs its module on static inputs when called. What one leaves for its backward is gone as soon as another runs that
-was captured after it, and the gradient of an input is overwritten when the backward after the next begins.
+Each "graph" runs its module on static inputs. Its saved activations become invalid when a graph runs that was not
+captured while it was outstanding, and input gradients are overwritten when the backward after the next begins.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from graph_cache.training.call import Result
 
 
 class StaticMaker:
-    """Records what it was asked: `plan`, `weights` (each word on whether they are new) and `made`."""
+    """Records its calls: `plan`, `weights` (each `update_weights` argument) and `made`."""
 
     def __init__(self, fails: bool = False):
         self.fails = fails
@@ -42,7 +42,7 @@ class StaticMaker:
     def make(self, plan: CapturePlan) -> StaticGraphs:
         self.plan = plan
         graphs = StaticGraphs(plan)
-        for call in graphs.calls:  # as a warm-up would: gradients, buffers and main_grads change
+        for call in graphs.calls:  # like a warm-up, this changes gradients, buffers and main_grads
             out = Result.of(call.module(**call.statics))[1]
             torch.autograd.backward([tensor.sum() for tensor in out if tensor.requires_grad])
         if self.fails:
@@ -56,8 +56,8 @@ class StaticGraphs:
     nbytes = 1200
 
     def __init__(self, plan: CapturePlan):
-        self.valid: set[StaticCall] = set()  # whose forward's leavings are still there
-        self.recent_backwards: list[StaticCall] = []  # whose input gradients are still there, oldest first
+        self.valid: set[StaticCall] = set()  # calls with intact activations
+        self.recent_backwards: list[StaticCall] = []  # calls with intact input gradients, oldest first
         self.closed = 0
         self.current = True
         microbatches = len(plan.samples) // max(1, len(plan.modules))
@@ -72,7 +72,7 @@ class StaticGraphs:
         self._record_alive_calls(plan, microbatches)
 
     def _record_alive_calls(self, plan: CapturePlan, microbatches: int) -> None:
-        """Note what of others was alive when each forward, backward and weight gradient was captured."""
+        """Record which calls were outstanding when each forward, backward and weight gradient was captured."""
         alive: set[StaticCall] = set()
         done: dict[tuple[str, int], int] = {}
         delayed = {abs(ceil(entry)) for entry in plan.order if ceil(entry) != entry}
@@ -90,7 +90,7 @@ class StaticGraphs:
                     alive.discard(call)
 
     def overwrite_memory(self, call: StaticCall, kind: str) -> None:
-        """Ruin what this graph's memory covers."""
+        """Invalidate the memory that this graph overwrites."""
         self.valid &= call.alive_at_capture[kind] | {call}
         for older in self.recent_backwards[:-1]:
             for grad in older.input_grads:
@@ -105,7 +105,7 @@ class StaticGraphs:
 
 
 class StaticCall:
-    """One "graph": forward, backward, and weight gradients."""
+    """One "graph" with forward, backward, and weight gradients."""
 
     def __init__(self, graphs: StaticGraphs, module: torch.nn.Module, statics: dict[str, Tensor]):
         self.graphs = graphs
@@ -129,10 +129,10 @@ class StaticCall:
         self.graphs.overwrite_memory(self, "forward")
         for static, tensor in zip(self.statics.values(), inputs, strict=True):
             if static.data_ptr() != tensor.data_ptr():
-                static.copy_(tensor)  # raises later if a backward that is to come saved it
-        # A replay passes by the layer's hooks and by what took its forward over: so does this.
+                static.copy_(tensor)  # raises later if an outstanding backward saved it
+        # Like a replay, bypass the layer's hooks and intercepted forward.
         call = self.module._call.func
-        layer = getattr(call, "__self__", call)  # a part may be a method of it
+        layer = getattr(call, "__self__", call)  # a part may be a method of the layer
         if call is layer:
             call = functools.partial(type(layer).forward, layer)
         args, kwargs = self.module._sample.arguments(list(self.statics.values()))
@@ -162,7 +162,7 @@ class StaticCall:
         found = torch.autograd.grad(
             [self.outputs[index] for index in ends], wanted, [grads[index] for index in ends], allow_unused=True
         )
-        for parameter, flag in flags.items():  # a replay runs no Python that could set one
+        for parameter, flag in flags.items():  # a replay runs no Python that could set the flag
             parameter.grad_added_to_main_grad = flag
         if self not in self.graphs.valid:
             found = [torch.full_like(tensor, float("nan")) for tensor in wanted]

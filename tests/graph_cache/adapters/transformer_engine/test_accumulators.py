@@ -1,4 +1,4 @@
-"""Nodes of autograd that add up gradients: which ones a capture meets, and how long they are held for it."""
+"""AccumulateGrad nodes: which ones a capture uses, and how long they are kept alive."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.graph_cache.adapters.transformer_engine.te_stack import attached, bat
 
 
 def test_warm_up_uses_the_makers_accumulator_nodes():
-    """Those of the steps would break it: a loop's `loss` is the last step's while the next one's is computed."""
+    """Nodes of the steps would break it: a training loop holds the last `loss` during the next forward."""
     model = stack()
     graphs = attached(model)
     parameters = list(model.layers.parameters())
@@ -25,7 +25,7 @@ def test_warm_up_uses_the_makers_accumulator_nodes():
             loss = model(batch(2)).sum()
             loss.backward()
             del loss
-            assert new_accumulators(parameters) == {}, "all of them live on without a loss"
+            assert new_accumulators(parameters) == {}, "all nodes stay alive without a loss"
         graphs.clear()
     graphs.detach()
 
@@ -34,7 +34,7 @@ def test_existing_accumulator_nodes_are_kept():
     linear = nn.Linear(2, 2)
     loss = (linear(torch.ones(2)) * linear.weight).sum()
     assert new_accumulators(linear.parameters()) == {}
-    assert new_accumulators(linear.parameters()) == {}  # the mark of the first look is gone
+    assert new_accumulators(linear.parameters()) == {}  # the mark of the first call was removed
     del loss
     found = new_accumulators(linear.parameters())
     assert list(found) == list(linear.parameters())
@@ -43,7 +43,7 @@ def test_existing_accumulator_nodes_are_kept():
 
 
 def are_free(parameters: list[nn.Parameter]) -> bool:
-    """Whether nothing holds a node for any of them."""
+    """Return whether none of the parameters has a live node."""
     return set(new_accumulators(parameters)) == set(parameters)
 
 
@@ -70,18 +70,18 @@ def test_nodes_are_released_when_hooks_appear_before_the_capture():
         handle.remove()
     for number in range(4):
         model(batch(number)).sum().backward()
-    assert len(maker.made) == 1 and replays(graphs) == 3  # it warmed up anew
+    assert len(maker.made) == 1 and replays(graphs) == 3  # it warmed up again
     graphs.detach()
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_nodes_are_released_after_a_capture(fails, caplog):
-    caplog.set_level(logging.CRITICAL)  # pytest keeps what is logged: an error, whose frames hold histories
+    caplog.set_level(logging.CRITICAL)  # pytest keeps logged errors, and their frames hold autograd graphs
     model, maker = stack(), StaticMaker(fails)
     graphs = attached(model, maker=maker)
     for number in range(4):
         model(batch(number)).sum().backward()
-    for made in maker.made:  # these graphs hold histories, which no true graph does
+    for made in maker.made:  # unlike real graphs, these hold autograd graphs
         for call in made.calls:
             call.outputs = []
     gc.collect()
@@ -103,7 +103,7 @@ def test_autograd_history_in_a_reference_cycle_is_collected_before_the_capture()
     model = stack()
     parameters = list(model.layers.parameters())
     gc.collect()
-    gc.disable()  # it would come when it likes
+    gc.disable()  # so that only the explicit collection frees the cycle
     try:
         held = weakref.ref(Loss(model(batch(0)).sum()))
         graphs = attached(model, maker=Looking())

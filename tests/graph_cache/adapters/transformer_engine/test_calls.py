@@ -1,4 +1,4 @@
-"""Which calls a graph by Transformer Engine's rules may serve, and what it is given."""
+"""Which calls are replayed, and the static inputs that graphs get."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.graph_cache.adapters.transformer_engine.te_stack import (
     warmed,
 )
 
-# ---- calls that graphs don't serve -----------------------------------------------------------------------------------
+# ---- calls that run eagerly ------------------------------------------------------------------------------------------
 
 
 def test_a_changed_shape_or_dtype_runs_eager_correctly():
@@ -40,7 +40,7 @@ def test_a_changed_shape_or_dtype_runs_eager_correctly():
             one(x).sum().backward()
         assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), eager.parameters(), strict=True))
     assert reasons(graphs) == {"unseen_signature": 6} and replays(graphs) == 3
-    model.layers[0](batch(8).double().float().requires_grad_(), scale=1)  # 1 is not 1.0, and was not given before
+    model.layers[0](batch(8).double().float().requires_grad_(), scale=1)  # 1 is not 1.0, and was not passed before
     assert reasons(graphs) == {"unseen_signature": 7}
     graphs.detach()
 
@@ -158,7 +158,7 @@ def test_leaf_input_gradients_are_copies():
             hidden, _ = layer(hidden)
         hidden.square().mean().backward()
     assert replays(graphs) == 9
-    assert all(torch.isfinite(x.grad).all() for x in inputs)  # later backwards overwrite what they find in the graphs
+    assert all(torch.isfinite(x.grad).all() for x in inputs)  # later backwards overwrite memory of the graphs
     graphs.detach()
 
 
@@ -178,7 +178,7 @@ def test_gradient_of_a_twice_used_output_survives_intermediate_backwards():
         run(eager, seed)
     assert replays(graphs) == 3 * 4
     for one, other in zip(model.parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad)  # the two gradients are added up in the other order
+        torch.testing.assert_close(one.grad, other.grad)  # the two gradients are added in another order
     graphs.detach()
 
 
@@ -207,7 +207,7 @@ def test_a_mask_shared_by_all_layers_is_one_static_input():
     eager = copy.deepcopy(model)
     mask, maker = torch.ones(4, WIDTH).tril(), StaticMaker()
     graphs = warmed(model, TWO_WARMUP_FORWARDS, maker, kwargs={"mask": mask})
-    assert all(len(sample) == 1 for sample in maker.plan.samples)  # what moves: the hidden state
+    assert all(len(sample) == 1 for sample in maker.plan.samples)  # only the hidden state is passed per call
     other = torch.ones(4, WIDTH).triu()
     for given_mask in (mask, other, mask.mul_(0.5)):
         for one in (model, eager):
@@ -236,7 +236,7 @@ def test_a_shared_input_that_changes_while_graphs_read_it_runs_eager():
 
 
 def log_of(*calls) -> CallLog:
-    """What one layer would have seen of these (args, kwargs)."""
+    """Return the call log of a layer for these (args, kwargs)."""
     found = CallLog()
     for args, kwargs in calls:
         seen = found.record(*flatten_call(args, kwargs, True), args, kwargs, Precision())
@@ -272,7 +272,7 @@ def test_static_inputs_are_ordered_by_chunk_microbatch_layer():
 def test_an_expanded_input_gets_its_own_memory():
     (sample,) = choose_samples([log_of(((torch.ones(1, WIDTH).expand(4, WIDTH),), {}))])
     (one,) = static_inputs([[sample]], [(0, 0, 0)])
-    next(iter(one.values())).copy_(torch.randn(4, WIDTH))  # it could not be copied into
+    next(iter(one.values())).copy_(torch.randn(4, WIDTH))  # an expanded tensor could not be copied into
 
 
 def test_the_most_common_call_is_captured():

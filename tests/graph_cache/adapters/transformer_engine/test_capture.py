@@ -1,4 +1,4 @@
-"""Precision, weights, and what a capture by Transformer Engine's rules leaves as it was."""
+"""Precision, cached weights, delayed weight gradients, and the state that a capture preserves."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_weights_are_requantized_in_the_first_microbatch_or_on_request():
             layer.current_microbatch = microbatch
         model(batch(microbatch)).sum().backward()
     assert maker.weights == [True, False, False]
-    with pytest.raises(TypeError):  # the eager layer knows no such argument, and it is no graph's either
+    with pytest.raises(TypeError):  # the eager layer does not accept this argument
         model.eval()(batch(0), is_first_microbatch=True)
     model.train()
     maker.weights.clear()
@@ -115,7 +115,7 @@ def test_replay_clears_megatrons_first_microbatch_flag():
         model[0].is_first_microbatch = True
         model(batch(number)).sum().backward()
         assert not model[0].is_first_microbatch
-    assert replays(graphs) == 1 and model[0].found[:4] == [True] * 3 + [False]  # three eager, and in the capture
+    assert replays(graphs) == 1 and model[0].found[:4] == [True] * 3 + [False]  # three eager calls, then the capture
     graphs.detach()
 
 
@@ -126,7 +126,7 @@ def test_without_reduced_precision_no_weights_are_cached():
     graphs.detach()
 
 
-# ---- weight gradients apart ------------------------------------------------------------------------------------------
+# ---- delayed weight gradients ----------------------------------------------------------------------------------------
 
 
 def test_backward_dw_replays_the_graph_of_its_microbatch():
@@ -163,12 +163,12 @@ def test_a_graph_is_released_only_after_backward_dw():
     assert not graph_slots.awaits_backward_dw(0) and not graph_slots.alive and graph_slots.may_replay_forward(0)
 
 
-# ---- the capture, and the end ----------------------------------------------------------------------------------------
+# ---- capture and shutdown --------------------------------------------------------------------------------------------
 
 
 def test_a_capture_preserves_gradients_buffers_and_main_grads():
     class Added(torch.autograd.Function):
-        """A linear layer whose weight gradient is added to main_grad by its own backward."""
+        """A linear layer whose backward adds the weight gradient to main_grad."""
 
         @staticmethod
         def forward(ctx, x, weight):
@@ -212,13 +212,13 @@ def test_a_capture_preserves_gradients_buffers_and_main_grads():
     model.zero_grad()
     for one in model:
         one.weight.grad_added_to_main_grad = False
-    loss = model(torch.ones(2, WIDTH)).sum()  # captures first
+    loss = model(torch.ones(2, WIDTH)).sum()  # captures before the forward
     assert entered == [(True, False), None]
     assert all(torch.equal(one.weight.main_grad, kept) for one, kept in zip(model, before, strict=True))
     assert all(one.weight.grad is None and not one.weight.grad_added_to_main_grad for one in model)
     assert [one.seen.item() for one in model] == [4, 4]  # three eager, one replayed
     loss.backward()
-    assert all(one.weight.grad_added_to_main_grad for one in model)  # whoever adds gradients up must not add a dummy
+    assert all(one.weight.grad_added_to_main_grad for one in model)  # DDP must not add the dummy gradient
     graphs.detach()
 
 
@@ -257,7 +257,7 @@ def test_replaced_quantizers_drop_the_graphs():
 
 
 def test_quantizers_detect_state_replaced_by_a_recipe():
-    linear = nn.Linear(2, 2)  # with the attributes of Transformer Engine's modules and of its operations
+    linear = nn.Linear(2, 2)  # with attributes of Transformer Engine's modules and operations
     linear.fp8_meta = {"scaling_fwd": object(), "recipe": "delayed", "num_gemms": 1}
     linear.quantizers = {"scaling_fwd": [object()]}
     linear._fp8_workspaces = {"weight": torch.ones(2)}
@@ -293,12 +293,12 @@ def test_closing_restores_the_layers_and_resets_the_graphs_once():
     assert maker.made[0].closed == 1 and graphs.table() == []
     assert [set(vars(layer)) for layer in model.layers] == attributes
     assert list(model.state_dict()) == keys
-    again = attached(model)  # nothing is in the way of another
+    again = attached(model)  # the layers can be attached again
     again.detach()
 
 
 def test_captured_layers_return_equally_many_tensors_differentiable_first():
-    """Transformer Engine takes one graph's gradients of outputs for another's where shapes of the former are equal."""
+    """Transformer Engine reuses output-gradient buffers between graphs with equal output shapes."""
 
     class One(nn.Module):
         def __init__(self, kind):

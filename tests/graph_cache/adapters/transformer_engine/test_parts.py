@@ -1,4 +1,4 @@
-"""Parts that are less than a layer, and models that run their layers in another order than they have them."""
+"""Parts smaller than a layer, and models that run layers in another order than they register them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tests.graph_cache.adapters.transformer_engine.te_stack import (
     train,
 )
 
-LAST_STAGE = [1, -1, 1, -1, 1, -1, 1, -1]  # 4 microbatches: each is a round
+LAST_STAGE = [1, -1, 1, -1, 1, -1, 1, -1]  # 4 microbatches, one outstanding at a time
 
 
 class Methods(nn.Module):
-    """A layer whose halves are methods, which return what those of Megatron's layers do."""
+    """A layer with attention and MLP methods that return the same structure as Megatron's."""
 
     def __init__(self):
         super().__init__()
@@ -82,7 +82,7 @@ def test_two_methods_of_a_layer_are_separate_parts(order):
 
 @pytest.mark.parametrize("order", [LAST_STAGE, TWO_WARMUP_FORWARDS])
 def test_a_part_inside_a_layer_uses_the_microbatch_of_that_layer(order):
-    """Beside one that is a method of the layer, and has its microbatch."""
+    """Mixed with a part that is a method of the layer."""
     model = of_methods()
     eager = copy.deepcopy(model)
     attn, mixed = halves(model)[::2], []
@@ -99,7 +99,7 @@ def test_a_part_inside_a_layer_uses_the_microbatch_of_that_layer(order):
 
 @pytest.mark.parametrize("order", [ONE_AT_A_TIME, TWO_WARMUP_FORWARDS])
 def test_layers_are_captured_in_the_order_in_which_they_run(order):
-    """As of a model that has its decoder before the encoder, which runs first."""
+    """Like a model that registers its decoder before its encoder."""
     model = stack(4)
     eager = copy.deepcopy(model)
     first, second, third, last = parts(model)
@@ -108,7 +108,7 @@ def test_layers_are_captured_in_the_order_in_which_they_run(order):
     assert same_parameters(model, eager)
     assert set(reasons(graphs)) == {"warming_up"}
     assert len({count for (name, *_), count in graphs.job.stats.replays.items()}) == 1
-    graphs.clear()  # and what it knew of their order
+    graphs.clear()  # also forgets the order of the layers
     model.layers = nn.ModuleList(reversed(model.layers))
     eager.layers = nn.ModuleList(reversed(eager.layers))
     assert train(model, order) == train(eager, order)

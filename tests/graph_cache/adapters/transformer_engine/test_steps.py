@@ -1,4 +1,4 @@
-"""Whole steps from graphs by Transformer Engine's rules, against eager steps.
+"""Whole steps from graphs with Transformer Engine's memory rules, compared with eager steps.
 
 Transformer Engine's own captures are in test_transformer_engine_gpu.py.
 """
@@ -30,10 +30,12 @@ from tests.graph_cache.adapters.transformer_engine.te_stack import (
     train,
 )
 
-# ---- where it can't capture ------------------------------------------------------------------------------------------
+# ---- refusals --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it constructs: see test_transformer_engine_gpu.py")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="construction succeeds with a GPU: see test_transformer_engine_gpu.py"
+)
 def test_construction_without_transformer_engine_or_gpu_is_refused():
     model = stack()
     with pytest.raises(GraphConfigError) as caught:
@@ -54,12 +56,12 @@ def test_construction_without_transformer_engine_or_gpu_is_refused():
     [
         ([], "every chunk"),
         ([1, 1, -1], "each microbatch needs one"),
-        ([-1, 1], "no forward before it"),
-        ([1, 0, -1], "means nothing"),
-        ([1, 2, -2, -1, 1, -1], "as many"),
-        ([1, -1.5, -1], "no backward before it"),
+        ([-1, 1], "no matching forward before it"),
+        ([1, 0, -1], "not a valid entry"),
+        ([1, 2, -2, -1, 1, -1], "the same number"),
+        ([1, -1.5, -1], "no matching backward before it"),
         ([1, 3, -3, -1], "every chunk"),
-        ([1.5, -1], "means nothing"),
+        ([1.5, -1], "not a valid entry"),
         ([1, 2, -2, -1], None),
     ],
 )
@@ -73,9 +75,9 @@ def test_invalid_orders_are_refused(order, words):
 
 def test_layers_outside_the_order_or_with_duplicate_names_are_refused():
     model = stack()
-    with pytest.raises(GraphConfigError, match="layers of others"):
+    with pytest.raises(GraphConfigError, match="layers of other chunks"):
         TransformerEngineGraphs(parts(model, chunk=1), ONE_AT_A_TIME, capture_context(), maker=StaticMaker())
-    with pytest.raises(GraphConfigError, match="one name"):
+    with pytest.raises(GraphConfigError, match="the same name"):
         TransformerEngineGraphs(
             [("a", model.layers[0]), ("a", model.layers[1])], ONE_AT_A_TIME, capture_context(), maker=StaticMaker()
         )
@@ -91,7 +93,7 @@ def test_losses_and_parameters_match_eager(order):
     graphs = attached(model, order)
     assert train(model, order) == train(eager, order)
     assert same_parameters(model, eager)
-    # A round is a step where microbatches overlap, else a microbatch; three rounds of three layers are eager.
+    # A warm-up step is a step if microbatches overlap, else a microbatch. Three steps of three layers are eager.
     warming = 3 * 3 * (order.count(1) if order[1] == 1 else 1)
     assert reasons(graphs) == {"warming_up": warming}
     assert replays(graphs) == 6 * 3 * order.count(1) - warming
@@ -150,7 +152,7 @@ def test_layers_without_a_microbatch_attribute_count_calls_of_a_step():
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_no_order_of_forwards_and_backwards_gives_wrong_gradients(data):
-    """Graphs run where the order allows it; an order that would read overwritten memory is refused."""
+    """Graphs replay only if the order allows it; a backward that would read overwritten memory raises."""
     model = stack(2)
     eager = copy.deepcopy(model)
     graphs = attached(model, TWO_WARMUP_FORWARDS, warmup_rounds=1)
