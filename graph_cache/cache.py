@@ -376,17 +376,19 @@ class GraphCache:
 
     # ---- dropping --------------------------------------------------------------------------------------------------
 
-    def check_addresses(self, *, whole: bool = True) -> list[Moved]:
-        """Compare watched addresses with those at capture, and drop the graphs of every site with a difference.
+    def check_addresses(self, *, whole: bool = True, geometry: bool = True) -> list[Moved]:
+        """Compare watched tensors with their state at capture, and drop the graphs of every site with a difference.
 
-        Check all addresses after any event that can move storage, and at step boundaries while the device is busy with
-        a step. Otherwise pass `whole=False`, which compares a quarter in turn: after a step the tensors are out of the
-        CPU cache and cost 400 ns each. Returns everything that moved.
+        Check everything after any event that can move storage. At step boundaries, pass `geometry=False` while the
+        device is busy with a step: all addresses, and a quarter of the shapes, strides and dtypes in turn. Otherwise
+        pass `whole=False`, which compares a quarter of everything: after a step the tensors are out of the CPU cache
+        and an address costs 400 ns. Returns everything that moved.
         """
         moved: list[Moved] = []
         self._address_part = (self._address_part + 1) % PARTS
         for site in self._sites.values():
-            if not site.addresses.unchanged(None if whole else self._address_part):
+            part = None if whole else self._address_part
+            if not site.addresses.unchanged(part, geometry_part=None if geometry else self._address_part):
                 moved += site.addresses.moved()
                 site.addresses.accept()
                 self.invalidate(STALE, site.name)

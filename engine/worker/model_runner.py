@@ -162,7 +162,7 @@ class ModelRunner:
             if batch.prefills:
                 self._prefill(batch.prefills, output)
             # For the next step, while a GPU is busy with this one.
-            self.cache.check_addresses(whole=self.device.type == "cuda")
+            self.cache.check_addresses(whole=self.device.type == "cuda", geometry=False)
         self._in_flight.append(output)
         return output
 

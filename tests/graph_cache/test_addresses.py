@@ -127,3 +127,33 @@ def test_replaced_and_removed_submodules_are_detected_and_accepted():
     assert book.unchanged()
     del model[1][0]
     assert [str(one) for one in book.moved() if one.name == "model.1.0"][0].endswith(" -> gone")
+
+
+@pytest.mark.parametrize(
+    "reshape",
+    [
+        lambda weight: weight.data.t(),
+        lambda weight: weight.data.view(1, 9),
+        lambda weight: weight.data[:2],
+        lambda weight: weight.data.view(torch.int32),
+        lambda weight: weight.data.as_strided((3, 3), (0, 1)),
+    ],
+)
+def test_a_change_of_geometry_at_the_same_address_is_detected_and_described(reshape):
+    net = model()
+    book = watched(net)
+    before = net[0].weight.data_ptr()
+    net[0]._parameters["weight"] = nn.Parameter(reshape(net[0].weight), requires_grad=False)
+    assert net[0].weight.data_ptr() == before and not book.unchanged()
+    [found] = book.moved()
+    assert found.name == "0.weight" and "float32 [3, 3] with strides [3, 1] ->" in str(found)
+    book.accept()
+    assert book.unchanged() and book.moved() == []
+
+
+def test_geometry_is_checked_in_turn_at_step_boundaries():
+    net = model()
+    book = watched(net)
+    net[2].weight.data = net[2].weight.data.t()
+    assert sorted(book.unchanged(geometry_part=part) for part in range(PARTS)) == [False, True, True, True]
+    assert sorted(book.unchanged(part) for part in range(PARTS)) == [False, True, True, True]
