@@ -175,9 +175,10 @@ def test_tokens_without_text_neither_pile_up_within_a_character_nor_end_it():
     assert "".join(map(stream.add_one, rest)) == "€"
 
 
-def test_skipped_special_tokens_do_not_pile_up():
+@pytest.mark.parametrize("prompt", ["", "hi"])
+def test_skipped_special_tokens_do_not_pile_up(prompt):
     decoder = LongestDecode()
-    stream = Detokenizer(decoder, BYTES.encode("hi"))
+    stream = Detokenizer(decoder, BYTES.encode(prompt))
     assert "".join(stream.add([END]) for _ in range(500)) == "" and decoder.longest <= 8 + 1
     assert stream.add(BYTES.encode(" world")) == " world"
 
