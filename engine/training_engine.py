@@ -126,14 +126,14 @@ class TrainingEngine:
 
         parts, order, holders, caches, during_capture = found.parts, [1, -1], {}, False, nullcontext
         if any(map(is_megatron, models)):
-            from graph_cache.adapters.megatron.schedule import stage_plan, told_of_captures
+            from graph_cache.adapters.megatron.schedule import megatron_capture_flags, stage_plan
 
             settings = next(one.config for model in models for one in model.modules() if hasattr(one, "config"))
             plan = stage_plan(
                 found.parts, models, settings, self._graph_config.cuda_graph_modules, microbatches, installed_version()
             )
             parts, order, holders, caches = plan.parts, plan.order, plan.holders, plan.caches_weights
-            during_capture = told_of_captures
+            during_capture = megatron_capture_flags
 
         @contextmanager
         def paused() -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Trains a GPTModel of Megatron-Core with graphs and without, compares every loss, and lets the engine write a text.
+"""Train a Megatron-Core GPTModel with and without graphs, compare every loss, and generate text with the result.
 
 `python examples/megatron_graphed.py` takes under a minute on a CPU, in one process.
 """
@@ -23,7 +23,7 @@ LENGTH, ROWS, STEPS, MICROBATCHES = 48, 4, 40, 2
 
 
 def build() -> GPTModel:
-    """The same model each time. On a GPU take Megatron's own layer spec, and leave out what is for CPUs."""
+    """Build the same model each time. On a GPU, use Megatron's own layer spec and omit the CPU options."""
     torch.manual_seed(0)
     config = TransformerConfig(
         num_layers=4,
@@ -54,7 +54,7 @@ def build() -> GPTModel:
 
 
 def train(model: GPTModel) -> list[float]:
-    """Plain training code: two microbatches a step, both forwards before the backwards."""
+    """Train with plain code: two microbatches per step, both forwards before the backwards."""
     tokens = torch.tensor([LETTERS.index(letter) for letter in TEXT])
     torch.manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -83,7 +83,7 @@ def main() -> None:
     eager_seconds = time.perf_counter() - started
 
     model = build()
-    inference = Engine(EngineConfig(max_num_seqs=4, warmup="full"), model=model)  # on the model's own parameters
+    inference = Engine(EngineConfig(max_num_seqs=4, warmup="full"), model=model)  # shares the model's parameters
     training = Engine(
         EngineConfig(mode="training", cuda_graph_impl="local", cuda_graph_modules=["attn", "mlp"]), pool=inference.pool
     )
@@ -108,7 +108,7 @@ def main() -> None:
     print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; the same with graphs on and off: {losses == expected}")
     print(f"eager {eager_seconds:.1f} s, with graphs {graph_seconds:.1f} s")
     if losses != expected or losses[-1] > 0.7 * losses[0]:
-        raise SystemExit("the runs differ, or the loss did not fall")
+        raise SystemExit("the runs differ, or the loss did not decrease")
 
 
 if __name__ == "__main__":

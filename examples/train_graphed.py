@@ -1,4 +1,4 @@
-"""Trains a small language model twice, with graphs and without, and compares every loss.
+"""Train a small language model with and without graphs, and compare every loss.
 
 `python examples/train_graphed.py` takes under a minute on a CPU.
 """
@@ -53,7 +53,7 @@ class CharModel(nn.Module):
 
 
 def train(model: nn.Module, tokens: torch.Tensor) -> list[float]:
-    """Plain training code."""
+    """Train with plain code."""
     torch.manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     generator, losses = torch.Generator().manual_seed(2), []
@@ -91,7 +91,7 @@ def main() -> None:
     print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; the same with graphs on and off: {losses == expected}")
     print(f"eager {eager_seconds:.1f} s, with graphs {graph_seconds:.1f} s")
     if losses != expected or losses[-1] > 0.7 * losses[0]:
-        raise SystemExit("the runs differ, or the loss did not fall")
+        raise SystemExit("the runs differ, or the loss did not decrease")
 
 
 if __name__ == "__main__":

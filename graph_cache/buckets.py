@@ -108,38 +108,6 @@ class Buckets:
         return size in self.sizes
 
 
-def parse_sizes(text: str) -> tuple[int, ...]:
-    """Parse sizes from a command line: `1,2,4,8-64:8` is 1, 2, 4 and then 8 to 64 in steps of 8 (default step: 1).
-
-    A range whose end is off the stride stops before it. Returns ascending sizes without duplicates, since ranges may
-    overlap. Raises GraphConfigError naming the invalid part.
-    """
-    sizes: set[int] = set()
-    for part in text.split(","):
-        sizes.update(_parse_part(part.strip(), text))
-    return tuple(sorted(sizes))
-
-
-def _parse_part(part: str, text: str) -> Iterable[int]:
-    span, colon, step_text = part.partition(":")
-    first_text, dash, last_text = span.partition("-")
-    digits = [first_text] + [last_text] * bool(dash) + [step_text] * bool(colon)
-    if (colon and not dash) or not all(number.strip().isdecimal() and number.isascii() for number in digits):
-        raise GraphConfigError(
-            f"bucket sizes {text!r} have an invalid part {part!r}: "
-            "give sizes and ranges separated by commas, such as 1,2,4,8-64:8"
-        )
-    numbers = [int(number) for number in digits]
-    first, last = numbers[0], numbers[1] if dash else numbers[0]
-    step = numbers[2] if colon else 1
-    if not 1 <= first <= last <= MAX_SIZE or step < 1:
-        raise GraphConfigError(
-            f"bucket sizes {text!r} have a part {part!r} that is out of order or out of range: "
-            f"sizes go from 1 to {MAX_SIZE}, the first no larger than the last, with a step of at least 1"
-        )
-    return range(first, last + 1, step)
-
-
 def _row_count(value: object, what: str) -> int:
     if not is_whole_number(value):
         raise GraphConfigError(f"{what} is {value!r}, of type {type(value).__name__}: give a whole number of rows")

@@ -5,7 +5,6 @@ GraphError
 ├── SignatureMismatch    arguments that differ from the captured ones (also ValueError); .differences lists all
 ├── CaptureError         a failed capture; nothing of it remains, and the call may run eager
 │   └── CaptureRefused   an operation that a CUDA graph cannot contain
-├── StaleGraph           a graph that reads storage that has moved; .moved lists every tensor
 ├── GraphClosed          use of a closed graph or cache
 └── ManifestError        a manifest or metrics snapshot that cannot be read or written
 """
@@ -37,14 +36,6 @@ class CaptureError(GraphError):
 
 class CaptureRefused(CaptureError):
     """A capture that met an operation which a CUDA graph cannot contain, such as a host read."""
-
-
-class StaleGraph(GraphError):
-    """A graph that must not be replayed because storage it reads has moved; `moved` names every tensor."""
-
-    def __init__(self, message: str, moved: Iterable[str] = ()):
-        super().__init__(message)
-        self.moved: list[str] = list(moved)
 
 
 class GraphClosed(GraphError):

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from engine.errors import ModelError, RequestError, WeightUpdateError
-from engine.loader.weights import iterate_shards, safetensors_files
+from engine.loader.weights import iterate_safetensors, iterate_shards
 from engine.worker.model_runner import ModelRunner
 
 ASKED = "asked"  # invalidation reason of graphs that an operator dropped
@@ -54,8 +54,8 @@ class Operations:
         try:
             if not source.exists():
                 raise ModelError(f"{path!r} does not exist: give a safetensors file or folder on the server's machine")
-            files = safetensors_files(source) if source.is_dir() else [source]
-            return self._loop.update_weights(iterate_shards(files), version)
+            tensors = iterate_safetensors(source) if source.is_dir() else iterate_shards([source])
+            return self._loop.update_weights(tensors, version)
         except ModelError as error:
             raise WeightUpdateError(str(error)) from error
 

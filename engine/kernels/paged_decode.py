@@ -34,9 +34,9 @@ BALANCE_SPLITS = 4
 STAGES = ((900, 3), (math.inf, 2))
 """(maximum programs, pipeline stages) for batches of two or more rows; a single row uses SINGLE_ROW_STAGES.
 
-Measured inside a decode step, between two GEMMs (benchmarks/step/decode_step.py), not in isolation: the shared memory
-that this kernel takes limits which kernels can share the SM. Next to the single-row GEMMs, which take no shared memory, two
-stages make a step of Qwen3-8B's shape 6.5% faster than four.
+Measured inside a decode step, between two GEMMs (benchmarks/step/decode_step.py), not in isolation: the shared
+memory that this kernel takes limits which kernels can share the SM. Next to the single-row GEMMs, which take no shared
+memory, two stages make a step of Qwen3-8B's shape 6.5% faster than four.
 """
 
 SINGLE_ROW_STAGES = 2

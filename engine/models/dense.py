@@ -176,15 +176,6 @@ class DenseModel(nn.Module):
         for name, slot in self.weight_slots().items():
             yield name, slot.read()
 
-    def load_weight(self, name: str, tensor: Tensor) -> None:
-        """Write one checkpoint tensor in place. Raises ModelError for an unknown name or a wrong shape."""
-        slot = self.weight_slots().get(name)
-        if slot is None:
-            raise ModelError(f"the model has no weight {name!r}")
-        if tuple(tensor.shape) != slot.shape:
-            raise ModelError(f"weight {name!r} has shape {tuple(tensor.shape)}, the model needs {slot.shape}")
-        slot.write(tensor)
-
     def tensors(self) -> DenseTensors:
         """Return the parameters in the form that the fused kernels use."""
         return NativeTensors(self)

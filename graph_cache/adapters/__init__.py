@@ -1,4 +1,4 @@
-"""Adapters of the capture core to other people's systems: each is the sole importer of its own."""
+"""Adapters from the capture core to external frameworks. Each framework is imported only by its own adapter."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from torch import nn
 
 
 def is_megatron(model: nn.Module) -> bool:
-    """Whether a model has modules of Megatron-Core, which then is imported already."""
+    """Return whether the model contains Megatron-Core modules. If it does, Megatron is already imported."""
     return any(kind.__module__.startswith("megatron.") for module in model.modules() for kind in type(module).__mro__)

@@ -1,4 +1,4 @@
-"""Defects of Megatron-Core's own graph system that concern training, numbered as found there: none of them is here."""
+"""Known training defects of Megatron-Core's own graph system, by number. Encore must have none of them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tests.contract.training_models import (
 BLOCKS = ["0", "1", "2"]
 
 
-def held(pool, device):
-    """Bytes of the device that this process holds, after everything unused went back."""
+def held_bytes(pool, device):
+    """Return the device bytes that this process holds after releasing unused memory."""
     if device.type != "cuda":
         return pool.nbytes()
     pool.trim()
@@ -37,18 +37,18 @@ def test_1_deleting_graphs_frees_their_memory_and_training_captures_again(pool, 
     eager, graphed = twins(mlp, device)
     graphs, stats = attached(graphed, BLOCKS, pool)
     data = batches(4, device)
-    empty, captured, left = held(pool, device), [], []
-    for round_ in range(1, 6):
+    before, captured, after_clear = held_bytes(pool, device), [], []
+    for cycle in range(1, 6):
         assert_same(train(graphed, data), train(eager, data))
-        assert sum(stats.replays.values()) == round_ * 2 * 2 * 3
-        captured.append(held(pool, device))
+        assert sum(stats.replays.values()) == cycle * 2 * 2 * 3
+        captured.append(held_bytes(pool, device))
         graphed.zero_grad()
         graphs.clear()
         assert graphs.table() == []
-        left.append(held(pool, device))
+        after_clear.append(held_bytes(pool, device))
     assert max(captured) <= 1.01 * captured[0]
-    assert max(left) <= 1.01 * left[0]  # the first capture leaves what libraries keep for their streams
-    assert device.type == "cuda" or (max(left) == empty and captured[0] > empty)
+    assert max(after_clear) <= 1.01 * after_clear[0]  # the first capture leaves what libraries keep for their streams
+    assert device.type == "cuda" or (max(after_clear) == before and captured[0] > before)
 
 
 def test_2_graphs_captured_after_a_suspend_share_memory_as_before(pool, device, monkeypatch):
@@ -76,7 +76,7 @@ def test_3_a_shape_first_seen_after_capture_runs_eager_and_is_captured_and_never
     assert stats.replays["0", "module", "forward", 3] == 2
 
 
-def test_4_layers_hand_outputs_and_gradients_on_without_a_copy(pool, device):
+def test_4_layers_pass_outputs_and_gradients_without_a_copy(pool, device):
     _, graphed = twins(mlp, device)
     graphs, _ = attached(graphed, BLOCKS, pool)
     train(graphed, batches(4, device, micro=1))
@@ -92,30 +92,32 @@ def test_5_another_thread_may_allocate_during_a_capture(pool, device, where):
 
     def allocate():
         for size in range(20, 25):
-            done.append(torch.ones(1 << size, device=device).sum().item())  # more than is cached, and a synchronisation
+            done.append(
+                torch.ones(1 << size, device=device).sum().item()
+            )  # larger than cached blocks, and synchronizes
 
-    def beside():
+    def allocate_in_thread():
         if pool.capturing:
             thread = threading.Thread(target=allocate)
             thread.start()
             thread.join()
 
-    class Beside(torch.autograd.Function):
+    class AllocatesInThread(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
             if where == "forward":
-                beside()
+                allocate_in_thread()
             return x.clone()
 
         @staticmethod
         def backward(ctx, grad):
             if where == "backward":
-                beside()
+                allocate_in_thread()
             return grad.clone()
 
     class Block(nn.Linear):
         def forward(self, x):
-            return Beside.apply(super().forward(x))
+            return AllocatesInThread.apply(super().forward(x))
 
     eager, graphed = twins(lambda: nn.Sequential(Block(WIDTH, WIDTH), Block(WIDTH, WIDTH)), device)
     _, stats = attached(graphed, ["0", "1"], pool)
@@ -127,7 +129,7 @@ def test_5_another_thread_may_allocate_during_a_capture(pool, device, where):
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_6_a_capture_that_raises_restores_flags_and_stream_and_training_goes_on(pool, device, where):
+def test_6_a_capture_that_raises_restores_flags_and_stream_and_training_continues(pool, device, where):
     class Raises(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -182,12 +184,12 @@ def test_7_replays_build_no_metadata_beyond_one_key_a_step(pool, device, monkeyp
     before = sum(stats.replays.values())
     train(graphed, data)
     assert sum(stats.replays.values()) == before + 4 * 4
-    assert len(keys) == 4  # the call that begins a step takes a closer look; the others compare
+    assert len(keys) == 4  # only the first call of a step builds a key; the others compare
 
 
-def test_9_replays_are_counted_for_what_was_replayed_alone(pool, device):
+def test_9_only_actual_replays_are_counted(pool, device):
     eager, graphed = twins(mlp, device)
-    graphed[1][0].register_forward_hook(lambda *_: None)  # keeps its block eager
+    graphed[1][0].register_forward_hook(lambda *_: None)  # keeps this block eager
     _, stats = attached(graphed, BLOCKS, pool)
     data = batches(5, device, micro=1)
     assert_same(train(graphed, data), train(eager, data))
@@ -195,7 +197,7 @@ def test_9_replays_are_counted_for_what_was_replayed_alone(pool, device):
     assert stats.fallbacks["1", "forward", "hooks_inside"] == 5
 
 
-def test_11_a_changed_number_of_microbatches_or_shape_or_value_is_never_stale(pool, device):
+def test_11_changed_microbatches_shapes_or_values_never_replay_a_stale_graph(pool, device):
     eager, graphed = twins(mlp, device)
     data = batches(4, device) + batches(4, device, micro=1) + batches(4, device, rows=2) + batches(2, device)
     stats = CacheStats()

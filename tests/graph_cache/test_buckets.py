@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graph_cache.buckets import MAX_BUCKETS, Buckets, default_ladder, parse_sizes
+from graph_cache.buckets import MAX_BUCKETS, Buckets, default_ladder
 from graph_cache.errors import GraphConfigError
 
 
@@ -93,29 +93,3 @@ def test_for_limit_refuses_sizes_beyond_the_maximum_and_says_what_to_do():
         Buckets.for_limit(20, [8, 64, 32])
     with pytest.raises(GraphConfigError, match="empty"):
         Buckets.for_limit(20, [])
-
-
-@pytest.mark.parametrize(
-    ("text", "sizes"),
-    [
-        ("1", (1,)),
-        ("8, 1,2", (1, 2, 8)),
-        ("1,2,4,8-64:8", (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)),
-        ("3-5", (3, 4, 5)),
-        ("1-8:3", (1, 4, 7)),
-        ("1-4,4-6,2", (1, 2, 3, 4, 5, 6)),
-        ("7-7", (7,)),
-    ],
-)
-def test_sizes_are_read_from_a_command_line(text, sizes):
-    assert parse_sizes(text) == sizes
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", ",", "1,,2", "a", "1-", "-3", "1-2-3", "1:2", "8-4", "0-8", "1-8:0", "1-8:", "1.5", "²", "٣", "1-2000000"],
-)
-def test_sizes_that_cannot_be_read_are_refused_with_the_whole_text(text):
-    with pytest.raises(GraphConfigError) as refused:
-        parse_sizes(text)
-    assert repr(text) in str(refused.value)

@@ -11,7 +11,7 @@ import warnings
 import pytest
 
 from graph_cache.config import MODULES, GraphConfig
-from graph_cache.errors import CaptureError, CaptureRefused, GraphConfigError, GraphError, SignatureMismatch, StaleGraph
+from graph_cache.errors import CaptureError, CaptureRefused, GraphConfigError, GraphError, SignatureMismatch
 
 
 @pytest.fixture(autouse=True)
@@ -360,13 +360,10 @@ def test_a_megatron_config_with_an_unsupported_combination_is_rejected():
 # The exceptions
 
 
-def test_errors_carry_their_details_and_survive_pickle():
-    for error, details in (
-        (SignatureMismatch("x: dtype; y: shape", ["x: dtype", "y: shape"]), "differences"),
-        (StaleGraph("moved: w", ["w"]), "moved"),
-    ):
-        again = pickle.loads(pickle.dumps(error))
-        assert str(again) == str(error) and getattr(again, details) == getattr(error, details) != []
+def test_a_signature_mismatch_keeps_its_differences_through_pickle():
+    error = SignatureMismatch("x: dtype; y: shape", ["x: dtype", "y: shape"])
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error) and again.differences == error.differences != []
 
 
 def test_error_class_hierarchy():

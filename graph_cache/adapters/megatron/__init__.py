@@ -1,4 +1,4 @@
-"""Graphs for Megatron-Core: what of its models is captured, in its own vocabulary, by versions 0.16 to 0.19.
+"""Graph capture for Megatron-Core 0.16 to 0.19 models: part selection, checks, schedules and whole iterations.
 
-The sole importer of megatron. Knows no requests and no pages; the graphs are `graph_cache.training`'s.
+The only package that imports megatron. The graphs themselves are made by `graph_cache.training`.
 """

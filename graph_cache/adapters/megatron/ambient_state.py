@@ -1,4 +1,4 @@
-"""What surrounds calls of Megatron's modules and a capture must have as it was, or otherwise: precision, recompute."""
+"""Ambient state of Megatron modules during a capture: the precision is recreated, selective recompute is off."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import nn
 
 from graph_cache.training.attached import AmbientState
 
-# By these a module throws away what its backward needs and computes it anew there, by a backward inside the backward
-# that no graph can hold. All that a captured part saves has memory of its own for good: nothing is left to be won.
-RECOMPUTES = (
+# Flags that make a module drop activations and recompute them in its backward. The recompute runs a nested backward,
+# which can't be captured. It would save nothing: activations saved by a captured part keep their memory anyway.
+RECOMPUTE_FLAGS = (
     "recompute_input_layernorm",
     "recompute_pre_mlp_layernorm",
     "recompute_mlp",
@@ -25,7 +25,7 @@ RECOMPUTES = (
 
 
 class MegatronAmbientState:
-    """`AmbientState` that leave selective recompute out of captures; `precision` is Transformer Engine's, if any."""
+    """`AmbientState` that disables selective recompute in captures. `precision`: Transformer Engine's state, if any."""
 
     def __init__(self, precision: AmbientState | None):
         self._precision = precision
@@ -35,14 +35,14 @@ class MegatronAmbientState:
 
     @contextmanager
     def recreate(self, modules: Sequence[nn.Module], seen: Hashable) -> Iterator[None]:
-        asked = [(module, name) for module in modules for name in RECOMPUTES if vars(module).get(name)]
-        for module, name in asked:
+        enabled = [(module, name) for module in modules for name in RECOMPUTE_FLAGS if vars(module).get(name)]
+        for module, name in enabled:
             setattr(module, name, False)
         try:
             with nullcontext() if self._precision is None else self._precision.recreate(modules, seen):
                 yield
         finally:
-            for module, name in asked:
+            for module, name in enabled:
                 setattr(module, name, True)
 
     def replaying(self, modules: Sequence[nn.Module]) -> None:

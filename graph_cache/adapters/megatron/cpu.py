@@ -1,4 +1,4 @@
-"""What a GPTModel lacks to run without a GPU: a core attention in plain torch, and rotary frequencies that stay there.
+"""CPU support for GPTModel: a core attention in plain torch, and rotary frequencies that stay on the CPU.
 
 With both, construction under `use_cpu_initialization=True` and a training forward and backward work on a CPU.
 """
@@ -19,10 +19,10 @@ from graph_cache.errors import GraphConfigError
 
 
 class SdpaCoreAttention(nn.Module):
-    """Causal scaled-dot-product attention where a layer spec has its `core_attention`.
+    """Causal scaled-dot-product attention for the `core_attention` of a layer spec.
 
-    query [s, b, heads, d], key and value [s, b, kv_heads, d] -> [s, b, heads * d]. Takes no mask but the causal one, no
-    bias and no packed sequences, and raises GraphConfigError for them.
+    query [s, b, heads, d], key and value [s, b, kv_heads, d] -> [s, b, heads * d]. Raises GraphConfigError for an
+    explicit mask, a bias or packed sequences.
     """
 
     def __init__(
@@ -51,14 +51,14 @@ class SdpaCoreAttention(nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        for name, given in (
+        for name, argument in (
             ("attention_mask", attention_mask),
             ("attention_bias", attention_bias),
             ("packed_seq_params", packed_seq_params),
         ):
-            if given is not None:
+            if argument is not None:
                 raise GraphConfigError(
-                    f"{name} was given, and SdpaCoreAttention is causal only: pass None, or build "
+                    f"{name} was given, but SdpaCoreAttention supports only causal attention: pass None, or build "
                     "the model with another core_attention"
                 )
         length, batch, heads, size = query.shape
@@ -76,14 +76,14 @@ class SdpaCoreAttention(nn.Module):
 
 
 def layer_spec(**options: Any) -> ModuleSpec:
-    """Megatron's local layer spec (`options` as `get_gpt_layer_local_spec`'s) with a core attention of plain torch."""
+    """Return Megatron's local layer spec with SdpaCoreAttention. `options`: those of `get_gpt_layer_local_spec`."""
     spec = get_gpt_layer_local_spec(**options)
     spec.submodules.self_attention.submodules.core_attention = SdpaCoreAttention
     return spec
 
 
 class _RotaryInPlace(RotaryEmbedding):
-    """Frequencies on the device on which they were made, where Megatron's would go to a GPU."""
+    """Rotary embedding that keeps frequencies on their device; Megatron's moves them to the GPU."""
 
     def get_emb(self, max_seq_len: int, offset: int = 0) -> Tensor:
         freqs = self.get_freqs_non_repeated(max_seq_len, offset)
@@ -95,7 +95,7 @@ class _RotaryInPlace(RotaryEmbedding):
 
 
 def keep_rotary_in_place(model: nn.Module) -> None:
-    """Leave a model's rotary frequencies on the CPU. A model without rotary embedding is left alone."""
+    """Keep a model's rotary frequencies on the CPU. Does nothing for a model without rotary embedding."""
     rotary = getattr(model, "rotary_pos_emb", None)
     if type(rotary) is RotaryEmbedding:
         model.rotary_pos_emb = copy.copy(rotary)

@@ -1,8 +1,8 @@
-"""Megatron's `forward_backward_func` from one graph: `cuda_graph_impl=full_iteration`, with every keyword checked.
+"""Capture Megatron's `forward_backward_func` as one graph (`cuda_graph_impl=full_iteration`).
 
-Owns reading the microbatches before they are needed, what of a call and of the configuration must be the same for a
-graph to serve it, and what is refused. The graphs are `graph_cache.training.iteration`'s. Knows no schedule: whatever
-function has Megatron's calling convention is captured as it is, with its gradient finalisation and its collectives.
+This module prefetches the microbatches, builds the key that decides which graph serves a call, and refuses settings
+that can't be captured. `graph_cache.training.iteration` makes the graphs. Any schedule with Megatron's calling
+convention is captured unchanged, including gradient finalization and collectives.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from graph_cache.adapters.megatron.attachment import ROUTING_REPLAY, AuxLosses, register_packed_sequences
+from graph_cache.adapters.megatron.attachment import ROUTING_REPLAY_ERROR, AuxLosses, register_packed_sequences
 from graph_cache.adapters.megatron.attachment import generators as tracked_generators
 from graph_cache.errors import GraphConfigError, GraphError
 from graph_cache.pool import GraphPool
@@ -28,9 +28,15 @@ from graph_cache.stats import CacheStats
 from graph_cache.training.call import IdentityKey
 from graph_cache.training.iteration import CapturedIteration
 
-PLAIN = (int, float, complex, bool, str, bytes, type(None))
-FIXED = (*PLAIN, enum.Enum, torch.dtype, torch.device, torch.Size)  # what of a batch may be part of a key
-# By these Megatron's training loop, its DDP and its FSDP read losses or gradients on the host.
+SCALARS = (int, float, complex, bool, str, bytes, type(None))
+KEY_TYPES = (
+    *SCALARS,
+    enum.Enum,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+)  # non-tensor batch contents that become part of the key
+# Settings with which Megatron's training loop, DDP and FSDP read losses or gradients on the host.
 NAN_CHECKS = (
     "check_for_nan_in_loss_and_grad",
     "check_for_nan_in_grad",
@@ -41,9 +47,9 @@ LOSS_SCALES = ("grad_scale_func", "moe_grad_scale_func", "mtp_grad_scale_func")
 
 
 class MicrobatchesRanOut(GraphError):
-    """A data iterator had fewer microbatches than the iteration wants; nothing ran.
+    """A data iterator ended before the iteration had all its microbatches. Nothing ran.
 
-    `read` has what was taken from the iterators, a list per model chunk, as they gave it.
+    `read`: the batches already taken from the iterators, unmodified, one list per model chunk.
     """
 
     def __init__(self, message: str, read: Sequence[Sequence[Any]]):
@@ -52,21 +58,21 @@ class MicrobatchesRanOut(GraphError):
 
 
 class FullIteration:
-    """Stands where Megatron's `forward_backward_func` does, and is called with the same keywords.
+    """Replacement for Megatron's `forward_backward_func`, called with the same keywords.
 
     A call reads `num_microbatches` batches from each data iterator, moves their tensors to the pool's device, and runs
-    the function over iterators that give them again: eager for `warmup_steps` calls of a kind, then from a graph with
-    static copies of them, per chunk and microbatch. A kind is what `CapturedIteration` says, with every keyword, every
-    field of the models' configurations, and the model chunks and functions themselves (not equal ones). Losses come
-    back as copies, as the function returns them; numbers among them are those of the capture.
+    the function on iterators over them: eagerly for the first `warmup_steps` calls of a call signature, then from a
+    graph with static input buffers per chunk and microbatch. The signature is that of `CapturedIteration` plus every
+    keyword, every field of the models' configurations, and the identity of model chunks and functions. Returns the
+    function's result with losses copied; Python numbers in it are those of the capture.
 
-    Under `forward_only` gradients are out of reach, and left alone. Loss scales (`grad_scale_func`) are asked for at
-    every call and multiplied with in the graph: they may change. `settings`: objects with Megatron's settings
-    (arguments, configurations) to check at construction; those of the models are checked at every call. One thread
-    calls it. `generators` are registered with each graph, beside those of Megatron's tracker.
+    `forward_only` calls do not touch gradients. Loss scales (`grad_scale_func`) are read at every call and applied as
+    tensors in the graph, so they may change. `settings`: objects with Megatron's settings (arguments, configurations)
+    to check at construction; those of the models are checked at every call. `generators` are registered with each
+    graph, in addition to those of Megatron's tracker. Not thread-safe.
 
-    Raises GraphConfigError for what a graph of an iteration can't hold, and MicrobatchesRanOut, both before anything
-    ran; GraphError where the step takes another number of batches than of microbatches.
+    Raises GraphConfigError for what can't be captured and MicrobatchesRanOut, both before anything runs; GraphError if
+    the step consumes a different number of batches than of microbatches.
     """
 
     def __init__(
@@ -82,12 +88,12 @@ class FullIteration:
     ):
         if isinstance(forward_backward_func, FullCudaGraphWrapper):
             raise GraphConfigError(
-                "forward_backward_func is Megatron's own FullCudaGraphWrapper, and a graph can't "
-                "hold another capture: pass what get_forward_backward_func() returns"
+                "forward_backward_func is Megatron's own FullCudaGraphWrapper, and captures can't be "
+                "nested: pass what get_forward_backward_func() returns"
             )
         for one in settings:
-            refuse(one)
-        register_packed_sequences()  # a batch may hold them
+            check_settings(one)
+        register_packed_sequences()  # a batch may contain them
         self.name = name
         self._function = forward_backward_func
         self._signature = inspect.signature(forward_backward_func)
@@ -105,32 +111,37 @@ class FullIteration:
         forward_only: bool = False,
         **keywords: Any,
     ) -> Any:
-        """Run one iteration. Keywords are the function's own."""
+        """Run one iteration. `keywords`: further keywords of the function."""
         keywords |= {"num_microbatches": num_microbatches, "forward_only": forward_only}
-        self._signature.bind(data_iterator=data_iterator, model=model, **keywords)  # a TypeError costs no data
+        self._signature.bind(
+            data_iterator=data_iterator, model=model, **keywords
+        )  # raises TypeError before any batch is read
         chunks = list(model) if isinstance(model, (list, tuple)) else [model]
         configs = _configs(chunks)
         for one in (*configs, *_wrapped(chunks)):
-            refuse(one)
-        facts = [_facts(dict(sorted(keywords.items()))), *[_facts(vars(one), LOSS_SCALES) for one in configs]]
-        call = _Call(isinstance(model, (list, tuple)), isinstance(data_iterator, (list, tuple)), keywords, tuple(facts))
-        iteration = self._iteration or self._begin()
+            check_settings(one)
+        key = [
+            _settings_key(dict(sorted(keywords.items()))),
+            *[_settings_key(vars(one), LOSS_SCALES) for one in configs],
+        ]
+        call = _Call(isinstance(model, (list, tuple)), isinstance(data_iterator, (list, tuple)), keywords, tuple(key))
+        iteration = self._iteration or self._create_iteration()
         batches = self._read(data_iterator, len(chunks), num_microbatches)
         scales = [_loss_scales(one, self._pool.backend.device) for one in configs]
-        with _gradients_aside(chunks if forward_only else []):
+        with _gradients_removed(chunks if forward_only else []):
             return iteration(chunks, batches, scales, call)
 
     def clear(self) -> None:
-        """Drop every graph and give the memory back; kinds seen before are captured again at their next call."""
+        """Drop every graph and free the memory. Known call signatures are captured again at their next call."""
         if self._iteration is not None:
             self._iteration.clear()
 
     def table(self) -> list[dict[str, Any]]:
-        """Every graph as plain values."""
+        """Return one row of plain values per graph."""
         return [] if self._iteration is None else self._iteration.table()
 
-    def _begin(self) -> CapturedIteration:
-        """At the first call, not before: by then Megatron's generators are seeded."""
+    def _create_iteration(self) -> CapturedIteration:
+        """Create the iteration at the first call, when Megatron's generators are seeded."""
         tracked = tracked_generators() if self._pool.backend.name == "cuda" else []
         self._iteration = CapturedIteration(
             self._run,
@@ -144,18 +155,18 @@ class FullIteration:
         return self._iteration
 
     def _read(self, data_iterator: Any, chunks: int, count: int) -> list[list[Any] | None]:
-        """The batches of this iteration on the pool's device, for each chunk; None where a chunk has no iterator."""
+        """Return this iteration's batches on the pool's device, per chunk; None for a chunk without an iterator."""
         iterators = list(data_iterator) if isinstance(data_iterator, (list, tuple)) else [data_iterator]
         if len(iterators) != chunks:
             raise GraphConfigError(
-                f"data_iterator is {len(iterators)} iterators for {chunks} model chunks: pass a "
-                "list with one for each, None where a chunk reads nothing"
+                f"data_iterator has {len(iterators)} iterators for {chunks} model chunks: pass a "
+                "list with one for each, None for a chunk that reads no data"
             )
         given = [iterator for iterator in iterators if iterator is not None]
         if len({id(iterator) for iterator in given}) < len(given):
             raise GraphConfigError(
-                "several model chunks have the same data iterator, and which of them gets which "
-                "batch would depend on the schedule: give each its own, as itertools.tee makes them"
+                "several model chunks have the same data iterator, so which chunk gets which "
+                "batch would depend on the schedule: give each its own, for example with itertools.tee"
             )
         read: list[list[Any]] = [[] for _ in iterators]
         for index, iterator in enumerate(iterators):
@@ -165,97 +176,99 @@ class FullIteration:
                 except StopIteration as ended:
                     raise MicrobatchesRanOut(
                         f"{self.name}: num_microbatches={count}, but the data iterator of chunk {index} ended after "
-                        f"{len(read[index])}; read so far, by chunk: {list(map(len, read))} batches, which are in this "
+                        f"{len(read[index])}; read so far, by chunk: {list(map(len, read))} batches, available as this "
                         "error's `read`. Nothing ran; end the epoch here, or pass fewer microbatches",
                         read,
                     ) from ended
         device = self._pool.backend.device
         return [
-            None if iterator is None else [_moved(batch, device) for batch in batches]
+            None if iterator is None else [_to_device(batch, device) for batch in batches]
             for iterator, batches in zip(iterators, read, strict=True)
         ]
 
     def _run(
         self, chunks: list[nn.Module], batches: list[list[Any] | None], scales: list[dict[str, Tensor]], call: _Call
     ) -> Any:
-        """The function itself, over these batches: what runs eager, and what is captured."""
+        """Call the function with these batches. This is what runs eagerly and what is captured."""
         iterators = [None if given is None else _Microbatches(given) for given in batches]
-        with _scaled(_configs(chunks), scales), _reductions_put_back(chunks):
+        with _loss_scales_replaced(_configs(chunks), scales), _grad_counts_restored_on_error(chunks):
             result = self._function(
                 data_iterator=iterators if call.many_iterators else iterators[0],
                 model=chunks if call.many_chunks else chunks[0],
                 **call.keywords,
             )
         for index, iterator in enumerate(iterators):
-            if iterator is not None and 0 < iterator.left < len(batches[index]):
+            if iterator is not None and 0 < iterator.remaining < len(batches[index]):
                 raise GraphError(
-                    f"{self.name}: the step took {len(batches[index]) - iterator.left} of the "
-                    f"{len(batches[index])} batches that were read for chunk {index}: let "
-                    "forward_step_func take one for each microbatch"
+                    f"{self.name}: the step consumed {len(batches[index]) - iterator.remaining} of the "
+                    f"{len(batches[index])} batches that were read for chunk {index}: make "
+                    "forward_step_func take one batch per microbatch"
                 )
         return result
 
 
 @dataclass(frozen=True)
 class _Call:
-    """All of a call but its tensors and chunks. Equal where a graph of one serves the other."""
+    """A call without its tensors and chunks. Two calls are equal if one graph serves both."""
 
     many_chunks: bool
     many_iterators: bool
     keywords: dict[str, Any] = field(compare=False)
-    facts: tuple  # of `keywords`, and of the models' configurations
+    key: tuple  # from `keywords` and the models' configurations
 
 
 class _Microbatches:
-    """An iterator over what was read. Beyond the end it raises GraphError: the data would go on, and isn't there."""
+    """Iterator over prefetched batches. Raises GraphError past the end, where the original iterator would continue."""
 
     def __init__(self, batches: Sequence[Any]):
         self._batches = batches
-        self.left = len(batches)
+        self.remaining = len(batches)
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        if not self.left:
+        if not self.remaining:
             raise GraphError(
                 f"the step asks for more batches than the {len(self._batches)} microbatches of this "
-                "iteration: let forward_step_func take one for each"
+                "iteration: make forward_step_func take one batch per microbatch"
             )
-        self.left -= 1
-        return self._batches[-1 - self.left]
+        self.remaining -= 1
+        return self._batches[-1 - self.remaining]
 
 
-def refuse(settings: Any) -> None:
-    """Raise GraphConfigError for settings that a graph of a whole iteration can't hold.
+def check_settings(settings: Any) -> None:
+    """Raise GraphConfigError for settings that can't be captured in a whole iteration.
 
-    Checks for NaN that read the host, routing that the host directs, and graphs of Megatron's own inside. `settings`:
-    any object or mapping with Megatron's names.
+    These are NaN checks on the host, routing replay, and Megatron's own graphs. `settings`: any object or mapping with
+    Megatron's names.
     """
     given = settings if isinstance(settings, Mapping) else vars(settings)
-    asked = [name for name in NAN_CHECKS if given.get(name)]
-    if asked:
+    enabled = [name for name in NAN_CHECKS if given.get(name)]
+    if enabled:
         raise GraphConfigError(
-            f"{' and '.join(asked)} would read losses or gradients on the host, which a graph of a whole iteration "
-            "can't: turn it off, and return torch.isfinite(loss) beside the loss from the loss function, a check on the"
-            " device that you read after the iteration; or use cuda_graph_impl='local'"
+            f"{' and '.join(enabled)} reads losses or gradients on the host, which can't be captured in a whole "
+            "iteration: turn it off, return torch.isfinite(loss) with the loss from the loss function and read that "
+            "device-side check after the iteration, or use cuda_graph_impl='local'"
         )
     if given.get("moe_enable_routing_replay"):
         raise GraphConfigError(
-            ROUTING_REPLAY + ", or capture layers without their routers (cuda_graph_impl='local', "
+            ROUTING_REPLAY_ERROR + ", or capture layers without their routers (cuda_graph_impl='local', "
             "cuda_graph_modules=['attn'])"
         )
     impl, scope = given.get("cuda_graph_impl"), given.get("cuda_graph_scope") or ()
-    whole = "full_iteration" in [getattr(one, "name", one) for one in ([scope] if isinstance(scope, str) else scope)]
-    if impl not in (None, "none", "full_iteration") and not (impl == "local" and whole):
+    is_full_iteration = "full_iteration" in [
+        getattr(one, "name", one) for one in ([scope] if isinstance(scope, str) else scope)
+    ]
+    if impl not in (None, "none", "full_iteration") and not (impl == "local" and is_full_iteration):
         raise GraphConfigError(
             f"the model was built with cuda_graph_impl={impl!r}, and a graph of an iteration can't "
-            "hold captures of its layers: build it with 'none' or 'full_iteration'"
+            "contain captures of its layers: build it with 'none' or 'full_iteration'"
         )
 
 
 def _wrapped(chunks: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """Each chunk's wrappers (DDP, FSDP, Float16Module) and what they wrap, from the outside in."""
+    """Yield each chunk's wrappers (DDP, FSDP, Float16Module) and the wrapped model, outermost first."""
     for chunk in chunks:
         inner: Any = chunk
         while isinstance(inner, nn.Module):
@@ -264,34 +277,36 @@ def _wrapped(chunks: Iterable[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _configs(chunks: Iterable[nn.Module]) -> list[Any]:
-    """The configurations of the models and of their wrappers, each object once."""
+    """Return the configurations of the models and their wrappers, without duplicates."""
     found = [getattr(inner, name, None) for inner in _wrapped(chunks) for name in ("config", "ddp_config")]
     return list({id(one): one for one in found if hasattr(one, "__dict__")}.values())
 
 
-def _facts(values: Mapping[str, Any], leave_out: Sequence[str] = ()) -> tuple:
-    return tuple([(name, _comparable(value)) for name, value in values.items() if name not in leave_out])
+def _settings_key(values: Mapping[str, Any], excluded: Sequence[str] = ()) -> tuple:
+    return tuple([(name, _comparable(value)) for name, value in values.items() if name not in excluded])
 
 
 def _comparable(value: Any) -> Any:
-    """What must be equal of a value: plain ones with their types (1 is not True), containers by what is in them now,
-    and of anything else that it is the same object."""
-    kind = type(value)
-    if kind in PLAIN:
-        return kind, value
-    if kind in (list, tuple):
-        return kind, tuple([_comparable(one) for one in value])
-    if kind is dict:
-        return kind, tuple([(key, _comparable(one)) for key, one in value.items()])
+    """Return the value's part of a key: scalars with their types (1 is not True), containers by their current contents,
+    any other object by identity."""
+    value_type = type(value)
+    if value_type in SCALARS:
+        return value_type, value
+    if value_type in (list, tuple):
+        return value_type, tuple([_comparable(one) for one in value])
+    if value_type is dict:
+        return value_type, tuple([(key, _comparable(one)) for key, one in value.items()])
     return IdentityKey(value)
 
 
-def _moved(batch: Any, device: torch.device) -> Any:
-    """A batch with its tensors on the device. Raises GraphConfigError for contents that can't be told apart."""
-    unknown = sorted({type(leaf).__name__ for leaf in tree_leaves(batch) if not isinstance(leaf, (Tensor, *FIXED))})
-    if unknown:
+def _to_device(batch: Any, device: torch.device) -> Any:
+    """Return a batch with its tensors on the device. Raises GraphConfigError for unsupported contents."""
+    unsupported = sorted(
+        {type(leaf).__name__ for leaf in tree_leaves(batch) if not isinstance(leaf, (Tensor, *KEY_TYPES))}
+    )
+    if unsupported:
         raise GraphConfigError(
-            f"a batch holds {', '.join(unknown)}, which can't be taken apart into tensors and plain "
+            f"a batch holds {', '.join(unsupported)}, which can't be flattened into tensors and plain "
             "values: make it a dict, a tuple or a list of tensors, or register the type with "
             "torch.utils._pytree.register_dataclass"
         )
@@ -300,45 +315,45 @@ def _moved(batch: Any, device: torch.device) -> Any:
 
 @torch.no_grad()
 def _loss_scales(config: Any, device: torch.device) -> dict[str, Tensor]:
-    """The scales of the loss as they are now. Megatron replaces the tensor of a dynamic one: a graph can't read it."""
+    """Return the current loss scales as tensors. A graph can't read Megatron's own: it replaces a dynamic one."""
     found = {}
     for name in LOSS_SCALES:
         scale = getattr(config, name, None)
         if scale is not None:
-            # Megatron asks for the first as it is asked for here, and takes it for a product itself.
+            # Megatron calls grad_scale_func on the loss and treats it as a multiplication, too.
             value = scale(torch.ones(1, device=device)) if name == "grad_scale_func" else scale()
             found[name] = torch.as_tensor(value, device=device).detach()
     return found
 
 
 @contextmanager
-def _scaled(configs: Sequence[Any], scales: Sequence[Mapping[str, Tensor]]) -> Iterator[None]:
-    """Within the block the configurations scale losses by these tensors."""
-    wanted = [
+def _loss_scales_replaced(configs: Sequence[Any], scales: Sequence[Mapping[str, Tensor]]) -> Iterator[None]:
+    """Make the configurations scale losses by these tensors within the block."""
+    replacements = [
         (config, name, scale) for config, given in zip(configs, scales, strict=True) for name, scale in given.items()
     ]
-    kept = [(config, name, getattr(config, name)) for config, name, _ in wanted]
+    attributes = [(config, name, getattr(config, name)) for config, name, _ in replacements]
     try:
-        for config, name, scale in wanted:
-            setattr(config, name, _times(scale) if name == "grad_scale_func" else _always(scale))
+        for config, name, scale in replacements:
+            setattr(config, name, _multiply_by(scale) if name == "grad_scale_func" else _constant(scale))
         yield
     finally:
-        for config, name, function in kept:
+        for config, name, function in attributes:
             setattr(config, name, function)
 
 
-def _times(scale: Tensor) -> Callable[[Tensor], Tensor]:
+def _multiply_by(scale: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda loss: loss * scale
 
 
-def _always(scale: Tensor) -> Callable[[], Tensor]:
+def _constant(scale: Tensor) -> Callable[[], Tensor]:
     return lambda: scale
 
 
 @contextmanager
-def _reductions_put_back(chunks: Iterable[nn.Module]) -> Iterator[None]:
-    """Where the block ends half way, as a capture may, gradients that arrived in it have not arrived: Megatron's DDP
-    counts them to know when to reduce them, and the step that runs eager instead would find them counted."""
+def _grad_counts_restored_on_error(chunks: Iterable[nn.Module]) -> Iterator[None]:
+    """Restore the gradient counts of Megatron's DDP if the block raises, as a failed capture does. DDP reduces a bucket
+    once all its gradients are counted; the eager retry would otherwise count them twice."""
     groups = [
         group
         for inner in _wrapped(chunks)
@@ -355,26 +370,26 @@ def _reductions_put_back(chunks: Iterable[nn.Module]) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for group, kept in zip(groups, before, strict=True):
+        for group, attributes in zip(groups, before, strict=True):
             vars(group).clear()
-            vars(group).update(kept)
+            vars(group).update(attributes)
         raise
 
 
 @contextmanager
-def _gradients_aside(chunks: Iterable[nn.Module]) -> Iterator[None]:
-    """Within the block the chunks have no gradients; afterwards the same ones again, untouched. A graph would else
-    copy them, to start from them at every replay."""
-    held = [
+def _gradients_removed(chunks: Iterable[nn.Module]) -> Iterator[None]:
+    """Remove the chunks' gradients within the block and restore the same tensors afterwards. Otherwise a graph would
+    copy them at capture and start from them at every replay."""
+    gradients = [
         (parameter, parameter.grad)
         for chunk in chunks
         for parameter in chunk.parameters()
         if parameter.grad is not None
     ]
-    for parameter, _ in held:
+    for parameter, _ in gradients:
         parameter.grad = None
     try:
         yield
     finally:
-        for parameter, grad in held:
+        for parameter, grad in gradients:
             parameter.grad = grad

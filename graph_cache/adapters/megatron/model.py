@@ -1,7 +1,7 @@
-"""A GPTModel of Megatron-Core from plain values, and the process groups that split one over several processes.
+"""Build a Megatron-Core GPTModel from plain values, and set up its tensor-parallel process group.
 
-Owns which of Megatron's options such a model has: its local layer spec with a core attention of plain torch, no fused
-kernels, and parameters without values. Knows no checkpoint and no engine.
+The model uses Megatron's local layer spec with a core attention in plain torch, no fused kernels, and uninitialized
+parameters. Checkpoints are loaded elsewhere.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # its imports warn of what isn't installed, and of its own old names
+    warnings.simplefilter("ignore")  # imports warn about missing packages and deprecated names
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -24,26 +24,26 @@ with warnings.catch_warnings():
 
 
 def split_tensors(ranks: int) -> dist.ProcessGroup:
-    """Make all processes of the default group one tensor-parallel group, of this many; undone by `forget_groups`."""
+    """Make the default group's `ranks` processes one tensor-parallel group. Undo with `forget_groups`."""
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks, create_gloo_process_groups=False)
     return parallel_state.get_tensor_model_parallel_group()
 
 
 def forget_groups() -> None:
-    """Have Megatron-Core forget its groups; the groups themselves are torch's to destroy."""
+    """Clear Megatron-Core's parallel state. Destroying the process groups is left to torch.distributed."""
     parallel_state.destroy_model_parallel()
 
 
 def empty_gpt_model(
     values: Mapping[str, Any], arguments: Mapping[str, Any], *, ranks: int, dtype: torch.dtype, device: torch.device
 ) -> GPTModel:
-    """This rank's part of a GPTModel to generate with, not to train, whose parameters hold nothing yet.
+    """Build this rank's shard of a GPTModel for inference, with uninitialized parameters.
 
-    values: of its TransformerConfig; arguments: its own, beside config and layer spec. device: the CPU, or the current
+    values: fields of the TransformerConfig. arguments: further arguments of GPTModel. device: the CPU, or the current
     CUDA device.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of defaults that the values leave alone
+        warnings.simplefilter("ignore")  # TransformerConfig warns about its own defaults
         config = TransformerConfig(
             **values,
             tensor_model_parallel_size=ranks,
@@ -57,7 +57,7 @@ def empty_gpt_model(
         model = GPTModel(config, spec, **arguments)
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear):
-            module.allreduce_dgrad = False  # there are no gradients; it would warn of how it reduces them
+            module.allreduce_dgrad = False  # avoids a warning; there are no gradients to reduce
     if device.type == "cpu":
         keep_rotary_in_place(model)
-    return model.to(device=device, dtype=dtype).eval()  # its norms are made as float32 on the CPU
+    return model.to(device=device, dtype=dtype).eval()  # norms are created as float32 on the CPU

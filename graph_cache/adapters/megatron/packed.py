@@ -1,7 +1,7 @@
-"""Packed sequences as inputs of graphs: how PackedSeqParams are taken apart, and padded to one number of documents.
+"""Packed sequences as graph inputs: flatten PackedSeqParams, and pad them to a fixed number of documents.
 
-As they come, nearly every batch is a kind of call of its own: cu_seqlens is as long as the batch has documents, and
-max_seqlen is a value that a capture bakes in, and the length of the rotary table. Knows no graphs.
+Without padding nearly every batch has its own call signature: the length of cu_seqlens is the number of documents, and
+a capture bakes in max_seqlen, which is also the length of the rotary table.
 """
 
 from __future__ import annotations
@@ -21,71 +21,72 @@ from torch.utils.hooks import RemovableHandle
 
 from graph_cache.errors import GraphConfigError
 
-GIVEN = "packed_seq_params"  # what models call them
-ENDS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-ROTARY = ("rope", "yarn", "mrope")  # kinds of position embeddings that layers apply
+PACKED_ARGUMENT = "packed_seq_params"  # parameter name in Megatron's forward methods
+CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+ROTARY_TYPES = ("rope", "yarn", "mrope")  # position embeddings that layers apply
 
 
 class PackedDocuments:
-    """From `begin` to `end`, models are given packed sequences padded to `documents`, so that one graph serves all.
+    """Pad packed sequences of models to `documents` between `begin` and `end`, so that one graph serves all batches.
 
-    `models` are those of Megatron-Core or their chunks, wrapped or not. Raises GraphConfigError for what can't be
-    padded, or could never be replayed: context parallelism, and rotary embeddings that read lengths on the host.
+    `models`: Megatron-Core models or model chunks, wrapped or not. Raises GraphConfigError for context parallelism,
+    which can't be padded, and for rotary embeddings that read lengths on the host, which can't be captured.
     """
 
     def __init__(self, models: Sequence[nn.Module], documents: int):
-        asked = f"packed_documents={documents!r}"
+        setting = f"packed_documents={documents!r}"
         if type(documents) is not int or documents < 1:
             raise GraphConfigError(
-                f"{asked}: it must be an int of at least 1, the most documents that a batch has, or "
-                "None, which leaves packed sequences alone"
+                f"{setting}: it must be an int of at least 1, the largest number of documents in a batch, or "
+                "None to leave packed sequences unpadded"
             )
         self._documents = documents
         self._models: list[nn.Module] = []
         self._handles: list[RemovableHandle] = []
         for model in models:
-            takers = [
+            targets = [
                 one
                 for one in model.modules()
-                if isinstance(one, LanguageModule) and {GIVEN, "input_ids"} <= set(_signature(type(one)).parameters)
+                if isinstance(one, LanguageModule)
+                and {PACKED_ARGUMENT, "input_ids"} <= set(_signature(type(one)).parameters)
             ]
-            if not takers:
+            if not targets:
                 raise GraphConfigError(
-                    f"{asked} pads the {GIVEN} of a GPTModel, a MambaModel or a HybridModel; found "
+                    f"{setting} pads the {PACKED_ARGUMENT} of a GPTModel, a MambaModel or a HybridModel; found "
                     f"none in {type(model).__name__}: attach the whole model, or leave "
                     "packed_documents out"
                 )
-            for one in takers:
-                _check(one, asked)
-            self._models += takers
+            for one in targets:
+                _check(one, setting)
+            self._models += targets
 
     def begin(self) -> None:
-        """Pad from here on, also what runs eager: that computes what a replay does."""
+        """Start padding, for eager calls too, so that they compute the same as a replay."""
         hook = functools.partial(_pad_call, documents=self._documents)
         self._handles = [model.register_forward_pre_hook(hook, with_kwargs=True) for model in self._models]
 
     def end(self) -> None:
-        """The models as they were."""
+        """Stop padding."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
 
-def _check(model: LanguageModule, asked: str) -> None:
-    """Refuse a model whose packed sequences can't be padded, or would be so for nothing."""
+def _check(model: LanguageModule, setting: str) -> None:
+    """Raise GraphConfigError if packed sequences can't be padded, or if padding would not make calls replay."""
     config = model.config
     if config.context_parallel_size > 1:
         raise GraphConfigError(
-            f"{asked}: padding is not supported with context parallelism, where cu_seqlens count "
+            f"{setting}: padding is not supported with context parallelism, where cu_seqlens count "
             f"tokens of other ranks; found context_parallel_size={config.context_parallel_size}: "
             "leave packed_documents out, or set it 1"
         )
-    is_rotary = config.multi_latent_attention or getattr(model, "position_embedding_type", None) in ROTARY
+    is_rotary = config.multi_latent_attention or getattr(model, "position_embedding_type", None) in ROTARY_TYPES
     if is_rotary and not config.apply_rope_fusion:
-        # It also takes a rotary table as long as the batch for one that goes on through all documents.
+        # It would also treat a rotary table of the batch's length as one table continuing through all documents.
         raise GraphConfigError(
-            f"{asked}: with apply_rope_fusion=False Megatron's rotary embedding reads cu_seqlens on "
-            "the host, which no graph can hold: build the model with apply_rope_fusion=True, or "
+            f"{setting}: with apply_rope_fusion=False Megatron's rotary embedding reads cu_seqlens on "
+            "the host, which can't be captured: build the model with apply_rope_fusion=True, or "
             "leave packed_documents out"
         )
 
@@ -94,29 +95,29 @@ def _check(model: LanguageModule, asked: str) -> None:
 
 
 @functools.cache
-def _signature(kind: type[nn.Module]) -> inspect.Signature:
-    return inspect.signature(kind.forward)
+def _signature(model_class: type[nn.Module]) -> inspect.Signature:
+    return inspect.signature(model_class.forward)
 
 
 def _pad_call(
     model: LanguageModule, args: tuple, kwargs: dict[str, Any], *, documents: int
 ) -> tuple[tuple, dict[str, Any]] | None:
-    """A forward-pre-hook; None leaves the call as it is. The one padded object goes to all layers."""
+    """Forward-pre-hook of the model that pads its packed sequences once for all layers. None: call unchanged."""
     if not any(isinstance(one, PackedSeqParams) for one in (*args, *kwargs.values())):
         return None
     call = _signature(type(model)).bind(model, *args, **kwargs)
-    packed, tokens = call.arguments.get(GIVEN), tokens_of(model, call.arguments)
+    packed, tokens = call.arguments.get(PACKED_ARGUMENT), tokens_of(model, call.arguments)
     if packed is None or tokens is None:
         return None
-    call.arguments[GIVEN] = padded(packed, documents, tokens)
+    call.arguments[PACKED_ARGUMENT] = padded(packed, documents, tokens)
     return call.args[1:], call.kwargs
 
 
 def tokens_of(model: LanguageModule, arguments: Mapping[str, Any]) -> int | None:
-    """How many tokens a call's batch has, from shapes alone; None where nothing says.
+    """Return the number of tokens in a call's batch, from shapes alone; None if it is unknown.
 
-    Looks where the model itself does: at `decoder_input`, on a later pipeline stage at the hidden states that
-    `set_input_tensor` left, both [s, b, h] (a tensor-parallel rank's part of s under sequence parallelism), else at
+    Reads the same input as the model: `decoder_input`, or on a later pipeline stage the hidden states from
+    `set_input_tensor`, both [s, b, h] (s is sharded over tensor-parallel ranks under sequence parallelism), else
     `input_ids` [b, s].
     """
     hidden, ids = arguments.get("decoder_input"), arguments.get("input_ids")
@@ -124,60 +125,64 @@ def tokens_of(model: LanguageModule, arguments: Mapping[str, Any]) -> int | None
         hidden = model.decoder.input_tensor
     if hidden is None:
         return None if ids is None else ids.numel()
-    parts = model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1
-    return hidden.shape[0] * hidden.shape[1] * parts
+    ranks = model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1
+    return hidden.shape[0] * hidden.shape[1] * ranks
 
 
 def padded(packed: PackedSeqParams, documents: int, tokens: int) -> PackedSeqParams:
-    """The same documents and empty ones after them, `documents` in all, none longer than the batch's `tokens`.
+    """Return a copy padded with empty documents to `documents`, with max_seqlen set to `tokens`.
 
-    Itself if it has more documents, or is not in the format `thd`, whose cu_seqlens alone may have any length. Reads no
-    tensor on the host.
+    Returns `packed` itself if it has more documents, or if its format is not `thd`, the only format in which cu_seqlens
+    may have any length. Reads no tensor on the host.
     """
-    ends = {name: value for name in ENDS if (value := getattr(packed, name)) is not None}
+    cu_seqlens = {name: value for name in CU_SEQLENS if (value := getattr(packed, name)) is not None}
     if (
         packed.qkv_format != "thd"
-        or not ends
-        or any(value.dim() != 1 or len(value) > documents + 1 for value in ends.values())
+        or not cu_seqlens
+        or any(value.dim() != 1 or len(value) > documents + 1 for value in cu_seqlens.values())
     ):
         return packed
-    # Transformer Engine takes the very same tensor in two fields for two lengths that are equal: it stays one.
-    made = {id(value): cat([value, value[-1:].expand(documents + 1 - len(value))]) for value in ends.values()}
-    found = copy.copy(packed)  # 0.19's own construction would compute further tensors
-    vars(found).update(
-        {name: made[id(value)] for name, value in ends.items()}, max_seqlen_q=tokens, max_seqlen_kv=tokens
+    # Transformer Engine compares fields by identity: one tensor in two fields must stay one tensor.
+    padded_cu_seqlens = {
+        id(value): cat([value, value[-1:].expand(documents + 1 - len(value))]) for value in cu_seqlens.values()
+    }
+    result = copy.copy(packed)  # the constructor of 0.19 would compute further tensors
+    vars(result).update(
+        {name: padded_cu_seqlens[id(value)] for name, value in cu_seqlens.items()},
+        max_seqlen_q=tokens,
+        max_seqlen_kv=tokens,
     )
-    return found
+    return result
 
 
-# ---- taking apart ----------------------------------------------------------------------------------------------------
+# ---- pytree registration ---------------------------------------------------------------------------------------------
 
 
 def register_packed_sequences() -> None:
-    """Let the tensors of PackedSeqParams be inputs of a graph, and its numbers part of what must equal.
+    """Register PackedSeqParams as a pytree node: tensors become graph inputs, numbers part of the call signature.
 
-    Put together again as they were: its own construction computes further tensors (0.19's `seq_idx`) of a shape that
-    depends on data, which no graph can hold. A tensor in several fields is one input, and in all of them afterwards.
+    Unflattening bypasses the constructor, which computes further tensors (`seq_idx` in 0.19) of a data-dependent shape
+    that can't be captured. A tensor in several fields is one input and is restored to all of them.
     """
     if PackedSeqParams in _pytree.SUPPORTED_NODES:
         return
     names = [field.name for field in dataclasses.fields(PackedSeqParams)]
 
-    def apart(packed: PackedSeqParams) -> tuple[list[Any], tuple[int, ...]]:
+    def flatten(packed: PackedSeqParams) -> tuple[list[Any], tuple[int, ...]]:
         leaves: list[Any] = []
-        places: list[int] = []  # among the leaves, of each field
+        positions: list[int] = []  # index of each field's leaf
         tensors: dict[int, int] = {}
         for name in names:
             value = getattr(packed, name)
-            place = tensors.setdefault(id(value), len(leaves)) if isinstance(value, Tensor) else len(leaves)
-            places.append(place)
-            if place == len(leaves):
+            position = tensors.setdefault(id(value), len(leaves)) if isinstance(value, Tensor) else len(leaves)
+            positions.append(position)
+            if position == len(leaves):
                 leaves.append(value)
-        return leaves, tuple(places)
+        return leaves, tuple(positions)
 
-    def together(values: Iterable[Any], places: tuple[int, ...]) -> PackedSeqParams:
+    def unflatten(values: Iterable[Any], positions: tuple[int, ...]) -> PackedSeqParams:
         leaves, packed = list(values), object.__new__(PackedSeqParams)
-        vars(packed).update({name: leaves[place] for name, place in zip(names, places, strict=True)})
+        vars(packed).update({name: leaves[position] for name, position in zip(names, positions, strict=True)})
         return packed
 
-    _pytree.register_pytree_node(PackedSeqParams, apart, together)
+    _pytree.register_pytree_node(PackedSeqParams, flatten, unflatten)

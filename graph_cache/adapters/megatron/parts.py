@@ -1,7 +1,7 @@
-"""Which parts of a Megatron-Core model are captured: whole layers, or what `cuda_graph_modules` names of each.
+"""Choose the parts of a Megatron-Core model to capture: whole layers, or the submodules in `cuda_graph_modules`.
 
-Finds TransformerLayers and MambaLayers wherever they are: in a GPTModel, a HybridModel, a TransformerBlock, behind
-wrappers (DistributedDataParallel, Float16Module), or in several model chunks.
+Finds TransformerLayers and MambaLayers in a GPTModel, a HybridModel, a TransformerBlock, behind wrappers
+(DistributedDataParallel, Float16Module), and in several model chunks.
 """
 
 from __future__ import annotations
@@ -16,51 +16,51 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from graph_cache.adapters.megatron.moe_dispatch import DispatchState, why_not
+from graph_cache.adapters.megatron.moe_dispatch import DispatchState, eager_reason
 from graph_cache.errors import GraphConfigError
 from graph_cache.training.attached import Part
 
 logger = logging.getLogger(__name__)
 
-WRAPPERS = "module."  # what a wrapper puts before the names of what it wraps
+WRAPPER_PREFIX = "module."  # prefix that a wrapper adds to the names of its submodules
 
 
 def layers_of(models: Sequence[nn.Module]) -> list[Part]:
-    """Each layer whole, in the order in which they run; chunks number their names."""
+    """Return each whole layer as a part, in execution order. With several chunks, names start with the chunk."""
     found = []
     for index, model in enumerate(models):
         chunk = f"chunks.{index}." if len(models) > 1 else ""
-        inside: set[nn.Module] = set()
+        nested: set[nn.Module] = set()
         for path, module in model.named_modules():
-            if isinstance(module, (TransformerLayer, MambaLayer)) and module not in inside:
-                inside.update(module.modules())
-                while path.startswith(WRAPPERS):
-                    path = path.removeprefix(WRAPPERS)
+            if isinstance(module, (TransformerLayer, MambaLayer)) and module not in nested:
+                nested.update(module.modules())
+                while path.startswith(WRAPPER_PREFIX):
+                    path = path.removeprefix(WRAPPER_PREFIX)
                 found.append(Part(chunk + path or type(module).__name__, module, chunk=index))
     return found
 
 
 def parts_of(models: Sequence[nn.Module], modules: Sequence[str]) -> list[Part]:
-    """What to capture of the models: `modules` in Megatron's words, none for whole layers.
+    """Return the parts to capture. `modules`: Megatron's module names; empty for whole layers.
 
-    Where no graph can hold `moe_preprocess` it stays eager, with a warning. Raises GraphConfigError for models without
-    layers, and for modules that no layer has; of a pipeline's stages some may have none.
+    If `moe_preprocess` can't be captured, it stays eager with a warning. Raises GraphConfigError for models without
+    layers and for modules that no layer has, except on a pipeline stage, which may have none.
     """
     layers = layers_of(models)
     if not layers:
-        if _is_one_stage_of_several():
+        if _is_pipeline_stage():
             return []
         names = ", ".join(type(model).__name__ for model in models)
         raise GraphConfigError(
             f"{names}: found no TransformerLayer and no MambaLayer to capture, give attach() a "
-            "model of Megatron-Core's that has some, or name submodules by modules=…"
+            "Megatron-Core model that has some, or name submodules with modules=…"
         )
     if not modules:
         return layers
     found = [
-        part._replace(chunk=layer.chunk) for layer in layers for part in _inside(layer.name, layer.module, modules)
+        part._replace(chunk=layer.chunk) for layer in layers for part in _layer_parts(layer.name, layer.module, modules)
     ]
-    if not found and not _is_one_stage_of_several():
+    if not found and not _is_pipeline_stage():
         raise GraphConfigError(
             f"cuda_graph_modules={','.join(modules)}: none of the {len(layers)} layers has one of "
             f"these ({', '.join(sorted({type(layer.module).__name__ for layer in layers}))})"
@@ -68,12 +68,12 @@ def parts_of(models: Sequence[nn.Module], modules: Sequence[str]) -> list[Part]:
     return found
 
 
-def _is_one_stage_of_several() -> bool:
+def _is_pipeline_stage() -> bool:
     return parallel_state.is_initialized() and parallel_state.get_pipeline_model_parallel_world_size() > 1
 
 
-def _inside(path: str, layer: nn.Module, modules: Sequence[str]) -> Iterator[Part]:
-    """The parts of one layer. Methods of a TransformerLayer are Megatron's own seams between attention and MLP."""
+def _layer_parts(path: str, layer: nn.Module, modules: Sequence[str]) -> Iterator[Part]:
+    """Yield the parts of one layer. A TransformerLayer has one method for attention and one for the MLP."""
     if isinstance(layer, MambaLayer):
         if "mamba" in modules:
             yield Part(path, layer)
@@ -87,27 +87,27 @@ def _inside(path: str, layer: nn.Module, modules: Sequence[str]) -> Iterator[Par
             (layer.input_layernorm, layer.self_attention, layer.pre_cross_attn_layernorm, layer.cross_attention),
         )
     is_moe = isinstance(layer.mlp, MoELayer)
-    wanted = "moe" if is_moe else "mlp"
-    if wanted in modules and not isinstance(layer.mlp, IdentityOp):
-        yield Part(f"{path}.{wanted}", layer, "_forward_mlp", (layer.pre_mlp_layernorm, layer.mlp))
+    mlp_name = "moe" if is_moe else "mlp"
+    if mlp_name in modules and not isinstance(layer.mlp, IdentityOp):
+        yield Part(f"{path}.{mlp_name}", layer, "_forward_mlp", (layer.pre_mlp_layernorm, layer.mlp))
     elif is_moe and "moe_router" in modules:
-        yield from _router(path, layer)
+        yield from _router_parts(path, layer)
         if "moe_preprocess" in modules:
-            yield from _preprocess(path, layer.mlp)
+            yield from _preprocess_parts(path, layer.mlp)
 
 
-def _preprocess(path: str, layer: MoELayer) -> Iterator[Part]:
-    """What the token dispatcher does before it communicates."""
-    reason = why_not(layer)
-    if reason:  # Megatron 0.16 adds it to moe_router by itself: few have asked for it
+def _preprocess_parts(path: str, layer: MoELayer) -> Iterator[Part]:
+    """Yield the token dispatcher's work before communication."""
+    reason = eager_reason(layer)
+    if reason:  # a warning, not an error: Megatron 0.16 adds moe_preprocess to moe_router by itself
         logger.warning("%s.moe_preprocess runs eager: %s", path, reason)
         return
-    projection = getattr(layer, "fc1_latent_proj", None) or nn.Identity()  # it uses no other weights of the layer's
+    projection = getattr(layer, "fc1_latent_proj", None) or nn.Identity()  # the only weights that preprocess uses
     yield Part(f"{path}.moe_preprocess", layer, "preprocess", (projection,), carry=DispatchState(layer))
 
 
-def _router(path: str, layer: nn.Module) -> Iterator[Part]:
-    """What comes before the dispatch to experts: the norm, the router, and shared experts that run by themselves."""
+def _router_parts(path: str, layer: nn.Module) -> Iterator[Part]:
+    """Yield the parts before the dispatch: the norm, the router, and shared experts that do not overlap with it."""
     if not isinstance(layer.pre_mlp_layernorm, IdentityOp):
         yield Part(f"{path}.pre_mlp_layernorm", layer.pre_mlp_layernorm)
     yield Part(f"{path}.moe_router", layer.mlp.router)

@@ -1,7 +1,8 @@
-"""Graphs by Transformer Engine's `make_graphed_callables`: what it needs, built from real calls, and what it omits.
+"""Graphs captured by Transformer Engine's `make_graphed_callables`, with inputs recorded from real calls and the checks
+that it omits.
 
-The sole importer of transformer_engine, in `installed.py`. Knows no Megatron; read in the order order, samples, maker,
-graphs, installed.
+Only `installed.py` and `ambient_state.py` import transformer_engine. Independent of Megatron. Reading order: order,
+samples, maker, graphs, installed.
 """
 
 from graph_cache.adapters.transformer_engine.graphs import TransformerEngineGraphs

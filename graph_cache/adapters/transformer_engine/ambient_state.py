@@ -1,7 +1,7 @@
-"""Transformer Engine's precision around modules that are captured by our own graphs, with fp8 weights cached or not.
+"""Ambient state for Encore's own graphs of Transformer Engine modules: the autocast, with or without fp8 weight cache.
 
-Its autocast is a state of the process; a capture runs under the one that its call was recorded under. Which module is
-the first of an autocast's region is part of it: that one's backward updates the scales of all, in its graph.
+The autocast is global state; a capture runs under the autocast that was recorded with its call. The state includes
+which module is first in the autocast region: the backward of that module updates all scales, in its graph.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Sta
 
 from graph_cache.adapters.transformer_engine.quantizers import Quantizers
 
-FIRST = "is_first_microbatch"  # what Megatron sets on modules whose cached fp8 weights are to be made anew
-UNCACHED = "disable_parameter_transpose_cache"
+FIRST_MICROBATCH = "is_first_microbatch"  # Megatron sets it on modules to requantize cached weights
+CACHE_DISABLED = "disable_parameter_transpose_cache"
 
 
 @dataclass(frozen=True)
-class Around:
-    """An autocast as `around` of a call's key: recipes are compared by what they say, Megatron makes one each time."""
+class AutocastState:
+    """Autocast state in a call's key. Recipes are compared by value, since Megatron creates a new one for each call."""
 
     recipe: str
     group: Any
@@ -31,62 +31,66 @@ class Around:
 
 
 class Fp8AmbientState:
-    """`AmbientState` of parts with modules of Transformer Engine. One thread calls it."""
+    """`AmbientState` of parts with Transformer Engine modules. Not thread-safe."""
 
     def __init__(self) -> None:
-        # The tensor that captured casts of weights ask whether to skip them: there before the first capture, in which
-        # nothing may be launched that isn't a part of what is captured.
+        # Captured weight casts read this tensor to decide whether to skip. Create it before the first capture: creating
+        # it inside would capture its initialization.
         State.set_skip_fp8_weight_update_tensor(False)
         self._skipping = False
 
-    def of(self, modules: Sequence[nn.Module]) -> Around | None:
+    def of(self, modules: Sequence[nn.Module]) -> AutocastState | None:
         if not State.is_fp8_enabled():
             return None
         state = State.get_autocast_state()
-        return Around(
+        return AutocastState(
             str(State.get_fp8_recipe()), State.get_fp8_group(), State.quantization_state.is_first_fp8_module, state
         )
 
     @contextmanager
-    def recreate(self, modules: Sequence[nn.Module], seen: Around | None) -> Iterator[None]:
+    def recreate(self, modules: Sequence[nn.Module], seen: AutocastState | None) -> Iterator[None]:
         quantization = State.quantization_state
         state, tensor = State.get_autocast_state(), quantization.skip_fp8_weight_update_tensor
-        flags = [(one, getattr(one, FIRST)) for one in modules if hasattr(one, FIRST)]
+        flags = [(module, getattr(module, FIRST_MICROBATCH)) for module in modules if hasattr(module, FIRST_MICROBATCH)]
         if seen is not None:
             State.set_autocast_state(seen.state)
-        if seen is None or not self._cache_weights(modules):
-            quantization.skip_fp8_weight_update_tensor = None  # while it is there, casts in captures take a cache
+        if seen is None or not self._caching_modules(modules):
+            quantization.skip_fp8_weight_update_tensor = None  # while set, captured casts use the cache
         try:
             yield
         finally:
             quantization.skip_fp8_weight_update_tensor = tensor
             State.set_autocast_state(state)
-            for one, flag in flags:
-                setattr(one, FIRST, flag)
+            for module, flag in flags:
+                setattr(module, FIRST_MICROBATCH, flag)
 
     def replaying(self, modules: Sequence[nn.Module]) -> None:
-        """Weights of a first microbatch are cast anew, those of the others are in the cache."""
+        """Cast weights in a first microbatch; use the cached ones in the others."""
         if State.is_fp8_enabled():
-            cached = self._cache_weights(modules)
-            if cached:
-                self._skip(not any(getattr(one, FIRST) for one in cached))
+            caching = self._caching_modules(modules)
+            if caching:
+                self._set_skip(not any(getattr(module, FIRST_MICROBATCH) for module in caching))
 
     def watch(self, modules: Sequence[nn.Module]) -> Callable[[], bool]:
-        """Scales, quantizers and cached weights, which another recipe would replace."""
+        """Watch scales, quantizers and cached weights, which another recipe replaces."""
         return Quantizers(modules).are_current
 
     def replayed(self, modules: Sequence[nn.Module]) -> None:
-        """As a call does: the region's first module has been, and its weights are in the cache."""
+        """Mark the region's first module as done and its weights as cached, as a call does."""
         if State.is_fp8_enabled():
             State.quantization_state.is_first_fp8_module = False
-        for one in self._cache_weights(modules):
-            setattr(one, FIRST, False)
+        for module in self._caching_modules(modules):
+            setattr(module, FIRST_MICROBATCH, False)
 
-    def _cache_weights(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
-        return [one for one in modules if hasattr(one, FIRST) and not getattr(one, UNCACHED, False)]
+    def _caching_modules(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
+        return [
+            module
+            for module in modules
+            if hasattr(module, FIRST_MICROBATCH) and not getattr(module, CACHE_DISABLED, False)
+        ]
 
-    def _skip(self, skip: bool) -> None:
-        """Tell the captured casts, where they aren't told already: it is a launch."""
+    def _set_skip(self, skip: bool) -> None:
+        """Set whether captured casts skip. Does nothing if unchanged, to avoid a kernel launch."""
         if self._skipping != skip:
             State.set_skip_fp8_weight_update_tensor(skip)
             self._skipping = skip

@@ -1,8 +1,8 @@
-"""Layers of a pipeline stage that run from graphs which Transformer Engine captures.
+"""Run layers of a pipeline stage from graphs that Transformer Engine captures.
 
-Owns the rounds (warm-up by real calls, one capture, replay), which graph serves a call, and every fallback with its
-reason: Transformer Engine itself looks at neither shapes nor dtypes nor order. A round begins with a forward while no
-backward is outstanding. One thread runs the forwards.
+Implements warm-up with real calls, one capture, and replay; chooses the graph for each call, and falls back to eager
+with a reason, since Transformer Engine checks neither shapes nor dtypes nor order. A step begins with a forward while
+no backward is outstanding. Forwards must run on one thread.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graph_cache.adapters.transformer_engine.layer import REPLAYED, Arrival, Layer, own_gradient
-from graph_cache.adapters.transformer_engine.maker import CapturePlan, Made, Maker, Precision
-from graph_cache.adapters.transformer_engine.order import GraphSlots, slots
-from graph_cache.adapters.transformer_engine.preserved_state import FIRST, PreservedState
-from graph_cache.adapters.transformer_engine.samples import CapturedLayer, settle, static_inputs
+from graph_cache.adapters.transformer_engine.layer import REPLAY_ATTRIBUTE, BackwardHook, Layer, protect_gradient
+from graph_cache.adapters.transformer_engine.maker import CapturePlan, GraphSet, Maker, Precision
+from graph_cache.adapters.transformer_engine.order import GraphSlots, assign_slots
+from graph_cache.adapters.transformer_engine.preserved_state import FIRST_MICROBATCH, PreservedState
+from graph_cache.adapters.transformer_engine.samples import CapturedLayer, choose_samples, static_inputs
 from graph_cache.addresses import AddressBook
 from graph_cache.errors import CaptureError, GraphConfigError
 from graph_cache.training.attached import Hook, Part, Watched
@@ -40,23 +40,22 @@ SCOPE = "module"
 class TransformerEngineGraphs:
     """Forward and backward graphs of a pipeline stage's layers, captured in the order in which the stage runs them.
 
-    `layers`: parts of the stage's model chunks; those of a chunk are captured in the order in which they first ran.
-    `order` is that of the stage's forwards and backwards (`adapters.megatron.schedule` asks Megatron for it; [1, -1]
-    for one microbatch at a time). The microbatch of a call is the attribute `current_microbatch` of the part's module,
-    or of the one that `holders` has under the part's name; where there is none, calls are counted from the begin of the
-    round.
+    `layers`: parts of the stage's model chunks. Parts of a chunk are captured in the order in which they first ran.
+    `order`: the stage's forwards and backwards (from `adapters.megatron.schedule`; [1, -1] for one microbatch at a
+    time). The microbatch of a call is the attribute `current_microbatch` of the part's module, or of the module in
+    `holders` under the part's name; without it, calls are counted from the start of the step.
 
-    The first `warmup_rounds` rounds run eager, and say what to capture: arguments, modes, and the precision of
-    Transformer Engine's autocast around each layer. With `caches_weights` weights in reduced precision are quantized
-    once a step: in microbatch 0, or where a call says `is_first_microbatch=True`. `fired`: see AttachedModule.
+    The first `warmup_rounds` steps run eagerly and determine what to capture: arguments, modes, and the precision of
+    Transformer Engine's autocast around each layer. With `caches_weights`, reduced-precision weights are quantized once
+    per step: in microbatch 0, or when a call passes `is_first_microbatch=True`. `fired`: see AttachedModule.
 
-    Transformer Engine captures in CUDA's global mode, which a CUDA call of any other thread breaks: `paused` makes a
-    context that holds these still (an engine's loop), and whatever of the trainer must know (Megatron's hooks for
-    gradients); it is entered before the pool's lock is taken. `options` are further ones of `make_graphed_callables`.
-
-    What a replay returns is overwritten by later replays, from the end of its backward on. Raises GraphConfigError
-    without Transformer Engine or a GPU, for an order that can't be, and for layers that are taken over already. `maker`
+    Transformer Engine captures in CUDA's global mode, which fails if another thread makes a CUDA call. `paused` returns
+    a context manager that stops such threads (an engine's loop) and sets trainer flags (Megatron's capture flags); it
+    is entered before the pool's lock is taken. `options`: further options of `make_graphed_callables`. `maker`:
     captures instead of Transformer Engine.
+
+    The outputs of a replay are valid until its backward has run; later replays overwrite them. Raises GraphConfigError
+    without Transformer Engine or a GPU, for an invalid order, and for layers that are already intercepted.
     """
 
     def __init__(
@@ -74,14 +73,15 @@ class TransformerEngineGraphs:
         maker: Maker | None = None,
     ):
         if maker is None:
-            from graph_cache.adapters.transformer_engine.installed import Installed  # refuses by itself, in its words
+            # The constructor raises its own error without Transformer Engine or a GPU.
+            from graph_cache.adapters.transformer_engine.installed import InstalledTransformerEngine
 
-            maker = Installed(job, options or {})
+            maker = InstalledTransformerEngine(job, options or {})
         self.job = job
         self._maker = maker
         self._order = [int(entry) if entry == int(entry) else entry for entry in order]
-        self._slots = slots(order)
-        self._chunks = range(1 + max(chunk for chunk, _, _ in self._slots))
+        self._input_slots = assign_slots(order)
+        self._chunks = range(1 + max(chunk for chunk, _, _ in self._input_slots))
         self._warmup_rounds = max(1, warmup_rounds)
         self._caches_weights = caches_weights
         self._paused = paused
@@ -89,86 +89,96 @@ class TransformerEngineGraphs:
         self._layers = [Layer(part, fired, holders.get(part.name, part.module)) for part in parts]
         self._by_name = {layer.name: layer for layer in self._layers}
         if len(self._by_name) != len(self._layers):
-            raise GraphConfigError("two layers have one name: give each a name of its own")
-        beyond = [layer.name for layer in self._layers if layer.chunk not in self._chunks]
-        if beyond:
+            raise GraphConfigError("two layers have the same name: give each layer a unique name")
+        outside = [layer.name for layer in self._layers if layer.chunk not in self._chunks]
+        if outside:
             raise GraphConfigError(
-                f"order: it has {len(self._chunks)} chunks, found layers of others: "
-                f"{', '.join(beyond)}; number chunks from 0, as many as the order has"
+                f"order: it has {len(self._chunks)} chunks, found layers of other chunks: "
+                f"{', '.join(outside)}; number chunks from 0 and cover them in the order"
             )
         for layer in self._layers:
             layer.attached.take_over(lambda attached, args, kwargs, layer=layer: self._call(layer, args, kwargs))
         self._watched = Watched([layer.attached for layer in self._layers])
-        self._rounds = 0
-        self._outstanding = 0  # eager calls whose backward is to come
-        self._busy = False  # inside a capture or a layer: nested layers run eager
+        self._steps = 0
+        self._outstanding = 0  # eager calls whose backward has not run yet
+        self._busy = False  # inside a capture or a layer; nested layers run eagerly
         self._forget()
 
     def _forget(self) -> None:
-        self._made: Made | None = None
-        self._places: GraphSlots | None = None
+        self._graph_set: GraphSet | None = None
+        self._graph_slots: GraphSlots | None = None
         self._addresses = AddressBook()
         self._capture_seconds = 0.0
-        self._warm_rounds = 0
-        self._noted = self._failed = self._caches = False
-        self._weights_are_new: bool | None = None
-        self._run_order: dict[Layer, None] = {}  # those of which calls were noted, as they first ran
+        self._warm_steps = 0
+        self._recorded_this_step = self._failed = self._replays_cache_weights = False
+        self._last_weights_new: bool | None = None
+        self._run_order: dict[Layer, None] = {}  # layers with recorded calls, in the order of their first call
         for layer in self._layers:
             layer.forget()
-        self._accumulators: dict[Tensor, Any] = {}  # until the capture
+        self._accumulators: dict[Tensor, Any] = {}  # kept alive until the capture
 
     # ---- calls -----------------------------------------------------------------------------------------------------
 
     @property
     def is_idle(self) -> bool:
-        """Whether no forward waits for its backward."""
-        return not self._outstanding and (self._places is None or not self._places.alive)
+        """Whether no forward is waiting for its backward."""
+        return not self._outstanding and (self._graph_slots is None or not self._graph_slots.alive)
 
     def _call(self, layer: Layer, args: tuple, kwargs: dict[str, Any]) -> Any:
         if self._busy or self.job.pool.backend.is_capturing():
             return layer.attached.eager(*args, **kwargs)
         if not torch.is_grad_enabled():
-            return self._eager(layer, args, kwargs, NO_GRAD)
+            return self._run_eager(layer, args, kwargs, NO_GRAD)
         if self.is_idle:
             self._begin_step()
-        plain = {name: value for name, value in kwargs.items() if name != FIRST} if FIRST in kwargs else kwargs
-        microbatch, places = layer.microbatch(self._rounds), self._places
+        layer_kwargs = (
+            {name: value for name, value in kwargs.items() if name != FIRST_MICROBATCH}
+            if FIRST_MICROBATCH in kwargs
+            else kwargs
+        )
+        microbatch, graph_slots = layer.microbatch(self._steps), self._graph_slots
         if not layer.graphs:
-            return self._without_graphs(layer, args, kwargs, plain)
-        tensors = layer.fits(args, plain, self._maker.precision())
+            return self._without_graphs(layer, args, kwargs, layer_kwargs)
+        tensors = layer.fits(args, layer_kwargs, self._maker.precision())
         if tensors is None:
-            return self._eager(layer, args, kwargs, HOOKS if layer.attached.hooks_inside else UNSEEN)
-        place = places.at(layer.chunk, microbatch % places.microbatches, layer.index)
-        if not places.may_begin(place) or not layer.sample.loads(tensors, idle=not places.alive):
-            return self._eager(layer, args, kwargs, NO_INSTANCE)
-        said = kwargs.get(FIRST)
+            return self._run_eager(layer, args, kwargs, HOOKS if layer.attached.hooks_inside else UNSEEN)
+        graph_index = graph_slots.index_of(layer.chunk, microbatch % graph_slots.microbatches, layer.index)
+        if not graph_slots.may_replay_forward(graph_index) or not layer.sample.loads(
+            tensors, idle=not graph_slots.alive
+        ):
+            return self._run_eager(layer, args, kwargs, NO_INSTANCE)
+        is_first = kwargs.get(FIRST_MICROBATCH)
         return self._replay(
-            layer, place, microbatch % places.microbatches, tensors, said if isinstance(said, bool) else microbatch == 0
+            layer,
+            graph_index,
+            microbatch % graph_slots.microbatches,
+            tensors,
+            is_first if isinstance(is_first, bool) else microbatch == 0,
         )
 
-    def _without_graphs(self, layer: Layer, args: tuple, kwargs: dict[str, Any], plain: dict[str, Any]) -> Any:
-        """Eager; before the capture, the call is noted."""
+    def _without_graphs(self, layer: Layer, args: tuple, kwargs: dict[str, Any], layer_kwargs: dict[str, Any]) -> Any:
+        """Run eagerly. Before the capture, record the call."""
         if layer.attached.hooks_inside:
-            return self._eager(layer, args, kwargs, HOOKS)
-        if self._made is not None or self._failed:
-            return self._eager(layer, args, kwargs, FAILED if self._failed else UNSEEN)
-        key, tensors = flatten_call(args, plain, layer.attached.module.training)
+            return self._run_eager(layer, args, kwargs, HOOKS)
+        if self._graph_set is not None or self._failed:
+            return self._run_eager(layer, args, kwargs, FAILED if self._failed else UNSEEN)
+        key, tensors = flatten_call(args, layer_kwargs, layer.attached.module.training)
         if not layer.attached.wants_gradients(tensors):
-            return self._eager(layer, args, kwargs, NO_GRAD)
-        seen = layer.calls.note(key, tensors, args, plain, self._maker.precision())
-        if seen is not None and not self._noted:
+            return self._run_eager(layer, args, kwargs, NO_GRAD)
+        record = layer.calls.record(key, tensors, args, layer_kwargs, self._maker.precision())
+        if record is not None and not self._recorded_this_step:
             self._hold_accumulators()
-        value = self._eager(layer, args, kwargs, WARMING)
+        value = self._run_eager(layer, args, kwargs, WARMING)
         found = Result.of(value)[1]
-        if seen is not None:
-            self._noted = True
+        if record is not None:
+            self._recorded_this_step = True
             self._run_order.setdefault(layer)
-            seen.differentiable = tuple(tensor.requires_grad for tensor in found)
-        self._wait_for_backward(found)
+            record.differentiable = tuple(tensor.requires_grad for tensor in found)
+        self._track_backward(found)
         return value
 
-    def _eager(self, layer: Layer, args: tuple, kwargs: dict[str, Any], reason: str) -> Any:
-        """The eager forward, counted; layers inside it are part of it."""
+    def _run_eager(self, layer: Layer, args: tuple, kwargs: dict[str, Any], reason: str) -> Any:
+        """Run the eager forward and count the fallback. Nested layers run as part of it."""
         self.job.stats.fallbacks[layer.name, "forward", reason] += 1
         self._busy = True
         try:
@@ -176,92 +186,94 @@ class TransformerEngineGraphs:
         finally:
             self._busy = False
 
-    def _wait_for_backward(self, tensors: Iterable[Tensor]) -> None:
-        """A round lasts until the backwards of its eager calls are done, or will never come."""
+    def _track_backward(self, tensors: Iterable[Tensor]) -> None:
+        """Keep the step open until the backward of an eager call has run or its autograd graph is freed."""
         node = next((tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None), None)
         if node is None:
             return
 
-        def came(place: int) -> None:
+        def on_backward(graph_index: int) -> None:
             self._outstanding -= 1
 
         self._outstanding += 1
-        lease = Lease(came)
+        lease = Lease(on_backward)
         node.register_prehook(lambda grads: lease.end())
 
-    def _replay(self, layer: Layer, place: int, microbatch: int, tensors: Sequence[Tensor], are_new: bool) -> Any:
+    def _replay(
+        self, layer: Layer, graph_index: int, microbatch: int, tensors: Sequence[Tensor], weights_are_new: bool
+    ) -> Any:
         layer.attached.fire_hooks()
-        places = self._places
+        graph_slots = self._graph_slots
         call, names = layer.graphs[microbatch]
-        next_place = places.read_next.get(place)
-        given: dict[str, Any] = {
-            name: own_gradient(tensors[index], places, next_place)
-            for name, index in zip(names, layer.sample.moving, strict=True)
+        next_backward = graph_slots.next_backward.get(graph_index)
+        inputs: dict[str, Any] = {
+            name: protect_gradient(tensors[index], graph_slots, next_backward)
+            for name, index in zip(names, layer.sample.per_call, strict=True)
         }
-        if self._caches:
-            # By itself Transformer Engine says it with the first module of an autocast only, which may have run eager:
-            # graphs after it would go on with weights of the step before.
-            if layer.index == 0 or are_new is not self._weights_are_new:
-                self._maker.update_weights(are_new)
-                self._weights_are_new = are_new
-            given[FIRST] = are_new
-        places.begin(place)
+        if self._replays_cache_weights:
+            # Transformer Engine updates the flag only with the first module of an autocast, which may have run eagerly:
+            # later graphs would then use weights of the previous step.
+            if layer.index == 0 or weights_are_new is not self._last_weights_new:
+                self._maker.update_weights(weights_are_new)
+                self._last_weights_new = weights_are_new
+            inputs[FIRST_MICROBATCH] = weights_are_new
+        graph_slots.run_forward(graph_index)
         try:
-            value, node = layer.returned(call(**given))
+            value, node = layer.rebuild_result(call(**inputs))
         except BaseException:
-            places.end(place)
+            graph_slots.release(graph_index)
             raise
 
-        def came(place: int) -> None:
-            places.go_back(place)
+        def on_backward(graph_index: int) -> None:
+            graph_slots.run_backward(graph_index)
             for parameter in layer.added:
                 setattr(parameter, ADDED, True)
 
-        layer.ran()
-        setattr(node, REPLAYED, (id(places), place))
-        node.register_prehook(Arrival(layer.name, place, came, places.end))
+        layer.clear_first_microbatch()
+        setattr(node, REPLAY_ATTRIBUTE, (id(graph_slots), graph_index))
+        node.register_prehook(BackwardHook(layer.name, graph_index, on_backward, graph_slots.release))
         self.job.stats.replays[layer.label] += 1
         return value
 
     def backward_dw(self, name: str, microbatch: int) -> bool:
-        """Compute the delayed weight gradients of a layer from its graph. False, and nothing done, where its forward of
-        this microbatch ran eager: then call the layer's own `backward_dw`.
+        """Replay the delayed weight gradients of a layer. Returns False without doing anything if the forward of this
+        microbatch ran eagerly; the caller must then call the layer's own `backward_dw`.
         """
         layer = self._by_name[name]
         if not layer.graphs:
             return False
-        microbatch %= self._places.microbatches
-        place = self._places.at(layer.chunk, microbatch, layer.index)
-        if not self._places.owes_weights(place):
+        microbatch %= self._graph_slots.microbatches
+        graph_index = self._graph_slots.index_of(layer.chunk, microbatch, layer.index)
+        if not self._graph_slots.awaits_backward_dw(graph_index):
             return False
-        self._places.compute_weights(place)
+        self._graph_slots.run_backward_dw(graph_index)
         layer.graphs[microbatch][0].backward_dw()
         return True
 
     # ---- capture ---------------------------------------------------------------------------------------------------
 
     def _begin_step(self) -> None:
-        """Between two steps: count warm-up, capture after it, and look whether anything changed or moved."""
+        """At the start of a step, drop graphs whose memory was replaced, count warm-up, and capture after it."""
         self._watched.refresh()
-        if self._made is not None and not (self._addresses.unchanged() and self._made.are_current()):
+        if self._graph_set is not None and not (self._addresses.unchanged() and self._graph_set.are_current()):
             moved = [
                 *map(str, self._addresses.moved()),
-                *([] if self._made.are_current() else ["quantizers, by another recipe"]),
+                *([] if self._graph_set.are_current() else ["quantizers, replaced by another recipe"]),
             ]
             logger.error(
-                "what Transformer Engine's graphs read was replaced, and they were dropped: %s", "; ".join(moved)
+                "dropped Transformer Engine's graphs because memory that they read was replaced: %s", "; ".join(moved)
             )
             self.job.stats.invalidations[STALE] += 1
             self.clear()
-        self._rounds += 1
-        if self._noted:
-            self._warm_rounds += 1
-            self._noted = False
-        if self._made is None and not self._failed and self._warm_rounds >= self._warmup_rounds:
+        self._steps += 1
+        if self._recorded_this_step:
+            self._warm_steps += 1
+            self._recorded_this_step = False
+        if self._graph_set is None and not self._failed and self._warm_steps >= self._warmup_rounds:
             self._capture()
 
     def _hold_accumulators(self) -> None:
-        """From the first recorded call on until the capture, which may meet these nodes and no others (see Maker)."""
+        """Keep AccumulateGrad nodes that are safe in the capture alive until then (see Maker.accumulators)."""
         self._accumulators |= self._maker.accumulators(
             parameter
             for layer in self._layers
@@ -271,84 +283,96 @@ class TransformerEngineGraphs:
 
     def _capture(self) -> None:
         started = time.perf_counter()
-        gc.collect()  # histories of earlier steps, whose nodes the capture would meet
-        ran = sorted(self._run_order, key=lambda layer: layer.chunk)
-        samples = settle([layer.take_calls() for layer in ran])
+        gc.collect()  # frees autograd graphs of earlier steps, whose AccumulateGrad nodes would break the capture
+        layers_run = sorted(self._run_order, key=lambda layer: layer.chunk)
+        samples = choose_samples([layer.take_call_log() for layer in layers_run])
         chunks: list[list[Layer]] = [[] for _ in self._chunks]
         modules: list[CapturedLayer] = []
-        without = max((sample.seen.differentiable.count(False) for sample in samples if sample is not None), default=0)
-        for layer, sample in zip(ran, samples, strict=True):
+        nondiff_outputs = max(
+            (sample.record.differentiable.count(False) for sample in samples if sample is not None), default=0
+        )
+        for layer, sample in zip(layers_run, samples, strict=True):
             if sample is not None and not layer.attached.hooks_inside:
-                modules.append(layer.captured_layer(sample, len(chunks[layer.chunk]), without))
+                modules.append(layer.captured_layer(sample, len(chunks[layer.chunk]), nondiff_outputs))
                 chunks[layer.chunk].append(layer)
-        if not modules:  # hooks came up in all of them since
+        if not modules:  # all layers got hooks since they were recorded
             self._forget()
             return
         self._hold_accumulators()
-        self.job.pool.trim()  # what the eager rounds left cached is of no use to the graphs' own memory
+        self.job.pool.trim()  # memory cached by eager steps can't be used by the graphs' pool
         self._busy = True
         try:
-            made, added = self._make(chunks, modules)
+            graph_set, added = self._make_graphs(chunks, modules)
         except CaptureError as error:
-            logger.error("the capture by Transformer Engine failed, its layers will run eager: %s", error)
+            logger.error("the capture by Transformer Engine failed, layers will run eagerly: %s", error)
             self._failed = True
             for layer in self._layers:
                 self.job.stats.capture_failed(layer.name, SCOPE, error)
         finally:
             self._busy = False
-            self._accumulators = {}  # replays and eager calls need none of a stream of their own
-        if self._failed:  # the error is gone by now, and with it what it held of the capture
+            self._accumulators = {}  # replays and eager calls don't need them
+        if self._failed:  # outside `except`: the error no longer references memory of the capture
             self.job.pool.trim()
             return
         self._capture_seconds = time.perf_counter() - started
-        self._take(made, chunks, added)
+        self._install(graph_set, chunks, added)
         self.job.stats.observe_capture(self._capture_seconds)
-        logger.info("Transformer Engine captured %d pairs of graphs in %.2f s", len(made.calls), self._capture_seconds)
+        logger.info(
+            "Transformer Engine captured %d pairs of graphs in %.2f s", len(graph_set.calls), self._capture_seconds
+        )
 
-    def _make(self, chunks: Sequence[Sequence[Layer]], modules: Sequence[CapturedLayer]) -> tuple[Made, set[int]]:
-        """The graphs, and which parameters' gradients they add to `main_grad` themselves. Raises CaptureError."""
+    def _make_graphs(
+        self, chunks: Sequence[Sequence[Layer]], modules: Sequence[CapturedLayer]
+    ) -> tuple[GraphSet, set[int]]:
+        """Capture the plan. Returns the graphs and the ids of parameters whose gradients they add to `main_grad`.
+
+        Raises CaptureError.
+        """
         pool, layers = self.job.pool, [layer for chunk in chunks for layer in chunk]
-        reduced = [layer.sample.seen.precision for layer in layers if layer.sample.seen.precision.enabled]
-        if any(precision != reduced[0] for precision in reduced):
+        precisions = [layer.sample.record.precision for layer in layers if layer.sample.record.precision.enabled]
+        if any(precision != precisions[0] for precision in precisions):
             raise CaptureError(
-                f"the layers ran under different recipes or groups ({reduced}): one capture has one; "
-                "run them under one autocast, or attach those that differ apart"
+                f"the layers ran under different recipes or groups ({precisions}), but a capture has only one: "
+                "run them under one autocast, or attach them separately"
             )
         plan = CapturePlan(
             tuple(modules),
             [len(chunk) for chunk in chunks],
             self._order,
-            static_inputs([[layer.sample for layer in chunk] for chunk in chunks], self._slots),
-            tuple(layer.sample.seen.precision.enabled for layer in layers),
-            reduced[0] if reduced else Precision(),
-            self._caches_weights and bool(reduced),
+            static_inputs([[layer.sample for layer in chunk] for chunk in chunks], self._input_slots),
+            tuple(layer.sample.record.precision.enabled for layer in layers),
+            precisions[0] if precisions else Precision(),
+            self._caches_weights and bool(precisions),
         )
         device = pool.backend.device.type
         with ExitStack() as stack:
-            stack.enter_context(self._paused())  # first: who is paused may need the lock to get there
+            stack.enter_context(self._paused())  # first: paused threads may need the lock to reach their pause point
             stack.enter_context(pool.session())
             stack.enter_context(pool.capture_flag())
             stack.enter_context(without_compiling(pool.backend))
-            if torch.is_autocast_enabled(device):  # each stand-in enters what its layer ran under
+            if torch.is_autocast_enabled(device):  # each CapturedLayer enters its own layer's autocast
                 stack.enter_context(torch.autocast(device, enabled=False))
             for layer in layers:
-                stack.enter_context(layer.hooks_put_aside())
-            kept = stack.enter_context(
+                stack.enter_context(layer.hooks_removed())
+            preserved = stack.enter_context(
                 PreservedState([layer.attached.scope for layer in layers], self.job.state.values())
             )
-            made = self._maker.make(plan)
-        self._caches = plan.caches_weights
-        return made, kept.added
+            graph_set = self._maker.make(plan)
+        self._replays_cache_weights = plan.caches_weights
+        return graph_set, preserved.added
 
-    def _take(self, made: Made, chunks: Sequence[Sequence[Layer]], added: set[int]) -> None:
-        """Serve calls from these graphs from here on."""
-        self._made, self._places = made, GraphSlots(self._order, [len(chunk) for chunk in chunks])
-        slot_of = {(chunk, microbatch): slot for chunk, microbatch, slot in self._slots}
+    def _install(self, graph_set: GraphSet, chunks: Sequence[Sequence[Layer]], added: set[int]) -> None:
+        """Serve calls from these graphs from now on."""
+        self._graph_set, self._graph_slots = graph_set, GraphSlots(self._order, [len(chunk) for chunk in chunks])
+        slot_of = {(chunk, microbatch): slot for chunk, microbatch, slot in self._input_slots}
         for chunk, layers in enumerate(chunks):
-            microbatches = range(self._places.microbatches)
+            microbatches = range(self._graph_slots.microbatches)
             for layer in layers:
-                layer.captured(
-                    [made.calls[self._places.at(chunk, microbatch, layer.index)] for microbatch in microbatches],
+                layer.set_graphs(
+                    [
+                        graph_set.calls[self._graph_slots.index_of(chunk, microbatch, layer.index)]
+                        for microbatch in microbatches
+                    ],
                     [slot_of[chunk, microbatch] for microbatch in microbatches],
                     added,
                     SCOPE,
@@ -358,19 +382,19 @@ class TransformerEngineGraphs:
                 self.job.stats.captures[layer.name, SCOPE, "recorded"] += len(layer.graphs)
         self._addresses.watch(self.job.state)
 
-    # ---- the end ---------------------------------------------------------------------------------------------------
+    # ---- shutdown --------------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Drop all graphs at once; the next rounds warm up anew. A backward that is still to come then raises."""
-        made = self._made
+        """Drop all graphs; the next steps warm up again. A backward that is still outstanding raises."""
+        graph_set = self._graph_set
         self._forget()
-        if made is not None:
-            made.close()
+        if graph_set is not None:
+            graph_set.close()
             self.job.pool.trim()
 
     def detach(self) -> None:
-        """Drop all graphs and give the layers their calls back. Call it before process groups are destroyed: what NCCL
-        holds for graphs would hang the exit.
+        """Drop all graphs and stop intercepting the layers. Call it before process groups are destroyed: NCCL resources
+        held by graphs would hang the exit.
         """
         self.clear()
         for layer in self._layers:
@@ -378,16 +402,16 @@ class TransformerEngineGraphs:
         self._layers = []
 
     def table(self) -> list[dict[str, Any]]:
-        """Every pair of graphs as plain values; bytes and seconds are shares of the one capture."""
-        if self._made is None:
+        """Return one row per pair of graphs. Bytes and seconds are the capture's totals divided evenly."""
+        if self._graph_set is None:
             return []
         pairs = [(layer, microbatch) for layer in self._layers for microbatch in range(len(layer.graphs))]
         return [
             {
                 "module": layer.name,
                 "instance": microbatch,
-                "engine": self._made.engine,
-                "bytes": self._made.nbytes // len(pairs),
+                "engine": self._graph_set.engine,
+                "bytes": self._graph_set.nbytes // len(pairs),
                 "capture_seconds": round(self._capture_seconds / len(pairs), 6),
             }
             for layer, microbatch in pairs

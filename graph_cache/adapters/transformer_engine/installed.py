@@ -1,7 +1,7 @@
-"""Transformer Engine as it is installed: whether it can capture here, its captures, and its precision.
+"""The installed Transformer Engine: whether it can capture here, its captures, and its precision.
 
-The one file that imports it, when something is made of it. Owns what its capture leaves behind when it fails: it puts
-nothing back then, neither its own state nor the allocator's nor the generators'.
+Imports transformer_engine lazily. Transformer Engine restores nothing after a failed capture; this module restores its
+state, the allocator's and the generators'.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from graph_cache.training.capture_context import CaptureContext
 logger = logging.getLogger(__name__)
 
 PACKAGE = "transformer_engine"
-FULL = Precision()
-# Without the last, gradients of parameters are handed out where the next replay overwrites them.
-NEEDED = (
+NO_AUTOCAST = Precision()
+# Without clone_param_grads_on_return, parameter gradients alias memory that the next replay overwrites.
+REQUIRED_OPTIONS = (
     "sample_kwargs",
     "enabled",
     "recipe",
@@ -43,7 +43,7 @@ NEEDED = (
     "_reuse_graph_input_output_buffers",
     "clone_param_grads_on_return",
 )
-OURS = (
+RESERVED_OPTIONS = (
     "modules",
     "sample_args",
     "calibrating",
@@ -53,15 +53,15 @@ OURS = (
     "fp8_group",
     "fp8_weight_caching",
     "capture_time_hooks",
-    *NEEDED,
+    *REQUIRED_OPTIONS,
 )
 
 
-def missing(backend: str) -> list[str]:
-    """What a capture by Transformer Engine needs and isn't here, a line each."""
+def missing_requirements(backend: str) -> list[str]:
+    """Return the missing requirements for a capture by Transformer Engine."""
     found = []
     if importlib.util.find_spec(PACKAGE) is None:
-        found.append(f"no {PACKAGE} to import")
+        found.append(f"{PACKAGE} is not installed")
     if not torch.cuda.is_available():
         found.append("no CUDA device (torch.cuda.is_available() is False)")
     if backend != "cuda":
@@ -69,18 +69,18 @@ def missing(backend: str) -> list[str]:
     return found
 
 
-class Installed:
-    """Captures plans for one job. Raises GraphConfigError, saying what was asked, found, and what to do."""
+class InstalledTransformerEngine:
+    """`Maker` for one capture context. Raises GraphConfigError if requirements are missing or options are invalid."""
 
     def __init__(self, job: CaptureContext, options: Mapping[str, Any]):
-        lacking = missing(job.pool.backend.name)
-        if lacking:
-            raise _refusal("; ".join(lacking))
+        problems = missing_requirements(job.pool.backend.name)
+        if problems:
+            raise _refusal("; ".join(problems))
         try:
             import transformer_engine.pytorch as te
             from transformer_engine.pytorch import graph
             from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-        except Exception as error:  # a library of its own that can't be loaded may raise anything
+        except Exception as error:  # loading its shared libraries may raise anything
             raise _refusal(f"{PACKAGE} can't be imported: {type(error).__name__}: {error}") from error
         self.version = installed_version()
         self._job = job
@@ -89,31 +89,31 @@ class Installed:
         self._graph = graph
         self._state = FP8GlobalStateManager
         self._options = dict(options)
-        known = inspect.signature(self._make).parameters
-        lacking = [name for name in NEEDED if name not in known]
+        parameters = inspect.signature(self._make).parameters
+        problems = [name for name in REQUIRED_OPTIONS if name not in parameters]
         if not hasattr(graph, "_graph_context_wrapper"):
-            lacking.append("_graph_context_wrapper")
-        if lacking:
-            raise _refusal(f"{PACKAGE} {self.version}, whose make_graphed_callables has no {', '.join(lacking)}")
-        refused = [name for name in options if name not in known or name in OURS]
+            problems.append("_graph_context_wrapper")
+        if problems:
+            raise _refusal(f"{PACKAGE} {self.version}, with a make_graphed_callables that lacks {', '.join(problems)}")
+        refused = [name for name in options if name not in parameters or name in RESERVED_OPTIONS]
         if refused:
-            free = ", ".join(sorted(set(known) - set(OURS)))
+            allowed = ", ".join(sorted(set(parameters) - set(RESERVED_OPTIONS)))
             raise GraphConfigError(
-                f"options: {', '.join(refused)} can't be given to Transformer Engine "
-                f"{self.version}: what may be is {free}"
+                f"options: {', '.join(refused)} can't be passed to Transformer Engine "
+                f"{self.version}: allowed are {allowed}"
             )
         self._check_generators(job.generators)
-        self._nothing = torch.zeros(1, device=self._backend.device)
-        self._stream = torch.cuda.Stream(self._backend.device)  # of the captures
+        self._scratch = torch.zeros(1, device=self._backend.device)
+        self._stream = torch.cuda.Stream(self._backend.device)  # stream of the captures
 
     def _check_generators(self, generators: Sequence[torch.Generator]) -> None:
         registered = [self._backend.default_generator, *self._tracked_generators()]
-        others = [one for one in generators if all(one is not known for known in registered)]
+        others = [one for one in generators if all(one is not other for other in registered)]
         if others:
             raise GraphConfigError(
-                f"{len(others)} generators that captured draws use are not Transformer Engine's, "
-                "which registers its own tracker's with its graphs and no others: build the model "
-                "with use_te_rng_tracker=True, or take cuda_graph_impl='local'"
+                f"{len(others)} generators used in the capture are not Transformer Engine's, "
+                "which registers only those of its own RNG tracker with its graphs: build the model "
+                "with use_te_rng_tracker=True, or use cuda_graph_impl='local'"
             )
 
     def _tracked_generators(self) -> list[torch.Generator]:
@@ -122,31 +122,31 @@ class Installed:
     # ---- precision -------------------------------------------------------------------------------------------------
 
     def precision(self) -> Precision | None:
-        """That of Transformer Engine's autocast now; None while calibrating."""
+        """Return the precision of the current autocast; None while calibrating."""
         if self._state.is_fp8_calibration():
             return None
         if not self._state.is_fp8_enabled():
-            return FULL
+            return NO_AUTOCAST
         return Precision(True, self._state.get_fp8_recipe(), self._state.get_fp8_group())
 
     def update_weights(self, are_new: bool) -> None:
-        """Whether graphs that replay from here on quantize their weights."""
+        """Set whether subsequent replays quantize their weights."""
         self._state.set_skip_fp8_weight_update_tensor(not are_new)
 
     # ---- capture ---------------------------------------------------------------------------------------------------
 
-    def make(self, plan: CapturePlan) -> Captured:
-        """Capture a plan into memory of its own. Raises CaptureError; the device and its flags are as before then."""
+    def make(self, plan: CapturePlan) -> TransformerEngineGraphSet:
+        """Capture a plan into its own memory pool. Raises CaptureError after restoring the device and its flags."""
         memory = self._job.pool.new_memory()
         recipe = plan.precision.recipe if any(plan.enabled) else None
         options = {"allow_unused_input": True} | self._options
-        handled = sys.exception()  # by the caller, which has no part in what goes wrong here
+        outer_error = sys.exception()  # an error that the caller is handling; not a cause of ours
         try:
             with (
                 torch.cuda.device(self._backend.device),
-                self._flag_of(plan),
-                self._captures_as_ours(),
-                self._put_back_on_failure(plan.modules, recipe, memory),
+                self._weight_update_flag(plan),
+                self._capture_on_own_stream(),
+                self._restore_on_failure(plan.modules, recipe, memory),
             ):
                 calls = self._make(
                     plan.modules,
@@ -164,43 +164,45 @@ class Installed:
                     **options,
                 )
         except Exception as error:
-            cause = _within(error, handled)
+            cause = _root_cause(error, outer_error)
             raise CaptureError(
                 f"make_graphed_callables of Transformer Engine {self.version} raised "
                 f"{type(cause).__name__}: {cause}. It captures into the parameters' own gradients: "
-                "attach a model when no loss of earlier steps is held any more, and build wrappers for "
-                "data parallelism on a stream of their own"
+                "attach a model while no loss of earlier steps is held, and build data-parallel "
+                "wrappers on a non-default stream"
             ) from error
-        return Captured(calls, memory, Quantizers(plan.modules))
+        return TransformerEngineGraphSet(calls, memory, Quantizers(plan.modules))
 
     def accumulators(self, parameters: Iterable[Tensor]) -> dict[Tensor, Any]:
-        """They work on the stream where they are made: on the default one, a capture would depend on what isn't."""
-        # PyTorch warns of them, once: that they are of another stream than the steps is what they are for.
+        """Create AccumulateGrad nodes on the capture stream. On the default stream, a capture would depend on
+        uncaptured work.
+        """
+        # PyTorch warns once that their stream differs from the step's, which is intended here.
         warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
         with torch.cuda.stream(self._stream):
             return new_accumulators(parameters)
 
     @contextmanager
-    def _captures_as_ours(self) -> Iterator[None]:
-        """Each of its captures is on our stream, and looked at before it ends, as our own are."""
+    def _capture_on_own_stream(self) -> Iterator[None]:
+        """Run its captures on our stream and check each for host copies before it ends, as for our own captures."""
         capture = self._graph._graph_context_wrapper
 
         @contextmanager
-        def looked_at(*args: Any, **kwargs: Any) -> Iterator[None]:
+        def checked_capture(*args: Any, **kwargs: Any) -> Iterator[None]:
             with capture(*args, stream=self._stream, **kwargs):
                 yield
                 self._backend.refuse_copies_of_the_host()
 
-        self._graph._graph_context_wrapper = looked_at
+        self._graph._graph_context_wrapper = checked_capture
         try:
             yield
         finally:
             self._graph._graph_context_wrapper = capture
 
     @contextmanager
-    def _flag_of(self, plan: CapturePlan) -> Iterator[None]:
-        """Without cached weights, no flag: one that an earlier capture made would be read by these graphs too, which
-        nobody then tells that weights are new.
+    def _weight_update_flag(self, plan: CapturePlan) -> Iterator[None]:
+        """Remove the skip-weight-update flag during a capture without cached weights. Otherwise these graphs would read
+        the flag of an earlier capture and never see that weights are new.
         """
         state = self._state.quantization_state
         flag = state.skip_fp8_weight_update_tensor
@@ -214,11 +216,11 @@ class Installed:
             state.skip_fp8_weight_update_tensor = flag
 
     @contextmanager
-    def _put_back_on_failure(self, modules: Sequence[nn.Module], recipe: Any, memory: CudaMemory) -> Iterator[None]:
-        """What Transformer Engine changes for a capture, and puts back itself only after one that went well."""
-        collects, stream = gc.isenabled(), torch.cuda.current_stream()
+    def _restore_on_failure(self, modules: Sequence[nn.Module], recipe: Any, memory: CudaMemory) -> Iterator[None]:
+        """Restore, if the block raises, the state that Transformer Engine restores only after a successful capture."""
+        gc_was_enabled, stream = gc.isenabled(), torch.cuda.current_stream()
         generators = [self._backend.default_generator, *self._tracked_generators()]
-        draws = [generator.get_state() for generator in generators]
+        rng_states = [generator.get_state() for generator in generators]
         quantizers = self._graph.save_fp8_tensors(modules, recipe=recipe)
         hooks = [(module._forward_hooks, dict(module._forward_hooks)) for one in modules for module in one.modules()]
         try:
@@ -226,37 +228,37 @@ class Installed:
         except BaseException:
             torch.cuda.set_stream(stream)
             self._graph.set_capture_end()
-            if collects:
+            if gc_was_enabled:
                 gc.enable()
             for registered, before in hooks:
                 registered.clear()
                 registered.update(before)
-            self._leave_capture(memory)
+            self._end_broken_capture(memory)
             self._graph.restore_fp8_tensors(modules, quantizers)
-            for generator, state in zip(generators, draws, strict=True):
+            for generator, state in zip(generators, rng_states, strict=True):
                 generator.set_state(state)
             raise
         finally:
             for kind in {type(module) for module in modules}:
-                if "__call__" in vars(kind):  # which it sets, to enter its autocast
+                if "__call__" in vars(kind):  # set by make_graphed_callables to enter its autocast
                     del kind.__call__
 
-    def _leave_capture(self, memory: CudaMemory) -> None:
-        """End what a capture that broke off left: the allocator's routing, and generators that think they are captured.
+    def _end_broken_capture(self, memory: CudaMemory) -> None:
+        """Clean up after a capture that raised: end the allocator's routing to its pool and unregister its generators.
 
-        An empty capture that ends well takes the generators out.
+        A successful empty capture takes the generators out of capture mode.
         """
         try:
             torch._C._cuda_endAllocateToPool(self._backend.device.index, memory.id)
-        except RuntimeError as ended:  # by the capture itself, as far as it came
+        except RuntimeError as ended:  # the capture already ended it
             logger.debug("after a failed capture: %s", ended)
         torch.cuda.synchronize(self._backend.device)
         generators = self._tracked_generators()
-        self._backend.capture(self._nothing.zero_, self._job.pool.new_memory(), generators, None).close()
+        self._backend.capture(self._scratch.zero_, self._job.pool.new_memory(), generators, None).close()
 
 
-class Captured:
-    """Graphs that Transformer Engine made, in `memory`, which is theirs alone."""
+class TransformerEngineGraphSet:
+    """Graphs captured by Transformer Engine into their own `memory`."""
 
     engine = PACKAGE
 
@@ -268,11 +270,11 @@ class Captured:
         memory.adopt()
 
     def are_current(self) -> bool:
-        """Whether scales, amaxes and cached weights are still those that the modules use."""
+        """Return whether the modules still use the captured scales, amaxes and cached weights."""
         return self._quantizers is None or self._quantizers.are_current()
 
     def close(self) -> None:
-        """Reset every graph; their memory is free from then on. A backward that is still to come raises."""
+        """Reset every graph and free their memory. A backward that is still outstanding raises."""
         calls, self.calls = self.calls, ()
         for call in calls:
             call.reset()
@@ -281,24 +283,24 @@ class Captured:
             self._memory.release()
 
 
-def _within(error: BaseException, handled: BaseException | None) -> BaseException:
-    """What went wrong in a capture, where `error` is that its end failed too."""
-    within = error.__context__
+def _root_cause(error: BaseException, outer_error: BaseException | None) -> BaseException:
+    """Return the original error of a capture if `error` only reports that ending the capture failed."""
+    context = error.__context__
     if (
-        within is None
-        or within is handled
+        context is None
+        or context is outer_error
         or error.__suppress_context__
         or not any(word in str(error) for word in REFUSALS)
     ):
         return error
-    return _within(within, handled)
+    return _root_cause(context, outer_error)
 
 
 def new_accumulators(parameters: Iterable[Tensor]) -> dict[Tensor, Any]:
-    """For each parameter whose gradients no living node adds up, one that does, of the current stream."""
+    """Create an AccumulateGrad node on the current stream for each parameter that has none alive."""
     parameters, seen = list(parameters), "seen by Encore"
     for parameter in parameters:
-        _accumulator(parameter).metadata[seen] = True  # gone with the node, where nobody else holds it
+        _accumulator(parameter).metadata[seen] = True  # lost with the node unless something else keeps it alive
     found = {parameter: _accumulator(parameter) for parameter in parameters}
     return {parameter: node for parameter, node in found.items() if node.metadata.pop(seen, None) is None}
 
@@ -309,7 +311,7 @@ def _accumulator(parameter: Tensor) -> Any:
 
 
 def installed_version() -> str | None:
-    """The version of Transformer Engine here, without importing it; None where there is none."""
+    """Return the version of Transformer Engine without importing it; None if it is not installed."""
     try:
         return importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
@@ -318,8 +320,8 @@ def installed_version() -> str | None:
 
 def _refusal(found: str) -> GraphConfigError:
     return GraphConfigError(
-        "cuda_graph_impl='transformer_engine' was asked for, which captures by Transformer "
+        "cuda_graph_impl='transformer_engine' was asked for, which captures with Transformer "
         f"Engine's make_graphed_callables on an NVIDIA GPU; found {found}. Install "
-        "encore-serve[gpu] (transformer-engine 2.20 or later) on a machine with a GPU, or take "
+        "encore-serve[gpu] (transformer-engine 2.20 or later) on a machine with a GPU, or use "
         "cuda_graph_impl='local', which captures the same layers without either"
     )

@@ -1,4 +1,4 @@
-"""What makes graphs of a plan. Transformer Engine does on a GPU; whatever else does must keep the same contract."""
+"""Interface for capturing a plan as graphs. Transformer Engine implements it on a GPU; tests implement it on a CPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Precision:
-    """Transformer Engine's autocast around a call; `recipe` and the amax reduction `group` apply when enabled."""
+    """Transformer Engine's autocast at a call. `recipe` and the amax reduction `group` apply if enabled."""
 
     enabled: bool = False
     recipe: Any = None
@@ -20,10 +20,10 @@ class Precision:
 
 @dataclass(frozen=True)
 class CapturePlan:
-    """Everything that a capture is of.
+    """Input of a capture.
 
-    `modules` are the layers of all chunks, `enabled` says for each whether its precision is reduced, `samples` are the
-    static inputs of each of them in each microbatch, by keyword: chunk, microbatch, layer.
+    `modules`: the layers of all chunks. `enabled`: whether each layer runs in reduced precision. `samples`: static
+    inputs by keyword for each layer and microbatch, ordered by chunk, microbatch, layer.
     """
 
     modules: tuple[nn.Module, ...]
@@ -35,41 +35,41 @@ class CapturePlan:
     caches_weights: bool
 
 
-class Made(Protocol):
-    """The graphs of a plan."""
+class GraphSet(Protocol):
+    """The captured graphs of a plan."""
 
     engine: str
     nbytes: int
     calls: Sequence[Callable[..., Any]]
-    """One for each of the plan's samples: takes its keywords, and `is_first_microbatch` (whether weights are new) where
-    weights are cached; copies what is not there already, replays, and returns the tensors that the module did, from
-    static memory, as outputs of one node of autograd. `backward_dw()` of it replays the weight gradients."""
+    """One callable per sample of the plan. Takes the sample's keywords, and `is_first_microbatch` (whether weights are
+    new) if weights are cached. Copies inputs that are not already static, replays, and returns the module's output
+    tensors in static memory, as outputs of one autograd node. Its `backward_dw()` replays the weight gradients."""
 
     def are_current(self) -> bool:
-        """Whether what the graphs read beside parameters and inputs is still what the modules use."""
+        """Return whether the modules still use the state that the graphs read (quantizers, cached weights)."""
 
     def close(self) -> None:
-        """Destroy the graphs and give their memory back."""
+        """Destroy the graphs and free their memory."""
 
 
 class Maker(Protocol):
-    """Captures by its own ways, at the caller's word alone."""
+    """Captures plans and reports Transformer Engine's precision."""
 
-    def make(self, plan: CapturePlan) -> Made:
-        """Capture all of it, with generators as before. Raises CaptureError; then nothing is left of it.
+    def make(self, plan: CapturePlan) -> GraphSet:
+        """Capture the plan and restore the generators. Raises CaptureError after releasing everything.
 
-        What it runs before the capture adds gradients and changes buffers: the caller puts back what is the model's.
+        Warm-up runs before the capture add gradients and change buffers; the caller restores the model's state.
         """
 
     def accumulators(self, parameters: Iterable[Tensor]) -> dict[Tensor, Any]:
-        """New nodes of autograd that add up gradients, such as a capture may hold, for parameters that have none now.
+        """Create AccumulateGrad nodes that are safe in a capture, for parameters that have none now.
 
-        While one is kept, all steps go by it. One that a step made would break a capture for as long as that step's
-        loss is held, and the next step's, which goes by it too.
+        Autograd reuses a node while it is alive. A node created by a training step is on the step's stream and would
+        break a capture while that step's loss, or a later one that reuses the node, is held.
         """
 
     def precision(self) -> Precision | None:
-        """That of a call made now; None while calibrating, which no graph does."""
+        """Return the current precision; None while calibrating, which can't be captured."""
 
     def update_weights(self, are_new: bool) -> None:
-        """Whether graphs that replay from here on quantize their weights, or use what they have cached."""
+        """Set whether subsequent replays quantize their weights or use the cached ones."""

@@ -1,7 +1,8 @@
-"""A pipeline stage's order of forwards and backwards, as Transformer Engine writes it, and what follows from it alone.
+"""Parse a pipeline stage's order of forwards and backwards in Transformer Engine's notation, and derive from it the
+static input slots and which graphs may be outstanding together.
 
-3 is a forward of the third chunk, -3 a backward of it, -3.5 the weight gradients of the backward before; a chunk's
-backwards take its microbatches in the order of its forwards. Pure Python: knows no tensor and no schedule.
+3 is a forward of the third chunk, -3 its backward, -3.5 the delayed weight gradients (backward_dw) of the preceding
+backward. The backwards of a chunk process microbatches in the order of its forwards. Pure Python.
 """
 
 from __future__ import annotations
@@ -24,188 +25,190 @@ class EventKind(Enum):
 
 
 class Event(NamedTuple):
-    """An entry of an order; chunk and microbatch count from 0. `last`: nothing of this microbatch's chunk follows."""
+    """An entry of an order. Chunk and microbatch count from 0. `last`: the final event of its chunk and microbatch."""
 
-    what: EventKind
+    kind: EventKind
     chunk: int
     microbatch: int
     last: bool
 
 
-def events(order: Sequence[float]) -> list[Event]:
-    """The entries of an order, read. Raises GraphConfigError for one that can't be run to its end.
+def parse_order(order: Sequence[float]) -> list[Event]:
+    """Parse an order into events. Raises GraphConfigError for an invalid order.
 
-    Every chunk needs as many forwards as the others, each with one backward after it, and either none of its backwards
-    or each of them followed by its weight gradients.
+    All chunks need the same number of forwards, each followed by one backward. In a chunk either every backward or none
+    is followed by its weight gradients.
     """
-    done: dict[EventKind, defaultdict[int, int]] = {what: defaultdict(int) for what in EventKind}
+    counts_by_kind: dict[EventKind, defaultdict[int, int]] = {kind: defaultdict(int) for kind in EventKind}
     delayed = {_chunk(entry) for entry in order if ceil(entry) != entry}
-    found = []
+    entries = []
     for position, entry in enumerate(order):
-        chunk, what = _chunk(entry), _what(entry)
-        microbatch = done[what][chunk]
-        done[what][chunk] += 1
+        chunk, kind = _chunk(entry), _kind_of(entry)
+        microbatch = counts_by_kind[kind][chunk]
+        counts_by_kind[kind][chunk] += 1
         before = {
             EventKind.FORWARD: None,
             EventKind.BACKWARD: EventKind.FORWARD,
             EventKind.WEIGHTS: EventKind.BACKWARD,
-        }[what]
-        wanted = None if before is None else done[before][chunk]
+        }[kind]
+        available = None if before is None else counts_by_kind[before][chunk]
         if (
             entry == 0
             or abs(entry - ceil(entry)) not in (0, 0.5)
-            or (what is EventKind.FORWARD and entry != ceil(entry))
+            or (kind is EventKind.FORWARD and entry != ceil(entry))
         ):
             raise GraphConfigError(
-                f"order: {entry} at position {position} means nothing: forwards are 1, 2, …, "
+                f"order: {entry} at position {position} is not a valid entry: forwards are 1, 2, …, "
                 "backwards -1, -2, …, weight gradients -1.5, -2.5, …"
             )
-        if wanted is not None and (microbatch >= wanted or (what is EventKind.WEIGHTS and microbatch != wanted - 1)):
-            raise GraphConfigError(
-                f"order: {entry} at position {position} has no {before.value} before it that it could belong to"
-            )
-        found.append(
-            Event(what, chunk, microbatch, what is (EventKind.WEIGHTS if chunk in delayed else EventKind.BACKWARD))
+        if available is not None and (
+            microbatch >= available or (kind is EventKind.WEIGHTS and microbatch != available - 1)
+        ):
+            raise GraphConfigError(f"order: {entry} at position {position} has no matching {before.value} before it")
+        entries.append(
+            Event(kind, chunk, microbatch, kind is (EventKind.WEIGHTS if chunk in delayed else EventKind.BACKWARD))
         )
-    _check_counts(done, delayed)
-    return found
+    _check_counts(counts_by_kind, delayed)
+    return entries
 
 
 def _chunk(entry: float) -> int:
     return abs(ceil(entry)) - 1
 
 
-def _what(entry: float) -> EventKind:
+def _kind_of(entry: float) -> EventKind:
     if entry > 0:
         return EventKind.FORWARD
     return EventKind.BACKWARD if ceil(entry) == entry else EventKind.WEIGHTS
 
 
-def _check_counts(done: dict[EventKind, defaultdict[int, int]], delayed: set[int]) -> None:
-    forwards = done[EventKind.FORWARD]
+def _check_counts(counts_by_kind: dict[EventKind, defaultdict[int, int]], delayed: set[int]) -> None:
+    forwards = counts_by_kind[EventKind.FORWARD]
     if sorted(forwards) != list(range(len(forwards))) or len(set(forwards.values())) != 1:
         counts = {chunk + 1: count for chunk, count in sorted(forwards.items())}
-        raise GraphConfigError(f"order: forwards of each chunk are {counts}: every chunk from 1 on needs as many")
+        raise GraphConfigError(
+            f"order: forwards of each chunk are {counts}: every chunk from 1 on needs the same number"
+        )
     for chunk, count in forwards.items():
-        for what in (EventKind.BACKWARD, *([EventKind.WEIGHTS] if chunk in delayed else [])):
-            if done[what][chunk] != count:
+        for kind in (EventKind.BACKWARD, *([EventKind.WEIGHTS] if chunk in delayed else [])):
+            if counts_by_kind[kind][chunk] != count:
                 raise GraphConfigError(
-                    f"order: chunk {chunk + 1} has {count} forwards and {done[what][chunk]} entries "
-                    f"for {what.value}: each microbatch needs one"
+                    f"order: chunk {chunk + 1} has {count} forwards and {counts_by_kind[kind][chunk]} entries "
+                    f"for {kind.value}: each microbatch needs one"
                 )
 
 
-def outstanding(order: Sequence[float]) -> list[int]:
-    """For each chunk, how many of its microbatches are at most between their forward and the end of their backward."""
+def max_outstanding(order: Sequence[float]) -> list[int]:
+    """Return for each chunk the maximum number of outstanding microbatches (forward done, backward not finished)."""
     counts: defaultdict[int, int] = defaultdict(int)
-    for chunk, _, slot in slots(order):
+    for chunk, _, slot in assign_slots(order):
         counts[chunk] = max(counts[chunk], slot + 1)
     return [counts[chunk] for chunk in sorted(counts)]
 
 
-def slots(order: Sequence[float]) -> list[tuple[int, int, int]]:
-    """(chunk, microbatch, slot) of each forward in order, all from 0: which of its chunk's static inputs it gets.
+def assign_slots(order: Sequence[float]) -> list[tuple[int, int, int]]:
+    """Return (chunk, microbatch, slot) of each forward in order, all from 0. A slot is a chunk's set of static inputs.
 
-    Two microbatches of a chunk share a slot only if one's life is over when the other's begins; each takes the lowest
-    free one, so there are as many as are outstanding at most.
+    Microbatches share a slot only if they are never outstanding together. Each takes the lowest free slot, so a chunk
+    has as many slots as its maximum of outstanding microbatches.
     """
-    taken: defaultdict[int, dict[int, int]] = defaultdict(dict)  # of each chunk: slot -> microbatch
-    found = []
-    for event in events(order):
-        mine = taken[event.chunk]
-        if event.what is EventKind.FORWARD:
-            slot = next(slot for slot in range(len(mine) + 1) if slot not in mine)
-            mine[slot] = event.microbatch
-            found.append((event.chunk, event.microbatch, slot))
+    slots_in_use: defaultdict[int, dict[int, int]] = defaultdict(dict)  # chunk -> slot -> microbatch
+    assigned = []
+    for event in parse_order(order):
+        chunk_slots = slots_in_use[event.chunk]
+        if event.kind is EventKind.FORWARD:
+            slot = next(slot for slot in range(len(chunk_slots) + 1) if slot not in chunk_slots)
+            chunk_slots[slot] = event.microbatch
+            assigned.append((event.chunk, event.microbatch, slot))
         elif event.last:
-            del mine[next(slot for slot, microbatch in mine.items() if microbatch == event.microbatch)]
-    return found
+            del chunk_slots[next(slot for slot, microbatch in chunk_slots.items() if microbatch == event.microbatch)]
+    return assigned
 
 
 class GraphSlots:
-    """The graphs of a captured order, one place for each layer and microbatch, and which may be replayed now.
+    """The graphs of a captured order, one index per layer and microbatch, and which of them may be replayed now.
 
-    Places count through chunks, then microbatches, then layers. Graphs captured one after another share memory: what
-    one leaves for its backward was kept from those captured until then, and from no others. So a graph may be replayed
-    beside those only that were outstanding when it was captured.
+    Indices count chunks, then microbatches, then layers. Graphs share memory in capture order: a graph does not
+    overwrite activations that were outstanding when it was captured, but may overwrite any others. So a graph may be
+    replayed only while the outstanding graphs are a subset of those at its capture.
     """
 
     def __init__(self, order: Sequence[float], layers_per_chunk: Sequence[int]):
-        found = events(order)
-        chunks = 1 + max(event.chunk for event in found)
+        entries = parse_order(order)
+        chunks = 1 + max(event.chunk for event in entries)
         if chunks != len(layers_per_chunk):
             raise GraphConfigError(
                 f"order: it has {chunks} chunks, found {len(layers_per_chunk)} lists of layers: give one for each chunk"
             )
-        self.microbatches = sum(event.what is EventKind.FORWARD for event in found) // chunks
-        self.alive = 0  # a bit for each place between its forward and the end of its backward
+        self.microbatches = sum(event.kind is EventKind.FORWARD for event in entries) // chunks
+        self.alive = 0  # bit mask of graphs between forward and end of backward
         self._layers = list(layers_per_chunk)
         self._starts = [self.microbatches * sum(self._layers[:chunk]) for chunk in range(chunks)]
-        self._beside: dict[EventKind, dict[int, int]] = {what: {} for what in EventKind}
-        self._owing = 0
-        self._is_delayed: dict[int, bool] = {}  # place -> whether its weight gradients come after its backward
-        self.read_next: dict[int, int] = {}  # place -> whose backward comes next
-        self._capture_order(found)
+        self._alive_at_capture: dict[EventKind, dict[int, int]] = {kind: {} for kind in EventKind}
+        self._awaiting_backward_dw = 0
+        self._has_delayed_weights: dict[int, bool] = {}  # graph index -> whether it has backward_dw
+        self.next_backward: dict[int, int] = {}  # graph index -> index of the next backward
+        self._capture_order(entries)
 
-    def _capture_order(self, found: Sequence[Event]) -> None:
+    def _capture_order(self, entries: Sequence[Event]) -> None:
         alive, last_backward = 0, None
-        for event in found:
-            for place in self._of(event):
-                self._beside[event.what][place] = alive
-                if event.what is EventKind.FORWARD:
-                    alive |= 1 << place
-                elif event.what is EventKind.BACKWARD:
+        for event in entries:
+            for index in self._indices_of(event):
+                self._alive_at_capture[event.kind][index] = alive
+                if event.kind is EventKind.FORWARD:
+                    alive |= 1 << index
+                elif event.kind is EventKind.BACKWARD:
                     if last_backward is not None:
-                        self.read_next[last_backward] = place
-                    last_backward = place
+                        self.next_backward[last_backward] = index
+                    last_backward = index
                 if event.last:
-                    alive &= ~(1 << place)
-                    self._is_delayed[place] = event.what is EventKind.WEIGHTS
+                    alive &= ~(1 << index)
+                    self._has_delayed_weights[index] = event.kind is EventKind.WEIGHTS
 
-    def _of(self, event: Event) -> Iterator[int]:
+    def _indices_of(self, event: Event) -> Iterator[int]:
         layers = range(self._layers[event.chunk])
-        for layer in layers if event.what is EventKind.FORWARD else reversed(layers):
-            yield self.at(event.chunk, event.microbatch, layer)
+        for layer in layers if event.kind is EventKind.FORWARD else reversed(layers):
+            yield self.index_of(event.chunk, event.microbatch, layer)
 
-    def at(self, chunk: int, microbatch: int, layer: int) -> int:
-        """The place of a layer, by its number within its chunk."""
+    def index_of(self, chunk: int, microbatch: int, layer: int) -> int:
+        """Return the graph index of a layer, given its number within the chunk."""
         return self._starts[chunk] + microbatch * self._layers[chunk] + layer
 
-    def may_begin(self, place: int) -> bool:
-        """Whether its forward may be replayed now, beside what is outstanding."""
-        return not self.alive & ~self._beside[EventKind.FORWARD][place]
+    def may_replay_forward(self, index: int) -> bool:
+        """Return whether the forward may be replayed with the currently outstanding graphs."""
+        return not self.alive & ~self._alive_at_capture[EventKind.FORWARD][index]
 
-    def begin(self, place: int) -> None:
-        """Its forward is replayed now."""
-        self.alive |= 1 << place
+    def run_forward(self, index: int) -> None:
+        """Record that the forward is replayed."""
+        self.alive |= 1 << index
 
-    def go_back(self, place: int) -> None:
-        """Its backward is replayed now. Raises GraphError where another order was captured."""
-        self._check(place, EventKind.BACKWARD)
-        if self._is_delayed[place]:
-            self._owing |= 1 << place
+    def run_backward(self, index: int) -> None:
+        """Record that the backward is replayed. Raises GraphError if the order differs from the captured one."""
+        self._check(index, EventKind.BACKWARD)
+        if self._has_delayed_weights[index]:
+            self._awaiting_backward_dw |= 1 << index
         else:
-            self.end(place)
+            self.release(index)
 
-    def owes_weights(self, place: int) -> bool:
-        """Whether its backward was replayed, and its weight gradients are to come."""
-        return bool(self._owing >> place & 1)
+    def awaits_backward_dw(self, index: int) -> bool:
+        """Return whether the backward was replayed but not yet the delayed weight gradients."""
+        return bool(self._awaiting_backward_dw >> index & 1)
 
-    def compute_weights(self, place: int) -> None:
-        """The weight gradients that it owes are replayed now. Raises GraphError where another order was captured."""
-        self._check(place, EventKind.WEIGHTS)
-        self.end(place)
+    def run_backward_dw(self, index: int) -> None:
+        """Record that the delayed weight gradients are replayed. Raises GraphError if the order differs."""
+        self._check(index, EventKind.WEIGHTS)
+        self.release(index)
 
-    def _check(self, place: int, what: EventKind) -> None:
-        others = self.alive & ~self._beside[what][place]
+    def _check(self, index: int, kind: EventKind) -> None:
+        others = self.alive & ~self._alive_at_capture[kind][index]
         if others:
             raise GraphError(
-                f"{what.value} of graph {place} came while {others.bit_count()} others were outstanding "
-                "that were not when it was captured, and whose memory it would overwrite: run backwards "
+                f"{kind.value} of graph {index} came while {others.bit_count()} graphs were outstanding "
+                "that were not outstanding at its capture, and whose memory it would overwrite: run backwards "
                 "in the order that was given for the capture"
             )
 
-    def end(self, place: int) -> None:
-        """Its life is over, by its backward or because that will never come."""
-        self.alive &= ~(1 << place)
-        self._owing &= ~(1 << place)
+    def release(self, index: int) -> None:
+        """Mark the graph as no longer outstanding: its backward is done or will never run."""
+        self.alive &= ~(1 << index)
+        self._awaiting_backward_dw &= ~(1 << index)

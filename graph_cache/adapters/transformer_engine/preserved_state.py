@@ -1,7 +1,7 @@
-"""State of a model that a capture's own runs change, and that training must find as it was.
+"""Save and restore the model state that warm-up and capture runs change.
 
-Owns gradients, the buffers that they are added up in, running statistics, Megatron's flags, and what a job names. The
-copies are made where there is something: between two steps buffers for gradients are zero.
+This covers gradients, `main_grad` buffers, module buffers, Megatron's flags, and the tensors of the capture context.
+All-zero `main_grad` buffers, as between two steps, are zeroed again instead of copied.
 """
 
 from __future__ import annotations
@@ -14,23 +14,26 @@ from torch import Tensor, nn
 
 from graph_cache.training.parameter_aliases import ADDED, MAIN_GRAD
 
-Thing = TypeVar("Thing")
-FIRST = "is_first_microbatch"  # "the weights are new": an argument of Transformer Engine's, and a flag of Megatron's
+T = TypeVar("T")
+# An argument of Transformer Engine's modules and a flag of Megatron's: weights have changed since the last call.
+FIRST_MICROBATCH = "is_first_microbatch"
 
 
 class PreservedState:
-    """Context that leaves modules, and the tensors of `state`, as they were, however it ends.
+    """Context manager that restores modules and the tensors of `state` on exit, also after an error.
 
-    No microbatch is a first one inside, whose gradients would take the place of those in `main_grad`. `added` then
-    holds the parameters whose gradients were added to their `main_grad` inside, by id.
+    `is_first_microbatch` is False inside, since gradients of a first microbatch overwrite `main_grad`. After exit,
+    `added` holds the ids of parameters whose gradients were added to their `main_grad` inside.
     """
 
     def __init__(self, scopes: Iterable[nn.Module], state: Iterable[Tensor]):
         scopes = list(scopes)
         self.added: set[int] = set()
         self._parameters = _distinct(parameter for scope in scopes for parameter in scope.parameters())
-        self._first = [
-            module for module in _distinct(one for scope in scopes for one in scope.modules()) if FIRST in vars(module)
+        self._first_flagged = [
+            module
+            for module in _distinct(module for scope in scopes for module in scope.modules())
+            if FIRST_MICROBATCH in vars(module)
         ]
         self._tensors = _distinct([*(buffer for scope in scopes for buffer in scope.buffers()), *state])
 
@@ -43,28 +46,28 @@ class PreservedState:
             for main_grad in (getattr(parameter, MAIN_GRAD, None) for parameter in self._parameters)
             if isinstance(main_grad, Tensor)
         ]
-        self._flags = [
+        self._added_flags = [
             (parameter, getattr(parameter, ADDED)) for parameter in self._parameters if hasattr(parameter, ADDED)
         ]
-        self._were_first = [vars(module)[FIRST] for module in self._first]
-        for module in self._first:
-            setattr(module, FIRST, False)
+        self._first_flags = [vars(module)[FIRST_MICROBATCH] for module in self._first_flagged]
+        for module in self._first_flagged:
+            setattr(module, FIRST_MICROBATCH, False)
         for parameter in self._parameters:
-            parameter.grad = None  # or what runs inside would add to it in place
-        for parameter, _ in self._flags:
+            parameter.grad = None  # otherwise runs inside would accumulate into it in place
+        for parameter, _ in self._added_flags:
             setattr(parameter, ADDED, False)
         return self
 
     @torch.no_grad()
     def __exit__(self, *exc_info: object) -> None:
-        self.added = {id(parameter) for parameter, _ in self._flags if getattr(parameter, ADDED)}
-        for module, before in zip(self._first, self._were_first, strict=True):
-            setattr(module, FIRST, before)
-        for parameter, before in self._flags:
+        self.added = {id(parameter) for parameter, _ in self._added_flags if getattr(parameter, ADDED)}
+        for module, before in zip(self._first_flagged, self._first_flags, strict=True):
+            setattr(module, FIRST_MICROBATCH, before)
+        for parameter, before in self._added_flags:
             setattr(parameter, ADDED, before)
         for parameter, grad in zip(self._parameters, self._grads, strict=True):
             parameter.grad = grad
-        for tensor, value in self._values:  # by `.data`: to autograd this is no change of what was saved
+        for tensor, value in self._values:  # `.data` does not bump the version counter that autograd checks
             tensor.data.copy_(value)
         for main_grad, value in self._main_grads:
             if value is None:
@@ -73,5 +76,5 @@ class PreservedState:
                 main_grad.data.copy_(value)
 
 
-def _distinct(things: Iterable[Thing]) -> list[Thing]:
-    return list({id(thing): thing for thing in things}.values())
+def _distinct(items: Iterable[T]) -> list[T]:
+    return list({id(item): item for item in items}.values())

@@ -1,7 +1,8 @@
-"""What graphs read of Transformer Engine's modules beside their parameters: scales, amaxes, quantizers, cached weights.
+"""Track the non-parameter state that graphs read from Transformer Engine modules: scales, amaxes, quantizers, cached
+weights.
 
-Modules replace these when they run under another recipe, and free what a graph was captured with. Owns that this is
-held for as long as the graphs live, and noticed. Knows the modules by their attributes alone.
+Modules replace this state when they run under another recipe. Keep the captured objects alive as long as the graphs,
+and detect the replacement. Modules are recognized by their attributes alone.
 """
 
 from __future__ import annotations
@@ -11,40 +12,40 @@ from typing import Any
 
 from torch import nn
 
-WHOLE = ("quantizers", "_quantizers", "_fp8_workspaces")  # attributes of which every entry is read
-METAS = ("fp8_meta", "_fp8_metas")
-STATES = ("scaling_fwd", "scaling_bwd")  # of these, what is read; the rest is told anew at each call
+STATE_DICTS = ("quantizers", "_quantizers", "_fp8_workspaces")  # dicts whose every entry is read
+META_DICTS = ("fp8_meta", "_fp8_metas")
+RECIPE_STATES = ("scaling_fwd", "scaling_bwd")  # entries of META_DICTS that graphs read; the rest is set at each call
 
 StateEntry = tuple[Mapping[str, Any], str, Any]
 
 
 class Quantizers:
-    """The state of these modules and of those inside, as it is now."""
+    """Snapshot of the quantizer state of modules and their submodules."""
 
     def __init__(self, modules: Iterable[nn.Module]):
-        found = {module: None for one in modules for module in one.modules()}
-        self._entries: list[StateEntry] = [entry for module in found for entry in _read(module)]
+        submodules = {module: None for root in modules for module in root.modules()}
+        self._entries: list[StateEntry] = [entry for module in submodules for entry in _read(module)]
 
     def are_current(self) -> bool:
-        """Whether all of it is still in use."""
+        """Return whether the modules still use all of this state."""
         return all(owner.get(key) is value for owner, key, value in self._entries)
 
 
 def _read(module: nn.Module) -> Iterator[StateEntry]:
     attributes = vars(module)
-    for name in (*WHOLE, *METAS):
+    for name in (*STATE_DICTS, *META_DICTS):
         value = attributes.get(name)
         if isinstance(value, dict):
             yield attributes, name, value
-            yield from ((value, key, one) for key, one in value.items() if name in WHOLE)
-            if name in METAS:
+            yield from ((value, key, entry) for key, entry in value.items() if name in STATE_DICTS)
+            if name in META_DICTS:
                 yield from _states(value)
 
 
 def _states(meta: Mapping[str, Any]) -> Iterator[StateEntry]:
-    """Recipe states, which some modules keep by direction."""
+    """Yield recipe states, which some modules nest by direction."""
     for key, value in meta.items():
-        if key in STATES:
+        if key in RECIPE_STATES:
             yield meta, key, value
         elif isinstance(value, dict):
             yield from _states(value)

@@ -1,6 +1,6 @@
-"""What layers were called with while they warmed up, and from it what they are captured with: static inputs by slot.
+"""Record the calls of layers during warm-up, and choose the static inputs to capture them with.
 
-Owns what must be the same for a graph to serve a call. Knows neither graphs nor rounds, and runs on any device.
+Decides which calls a graph may serve. Runs on any device.
 """
 
 from __future__ import annotations
@@ -20,57 +20,57 @@ from graph_cache.errors import CaptureError
 from graph_cache.training.attached import AttachedModule
 from graph_cache.training.call import PLAIN, CallKey, Expected, Result, autocast_as, flatten_call, unflatten_call
 
-# Values that a graph may hold: they are compared at each call. An object of another kind may change under a graph.
+# Argument types that may be baked into a graph: they are compared at each call. Other objects may be mutated later.
 CONSTANTS = (*PLAIN, enum.Enum)
 
 
 @dataclass
-class Seen:
-    """Calls of one key: how many, under which precision the last, and which arguments were the same tensor in all."""
+class CallRecord:
+    """Calls with one key: their count, the precision of the last, and the arguments that were always one tensor."""
 
     expected: Expected
     precision: Precision
-    same: list[Tensor | None]  # held, so that its address names nothing else
+    same_tensors: list[Tensor | None]  # held, so that its address names nothing else
     count: int = 1
-    differentiable: tuple[bool, ...] = ()  # which of the tensors that came out have gradients
+    differentiable: tuple[bool, ...] = ()  # for each output tensor, whether it requires grad
 
 
-class Calls:
-    """The calls of one layer."""
+class CallLog:
+    """Recorded calls of one layer."""
 
     def __init__(self) -> None:
-        self._seen: dict[CallKey, Seen] = {}
+        self._records: dict[CallKey, CallRecord] = {}
 
-    def note(
+    def record(
         self, key: CallKey, tensors: Sequence[Tensor], args: tuple, kwargs: dict[str, Any], precision: Precision | None
-    ) -> Seen | None:
-        """Remember a call; None for one that no graph may serve: in eval mode, while calibrating, with an argument that
-        is neither tensor nor constant.
+    ) -> CallRecord | None:
+        """Record a call. Returns None for a call that can't be captured: in eval mode, while calibrating, or with an
+        argument that is neither a tensor nor a constant.
         """
         if precision is None or not key.training or not all(isinstance(value, CONSTANTS) for value in key.values):
             return None
-        seen = self._seen.get(key)
-        if seen is None:
-            same = [None if tensor.requires_grad else tensor for tensor in tensors]
-            seen = self._seen[key] = Seen(Expected(key, args, kwargs), precision, same)
-            return seen
-        seen.count += 1
-        seen.precision = precision
-        seen.same = [
+        record = self._records.get(key)
+        if record is None:
+            same_tensors = [None if tensor.requires_grad else tensor for tensor in tensors]
+            record = self._records[key] = CallRecord(Expected(key, args, kwargs), precision, same_tensors)
+            return record
+        record.count += 1
+        record.precision = precision
+        record.same_tensors = [
             one if one is not None and one.data_ptr() == tensor.data_ptr() else None
-            for one, tensor in zip(seen.same, tensors, strict=True)
+            for one, tensor in zip(record.same_tensors, tensors, strict=True)
         ]
-        return seen
+        return record
 
-    def usual(self) -> tuple[CallKey, Seen] | None:
-        """The key that was seen most, of those whose calls have a backward."""
-        found = [item for item in self._seen.items() if any(item[1].differentiable)]
+    def most_common(self) -> tuple[CallKey, CallRecord] | None:
+        """Return the most frequent key among calls with a backward."""
+        found = [item for item in self._records.items() if any(item[1].differentiable)]
         return max(found, key=lambda item: item[1].count, default=None)
 
 
 @dataclass
-class Shared:
-    """A static input that several layers read, loaded when a call brings another tensor or a changed one."""
+class SharedInput:
+    """A static input read by several layers. Reloaded when a call passes another tensor or a modified one."""
 
     static: Tensor
     _source: Tensor  # held, so that its address names nothing else
@@ -80,41 +80,41 @@ class Shared:
         self._version = self._source._version
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether it is the tensor that was loaded last, unchanged."""
+        """Return whether `tensor` is the one loaded last, unmodified."""
         return tensor.data_ptr() == self._source.data_ptr() and tensor._version == self._version
 
     def load(self, tensor: Tensor) -> None:
-        """Hold this from now on; graphs whose backward is to come would read it too."""
+        """Copy `tensor` in. Outstanding graphs would read the new value in their backward."""
         self.static.copy_(tensor)
         self._source, self._version = tensor, tensor._version
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What a layer's graphs are captured for: a key, a precision, and for each tensor what all layers share, or None.
+    """The call that a layer's graphs are captured for: its key, its record, and each tensor's SharedInput or None.
 
-    The tensors that are not shared, the moving ones, are what a graph is given at each replay.
+    Tensors without a SharedInput are passed to the graph at each replay (`per_call`).
     """
 
     key: CallKey
-    seen: Seen
-    shared: tuple[Shared | None, ...]
+    record: CallRecord
+    shared: tuple[SharedInput | None, ...]
 
     @property
-    def moving(self) -> list[int]:
-        """Which tensor arguments a replay brings."""
+    def per_call(self) -> list[int]:
+        """Indices of the tensor arguments that are passed at each replay."""
         return [index for index, one in enumerate(self.shared) if one is None]
 
     def fits(self, args: tuple, kwargs: dict[str, Any], training: bool) -> Sequence[Tensor] | None:
-        """The tensors of a call that these graphs serve; None for another. The caller has gradients enabled."""
-        tensors = self.seen.expected.tensors(args, kwargs, training)
+        """Return the tensors of a call that these graphs serve, else None. Gradients must be enabled."""
+        tensors = self.record.expected.tensors(args, kwargs, training)
         if tensors is not None:
             return tensors
         key, tensors = flatten_call(args, kwargs, training)
         return tensors if key.types == self.key.types and key == self.key else None
 
     def loads(self, tensors: Sequence[Tensor], idle: bool) -> bool:
-        """Whether the shared inputs are those of this call; others are loaded if no graph is outstanding (`idle`)."""
+        """Return whether the shared inputs match this call. Reloads them only if no graph is outstanding (`idle`)."""
         others = [
             (one, tensor)
             for one, tensor in zip(self.shared, tensors, strict=True)
@@ -126,76 +126,80 @@ class Sample:
             one.load(tensor)
         return True
 
-    def arguments(self, moving: Sequence[Tensor]) -> tuple[tuple, dict[str, Any]]:
-        """The arguments of a call with these moving tensors and the shared ones."""
-        rest = iter(moving)
+    def arguments(self, per_call: Sequence[Tensor]) -> tuple[tuple, dict[str, Any]]:
+        """Build the arguments of a call from per-call tensors and the shared inputs."""
+        rest = iter(per_call)
         return unflatten_call(self.key, [next(rest) if one is None else one.static for one in self.shared])
 
 
-def settle(layers: Sequence[Calls]) -> list[Sample | None]:
-    """For each layer what to capture it for; None for one without a call that a graph may serve.
+def choose_samples(layers: Sequence[CallLog]) -> list[Sample | None]:
+    """Choose for each layer the call to capture; None if it had no call that can be captured.
 
-    A tensor without gradient that at least two layers were given, in every call of at least two, is shared by them
-    (rotary frequencies, a mask): one static input instead of one for each layer and slot.
+    A tensor without gradient that at least two layers received in all of at least two calls (rotary frequencies, a
+    mask) becomes one shared static input instead of one per layer and slot.
     """
-    found = [calls.usual() for calls in layers]
-    takers: defaultdict[int, int] = defaultdict(int)
+    found = [calls.most_common() for calls in layers]
+    readers: defaultdict[int, int] = defaultdict(int)
     for one in found:
-        for address in {tensor.data_ptr() for tensor in one[1].same if tensor is not None} if one is not None else ():
-            takers[address] += 1
-    made: dict[tuple, Shared] = {}
+        for address in (
+            {tensor.data_ptr() for tensor in one[1].same_tensors if tensor is not None} if one is not None else ()
+        ):
+            readers[address] += 1
+    shared_inputs: dict[tuple, SharedInput] = {}
 
-    def shared(tensor: Tensor | None, seen: Seen) -> Shared | None:
-        if tensor is None or seen.count < 2 or takers[tensor.data_ptr()] < 2:
+    def shared(tensor: Tensor | None, record: CallRecord) -> SharedInput | None:
+        if tensor is None or record.count < 2 or readers[tensor.data_ptr()] < 2:
             return None
-        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        if place not in made:
-            made[place] = Shared(tensor.detach().clone(memory_format=torch.preserve_format), tensor)
-        return made[place]
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if key not in shared_inputs:
+            shared_inputs[key] = SharedInput(tensor.detach().clone(memory_format=torch.preserve_format), tensor)
+        return shared_inputs[key]
 
     samples = [
-        None if one is None else Sample(*one, tuple(shared(tensor, one[1]) for tensor in one[1].same)) for one in found
+        None if one is None else Sample(*one, tuple(shared(tensor, one[1]) for tensor in one[1].same_tensors))
+        for one in found
     ]
     for sample in samples:
         if sample is not None:
-            sample.seen.same = []  # it held them for their addresses
+            sample.record.same_tensors = []  # held only to keep their addresses unique
     return samples
 
 
-def names_of(chunk: int, layer: int, slot: int, sample: Sample) -> list[str]:
-    """Keywords for the moving tensors of a layer's graphs in one slot.
+def input_names(chunk: int, layer: int, slot: int, sample: Sample) -> list[str]:
+    """Return keywords for the per-call tensors of a layer's graphs in one slot.
 
-    Transformer Engine gives two graphs the same static inputs if their keywords, shapes and dtypes are the same and the
-    lives of their microbatches don't overlap. It looks at neither strides nor whether a gradient is wanted, nor at who
-    shares already; with a keyword for each slot it can only choose what was chosen here.
+    Transformer Engine shares static inputs between graphs with equal keywords, shapes and dtypes whose microbatches
+    don't overlap. It ignores strides, requires_grad and existing sharing. Keywords that are unique per slot restrict it
+    to the sharing chosen here.
     """
-    return [f"chunk{chunk}_layer{layer}_slot{slot}_{index}" for index in sample.moving]
+    return [f"chunk{chunk}_layer{layer}_slot{slot}_{index}" for index in sample.per_call]
 
 
 def static_inputs(
     samples: Sequence[Sequence[Sample]], slots: Sequence[tuple[int, int, int]]
 ) -> list[dict[str, Tensor]]:
-    """The moving static inputs of each graph by keyword, in Transformer Engine's order: chunk, microbatch, layer.
+    """Allocate the per-call static inputs of each graph by keyword, in Transformer Engine's order: chunk, microbatch,
+    layer.
 
-    `samples` lists the layers of each chunk; `slots` is (chunk, microbatch, slot) of each forward: graphs of the same
-    layer and slot have the same tensors.
+    `samples`: the layers of each chunk. `slots`: (chunk, microbatch, slot) of each forward. Graphs of the same layer
+    and slot share tensors.
     """
-    made: dict[tuple[int, int, int], dict[str, Tensor]] = {}
+    inputs_by_slot: dict[tuple[int, int, int], dict[str, Tensor]] = {}
     found = []
     for chunk, _, slot in sorted(slots):
         for layer, sample in enumerate(samples[chunk]):
-            place = (chunk, layer, slot)
-            if place not in made:
-                made[place] = {
+            key = (chunk, layer, slot)
+            if key not in inputs_by_slot:
+                inputs_by_slot[key] = {
                     name: _static(sample.key.tensors[index])
-                    for name, index in zip(names_of(*place, sample), sample.moving, strict=True)
+                    for name, index in zip(input_names(*key, sample), sample.per_call, strict=True)
                 }
-            found.append(dict(made[place]))
+            found.append(dict(inputs_by_slot[key]))
     return found
 
 
 def _static(signature: tuple) -> Tensor:
-    """A tensor of this signature: ones where a gradient is wanted, which no norm divides by zero, else zeros."""
+    """Allocate a tensor of this signature: ones if it requires grad, to avoid division by zero in norms, else zeros."""
     shape, strides, dtype, device, wants_gradient = signature
     if any(stride == 0 < size - 1 for size, stride in zip(shape, strides, strict=True)):
         tensor = torch.empty(shape, dtype=dtype, device=device)  # an expanded tensor can't be copied into
@@ -205,44 +209,49 @@ def _static(signature: tuple) -> Tensor:
 
 
 class CapturedLayer(nn.Module):
-    """What Transformer Engine is given in a layer's place: called with the moving tensors by keyword, it makes the call
-    that was recorded, and returns its tensors: those with a gradient, `without` of no gradient, None where there are
-    fewer.
+    """Module that Transformer Engine captures in place of a layer. Called with the per-call tensors by keyword, it
+    repeats the recorded call and returns its tensors: the differentiable ones, then the others, padded with None to
+    `nondiff_outputs`.
 
-    By the shapes of the first Transformer Engine 2.20 takes one graph's gradients of outputs for another's, which must
-    then be at the same places among as many outputs. Has the parameters and submodules of the part of the layer that
-    is captured, and none of its own hooks.
+    Transformer Engine 2.20 reuses output-gradient buffers between graphs whose differentiable outputs have equal
+    shapes, so these need the same positions among the same number of outputs. The module has the parameters and
+    submodules of the captured part, without the layer's own hooks.
     """
 
-    def __init__(self, attached: AttachedModule, call: Callable[..., Any], sample: Sample, without: int):
+    def __init__(self, attached: AttachedModule, call: Callable[..., Any], sample: Sample, nondiff_outputs: int):
         super().__init__()
         self.scope = attached.scope
-        self._call = functools.partial(call)  # a module by itself would become a part of this one
+        self._call = functools.partial(call)  # wrapped, since a module attribute would be registered as a submodule
         self._sample = sample
-        self._without = without
-        wanted = sample.seen.differentiable
-        self._places = sorted(range(len(wanted)), key=lambda index: not wanted[index])  # of what is returned, in it
+        self._nondiff_outputs = nondiff_outputs
+        wanted = sample.record.differentiable
+        self._output_order = sorted(
+            range(len(wanted)), key=lambda index: not wanted[index]
+        )  # indices of the result's tensors
         self._result: Result | None = None
 
-    def forward(self, **moving: Tensor) -> tuple[Tensor | None, ...]:
-        args, kwargs = self._sample.arguments(list(moving.values()))
+    def forward(self, **per_call: Tensor) -> tuple[Tensor | None, ...]:
+        args, kwargs = self._sample.arguments(list(per_call.values()))
         with autocast_as(self._sample.key):
-            return self.taken_apart(self._call(*args, **kwargs))
+            return self.flatten_result(self._call(*args, **kwargs))
 
-    def taken_apart(self, value: Any) -> tuple[Tensor | None, ...]:
-        """The tensors of what the layer returned, in the order of a graph."""
+    def flatten_result(self, value: Any) -> tuple[Tensor | None, ...]:
+        """Return the tensors of the layer's result in the graph's output order."""
         self._result, tensors = Result.of(value)
-        wanted = self._sample.seen.differentiable
+        wanted = self._sample.record.differentiable
         if len(tensors) != len(wanted):
-            raise CaptureError(f"the layer returned {len(tensors)} tensors, and {len(wanted)} in the recorded call")
-        return (*[tensors[place] for place in self._places], *[None] * (self._without - wanted.count(False)))
+            raise CaptureError(f"the layer returned {len(tensors)} tensors, but {len(wanted)} in the recorded call")
+        return (
+            *[tensors[index] for index in self._output_order],
+            *[None] * (self._nondiff_outputs - wanted.count(False)),
+        )
 
-    def unflatten_call(self, outputs: Sequence[Tensor]) -> Any:
-        """What the layer would have returned, from a replay's outputs, without history where it gives none."""
+    def rebuild_result(self, outputs: Sequence[Tensor]) -> Any:
+        """Rebuild the layer's result from a replay's outputs. Non-differentiable outputs are detached."""
         if self._result.is_tensor:
             return outputs[0]
-        count = sum(self._sample.seen.differentiable)
-        tensors: list[Any] = [None] * len(self._places)
-        for index, place in enumerate(self._places):
-            tensors[place] = outputs[index] if index < count else outputs[index].detach()
+        count = sum(self._sample.record.differentiable)
+        tensors: list[Any] = [None] * len(self._output_order)
+        for position, index in enumerate(self._output_order):
+            tensors[index] = outputs[position] if position < count else outputs[position].detach()
         return self._result.build(tensors)

@@ -308,16 +308,6 @@ def test_a_tied_update_requires_a_head_equal_to_the_embedding() -> None:
     assert torch.equal(model.embed.weight, table)
 
 
-def test_load_weight_rejects_unknown_names_and_shapes() -> None:
-    model = make_model()
-    model.load_weight(V, torch.full((32, 32), 2.0))
-    assert torch.equal(model.layers[1].attn.qkv.weight[-32:], torch.full((32, 32), 2.0))
-    with pytest.raises(ModelError, match="no weight 'nope'"):
-        model.load_weight("nope", torch.zeros(1))
-    with pytest.raises(ModelError, match=r"shape \(1,\), the model needs \(32, 32\)"):
-        model.load_weight(V, torch.zeros(1))
-
-
 def test_a_single_file_is_found_without_an_index(tmp_path: Path) -> None:
     write_folder(tmp_path, weights_of(make_model()))
     assert safetensors_files(tmp_path) == [tmp_path / "model.safetensors"]

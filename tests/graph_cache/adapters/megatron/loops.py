@@ -1,5 +1,5 @@
-"""Megatron's calling convention on a CPU: forward-backward functions, forward steps, plain training over them, and the
-same from graphs.
+"""Helpers for Megatron's calling convention on a CPU: forward-backward functions, forward steps, and training with and
+without graphs.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tests.support.megatron_models import VOCAB, tokens
 MICRO = 4
 
 
-class _CountersStayHere(TorchFunctionMode):
-    """Within it, `torch.zeros(…, device="cuda")` is made on the CPU."""
+class _CountersOnCpu(TorchFunctionMode):
+    """Create `torch.zeros(…, device="cuda")` on the CPU."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -34,34 +34,34 @@ class _CountersStayHere(TorchFunctionMode):
 
 @functools.wraps(forward_backward_no_pipelining)
 def no_pipelining(**keywords: Any) -> Any:
-    """Megatron's own. The sole thing in it that asks for a GPU is where it counts tokens."""
-    with _CountersStayHere():
+    """Megatron's own schedule. Only its token counter needs a GPU; it is moved to the CPU."""
+    with _CountersOnCpu():
         return forward_backward_no_pipelining(**keywords)
 
 
 def two_stages(
     *, forward_step_func, data_iterator, model, num_microbatches, seq_length, micro_batch_size, forward_only=False
 ):
-    """Model chunks one after the other, as virtual pipeline stages of one rank, with what Megatron's schedules do:
-    `set_input_tensor`, gradients handed back between chunks, the loss divided by the microbatches and scaled.
+    """Run model chunks in sequence as virtual pipeline stages of one rank, as Megatron's schedules do: with
+    `set_input_tensor`, gradients passed between chunks, and the loss divided by the microbatches and scaled.
     """
     reports = []
     for _ in range(num_microbatches):
-        entered, passed = None, []
+        chunk_input, chunk_io = None, []
         for chunk, iterator in zip(model, data_iterator, strict=True):
-            get_attr_wrapped_model(chunk, "set_input_tensor")([entered])
-            left, loss_func = forward_step_func(iterator, chunk)
-            passed.append((entered, left))
-            entered = left.detach().requires_grad_()
-        loss, report = loss_func(left)
+            get_attr_wrapped_model(chunk, "set_input_tensor")([chunk_input])
+            chunk_output, loss_func = forward_step_func(iterator, chunk)
+            chunk_io.append((chunk_input, chunk_output))
+            chunk_input = chunk_output.detach().requires_grad_()
+        loss, report = loss_func(chunk_output)
         reports.append(report)
         if forward_only:
             continue
         scale = get_model_config(model[-1]).grad_scale_func or (lambda one: one)
-        passed[-1], grad = (passed[-1][0], scale(loss / num_microbatches)), None
-        for entered, left in reversed(passed):
-            torch.autograd.backward(left, grad)
-            grad = None if entered is None else entered.grad
+        chunk_io[-1], grad = (chunk_io[-1][0], scale(loss / num_microbatches)), None
+        for chunk_input, chunk_output in reversed(chunk_io):
+            torch.autograd.backward(chunk_output, grad)
+            grad = None if chunk_input is None else chunk_input.grad
     return reports
 
 
@@ -106,7 +106,7 @@ FORWARD_STEP = forward_step_with(mean_loss)
 
 
 def iterate(run, model, step, *, count=MICRO, length=12, data=None, forward_step_func=FORWARD_STEP, **keywords):
-    """One iteration by `run`, on the data of this step."""
+    """Run one iteration on the data of this step."""
     return run(
         forward_step_func=forward_step_func,
         data_iterator=data or batches(step, count, length),
@@ -123,7 +123,7 @@ def parameters_of(model):
 
 
 def train(run, model, steps=10, each=iterate, before=None):
-    """Plain training: losses and all gradients of every step, as copies."""
+    """Train and return copies of the losses and all gradients of every step."""
     torch.manual_seed(1)
     optimizer, log = torch.optim.SGD(parameters_of(model), lr=0.1, momentum=0.9), []
     for step in range(steps):
@@ -143,7 +143,7 @@ def graphed(function=no_pipelining, **options):
 
 
 def counts(stats):
-    """Captures, replays, and eager calls by reason."""
+    """Return captures, replays, and eager calls by reason."""
     return (
         sum(stats.captures.values()),
         sum(stats.replays.values()),

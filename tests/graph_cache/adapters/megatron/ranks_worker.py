@@ -1,9 +1,10 @@
-"""One rank of two: Megatron's own schedules, data parallelism and optimizer, eager and from graphs.
+"""Run one of two ranks with Megatron's own schedules, data parallelism and optimizer, eager and from graphs.
 
-`python ranks_worker.py RANK FOLDER LAYOUT` (pipeline: two stages of two virtual stages each; data: two replicas, the
-optimizer's state split, parameters gathered while the forward runs) prints one line of JSON before it tears everything
-down: whether all losses and gradients of this rank are eager's, step by step, the rows of what was captured, and the
-system's monotonic clock.
+`python ranks_worker.py RANK FOLDER LAYOUT` prints one line of JSON before it shuts down: for each step whether all
+losses and gradients of this rank equal eager's, the rows of captured graphs, and the monotonic clock.
+
+Layouts: `pipeline` has two stages of two virtual stages each; `data` has two replicas with a distributed optimizer and
+overlapped parameter all-gather.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import warnings
 
 import torch
 
-os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # attention's backward too must round alike twice
+os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # makes attention's backward deterministic
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -41,7 +42,7 @@ SPLITS = {"pipeline": {"pipeline_model_parallel_size": RANKS, "virtual_pipeline_
 
 
 def chunks_of(layout: str) -> list[DistributedDataParallel]:
-    """This rank's chunks, weights and random states the same each time, wrapped as Megatron's training does."""
+    """Build this rank's DDP-wrapped chunks, always with the same weights and RNG states."""
     torch.manual_seed(0)
     model_parallel_cuda_manual_seed(1, te_rng_tracker=True, force_reset_rng=True)
     config = TransformerConfig(
@@ -107,7 +108,7 @@ def forward_step(iterator, chunk):
 
 
 def train(layout: str, graphed: bool) -> tuple[list, list]:
-    """Losses (where they are computed) and all gradients of every step, and what was captured."""
+    """Return the losses (on the last stage) and all gradients of every step, and the graph rows."""
     chunks = chunks_of(layout)
     is_split = layout == "data"
     optimizer = get_megatron_optimizer(

@@ -1,4 +1,4 @@
-"""Graphs for a real GPTModel of Megatron-Core, part by part: bit for bit what eager computes, and clean afterwards."""
+"""Graphs of a Megatron-Core GPTModel's parts equal eager bit for bit, and detach restores the model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils import _pytree
 
 from engine import Engine, EngineConfig
 from engine.errors import ConfigError
-from graph_cache.adapters.megatron.attachment import attachment, check, register_packed_sequences
+from graph_cache.adapters.megatron.attachment import attachment, check_config, register_packed_sequences
 from graph_cache.adapters.megatron.parts import parts_of
 from graph_cache.config import GraphConfig
 from graph_cache.errors import GraphConfigError
@@ -42,7 +42,7 @@ def training(modules=(), **options):
 
 
 def train(model, steps=10, outstanding=True):
-    """Losses and all gradients of each step, of two microbatches."""
+    """Return losses and all gradients of each step of two microbatches."""
     torch.manual_seed(1)
     optimizer, log = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), []
     for step in range(steps):
@@ -67,7 +67,7 @@ def assert_same(ours, theirs):
 
 @pytest.mark.parametrize("outstanding", [False, True])
 @pytest.mark.parametrize("name", PARTS)
-def test_losses_and_gradients_equal_eagers_over_ten_steps(name, outstanding):
+def test_losses_and_gradients_match_eager_over_ten_steps(name, outstanding):
     modules, names = PARTS[name]
     model = gpt(hidden_dropout=0.1)
     eager = train(gpt(hidden_dropout=0.1), outstanding=outstanding)
@@ -82,8 +82,8 @@ def test_losses_and_gradients_equal_eagers_over_ten_steps(name, outstanding):
     engine.detach()
 
 
-def shape_of(model):
-    """Everything of a model that somebody could look at: attributes and hooks of each module, values of each tensor."""
+def snapshot(model):
+    """Return the attributes and hooks of each module."""
     return [
         {name: (list(value) if isinstance(value, dict) else id(value)) for name, value in vars(module).items()}
         for module in model.modules()
@@ -93,7 +93,7 @@ def shape_of(model):
 @pytest.mark.parametrize("name", PARTS)
 def test_detach_leaves_the_model_as_it_was(name):
     model = gpt()
-    before, keys = shape_of(model), list(model.state_dict())
+    before, keys = snapshot(model), list(model.state_dict())
     engine = training(PARTS[name][0])
     engine.attach(model)
     assert list(model.state_dict()) == keys
@@ -102,11 +102,11 @@ def test_detach_leaves_the_model_as_it_was(name):
     assert all(row["replays"] > 0 for row in engine.graphs())
     engine.detach()
     model.zero_grad()
-    assert shape_of(model) == before and list(model.state_dict()) == keys
+    assert snapshot(model) == before and list(model.state_dict()) == keys
     assert "forward" not in vars(model.decoder.layers[0])
 
 
-def test_wrapped_models_keep_the_names_of_what_they_wrap():
+def test_wrapper_prefixes_are_stripped_from_names():
     class Wrapper(nn.Module):
         def __init__(self, module):
             super().__init__()
@@ -121,18 +121,18 @@ def test_a_transformer_block_alone_is_attached():
         assert engine.attach(gpt().decoder) == ["layers.0", "layers.1"]
 
 
-def test_a_list_of_model_chunks_is_attached_under_names_of_their_own():
+def test_model_chunks_get_numbered_names():
     with training(["attn"]) as engine:
         assert engine.attach([gpt(), gpt(1)]) == [
             f"chunks.{chunk}.decoder.layers.{layer}.attn" for chunk in range(2) for layer in range(2)
         ]
 
 
-def test_packed_sequences_are_inputs_and_none_is_handled():
+def test_packed_sequences_and_none_are_graph_inputs():
     from megatron.core.packed_seq_params import PackedSeqParams
 
     class Core(nn.Module):
-        """Attention that looks at the packed sequences' lengths."""
+        """Attention that reads the lengths of packed sequences."""
 
         def forward(
             self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None
@@ -171,7 +171,7 @@ def test_a_model_that_megatron_captures_itself_is_refused():
         engine.attach(model)
 
 
-def test_hooks_inside_are_refused_by_name_and_nothing_is_taken_over():
+def test_hooks_inside_are_refused_by_name_and_no_layer_is_intercepted():
     model = gpt()
     model.decoder.layers[1].mlp.register_forward_hook(print)
     with training() as engine:
@@ -182,36 +182,36 @@ def test_hooks_inside_are_refused_by_name_and_nothing_is_taken_over():
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"recompute_granularity": "full"}, "recompute"),
         ({"cpu_offloading": True}, "offloading"),
         ({"fp4": "e2m1"}, "fp4"),
     ],
 )
-def test_what_no_graph_can_hold_is_refused(changes, says):
+def test_uncapturable_settings_are_refused(changes, message):
     model = gpt()
     for name, value in changes.items():
         object.__setattr__(model.config, name, value)
-    with pytest.raises(GraphConfigError, match=says), training() as engine:
+    with pytest.raises(GraphConfigError, match=message), training() as engine:
         engine.attach(model)
 
 
 @pytest.mark.parametrize(
-    ("modules", "says"),
+    ("modules", "message"),
     [
         (["moe_preprocess", "moe_router"], "num_moe_experts"),
         (["mamba"], "none of the 2 layers"),
     ],
 )
-def test_parts_that_a_model_has_not_are_refused(modules, says):
-    with pytest.raises(Exception, match=says), training(modules) as engine:
+def test_parts_missing_from_the_model_are_refused(modules, message):
+    with pytest.raises(Exception, match=message), training(modules) as engine:
         engine.attach(gpt())
 
 
 @pytest.fixture
 def tracker():
-    """Megatron's tracker, initialised and with states of the test's choice, which needs no GPU."""
+    """Megatron's RNG tracker, initialized for states set by the test. Needs no GPU."""
     before = rng._CUDA_RNG_STATE_TRACKER, rng._CUDA_RNG_STATE_TRACKER_INITIALIZED
     rng.initialize_rng_tracker(force_reset=True)
     yield rng.get_cuda_rng_tracker()
@@ -229,8 +229,8 @@ def test_random_states_on_the_host_are_refused_and_generators_are_registered(tra
         assert generator in engine._modules.job.generators
 
 
-def test_dropout_is_left_to_attach_which_sees_the_tracker():
-    """Settings of a model don't say which tracker it draws from."""
+def test_dropout_is_checked_at_attach_not_from_settings():
+    """A model's settings don't say which RNG tracker it uses."""
     source = config(cuda_graph_impl="local", hidden_dropout=0.1)
     assert EngineConfig.from_megatron(source, mode="training").cuda_graph_impl == "local"
 
@@ -262,7 +262,7 @@ def test_settings_come_from_a_transformer_config_deprecated_names_included(given
     assert engine_config.mode == "training" and engine_config.cuda_graph_warmup_steps == 2
 
 
-def test_full_iteration_as_a_scope_of_an_older_version_is_an_impl():
+def test_full_iteration_scope_of_older_versions_becomes_the_impl():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         engine_config = EngineConfig.from_megatron(
@@ -307,15 +307,15 @@ def test_the_engine_captures_a_forward_backward_function_and_refuses_what_it_can
             engine.attach(gpt())
 
 
-def test_transformer_engines_captures_without_it_are_refused_at_once_and_nothing_is_taken_over():
+def test_transformer_engine_impl_without_the_package_is_refused_at_attach():
     model = gpt()
     with pytest.raises(GraphConfigError, match="cuda_graph_impl='local'"):
         training(cuda_graph_impl="transformer_engine").attach(model)
     assert all("forward" not in vars(layer) for layer in model.decoder.layers)
 
 
-class Gathers:
-    """Stands for a bucket group of Megatron's DDP, whose buffers need a GPU: notes who waits for its parameters."""
+class FakeBucketGroup:
+    """Replaces a bucket group of Megatron's DDP, which needs a GPU. Counts waits for its parameters."""
 
     def __init__(self):
         self.waits = 0
@@ -326,12 +326,12 @@ class Gathers:
 
 def test_hooks_of_megatrons_data_parallelism_run_before_each_replay():
     model = gpt()
-    ddp = object.__new__(DistributedDataParallel)  # its own hooks, without its buffers
+    ddp = object.__new__(DistributedDataParallel)  # with DDP's hooks, without its buffers
     nn.Module.__init__(ddp)
     ddp.use_forward_hook, ddp.overlap_param_gather_with_optimizer_step = True, False
     ddp.ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_param_gather=True)
     ddp.module, ddp.remove_forward_pre_hook_handles = model, {}
-    group = Gathers()
+    group = FakeBucketGroup()
     ddp.param_to_bucket_group = dict.fromkeys(model.parameters(), group)
     ddp.enable_forward_pre_hook()
     expected = train(gpt(), steps=2, outstanding=False)
@@ -345,11 +345,11 @@ def test_hooks_of_megatrons_data_parallelism_run_before_each_replay():
         assert all(row["failed"] == 0 and row["replays"] == 4 for row in engine.graphs())
     assert_same(found[0], expected[:1])
     each = len(list(model.parameters()))
-    # Eager, two microbatches; then the capture in between, for which the layers' parameters are waited for once more.
+    # Two microbatches per step. The capture waits once more for the layers' parameters.
     assert waits == [2 * each, 2 * each + len(list(model.decoder.layers.parameters())), 2 * each]
 
 
-def test_submodules_by_name_are_held_to_the_same_rules(tracker):
+def test_submodules_by_name_get_the_same_checks(tracker):
     tracker.set_states({"model-parallel-rng": torch.get_rng_state()})
     with pytest.raises(GraphConfigError, match="te_rng_tracker"), training() as engine:
         engine.attach(gpt(), modules=["decoder.layers.0"])
@@ -360,7 +360,7 @@ def test_submodules_by_name_are_held_to_the_same_rules(tracker):
         assert_same(train(model, steps=4), expected)
 
 
-def test_a_refused_model_leaves_room_for_another():
+def test_a_refused_model_does_not_block_another():
     refused, model = gpt(), gpt()
     object.__setattr__(refused.config, "cuda_graph_impl", "local")
     with training() as engine:
@@ -371,20 +371,20 @@ def test_a_refused_model_leaves_room_for_another():
         assert engine.attach(model) == ["decoder.layers.0", "decoder.layers.1"]
 
 
-def test_settings_for_experts_wait_for_the_model_to_be_judged():
+def test_expert_settings_are_checked_against_the_model_at_attach():
     with training(["attn", "moe_router"]) as engine, pytest.raises(GraphConfigError, match="num_moe_experts"):
         engine.attach(gpt())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         source = config(num_moe_experts=4, moe_router_topk=2, cuda_graph_impl="local", cuda_graph_scope=["moe_router"])
-        # Megatron 0.16 adds the other by itself.
+        # Megatron 0.16 adds moe_preprocess by itself.
         assert EngineConfig.from_megatron(source, mode="training").cuda_graph_modules == (
             "moe_router",
             "moe_preprocess",
         )
 
 
-def test_selective_recompute_is_left_out_of_captures_and_back_afterwards():
+def test_selective_recompute_is_off_during_capture_and_restored():
     model = gpt(recompute_granularity="selective", recompute_modules=["core_attn", "mlp"])
     layer = model.decoder.layers[0]
     found = attachment([model], GraphConfig(cuda_graph_impl="local", inference_cuda_graph_scope="none"))
@@ -399,23 +399,23 @@ def test_selective_recompute_is_left_out_of_captures_and_back_afterwards():
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
-        ("delay_wgrad_compute", "take full_iteration"),
+        ("delay_wgrad_compute", "use full_iteration"),
         ("fine_grained_activation_offloading", "moves storage"),
-        ("overlap_moe_expert_parallel_comm", "name parts by cuda_graph_modules"),
+        ("overlap_moe_expert_parallel_comm", "name parts in cuda_graph_modules"),
         ("moe_enable_routing_replay", "capture no router"),
     ],
 )
-def test_settings_that_graphs_of_layers_cannot_honour_are_refused(name, says):
+def test_settings_unsupported_by_layer_graphs_are_refused(name, message):
     model = gpt()
     object.__setattr__(model.config, name, True)
-    with pytest.raises(GraphConfigError, match=f"{name}=True .*{says}"):
+    with pytest.raises(GraphConfigError, match=f"{name}=True .*{message}"):
         Engine(EngineConfig(mode="training")).attach(model)
 
 
 @pytest.mark.parametrize(
-    ("modules", "shared", "goes"),
+    ("modules", "shared", "is_allowed"),
     [
         (["moe_router"], None, True),
         (["moe_router"], 64, False),
@@ -423,7 +423,7 @@ def test_settings_that_graphs_of_layers_cannot_honour_are_refused(name, says):
         (["moe"], None, False),
     ],
 )
-def test_delayed_weight_gradients_go_with_parts_that_have_none(modules, shared, goes):
+def test_delayed_weight_gradients_are_allowed_only_for_parts_without_them(modules, shared, is_allowed):
     source = config()
     object.__setattr__(source, "delay_wgrad_compute", True)
     object.__setattr__(source, "num_moe_experts", 2)
@@ -436,19 +436,19 @@ def test_delayed_weight_gradients_go_with_parts_that_have_none(modules, shared, 
         num_moe_experts=2,
         moe_pad_expert_input_to_capacity=True,
     )
-    with nullcontext() if goes else pytest.raises(GraphConfigError, match="delay_wgrad_compute"):
-        check(source, graphs)
+    with nullcontext() if is_allowed else pytest.raises(GraphConfigError, match="delay_wgrad_compute"):
+        check_config(source, graphs)
 
 
-def test_an_inference_engine_takes_megatrons_settings_without_its_rules_for_training():
+def test_inference_ignores_megatrons_training_rules():
     source = {"cuda_graph_impl": "local", "hidden_dropout": 0.1, "recompute_granularity": "full"}
     assert EngineConfig.from_megatron(source).cuda_graph_impl == "local"
     with pytest.raises(GraphConfigError, match="recompute_granularity"):
         EngineConfig.from_megatron(source, mode="training")
 
 
-def test_packed_sequences_are_put_together_as_they_were():
-    """Version 0.19 computes further tensors from `total_tokens` when one is made: a capture may not make one."""
+def test_packed_sequences_round_trip_through_pytree():
+    """The constructor of 0.19 computes further tensors from `total_tokens`, so a capture must not call it."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     register_packed_sequences()

@@ -1,5 +1,5 @@
-"""GPTModels with Transformer Engine's layers on a GPU: our graphs against eager, in bf16 and fp8, with recompute,
-experts, packed sequences, and beside a server.
+"""GPTModels with Transformer Engine layers on a GPU: graphs against eager in bf16 and fp8, with recompute, experts,
+packed sequences, and next to a running inference engine.
 
 Needs megatron-core 0.19 and Transformer Engine. Run this file in a process of its own: Megatron keeps one parallel
 state per process.
@@ -53,13 +53,13 @@ def test_a_length_whose_attention_copies_from_the_host_equals_eager(monkeypatch)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "delayed"])
-def test_one_microbatch_after_the_other_equals_eager(precision):
+def test_one_microbatch_at_a_time_equals_eager(precision):
     rows = compare(outstanding=False, micro=3, **FP8.get(precision, {}))
     assert len(rows) == 3
 
 
 def packed_losses(model, steps=10):
-    """Losses of batches of 256 tokens that hold from one to eight documents."""
+    """Return losses of batches of 256 tokens with one to eight documents."""
     optimizer, log = torch.optim.AdamW(model.parameters(), lr=1e-3), []
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
@@ -98,12 +98,12 @@ def test_packed_sequences_of_any_number_of_documents_replay():
 
 @pytest.mark.parametrize("modules", [(), ("attn", "mlp")], ids=["layers", "both"])
 def test_a_hybrid_model_equals_eager(modules):
-    """Without Mamba layers, whose mixer needs a library of its own."""
+    """Without Mamba layers, which need another library."""
     rows = compare(modules, steps=6, pattern="*-*-")
     assert len({row["module"] for row in rows}) == 4, rows
 
 
-def test_dropout_by_the_tracker_draws_fresh_numbers_and_equals_eager():
+def test_dropout_from_the_rng_tracker_equals_eager():
     compare(hidden_dropout=0.1, attention_dropout=0.1)
 
 
@@ -118,7 +118,7 @@ def test_a_tracker_that_graphs_cannot_register_is_refused():
         engine.attach(model)
 
 
-def test_routers_are_captured_and_auxiliary_losses_are_as_if_they_were_not():
+def test_routers_are_captured_and_auxiliary_losses_equal_eager():
     found = []
     for graphed in (False, True):
         moe_utils.clear_aux_losses_tracker()
@@ -151,14 +151,14 @@ def test_experts_of_a_fixed_capacity_are_captured_and_equal_eager():
     ],
     ids=["fixed_capacity", "fused_permutation"],
 )
-def test_what_comes_between_router_and_experts_is_captured_and_equals_eager(changes):
+def test_moe_preprocess_is_captured_and_equals_eager(changes):
     rows = compare(["attn", "moe_router", "moe_preprocess"], steps=6, **MOE | changes)
     assert any(row["module"].endswith("moe_preprocess") for row in rows), rows
 
 
 @pytest.mark.parametrize("precision", ["bf16", "delayed"])
 @pytest.mark.parametrize("modules", [(), ("attn", "mlp")], ids=["layers", "both"])
-def test_transformer_engines_graphs_of_a_model_have_the_losses_of_eager_ones(precision, modules):
+def test_transformer_engine_graphs_match_eager_losses(precision, modules):
     changes = FP8.get(precision, {})
     expected = train(build(**changes), micro=3, outstanding=False)
     model = build(**changes)
@@ -171,7 +171,7 @@ def test_transformer_engines_graphs_of_a_model_have_the_losses_of_eager_ones(pre
     assert all(row["failed"] == 0 and row["replays"] > 0 for row in rows), rows
 
 
-def test_loss_curves_of_a_hundred_steps_are_eagers():
+def test_loss_curves_of_a_hundred_steps_equal_eager():
     for precision in ({}, FP8["delayed"]):
         expected = train(build(**precision), 100, 1)
         model = build(**precision)
@@ -182,7 +182,7 @@ def test_loss_curves_of_a_hundred_steps_are_eagers():
 
 @pytest.mark.parametrize("is_plain", [False, True])
 def test_one_model_trains_and_generates_on_a_gpu(is_plain):
-    """By the model's own layers, or by our kernels where it is a plain dense decoder."""
+    """Generate with the model's own layers, or with the engine's kernels for a fusable dense decoder."""
     prompts = [[1, 2, 3], [5, 6, 7, 8, 9], [11] * 40]
     greedy = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
     model = build(**(PLAIN if is_plain else {}))
@@ -203,13 +203,13 @@ def test_one_model_trains_and_generates_on_a_gpu(is_plain):
             with torch.no_grad():
                 logits = model(ids, torch.arange(ids.shape[1], device="cuda")[None], None).float()[0]
             for place, token in enumerate(output.token_ids, len(prompt) - 1):
-                # Kernels of another shape round otherwise: the token is the best, or as good as it in bf16.
+                # Kernels of other shapes round differently: allow a token that ties with the best one in bf16.
                 assert logits[place, token] >= logits[place].max() - 0.05
         trainer.detach()
 
 
 def test_an_engine_that_generates_in_another_thread_survives_transformer_engines_captures():
-    """They are in CUDA's global mode, which any other thread's allocation would break: its loop is held off."""
+    """These captures use CUDA's global mode, which another thread's allocation breaks, so the loop is paused."""
     params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
     served, model, stop, found = build(**PLAIN), build(), threading.Event(), []
     with Engine(EngineConfig(max_num_seqs=4, warmup="full", max_model_len=128, num_pages=64), model=served) as engine:

@@ -1,4 +1,4 @@
-"""A GPTModel of Megatron-Core without a GPU."""
+"""A Megatron-Core GPTModel on a CPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_attention_is_causal():
     assert torch.equal(a[:, :-1], b[:, :-1]) and not torch.equal(a[:, -1], b[:, -1])
 
 
-def test_a_mask_of_ones_own_is_refused():
+def test_an_explicit_attention_mask_is_refused():
     ids, positions = tokens(0)
     with pytest.raises(GraphConfigError, match="attention_mask"):
         gpt()(ids, positions, torch.zeros(1, 1, 12, 12, dtype=torch.bool))

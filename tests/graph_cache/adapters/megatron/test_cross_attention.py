@@ -1,4 +1,4 @@
-"""Layers that attend to a context too, which they are given by keyword and hand on: (hidden, context)."""
+"""Layers with cross attention, which take a context by keyword and return (hidden, context)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDTH = 32
 
 
 class Decoder(nn.Module):
-    """Three layers over [s, b, h], and what makes their context of an encoder's states."""
+    """Three layers over [s, b, h], and a projection of the encoder's states to their context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Decoder(nn.Module):
 
 
 def train(model: Decoder, outstanding: bool, steps: int = 6) -> list[list[Tensor]]:
-    """Losses, of the context that came out too, and gradients of each step of two microbatches."""
+    """Return losses, which include the returned context, and gradients of each step of two microbatches."""
     optimizer, log = torch.optim.SGD(model.parameters(), lr=0.05), []
     for step in range(steps):
         optimizer.zero_grad()
@@ -71,7 +71,7 @@ def train(model: Decoder, outstanding: bool, steps: int = 6) -> list[list[Tensor
 
 @pytest.mark.parametrize("outstanding", [False, True], ids=["one_at_a_time", "two_outstanding"])
 @pytest.mark.parametrize("modules", [[], ["attn", "mlp"]], ids=["layers", "attn_mlp"])
-def test_a_context_goes_in_and_out_of_graphs_with_its_gradient(modules, outstanding):
+def test_context_input_and_output_match_eager_with_gradients(modules, outstanding):
     expected, model = train(Decoder(), outstanding), Decoder()
     settings = EngineConfig(mode="training", cuda_graph_modules=modules, cuda_graph_warmup_steps=2)
     with Engine(settings) as engine:

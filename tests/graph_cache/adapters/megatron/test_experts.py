@@ -1,6 +1,4 @@
-"""Graphs of layers of experts, part by part: bit for bit what eager computes, also what goes by the token dispatcher's
-attributes.
-"""
+"""Graphs of MoE layers' parts equal eager bit for bit, including state passed through the token dispatcher."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from graph_cache.adapters.megatron.attachment import attachment
-from graph_cache.adapters.megatron.moe_dispatch import LEFT, why_not
+from graph_cache.adapters.megatron.moe_dispatch import DISPATCHER_ATTRIBUTES, eager_reason
 from graph_cache.adapters.megatron.parts import parts_of
 from graph_cache.config import GraphConfig
 from tests.graph_cache.adapters.megatron import loops
@@ -45,7 +43,7 @@ def dispatchers(model):
     ],
     ids=["router", "preprocess", "whole"],
 )
-def test_losses_and_gradients_equal_eagers_over_ten_steps(modules, names, outstanding):
+def test_losses_and_gradients_match_eager_over_ten_steps(modules, names, outstanding):
     expected, model = train(gpt(**FIXED), outstanding=outstanding), gpt(**FIXED)
     with training(modules) as engine:
         assert engine.attach(model) == [f"decoder.layers.{layer}.{name}" for layer in range(2) for name in names]
@@ -54,7 +52,7 @@ def test_losses_and_gradients_equal_eagers_over_ten_steps(modules, names, outsta
             assert row["failed"] == 0 and row["replays"] > 10 and set(row["eager"]) == {"warming_up"}, row
 
 
-def test_calls_of_several_shapes_leave_what_belongs_to_each():
+def test_calls_of_several_shapes_restore_their_own_dispatcher_state():
     def steps(model):
         log = []
         for step in range(16):
@@ -72,7 +70,7 @@ def test_calls_of_several_shapes_leave_what_belongs_to_each():
         assert len(rows) == 2 and all(row["graphs"] == 4 and row["failed"] == 0 for row in rows), rows
 
 
-def test_dispatchers_are_as_they_were_after_detach():
+def test_detach_restores_token_dispatchers():
     model = gpt(**FIXED)
     loss_of(model, *tokens(0)).backward()
     before = [dict(vars(one)) for one in dispatchers(model)]
@@ -83,7 +81,7 @@ def test_dispatchers_are_as_they_were_after_detach():
             loss_of(model, *tokens(step)).backward()
         assert all(row["replays"] > 0 for row in engine.graphs())
         assert [set(vars(one)) for one in dispatchers(model)] == [set(one) for one in before]
-    passing = {*LEFT, *dispatchers(model)[0].cudagraph_attrs}
+    passing = {*DISPATCHER_ATTRIBUTES, *dispatchers(model)[0].cudagraph_attrs}
     for one, was in zip(dispatchers(model), before, strict=True):
         kept = [name for name in was if name not in passing]
         assert [vars(one)[name] for name in kept] == [was[name] for name in kept]
@@ -91,28 +89,28 @@ def test_dispatchers_are_as_they_were_after_detach():
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({}, "set moe_permute_fusion, or"),
         ({"moe_expert_capacity_factor": 2.0}, "set moe_pad_expert_input_to_capacity"),
         ({"moe_token_dispatcher_type": "allgather"}, "MoEAllGatherTokenDispatcher does little"),
     ],
 )
-def test_a_preprocessing_that_no_graph_can_hold_stays_eager_with_a_warning(changes, says, caplog):
+def test_uncapturable_preprocess_stays_eager_with_a_warning(changes, message, caplog):
     model = gpt(**EXPERTS | changes)
     assert [part.name for part in parts_of([model], ["moe_router", "moe_preprocess"])] == [
         f"decoder.layers.{layer}.{name}" for layer in range(2) for name in ROUTED
     ]
-    assert "decoder.layers.0.moe_preprocess runs eager" in caplog.text and says in caplog.text
+    assert "decoder.layers.0.moe_preprocess runs eager" in caplog.text and message in caplog.text
 
 
 def test_fused_permutation_needs_no_fixed_capacity():
     model = gpt(**EXPERTS)
     object.__setattr__(model.config, "moe_permute_fusion", True)
-    assert not why_not(model.decoder.layers[0].mlp)
+    assert not eager_reason(model.decoder.layers[0].mlp)
 
 
-def test_transformer_engines_graphs_leave_preprocessing_out_with_a_warning(caplog):
+def test_transformer_engine_graphs_skip_preprocess_with_a_warning(caplog):
     config = GraphConfig(
         cuda_graph_impl="transformer_engine",
         inference_cuda_graph_scope="none",
@@ -124,13 +122,13 @@ def test_transformer_engines_graphs_leave_preprocessing_out_with_a_warning(caplo
     assert "runs eager under cuda_graph_impl='transformer_engine'" in caplog.text
 
 
-def test_an_overlapped_exchange_of_experts_which_frees_what_goes_to_them_keeps_it_eager():
+def test_expert_parallel_overlap_keeps_preprocess_eager():
     model = gpt(**FIXED)
     object.__setattr__(model.config, "overlap_moe_expert_parallel_comm", True)
-    assert "gives the memory" in why_not(model.decoder.layers[0].mlp)
+    assert "frees the memory" in eager_reason(model.decoder.layers[0].mlp)
 
 
-def test_experts_that_are_named_by_themselves_never_take_the_counts_of_their_capture():
+def test_experts_attached_alone_never_replay_captured_token_counts():
     every_token_to_any = EXPERTS | {"moe_token_dispatcher_type": "allgather"}
     model, twin = gpt(**every_token_to_any), gpt(**every_token_to_any)
     with training() as engine:
@@ -140,7 +138,7 @@ def test_experts_that_are_named_by_themselves_never_take_the_counts_of_their_cap
 
 
 @pytest.mark.parametrize("replaced", ["sums", "scale"])
-def test_a_whole_iteration_notices_that_sums_of_losses_or_their_scale_are_other_tensors(replaced):
+def test_full_iteration_recaptures_when_aux_loss_tensors_are_replaced(replaced):
     def before(model, step):
         if step == 0 or (step == 5 and replaced == "sums"):
             moe_utils.get_moe_layer_wise_logging_tracker().clear()
@@ -154,6 +152,6 @@ def test_a_whole_iteration_notices_that_sums_of_losses_or_their_scale_are_other_
 
     run, stats = loops.graphed()
     loops.assert_same(steps(run), steps(loops.no_pipelining))
-    again = 2 if replaced == "sums" else 0  # what is gone, eager calls make anew
+    again = 2 if replaced == "sums" else 0  # eager calls recreate cleared sums
     assert loops.counts(stats) == (2, 10 - 2 - 2 - again, {"warming_up": 2 + again})
     assert stats.invalidations == {"stale_address": 1}

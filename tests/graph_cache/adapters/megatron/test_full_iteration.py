@@ -1,4 +1,4 @@
-"""Megatron's `forward_backward_func` from a graph: equal to eager on real GPTModels, and never stale."""
+"""Megatron's `forward_backward_func` from a graph equals eager on real GPTModels and never replays stale values."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_gradients_that_accumulate_over_iterations_equal_eager():
     assert counts(stats) == (2, 6, {"warming_up": 4})
 
 
-def test_finalisation_synchronisation_and_a_loss_scale_that_changes_equal_eager():
+def test_finalize_no_sync_and_changing_loss_scale_equal_eager():
     def prepared():
         model = gpt(calculate_per_token_loss=True)
         last = []
@@ -56,7 +56,7 @@ def test_finalisation_synchronisation_and_a_loss_scale_that_changes_equal_eager(
             yield
             last.append(True)
 
-        def reduce(parameter):  # as data parallelism does: with the last microbatch
+        def reduce(parameter):  # like DDP, with the last microbatch only
             if last:
                 parameter.grad.mul_(0.75)
 
@@ -70,7 +70,7 @@ def test_finalisation_synchronisation_and_a_loss_scale_that_changes_equal_eager(
         model.config.no_sync_func, model.config.finalize_model_grads_func = no_sync, finalize
         return model
 
-    def rescale(model, step):  # a dynamic scale is another tensor when it has changed
+    def rescale(model, step):  # a dynamic scale is a new tensor after each change
         scale = torch.tensor([2.0 ** (step // 2)])
         model.config.grad_scale_func = lambda loss: scale * loss
 
@@ -79,7 +79,7 @@ def test_finalisation_synchronisation_and_a_loss_scale_that_changes_equal_eager(
     ours, theirs = prepared(), prepared()
     assert_same(train(run, ours, each=each, before=rescale), train(no_pipelining, theirs, each=each, before=rescale))
     assert counts(stats) == (1, 7, {"warming_up": 2})
-    assert ours.config.grad_scale_func(torch.ones(1)).item() == 16.0  # its own function again
+    assert ours.config.grad_scale_func(torch.ones(1)).item() == 16.0  # the original function is restored
 
 
 def test_megatrons_own_loss_equals_eager():
@@ -102,7 +102,7 @@ def test_dropout_equals_eager_from_the_same_generator_state():
     assert counts(stats)[1] == 7
 
 
-def test_validation_has_a_graph_of_its_own_and_leaves_gradients_alone():
+def test_validation_has_its_own_graph_and_keeps_gradients():
     untouched = []
 
     def each(run, model, step):
@@ -145,7 +145,7 @@ def test_a_graph_serves_calls_under_no_grad_and_in_inference_mode(modes):
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_the_gradient_mode_of_the_call_holds_in_the_capture_and_when_that_fails(mode):
+def test_grad_mode_is_kept_in_captures_and_after_failed_ones(mode):
     seen = []
 
     def function(*, forward_step_func, data_iterator, model, num_microbatches, forward_only):
@@ -187,7 +187,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_value_is_never_stale(change):
+def test_changed_settings_never_replay_a_stale_graph(change):
     run, stats = graphed()
     assert_same(train(run, gpt(), each=CHANGES[change]), train(no_pipelining, gpt(), each=CHANGES[change]))
     assert counts(stats) == (2, 4, {"warming_up": 4})
@@ -230,7 +230,7 @@ def test_a_keyword_is_compared_by_value_and_type_and_an_object_by_identity():
     assert [value for value, _ in seen if value is not None] == [True, 1, True, 1]
 
 
-def test_another_model_is_never_stale():
+def test_another_model_never_replays_a_stale_graph():
     def trained(run):
         models, log = [gpt(0), gpt(7)], []
         for step in range(14):
@@ -243,10 +243,10 @@ def test_another_model_is_never_stale():
     run, stats = graphed()
     assert_same(trained(run), trained(no_pipelining))
     assert counts(stats) == (3, 5, {"warming_up": 6})
-    assert len(run.table()) == 2  # the first, captured before the second was known, was dropped
+    assert len(run.table()) == 2  # the first graph, captured before the second model was known, was dropped
 
 
-def test_a_step_that_makes_modules_of_its_own_is_captured():
+def test_a_step_that_creates_modules_is_captured():
     def function(*, forward_step_func, data_iterator, model, num_microbatches, forward_only):
         loss = nn.MSELoss()(model(next(data_iterator)), torch.ones(2))
         loss.backward()
@@ -274,7 +274,7 @@ def test_a_graph_whose_parameters_moved_is_captured_again():
     assert counts(stats) == (3, 5, {"warming_up": 2})
 
 
-def test_losses_are_copies_that_later_iterations_leave_alone():
+def test_losses_are_copies_that_later_iterations_do_not_overwrite():
     run, stats = graphed()
     model = gpt()
     kept = [iterate(run, model, step) for step in range(6)]
@@ -287,7 +287,7 @@ def test_losses_are_copies_that_later_iterations_leave_alone():
     assert counts(stats)[1] == 3
 
 
-def test_model_chunks_have_buffers_of_their_own():
+def test_model_chunks_have_separate_buffers():
     where = []
 
     def forward_step(data_iterator, chunk):

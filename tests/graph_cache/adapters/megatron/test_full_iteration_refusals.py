@@ -1,4 +1,4 @@
-"""What a graph of Megatron's whole iteration refuses, and that it is told before data is lost."""
+"""Full-iteration graphs refuse unsupported settings and calls before they read data."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.graph_cache.adapters.megatron.loops import (
 from tests.support.megatron_models import gpt
 
 
-def test_an_iterator_that_runs_out_says_what_was_read_and_leaves_everything_as_it_was():
+def test_an_exhausted_iterator_returns_the_batches_read_and_changes_nothing():
     run, stats = graphed()
     model, given = gpt(), [batch(seed) for seed in range(3)]
     for step in range(3):
@@ -43,14 +43,14 @@ def test_an_iterator_that_runs_out_says_what_was_read_and_leaves_everything_as_i
     iterate(run, model, 4)
 
 
-@pytest.mark.parametrize(("taken", "said"), [(2, "took 4 of the 6"), (4, "more batches than the 3")])
-def test_a_step_that_takes_another_number_of_batches_is_told(taken, said):
+@pytest.mark.parametrize(("taken", "message"), [(2, "consumed 4 of the 6"), (4, "more batches than the 3")])
+def test_a_step_that_consumes_a_wrong_number_of_batches_raises(taken, message):
     def function(*, forward_step_func, data_iterator, model, num_microbatches, forward_only):
         return [next(data_iterator)["x"] for _ in range(taken * (num_microbatches // 3))]
 
     run, _ = graphed(function)
     count = 6 if taken == 2 else 3
-    with pytest.raises(GraphError, match=said):
+    with pytest.raises(GraphError, match=message):
         run(
             forward_step_func=None,
             data_iterator=iter([{"x": torch.ones(1)}] * count),
@@ -65,7 +65,7 @@ def with_ddp(model, **settings):
     return wrapper
 
 
-def test_gradients_that_arrived_in_a_capture_that_fails_are_not_counted_as_arrived():
+def test_a_failed_capture_restores_ddp_grad_ready_counts():
     model = nn.Linear(2, 2)
     wrapper = with_ddp(model, overlap_grad_reduce=True)
     bucket = _ParamAndGradBucket(list(model.parameters()), None, torch.zeros(6), 0, 6, 1.0, 0)
@@ -77,8 +77,8 @@ def test_gradients_that_arrived_in_a_capture_that_fails_are_not_counted_as_arriv
         loss = model.module(next(data_iterator)).sum()
         for parameter in bucket.params_list:
             group.register_grad_ready(parameter)
-        found = loss.item()  # on the host, which no graph can
-        group.is_first_batch = True  # so that nothing is reduced, as there is nobody to reduce with
+        found = loss.item()  # reads on the host, which can't be captured
+        group.is_first_batch = True  # skips the all-reduce, since there is only one rank
         group.reset()
         return [found]
 
@@ -113,12 +113,12 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("said", REFUSED)
-def test_what_a_graph_of_an_iteration_cannot_hold_is_refused_before_data_is_read(said):
+@pytest.mark.parametrize("message", REFUSED)
+def test_uncapturable_settings_are_refused_before_data_is_read(message):
     run, _ = graphed()
     data = batches(0)
-    with pytest.raises(GraphConfigError, match=said):
-        iterate(run, REFUSED[said](), 0, data=data)
+    with pytest.raises(GraphConfigError, match=message):
+        iterate(run, REFUSED[message](), 0, data=data)
     assert len(list(data)) == MICRO
 
 
@@ -132,7 +132,7 @@ def test_megatrons_own_wrapper_is_refused():
         graphed(FullCudaGraphWrapper.__new__(FullCudaGraphWrapper))
 
 
-def test_both_names_of_full_iteration_are_taken():
+def test_both_names_of_full_iteration_are_accepted():
     for settings in (
         {"cuda_graph_impl": "full_iteration"},
         {"cuda_graph_impl": "local", "cuda_graph_scope": [CudaGraphScope.full_iteration]},
@@ -141,19 +141,19 @@ def test_both_names_of_full_iteration_are_taken():
 
 
 @pytest.mark.parametrize(
-    ("keywords", "error", "said"),
+    ("keywords", "error", "message"),
     [
         ({"data": [batches(0), batches(0)]}, GraphConfigError, "2 iterators for 1 model chunks"),
         ({"data": iter([{"tokens": object()}] * MICRO)}, GraphConfigError, "a batch holds object"),
     ],
 )
-def test_a_call_that_cannot_be_meant_is_told(keywords, error, said):
+def test_invalid_arguments_are_refused(keywords, error, message):
     run, _ = graphed()
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         iterate(run, gpt(), 0, **keywords)
 
 
-def test_a_keyword_that_the_function_lacks_costs_no_data():
+def test_an_unknown_keyword_reads_no_data():
     run, _ = graphed()
     data = batches(0)
     with pytest.raises(TypeError, match="sequence_length"):
@@ -161,7 +161,7 @@ def test_a_keyword_that_the_function_lacks_costs_no_data():
     assert len(list(data)) == MICRO
 
 
-def test_chunks_that_share_an_iterator_are_told():
+def test_chunks_that_share_an_iterator_are_refused():
     run, _ = graphed(two_stages)
     data = batches(0)
     with pytest.raises(GraphConfigError, match="same data iterator"):
@@ -169,7 +169,7 @@ def test_chunks_that_share_an_iterator_are_told():
     assert len(list(data)) == MICRO
 
 
-def test_a_value_that_changes_with_every_call_runs_eager_and_is_told(caplog):
+def test_a_value_that_changes_with_every_call_runs_eager_with_a_warning(caplog):
     def function(*, forward_step_func, data_iterator, model, num_microbatches, forward_only):
         return [forward_step_func()]
 

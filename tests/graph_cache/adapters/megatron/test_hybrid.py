@@ -1,6 +1,6 @@
-"""A hybrid model of Megatron-Core's own, of Mamba, attention and MLP layers: its graphs, part by part.
+"""Graphs of the parts of a Megatron-Core hybrid model of Mamba, attention and MLP layers.
 
-The layers and the stack are Megatron's; the mixer inside the Mamba layers, which needs a GPU, is a gated convolution.
+Layers and stack are Megatron's. The mixer of the Mamba layers needs a GPU and is replaced by a gated convolution.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LAYERS = {
 
 
 class Mixer(nn.Module):
-    """[s, b, h] -> ([s, b, h], None): each position from its four last ones."""
+    """[s, b, h] -> ([s, b, h], None): gated causal convolution over four positions."""
 
     def __init__(self, config, d_model, layer_number, pg_collection, pp_layer_offset=0, **more):
         super().__init__()
@@ -78,7 +78,7 @@ def hybrid(pattern="M*-M") -> MambaModel:
         64,
         hybrid_override_pattern=pattern,
         post_process=False,
-    )  # its last norm is Transformer Engine's
+    )  # the final norm needs Transformer Engine
 
 
 def train(model, steps=8):

@@ -1,4 +1,4 @@
-"""Packed sequences under graphs: padded to one number of documents, every batch replays, and computes what it did."""
+"""Packed sequences padded to a fixed number of documents replay for every batch and equal eager."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from graph_cache.errors import GraphConfigError
 from tests.support.megatron_models import gpt, tokens
 
 LENGTH = 128
-DOCUMENTS = [3, 60, 17, 5, 42, 60, 8, 29, 54, 11]  # of ten steps
+DOCUMENTS = [3, 60, 17, 5, 42, 60, 8, 29, 54, 11]  # for ten steps
 
 
 class PackedCore(nn.Module):
-    """Causal attention within each document, of the format thd: [t, heads, d] -> [t, heads * d]. Reads no host."""
+    """Causal attention within each document in format thd: [t, heads, d] -> [t, heads * d]. No host reads."""
 
     def forward(
         self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None
@@ -36,7 +36,7 @@ class PackedCore(nn.Module):
 
 
 def rotary_of_documents(t, cu_seqlens, freqs, cp_size=1, cp_rank=0, interleaved=False):
-    """Stands for Transformer Engine's kernel, which reads lengths on the device: positions begin in each document."""
+    """Replaces Transformer Engine's kernel, which reads lengths on the device. Positions restart in each document."""
     at = torch.arange(len(t), dtype=torch.int32)
     angles = freqs[(at - cu_seqlens[torch.searchsorted(cu_seqlens, at, right=True) - 1]).long(), 0]
     left, right = t.chunk(2, -1)
@@ -56,7 +56,7 @@ def model_of(seed=0, **options):
 
 
 def packed_of(documents, seed=0, length=LENGTH):
-    """This many documents of uneven lengths, one tensor for queries and keys as Megatron's data sets have it."""
+    """Pack documents of uneven lengths, with one tensor for queries and keys, as Megatron's data sets do."""
     cuts = torch.randperm(length - 1, generator=torch.Generator().manual_seed(seed))[: documents - 1] + 1
     ends = torch.cat([torch.tensor([0]), cuts.sort().values, torch.tensor([length])]).int()
     longest = int(ends.diff().max())
@@ -70,7 +70,7 @@ def training(**options):
 
 
 def train(chunks, documents, microbatches=1):
-    """Losses and all gradients of each step. Chunks run as pipeline stages: only the first sees the tokens."""
+    """Return losses and all gradients of each step. Chunks run as pipeline stages: only the first gets tokens."""
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     optimizer, log = torch.optim.SGD(parameters, lr=0.1, momentum=0.9), []
     for step, count in enumerate(documents):
@@ -109,7 +109,7 @@ def test_batches_of_any_number_of_documents_replay_and_equal_eager_bit_for_bit(m
             assert row["eager"] == {"warming_up": 2 * microbatches}
 
 
-def test_as_they_come_they_hardly_replay():
+def test_without_padding_no_batch_replays():
     model = model_of()
     with training() as engine:
         engine.attach(model)
@@ -117,7 +117,7 @@ def test_as_they_come_they_hardly_replay():
         assert all(row["replays"] == 0 for row in engine.graphs())
 
 
-def test_later_pipeline_stages_know_the_batch_by_what_the_stage_before_left():
+def test_later_pipeline_stages_count_tokens_from_hidden_states():
     def stages():
         return [
             model_of(post_process=False),
@@ -133,7 +133,7 @@ def test_later_pipeline_stages_know_the_batch_by_what_the_stage_before_left():
         assert all(row["replays"] == 8 and row["eager"] == {"warming_up": 2} for row in engine.graphs())
 
 
-def test_a_batch_of_more_documents_runs_eager_and_right():
+def test_a_batch_of_more_documents_runs_eager_correctly():
     documents = [*DOCUMENTS[:5], 61, 127, *DOCUMENTS[5:]]
     expected, model = train([model_of()], documents), model_of()
     with training() as engine:
@@ -147,7 +147,7 @@ def hooks_of(model):
     return [(list(one._forward_pre_hooks), list(one._forward_pre_hooks_with_kwargs)) for one in model.modules()]
 
 
-def test_detach_leaves_a_wrapped_model_as_it_was_and_so_does_a_refusal():
+def test_detach_and_refusal_restore_a_wrapped_model():
     class Wrapper(nn.Module):
         def __init__(self, module):
             super().__init__()
@@ -164,7 +164,7 @@ def test_detach_leaves_a_wrapped_model_as_it_was_and_so_does_a_refusal():
     with training() as engine:
         engine.attach(model, packed_documents=9)
         model(ids, positions, None, packed_seq_params=given[0])
-        model(ids, positions, None, None, None, None, given[1])  # by its place
+        model(ids, positions, None, None, None, None, given[1])  # positional
         engine.detach()
         model(ids, positions, None, packed_seq_params=given[2])
         with pytest.raises(GraphConfigError, match="same module"):
@@ -179,23 +179,23 @@ def test_detach_leaves_a_wrapped_model_as_it_was_and_so_does_a_refusal():
 
 
 @pytest.mark.parametrize("given", [0, -3, True, 2.0, "64"])
-def test_a_number_of_documents_that_cannot_be_meant_is_refused(given):
+def test_an_invalid_number_of_documents_is_refused(given):
     with training() as engine, pytest.raises(GraphConfigError, match="packed_documents=.* an int of at least 1"):
         engine.attach(model_of(), packed_documents=given)
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "says"),
+    ("name", "value", "message"),
     [
         ("context_parallel_size", 2, "not supported with context parallelism.* context_parallel_size=2"),
         ("apply_rope_fusion", False, "apply_rope_fusion=True"),
     ],
 )
-def test_what_cannot_be_padded_or_replayed_is_refused(name, value, says):
+def test_unsupported_packed_models_are_refused(name, value, message):
     model = model_of()
     object.__setattr__(model.config, name, value)
     with training() as engine:
-        with pytest.raises(GraphConfigError, match=f"packed_documents=64.*{says}"):
+        with pytest.raises(GraphConfigError, match=f"packed_documents=64.*{message}"):
             engine.attach(model, packed_documents=64)
         assert "forward" not in vars(model.decoder.layers[0])
 
@@ -211,7 +211,7 @@ def test_models_without_packed_sequences_are_refused():
 
 def test_padding_reads_no_tensor_and_keeps_every_other_field(monkeypatch):
     def made_anew(self):
-        raise AssertionError("0.19 computes further tensors here")
+        raise AssertionError("the constructor of 0.19 computes further tensors")
 
     ends, others = torch.zeros(4, dtype=torch.int32, device="meta"), torch.zeros(3, dtype=torch.int32, device="meta")
     packed = PackedSeqParams(
@@ -231,7 +231,7 @@ def test_padding_reads_no_tensor_and_keeps_every_other_field(monkeypatch):
     assert found.seq_idx is packed.seq_idx and found.total_tokens == 12 and packed.max_seqlen_q == 7
     assert padded(packed, 3, 12).cu_seqlens_q.shape == (4,)
     assert padded(packed, 2, 12) is packed
-    packed.qkv_format = "sbhd"  # there, cu_seqlens are as many as rows of the batch
+    packed.qkv_format = "sbhd"  # in this format cu_seqlens has one entry per row of the batch
     assert padded(packed, 6, 12) is packed
 
 
@@ -241,7 +241,7 @@ def test_empty_documents_come_last():
     assert found.cu_seqlens_q[:4].equal(packed_of(3).cu_seqlens_q)
 
 
-def test_tokens_are_counted_where_the_model_itself_looks():
+def test_tokens_are_counted_from_the_models_actual_input():
     first, later = model_of(), model_of(pre_process=False)
     ids, hidden = torch.zeros(1, 24), torch.zeros(12, 1, 32)
     later.set_input_tensor(hidden)
@@ -255,8 +255,8 @@ def test_tokens_are_counted_where_the_model_itself_looks():
     assert tokens_of(first, {"input_ids": ids}) == 24
 
 
-def test_a_tensor_in_several_fields_stays_one_when_put_together_again():
-    """Transformer Engine asks whether padded lengths `are` the others, and else looks for padding between sequences."""
+def test_a_tensor_in_several_fields_stays_one_after_unflatten():
+    """Transformer Engine compares padded and unpadded lengths by identity to detect padding between sequences."""
     register_packed_sequences()
     packed = packed_of(5)
     packed.cu_seqlens_q_padded = packed.cu_seqlens_kv.clone()

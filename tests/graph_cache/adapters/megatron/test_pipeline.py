@@ -1,4 +1,4 @@
-"""Chunks of a real GPTModel in the orders that Megatron's schedules give a pipeline stage, graphs on and off."""
+"""Chunks of a GPTModel in the orders of Megatron's pipeline schedules, with and without graphs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine import Engine, EngineConfig
-from graph_cache.adapters.megatron.schedule import Stage, order_of, outstanding, set_current_microbatch
+from graph_cache.adapters.megatron.schedule import Stage, max_outstanding, order_of, set_current_microbatch
 from tests.support.megatron_models import gpt, tokens
 
 STAGES = {
@@ -19,7 +19,7 @@ STAGES = {
 
 
 def chunks_of(stage):
-    """The stage's model chunks: the first takes tokens, the last of several gives losses, as if others lay between."""
+    """Build the stage's model chunks: the first takes tokens, the last of several returns losses."""
     last = stage.chunks - 1
     return [
         gpt(index, pre_process=index == 0, post_process=index == last, hidden_dropout=0.1)
@@ -28,7 +28,7 @@ def chunks_of(stage):
 
 
 def train(chunks, order, steps, graphs=None):
-    """Every output, every gradient handed to an earlier stage, and all gradients of parameters, step by step."""
+    """Return every output, every gradient sent to an earlier stage, and all parameter gradients of each step."""
     torch.manual_seed(1)
     optimizer = torch.optim.SGD([p for chunk in chunks for p in chunk.parameters()], lr=0.05)
     log = []
@@ -62,7 +62,7 @@ def train(chunks, order, steps, graphs=None):
 
 
 @pytest.mark.parametrize("name", STAGES)
-def test_a_stage_computes_as_eager_with_a_graph_for_each_outstanding_microbatch(name):
+def test_a_stage_equals_eager_with_one_graph_per_outstanding_microbatch(name):
     stage = STAGES[name]
     order = order_of(stage, 4 if stage.chunks > 1 else 6)
     eager, graphed = chunks_of(stage), chunks_of(stage)
@@ -73,15 +73,15 @@ def test_a_stage_computes_as_eager_with_a_graph_for_each_outstanding_microbatch(
         table = {row["module"]: row for row in engine.graphs()}
     for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True)), f"step {step}"
-    for index, most in enumerate(outstanding(order)):
+    for index, most in enumerate(max_outstanding(order)):
         prefix = f"chunks.{index}." if stage.chunks > 1 else ""
         for layer in range(2):
             row = table[f"{prefix}decoder.layers.{layer}"]
             assert row["graphs"] == most and set(row["eager"]) == {"warming_up"} and row["replays"] > 0
 
 
-def test_stages_need_no_barrier_each_captures_when_it_has_warmed_up():
-    """The last stage has one microbatch under way and captures inside its first step, the first stage in its third."""
+def test_stages_capture_independently_without_a_barrier():
+    """The last stage has one outstanding microbatch and captures in its first step, the first stage in its third."""
     captured = {}
     for name in ("first_of_two", "last_of_two"):
         chunks = chunks_of(STAGES[name])

@@ -1,4 +1,4 @@
-"""Megatron on two GPUs, by pipeline stages and by data: graphs against eager, and processes that end."""
+"""Megatron on two GPUs with pipeline and data parallelism: graphs equal eager, and the processes exit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORKER = Path(__file__).with_name("ranks_worker.py")
 
 
 def trained(layout, folder):
-    """What both ranks found, once they have ended, in time."""
+    """Run both ranks and return their results. Both must exit in time."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(WORKER.parents[4]), *sys.path])}
     commands = [[sys.executable, str(WORKER), str(rank), str(folder), layout] for rank in range(2)]
     found = list(map(json.loads, outputs_of(commands, 180, env=environment)))
@@ -39,7 +39,7 @@ def trained(layout, folder):
 
 def test_virtual_stages_with_overlapped_reduction_train_as_eager_and_exit(tmp_path):
     found = trained("pipeline", tmp_path)
-    assert [one["losses"] for one in found] == [0, 4]  # one for each microbatch, where they are computed
+    assert [one["losses"] for one in found] == [0, 4]  # one per microbatch, on the last stage
     assert [len(one["rows"]) for one in found] == [4, 4]  # two layers of each chunk
 
 

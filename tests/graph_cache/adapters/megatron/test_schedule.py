@@ -1,4 +1,4 @@
-"""Orders of pipeline stages by Megatron-Core's own functions, and what is read off them."""
+"""Orders of pipeline stages from Megatron-Core's own functions, and the slots derived from them."""
 
 from __future__ import annotations
 
@@ -17,36 +17,57 @@ from graph_cache.adapters.megatron import schedule
 from graph_cache.adapters.megatron.parts import parts_of
 from graph_cache.adapters.megatron.schedule import (
     Stage,
+    assign_slots,
     check_expert_overlap,
+    delayed_wgrad_in_graphs,
     expert_overlap_order,
+    max_outstanding,
+    megatron_capture_flags,
     order_of,
-    outstanding,
     set_current_microbatch,
-    slots,
     stage_plan,
-    told_of_captures,
-    warmup_of,
-    weights_in_graphs,
+    warmup_forwards,
 )
 from graph_cache.adapters.transformer_engine import TransformerEngineGraphs
 from graph_cache.errors import GraphConfigError
 from graph_cache.training.attached import Part
 from tests.graph_cache.adapters.transformer_engine.static_graphs import StaticMaker
-from tests.graph_cache.adapters.transformer_engine.te_stack import job, reasons, replays
+from tests.graph_cache.adapters.transformer_engine.te_stack import capture_context, reasons, replays
 from tests.support.megatron_models import config, gpt, loss_of, tokens
 
-FIVE = [1, 1, 1, 2, 2, 2, -2, 1, -2, 1, -2, 2, -1, 2, -1, -1, -2, -2, -1, -1]  # 5 microbatches, 2 chunks, groups of 3
+FIVE_MICROBATCHES = [
+    1,
+    1,
+    1,
+    2,
+    2,
+    2,
+    -2,
+    1,
+    -2,
+    1,
+    -2,
+    2,
+    -1,
+    2,
+    -1,
+    -1,
+    -2,
+    -2,
+    -1,
+    -1,
+]  # 5 microbatches, 2 chunks, groups of 3
 
 
 def test_the_order_of_five_microbatches_in_two_chunks():
-    assert order_of(Stage(pipeline_size=2, chunks=2), 5, group_size=3) == FIVE
-    assert warmup_of(Stage(pipeline_size=2, chunks=2), 5, group_size=3) == 5
-    assert order_of(Stage(pipeline_size=2, chunks=2), 5, group_size=3, warmup=5) == FIVE
+    assert order_of(Stage(pipeline_size=2, chunks=2), 5, group_size=3) == FIVE_MICROBATCHES
+    assert warmup_forwards(Stage(pipeline_size=2, chunks=2), 5, group_size=3) == 5
+    assert order_of(Stage(pipeline_size=2, chunks=2), 5, group_size=3, warmup=5) == FIVE_MICROBATCHES
 
 
-def test_peaks_and_slots_of_that_order():
-    assert outstanding(FIVE) == [5, 3]
-    found = slots(FIVE)
+def test_outstanding_and_slots_of_five_microbatches():
+    assert max_outstanding(FIVE_MICROBATCHES) == [5, 3]
+    found = assign_slots(FIVE_MICROBATCHES)
     assert [(chunk, microbatch) for chunk, microbatch, _ in found] == [
         (0, 0),
         (0, 1),
@@ -67,8 +88,8 @@ def test_peaks_and_slots_of_that_order():
 def test_each_stage_of_a_pipeline_has_its_warm_up_and_one_outstanding(size):
     for rank in range(size):
         stage = Stage(pipeline_size=size, pipeline_rank=rank)
-        assert warmup_of(stage, 8) == size - rank - 1
-        assert outstanding(order_of(stage, 8)) == [size - rank]
+        assert warmup_forwards(stage, 8) == size - rank - 1
+        assert max_outstanding(order_of(stage, 8)) == [size - rank]
 
 
 def test_a_step_shorter_than_the_pipeline_has_all_its_microbatches_outstanding():
@@ -77,16 +98,16 @@ def test_a_step_shorter_than_the_pipeline_has_all_its_microbatches_outstanding()
 
 def test_without_a_pipeline_one_microbatch_is_captured_for_all():
     assert order_of(Stage(), 16) == [1, -1]
-    assert outstanding(order_of(Stage(), 16)) == [1]
+    assert max_outstanding(order_of(Stage(), 16)) == [1]
 
 
 @settings(max_examples=200, deadline=None)
 @given(microbatches=st.integers(1, 12), chunks=st.integers(1, 4), group=st.integers(1, 6), extra=st.integers(0, 12))
-def test_slots_are_as_many_as_the_peak_and_never_shared_by_two_that_live(microbatches, chunks, group, extra):
+def test_slots_match_the_peak_and_are_never_shared_by_live_microbatches(microbatches, chunks, group, extra):
     assume(chunks == 1 or group <= microbatches)
-    warmup = (chunks - 1) * group + extra  # fewer, and a backward would come before its forward
+    warmup = (chunks - 1) * group + extra  # with fewer, a backward would precede its forward
     order = order_of(Stage(pipeline_size=2, chunks=chunks), microbatches, group, warmup=warmup)
-    peaks, slot_of = outstanding(order), {(chunk, one): slot for chunk, one, slot in slots(order)}
+    peaks, slot_of = max_outstanding(order), {(chunk, one): slot for chunk, one, slot in assign_slots(order)}
     assert len(slot_of) == chunks * microbatches
     alive: dict[int, list[int]] = {chunk: [] for chunk in range(chunks)}
     begun, most = [0] * chunks, [0] * chunks
@@ -105,7 +126,7 @@ def test_slots_are_as_many_as_the_peak_and_never_shared_by_two_that_live(microba
 
 
 def test_a_warm_up_too_short_for_the_chunks_is_refused():
-    with pytest.raises(GraphConfigError, match="no forward before it"):
+    with pytest.raises(GraphConfigError, match="no matching forward before it"):
         order_of(Stage(pipeline_size=2, chunks=2), 4, group_size=2, warmup=0)
 
 
@@ -117,42 +138,42 @@ def test_a_warm_up_too_short_for_the_chunks_is_refused():
         (lambda: Stage(pipeline_size=0), "pipeline_size is 0"),
         (lambda: order_of(Stage(), 0), "microbatches is 0"),
         (lambda: order_of(Stage(pipeline_size=2, chunks=2), 4, group_size=0), "group_size is 0"),
-        (lambda: expert_overlap_order(Stage(), 2, [1, 1], weights_in_graphs=False), "layers_per_chunk has 2"),
+        (lambda: expert_overlap_order(Stage(), 2, [1, 1], delayed_wgrad_in_graphs=False), "layers_per_chunk has 2"),
     ],
 )
-def test_stages_and_numbers_that_cannot_be_are_refused(make, words):
+def test_invalid_stages_and_numbers_are_refused(make, words):
     with pytest.raises(GraphConfigError, match=words):
         make()
 
 
-# ---- the exchange of experts, overlapped -----------------------------------------------------------------------------
+# ---- overlapped expert communication ---------------------------------------------------------------------------------
 
 
 def test_overlapped_layers_are_chunks_whose_weight_gradients_follow_their_backward():
-    order = expert_overlap_order(Stage(), 2, [2], weights_in_graphs=True)
+    order = expert_overlap_order(Stage(), 2, [2], delayed_wgrad_in_graphs=True)
     assert order == [1, 2, 1, -2, -2.5, 2, -1, -1.5, -2, -2.5, -1, -1.5]
-    assert expert_overlap_order(Stage(), 2, [2], weights_in_graphs=False) == [1, 2, 1, -2, 2, -1, -2, -1]
+    assert expert_overlap_order(Stage(), 2, [2], delayed_wgrad_in_graphs=False) == [1, 2, 1, -2, 2, -1, -2, -1]
 
 
 def test_a_slot_is_free_again_only_after_the_weight_gradients():
     order = [1, -1, 1, -1]
-    assert [slot for *_, slot in slots(order)] == [0, 0]
-    assert [slot for *_, slot in slots([1, -1, -1.5, 1, -1, -1.5])] == [0, 0]
+    assert [slot for *_, slot in assign_slots(order)] == [0, 0]
+    assert [slot for *_, slot in assign_slots([1, -1, -1.5, 1, -1, -1.5])] == [0, 0]
     with_a_forward_between = [1, 1, -1, 1, -1.5, -1, -1.5, -1, -1.5]
-    assert outstanding(with_a_forward_between) == [3]
+    assert max_outstanding(with_a_forward_between) == [3]
 
 
 @settings(max_examples=50, deadline=None)
 @given(microbatches=st.integers(2, 8), first=st.integers(0, 3), second=st.integers(1, 3), delayed=st.booleans())
-def test_overlapped_orders_of_interleaved_stages_can_be_run(microbatches, first, second, delayed):
+def test_overlapped_orders_of_interleaved_stages_are_valid(microbatches, first, second, delayed):
     stage = Stage(pipeline_size=2, chunks=2)
-    order = expert_overlap_order(stage, microbatches, [first, second], weights_in_graphs=delayed, group_size=2)
-    assert len(outstanding(order)) == first + second
-    assert len(slots(order)) == microbatches * (first + second)
+    order = expert_overlap_order(stage, microbatches, [first, second], delayed_wgrad_in_graphs=delayed, group_size=2)
+    assert len(max_outstanding(order)) == first + second
+    assert len(assign_slots(order)) == microbatches * (first + second)
 
 
 def overlapping(**changes):
-    """A configuration in which everything is as the overlap with delayed weight gradients in graphs wants it."""
+    """Return a configuration that supports the overlap with delayed weight gradients in graphs."""
     values = {
         "overlap_moe_expert_parallel_comm": True,
         "delay_wgrad_compute": True,
@@ -232,13 +253,13 @@ def test_a_configuration_that_megatron_accepts_passes():
         ({"add_bias_linear": True, "add_qkv_bias": True}, ["attn"], "2.20.2", "add_bias_linear and add_qkv_bias is on"),
     ],
 )
-def test_each_setting_that_the_overlap_cannot_have_is_named(changes, modules, version, words):
+def test_each_setting_incompatible_with_the_overlap_is_named(changes, modules, version, words):
     with pytest.raises(GraphConfigError, match=words) as caught:
         check_expert_overlap(overlapping(**changes), modules, version)
-    assert "; " not in str(caught.value)  # that one alone
+    assert "; " not in str(caught.value)  # only this problem is listed
 
 
-def test_all_that_is_in_the_way_is_told_at_once():
+def test_all_incompatible_settings_are_listed_at_once():
     config = overlapping(bf16=False, gradient_accumulation_fusion=False, expert_model_parallel_size=1)
     with pytest.raises(GraphConfigError) as caught:
         check_expert_overlap(config, ["attn", "mlp"], "2.11.0")
@@ -246,28 +267,28 @@ def test_all_that_is_in_the_way_is_told_at_once():
         assert words in str(caught.value)
 
 
-def test_weights_belong_to_graphs_by_what_is_captured():
-    assert weights_in_graphs(overlapping(), ["attn"])
-    assert not weights_in_graphs(overlapping(), ["moe_router"])
-    assert weights_in_graphs(overlapping(moe_shared_expert_intermediate_size=64), ["moe_router"])
-    assert not weights_in_graphs(
+def test_delayed_wgrad_in_graphs_depends_on_captured_modules():
+    assert delayed_wgrad_in_graphs(overlapping(), ["attn"])
+    assert not delayed_wgrad_in_graphs(overlapping(), ["moe_router"])
+    assert delayed_wgrad_in_graphs(overlapping(moe_shared_expert_intermediate_size=64), ["moe_router"])
+    assert not delayed_wgrad_in_graphs(
         overlapping(moe_shared_expert_intermediate_size=64, moe_shared_expert_overlap=True), ["moe_router"]
     )
-    assert not weights_in_graphs(overlapping(delay_wgrad_compute=False), ["attn"])
+    assert not delayed_wgrad_in_graphs(overlapping(delay_wgrad_compute=False), ["attn"])
 
 
-def be_stage(monkeypatch, size: int, rank: int) -> None:
+def set_pipeline_stage(monkeypatch, size: int, rank: int) -> None:
     for name, value in (("world_size", size), ("rank", rank)):
         monkeypatch.setattr(parallel_state, f"get_pipeline_model_parallel_{name}", lambda value=value: value)
 
 
-def test_megatron_tells_layers_their_microbatch():
+def test_set_current_microbatch_reaches_every_layer():
     model = gpt()
     set_current_microbatch(model, 3)
     assert [layer.current_microbatch for layer in model.decoder.layers] == [3, 3]
 
 
-def test_a_stages_plan_follows_this_process_and_megatrons_configuration():
+def test_stage_plan_follows_parallel_state_and_config():
     model = gpt()
     parts = parts_of([model], [])
     for microbatches in (8, None):
@@ -286,15 +307,15 @@ def test_without_a_number_of_microbatches_a_pipeline_or_the_overlap_is_refused(m
         overlapped = SimpleNamespace(overlap_moe_expert_parallel_comm=True)
         with pytest.raises(GraphConfigError, match=r"found overlap_moe_expert.*attach\(model, microbatches=…\)"):
             stage_plan(parts, [model], overlapped, ["attn"], None, None)
-    be_stage(monkeypatch, 2, 0)
+    set_pipeline_stage(monkeypatch, 2, 0)
     with pytest.raises(GraphConfigError, match=r"found a pipeline of 2 stages.*attach\(model, microbatches=…\)"):
         Engine(EngineConfig(mode="training", cuda_graph_impl="transformer_engine")).attach(model)
     assert all("forward" not in vars(layer) for layer in model.decoder.layers)
     assert stage_plan(parts, [model], model.config, ["attn"], 4, None).order == order_of(Stage(2, 0), 4)
 
 
-def of_a_layer(path: str, layer: nn.Module) -> list[Part]:
-    """A method of a layer, and submodules, as cuda_graph_modules=attn,moe_router makes of it."""
+def layer_parts_of(path: str, layer: nn.Module) -> list[Part]:
+    """Return a method of a layer and submodules, as for cuda_graph_modules=attn,moe_router."""
     return [
         Part(f"{path}.attn", layer, "_forward_attention", (layer.input_layernorm, layer.self_attention)),
         Part(f"{path}.norm", layer.pre_mlp_layernorm),
@@ -304,32 +325,34 @@ def of_a_layer(path: str, layer: nn.Module) -> list[Part]:
 
 def test_overlapped_parts_are_numbered_by_their_layer(monkeypatch):
     monkeypatch.setattr(schedule, "check_expert_overlap", lambda *args: None)
-    be_stage(monkeypatch, 2, 0)
+    set_pipeline_stage(monkeypatch, 2, 0)
     chunks = [gpt(post_process=False), gpt(1, pre_process=False)]
     parts = [
         part._replace(chunk=chunk)
         for chunk, model in enumerate(chunks)
         for number, layer in enumerate(model.decoder.layers)
-        for part in of_a_layer(f"{chunk}.{number}", layer)
+        for part in layer_parts_of(f"{chunk}.{number}", layer)
     ]
     settings = SimpleNamespace(overlap_moe_expert_parallel_comm=True)
     plan = stage_plan(parts, chunks, settings, ["attn", "moe_router"], 4, None)
     assert [part.chunk for part in plan.parts] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
-    assert plan.order == expert_overlap_order(Stage(2, 0, 2), 4, [2, 2], weights_in_graphs=False)
+    assert plan.order == expert_overlap_order(Stage(2, 0, 2), 4, [2, 2], delayed_wgrad_in_graphs=False)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_parts_of_a_layer_go_by_its_microbatch_on_each_stage(monkeypatch, rank):
-    be_stage(monkeypatch, 2, rank)
+def test_parts_use_the_microbatch_of_their_layer(monkeypatch, rank):
+    set_pipeline_stage(monkeypatch, 2, rank)
     model, eager = gpt(), gpt()
     parts = [
         Part("embedding", model.embedding),
-        *(part for number, layer in enumerate(model.decoder.layers) for part in of_a_layer(str(number), layer)),
+        *(part for number, layer in enumerate(model.decoder.layers) for part in layer_parts_of(str(number), layer)),
     ]
     plan = stage_plan(parts, [model], model.config, [], 4, None)
     layers = model.decoder.layers
     assert list(plan.holders.values()) == [model.embedding, *[layers[0]] * 3, *[layers[1]] * 3]
-    graphs = TransformerEngineGraphs(plan.parts[1:], plan.order, job(), holders=plan.holders, maker=StaticMaker())
+    graphs = TransformerEngineGraphs(
+        plan.parts[1:], plan.order, capture_context(), holders=plan.holders, maker=StaticMaker()
+    )
     for number in range(5):
         for one in (model, eager):
             losses, begun = [], 0
@@ -341,25 +364,25 @@ def test_parts_of_a_layer_go_by_its_microbatch_on_each_stage(monkeypatch, rank):
                 else:
                     losses.pop(0).backward()
     for one, other in zip(model.parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad)  # those of a residual are added up in the other order
+        torch.testing.assert_close(one.grad, other.grad)  # residual gradients are added in another order
     assert set(reasons(graphs)) == {"warming_up"} and replays(graphs) == 6 * 4 * 5 - reasons(graphs)["warming_up"]
     graphs.detach()
     held = stage_plan([Part("decoder", model.decoder)], [model], model.config, [], 4, None).holders
-    assert held == {"decoder": layers[0]}  # of a part that holds layers any of them
+    assert held == {"decoder": layers[0]}  # a part that contains layers uses any of them
 
 
 def test_a_virtual_stage_without_a_captured_part_counts_in_the_order(monkeypatch):
     chunks = [gpt(post_process=False), gpt(1, pre_process=False)]
-    be_stage(monkeypatch, 2, 0)
-    parts = [part for part in parts_of(chunks, ["attn"]) if part.chunk == 0]  # as if the other had no attention
+    set_pipeline_stage(monkeypatch, 2, 0)
+    parts = [part for part in parts_of(chunks, ["attn"]) if part.chunk == 0]  # as if the other chunk had no attention
     group_size = chunks[0].config.microbatch_group_size_per_vp_stage
     plan = stage_plan(parts, chunks, chunks[0].config, ["attn"], 4, None)
     assert plan.order == order_of(Stage(2, 0, 2), 4, group_size)
 
 
-def test_megatron_knows_of_captures_by_others():
+def test_megatron_capture_flags_are_set_and_reset():
     assert not is_graph_capturing()
-    with pytest.raises(ValueError, match="broken"), told_of_captures():
+    with pytest.raises(ValueError, match="broken"), megatron_capture_flags():
         assert is_graph_capturing()
         raise ValueError("broken")
     assert not is_graph_capturing()

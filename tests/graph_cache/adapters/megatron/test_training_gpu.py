@@ -1,5 +1,4 @@
-"""Megatron's own training on a GPU: data parallelism, optimizer and schedule around our graphs, of layers and of whole
-iterations, against eager.
+"""Megatron's DDP, optimizer and schedule on a GPU with layer graphs and full-iteration graphs, compared with eager.
 
 Needs megatron-core 0.19 and Transformer Engine. Run this file in a process of its own: Megatron keeps one parallel
 state per process.
@@ -39,13 +38,13 @@ OVERLAPS = {
 
 
 def parallel_steps(impl, overlap, fused, steps=8, stream=None):
-    """Training by Megatron's own wrapper, schedule and optimizer; with graphs of `impl`, or none.
+    """Train with Megatron's own DDP, schedule and optimizer, with graphs of `impl` or without.
 
-    `stream`: where the wrapper is made, and so adds up gradients; the default one if None.
+    `stream`: stream on which the wrapper is created and accumulates gradients; None for the default stream.
     """
     model = build()
     for module in model.modules():
-        if hasattr(module, "fuse_wgrad_accumulation"):  # Transformer Engine's own; the head's would need Apex
+        if hasattr(module, "fuse_wgrad_accumulation"):  # only Transformer Engine's; the head's fusion needs Apex
             module.fuse_wgrad_accumulation = fused
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
@@ -102,7 +101,7 @@ def parallel_steps(impl, overlap, fused, steps=8, stream=None):
 
 @pytest.mark.parametrize("fused", [False, True], ids=["added_by_hooks", "fused_weight_gradients"])
 @pytest.mark.parametrize("overlap", OVERLAPS)
-def test_megatrons_data_parallelism_and_optimizer_see_what_they_would_of_eager(overlap, fused):
+def test_ddp_and_distributed_optimizer_equal_eager(overlap, fused):
     expected, _ = parallel_steps(None, overlap, fused)
     found, rows = parallel_steps("local", overlap, fused)
     assert_same(found, expected)

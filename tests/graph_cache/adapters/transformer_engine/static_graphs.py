@@ -1,7 +1,7 @@
-"""A maker of "graphs" for a CPU that treats memory as Transformer Engine's graphs do, and ruins what they would ruin.
+"""A `Maker` for a CPU with the memory hazards of Transformer Engine's graphs.
 
-Each runs its module on static inputs when called. What one leaves for its backward is gone as soon as another runs that
-was captured after it, and the gradient of an input is overwritten when the backward after the next begins.
+Each "graph" runs its module on static inputs. Its saved activations become invalid when a graph runs that was not
+captured while it was outstanding, and input gradients are overwritten when the backward after the next begins.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from graph_cache.training.call import Result
 
 
 class StaticMaker:
-    """Records what it was asked: `plan`, `weights` (each word on whether they are new) and `made`."""
+    """Records its calls: `plan`, `weights` (each `update_weights` argument) and `made`."""
 
     def __init__(self, fails: bool = False):
         self.fails = fails
-        self.now: Precision | None = Precision()
+        self.current_precision: Precision | None = Precision()
         self.plan: CapturePlan | None = None
         self.weights: list[bool] = []
         self.made: list[StaticGraphs] = []
 
     def precision(self) -> Precision | None:
-        return self.now
+        return self.current_precision
 
     def accumulators(self, parameters: Iterable[Tensor]) -> dict[Tensor, Any]:
         return new_accumulators(parameters)
@@ -42,7 +42,7 @@ class StaticMaker:
     def make(self, plan: CapturePlan) -> StaticGraphs:
         self.plan = plan
         graphs = StaticGraphs(plan)
-        for call in graphs.calls:  # as a warm-up would: gradients, buffers and main_grads change
+        for call in graphs.calls:  # like a warm-up, this changes gradients, buffers and main_grads
             out = Result.of(call.module(**call.statics))[1]
             torch.autograd.backward([tensor.sum() for tensor in out if tensor.requires_grad])
         if self.fails:
@@ -56,46 +56,46 @@ class StaticGraphs:
     nbytes = 1200
 
     def __init__(self, plan: CapturePlan):
-        self.valid: set[StaticCall] = set()  # whose forward's leavings are still there
-        self.given: list[StaticCall] = []  # whose input gradients are still there, oldest first
+        self.valid: set[StaticCall] = set()  # calls with intact activations
+        self.recent_backwards: list[StaticCall] = []  # calls with intact input gradients, oldest first
         self.closed = 0
         self.current = True
         microbatches = len(plan.samples) // max(1, len(plan.modules))
-        first_of, places = 0, []
+        first_index, module_indices = 0, []
         for count in plan.layers_per_chunk:
-            places += [first_of + layer for _ in range(microbatches) for layer in range(count)]
-            first_of += count
+            module_indices += [first_index + layer for _ in range(microbatches) for layer in range(count)]
+            first_index += count
         self.calls = [
             StaticCall(self, plan.modules[module], statics)
-            for module, statics in zip(places, plan.samples, strict=True)
+            for module, statics in zip(module_indices, plan.samples, strict=True)
         ]
-        self._follow(plan, microbatches)
+        self._record_alive_calls(plan, microbatches)
 
-    def _follow(self, plan: CapturePlan, microbatches: int) -> None:
-        """Note what of others was alive when each forward, backward and weight gradient was captured."""
+    def _record_alive_calls(self, plan: CapturePlan, microbatches: int) -> None:
+        """Record which calls were outstanding when each forward, backward and weight gradient was captured."""
         alive: set[StaticCall] = set()
         done: dict[tuple[str, int], int] = {}
         delayed = {abs(ceil(entry)) for entry in plan.order if ceil(entry) != entry}
         for entry in plan.order:
             chunk = abs(ceil(entry)) - 1
-            what = "forward" if entry > 0 else "backward" if ceil(entry) == entry else "weights"
-            one = done[what, chunk] = done.get((what, chunk), -1) + 1
-            begin = microbatches * sum(plan.layers_per_chunk[:chunk]) + one * plan.layers_per_chunk[chunk]
+            kind = "forward" if entry > 0 else "backward" if ceil(entry) == entry else "weights"
+            microbatch = done[kind, chunk] = done.get((kind, chunk), -1) + 1
+            begin = microbatches * sum(plan.layers_per_chunk[:chunk]) + microbatch * plan.layers_per_chunk[chunk]
             calls = self.calls[begin : begin + plan.layers_per_chunk[chunk]]
-            for call in calls if what == "forward" else reversed(calls):
-                call.beside[what] = set(alive)
-                if what == "forward":
+            for call in calls if kind == "forward" else reversed(calls):
+                call.alive_at_capture[kind] = set(alive)
+                if kind == "forward":
                     alive.add(call)
-                elif what == "weights" or abs(entry) not in delayed:
+                elif kind == "weights" or abs(entry) not in delayed:
                     alive.discard(call)
 
-    def runs(self, call: StaticCall, what: str) -> None:
-        """Ruin what this graph's memory covers."""
-        self.valid &= call.beside[what] | {call}
-        for older in self.given[:-1]:
+    def overwrite_memory(self, call: StaticCall, kind: str) -> None:
+        """Invalidate the memory that this graph overwrites."""
+        self.valid &= call.alive_at_capture[kind] | {call}
+        for older in self.recent_backwards[:-1]:
             for grad in older.input_grads:
                 grad.fill_(float("nan"))
-        self.given = self.given[-1:]
+        self.recent_backwards = self.recent_backwards[-1:]
 
     def are_current(self) -> bool:
         return self.current
@@ -105,43 +105,43 @@ class StaticGraphs:
 
 
 class StaticCall:
-    """One "graph": forward, backward, and weight gradients."""
+    """One "graph" with forward, backward, and weight gradients."""
 
     def __init__(self, graphs: StaticGraphs, module: torch.nn.Module, statics: dict[str, Tensor]):
         self.graphs = graphs
         self.module = module
         self.statics = statics
-        self.beside: dict[str, set[StaticCall]] = {}
+        self.alive_at_capture: dict[str, set[StaticCall]] = {}
         self.input_grads: list[Tensor] = []
         self.outputs: list[Tensor] = []
         self.weight_gradients = 0
 
-    def __call__(self, is_first_microbatch: bool | None = None, **given: Tensor):
-        assert list(given) == list(self.statics)
-        return _Run.apply(self, *given.values(), *self.module.parameters())
+    def __call__(self, is_first_microbatch: bool | None = None, **inputs: Tensor):
+        assert list(inputs) == list(self.statics)
+        return _Run.apply(self, *inputs.values(), *self.module.parameters())
 
     def backward_dw(self) -> None:
-        self.graphs.runs(self, "weights")
+        self.graphs.overwrite_memory(self, "weights")
         assert self in self.graphs.valid
         self.weight_gradients += 1
 
     def forward(self, inputs) -> list[Tensor]:
-        self.graphs.runs(self, "forward")
+        self.graphs.overwrite_memory(self, "forward")
         for static, tensor in zip(self.statics.values(), inputs, strict=True):
             if static.data_ptr() != tensor.data_ptr():
-                static.copy_(tensor)  # raises later if a backward that is to come saved it
-        # A replay passes by the layer's hooks and by what took its forward over: so does this.
+                static.copy_(tensor)  # raises later if an outstanding backward saved it
+        # Like a replay, bypass the layer's hooks and intercepted forward.
         call = self.module._call.func
-        layer = getattr(call, "__self__", call)  # a part may be a method of it
+        layer = getattr(call, "__self__", call)  # a part may be a method of the layer
         if call is layer:
             call = functools.partial(type(layer).forward, layer)
         args, kwargs = self.module._sample.arguments(list(self.statics.values()))
-        hooks = [(one._forward_pre_hooks, dict(one._forward_pre_hooks)) for one in layer.modules()]
+        hooks = [(module._forward_pre_hooks, dict(module._forward_pre_hooks)) for module in layer.modules()]
         for registered, _ in hooks:
             registered.clear()
         flag = vars(layer).get("is_first_microbatch")
         with torch.enable_grad():
-            outputs = self.module.taken_apart(call(*args, **kwargs))
+            outputs = self.module.flatten_result(call(*args, **kwargs))
         self.outputs = [tensor for tensor in outputs if tensor is not None]
         if flag is not None:
             layer.is_first_microbatch = flag
@@ -151,7 +151,7 @@ class StaticCall:
         return [tensor.detach() for tensor in self.outputs]
 
     def backward(self, grads) -> list[Tensor | None]:
-        self.graphs.runs(self, "backward")
+        self.graphs.overwrite_memory(self, "backward")
         wanted = [tensor for tensor in (*self.statics.values(), *self.module.parameters()) if tensor.requires_grad]
         ends = [index for index, tensor in enumerate(self.outputs) if tensor.requires_grad]
         flags = {
@@ -162,13 +162,13 @@ class StaticCall:
         found = torch.autograd.grad(
             [self.outputs[index] for index in ends], wanted, [grads[index] for index in ends], allow_unused=True
         )
-        for parameter, flag in flags.items():  # a replay runs no Python that could set one
+        for parameter, flag in flags.items():  # a replay runs no Python that could set the flag
             parameter.grad_added_to_main_grad = flag
         if self not in self.graphs.valid:
             found = [torch.full_like(tensor, float("nan")) for tensor in wanted]
         inputs = sum(tensor.requires_grad for tensor in self.statics.values())
         self.input_grads = [grad.clone() for grad in found[:inputs] if grad is not None]
-        self.graphs.given.append(self)
+        self.graphs.recent_backwards.append(self)
         rest = iter([*self.input_grads, *found[inputs:]])
         tensors = (*self.statics.values(), *self.module.parameters())
         return [next(rest) if tensor.requires_grad else None for tensor in tensors]

@@ -1,4 +1,4 @@
-"""Small stacks of layers that are attached as for Transformer Engine, and steps in the order of a pipeline stage."""
+"""Small stacks of layers attached with TransformerEngineGraphs, and steps in the order of a pipeline stage."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.graph_cache.adapters.transformer_engine.static_graphs import StaticMa
 
 WIDTH = 8
 ONE_AT_A_TIME = [1, -1]
-TWO_AHEAD = [1, 1, 1, -1, 1, -1, -1, -1]  # 4 microbatches, the first of three stages
+TWO_WARMUP_FORWARDS = [1, 1, 1, -1, 1, -1, -1, -1]  # 4 microbatches, the first of three stages
 
 
 class Block(nn.Module):
-    """A layer with a mask and a scale, as keyword arguments, that returns (hidden, None) as Megatron's do."""
+    """A layer with keyword arguments that returns (hidden, None), like Megatron's layers."""
 
     def __init__(self):
         super().__init__()
@@ -49,7 +49,7 @@ def stack(layers: int = 3) -> Stack:
     return Stack(layers)
 
 
-def job() -> CaptureContext:
+def capture_context() -> CaptureContext:
     return CaptureContext(GraphPool(backend_for("cpu")), CacheStats())
 
 
@@ -58,7 +58,7 @@ def parts(model: Stack, chunk: int = 0) -> list[Part]:
 
 
 def attached(model: Stack, order=ONE_AT_A_TIME, maker: StaticMaker | None = None, **options) -> TransformerEngineGraphs:
-    return TransformerEngineGraphs(parts(model), order, job(), maker=maker or StaticMaker(), **options)
+    return TransformerEngineGraphs(parts(model), order, capture_context(), maker=maker or StaticMaker(), **options)
 
 
 def batch(seed: int, rows: int = 4) -> torch.Tensor:
@@ -66,7 +66,7 @@ def batch(seed: int, rows: int = 4) -> torch.Tensor:
 
 
 def step(model: Stack, order, inputs, numbered: bool = True, **kwargs) -> list[float]:
-    """Run one step in this order, a chunk; returns the losses. Gradients are left on the parameters."""
+    """Run one step of one chunk in this order and return the losses. Gradients accumulate on the parameters."""
     losses, waiting = [], []
     for entry in order:
         if entry > 0:
@@ -108,7 +108,7 @@ def same_parameters(a: nn.Module, b: nn.Module) -> bool:
 
 
 def warmed(model: Stack, order=ONE_AT_A_TIME, maker: StaticMaker | None = None, **options) -> TransformerEngineGraphs:
-    """Attached, and captured: the next call replays."""
+    """Attach and capture. The next call replays."""
     kwargs = options.pop("kwargs", {})
     graphs = attached(model, order, maker, **options)
     for number in range(4):

@@ -1,4 +1,4 @@
-"""Nodes of autograd that add up gradients: which ones a capture meets, and how long they are held for it."""
+"""AccumulateGrad nodes: which ones a capture uses, and how long they are kept alive."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.graph_cache.adapters.transformer_engine.static_graphs import StaticMa
 from tests.graph_cache.adapters.transformer_engine.te_stack import attached, batch, replays, stack
 
 
-def test_gradients_add_up_by_the_makers_nodes_while_layers_warm_up():
-    """Those of the steps would break it: a loop's `loss` is the last step's while the next one's is computed."""
+def test_warm_up_uses_the_makers_accumulator_nodes():
+    """Nodes of the steps would break it: a training loop holds the last `loss` during the next forward."""
     model = stack()
     graphs = attached(model)
     parameters = list(model.layers.parameters())
@@ -25,16 +25,16 @@ def test_gradients_add_up_by_the_makers_nodes_while_layers_warm_up():
             loss = model(batch(2)).sum()
             loss.backward()
             del loss
-            assert new_accumulators(parameters) == {}, "all of them live on without a loss"
+            assert new_accumulators(parameters) == {}, "all nodes stay alive without a loss"
         graphs.clear()
     graphs.detach()
 
 
-def test_nodes_that_live_already_are_left_as_they_are():
+def test_existing_accumulator_nodes_are_kept():
     linear = nn.Linear(2, 2)
     loss = (linear(torch.ones(2)) * linear.weight).sum()
     assert new_accumulators(linear.parameters()) == {}
-    assert new_accumulators(linear.parameters()) == {}  # the mark of the first look is gone
+    assert new_accumulators(linear.parameters()) == {}  # the mark of the first call was removed
     del loss
     found = new_accumulators(linear.parameters())
     assert list(found) == list(linear.parameters())
@@ -43,11 +43,11 @@ def test_nodes_that_live_already_are_left_as_they_are():
 
 
 def are_free(parameters: list[nn.Parameter]) -> bool:
-    """Whether nothing holds a node for any of them."""
+    """Return whether none of the parameters has a live node."""
     return set(new_accumulators(parameters)) == set(parameters)
 
 
-def test_no_nodes_are_held_where_no_capture_can_come():
+def test_no_nodes_are_held_when_no_capture_is_possible():
     model = stack()
     for layer in model.layers:
         layer.inner.register_forward_hook(lambda module, args, out: None)
@@ -58,7 +58,7 @@ def test_no_nodes_are_held_where_no_capture_can_come():
     graphs.detach()
 
 
-def test_no_nodes_are_held_once_hooks_came_up_in_all_layers_before_the_capture():
+def test_nodes_are_released_when_hooks_appear_before_the_capture():
     model, maker = stack(), StaticMaker()
     graphs = attached(model, maker=maker)
     for number in range(3):
@@ -70,18 +70,18 @@ def test_no_nodes_are_held_once_hooks_came_up_in_all_layers_before_the_capture()
         handle.remove()
     for number in range(4):
         model(batch(number)).sum().backward()
-    assert len(maker.made) == 1 and replays(graphs) == 3  # it warmed up anew
+    assert len(maker.made) == 1 and replays(graphs) == 3  # it warmed up again
     graphs.detach()
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_nodes_are_let_go_after_a_capture(fails, caplog):
-    caplog.set_level(logging.CRITICAL)  # pytest keeps what is logged: an error, whose frames hold histories
+def test_nodes_are_released_after_a_capture(fails, caplog):
+    caplog.set_level(logging.CRITICAL)  # pytest keeps logged errors, and their frames hold autograd graphs
     model, maker = stack(), StaticMaker(fails)
     graphs = attached(model, maker=maker)
     for number in range(4):
         model(batch(number)).sum().backward()
-    for made in maker.made:  # these graphs hold histories, which no true graph does
+    for made in maker.made:  # unlike real graphs, these hold autograd graphs
         for call in made.calls:
             call.outputs = []
     gc.collect()
@@ -89,7 +89,7 @@ def test_the_nodes_are_let_go_after_a_capture(fails, caplog):
     graphs.detach()
 
 
-def test_a_history_that_only_a_cycle_holds_is_gone_before_the_capture_which_meets_new_nodes():
+def test_autograd_history_in_a_reference_cycle_is_collected_before_the_capture():
     class Loss:
         def __init__(self, value):
             self.value, self.itself = value, self
@@ -103,7 +103,7 @@ def test_a_history_that_only_a_cycle_holds_is_gone_before_the_capture_which_meet
     model = stack()
     parameters = list(model.layers.parameters())
     gc.collect()
-    gc.disable()  # it would come when it likes
+    gc.disable()  # so that only the explicit collection frees the cycle
     try:
         held = weakref.ref(Loss(model(batch(0)).sum()))
         graphs = attached(model, maker=Looking())

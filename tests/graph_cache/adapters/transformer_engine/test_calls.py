@@ -1,4 +1,4 @@
-"""Which calls a graph by Transformer Engine's rules may serve, and what it is given."""
+"""Which calls are replayed, and the static inputs that graphs get."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import nn
 
 from graph_cache.adapters.transformer_engine import TransformerEngineGraphs
 from graph_cache.adapters.transformer_engine.maker import Precision
-from graph_cache.adapters.transformer_engine.samples import Calls, settle, static_inputs
+from graph_cache.adapters.transformer_engine.samples import CallLog, choose_samples, static_inputs
 from graph_cache.errors import GraphError
 from graph_cache.training.call import flatten_call
 from tests.graph_cache.adapters.transformer_engine.static_graphs import StaticMaker
 from tests.graph_cache.adapters.transformer_engine.te_stack import (
-    TWO_AHEAD,
+    TWO_WARMUP_FORWARDS,
     WIDTH,
     attached,
     batch,
-    job,
+    capture_context,
     reasons,
     replays,
     stack,
@@ -27,10 +27,10 @@ from tests.graph_cache.adapters.transformer_engine.te_stack import (
     warmed,
 )
 
-# ---- calls that graphs don't serve -----------------------------------------------------------------------------------
+# ---- calls that run eagerly ------------------------------------------------------------------------------------------
 
 
-def test_a_changed_shape_or_dtype_runs_eager_and_right():
+def test_a_changed_shape_or_dtype_runs_eager_correctly():
     model = stack()
     eager = copy.deepcopy(model)
     graphs = warmed(model)
@@ -40,7 +40,7 @@ def test_a_changed_shape_or_dtype_runs_eager_and_right():
             one(x).sum().backward()
         assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), eager.parameters(), strict=True))
     assert reasons(graphs) == {"unseen_signature": 6} and replays(graphs) == 3
-    model.layers[0](batch(8).double().float().requires_grad_(), scale=1)  # 1 is not 1.0, and was not given before
+    model.layers[0](batch(8).double().float().requires_grad_(), scale=1)  # 1 is not 1.0, and was not passed before
     assert reasons(graphs) == {"unseen_signature": 7}
     graphs.detach()
 
@@ -76,7 +76,7 @@ def test_hooks_on_a_layer_itself_run_once_a_call_and_not_in_the_capture():
     graphs.detach()
 
 
-def test_hooks_that_a_replay_leaves_out_but_wants_run_before_it():
+def test_selected_hooks_run_before_a_replay():
     def gather(module, args):
         gathered.append(module)
 
@@ -91,7 +91,7 @@ def test_hooks_that_a_replay_leaves_out_but_wants_run_before_it():
     graphs.detach()
 
 
-def test_more_forwards_than_were_captured_run_eager_and_right():
+def test_more_forwards_than_were_captured_run_eager_correctly():
     model = stack()
     eager = copy.deepcopy(model)
     graphs = warmed(model, [1, 1, -1, -1])
@@ -139,7 +139,7 @@ def test_a_backward_that_is_run_twice_raises():
     graphs.detach()
 
 
-def test_values_that_are_no_constants_run_eager():
+def test_non_constant_arguments_run_eager():
     model = stack(1)
     graphs = attached(model)
     for number in range(5):
@@ -148,7 +148,7 @@ def test_values_that_are_no_constants_run_eager():
     graphs.detach()
 
 
-def test_a_gradient_that_comes_back_to_a_leaf_is_its_own():
+def test_leaf_input_gradients_are_copies():
     model = stack()
     graphs = warmed(model)
     inputs = [batch(seed).requires_grad_() for seed in range(3)]
@@ -158,11 +158,11 @@ def test_a_gradient_that_comes_back_to_a_leaf_is_its_own():
             hidden, _ = layer(hidden)
         hidden.square().mean().backward()
     assert replays(graphs) == 9
-    assert all(torch.isfinite(x.grad).all() for x in inputs)  # later backwards overwrite what they find in the graphs
+    assert all(torch.isfinite(x.grad).all() for x in inputs)  # later backwards overwrite memory of the graphs
     graphs.detach()
 
 
-def test_the_gradient_of_an_output_that_two_layers_take_survives_the_backwards_between():
+def test_gradient_of_a_twice_used_output_survives_intermediate_backwards():
     model = stack(4)
     eager = copy.deepcopy(model)
 
@@ -178,7 +178,7 @@ def test_the_gradient_of_an_output_that_two_layers_take_survives_the_backwards_b
         run(eager, seed)
     assert replays(graphs) == 3 * 4
     for one, other in zip(model.parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad)  # the two gradients are added up in the other order
+        torch.testing.assert_close(one.grad, other.grad)  # the two gradients are added in another order
     graphs.detach()
 
 
@@ -189,7 +189,7 @@ def test_outputs_without_a_gradient_have_none_in_a_replay():
             return {"out": out, "mean": out.detach().mean(), "count": len(x)}
 
     model = nn.Sequential(Counting(WIDTH, WIDTH))
-    graphs = TransformerEngineGraphs(list(model.named_children()), [1, -1], job(), maker=StaticMaker())
+    graphs = TransformerEngineGraphs(list(model.named_children()), [1, -1], capture_context(), maker=StaticMaker())
     for seed in range(5):
         found = model(batch(seed))
         assert found["out"].requires_grad and not found["mean"].requires_grad and found["count"] == 4
@@ -202,17 +202,17 @@ def test_outputs_without_a_gradient_have_none_in_a_replay():
 # ---- arguments -------------------------------------------------------------------------------------------------------
 
 
-def test_a_mask_that_all_layers_are_given_is_one_static_input():
+def test_a_mask_shared_by_all_layers_is_one_static_input():
     model = stack()
     eager = copy.deepcopy(model)
     mask, maker = torch.ones(4, WIDTH).tril(), StaticMaker()
-    graphs = warmed(model, TWO_AHEAD, maker, kwargs={"mask": mask})
-    assert all(len(sample) == 1 for sample in maker.plan.samples)  # what moves: the hidden state
+    graphs = warmed(model, TWO_WARMUP_FORWARDS, maker, kwargs={"mask": mask})
+    assert all(len(sample) == 1 for sample in maker.plan.samples)  # only the hidden state is passed per call
     other = torch.ones(4, WIDTH).triu()
     for given_mask in (mask, other, mask.mul_(0.5)):
         for one in (model, eager):
             one.zero_grad()
-            step(one, TWO_AHEAD, [batch(seed) for seed in range(4)], mask=given_mask)
+            step(one, TWO_WARMUP_FORWARDS, [batch(seed) for seed in range(4)], mask=given_mask)
         assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), eager.parameters(), strict=True))
     assert reasons(graphs) == {} and replays(graphs) == 3 * 3 * 4
     graphs.detach()
@@ -235,18 +235,18 @@ def test_a_shared_input_that_changes_while_graphs_read_it_runs_eager():
     graphs.detach()
 
 
-def noted(*calls) -> Calls:
-    """What one layer would have seen of these (args, kwargs)."""
-    found = Calls()
+def log_of(*calls) -> CallLog:
+    """Return the call log of a layer for these (args, kwargs)."""
+    found = CallLog()
     for args, kwargs in calls:
-        seen = found.note(*flatten_call(args, kwargs, True), args, kwargs, Precision())
+        seen = found.record(*flatten_call(args, kwargs, True), args, kwargs, Precision())
         seen.differentiable = (True,)
     return found
 
 
-def test_static_inputs_come_chunk_by_chunk_microbatch_by_microbatch_layer_by_layer():
+def test_static_inputs_are_ordered_by_chunk_microbatch_layer():
     hidden = torch.randn(4, WIDTH, dtype=torch.bfloat16).t().requires_grad_()
-    (sample,) = settle([noted(((hidden,), {"ids": torch.arange(4), "mask": None}))])
+    (sample,) = choose_samples([log_of(((hidden,), {"ids": torch.arange(4), "mask": None}))])
     # chunk 0 has two layers, chunk 1 has one; two microbatches of chunk 0 are outstanding at a time, one of chunk 1
     found = static_inputs([[sample, sample], [sample]], [(0, 0, 0), (0, 1, 1), (1, 0, 0), (1, 1, 0)])
     assert [list(one)[0] for one in found] == [
@@ -269,15 +269,15 @@ def test_static_inputs_come_chunk_by_chunk_microbatch_by_microbatch_layer_by_lay
     assert addresses[4] == addresses[5] and len(set(addresses)) == 5
 
 
-def test_an_expanded_input_gets_room_of_its_own():
-    (sample,) = settle([noted(((torch.ones(1, WIDTH).expand(4, WIDTH),), {}))])
+def test_an_expanded_input_gets_its_own_memory():
+    (sample,) = choose_samples([log_of(((torch.ones(1, WIDTH).expand(4, WIDTH),), {}))])
     (one,) = static_inputs([[sample]], [(0, 0, 0)])
-    next(iter(one.values())).copy_(torch.randn(4, WIDTH))  # it could not be copied into
+    next(iter(one.values())).copy_(torch.randn(4, WIDTH))  # an expanded tensor could not be copied into
 
 
-def test_the_call_that_came_most_is_the_one_that_is_captured():
+def test_the_most_common_call_is_captured():
     wide, narrow = torch.ones(4, WIDTH), torch.ones(2, WIDTH)
-    (sample,) = settle([noted(((narrow,), {}), ((wide,), {}), ((wide,), {}))])
+    (sample,) = choose_samples([log_of(((narrow,), {}), ((wide,), {}), ((wide,), {}))])
     assert sample.fits((wide,), {}, True) is not None
     for args, kwargs, training in (
         ((narrow,), {}, True),
@@ -295,7 +295,7 @@ def test_the_call_that_came_most_is_the_one_that_is_captured():
 
 def test_containers_of_tensors_are_arguments_too():
     pair = torch.ones(2), torch.zeros(2)
-    (sample,) = settle([noted(((torch.ones(4),), {"rotary": pair, "flag": True}))])
+    (sample,) = choose_samples([log_of(((torch.ones(4),), {"rotary": pair, "flag": True}))])
     tensors = sample.fits((torch.ones(4),), {"rotary": (torch.ones(2), torch.zeros(2)), "flag": True}, True)
     assert len(tensors) == 3
     args, kwargs = sample.arguments(tensors)

@@ -1,4 +1,4 @@
-"""Precision, weights, and what a capture by Transformer Engine's rules leaves as it was."""
+"""Precision, cached weights, delayed weight gradients, and the state that a capture preserves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.graph_cache.adapters.transformer_engine.te_stack import (
     WIDTH,
     attached,
     batch,
-    job,
+    capture_context,
     parts,
     reasons,
     replays,
@@ -34,14 +34,14 @@ from tests.graph_cache.adapters.transformer_engine.te_stack import (
 
 def test_another_precision_than_the_recorded_one_runs_eager():
     model, maker = stack(), StaticMaker()
-    maker.now = Precision(True, "delayed")
+    maker.current_precision = Precision(True, "delayed")
     graphs = warmed(model, maker=maker)
-    assert maker.plan.enabled == (True, True, True) and maker.plan.precision == maker.now
-    maker.now = Precision(True, "".join(("del", "ayed")))  # equal, and another object
+    assert maker.plan.enabled == (True, True, True) and maker.plan.precision == maker.current_precision
+    maker.current_precision = Precision(True, "".join(("del", "ayed")))  # equal, and another object
     model(batch(0)).sum().backward()
     assert replays(graphs) == 3
-    for now in (Precision(), Precision(True, "current"), None):
-        maker.now = now
+    for current_precision in (Precision(), Precision(True, "current"), None):
+        maker.current_precision = current_precision
         model(batch(0)).sum().backward()
     assert replays(graphs) == 3 and reasons(graphs) == {"unseen_signature": 9}
     graphs.detach()
@@ -53,16 +53,16 @@ def test_layers_of_different_recipes_are_not_captured_together():
     for number in range(5):
         hidden = batch(number)
         for layer, recipe in zip(model.layers, ("delayed", "current"), strict=True):
-            maker.now = Precision(True, recipe)
+            maker.current_precision = Precision(True, recipe)
             hidden, _ = layer(hidden)
         hidden.sum().backward()
     assert reasons(graphs) == {"warming_up": 6, "capture_failed": 4} and maker.made == []
     graphs.detach()
 
 
-def test_weights_are_new_in_the_first_microbatch_or_where_a_call_says_so():
+def test_weights_are_requantized_in_the_first_microbatch_or_on_request():
     model, maker = stack(2), StaticMaker()
-    maker.now = Precision(True, "delayed")
+    maker.current_precision = Precision(True, "delayed")
     graphs = warmed(model, maker=maker, caches_weights=True)
     maker.weights.clear()
     for microbatch in range(3):
@@ -70,7 +70,7 @@ def test_weights_are_new_in_the_first_microbatch_or_where_a_call_says_so():
             layer.current_microbatch = microbatch
         model(batch(microbatch)).sum().backward()
     assert maker.weights == [True, False, False]
-    with pytest.raises(TypeError):  # the eager layer knows no such argument, and it is no graph's either
+    with pytest.raises(TypeError):  # the eager layer does not accept this argument
         model.eval()(batch(0), is_first_microbatch=True)
     model.train()
     maker.weights.clear()
@@ -80,9 +80,9 @@ def test_weights_are_new_in_the_first_microbatch_or_where_a_call_says_so():
     graphs.detach()
 
 
-def test_weights_are_new_although_the_first_layer_runs_eager():
+def test_weights_are_requantized_when_the_first_layer_runs_eager():
     model, maker = stack(2), StaticMaker()
-    maker.now = Precision(True, "delayed")
+    maker.current_precision = Precision(True, "delayed")
     graphs = warmed(model, maker=maker, caches_weights=True)
     handle = model.layers[0].inner.register_forward_hook(lambda module, args, out: None)
     maker.weights.clear()
@@ -95,7 +95,7 @@ def test_weights_are_new_although_the_first_layer_runs_eager():
     graphs.detach()
 
 
-def test_megatrons_flag_of_a_first_microbatch_is_taken_down_as_a_call_does():
+def test_replay_clears_megatrons_first_microbatch_flag():
     class Flagged(nn.Linear):
         def __init__(self):
             super().__init__(WIDTH, WIDTH)
@@ -108,12 +108,14 @@ def test_megatrons_flag_of_a_first_microbatch_is_taken_down_as_a_call_does():
             return super().forward(x)
 
     model = nn.Sequential(Flagged())
-    graphs = TransformerEngineGraphs(list(model.named_children()), ONE_AT_A_TIME, job(), maker=StaticMaker())
+    graphs = TransformerEngineGraphs(
+        list(model.named_children()), ONE_AT_A_TIME, capture_context(), maker=StaticMaker()
+    )
     for number in range(4):
         model[0].is_first_microbatch = True
         model(batch(number)).sum().backward()
         assert not model[0].is_first_microbatch
-    assert replays(graphs) == 1 and model[0].found[:4] == [True] * 3 + [False]  # three eager, and in the capture
+    assert replays(graphs) == 1 and model[0].found[:4] == [True] * 3 + [False]  # three eager calls, then the capture
     graphs.detach()
 
 
@@ -124,13 +126,13 @@ def test_without_reduced_precision_no_weights_are_cached():
     graphs.detach()
 
 
-# ---- weight gradients apart ------------------------------------------------------------------------------------------
+# ---- delayed weight gradients ----------------------------------------------------------------------------------------
 
 
-def test_delayed_weight_gradients_pass_through_to_the_graph_of_their_microbatch():
+def test_backward_dw_replays_the_graph_of_its_microbatch():
     model, maker = stack(1), StaticMaker()
     order = [1, 1, -1, -1.5, -1, -1.5]
-    graphs = TransformerEngineGraphs(parts(model), order, job(), maker=maker)
+    graphs = TransformerEngineGraphs(parts(model), order, capture_context(), maker=maker)
     name = "chunks.0.layers.0"
 
     def run(rows: int = 4) -> list[bool]:
@@ -152,21 +154,21 @@ def test_delayed_weight_gradients_pass_through_to_the_graph_of_their_microbatch(
     graphs.detach()
 
 
-def test_graphs_wait_for_weight_gradients_before_they_are_free():
-    places = GraphSlots([1, -1, -1.5], [1])
-    places.begin(0)
-    places.go_back(0)
-    assert places.owes_weights(0) and places.alive and not places.may_begin(0)
-    places.compute_weights(0)
-    assert not places.owes_weights(0) and not places.alive and places.may_begin(0)
+def test_a_graph_is_released_only_after_backward_dw():
+    graph_slots = GraphSlots([1, -1, -1.5], [1])
+    graph_slots.run_forward(0)
+    graph_slots.run_backward(0)
+    assert graph_slots.awaits_backward_dw(0) and graph_slots.alive and not graph_slots.may_replay_forward(0)
+    graph_slots.run_backward_dw(0)
+    assert not graph_slots.awaits_backward_dw(0) and not graph_slots.alive and graph_slots.may_replay_forward(0)
 
 
-# ---- the capture, and the end ----------------------------------------------------------------------------------------
+# ---- capture and shutdown --------------------------------------------------------------------------------------------
 
 
-def test_a_capture_leaves_gradients_buffers_and_main_grads_as_they_were():
+def test_a_capture_preserves_gradients_buffers_and_main_grads():
     class Added(torch.autograd.Function):
-        """A linear layer whose weight gradient is added to main_grad by its own backward."""
+        """A linear layer whose backward adds the weight gradient to main_grad."""
 
         @staticmethod
         def forward(ctx, x, weight):
@@ -202,7 +204,7 @@ def test_a_capture_leaves_gradients_buffers_and_main_grads_as_they_were():
         entered.append(None)
 
     graphs = TransformerEngineGraphs(
-        list(model.named_children()), ONE_AT_A_TIME, job(), maker=StaticMaker(), paused=paused
+        list(model.named_children()), ONE_AT_A_TIME, capture_context(), maker=StaticMaker(), paused=paused
     )
     for _ in range(3):
         model(torch.ones(2, WIDTH)).sum().backward()
@@ -210,13 +212,13 @@ def test_a_capture_leaves_gradients_buffers_and_main_grads_as_they_were():
     model.zero_grad()
     for one in model:
         one.weight.grad_added_to_main_grad = False
-    loss = model(torch.ones(2, WIDTH)).sum()  # captures first
+    loss = model(torch.ones(2, WIDTH)).sum()  # captures before the forward
     assert entered == [(True, False), None]
     assert all(torch.equal(one.weight.main_grad, kept) for one, kept in zip(model, before, strict=True))
     assert all(one.weight.grad is None and not one.weight.grad_added_to_main_grad for one in model)
     assert [one.seen.item() for one in model] == [4, 4]  # three eager, one replayed
     loss.backward()
-    assert all(one.weight.grad_added_to_main_grad for one in model)  # whoever adds gradients up must not add a dummy
+    assert all(one.weight.grad_added_to_main_grad for one in model)  # DDP must not add the dummy gradient
     graphs.detach()
 
 
@@ -254,8 +256,8 @@ def test_replaced_quantizers_drop_the_graphs():
     graphs.detach()
 
 
-def test_what_a_recipe_replaces_is_noticed_and_what_a_call_tells_is_not():
-    linear = nn.Linear(2, 2)  # with the attributes of Transformer Engine's modules and of its operations
+def test_quantizers_detect_state_replaced_by_a_recipe():
+    linear = nn.Linear(2, 2)  # with attributes of Transformer Engine's modules and operations
     linear.fp8_meta = {"scaling_fwd": object(), "recipe": "delayed", "num_gemms": 1}
     linear.quantizers = {"scaling_fwd": [object()]}
     linear._fp8_workspaces = {"weight": torch.ones(2)}
@@ -291,12 +293,12 @@ def test_closing_restores_the_layers_and_resets_the_graphs_once():
     assert maker.made[0].closed == 1 and graphs.table() == []
     assert [set(vars(layer)) for layer in model.layers] == attributes
     assert list(model.state_dict()) == keys
-    again = attached(model)  # nothing is in the way of another
+    again = attached(model)  # the layers can be attached again
     again.detach()
 
 
-def test_what_is_captured_returns_as_many_tensors_of_each_layer_those_with_gradients_first():
-    """Transformer Engine takes one graph's gradients of outputs for another's where shapes of the former are equal."""
+def test_captured_layers_return_equally_many_tensors_differentiable_first():
+    """Transformer Engine reuses output-gradient buffers between graphs with equal output shapes."""
 
     class One(nn.Module):
         def __init__(self, kind):

@@ -1,4 +1,4 @@
-"""Parts that are less than a layer, and models that run their layers in another order than they have them."""
+"""Parts smaller than a layer, and models that run layers in another order than they register them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from graph_cache.training.attached import Part
 from tests.graph_cache.adapters.transformer_engine.static_graphs import StaticMaker
 from tests.graph_cache.adapters.transformer_engine.te_stack import (
     ONE_AT_A_TIME,
-    TWO_AHEAD,
+    TWO_WARMUP_FORWARDS,
     WIDTH,
     Stack,
-    job,
+    capture_context,
     parts,
     reasons,
     replays,
@@ -25,11 +25,11 @@ from tests.graph_cache.adapters.transformer_engine.te_stack import (
     train,
 )
 
-LAST_STAGE = [1, -1, 1, -1, 1, -1, 1, -1]  # 4 microbatches: each is a round
+LAST_STAGE = [1, -1, 1, -1, 1, -1, 1, -1]  # 4 microbatches, one outstanding at a time
 
 
 class Methods(nn.Module):
-    """A layer whose halves are methods, which return what those of Megatron's layers do."""
+    """A layer with attention and MLP methods that return the same structure as Megatron's."""
 
     def __init__(self):
         super().__init__()
@@ -63,11 +63,11 @@ def halves(model: Stack) -> list[Part]:
     ]
 
 
-@pytest.mark.parametrize("order", [ONE_AT_A_TIME, TWO_AHEAD, LAST_STAGE])
-def test_two_methods_of_a_layer_are_parts_of_their_own(order):
+@pytest.mark.parametrize("order", [ONE_AT_A_TIME, TWO_WARMUP_FORWARDS, LAST_STAGE])
+def test_two_methods_of_a_layer_are_separate_parts(order):
     model, maker = of_methods(), StaticMaker()
     eager = copy.deepcopy(model)
-    graphs = TransformerEngineGraphs(halves(model), order, job(), maker=maker)
+    graphs = TransformerEngineGraphs(halves(model), order, capture_context(), maker=maker)
     assert train(model, order) == train(eager, order)
     assert same_parameters(model, eager)
     assert set(reasons(graphs)) == {"warming_up"}
@@ -80,16 +80,16 @@ def test_two_methods_of_a_layer_are_parts_of_their_own(order):
     assert all("attn" not in vars(layer) and "mlp" not in vars(layer) for layer in model.layers)
 
 
-@pytest.mark.parametrize("order", [LAST_STAGE, TWO_AHEAD])
-def test_a_part_inside_a_layer_goes_by_the_microbatch_of_that_layer(order):
-    """Beside one that is a method of the layer, and has its microbatch."""
+@pytest.mark.parametrize("order", [LAST_STAGE, TWO_WARMUP_FORWARDS])
+def test_a_part_inside_a_layer_uses_the_microbatch_of_that_layer(order):
+    """Mixed with a part that is a method of the layer."""
     model = of_methods()
     eager = copy.deepcopy(model)
     attn, mixed = halves(model)[::2], []
     for index, layer in enumerate(model.layers):
         mixed += [attn[index], Part(f"{index}.norm", layer.norm), Part(f"{index}.inner", layer.inner)]
     holders = {part.name: model.layers[int(part.name[0])] for part in mixed}
-    graphs = TransformerEngineGraphs(mixed, order, job(), holders=holders, maker=StaticMaker())
+    graphs = TransformerEngineGraphs(mixed, order, capture_context(), holders=holders, maker=StaticMaker())
     assert train(model, order) == train(eager, order)
     assert same_parameters(model, eager)
     assert set(reasons(graphs)) == {"warming_up"}
@@ -97,18 +97,18 @@ def test_a_part_inside_a_layer_goes_by_the_microbatch_of_that_layer(order):
     graphs.detach()
 
 
-@pytest.mark.parametrize("order", [ONE_AT_A_TIME, TWO_AHEAD])
+@pytest.mark.parametrize("order", [ONE_AT_A_TIME, TWO_WARMUP_FORWARDS])
 def test_layers_are_captured_in_the_order_in_which_they_run(order):
-    """As of a model that has its decoder before the encoder, which runs first."""
+    """Like a model that registers its decoder before its encoder."""
     model = stack(4)
     eager = copy.deepcopy(model)
     first, second, third, last = parts(model)
-    graphs = TransformerEngineGraphs([third, last, first, second], order, job(), maker=StaticMaker())
+    graphs = TransformerEngineGraphs([third, last, first, second], order, capture_context(), maker=StaticMaker())
     assert train(model, order) == train(eager, order)
     assert same_parameters(model, eager)
     assert set(reasons(graphs)) == {"warming_up"}
     assert len({count for (name, *_), count in graphs.job.stats.replays.items()}) == 1
-    graphs.clear()  # and what it knew of their order
+    graphs.clear()  # also forgets the order of the layers
     model.layers = nn.ModuleList(reversed(model.layers))
     eager.layers = nn.ModuleList(reversed(eager.layers))
     assert train(model, order) == train(eager, order)

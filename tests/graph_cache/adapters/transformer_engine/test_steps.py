@@ -1,4 +1,4 @@
-"""Whole steps from graphs by Transformer Engine's rules, against eager steps.
+"""Whole steps from graphs with Transformer Engine's memory rules, compared with eager steps.
 
 Transformer Engine's own captures are in test_transformer_engine_gpu.py.
 """
@@ -17,10 +17,10 @@ from graph_cache.errors import GraphConfigError, GraphError
 from tests.graph_cache.adapters.transformer_engine.static_graphs import StaticMaker
 from tests.graph_cache.adapters.transformer_engine.te_stack import (
     ONE_AT_A_TIME,
-    TWO_AHEAD,
+    TWO_WARMUP_FORWARDS,
     attached,
     batch,
-    job,
+    capture_context,
     parts,
     reasons,
     replays,
@@ -30,14 +30,16 @@ from tests.graph_cache.adapters.transformer_engine.te_stack import (
     train,
 )
 
-# ---- where it can't capture ------------------------------------------------------------------------------------------
+# ---- refusals --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it constructs: see test_transformer_engine_gpu.py")
-def test_without_transformer_engine_or_a_gpu_construction_says_so_and_leaves_the_model_alone():
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="construction succeeds with a GPU: see test_transformer_engine_gpu.py"
+)
+def test_construction_without_transformer_engine_or_gpu_is_refused():
     model = stack()
     with pytest.raises(GraphConfigError) as caught:
-        TransformerEngineGraphs(parts(model), ONE_AT_A_TIME, job())
+        TransformerEngineGraphs(parts(model), ONE_AT_A_TIME, capture_context())
     for words in (
         "cuda_graph_impl='transformer_engine' was asked for",
         "no CUDA device",
@@ -54,16 +56,16 @@ def test_without_transformer_engine_or_a_gpu_construction_says_so_and_leaves_the
     [
         ([], "every chunk"),
         ([1, 1, -1], "each microbatch needs one"),
-        ([-1, 1], "no forward before it"),
-        ([1, 0, -1], "means nothing"),
-        ([1, 2, -2, -1, 1, -1], "as many"),
-        ([1, -1.5, -1], "no backward before it"),
+        ([-1, 1], "no matching forward before it"),
+        ([1, 0, -1], "not a valid entry"),
+        ([1, 2, -2, -1, 1, -1], "the same number"),
+        ([1, -1.5, -1], "no matching backward before it"),
         ([1, 3, -3, -1], "every chunk"),
-        ([1.5, -1], "means nothing"),
+        ([1.5, -1], "not a valid entry"),
         ([1, 2, -2, -1], None),
     ],
 )
-def test_orders_that_cannot_be_run_are_refused(order, words):
+def test_invalid_orders_are_refused(order, words):
     if words is None:
         attached(stack(), order).detach()  # a chunk without layers is fine
     else:
@@ -71,37 +73,37 @@ def test_orders_that_cannot_be_run_are_refused(order, words):
             attached(stack(), order)
 
 
-def test_layers_beyond_the_order_or_of_one_name_are_refused():
+def test_layers_outside_the_order_or_with_duplicate_names_are_refused():
     model = stack()
-    with pytest.raises(GraphConfigError, match="layers of others"):
-        TransformerEngineGraphs(parts(model, chunk=1), ONE_AT_A_TIME, job(), maker=StaticMaker())
-    with pytest.raises(GraphConfigError, match="one name"):
+    with pytest.raises(GraphConfigError, match="layers of other chunks"):
+        TransformerEngineGraphs(parts(model, chunk=1), ONE_AT_A_TIME, capture_context(), maker=StaticMaker())
+    with pytest.raises(GraphConfigError, match="the same name"):
         TransformerEngineGraphs(
-            [("a", model.layers[0]), ("a", model.layers[1])], ONE_AT_A_TIME, job(), maker=StaticMaker()
+            [("a", model.layers[0]), ("a", model.layers[1])], ONE_AT_A_TIME, capture_context(), maker=StaticMaker()
         )
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("order", [ONE_AT_A_TIME, TWO_AHEAD, [1, 1, -1, -1], [1, -1, 1, -1]])
-def test_losses_and_parameters_are_those_of_eager_steps(order):
+@pytest.mark.parametrize("order", [ONE_AT_A_TIME, TWO_WARMUP_FORWARDS, [1, 1, -1, -1], [1, -1, 1, -1]])
+def test_losses_and_parameters_match_eager(order):
     model = stack()
     eager = copy.deepcopy(model)
     graphs = attached(model, order)
     assert train(model, order) == train(eager, order)
     assert same_parameters(model, eager)
-    # A round is a step where microbatches overlap, else a microbatch; three rounds of three layers are eager.
+    # A warm-up step is a step if microbatches overlap, else a microbatch. Three steps of three layers are eager.
     warming = 3 * 3 * (order.count(1) if order[1] == 1 else 1)
     assert reasons(graphs) == {"warming_up": warming}
     assert replays(graphs) == 6 * 3 * order.count(1) - warming
     graphs.detach()
 
 
-def test_static_inputs_are_shared_by_microbatches_whose_lives_do_not_overlap():
+def test_static_inputs_are_shared_by_non_overlapping_microbatches():
     model, maker = stack(), StaticMaker()
-    graphs = attached(model, TWO_AHEAD, maker)
-    train(model, TWO_AHEAD, steps=4)
+    graphs = attached(model, TWO_WARMUP_FORWARDS, maker)
+    train(model, TWO_WARMUP_FORWARDS, steps=4)
     hidden = [next(iter(sample.values())) for sample in maker.plan.samples]
     assert len(hidden) == 3 * 4  # layers, microbatches
     assert len({tensor.data_ptr() for tensor in hidden}) == 3 * 3  # layers, outstanding at most
@@ -112,7 +114,9 @@ def test_two_chunks_interleave():
     order = [1, 1, 2, 2, -2, 1, -2, 1, -1, 2, -1, 2, -2, -2, -1, -1]
     chunks = stack(2), stack(1)
     eager = copy.deepcopy(chunks)
-    graphs = TransformerEngineGraphs([*parts(chunks[0], 0), *parts(chunks[1], 1)], order, job(), maker=StaticMaker())
+    graphs = TransformerEngineGraphs(
+        [*parts(chunks[0], 0), *parts(chunks[1], 1)], order, capture_context(), maker=StaticMaker()
+    )
 
     def run(models, number):
         forwards, waiting = [0, 0], ([], [])
@@ -136,11 +140,11 @@ def test_two_chunks_interleave():
     graphs.detach()
 
 
-def test_without_their_microbatch_layers_count_the_calls_of_a_round():
+def test_layers_without_a_microbatch_attribute_count_calls_of_a_step():
     model = stack()
     eager = copy.deepcopy(model)
-    graphs = attached(model, TWO_AHEAD)
-    assert train(model, TWO_AHEAD, numbered=False) == train(eager, TWO_AHEAD, numbered=False)
+    graphs = attached(model, TWO_WARMUP_FORWARDS)
+    assert train(model, TWO_WARMUP_FORWARDS, numbered=False) == train(eager, TWO_WARMUP_FORWARDS, numbered=False)
     assert set(reasons(graphs)) == {"warming_up"} and replays(graphs) == 3 * 3 * 4
     graphs.detach()
 
@@ -148,13 +152,13 @@ def test_without_their_microbatch_layers_count_the_calls_of_a_round():
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_no_order_of_forwards_and_backwards_gives_wrong_gradients(data):
-    """Graphs run where the order allows it; an order that would read overwritten memory is refused."""
+    """Graphs replay only if the order allows it; a backward that would read overwritten memory raises."""
     model = stack(2)
     eager = copy.deepcopy(model)
-    graphs = attached(model, TWO_AHEAD, warmup_rounds=1)
+    graphs = attached(model, TWO_WARMUP_FORWARDS, warmup_rounds=1)
     for number in range(2):
-        step(model, TWO_AHEAD, [batch(number * 10 + one) for one in range(4)])
-        step(eager, TWO_AHEAD, [batch(number * 10 + one) for one in range(4)])
+        step(model, TWO_WARMUP_FORWARDS, [batch(number * 10 + one) for one in range(4)])
+        step(eager, TWO_WARMUP_FORWARDS, [batch(number * 10 + one) for one in range(4)])
     waiting = []
     for event in range(data.draw(st.integers(2, 10))):
         if waiting and data.draw(st.booleans()):

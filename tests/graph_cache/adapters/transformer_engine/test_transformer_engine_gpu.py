@@ -1,4 +1,4 @@
-"""Graphs that Transformer Engine captures: steps equal to eager's, what it doesn't check, and what it leaves behind."""
+"""Graphs captured by Transformer Engine: steps match eager, unchecked calls fall back, and captures clean up."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from graph_cache.pool import GraphPool  # noqa: E402
 from graph_cache.stats import CacheStats  # noqa: E402
 from graph_cache.training.capture_context import CaptureContext  # noqa: E402
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # its modules and their compilers warn at will
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore"),
+]  # Transformer Engine and its compilers emit many warnings
 
 WIDTH, INNER, LENGTH, BATCH = 256, 512, 128, 2
 ONE_AT_A_TIME = [1, -1]
@@ -32,7 +35,7 @@ needs_fp8 = pytest.mark.skipif(torch.cuda.get_device_capability() < (8, 9), reas
 
 
 class Layer(nn.Module):
-    """Norm, MLP and residual, called with keywords and returning (hidden, None), as Megatron's layers are."""
+    """Norm, MLP and residual, called with keywords and returning (hidden, None), like Megatron's layers."""
 
     def __init__(self):
         super().__init__()
@@ -90,7 +93,7 @@ def precision(recipe):
 
 
 def train(model: Stack, order=ONE_AT_A_TIME, steps: int = 8, recipe=None, tells_first: bool = False) -> list[float]:
-    """Losses of steps in this order; with `tells_first` each call says whether its microbatch is the step's first."""
+    """Return losses of steps in this order. With `tells_first` each call passes `is_first_microbatch`."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     losses = []
     for number in range(steps):
@@ -104,7 +107,7 @@ def train(model: Stack, order=ONE_AT_A_TIME, steps: int = 8, recipe=None, tells_
                     loss = model(batch(100 * number + begun), **kwargs).float().square().mean()
                 losses.append(loss.item())
                 waiting.append(loss)
-                del loss  # an old step's history would keep its stream in the capture
+                del loss  # an old autograd graph would keep its stream's nodes alive in the capture
                 begun += 1
             else:
                 waiting.pop(0).backward()
@@ -136,7 +139,7 @@ def grads(model: nn.Module) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("order", [ONE_AT_A_TIME, TWO_OUTSTANDING, [1, 1, -1, -1]])
 @pytest.mark.parametrize("kind", [Layer, Attending])
-def test_bf16_steps_have_the_losses_of_eager_ones(kind, order):
+def test_bf16_steps_match_eager_losses(kind, order):
     model, eager = stack(kind), stack(kind)
     graphs = attached(model, order)
     close_to(train(model, order), train(eager, order))
@@ -150,7 +153,7 @@ def test_bf16_steps_have_the_losses_of_eager_ones(kind, order):
 @needs_fp8
 @pytest.mark.parametrize("order", [ONE_AT_A_TIME, TWO_OUTSTANDING])
 @pytest.mark.parametrize("recipe", [DelayedScaling(amax_history_len=16), Float8CurrentScaling()])
-def test_fp8_steps_have_the_losses_of_eager_ones(recipe, order):
+def test_fp8_steps_match_eager_losses(recipe, order):
     model, eager = stack(), stack()
     graphs = attached(model, order)
     close_to(train(model, order, recipe=recipe), train(eager, order, recipe=recipe), 5e-2)
@@ -159,13 +162,13 @@ def test_fp8_steps_have_the_losses_of_eager_ones(recipe, order):
 
 
 @needs_fp8
-def test_cached_fp8_weights_are_those_of_their_step():
+def test_cached_fp8_weights_are_updated_every_step():
     model, eager = stack(), stack()
     recipe = DelayedScaling(amax_history_len=16)
     graphs = attached(model, TWO_OUTSTANDING, caches_weights=True)
     found = train(model, TWO_OUTSTANDING, steps=12, recipe=recipe)
     close_to(found, train(eager, TWO_OUTSTANDING, steps=12, recipe=recipe, tells_first=True), 5e-2)
-    assert found[-1] < found[0]  # weights of the first step would stay at its loss
+    assert found[-1] < found[0]  # with stale weights the loss would not decrease
     assert set(reasons(graphs)) == {"warming_up"}
     graphs.detach()
 
@@ -184,7 +187,7 @@ def test_a_call_in_another_precision_runs_eager():
 
 
 @needs_fp8
-def test_another_recipe_replaces_what_graphs_read_so_they_are_dropped_and_captured_anew():
+def test_another_recipe_drops_and_recaptures_graphs():
     model, eager = stack(), stack()
     graphs = attached(model)
     found, expected = [], []
@@ -197,7 +200,7 @@ def test_another_recipe_replaces_what_graphs_read_so_they_are_dropped_and_captur
     graphs.detach()
 
 
-def test_a_changed_shape_runs_eager_and_right():
+def test_a_changed_shape_runs_eager_correctly():
     model, eager = stack(), stack()
     graphs = attached(model)
     train(model, steps=4)
@@ -213,7 +216,7 @@ def test_a_changed_shape_runs_eager_and_right():
     graphs.detach()
 
 
-def test_more_microbatches_than_were_captured_run_eager_and_right():
+def test_more_microbatches_than_were_captured_run_eager_correctly():
     model, eager = stack(), stack()
     order = [1, 1, -1, -1]
     graphs = attached(model, order)
@@ -248,7 +251,7 @@ def test_backwards_in_another_order_raise():
     graphs.detach()
 
 
-def test_gradients_that_are_kept_outlive_later_replays():
+def test_kept_gradients_are_not_overwritten_by_later_replays():
     model = stack()
     graphs = attached(model, TWO_OUTSTANDING)
     train(model, TWO_OUTSTANDING, steps=4)
@@ -285,7 +288,7 @@ def test_replays_draw_fresh_random_numbers():
     graphs.detach()
 
 
-def test_a_capture_does_not_change_what_is_drawn_next():
+def test_a_capture_does_not_change_the_rng_state():
     model = stack()
     graphs = attached(model)
     train(model, steps=3)
@@ -298,7 +301,7 @@ def test_a_capture_does_not_change_what_is_drawn_next():
 
 
 def test_another_thread_that_is_paused_does_not_break_the_capture():
-    """It allocates and synchronizes all the time, as an engine's loop does, which CUDA's global mode forbids."""
+    """It allocates and synchronizes continuously, like an engine's loop, which CUDA's global mode forbids."""
     turn, ended, rounds = threading.Lock(), threading.Event(), []
 
     def loop():
@@ -332,7 +335,7 @@ def test_a_failed_capture_leaves_the_device_and_the_layers_as_before():
     class Reading(Layer):
         def forward(self, hidden_states, attention_mask=None):
             if torch.cuda.is_current_stream_capturing():
-                hidden_states.sum().item()  # which no graph can hold
+                hidden_states.sum().item()  # can't be captured
             return super().forward(hidden_states)
 
     model, eager = stack(Reading), stack(Reading)
@@ -342,7 +345,7 @@ def test_a_failed_capture_leaves_the_device_and_the_layers_as_before():
     assert reasons(graphs) == {"warming_up": 9, "capture_failed": 15}
     assert graphs.job.stats.failed_captures.total() == 3
     assert torch.cuda.current_stream() == stream and gc.isenabled() and not graphs.job.pool.capturing
-    torch.rand(4, device="cuda")  # its generator is in no capture any more
+    torch.rand(4, device="cuda")  # its generator is no longer in a capture
     graphs.detach()
     healthy = stack()
     again = attached(healthy)
@@ -352,17 +355,17 @@ def test_a_failed_capture_leaves_the_device_and_the_layers_as_before():
 
 
 def memory() -> tuple[int, int]:
-    """Bytes allocated and reserved, without what is cached for later."""
+    """Return bytes allocated and reserved, without cached blocks."""
     gc.collect()
     torch.cuda.synchronize()
-    torch._C._cuda_clearCublasWorkspaces()  # each stream that ever multiplied has one
+    torch._C._cuda_clearCublasWorkspaces()  # cuBLAS keeps one per stream
     torch.cuda.empty_cache()
     return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
 
 
-def test_closing_gives_memory_and_forwards_back():
+def test_closing_frees_memory_and_restores_forwards():
     model = stack()
-    train(model, TWO_OUTSTANDING, steps=2)  # what eager steps keep is kept by now
+    train(model, TWO_OUTSTANDING, steps=2)  # allocates everything that eager steps keep
     allocated, reserved = memory()
     attributes = [set(vars(layer)) for layer in model.layers]
     graphs = attached(model, TWO_OUTSTANDING)
@@ -391,7 +394,7 @@ def test_cleared_graphs_are_captured_again():
     graphs.detach()
 
 
-def test_options_that_are_not_free_and_foreign_generators_are_refused():
+def test_reserved_options_and_foreign_generators_are_refused():
     model = stack()
     with pytest.raises(GraphConfigError, match="_order"):
         attached(model, options={"_order": [1, -1]})
