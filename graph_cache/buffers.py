@@ -61,6 +61,11 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         }
         self._views: dict[int, dict[str, torch.Tensor]] = {}
 
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The full tensors by name: the same dictionary at every access, for an AddressBook."""
+        return self._tensors
+
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._tensors[name]
 

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -103,6 +104,11 @@ class GraphCache:
         self.pool_bytes = 0
 
     # ---- sites -----------------------------------------------------------------------------------------------------
+
+    @property
+    def sites(self) -> Mapping[str, Site]:
+        """The registered sites by name, as a read-only view."""
+        return MappingProxyType(self._sites)
 
     def add_site(self, site: Site) -> Site:
         """Register a site. Names must be unique."""

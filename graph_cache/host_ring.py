@@ -17,22 +17,17 @@ class Ticket:
     """One result in flight. `read()` waits for it; read it before its slot is needed again."""
 
     def __init__(self, ring: HostRing, slot: int, rows: int, wait: Callable[[], None]):
+        self.slot = slot
+        self.rows = rows
+        self.wait = wait
         self._ring = ring
-        self._slot = slot
-        self._rows = rows
-        self._wait = wait
 
     def read(self) -> torch.Tensor:
         """Wait for the result and return it, [rows, …] on the host: a copy that the caller owns.
 
         Frees the slot. Raises GraphError if it was read before.
         """
-        if self._ring._tickets[self._slot] is not self:
-            raise GraphError("this result was already read; a ticket is read once")
-        self._wait()
-        value = self._ring._slots[self._slot][: self._rows].clone()
-        self._ring._tickets[self._slot] = None
-        return value
+        return self._ring.read(self)
 
 
 class HostRing:
@@ -57,6 +52,15 @@ class HostRing:
         ticket = self._tickets[slot] = Ticket(self, slot, rows, wait)
         self._next = (slot + 1) % len(self._slots)
         return ticket
+
+    def read(self, ticket: Ticket) -> torch.Tensor:
+        """Wait for a ticket's result; the same as `Ticket.read`."""
+        if self._tickets[ticket.slot] is not ticket:
+            raise GraphError("this result was already read; a ticket is read once")
+        ticket.wait()
+        value = self._slots[ticket.slot][: ticket.rows].clone()
+        self._tickets[ticket.slot] = None
+        return value
 
     def clear(self) -> None:
         """Discard every result in flight, after a step that failed before reading its results."""

@@ -66,7 +66,7 @@ class Site:
         warm = variants if warm_variants is None else warm_variants
         self.warm_variants: tuple[Variant, ...] = tuple(freeze_variant(dict(variant)) for variant in warm)
         self.addresses = addresses if addresses is not None else AddressBook()
-        self.addresses.watch(buffers._tensors, prefix=f"{name}.buffers.")
+        self.addresses.watch(buffers.tensors, prefix=f"{name}.buffers.")
         self.generators = tuple(generators)
         self._outputs: dict[OutputLabel, torch.Tensor] = {}
         # By key: the structure of the results and their output buffers.

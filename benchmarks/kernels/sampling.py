@@ -29,10 +29,7 @@ NEEDS = "1 GPU"
 
 def sampler(args: argparse.Namespace, rows: int, fused: bool) -> Sampler:
     """Return a state whose slots all draw with our kernels, or all with PyTorch's operations."""
-    from engine.kernels import fused_sampling  # imports Triton, which PyTorch for CPUs comes without
-
-    made = Sampler(rows, args.vocab, args.device)
-    made._selector._kernels = fused_sampling if fused else None
+    made = Sampler(rows, args.vocab, args.device, fused=fused)
     params = SamplingParams(temperature=args.temperature, min_p=args.min_p, top_k=args.top_k, top_p=args.top_p)
     for slot in range(rows):
         made.set_slot(slot, params, slot, [1], [])

@@ -303,6 +303,12 @@ class EngineClient:
         """Return the latest snapshot, which is a fraction of a second old."""
         return self._stats
 
+    @property
+    def num_pending(self) -> int:
+        """Number of requests, their sequences, and questions that this client still tracks; 0 once all have ended."""
+        sequences = 0 if self._processor is None else len(self._processor)
+        return len(self._queues) + len(self._parents) + sequences + len(self._replies)
+
     def info(self) -> ModelInfo:
         """Return the loaded model's description. Raises EngineDead before `start` has returned."""
         if self._info is None:

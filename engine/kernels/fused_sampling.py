@@ -22,7 +22,7 @@ CANDIDATES = 4096
 
 _WARPS = 8
 # Passes of sample_truncated_kernel: whether it scans all logits or only the candidates, its tile, its warps.
-_PASSES = ((False, 1024, 8), (True, 2048, 16))
+PASSES = ((False, 1024, 8), (True, 2048, 16))
 
 
 def sample_rows(
@@ -71,7 +71,7 @@ def sample_truncated_rows(
     gather_kernel[(tiles, rows)](
         logits, temperature, top_k, tile_max, bin_counts, sort_keys, *strides, **tile_args, **row_args, **limit_args
     )
-    for all_logits, pass_tile, warps in _PASSES:
+    for all_logits, pass_tile, warps in PASSES:
         tile_args |= {"TILE": pass_tile, "num_warps": warps}
         sample_truncated_kernel[(rows,)](
             logits, *columns.values(), tile_max, tile_sums, bin_counts, sort_keys, token_ids, *strides,

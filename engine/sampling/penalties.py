@@ -22,6 +22,11 @@ class TokenCounts:
         self._device = device
         self._counts: Tensor | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory that the counts take; 0 before a slot is tracked."""
+        return 0 if self._counts is None else self._counts.nbytes
+
     def track(self, slot: int, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> None:
         """Reset a slot's counts to these tokens."""
         if self._counts is None:

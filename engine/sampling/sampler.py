@@ -79,8 +79,9 @@ class Sampler:
     """Sampling parameters of every slot in [0, max_num_seqs), and sampling for a batch of slots.
 
     logprobs_mode "processed" gives log-probabilities of the distribution that was sampled from, after penalties, bias,
-    temperature and truncation (greedy rows: temperature 1, no truncation); "raw" those of the model's logits.
-    Not thread-safe: only the engine loop's thread may use it.
+    temperature and truncation (greedy rows: temperature 1, no truncation); "raw" those of the model's logits. `fused`:
+    sample rows without log-probabilities with the Triton kernels; by default on a GPU only. `counts`: the token counts
+    that penalties are computed from. Not thread-safe: only the engine loop's thread may use it.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Sampler:
         *,
         eos_token_ids: Sequence[int] = (),
         logprobs_mode: Literal["processed", "raw"] = "processed",
+        fused: bool | None = None,
     ):
         if logprobs_mode not in ("processed", "raw"):
             raise ValueError(f"logprobs_mode must be 'processed' or 'raw'; found {logprobs_mode!r}")
@@ -99,8 +101,8 @@ class Sampler:
         self.device = torch.device(device)
         self._eos_token_ids = tuple(eos_token_ids)
         self._raw = logprobs_mode == "raw"
-        self._selector = TokenSelector(vocab_size, self.device, self._raw)
-        self._counts = TokenCounts(max_num_seqs, vocab_size, self.device)
+        self._selector = TokenSelector(vocab_size, self.device, self._raw, fused)
+        self.counts = TokenCounts(max_num_seqs, vocab_size, self.device)
         # One extra row: index -1 is the greedy row of inactive entries.
         self._slots = [_INACTIVE] * (max_num_seqs + 1)
         self._sampler_slots: set[int] = set()  # slots that need more than argmax
@@ -147,7 +149,7 @@ class Sampler:
         self._keys[slot] = mix64(seed)
         (self._sampler_slots.discard if self._slots[slot].is_argmax else self._sampler_slots.add)(slot)
         if penalised:
-            self._counts.track(slot, prompt_ids, output_ids)
+            self.counts.track(slot, prompt_ids, output_ids)
 
     def clear_slot(self, slot: int) -> None:
         """Release a slot."""
@@ -184,7 +186,7 @@ class Sampler:
         x = self._adjust_logits(raw, penalised, tracked, states, row_params)
         token_ids, pending = self._selector.select(x, row_params, [state.method for state in states])
         if penalised:
-            self._counts.add(tracked, rows_of(token_ids, penalised))
+            self.counts.add(tracked, rows_of(token_ids, penalised))
         if self._raw:
             pending = self._raw_logprobs(raw, token_ids, states)
         if -1 in slots:
@@ -228,7 +230,7 @@ class Sampler:
             start = chunk * self._selector.chunk_rows
             slots = tracked[start : start + len(rows)]
             columns = (_column(row_params, rows, c) for c in (_REPETITION, _FREQUENCY, _PRESENCE))
-            x = put_rows(x, rows, self._counts.penalise(rows_of(x, rows), slots, *columns))
+            x = put_rows(x, rows, self.counts.penalise(rows_of(x, rows), slots, *columns))
         if biased:
             indices = self._flat_indices(biased, [states[i].bias[0] for i in biased])
             values = torch.cat([states[i].bias[1] for i in biased])

@@ -48,9 +48,9 @@ class SamplingMethod:
         return not self.random and self.logprobs is None
 
 
-def _kernels(device: torch.device) -> ModuleType | None:
-    """Return the kernels that sample rows without log-probabilities on this device; None to use torch for all rows."""
-    if device.type != "cuda":
+def _kernels(fused: bool) -> ModuleType | None:
+    """Return the kernels that sample rows without log-probabilities; None to use torch for all rows."""
+    if not fused:
         return None
     from engine.kernels import fused_sampling  # triton is installed only with CUDA
 
@@ -60,16 +60,17 @@ def _kernels(device: torch.device) -> ModuleType | None:
 class TokenSelector:
     """Chooses a token per row. Not thread-safe.
 
-    With `raw`, the caller computes logprobs and `select` returns none.
+    With `raw`, the caller computes logprobs and `select` returns none. With `fused`, by default on a GPU only, the
+    kernels sample rows without logprobs.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device, raw: bool):
+    def __init__(self, vocab_size: int, device: torch.device, raw: bool, fused: bool | None = None):
         self._vocab_size = vocab_size
         self._device = device
         self._raw = raw
         self.chunk_rows = max(1, _CHUNK_LOGITS[device.type == "cuda"] // vocab_size)
         """Maximum number of rows per chunk."""
-        self._kernels = _kernels(device)
+        self._kernels = _kernels(device.type == "cuda" if fused is None else fused)
 
     def method_for(self, params: SamplingParams) -> SamplingMethod:
         """Return how to sample a request. Depends only on its parameters, so the batch does not affect its tokens."""

@@ -95,6 +95,11 @@ class MicrobatchGraphs:
         # Recorded outputs by call index, kept alive so that their addresses are not reused.
         self._live_outputs: dict[int, list[Tensor]] = {}
 
+    @property
+    def num_held_outputs(self) -> int:
+        """Number of recorded outputs that are kept alive until the capture."""
+        return sum(map(len, self._live_outputs.values()))
+
     def entries(self) -> Iterator[CapturedCall]:
         """Iterate over the captured calls."""
         return (entry for entry in self.order.pairs if entry is not None)

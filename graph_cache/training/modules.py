@@ -99,6 +99,16 @@ class TrainingGraphs:
     # ---- calls -----------------------------------------------------------------------------------------------------
 
     @property
+    def recorded_steps(self) -> tuple[RecordedStep, ...]:
+        """The recorded steps whose graphs serve calls, in the order of their captures."""
+        return tuple(self._recorded_steps)
+
+    @property
+    def recording(self) -> RecordedStep | None:
+        """The step that is being recorded, which the next step captures, or None."""
+        return self._recording
+
+    @property
     def outstanding(self) -> int:
         """Number of forwards that await their backward."""
         return self._outstanding + sum(recorded.awaiting for recorded in self._recorded_steps)

@@ -58,13 +58,13 @@ class Places:
 
     def __init__(self, service: Service, sequences: int):
         self._service, self._held = service, sequences
-        service._take_places(sequences)
+        service.take_places(sequences)
 
     def give_back(self, sequences: int) -> None:
         """So many of the request's sequences have ended in the engine, whether their answer is read or not."""
         sequences = min(sequences, self._held)
         self._held -= sequences
-        self._service._take_places(-sequences)
+        self._service.take_places(-sequences)
 
     def give_back_all(self) -> None:
         """The request is over."""
@@ -247,7 +247,8 @@ class Service:
         """Sequences that all fronts hold places for."""
         return int(self.counters.total_gauge(IN_FLIGHT))
 
-    def _take_places(self, sequences: int) -> None:
+    def take_places(self, sequences: int) -> None:
+        """Count this many more sequences of this API worker as in flight; fewer if negative."""
         self.in_flight += sequences
         self.counters.values[self._in_flight] = self.in_flight
 

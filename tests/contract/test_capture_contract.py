@@ -66,7 +66,7 @@ def test_results_are_overwritten_by_the_next_run_unless_copied(pool, device):
     model, cache, _ = graphed_net(pool, device)
     cache.warm()
     plan = cache.plan("net", 2)
-    buffers = cache._sites["net"].buffers
+    buffers = cache.sites["net"].buffers
     buffers.load({"x": torch.ones(2, WIDTH, device=device)}, 2, 2)
     borrowed = cache.run(plan)
     kept = borrowed.copy()
@@ -104,9 +104,12 @@ def test_memory_follows_the_largest_graph_in_every_warm_up_order(device):
 
 
 def test_largest_bucket_is_captured_first_also_on_a_miss(pool, device):
-    _, cache, run = graphed_net(pool, device)
+    ran = []  # rows of each run of the callable: warm-ups and captures
+    cache = GraphCache(pool=pool)
+    run = cache.graphed("double", lambda x: (ran.append(len(x)), x * 2)[1], INPUT, buckets=(1, 2, 4, 8))
     run(x=torch.randn(1, WIDTH, device=device))
-    assert [key.bucket for key in cache._entries] == [8, 1]
+    assert list(dict.fromkeys(ran)) == [8, 1]
+    assert {row["bucket"] for row in cache.table() if row["state"] == "captured"} == {8, 1}
 
 
 def test_manifest_orders_captures_by_use_after_the_largest(pool, device, tmp_path):

@@ -97,18 +97,18 @@ def test_a_backward_inside_a_backward_is_refused_and_no_gradient_is_lost(pool, d
 def test_recording_many_microbatches_holds_outputs_of_outstanding_ones_only(pool, device):
     _, graphed = twins(mlp, device)
     graphs, _ = attached(graphed, BLOCKS, pool, warmup=1)
-    waiting = [graphed(x).sum() for (x,) in batches(2, device, micro=1)]
-    for (x,) in batches(10, device, micro=1):
-        waiting.pop(0).backward()
-        waiting.append(graphed(x).sum())
-    recorded = graphs._recording
-    assert len(recorded.graphs_of_microbatches) == 2
-    assert [
-        sum(map(len, microbatch_graphs._live_outputs.values())) for microbatch_graphs in recorded.graphs_of_microbatches
-    ] == [3, 3]
-    assert all(len(microbatch_graphs._output_sources) == 3 for microbatch_graphs in recorded.graphs_of_microbatches)
-    for loss in waiting:
-        loss.backward()
+    data = [x for (x,) in batches(12, device, micro=1)]
+    outputs = [graphed(x) for x in data[:2]]  # all kept, so that no address is used twice
+    for index, x in enumerate(data[2:]):
+        outputs[index].sum().backward()
+        outputs.append(graphed(x))
+    recorded = graphs.recording.graphs_of_microbatches
+    assert [microbatch_graphs.num_held_outputs for microbatch_graphs in recorded] == [3, 3]
+    for microbatch_graphs, newest in zip(recorded, (10, 11), strict=True):
+        sources = microbatch_graphs.sources(outputs)
+        assert [index for index, source in enumerate(sources) if source is not None] == [newest]
+    for output in outputs[10:]:
+        output.sum().backward()
 
 
 def test_only_recurring_shapes_get_graphs(pool, device):

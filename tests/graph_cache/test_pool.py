@@ -153,7 +153,7 @@ def test_a_closed_graph_releases_its_memory_even_while_referenced(pool):
     value = torch.zeros(1000)
     runner = GraphRunner(lambda: value.copy_((value + 1) * 2), pool, statics=lambda: [value])
     runner.capture()
-    held = runner._graph
+    held = runner.bare_replay
     assert pool.nbytes() >= 4000
     runner.close()
     assert held is not None and pool.nbytes() == 0

@@ -17,7 +17,8 @@ import pytest_asyncio
 
 from engine import SamplingParams
 from engine.client.async_client import EngineClient, make_client
-from engine.client.supervisor import RestartPolicy
+from engine.client.supervisor import RestartPolicy, Supervisor
+from engine.client.transport import ProcessTransport
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDead, EngineError, ModelError, PromptTooLong, RequestError
 from tests.engine.lively import PROMPTS, SETTINGS, greedy
@@ -43,13 +44,22 @@ async def idle_afterwards(request):
 
 
 @asynccontextmanager
-async def started(config: EngineConfig, **options):
-    one = make_client(config, **options)
-    await one.start()
+async def serving(client: EngineClient):
+    await client.start()
     try:
-        yield one
+        yield client
     finally:
-        await one.close()
+        await client.close()
+
+
+def started(config: EngineConfig, **options):
+    return serving(make_client(config, **options))
+
+
+def supervised(config: EngineConfig, restarts: RestartPolicy | None = None) -> tuple[EngineClient, Supervisor]:
+    """Create what `make_client` does, and the supervisor, which knows the engine's process id."""
+    supervisor = Supervisor(lambda: ProcessTransport(config), restarts)
+    return EngineClient(config, supervisor), supervisor
 
 
 async def until(condition, what: str, seconds: float = 10.0) -> None:
@@ -68,7 +78,7 @@ async def idle(client: EngineClient) -> None:
 
     await until(is_idle, "idleness")
     assert await client.ask("idle_check") is None
-    assert len(client._processor) == 0 and not client._parents and not client._queues
+    assert client.num_pending == 0
 
 
 async def collect(client: EngineClient, name: str, prompt, params: SamplingParams) -> list:
@@ -195,7 +205,7 @@ async def test_an_id_that_looks_like_another_requests_child_is_independent(clien
 async def test_drain_waits_for_running_requests(client):
     assert await client.drain(0)
     task = asyncio.create_task(collect(client, "a", [5, 6], greedy(300)))
-    await until(lambda: client._queues, "the request")
+    await until(lambda: client.num_pending, "the request")
     assert not await client.drain(0)
     assert await client.drain(20)
     assert len(tokens(await task)) == 300
@@ -252,19 +262,20 @@ async def test_a_rejected_start_raises_the_engines_error(lively_model, settings,
 
 
 async def test_a_start_error_keeps_its_type_across_processes(lively_model):
-    client = make_client(EngineConfig(**{"model": str(lively_model)} | LONG | {"max_model_len": 5000}))
+    client, supervisor = supervised(EngineConfig(**{"model": str(lively_model)} | LONG | {"max_model_len": 5000}))
     with pytest.raises(ConfigError, match="5000"):
         await client.start()
     assert not client.health().alive
-    assert not alive(client._transport.pid)
+    assert not alive(supervisor.pid)
 
 
 # ---- death ---------------------------------------------------------------------------------------------------------
 
 
 async def test_a_killed_engine_fails_every_stream_and_closing_leaves_no_process(lively_model):
-    async with started(EngineConfig(model=str(lively_model), **LONG), restarts=RestartPolicy(max_restarts=0)) as client:
-        pid = client._transport.pid
+    client, supervisor = supervised(EngineConfig(model=str(lively_model), **LONG), RestartPolicy(max_restarts=0))
+    async with serving(client):
+        pid = supervisor.pid
         tasks = [asyncio.create_task(collect(client, f"{i}", [5 + i], greedy(4000, n=1 + i % 2))) for i in range(4)]
         await until(lambda: client.stats().num_running == 6, "the requests")
         asking = asyncio.create_task(client.ask("graphs"))
@@ -284,9 +295,10 @@ async def test_a_killed_engine_fails_every_stream_and_closing_leaves_no_process(
 
 async def test_a_hung_engine_fails_readiness_and_its_requests_when_killed(lively_model):
     restarts = RestartPolicy(max_restarts=0, kill_seconds=3.0)
-    async with started(EngineConfig(model=str(lively_model), **LONG), restarts=restarts) as client:
+    client, supervisor = supervised(EngineConfig(model=str(lively_model), **LONG), restarts)
+    async with serving(client):
         client.hang_seconds = 1.0
-        pid = client._transport.pid
+        pid = supervisor.pid
         waiting = asyncio.create_task(collect(client, "a", [5], ENDLESS))
         await until(lambda: client.stats().num_running == 1, "the request")
         assert client.health().ready

@@ -78,7 +78,7 @@ async def test_a_killed_process_fails_its_requests_and_is_replaced(config):
         await until(lambda: client.stats().ended.get("length", 0) >= 2, "the counts of both processes")
         assert client.stats().generation_tokens >= counted.generation_tokens + 4
         assert client.stats().prompt_tokens >= counted.prompt_tokens + 3
-        assert not client._queues and not client._parents and not client._replies and len(client._processor) == 0
+        assert client.num_pending == 0
     with pytest.raises(ProcessLookupError):
         os.kill(supervisor.pid, 0)
 

@@ -157,13 +157,21 @@ def test_events_come_in_the_same_order_with_the_same_bucket(make_engine):
 # ---- async scheduling ------------------------------------------------------------------------------------------------
 
 
-def test_a_step_is_enqueued_before_the_one_before_it_is_read(async_loop, reference):
+def outputs_of(loop, monkeypatch):
+    """Return a list that grows by the output of each step that the loop enqueues from now on."""
+    outputs, execute = [], loop.runner.execute
+    monkeypatch.setattr(loop.runner, "execute", lambda batch: (outputs.append(execute(batch)), outputs[-1])[1])
+    return outputs
+
+
+def test_a_step_is_enqueued_before_the_one_before_it_is_read(async_loop, reference, monkeypatch):
     loop = async_loop()
+    outputs = outputs_of(loop, monkeypatch)
     loop.add(request("a", PROMPTS[0], greedy(5)))
     given = []
     while loop.has_work:
         given.append([token for event in loop.step() for token in event.token_ids])
-        assert all(not output.is_read for _, output in loop._in_flight)
+        assert [output.is_read for output in outputs] == [True] * (len(outputs) - 1) + [not loop.has_work]
     assert given == [[], *([token] for token in reference.greedy(PROMPTS[0], 5))]
 
 
@@ -283,11 +291,12 @@ def test_a_failed_step_keeps_the_results_of_the_step_before_it(async_loop, refer
 
 def test_an_unreadable_result_fails_its_step_and_no_other(async_loop, reference, monkeypatch):
     loop = async_loop()
+    outputs = outputs_of(loop, monkeypatch)
     loop.add(request("a", PROMPTS[0], greedy(20)))
     events = [event for _ in range(4) for event in loop.step()]
     loop.add(request("b", PROMPTS[2], greedy(20)))
-    [(_, output)] = loop._in_flight
-    monkeypatch.setattr(output, "_collect", lambda: 1 / 0)
+    for ticket in outputs[-1].tickets:
+        ticket.read()  # a ticket is read once: the loop's own read fails
     for own in drain(loop).values():
         events += own
     ends = {event.request_id: event.finish_reason for event in events if event.finish_reason}

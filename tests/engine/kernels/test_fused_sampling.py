@@ -9,7 +9,6 @@ import torch
 
 from tests.support.kernels import DEVICE, INTERPRETED  # isort: skip  (before what imports triton)
 
-from engine.kernels import fused_sampling
 from engine.kernels.fused_sampling import TILE, sample_rows
 from engine.protocol.request import SamplingParams
 from engine.sampling import ops
@@ -206,8 +205,7 @@ PARAMS = [
 
 def sampler_with(params, rows, vocab_size, *, fused):
     """A sampler that samples rows without logprobs with the kernels, or with torch."""
-    sampler = Sampler(rows, vocab_size, DEVICE, eos_token_ids=(2,))
-    sampler._selector._kernels = fused_sampling if fused else None
+    sampler = Sampler(rows, vocab_size, DEVICE, eos_token_ids=(2,), fused=fused)
     for slot in range(rows):
         sampler.set_slot(slot, params[slot % len(params)], slot, [1, 2, 3], [4, 5])
     return sampler

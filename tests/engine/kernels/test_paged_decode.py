@@ -203,8 +203,9 @@ def test_launches_of_all_row_counts_share_one_scratch(device):
     scratch = pd.DecodeScratch(5, case.q, case.k_cache, case.page_table)
     wanted = expected(case)
     for rows in (5, 1, 3, 2, 5, 4):
-        scratch._acc.fill_(float("nan"))
-        scratch._lse.fill_(float("nan"))
+        for workspace in map(scratch.of, range(1, 6)):
+            workspace.acc.fill_(float("nan"))
+            workspace.lse.fill_(float("nan"))
         found = pd.paged_decode(
             case.q[:rows],
             case.k_cache,
@@ -215,9 +216,12 @@ def test_launches_of_all_row_counts_share_one_scratch(device):
             workspace=scratch.of(rows),
         )
         assert relative_error(found, wanted[:rows]) < TOLERANCE[torch.float32]
+    shared = [scratch.of(rows) for rows in range(1, 6)]
     separate = [pd.decode_workspace(case.q[:rows], case.k_cache, case.page_table) for rows in range(1, 6)]
-    assert scratch._acc.numel() == max(workspace.acc.numel() for workspace in separate if workspace.lse.shape[2] > 1)
-    assert [scratch.of(rows).lse.shape for rows in range(1, 6)] == [workspace.lse.shape for workspace in separate]
+    assert [workspace.lse.shape for workspace in shared] == [workspace.lse.shape for workspace in separate]
+    largest = max(workspace.acc.nbytes for workspace in separate if workspace.lse.shape[2] > 1)
+    combined = [workspace.acc for workspace in shared if workspace.lse.shape[2] > 1]
+    assert {(acc.data_ptr(), acc.untyped_storage().nbytes()) for acc in combined} == {(combined[0].data_ptr(), largest)}
 
 
 @pytest.mark.interpretable

@@ -148,7 +148,7 @@ def test_flat_rows_are_sampled_from_all_their_logits(recipe):
 
 
 def test_only_rows_that_keep_more_than_the_candidates_scan_all_logits(monkeypatch):
-    monkeypatch.setattr(fused_sampling, "_PASSES", fused_sampling._PASSES[:1])
+    monkeypatch.setattr(fused_sampling, "PASSES", fused_sampling.PASSES[:1])
     few = [(20, 0.95, 0.0), (90, 1.0, 0.0), (0, 0.2, 0.0), (0, 0.99999, 0.3), (0, 0.9999, 0.01)]
     many = [(201, 0.1, 0.0), (0, 0.9, 0.0), (0, 0.9999, 1e-6)]
     logits = random_logits(len(few + many), 2000)

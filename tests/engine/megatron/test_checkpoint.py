@@ -242,7 +242,7 @@ def test_tensor_subclass_parameters_are_rejected() -> None:
 
     model = models.gpt()
     linear = model.decoder.layers[0].mlp.linear_fc2
-    linear.weight = nn.Parameter(torch.Tensor._make_subclass(Quantised, linear.weight.data))
+    linear.weight = nn.Parameter(linear.weight.data.as_subclass(Quantised))
     with pytest.raises(ModelError, match="layers.0.mlp.linear_fc2.weight is a Quantised, a plain tensor is needed"):
         weight_slots(model)
 

@@ -111,9 +111,9 @@ def test_preempted_request_continues_with_the_same_tokens(logits, fields, prompt
     params = SamplingParams(**fields, logprobs=100)
     whole = sampler_with(params, prompt, outputs, len(logits), seed=5)
     resumed = sampler_with(params, prompt, outputs[:recounted], len(logits), seed=5, slot=3)
-    if resumed._counts._counts is not None:
+    if resumed.counts.nbytes:
         rest = torch.tensor(outputs[recounted:], dtype=torch.int64)
-        resumed._counts.add(torch.full_like(rest, 3), rest)
+        resumed.counts.add(torch.full_like(rest, 3), rest)
     position = len(prompt) + len(outputs)
     assert sample_one(whole, logits, position) == sample_one(resumed, logits, position, slot=3)
 
@@ -144,9 +144,9 @@ def test_penalties_count_sampled_tokens_without_the_host():
 
 def test_a_row_without_a_token_counts_nothing():
     sampler = Sampler(2, 4)
-    sampler.set_slot(0, SamplingParams(temperature=0.0, presence_penalty=2.0), 0, [1])
+    sampler.set_slot(0, SamplingParams(temperature=0.0, presence_penalty=2.0, logprobs=4), 0, [1])
     assert sampler.sample(torch.full((1, 4), float("nan")), [0], [1]).token_ids.tolist() == [-1]
-    assert sampler._counts._counts[0].tolist() == [0, 1, 0, 0]
+    assert len(set(sampler.sample(torch.zeros(1, 4), [0], [1]).logprobs[0].top.values())) == 1  # none is penalised
 
 
 def python_uniform(key, position):
@@ -455,7 +455,7 @@ def test_counts_are_allocated_only_when_a_penalty_needs_them():
     sampler = Sampler(4, 8)
     sampler.set_slot(0, SamplingParams(top_k=3, logprobs=1, logit_bias={1: 1.0}), 0, [1], [2])
     sampler.sample(torch.zeros(1, 8), [0], [2])
-    assert sampler._counts._counts is None
+    assert sampler.counts.nbytes == 0
 
 
 def test_invalid_slots_and_shapes_are_rejected():

@@ -75,7 +75,7 @@ def test_gpu_counts_are_the_same_one_by_one_and_all_at_once():
     sampler.set_slot(0, params, 0, [1, 2], outputs)
     sampler.set_slot(1, params, 0, [1, 2], outputs[:2])
     for token in outputs[2:]:
-        sampler._counts.add(*torch.tensor([[1], [token]], device="cuda"))
+        sampler.counts.add(*torch.tensor([[1], [token]], device="cuda"))
     assert sampler.sample(logits, [0], [7]).logprobs == sampler.sample(logits, [1], [7]).logprobs
 
 

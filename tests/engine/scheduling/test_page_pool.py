@@ -110,11 +110,16 @@ def test_discarded_page_is_empty_again():
 
 
 def test_check_lists_every_problem_at_once():
-    pool = PagePool(4, 16)
-    first, second, _ = pool.allocate(3)
-    pool._counts[first] = 0
-    pool._empty.append(second)
-    with pytest.raises(InvariantError, match=rf"page {first} is in 0 states.*page {second} is in 2 states"):
+    pool = PagePool(3, 16)
+    first, second = pool.allocate(2)
+    for page in (first, second):
+        pool.keep(page)
+    pool.free([first, second])
+    pool.on_evict = lambda page: 1 / 0  # loses the page that is being evicted
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            pool.allocate(1)
+    with pytest.raises(InvariantError, match=rf"page {first} is in 0 states.*page {second} is in 0 states"):
         pool.check()
 
 

@@ -43,7 +43,8 @@ def test_a_padded_bucket_gives_what_the_plain_model_gives():
     chunks = [chunk(2, 0, 5, True, [3, 4]), chunk(0, 20, 9, False, [5, 6, 7]), chunk(5, 16, 1, True, [8, 9])]
     with torch.inference_mode():
         prefill.load(chunks, 64)
-        prefill._part(**prefill.buffers.view(64))
+        [part] = prefill.site().parts
+        part(**prefill.buffers.view(64))
         logits, chosen = prefill.buffers["logits"][:3], prefill.buffers["next_tokens"][:3]
         attention = PrefillAttention(
             caches[1], [(one.start, one.length) for one in chunks], [one.request.pages for one in chunks]
