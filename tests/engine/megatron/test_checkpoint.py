@@ -146,7 +146,7 @@ def test_every_problem_of_a_folder_is_listed_and_nothing_is_written(tmp_path: Pa
     with pytest.raises(ModelError) as error:
         load_checkpoint(model, tmp_path)
     for text in (
-        f"{k} has shape [8, 32], [16, 32] is needed",
+        f"{k} has shape [8, 32], expected [16, 32]",
         f"{gate} is missing",
         f"{norm} has dtype torch.int32",
         "model.layers.7.stray is unexpected",

@@ -181,4 +181,4 @@ def test_a_value_that_changes_with_every_call_runs_eager_with_a_warning(caplog):
                 forward_step_func=functools.partial(int, step), data_iterator=None, model=model, num_microbatches=1
             ) == [step]
     assert counts(stats) == (0, 0, {"warming_up": 70})
-    assert "none came often enough" in caplog.text
+    assert "none frequent enough" in caplog.text
