@@ -21,7 +21,7 @@ from torch.nn.modules import module as torch_hooks
 
 from graph_cache.errors import GraphConfigError
 from graph_cache.training.compiled import COMPILED_CALL, is_compiled
-from graph_cache.training.side_effects import floats_of, numbers_of
+from graph_cache.training.side_effects import constant_numbers, current_numbers
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ class AttachedModule:
             )
         ]
         self.hooks += GLOBAL_HOOKS
-        floats = [(vars(module), name) for module in self.submodules for name in numbers_of(module, (float,))]
+        floats = [(vars(module), name) for module in self.submodules for name in constant_numbers(module)]
         self.float_owners, self.float_names = zip(*floats, strict=True) if floats else ((), ())
         self._fired = fired
         self.surroundings = surroundings
@@ -229,7 +229,7 @@ class AttachedModule:
             self.hooks_inside,
             *trained,
             *[module.training for module in self.submodules],
-            *floats_of(self.float_owners, self.float_names),
+            *current_numbers(self.float_owners, self.float_names),
         )
 
     def _pre_hooks(self, module: nn.Module) -> dict[int, Hook]:
@@ -355,7 +355,7 @@ class Watched:
             list(map(_requires_grad, self._parameters)),
             list(map(_training, self._submodules)),
             list(map(len, self._hooks)),
-            floats_of(self._float_owners, self._float_names),
+            current_numbers(self._float_owners, self._float_names),
         )
         if now != self._seen:
             self._count_changes(now[-1])

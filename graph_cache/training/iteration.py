@@ -40,7 +40,7 @@ from graph_cache.training.compiled import is_compiled, reached_from, without_com
 from graph_cache.training.gradients import storage_users
 from graph_cache.training.optimizers import OptimizerState, observe_steps, settings_of
 from graph_cache.training.parameter_aliases import MainGrads
-from graph_cache.training.side_effects import floats_of, numbers_of, refuse_replaced_buffers
+from graph_cache.training.side_effects import constant_numbers, current_numbers, refuse_replaced_buffers
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ class CapturedIteration:
             tuple([module.training for module in known]),
             tuple([parameter.requires_grad for parameter in parameters]),
             tuple(grads),
-            tuple(floats_of(*self._floats_of(known))),
+            tuple(current_numbers(*self._floats_of(known))),
             tuple(map(settings_of, self._optimizers.values())),
         )
 
@@ -211,7 +211,7 @@ class CapturedIteration:
             self._roots.add(module)
             for inner in module.modules():
                 self._modules[id(inner)] = inner
-                self._floats[id(inner)] = tuple(numbers_of(inner, (float,)))
+                self._floats[id(inner)] = tuple(constant_numbers(inner))
 
     def _floats_of(self, modules: Sequence[nn.Module]) -> tuple[list[dict[str, Any]], list[str]]:
         found = [(vars(module), name) for module in modules for name in self._floats.get(id(module), ())]

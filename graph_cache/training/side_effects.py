@@ -83,9 +83,18 @@ def numbers_of(module: nn.Module, types: tuple[type, ...]) -> dict[str, int | fl
     return {attribute: value for attribute, value in vars(module).items() if type(value) in types}
 
 
-def floats_of(owners: Sequence[dict[str, Any]], names: Sequence[str]) -> list[float | type]:
-    """Return the current values of these attributes; for one that is no longer a float, its type."""
-    return [value if type(value) is float else type(value) for value in map(dict.get, owners, names)]
+def constant_numbers(module: nn.Module) -> list[str]:
+    """Return the names of number attributes that a graph of the module bakes in: floats, and dropout rates.
+
+    A dropout rate may be an int (`nn.Dropout(0)`). Other ints are sizes, which modules keep, or counters.
+    """
+    numbers = numbers_of(module, (int, float))
+    return [name for name, value in numbers.items() if type(value) is float or name == "p" or "drop" in name]
+
+
+def current_numbers(owners: Sequence[dict[str, Any]], names: Sequence[str]) -> list[int | float | type]:
+    """Return the current values of these attributes; for one that is no longer a number, its type."""
+    return [value if type(value) in (float, int) else type(value) for value in map(dict.get, owners, names)]
 
 
 def _unchanged(value: Any, number: float) -> bool:

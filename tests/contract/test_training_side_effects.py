@@ -94,12 +94,15 @@ def test_a_region_without_autocast_inside_a_module_has_a_backward_without_it(poo
     both(lambda: nn.Sequential(linear(), Inner(WIDTH, WIDTH)), [""], autocast_all, pool, device)
 
 
-def test_the_dropout_rate_is_checked_every_step(pool, device):
+@pytest.mark.parametrize(
+    ("initial", "early", "late"), [(0.5, 0.25, 0.75), (0, 0, 0.75), (0, 0, 1), (1, 1, 0.25), (1, 1, 0)]
+)
+def test_the_dropout_rate_is_checked_every_step(pool, device, initial, early, late):
     def loss_of(model, x, step):
-        model[1].p = 0.25 if step < 5 else 0.75
+        model[1].p = early if step < 5 else late
         return model(x).pow(2).mean()
 
-    _, stats = both(lambda: nn.Sequential(linear(), nn.Dropout(0.5)), [""], loss_of, pool, device)
+    _, stats = both(lambda: nn.Sequential(linear(), nn.Dropout(initial)), [""], loss_of, pool, device)
     assert sum(stats.replays.values()) == 3 + 1
 
 
