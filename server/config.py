@@ -67,21 +67,21 @@ class ServerConfig:
             raise ConfigError(f"served_model_name={self.served_model_name!r}: names that are not empty are needed")
         if not isinstance(self.host, str) or not self.host:
             raise ConfigError(f"host={self.host!r}: an address to listen on is needed, such as 127.0.0.1 or 0.0.0.0")
-        _whole("port", self.port, 0, 65535)
-        _whole("max_waiting", self.max_waiting, 0, 1_000_000)
-        _whole("max_body_bytes", self.max_body_bytes, 1024, 2**31)
-        _whole("max_connections", self.max_connections, 1, 1_000_000)
+        _check_int("port", self.port, 0, 65535)
+        _check_int("max_waiting", self.max_waiting, 0, 1_000_000)
+        _check_int("max_body_bytes", self.max_body_bytes, 1024, 2**31)
+        _check_int("max_connections", self.max_connections, 1, 1_000_000)
         if self.http_workers is not None:
-            _whole("http_workers", self.http_workers, 1, 64)
+            _check_int("http_workers", self.http_workers, 1, 64)
             if self.http_workers > 1 and self.in_process:
                 raise ConfigError(
                     f"http_workers={self.http_workers} and in_process: an engine in the server's own "
                     "process has one front; leave one of the two out"
                 )
-        _seconds("header_seconds", self.header_seconds, 0.1)
-        _seconds("write_seconds", self.write_seconds, 0.1)
-        _seconds("keep_alive_seconds", self.keep_alive_seconds, 0.1)
-        _seconds("drain_seconds", self.drain_seconds, 0)
+        _check_seconds("header_seconds", self.header_seconds, 0.1)
+        _check_seconds("write_seconds", self.write_seconds, 0.1)
+        _check_seconds("keep_alive_seconds", self.keep_alive_seconds, 0.1)
+        _check_seconds("drain_seconds", self.drain_seconds, 0)
         for name, allowed in (("log_level", LOG_LEVELS), ("log_format", LOG_FORMATS)):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}")
@@ -124,13 +124,13 @@ def quota(limit: Path) -> float:
     return math.inf if time == "max" else int(time) / int(period)
 
 
-def _seconds(name: str, value: Any, low: float) -> None:
+def _check_seconds(name: str, value: Any, low: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigError(f"{name}={value!r}: a number of seconds is needed")
     if not low <= value <= 86400:
         raise ConfigError(f"{name}={value}: from {low:g} to 86400 seconds are possible")
 
 
-def _whole(name: str, value: Any, low: int, high: int) -> None:
+def _check_int(name: str, value: Any, low: int, high: int) -> None:
     if not is_whole_number(value, low, high):
         raise ConfigError(f"{name}={value!r}: a whole number from {low} to {high} is needed")

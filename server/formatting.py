@@ -8,8 +8,8 @@ from typing import Any
 
 def site_name(row: Mapping[str, Any]) -> str:
     """A row's site, with the values that its graph was captured for beside the bucket."""
-    statics = ", ".join(f"{name}={value}" for name, value in (row.get("statics") or {}).items())
-    return f"{row['site']} ({statics})" if statics else str(row["site"])
+    variant = ", ".join(f"{name}={value}" for name, value in (row.get("statics") or {}).items())
+    return f"{row['site']} ({variant})" if variant else str(row["site"])
 
 
 def human_bytes(count: int) -> str:

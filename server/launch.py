@@ -25,9 +25,9 @@ from server.version import version
 from server.workers.http_server import (
     FILES_BESIDE_CONNECTIONS,
     Server,
-    allow_files,
     freeze_memory,
     listen,
+    raise_file_limit,
     url_of,
     uvicorn_config,
 )
@@ -52,7 +52,7 @@ async def serve(config: ServerConfig, run_engine: Run = run_loop) -> None:
     keys = Keys.load(config, os.environ)
     listener = listen(config.host, config.port)  # before the model: a taken port is known in a moment
     try:
-        allow_files(config.max_connections + FILES_BESIDE_CONNECTIONS)
+        raise_file_limit(config.max_connections + FILES_BESIDE_CONNECTIONS)
         client = make_client(config.engine, in_process=config.in_process, run=run_engine)
         app = create_app(client, config, keys=keys)
         service: Service = app.state.service
@@ -73,9 +73,9 @@ async def serve(config: ServerConfig, run_engine: Run = run_loop) -> None:
 
 async def _report_start(server: Server, service: Service) -> None:
     """Log when the model is loaded; end the server where it can't be."""
-    began = time.perf_counter()
+    start = time.perf_counter()
     await service.settled.wait()
     if service.startup_error is not None:
         server.should_exit = True
     else:
-        log.info("serving %s after %.1f s", service.model_names()[0], time.perf_counter() - began)
+        log.info("serving %s after %.1f s", service.model_names()[0], time.perf_counter() - start)

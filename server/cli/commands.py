@@ -82,8 +82,8 @@ def graph_table(body: Mapping[str, Any]) -> str:
     """The rows of GET /graphs as aligned text."""
     from server.formatting import human_bytes, site_name
 
-    heads = ("site", "scope", "phase", "bucket", "state", "replays", "padding", "bytes", "capture", "engine")
-    lines = [heads]
+    headers = ("site", "scope", "phase", "bucket", "state", "replays", "padding", "bytes", "capture", "engine")
+    lines = [headers]
     for row in body["graphs"]:
         computed = row["replays"] * row["bucket"]
         padding = f"{100 * row['padded_rows'] / computed:.1f}%" if computed else "-"
@@ -94,8 +94,8 @@ def graph_table(body: Mapping[str, Any]) -> str:
                 str(row["engine"]),
             )
         )  # fmt: skip
-    widths = [max(len(line[column]) for line in lines) for column in range(len(heads))]
-    right = {heads.index(name) for name in ("bucket", "replays", "padding", "bytes", "capture")}
+    widths = [max(len(line[column]) for line in lines) for column in range(len(headers))]
+    right = {headers.index(name) for name in ("bucket", "replays", "padding", "bytes", "capture")}
 
     def cell(text: str, column: int) -> str:
         return text.rjust(widths[column]) if column in right else text.ljust(widths[column])
@@ -125,7 +125,7 @@ def tune(args: argparse.Namespace) -> int:
     )
     ladder = default_ladder(max_size)
     rows = sum(size * count for size, count in histogram.items()) / sum(histogram.values())
-    usual = expected_padding(ladder, histogram)
+    default = expected_padding(ladder, histogram)
     report = {
         "buckets": list(found.sizes),
         "graphs": found.graphs,
@@ -135,8 +135,8 @@ def tune(args: argparse.Namespace) -> int:
         "default_ladder": {
             "buckets": list(ladder),
             "graphs": len(ladder),
-            "expected_padding_rows": usual,
-            "padding_fraction": usual / (usual + rows),
+            "expected_padding_rows": default,
+            "padding_fraction": default / (default + rows),
         },
         "observed_steps": sum(histogram.values()),
         "max_size": max_size,
@@ -146,7 +146,7 @@ def tune(args: argparse.Namespace) -> int:
 
 
 def _tune_text(report: Mapping[str, Any]) -> str:
-    usual = report["default_ladder"]
+    default = report["default_ladder"]
 
     def padding(one: Mapping[str, Any]) -> str:
         return f"{one['expected_padding_rows']:.2f} rows a step, {100 * one['padding_fraction']:.1f}% of those computed"
@@ -154,7 +154,7 @@ def _tune_text(report: Mapping[str, Any]) -> str:
     lines = [
         f"observed   {report['observed_steps']} steps, batches up to {report['max_size']}",
         f"best       {report['graphs']} graphs, padding {padding(report)}",
-        f"default    {usual['graphs']} graphs, padding {padding(usual)}",
+        f"default    {default['graphs']} graphs, padding {padding(default)}",
     ]
     if report["bytes"] is not None:
         lines.append(f"bytes      {report['bytes']}")
@@ -189,18 +189,18 @@ def _max_num_seqs(metrics: str, phase: str) -> int:
 
 def _bytes_of(args: argparse.Namespace) -> Callable[[int], int]:
     """What a graph of each size costs, read between the sizes that a server has captured."""
-    where = args.graphs
-    if where is None and args.metrics is not None and _is_url(args.metrics):
-        where = args.metrics.removesuffix("/").removesuffix("/metrics") + "/graphs"
-    if where is None:
+    source = args.graphs
+    if source is None and args.metrics is not None and _is_url(args.metrics):
+        source = args.metrics.removesuffix("/").removesuffix("/metrics") + "/graphs"
+    if source is None:
         raise ConfigError("--max-bytes needs --graphs, a saved /graphs answer or its address: bytes of each graph")
-    rows = _json(_read(where), where).get("graphs", ())
+    rows = _json(_read(source), source).get("graphs", ())
     known: dict[int, int] = {}
     for row in rows:
         if row.get("state") == "captured" and row.get("phase") == args.phase and args.site in (None, row.get("site")):
             known[row["bucket"]] = known.get(row["bucket"], 0) + row["bytes"]
     if not known:
-        raise ConfigError(f"{where} has no captured {args.phase} graph whose bytes could be read")
+        raise ConfigError(f"{source} has no captured {args.phase} graph whose bytes could be read")
     return interpolated(sorted(known.items()))
 
 
@@ -222,32 +222,32 @@ def interpolated(points: Sequence[tuple[int, int]]) -> Callable[[int], int]:
     return bytes_of
 
 
-def _is_url(where: str) -> bool:
-    return where.startswith(("http://", "https://"))
+def _is_url(source: str) -> bool:
+    return source.startswith(("http://", "https://"))
 
 
-def _read(where: str) -> str:
+def _read(source: str) -> str:
     """The text of a file or an http address. Raises ConfigError that says which one and why not."""
     try:
-        if _is_url(where):
-            request = urllib.request.Request(where, headers={"Accept": "application/json, text/plain"})
+        if _is_url(source):
+            request = urllib.request.Request(source, headers={"Accept": "application/json, text/plain"})
             with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer:
                 return answer.read().decode()
-        return Path(where).read_text(encoding="utf-8")
+        return Path(source).read_text(encoding="utf-8")
     except urllib.error.HTTPError as exc:
         with exc:
-            raise ConfigError(f"{where} answers {exc.code}: {exc.read(300).decode(errors='replace')}") from exc
+            raise ConfigError(f"{source} answers {exc.code}: {exc.read(300).decode(errors='replace')}") from exc
     except urllib.error.URLError as exc:
-        raise ConfigError(f"{where} can't be reached ({exc.reason}); is the server running there?") from exc
+        raise ConfigError(f"{source} can't be reached ({exc.reason}); is the server running there?") from exc
     except (OSError, ValueError, http.client.HTTPException) as exc:
-        raise ConfigError(f"{where} can't be read: {exc}") from exc
+        raise ConfigError(f"{source} can't be read: {exc}") from exc
 
 
-def _json(text: str, where: str) -> dict[str, Any]:
+def _json(text: str, source: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except ValueError as exc:
-        raise ConfigError(f"{where} holds no valid JSON: {exc}") from exc
+        raise ConfigError(f"{source} holds no valid JSON: {exc}") from exc
     if not isinstance(found, dict):
-        raise ConfigError(f"{where} holds no JSON object")
+        raise ConfigError(f"{source} holds no JSON object")
     return found

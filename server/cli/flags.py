@@ -76,16 +76,16 @@ CHOICES = {
 SERVING_DEFAULTS = {"warmup": "background"}
 
 
-def add_flags(parser: argparse.ArgumentParser, kind: type, *, title: str, defaults: Mapping[str, Any]) -> None:
+def add_flags(parser: argparse.ArgumentParser, config_class: type, *, title: str, defaults: Mapping[str, Any]) -> None:
     """Add a group of flags, one per field of the dataclass `kind`; `defaults` are shown in place of the fields'."""
-    texts = ENGINE_HELP if kind is EngineConfig else SERVER_HELP
+    help_texts = ENGINE_HELP if config_class is EngineConfig else SERVER_HELP
     group = parser.add_argument_group(title)
-    for setting in dataclasses.fields(kind):
+    for setting in dataclasses.fields(config_class):
         if setting.name in NOT_OFFERED:
             continue
         default = defaults.get(setting.name, setting.default)
         flag = "--" + setting.name.replace("_", "-")
-        text = f"{texts.get(setting.name, '')} (default: {_shown(default, kind)})"
+        text = f"{help_texts.get(setting.name, '')} (default: {_default_text(default, config_class)})"
         if setting.type.startswith("bool"):
             group.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
         else:
@@ -99,9 +99,9 @@ def add_flags(parser: argparse.ArgumentParser, kind: type, *, title: str, defaul
             )
 
 
-def given(args: argparse.Namespace, kind: type) -> dict[str, Any]:
+def given(args: argparse.Namespace, config_class: type) -> dict[str, Any]:
     """The fields of `kind` that were given as flags."""
-    names = {setting.name for setting in dataclasses.fields(kind)}
+    names = {setting.name for setting in dataclasses.fields(config_class)}
     return {name: value for name, value in vars(args).items() if name in names}
 
 
@@ -116,9 +116,9 @@ def server_config(args: argparse.Namespace, environ: Mapping[str, str] = os.envi
     return ServerConfig.from_dict(SERVING_DEFAULTS | from_file | read_environment(environ) | flags)
 
 
-def _shown(default: Any, kind: type) -> str:
+def _default_text(default: Any, config_class: type) -> str:
     if default is None:
-        return "none" if kind is ServerConfig else "chosen for the machine and model"
+        return "none" if config_class is ServerConfig else "chosen for the machine and model"
     if isinstance(default, tuple):
         return ",".join(map(str, default)) or "none"
     return str(default).lower() if isinstance(default, bool) else str(default).replace("%", "%%")

@@ -65,13 +65,13 @@ def _guarded(command: str, run: Callable[[], int]) -> int:
         sys.stderr.close()
         return 141
     except Exception as exc:
-        if not _is_users_mistake(exc):
+        if not _is_user_error(exc):
             raise
         print(f"{PROG} {command}: error: {' '.join(str(exc).split())}", file=sys.stderr)
         return 2
 
 
-def _is_users_mistake(exc: Exception) -> bool:
+def _is_user_error(exc: Exception) -> bool:
     from engine.errors import EngineError
     from graph_cache.errors import GraphError
 

@@ -32,8 +32,8 @@ NOT_OFFERED = frozenset({"engine", "mode"})
 
 def setting_types() -> dict[str, str]:
     """Every setting's name and its annotation, as the configuration classes spell it."""
-    kinds = (ServerConfig, EngineConfig)
-    fields = [field for kind in kinds for field in dataclasses.fields(kind)]
+    classes = (ServerConfig, EngineConfig)
+    fields = [field for config_class in classes for field in dataclasses.fields(config_class)]
     return {field.name: str(field.type) for field in fields if field.name not in NOT_OFFERED}
 
 
@@ -81,16 +81,16 @@ def read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     return values
 
 
-def parse(where: str, kind: str, text: str) -> Any:
+def parse(where: str, annotation: str, text: str) -> Any:
     """A setting's value from text, by its annotation. ConfigError that names `where`."""
-    if kind.startswith("bool"):
+    if annotation.startswith("bool"):
         if text.strip().lower() not in _BOOLEANS:
             raise ConfigError(f"{where}={text!r}: true or false is needed")
         return _BOOLEANS[text.strip().lower()]
     try:
-        return PARSERS[kind](text)
+        return PARSERS[annotation](text)
     except ValueError as exc:
-        raise ConfigError(f"{where}={text!r}: {METAVARS[kind]} is needed") from exc
+        raise ConfigError(f"{where}={text!r}: {METAVARS[annotation]} is needed") from exc
 
 
 def split(item: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
@@ -123,18 +123,22 @@ METAVARS: Mapping[str, str] = {
 }
 
 
-def _from_yaml(where: str, kind: str, value: Any) -> Any:
+def _from_yaml(where: str, annotation: str, value: Any) -> Any:
     if isinstance(value, str):
-        return parse(where, kind, value)
-    if kind.startswith("tuple"):
+        return parse(where, annotation, value)
+    if annotation.startswith("tuple"):
         items = value if isinstance(value, list) else [value]
-        item = int if "int" in kind else str
+        item = int if "int" in annotation else str
         if not all(type(one) is item for one in items):
             raise ConfigError(f"{where}: a list of {'whole numbers' if item is int else 'texts'} is needed")
         return tuple(items)
-    if kind.startswith("str") or isinstance(value, (list, dict)) or kind.startswith("bool") != isinstance(value, bool):
+    if (
+        annotation.startswith("str")
+        or isinstance(value, (list, dict))
+        or annotation.startswith("bool") != isinstance(value, bool)
+    ):
         shown = f"{type(value).__name__} {value!r}"[:80]
-        raise ConfigError(f"{where}: {_NEEDED.get(kind, 'a number')} is needed; found {shown}")
+        raise ConfigError(f"{where}: {_NEEDED.get(annotation, 'a number')} is needed; found {shown}")
     return value
 
 

@@ -28,7 +28,7 @@ HEADER_BYTES = 64 * 1024
 FRAMING_BYTES = 64 * 1024  # of one body's chunk extensions and trailers
 CHUNK_SIZE_BYTES = 20  # a chunk's size of 16 digits, and the line ends after it and after the chunk
 REFUSED_SECONDS = 1.0  # how long a refused connection may take to say something: only then it hears why
-TAKES_CONNECTIONS = "takes_connections"  # the gauge that is 1 while a front of several takes part
+ACCEPTING = "takes_connections"  # the gauge that is 1 while a front of several takes part
 
 
 class OpenConnections:
@@ -39,33 +39,34 @@ class OpenConnections:
 
     def __init__(self, counters: SharedCounters | None = None):
         self._counters = counters if counters is not None else SharedCounters()
-        self._place, self._takes = self._counters.gauge("connections"), self._counters.gauge(TAKES_CONNECTIONS)
+        self._connections_index = self._counters.gauge_index("connections")
+        self._accepting_index = self._counters.gauge_index(ACCEPTING)
         self._own = 0
 
     def begin(self) -> None:
         """Take part in the sharing of connections."""
-        self._counters.values[self._takes] = 1.0
+        self._counters.values[self._accepting_index] = 1.0
         self.set(self._own)
 
     def end(self) -> None:
         """Take no more part."""
-        self._counters.values[self._takes] = self._counters.values[self._place] = 0.0
+        self._counters.values[self._accepting_index] = self._counters.values[self._connections_index] = 0.0
 
     def set(self, count: int) -> None:
         """This front has `count` now."""
         self._own = count
-        self._counters.values[self._place] = count + 1
+        self._counters.values[self._connections_index] = count + 1
 
     def total(self) -> int:
         """All fronts' together."""
-        return int(sum(shown - 1 for shown in self._shown()))
+        return int(sum(published - 1 for published in self._published()))
 
-    def ahead(self) -> int:
+    def lead(self) -> int:
         """How many more this front has than the one with the fewest."""
-        return int(self._own + 1 - min(self._shown(), default=0))
+        return int(self._own + 1 - min(self._published(), default=0))
 
-    def _shown(self) -> list[float]:
-        return [shown for shown in self._counters.each_gauge("connections") if shown]
+    def _published(self) -> list[float]:
+        return [published for published in self._counters.gauge_per_row("connections") if published]
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -85,7 +86,7 @@ class LimitedProtocol(HttpToolsProtocol):
     open_connections: OpenConnections
 
     _timer: asyncio.TimerHandle | None = None
-    _surplus = False
+    _over_limit = False
     _in_header = True
     _header_bytes = 0  # of the header that is being read
     _header_too_long = False
@@ -94,17 +95,17 @@ class LimitedProtocol(HttpToolsProtocol):
     _message_ended = False  # in this piece of data
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(_Counted(transport))  # type: ignore[arg-type]
-        self._sent, self._sent_at = 0, self.loop.time()
-        self._write_check = self.loop.call_later(self._check_seconds, self._check_writing)
+        super().connection_made(_CountingTransport(transport))  # type: ignore[arg-type]
+        self._sent, self._progress_time = 0, self.loop.time()
+        self._write_check = self.loop.call_later(self._check_interval, self._check_write_progress)
         self.open_connections.set(len(self.connections))
-        self._surplus = self.open_connections.total() > self.max_connections
-        self._start_timer(REFUSED_SECONDS if self._surplus else self.header_seconds)
+        self._over_limit = self.open_connections.total() > self.max_connections
+        self._start_timer(REFUSED_SECONDS if self._over_limit else self.header_seconds)
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
-        if self._surplus and self.cycle is None and not data.startswith(PROBES):
+        if self._over_limit and self.cycle is None and not data.startswith(PROBES):
             self._refuse(503, "the server has as many connections as it may have", "too_many_connections", 1)
             return
         self._header_bytes += len(data) if self._in_header else 0
@@ -152,7 +153,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._surplus:
+        if self._over_limit:
             self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -162,45 +163,45 @@ class LimitedProtocol(HttpToolsProtocol):
         self.open_connections.set(len(self.connections))
 
     def _start_timer(self, seconds: float) -> None:
-        self._timer = self.loop.call_later(seconds, self._too_slow)
+        self._timer = self.loop.call_later(seconds, self._on_header_timeout)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _too_slow(self) -> None:
+    def _on_header_timeout(self) -> None:
         self._timer = None
         if not self.transport.is_closing():
             self._refuse(408, f"no request came within {self.header_seconds:g} seconds", "header_timeout", None)
 
     @property
-    def _check_seconds(self) -> float:
+    def _check_interval(self) -> float:
         return self.write_seconds / 4
 
-    def _check_writing(self) -> None:
+    def _check_write_progress(self) -> None:
         """Reset a connection whose client took nothing since `write_seconds`; also one that is closing.
 
         Closing alone waits for the client for ever, and a connection that is not reset leaves megabytes to the system.
         """
-        waiting, now = self.transport.get_write_buffer_size() + _unsent(self.transport), self.loop.time()
+        waiting, now = self.transport.get_write_buffer_size() + _unsent_bytes(self.transport), self.loop.time()
         sent = self.transport.written - waiting
         if not waiting or sent != self._sent:
-            self._sent, self._sent_at = sent, now
-        elif now - self._sent_at >= self.write_seconds:
+            self._sent, self._progress_time = sent, now
+        elif now - self._progress_time >= self.write_seconds:
             log.warning("a connection is closed: its client left %d bytes unread for %g s", waiting, self.write_seconds)
-            at_once = struct.pack("ii", 1, 0)
-            self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
+            linger = struct.pack("ii", 1, 0)
+            self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             self.transport.abort()
             return
-        self._write_check = self.loop.call_later(self._check_seconds, self._check_writing)
+        self._write_check = self.loop.call_later(self._check_interval, self._check_write_progress)
 
     def _refuse(self, status: int, message: str, code: str, retry_after: int | None) -> None:
-        if self._awaits_answer():
-            self.transport.write(_raw_answer(status, message, code, retry_after))
+        if self._can_send_response():
+            self.transport.write(_raw_response(status, message, code, retry_after))
         self.transport.close()
 
-    def _awaits_answer(self) -> bool:
+    def _can_send_response(self) -> bool:
         """Whether the next answer on this connection belongs to the request that is being read.
 
         Written in the midst of another request's answer, a refusal would be read as part of that one.
@@ -212,19 +213,19 @@ class LimitedProtocol(HttpToolsProtocol):
         return self.cycle.response_complete if self._in_header else not self.cycle.response_started
 
 
-def _unsent(transport: asyncio.Transport) -> int:
+def _unsent_bytes(transport: asyncio.Transport) -> int:
     """Bytes that the system holds until the client's takes them; 0 where it doesn't say.
 
     It takes new ones only when a third of its buffer is free: a slow reader of megabytes would seem to stand still.
     """
     try:
-        answer = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+        queued = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
     except (OSError, ValueError):  # not on this system; or the socket was closed a moment ago
         return 0
-    return int.from_bytes(answer, sys.byteorder)
+    return int.from_bytes(queued, sys.byteorder)
 
 
-class _Counted:
+class _CountingTransport:
     """A transport that counts the bytes written to it: the client has taken those that wait nowhere any more."""
 
     def __init__(self, transport: asyncio.Transport):
@@ -264,7 +265,7 @@ _PHRASES = {
 _TYPES = dict.fromkeys((400, 408, 431), "invalid_request_error") | {503: "service_unavailable_error"}
 
 
-def _raw_answer(status: int, message: str, code: str, retry_after: int | None) -> bytes:
+def _raw_response(status: int, message: str, code: str, retry_after: int | None) -> bytes:
     body = json.dumps(_body(status, message, code)).encode()
     lines = [
         f"HTTP/1.1 {status} {_PHRASES[status]}",

@@ -100,10 +100,10 @@ def error_response(exc: Exception) -> JSONResponse:
 
 def log_failure(exc: Exception, scope: Scope) -> None:
     """One line of a request that failed, under its id. Only of what nobody foresaw it also says where it was raised."""
-    foreseen = isinstance(exc, (EngineError, WireError))
+    expected = isinstance(exc, (EngineError, WireError))
     fields = {"request_id": scope.get("state", {}).get("request_id")}
     log.error(
-        "a request failed: %s: %s", type(exc).__name__, exc, exc_info=None if foreseen else exc, extra={FIELDS: fields}
+        "a request failed: %s: %s", type(exc).__name__, exc, exc_info=None if expected else exc, extra={FIELDS: fields}
     )
 
 
@@ -120,7 +120,7 @@ def install_error_handlers(app: FastAPI) -> None:
         return response
 
     async def invalid(request: Request, exc: RequestValidationError) -> JSONResponse:
-        message, param = _first_fault(exc)
+        message, param = _first_error(exc)
         return JSONResponse(error_body(message, INVALID, param, "invalid_value"), status_code=400)
 
     async def internal(request: Request, exc: Exception) -> JSONResponse:
@@ -143,14 +143,14 @@ _HTTP_NAMES: Mapping[int, tuple[str, str | None]] = {
 }
 
 
-def _first_fault(exc: RequestValidationError) -> tuple[str, str | None]:
+def _first_error(exc: RequestValidationError) -> tuple[str, str | None]:
     """The first thing wrong with a body, as a sentence and the field's dotted name."""
-    fault = exc.errors()[0]
-    loc = [str(part) for part in fault.get("loc", ())[1:]]
-    if fault.get("type") == "json_invalid":
-        reason = fault.get("ctx", {}).get("error", "")
+    error = exc.errors()[0]
+    loc = [str(part) for part in error.get("loc", ())[1:]]
+    if error.get("type") == "json_invalid":
+        reason = error.get("ctx", {}).get("error", "")
         return f"the body is not valid JSON: {reason}".rstrip(": "), None
-    message = str(fault.get("msg", "invalid")).removeprefix("Value error, ")
+    message = str(error.get("msg", "invalid")).removeprefix("Value error, ")
     if not loc:
         return f"the body must be a JSON object: {message}", None
     # A union adds the tried type's name to the path ("stop.list[str].0"): the field is what the caller knows.

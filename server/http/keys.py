@@ -52,14 +52,14 @@ class Keys:
                     403, f"admin routes are off: start the server with --admin-key-file or {ADMIN_KEYS}",
                     type="permission_error", code="admin_disabled",
                 )  # fmt: skip
-            wanted = self._admin
+            accepted = self._admin
         elif not self._inference:
             return
         else:
-            wanted = self._inference
+            accepted = self._inference
         if presented is None:
             raise _refusal("this route needs a key: send Authorization: Bearer KEY")
-        if not _matches(presented, wanted):
+        if not _matches(presented, accepted):
             raise _refusal("the key that was sent is not accepted here")
 
 
@@ -92,10 +92,10 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-def _matches(presented: str, wanted: tuple[bytes, ...]) -> bool:
+def _matches(presented: str, accepted: tuple[bytes, ...]) -> bool:
     """Whether it is one of them; every one is compared, in a time that depends on neither."""
     digest, found = _digest(presented), False
-    for known in wanted:
+    for known in accepted:
         found |= hmac.compare_digest(digest, known)
     return found
 

@@ -52,19 +52,19 @@ class CloseWhenDraining:
         self.app, self.is_draining = app, is_draining
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        ends = scope["type"] == "http" and self.is_draining()
-        await self.app(scope, receive, _with_header(send, "Connection", "close") if ends else send)
+        closes = scope["type"] == "http" and self.is_draining()
+        await self.app(scope, receive, _with_header(send, "Connection", "close") if closes else send)
 
 
 def _with_header(send: Send, name: str, value: str) -> Send:
     """`send`, with this header in the answer."""
 
-    async def send_with_it(message: Message) -> None:
+    async def send_with_header(message: Message) -> None:
         if message["type"] == "http.response.start":
             MutableHeaders(scope=message)[name] = value
         await send(message)
 
-    return send_with_it
+    return send_with_header
 
 
 class BodyLimit:
@@ -88,9 +88,9 @@ class BodyLimit:
             slow = WireError(408, f"the body did not arrive within {BODY_SECONDS:.0f} seconds", code="body_timeout")
             await error_response(slow)(scope, receive, send)
             return
-        except _TooLarge as refusal:
-            if refusal.goes_on:
-                send = _with_header(_at_once(receive, send), "Connection", "close")
+        except _BodyTooLarge as refusal:
+            if refusal.is_incomplete:
+                send = _with_header(_respond_then_discard(receive, send), "Connection", "close")
             await error_response(refusal)(scope, receive, send)
             return
         except WireError as refusal:
@@ -118,20 +118,20 @@ class BodyLimit:
             more = message.get("more_body", False)
             if size > self.max_bytes:
                 chunks.clear()  # the error keeps this frame while the rest is read
-                raise _TooLarge(self.max_bytes, more)
+                raise _BodyTooLarge(self.max_bytes, more)
             if not more:
                 return b"".join(chunks)
 
 
-class _TooLarge(WireError):
+class _BodyTooLarge(WireError):
     """A body beyond the limit; it `goes_on` where its end has not come yet."""
 
-    def __init__(self, limit: int, goes_on: bool):
+    def __init__(self, limit: int, is_incomplete: bool):
         super().__init__(413, f"the body is larger than the limit of {limit} bytes", code="body_too_large")
-        self.goes_on = goes_on
+        self.is_incomplete = is_incomplete
 
 
-def _at_once(receive: Receive, send: Send) -> Send:
+def _respond_then_discard(receive: Receive, send: Send) -> Send:
     """`send` for an answer that doesn't wait for the end of its request: what still comes is read after it.
 
     A connection that is closed on who still sends is reset, and the answer may be lost with it.
@@ -160,10 +160,12 @@ async def _discard(receive: Receive) -> None:
 
 
 def _check_content_type(headers: Headers) -> None:
-    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
+    content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type == "application/json" or (
+        content_type.startswith("application/") and content_type.endswith("+json")
+    ):
         return
-    found = kind[:80] or "none"
+    found = content_type[:80] or "none"
     raise WireError(
         415, f"the body's content type is {found}; send Content-Type: application/json", code="unsupported_media_type"
     )

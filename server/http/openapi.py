@@ -42,7 +42,10 @@ EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required
 
 def answered_by(model: type[Answer] | Any, *others: str) -> Responses:
     """The 200 of a route: `model` as JSON, and texts of these other media types."""
-    content = {kind: {"schema": EVENT if kind == "text/event-stream" else {"type": "string"}} for kind in others}
+    content = {
+        media_type: {"schema": EVENT if media_type == "text/event-stream" else {"type": "string"}}
+        for media_type in others
+    }
     return {200: {"model": model, "description": "The answer", "content": content}}
 
 

@@ -22,7 +22,7 @@ T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 
 
-class ClientGone(Exception):
+class ClientDisconnected(Exception):
     """The client closed its connection before its answer was complete; there is nobody to tell."""
 
 
@@ -49,7 +49,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sender = asyncio.create_task(self._send_all(scope, receive, send))
         watcher = asyncio.create_task(_disconnected(receive))
-        await _first_of(sender, watcher)
+        await _wait_or_cancel(sender, watcher)
 
     async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self.events) as events:
@@ -77,9 +77,9 @@ async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`; cancelled, and ClientGone raised, if the client leaves first."""
     task = asyncio.create_task(work)
     watcher = asyncio.create_task(_disconnected(request.receive))
-    await _first_of(task, watcher)
+    await _wait_or_cancel(task, watcher)
     if task.cancelled():
-        raise ClientGone
+        raise ClientDisconnected
     return task.result()
 
 
@@ -95,15 +95,15 @@ async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int,
                 yield 0, item
         return
     arrived: asyncio.Queue[tuple[int, T | None, BaseException | None]] = asyncio.Queue()
-    may_go_on = [asyncio.Event() for _ in streams]
+    resume = [asyncio.Event() for _ in streams]
 
     async def drain(number: int, stream: AsyncIterator[T]) -> None:
         try:
             async with aclosing(stream) as open_stream:
                 async for item in open_stream:
-                    may_go_on[number].clear()
+                    resume[number].clear()
                     arrived.put_nowait((number, item, None))
-                    await may_go_on[number].wait()
+                    await resume[number].wait()
         except Exception as exc:
             arrived.put_nowait((number, None, exc))
         else:
@@ -119,7 +119,7 @@ async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int,
             if item is None:
                 unfinished -= 1
             else:
-                may_go_on[number].set()
+                resume[number].set()
                 yield number, item
     finally:
         for task in tasks:
@@ -132,7 +132,7 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _first_of(task: asyncio.Task[Any], watcher: asyncio.Task[Any]) -> None:
+async def _wait_or_cancel(task: asyncio.Task[Any], watcher: asyncio.Task[Any]) -> None:
     """Wait for `task`, or cancel it when `watcher` ends first; both are over on return. Raises what `task` raised."""
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)

@@ -34,27 +34,27 @@ class RequestMetrics:
     """Times of requests as clients see them, and how they ended; of all fronts together."""
 
     def __init__(self, counters: SharedCounters):
-        def times(name: str, text: str, bounds: Sequence[float]) -> SharedHistogram:
+        def histogram(name: str, text: str, bounds: Sequence[float]) -> SharedHistogram:
             return SharedHistogram(counters, name, text, bounds)
 
-        self.first_token = times(
+        self.first_token = histogram(
             "time_to_first_token_seconds", "From a request's arrival to its first token.", FIRST_TOKEN_BUCKETS
         )
-        self.inter_token = times(
+        self.inter_token = histogram(
             "inter_token_latency_seconds", "Between two outputs of one sequence, per token.", TOKEN_BUCKETS
         )
-        self.per_output_token = times(
+        self.per_output_token = histogram(
             "request_time_per_output_token_seconds", "A finished sequence's mean time per token.", TOKEN_BUCKETS
         )
-        self.whole = times(
+        self.e2e_latency = histogram(
             "e2e_request_latency_seconds", "From a request's arrival to a sequence's end.", REQUEST_BUCKETS
         )
-        self.queued = times(
+        self.queued = histogram(
             "request_queue_time_seconds", "From a request's arrival at the engine to its first step.", REQUEST_BUCKETS
         )
         self.ended = SharedCounter(counters, "request_success", "Sequences that ended, by reason.", ["finished_reason"])
         for reason in ("stop", "length", "abort", "error"):  # so that rates exist before the first of a kind
-            self.ended.show(reason)
+            self.ended.add_series(reason)
 
     def watch(self, job: _Job) -> RequestWatch:
         """A watch over one job's deltas."""
@@ -62,7 +62,14 @@ class RequestMetrics:
 
     def collect(self) -> Iterator[Metric]:
         """For Prometheus."""
-        for one in (self.first_token, self.inter_token, self.per_output_token, self.whole, self.queued, self.ended):
+        for one in (
+            self.first_token,
+            self.inter_token,
+            self.per_output_token,
+            self.e2e_latency,
+            self.queued,
+            self.ended,
+        ):
             yield from one.collect()
 
 
@@ -74,12 +81,12 @@ class RequestWatch:
         self._first: dict[int, float] = {}
         self._last: dict[int, float] = {}
         self._tokens: dict[int, int] = {}
-        self._open = set(range(sequences))
+        self._unfinished = set(range(sequences))
         self.queue_seconds: float | None = None
         self.first_token_seconds: float | None = None
         self.buckets: collections.Counter[int | None] = collections.Counter()  # tokens by the graph that gave them
 
-    def saw(self, deltas: Sequence[OutputDelta]) -> None:
+    def observe_deltas(self, deltas: Sequence[OutputDelta]) -> None:
         """Observe deltas that came together, now."""
         now = time.perf_counter()
         counts: dict[int, int] = {}
@@ -92,12 +99,12 @@ class RequestWatch:
                 self.buckets[delta.graph_bucket] += count
                 counts[delta.index] = counts.get(delta.index, 0) + count
         for index, count in counts.items():
-            self._tokens_came(index, count, now)
+            self._observe_tokens(index, count, now)
         for delta in deltas:
-            if delta.finish_reason is not None and delta.index in self._open:
-                self._sequence_ended(delta.index, delta.finish_reason, now)
+            if delta.finish_reason is not None and delta.index in self._unfinished:
+                self._observe_finish(delta.index, delta.finish_reason, now)
 
-    def _tokens_came(self, index: int, count: int, now: float) -> None:
+    def _observe_tokens(self, index: int, count: int, now: float) -> None:
         if self.first_token_seconds is None:
             self.first_token_seconds = now - self._started
         if index in self._last:
@@ -108,19 +115,19 @@ class RequestWatch:
         self._last[index] = now
         self._tokens[index] = self._tokens.get(index, 0) + count
 
-    def _sequence_ended(self, index: int, reason: str, now: float) -> None:
-        self._open.discard(index)
+    def _observe_finish(self, index: int, reason: str, now: float) -> None:
+        self._unfinished.discard(index)
         self._metrics.ended.add(reason)
-        self._metrics.whole.observe(now - self._started)
+        self._metrics.e2e_latency.observe(now - self._started)
         tokens = self._tokens.get(index, 0)
         if tokens > 1:
             self._metrics.per_output_token.observe((now - self._first[index]) / (tokens - 1))
 
-    def ended(self, failed: bool = False) -> None:
+    def close(self, failed: bool = False) -> None:
         """Count what ended without a finish: aborted by the client's leaving, or failed."""
-        for _ in self._open:
+        for _ in self._unfinished:
             self._metrics.ended.add("error" if failed else "abort")
-        self._open.clear()
+        self._unfinished.clear()
 
 
 def response_counts(counters: SharedCounters) -> SharedCounter:
@@ -134,8 +141,8 @@ class CountResponses:
     A route that raises counts as 500. A client that left before the headers is not counted.
     """
 
-    def __init__(self, app: ASGIApp, answers: SharedCounter):
-        self.app, self._answers = app, answers
+    def __init__(self, app: ASGIApp, counter: SharedCounter):
+        self.app, self._counter = app, counter
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -147,7 +154,7 @@ class CountResponses:
             nonlocal started
             started = True
             # Never the path itself: a scanner would make a series of each path it tries.
-            self._answers.add(getattr(scope.get("route"), "path", "none"), str(status))
+            self._counter.add(getattr(scope.get("route"), "path", "none"), str(status))
 
         async def send_counted(message: Message) -> None:
             if message["type"] == "http.response.start":

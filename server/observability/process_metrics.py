@@ -13,7 +13,7 @@ from prometheus_client.core import Metric
 
 from server.observability.shared_counters import SharedCounters
 
-LEAST = {"process_start_time_seconds", "process_max_fds"}  # of these the least counts, of the others the sum
+MINIMUM_OF = {"process_start_time_seconds", "process_max_fds"}  # of these the least counts, of the others the sum
 
 
 class ProcessesCollector:
@@ -21,11 +21,11 @@ class ProcessesCollector:
 
     def __init__(self, counters: SharedCounters):
         self._counters = counters
-        counters.values[counters.gauge("pid")] = os.getpid()
+        counters.values[counters.gauge_index("pid")] = os.getpid()
 
     def collect(self) -> Iterator[Metric]:
         """One family of each name."""
-        pids = {int(pid) for pid in self._counters.each_gauge("pid") if pid}
+        pids = {int(pid) for pid in self._counters.gauge_per_row("pid") if pid}
         if self._counters.num_rows > 1:
             pids.add(os.getppid())
         found: dict[str, list[Metric]] = {}
@@ -36,5 +36,5 @@ class ProcessesCollector:
             first = families[0]
             values = [sample.value for family in families for sample in family.samples]
             [sample] = first.samples
-            first.samples = [sample._replace(value=min(values) if name in LEAST else sum(values))]
+            first.samples = [sample._replace(value=min(values) if name in MINIMUM_OF else sum(values))]
             yield first

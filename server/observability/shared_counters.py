@@ -31,40 +31,40 @@ class SharedCounters:
         self._bytes = memoryview(memory).cast("B")
         self.values = self._bytes.cast("d")  # `values[place]` is a number; += 1 on one's own counts
         self._start = row * ROW_DOUBLES
-        self._places: list[dict[str, int]] = [{} for _ in range(len(self.values) // ROW_DOUBLES)]
+        self._indices: list[dict[str, int]] = [{} for _ in range(len(self.values) // ROW_DOUBLES)]
         self._row = row
-        self.forget_gauges()
+        self.reset_gauges()
 
-    def place(self, name: str) -> int:
+    def index(self, name: str) -> int:
         """Where this row keeps the number `name`; it begins at 0."""
         own = self._read(self._row)
         if name not in own:
             text = name.encode()
             if len(text) > NAME_BYTES or len(own) == ENTRIES:
                 raise ValueError(f"no room for {name!r}: {len(own)} of {ENTRIES} names; each has {NAME_BYTES} bytes")
-            place = self._start + 1 + len(own) * _STRIDE
+            index = self._start + 1 + len(own) * _STRIDE
             # All of it: a front that was killed here may have left a longer name.
-            self._bytes[8 * place + 8 : 8 * place + 8 + NAME_BYTES] = text.ljust(NAME_BYTES, b"\0")
-            own[name] = place
+            self._bytes[8 * index + 8 : 8 * index + 8 + NAME_BYTES] = text.ljust(NAME_BYTES, b"\0")
+            own[name] = index
             self.values[self._start] += 1  # last: a reader sees whole entries only
         return own[name]
 
-    def gauge(self, name: str) -> int:
+    def gauge_index(self, name: str) -> int:
         """As `place`, for what is forgotten when this front ends."""
-        return self.place(GAUGE + name)
+        return self.index(GAUGE + name)
 
-    def each(self, name: str) -> list[float]:
+    def per_row(self, name: str) -> list[float]:
         """The number in every row that has it."""
-        rows = (self._read(row) for row in range(len(self._places)))
+        rows = (self._read(row) for row in range(len(self._indices)))
         return [self.values[found[name]] for found in rows if name in found]
 
     def total(self, name: str) -> float:
         """Its sum over the rows."""
-        return sum(self.each(name))
+        return sum(self.per_row(name))
 
-    def each_gauge(self, name: str) -> list[float]:
+    def gauge_per_row(self, name: str) -> list[float]:
         """As `each`, of a gauge."""
-        return self.each(GAUGE + name)
+        return self.per_row(GAUGE + name)
 
     def total_gauge(self, name: str) -> float:
         """As `total`, of a gauge."""
@@ -72,32 +72,32 @@ class SharedCounters:
 
     def names(self, prefix: str) -> list[str]:
         """All names that begin so, of any row."""
-        rows = [self._read(row) for row in range(len(self._places))]
+        rows = [self._read(row) for row in range(len(self._indices))]
         return sorted({name for found in rows for name in found if name.startswith(prefix)})
 
     @property
     def num_rows(self) -> int:
         """How many fronts there may be."""
-        return len(self._places)
+        return len(self._indices)
 
     def row_gauge(self, row: int, name: str) -> float:
         """One row's gauge, 0 where it has none."""
-        place = self._read(row).get(GAUGE + name)
-        return 0.0 if place is None else self.values[place]
+        index = self._read(row).get(GAUGE + name)
+        return 0.0 if index is None else self.values[index]
 
-    def forget_gauges(self, row: int | None = None) -> None:
+    def reset_gauges(self, row: int | None = None) -> None:
         """A row's gauges are 0, this one's unless named: its front has ended, or begins."""
-        for name, place in self._read(self._row if row is None else row).items():
+        for name, index in self._read(self._row if row is None else row).items():
             if name.startswith(GAUGE):
-                self.values[place] = 0.0
+                self.values[index] = 0.0
 
     def _read(self, row: int) -> dict[str, int]:
         """Where each name of a row is; entries are only ever added."""
-        found, start = self._places[row], row * ROW_DOUBLES
+        found, start = self._indices[row], row * ROW_DOUBLES
         while len(found) < int(self.values[start]):
-            place = start + 1 + len(found) * _STRIDE
-            name = bytes(self._bytes[8 * place + 8 : 8 * (place + _STRIDE)]).rstrip(b"\0").decode()
-            found[name] = place
+            index = start + 1 + len(found) * _STRIDE
+            name = bytes(self._bytes[8 * index + 8 : 8 * (index + _STRIDE)]).rstrip(b"\0").decode()
+            found[name] = index
         return found
 
 
@@ -108,13 +108,13 @@ class SharedHistogram:
         self._counters, self._name, self._text = counters, name, text
         self.bounds = (*bounds, float("inf"))
         self._names = [f"{name} {number}" for number in range(len(self.bounds))]
-        self._places = [counters.place(one) for one in self._names]
-        self._sum = counters.place(f"{name} sum")
+        self._indices = [counters.index(one) for one in self._names]
+        self._sum = counters.index(f"{name} sum")
 
     def observe(self, seconds: float) -> None:
         """Count one time."""
         values = self._counters.values
-        values[self._places[bisect_left(self.bounds, seconds)]] += 1
+        values[self._indices[bisect_left(self.bounds, seconds)]] += 1
         values[self._sum] += seconds
 
     def counts(self) -> list[float]:
@@ -137,17 +137,17 @@ class SharedCounter:
 
     def __init__(self, counters: SharedCounters, name: str, text: str, labels: Sequence[str]):
         self._counters, self._name, self._text, self._labels = counters, name, text, tuple(labels)
-        self._places: dict[tuple[str, ...], int] = {}
+        self._indices: dict[tuple[str, ...], int] = {}
 
-    def show(self, *values: str) -> None:
+    def add_series(self, *values: str) -> None:
         """Begin a series at 0."""
-        self._places[values] = self._counters.place("\t".join((self._name, *values)))
+        self._indices[values] = self._counters.index("\t".join((self._name, *values)))
 
     def add(self, *values: str) -> None:
         """Count one."""
-        if values not in self._places:
-            self.show(*values)
-        self._counters.values[self._places[values]] += 1
+        if values not in self._indices:
+            self.add_series(*values)
+        self._counters.values[self._indices[values]] += 1
 
     def totals(self) -> dict[tuple[str, ...], float]:
         """The count of each set of label values."""

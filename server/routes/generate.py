@@ -34,11 +34,11 @@ async def generate(body: GenerateBody, request: Request) -> Response:
     if not prompts:
         raise RequestError("there is no prompt: give at least one", param="text")
     field = "text" if body.text is not None else "input_ids"
-    service.check_room(len(prompts), field)  # a body holds a million prompts, and each gets parameters and an id
+    service.check_capacity(len(prompts), field)  # a body holds a million prompts, and each gets parameters and an id
     params = body.sampling(len(prompts))
     ids = body.ids(len(prompts), request.state.request_id)
-    wanted = sum(one.n for one in params)
-    as_list = as_list or wanted > 1
+    num_sequences = sum(one.n for one in params)
+    as_list = as_list or num_sequences > 1
 
     async def submit() -> list[Job]:
         jobs = [
@@ -51,10 +51,10 @@ async def generate(body: GenerateBody, request: Request) -> Response:
     if body.stream:
 
         async def events() -> AsyncIterator[bytes]:
-            with service.admission(wanted) as places:
+            with service.admission(num_sequences) as reservation:
                 jobs = await submit()
                 firsts = [sum(job.params.n for job in jobs[:number]) for number in range(len(jobs))]
-                async with aclosing(merge([service.run(job, places) for job in jobs])) as arrivals:
+                async with aclosing(merge([service.run(job, reservation) for job in jobs])) as arrivals:
                     async for number, deltas in arrivals:
                         # An event holds all there is so far: one for each sequence that went on, however far.
                         for index in dict.fromkeys(delta.index for delta in deltas):
@@ -64,9 +64,9 @@ async def generate(body: GenerateBody, request: Request) -> Response:
         return EventStream(events())
 
     async def answers() -> list[dict[str, Any]]:
-        with service.admission(wanted) as places:
+        with service.admission(num_sequences) as reservation:
             jobs = await submit()
-            await service.finish(jobs, places)
+            await service.finish(jobs, reservation)
         return [_answer(tokens, body, job, choice) for job in jobs for choice in job.choices]
 
     found = await until_disconnect(request, answers())

@@ -18,5 +18,5 @@ async def status(request: Request) -> Response:
     accepted = request.headers.get("accept", "")
     if "application/json" in accepted and "text/html" not in accepted:
         board: StatusBoard = request.app.state.board
-        return JSONResponse(await board.show(), headers=page.HEADERS)
+        return JSONResponse(await board.snapshot(), headers=page.HEADERS)
     return HTMLResponse(status_page.DOCUMENT, headers=status_page.HEADERS)

@@ -86,13 +86,13 @@ class GenerateBody(Wire):
         """One SamplingParams for each of `count` prompts."""
         given = self.sampling_params or {}
         if isinstance(given, dict):
-            return [self._one(given)] * count
+            return [self._params(given)] * count
         if len(given) != count:
             raise RequestError(
                 f"sampling_params has {len(given)} entries for {count} prompts; give one for all, or one for each",
                 param="sampling_params",
             )
-        return [self._one(each) for each in given]
+        return [self._params(each) for each in given]
 
     def ids(self, count: int, fallback: str) -> list[str]:
         """The public id of each prompt: the caller's rid, else made from `fallback`."""
@@ -103,7 +103,7 @@ class GenerateBody(Wire):
         base = self.rid or fallback
         return [base] if count == 1 else [f"{base}-{index}" for index in range(count)]
 
-    def _one(self, given: Mapping[str, Any]) -> SamplingParams:
+    def _params(self, given: Mapping[str, Any]) -> SamplingParams:
         values: dict[str, Any] = {"max_tokens": 128}
         for name, value in given.items():
             if name in _SGLANG_IGNORED or (name in _SGLANG_UNSUPPORTED and value is None):

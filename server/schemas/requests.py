@@ -57,7 +57,7 @@ def _is_texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
-def _sendable(value: Any) -> Any:
+def _encodable(value: Any) -> Any:
     """Refuse lone surrogates, which JSON can spell and UTF-8 can't: no tokenizer takes them."""
     for text in [value] if isinstance(value, str) else value if _is_texts(value) else ():
         try:
@@ -70,7 +70,7 @@ def _sendable(value: Any) -> Any:
 # One look over a list of a million ids, and one message: a pydantic union would collect an error per item and member.
 def _prompt(value: Any) -> Any:
     if isinstance(value, str) or _is_ids(value) or _is_texts(value):
-        return _sendable(value)
+        return _encodable(value)
     if _is_lists_of_ids(value):
         return value
     raise ValueError("a string, a list of strings, a list of token ids, or a list of such lists is needed")
@@ -84,11 +84,11 @@ def _input_ids(value: Any) -> Any:
 
 def _texts(value: Any) -> Any:
     if value is None or isinstance(value, str) or _is_texts(value):
-        return _sendable(value)
+        return _encodable(value)
     raise ValueError("a string or a list of strings is needed")
 
 
-def _few_biases(value: Any) -> Any:
+def _check_bias_count(value: Any) -> Any:
     if isinstance(value, dict) and len(value) > MAX_BIASED_TOKENS:
         raise ValueError(f"an object of at most {MAX_BIASED_TOKENS} token ids and numbers is needed")
     return value
@@ -96,7 +96,7 @@ def _few_biases(value: Any) -> Any:
 
 def _content(value: Any) -> Any:
     if value is None or isinstance(value, str) or is_objects(value):
-        return _sendable(value)
+        return _encodable(value)
     raise ValueError("Input should be a valid string")
 
 
@@ -110,9 +110,9 @@ Prompt = Annotated[Any, BeforeValidator(_prompt), WithJsonSchema(_TEXTS_OR_IDS)]
 InputIds = Annotated[Any, BeforeValidator(_input_ids), WithJsonSchema(_IDS_OR_LISTS)]
 Texts = Annotated[Any, BeforeValidator(_texts), WithJsonSchema(_TEXTS)]
 Content = Annotated[Any, BeforeValidator(_content), WithJsonSchema(_TEXT_OR_PARTS)]
-Text = Annotated[str, AfterValidator(_sendable)]
+Text = Annotated[str, AfterValidator(_encodable)]
 # A body of 8 MB has millions of items: pydantic would build an error for each, in 5 GB, and only the first is told.
-FIRST_FAULT = Field(fail_fast=True)
+FAIL_FAST = Field(fail_fast=True)
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
 
@@ -139,7 +139,7 @@ RANGES: Mapping[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def _described(name: str) -> Any:
+def _optional(name: str) -> Any:
     """A field that is None unless given, with its range in the schema."""
     return Field(default=None, json_schema_extra=dict(RANGES[name]))
 
@@ -156,9 +156,9 @@ class Wire(BaseModel):
 
     def refuse_unsupported(self) -> None:
         """RequestError for a field that asks for what isn't there."""
-        for name, harmless in self.unsupported.items():
+        for name, neutral in self.unsupported.items():
             value = (self.model_extra or {}).get(name)
-            if value is not None and value not in harmless:
+            if value is not None and value not in neutral:
                 raise RequestError(f"{name} is not supported here; leave it out", param=name)
 
 
@@ -173,31 +173,31 @@ class OpenAISampling(Wire):
     """Sampling fields that both OpenAI routes share, vLLM's further ones among them."""
 
     model: Text | None = None
-    temperature: float | None = _described("temperature")
-    top_p: float | None = _described("top_p")
-    top_k: int | None = _described("top_k")
-    min_p: float | None = _described("min_p")
-    repetition_penalty: float | None = _described("repetition_penalty")
-    frequency_penalty: float | None = _described("frequency_penalty")
-    presence_penalty: float | None = _described("presence_penalty")
-    logit_bias: Annotated[dict[str, float], BeforeValidator(_few_biases)] | None = _described("logit_bias")
-    stop: Text | Annotated[list[Text], FIRST_FAULT] | None = _described("stop")
-    stop_token_ids: Annotated[list[int], FIRST_FAULT] | None = _described("stop_token_ids")
-    max_tokens: int | None = _described("max_tokens")
-    min_tokens: int | None = _described("min_tokens")
+    temperature: float | None = _optional("temperature")
+    top_p: float | None = _optional("top_p")
+    top_k: int | None = _optional("top_k")
+    min_p: float | None = _optional("min_p")
+    repetition_penalty: float | None = _optional("repetition_penalty")
+    frequency_penalty: float | None = _optional("frequency_penalty")
+    presence_penalty: float | None = _optional("presence_penalty")
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_check_bias_count)] | None = _optional("logit_bias")
+    stop: Text | Annotated[list[Text], FAIL_FAST] | None = _optional("stop")
+    stop_token_ids: Annotated[list[int], FAIL_FAST] | None = _optional("stop_token_ids")
+    max_tokens: int | None = _optional("max_tokens")
+    min_tokens: int | None = _optional("min_tokens")
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    n: int | None = _described("n")
-    seed: int | None = _described("seed")
+    n: int | None = _optional("n")
+    seed: int | None = _optional("seed")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Priority = 0
 
-    def _params(self, **chosen: Any) -> SamplingParams:
+    def _params(self, **overrides: Any) -> SamplingParams:
         names = SHARED_SAMPLING_FIELDS
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        return SamplingParams.from_dict(given | chosen)
+        return SamplingParams.from_dict(given | overrides)
 
     @property
     def include_usage(self) -> bool:
@@ -242,7 +242,7 @@ class CompletionBody(OpenAISampling):
 
     prompt: Prompt
     echo: bool | None = None
-    logprobs: int | None = _described("logprobs")
+    logprobs: int | None = _optional("logprobs")
     best_of: int | None = Field(default=None, description="only as many as n")
     add_special_tokens: bool = True
 
@@ -259,12 +259,12 @@ class CompletionBody(OpenAISampling):
         """The parameters; max_tokens is 16 unless given, as OpenAI has it."""
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise RequestError("best_of other than n is not supported; leave it out", param="best_of")
-        chosen: dict[str, Any] = {"logprobs": self.logprobs}
+        overrides: dict[str, Any] = {"logprobs": self.logprobs}
         if self.max_tokens is not None:
-            chosen["max_tokens"] = self.max_tokens
+            overrides["max_tokens"] = self.max_tokens
         if self.echo and self.logprobs is not None:
-            chosen["prompt_logprobs"] = self.logprobs
-        return self._params(**chosen)
+            overrides["prompt_logprobs"] = self.logprobs
+        return self._params(**overrides)
 
 
 class Message(Wire):
@@ -283,10 +283,10 @@ class Message(Wire):
             return self.content or ""
         texts = []
         for part in self.content:
-            kind, text = part.get("type"), part.get("text")
-            if kind != "text" or not isinstance(text, str):
+            part_type, text = part.get("type"), part.get("text")
+            if part_type != "text" or not isinstance(text, str):
                 raise RequestError(
-                    f"messages[{index}].content has a part of type {str(kind)[:40]!r}; only text parts are taken",
+                    f"messages[{index}].content has a part of type {str(part_type)[:40]!r}; only text parts are taken",
                     param="messages",
                 )
             texts.append(text)
@@ -314,9 +314,9 @@ class ChatBody(OpenAISampling):
     }  # fmt: skip
 
     messages: Messages
-    max_completion_tokens: int | None = _described("max_tokens")
+    max_completion_tokens: int | None = _optional("max_tokens")
     logprobs: bool | None = None
-    top_logprobs: int | None = _described("logprobs")
+    top_logprobs: int | None = _optional("logprobs")
     add_generation_prompt: bool = True
 
     def sampling(self) -> SamplingParams:

@@ -42,21 +42,21 @@ class RequestLog:
         jobs: list[Job] = scope["state"].setdefault("jobs", [])
         began, status = time.perf_counter(), 0
 
-        async def watched(message: Message) -> None:
+        async def send_and_note_status(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
             await send(message)
 
         try:
-            await self.app(scope, receive, watched)
+            await self.app(scope, receive, send_and_note_status)
         except Exception:
             status = status or 500  # answered further out
             raise
         finally:
-            self._over(scope, status or 499, time.perf_counter() - began, jobs)
+            self._log(scope, status or 499, time.perf_counter() - began, jobs)
 
-    def _over(self, scope: Scope, status: int, seconds: float, jobs: Sequence[Job]) -> None:
+    def _log(self, scope: Scope, status: int, seconds: float, jobs: Sequence[Job]) -> None:
         path = scope.get("raw_path", b"").partition(b"?")[0].decode("ascii", "replace")[:200]
         if path in PROBES and (status < 400 or path == "/ready"):
             return

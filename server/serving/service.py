@@ -17,7 +17,7 @@ from engine.errors import EngineDead, EngineError, PromptTooLong, QueueFull, Req
 from engine.protocol.outputs import CompletionOutput, OutputDelta, RequestOutput
 from engine.protocol.request import SamplingParams
 from server.config import ServerConfig
-from server.http.connections import TAKES_CONNECTIONS
+from server.http.connections import ACCEPTING
 from server.http.errors import WireError
 from server.observability.metrics import RequestMetrics, RequestWatch
 from server.observability.shared_counters import SharedCounters
@@ -53,22 +53,22 @@ class Job:
         return self.output.outputs
 
 
-class Places:
+class Reservation:
     """What one request holds of the bounded queue: given back as its sequences end, the rest with its admission."""
 
     def __init__(self, service: Service, sequences: int):
         self._service, self._held = service, sequences
-        service._take_places(sequences)
+        service._add_in_flight(sequences)
 
-    def give_back(self, sequences: int) -> None:
+    def release(self, sequences: int) -> None:
         """So many of the request's sequences have ended in the engine, whether their answer is read or not."""
         sequences = min(sequences, self._held)
         self._held -= sequences
-        self._service._take_places(-sequences)
+        self._service._add_in_flight(-sequences)
 
-    def give_back_all(self) -> None:
+    def release_all(self) -> None:
         """The request is over."""
-        self.give_back(self._held)
+        self.release(self._held)
 
 
 class Service:
@@ -80,7 +80,11 @@ class Service:
     """
 
     def __init__(
-        self, client: Client, config: ServerConfig, counters: SharedCounters | None = None, began: float | None = None
+        self,
+        client: Client,
+        config: ServerConfig,
+        counters: SharedCounters | None = None,
+        start_time: float | None = None,
     ):
         self.client, self.config = client, config
         self.counters = counters if counters is not None else SharedCounters()
@@ -90,13 +94,13 @@ class Service:
         self.before_ready: Callable[[], None] | None = None  # what takes a moment, and must not once requests come
         self.draining = False
         self.settled = asyncio.Event()
-        self.began = time.time() if began is None else began
+        self.start_time = time.time() if start_time is None else start_time
         self._closed = False
         self._tokens: Tokenization | None = None
         self.in_flight = 0  # sequences of this API worker that hold places
         self.unanswered = 0  # admitted requests of this API worker whose answer is not complete
-        self._in_flight = self.counters.gauge(IN_FLIGHT)
-        self._started = self.counters.gauge(STARTED)
+        self._in_flight = self.counters.gauge_index(IN_FLIGHT)
+        self._started = self.counters.gauge_index(STARTED)
         self._numbers = itertools.count()
 
     def begin(self) -> None:
@@ -148,7 +152,7 @@ class Service:
         if self._tokens is None:
             self._require_started()
             raise WireError(
-                503, f"{self._why_not_started()}; try again soon", type="service_unavailable_error", code="loading",
+                503, f"{self._loading_reason()}; try again soon", type="service_unavailable_error", code="loading",
                 retry_after=2,
             )  # fmt: skip
         return self._tokens
@@ -159,9 +163,9 @@ class Service:
             return ["shutting down"]
         if self.startup_error is not None:
             return [f"the engine did not start: {self.startup_error}"]
-        loading = self.counters.total_gauge(TAKES_CONNECTIONS) - self.counters.total_gauge(STARTED)
+        loading = self.counters.total_gauge(ACCEPTING) - self.counters.total_gauge(STARTED)
         if not self.started or loading > 0:  # another front may be the one to get the next request
-            return [self._why_not_started()]
+            return [self._loading_reason()]
         health = self.client.health()
         return [] if health.ready else [health.reason or "the engine is not ready"]
 
@@ -180,18 +184,18 @@ class Service:
                 type="not_found_error", param="model", code="model_not_found",
             )  # fmt: skip
 
-    def check_room(self, sequences: int, param: str) -> None:
+    def check_capacity(self, sequences: int, param: str) -> None:
         """Raise what `admission` would raise now for so many sequences, and hold no place.
 
         For a batch whose sequences can't all be counted before something is made for each prompt; `param` names the
         field that holds the prompts.
         """
         self._check_serving()
-        self._check_possible(sequences, param)
-        self._check_room_beside(self.all_in_flight, sequences)
+        self._check_max_sequences(sequences, param)
+        self._check_capacity(self.all_in_flight, sequences)
 
     @contextmanager
-    def admission(self, sequences: int, param: str = "n") -> Iterator[Places]:
+    def admission(self, sequences: int, param: str = "n") -> Iterator[Reservation]:
         """Hold places for `sequences` in the bounded queue; taken before anything is tokenised.
 
         `run` and `finish` give a place back when the engine is done with its sequence: a client that doesn't read its
@@ -201,18 +205,20 @@ class Service:
         EngineDead if nothing is served at all.
         """
         self._check_serving()
-        self._check_possible(sequences, param)
-        places = Places(self, sequences)  # before looking: of two fronts that do it at once, none overlooks the other
+        self._check_max_sequences(sequences, param)
+        reservation = Reservation(
+            self, sequences
+        )  # before looking: of two fronts that do it at once, none overlooks the other
         self.unanswered += 1
         try:
-            self._check_room_beside(self.all_in_flight - sequences, sequences)
-            yield places
+            self._check_capacity(self.all_in_flight - sequences, sequences)
+            yield reservation
         finally:
             self.unanswered -= 1
-            places.give_back_all()
+            reservation.release_all()
 
     @property
-    def _room(self) -> int:
+    def _capacity(self) -> int:
         """Sequences that may run and wait together."""
         return self.client.info().max_num_seqs + self.config.max_waiting
 
@@ -226,18 +232,18 @@ class Service:
         if not health.ready:
             raise EngineDead(f"the engine does not answer: {health.reason}")
 
-    def _check_possible(self, sequences: int, param: str) -> None:
-        if sequences > self._room:
+    def _check_max_sequences(self, sequences: int, param: str) -> None:
+        if sequences > self._capacity:
             raise RequestError(
-                f"{param}: the request asks for {sequences} sequences at once, and {self._room} are possible", param
+                f"{param}: the request asks for {sequences} sequences at once, and {self._capacity} are possible", param
             )
 
-    def _check_room_beside(self, others: int, sequences: int) -> None:
+    def _check_capacity(self, others: int, sequences: int) -> None:
         waiting = self.client.stats().num_waiting
-        if others + sequences > self._room:
+        if others + sequences > self._capacity:
             raise QueueFull(
-                f"the request asks for {sequences} sequences beside {others} under way, and at most {self._room} may "
-                "run and wait; try later"
+                f"the request asks for {sequences} sequences beside {others} under way, and at most {self._capacity} "
+                "may run and wait; try later"
             )
         if waiting >= self.config.max_waiting > 0:
             raise QueueFull(f"{waiting} sequences wait already, and at most {self.config.max_waiting} may; try later")
@@ -247,7 +253,7 @@ class Service:
         """Sequences that all fronts hold places for."""
         return int(self.counters.total_gauge(IN_FLIGHT))
 
-    def _take_places(self, sequences: int) -> None:
+    def _add_in_flight(self, sequences: int) -> None:
         self.in_flight += sequences
         self.counters.values[self._in_flight] = self.in_flight
 
@@ -268,17 +274,17 @@ class Service:
         info = self.client.info()
         params.check_vocab(info.vocab_size)
         self.tokens.check(ids, param)
-        wanted = 1 if params.max_tokens is None else params.max_tokens
-        if len(ids) + wanted > info.max_model_len:
+        max_tokens = 1 if params.max_tokens is None else params.max_tokens
+        if len(ids) + max_tokens > info.max_model_len:
             raise PromptTooLong(
-                f"{len(ids)} prompt tokens and {wanted} to generate exceed the context of {info.max_model_len} tokens: "
-                "shorten the prompt or ask for fewer",
+                f"{len(ids)} prompt tokens and {max_tokens} to generate exceed the context of {info.max_model_len} "
+                "tokens: shorten the prompt or ask for fewer",
                 param=param if len(ids) >= info.max_model_len else "max_tokens",
             )
         output = RequestOutput.empty(public_id, prompt, ids, params.n)
         return Job(public_id=public_id, output=output, params=params, priority=priority)
 
-    async def run(self, job: Job, places: Places) -> AsyncIterator[list[OutputDelta]]:
+    async def run(self, job: Job, reservation: Reservation) -> AsyncIterator[list[OutputDelta]]:
         """The deltas of a job as they come, each added to its choice. Closing this aborts the engine's request.
 
         Places are given back as the engine ends the job's sequences.
@@ -294,7 +300,7 @@ class Service:
             prompt_token_ids=job.output.prompt_token_ids,
             params=job.params,
             priority=job.priority,
-            on_end=places.give_back,
+            on_end=reservation.release,
         )
         try:
             async with aclosing(arrivals):
@@ -303,26 +309,26 @@ class Service:
                         if delta.finish_reason == "error":
                             raise EngineError(f"the engine failed at request {job.public_id}: {delta.error}")
                         job.output.add(delta)
-                    watch.saw(deltas)
+                    watch.observe_deltas(deltas)
                     yield deltas
         except EngineError:
-            watch.ended(failed=True)
+            watch.close(failed=True)
             raise
         finally:
-            watch.ended()
+            watch.close()
 
-    async def finish(self, jobs: list[Job], places: Places) -> None:
+    async def finish(self, jobs: list[Job], reservation: Reservation) -> None:
         """Run jobs side by side to their ends; one failure cancels the others."""
 
-        async def one(job: Job) -> None:
-            async with aclosing(self.run(job, places)) as arrivals:
+        async def run_one(job: Job) -> None:
+            async with aclosing(self.run(job, reservation)) as arrivals:
                 async for _ in arrivals:
                     pass
 
         if len(jobs) == 1:
-            await one(jobs[0])
+            await run_one(jobs[0])
             return
-        tasks = [asyncio.create_task(one(job)) for job in jobs]
+        tasks = [asyncio.create_task(run_one(job)) for job in jobs]
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -334,6 +340,6 @@ class Service:
         if self.startup_error is not None:
             raise EngineDead(f"the engine did not start: {self.startup_error}")
 
-    def _why_not_started(self) -> str:
+    def _loading_reason(self) -> str:
         """What the start is at; where the engine is ready already, this front or another one still loads."""
         return self.client.health().reason or "the model is being loaded"

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("encore.server")
 
 STEP_SECONDS = 1.0
-KEPT_STEPS = 300
+HISTORY_STEPS = 300
 SMOOTH_STEPS = 3  # rates and quantiles are over this many steps: one second holds few requests
-ROWS_SECONDS = 1.0  # how old the graph table may be, however many pages look at it
-ROWS_TIMEOUT = 0.5  # a long step must not hold the page up: it shows the table that it has
+TABLE_MAX_AGE_SECONDS = 1.0  # how old the graph table may be, however many pages look at it
+TABLE_TIMEOUT_SECONDS = 0.5  # a long step must not hold the page up: it shows the table that it has
 SERIES = ("output", "prompt", "running", "waiting", "kv", "first_p50", "first_p95", "next_p50", "next_p95")
-SHOWN_ERROR = 300  # characters
+MAX_ERROR_CHARS = 300  # characters
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class History:
 
     def __init__(self) -> None:
         self._past: deque[_Reading] = deque(maxlen=SMOOTH_STEPS + 1)
-        self._points: deque[tuple[float | None, ...]] = deque(maxlen=KEPT_STEPS)
+        self._points: deque[tuple[float | None, ...]] = deque(maxlen=HISTORY_STEPS)
 
     def record(self, at: float, stats: EngineStats, first: SharedHistogram, following: SharedHistogram) -> None:
         """Add the second that ends `at` (time.monotonic). The times are those to the first and between tokens."""
@@ -71,8 +71,8 @@ class History:
     def columns(self) -> dict[str, list[float | None]]:
         """Each series, oldest second first, rounded to what a chart can show."""
         return {
-            name: [None if point[place] is None else _round(point[place]) for point in self._points]
-            for place, name in enumerate(SERIES)
+            name: [None if point[index] is None else _round(point[index]) for point in self._points]
+            for index, name in enumerate(SERIES)
         }
 
 
@@ -82,8 +82,8 @@ class StatusBoard:
     def __init__(self, service: Service):
         self._service, self._history = service, History()
         self._rows: list[Mapping[str, Any]] = []
-        self._rows_at = 0.0
-        self._asking: asyncio.Task[list[dict[str, Any]]] | None = None
+        self._rows_time = 0.0
+        self._table_task: asyncio.Task[list[dict[str, Any]]] | None = None
         self._task: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
@@ -92,7 +92,7 @@ class StatusBoard:
 
     async def close(self) -> None:
         """Stop recording."""
-        tasks = [task for task in (self._task, self._asking) if task is not None]
+        tasks = [task for task in (self._task, self._table_task) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -105,12 +105,12 @@ class StatusBoard:
                 self._history.record(time.monotonic(), stats, metrics.first_token, metrics.inter_token)
             await asyncio.sleep(STEP_SECONDS)
 
-    async def show(self) -> dict[str, Any]:
+    async def snapshot(self) -> dict[str, Any]:
         """All that the page shows, as plain values."""
         service = self._service
         body: dict[str, Any] = {
             "version": version(),
-            "uptime": max(0, round(time.time() - service.began)),
+            "uptime": max(0, round(time.time() - service.start_time)),
             "state": self._state(),
             "reasons": service.reasons_not_ready(),
             "model": None,
@@ -129,7 +129,7 @@ class StatusBoard:
         body["queue"] |= {"running": stats.num_running, "waiting": stats.num_waiting, "seats": info.max_num_seqs}
         body["engine"] = {
             "restarts": health.restarts, "silent": round(health.silent, 1), "warm": health.warm,
-            "last_error": stats.last_error[:SHOWN_ERROR], "kv": stats.kv_cache_usage,
+            "last_error": stats.last_error[:MAX_ERROR_CHARS], "kv": stats.kv_cache_usage,
             "prefix_hits": share(stats.prefix_cache_hits, stats.prefix_cache_queries),
             "preemptions": stats.num_preemptions, "prompt_tokens": stats.prompt_tokens,
             "output_tokens": stats.generation_tokens, "ended": ended,
@@ -149,16 +149,16 @@ class StatusBoard:
 
     async def _table(self) -> list[Mapping[str, Any]]:
         """The graph table, asked for once a second at most however many look, or the last one that came."""
-        if self._asking is None and time.monotonic() - self._rows_at >= ROWS_SECONDS:
-            self._asking = asyncio.create_task(self._service.client.graphs())
-        if self._asking is not None:
-            await asyncio.wait({self._asking}, timeout=ROWS_TIMEOUT)
-        if self._asking is not None and self._asking.done():
-            asked, self._asking, self._rows_at = self._asking, None, time.monotonic()
+        if self._table_task is None and time.monotonic() - self._rows_time >= TABLE_MAX_AGE_SECONDS:
+            self._table_task = asyncio.create_task(self._service.client.graphs())
+        if self._table_task is not None:
+            await asyncio.wait({self._table_task}, timeout=TABLE_TIMEOUT_SECONDS)
+        if self._table_task is not None and self._table_task.done():
+            task, self._table_task, self._rows_time = self._table_task, None, time.monotonic()
             try:
-                self._rows = asked.result()
-            except EngineError as gone:  # the page's banner says so, from the client's health
-                log.debug("no graph table: %s", gone)
+                self._rows = task.result()
+            except EngineError as error:  # the page's banner says so, from the client's health
+                log.debug("no graph table: %s", error)
                 self._rows = []
         return self._rows
 
@@ -172,31 +172,31 @@ def graph_summary(graphs: Mapping[str, Any], sizes: Sequence[int], rows: Iterabl
     rows = [row for row in rows if row["phase"] == "decode"]  # prefill graphs have buckets of the same sizes
     steps: Counter[int] = Counter()
     real: Counter[int] = Counter()
-    beyond = 0
+    oversized = 0
     for (_, phase, count), times in graphs.get("batch_rows", ()):
         if phase != "decode":
             continue
-        place = bisect_left(sizes, int(count))
-        if place == len(sizes):
-            beyond += times
+        index = bisect_left(sizes, int(count))
+        if index == len(sizes):
+            oversized += times
             continue
-        steps[sizes[place]] += times
-        real[sizes[place]] += int(count) * times
+        steps[sizes[index]] += times
+        real[sizes[index]] += int(count) * times
     per_step = max((int(row.get("graphs") or 1) for row in rows), default=1)  # a layer scope replays several a step
     replayed: Counter[int] = Counter()
     for (_, _, phase, bucket), times in graphs.get("replays", ()):
         if phase == "decode":
             replayed[int(bucket)] += times
-    found = []
+    buckets = []
     for size in sizes:
-        own = [row for row in rows if row["bucket"] == size]
+        bucket_rows = [row for row in rows if row["bucket"] == size]
         hits = min(steps[size], replayed[size] // per_step)
-        found.append({
+        buckets.append({
             "bucket": size, "steps": steps[size], "hits": hits,
             "padding": share(steps[size] * size - real[size], steps[size] * size) if hits else None,
-            "captured": sum(row["state"] == "captured" for row in own), "wanted": len(own),
-            "failed": next((str(row["failure"])[:SHOWN_ERROR] for row in own if row.get("failure")), None),
-            "bytes": max((row["bytes"] for row in own), default=0),  # graphs of one pool: no sum of them means anything
+            "captured": sum(row["state"] == "captured" for row in bucket_rows), "wanted": len(bucket_rows),
+            "failed": next((str(row["failure"])[:MAX_ERROR_CHARS] for row in bucket_rows if row.get("failure")), None),
+            "bytes": max((row["bytes"] for row in bucket_rows), default=0),  # one pool: a sum means nothing
         })  # fmt: skip
     all_steps = sum(steps.values())
     padded, computed = (sum(times for (phase,), times in graphs.get(name, ()) if phase == "decode")
@@ -206,8 +206,8 @@ def graph_summary(graphs: Mapping[str, Any], sizes: Sequence[int], rows: Iterabl
         if phase == "decode":
             eager[str(reason)] += times
     return {
-        "buckets": found,
-        "hit_rate": share(sum(one["hits"] for one in found), all_steps + beyond),
+        "buckets": buckets,
+        "hit_rate": share(sum(one["hits"] for one in buckets), all_steps + oversized),
         "padding": share(padded, padded + computed),
         "pool_bytes": graphs.get("pool_bytes", 0),
         "eager": dict(eager.most_common()),
@@ -228,10 +228,10 @@ def quantile(bounds: Sequence[float], counts: Sequence[float], wanted: float) ->
     if rank <= 0:
         return None
     below = 0.0
-    for place, count in enumerate(counts):
+    for index, count in enumerate(counts):
         if count and below + count >= rank:
-            low = bounds[place - 1] if place else 0.0
-            high = bounds[place] if place < len(bounds) - 1 else low  # the last bucket has no end: its beginning
+            low = bounds[index - 1] if index else 0.0
+            high = bounds[index] if index < len(bounds) - 1 else low  # the last bucket has no end: its beginning
             return low + (high - low) * (rank - below) / count
         below += count
     return bounds[-2]

@@ -40,8 +40,8 @@ class Tokenization:
 
     async def encode(self, text: str, param: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt. Raises RequestError(param) where the model has no tokenizer, PromptTooLong."""
-        tokenizer = self._needed(param)
-        self._refuse_hopeless(len(text), param)
+        tokenizer = self._require_tokenizer(param)
+        self._refuse_oversized(len(text), param)
         if len(text) <= INLINE_CHARS:
             return tokenizer.encode(text, add_special_tokens)
         loop = asyncio.get_running_loop()
@@ -49,8 +49,8 @@ class Tokenization:
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> list[int]:
         """Token ids of a conversation through the model's chat template; raises RequestError where it refuses."""
-        apply = self._needed("messages").apply_chat_template
-        self._refuse_hopeless(sum(len(message.get("content") or "") for message in messages), "messages")
+        apply = self._require_tokenizer("messages").apply_chat_template
+        self._refuse_oversized(sum(len(message.get("content") or "") for message in messages), "messages")
         return await asyncio.get_running_loop().run_in_executor(self._thread, apply, messages, add_generation_prompt)
 
     def check(self, ids: Sequence[int], param: str) -> None:
@@ -85,7 +85,7 @@ class Tokenization:
             found = self._pieces[token_id] = self.decode((token_id,))
         return found
 
-    def _refuse_hopeless(self, chars: int, param: str) -> None:
+    def _refuse_oversized(self, chars: int, param: str) -> None:
         """Refuse text that can't fit even if all its tokens were the longest there are: encoding it takes seconds."""
         if chars > self._max_chars:
             raise PromptTooLong(
@@ -94,7 +94,7 @@ class Tokenization:
                 param=param,
             )
 
-    def _needed(self, param: str) -> Tokenizer:
+    def _require_tokenizer(self, param: str) -> Tokenizer:
         if self._tokenizer is None:
             raise RequestError("this model has no tokenizer: give the prompt as token ids", param=param)
         return self._tokenizer

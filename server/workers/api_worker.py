@@ -45,47 +45,47 @@ class WorkerSettings:
     config: ServerConfig
     number: int
     row: int
-    is_late: bool
-    began: float
+    is_replacement: bool
+    start_time: float
     listener: socket.socket
     keys: Keys
     engine: Connection
-    orders: Connection
+    commands: Connection
     memory: ctypes.Array
 
 
-def main(slot: WorkerSettings) -> None:
+def main(settings: WorkerSettings) -> None:
     """Serve until ordered to end."""
     ignore_stop_signals()
-    logging.config.dictConfig(log_settings(slot.config.log_level, slot.config.log_format))
+    logging.config.dictConfig(log_settings(settings.config.log_level, settings.config.log_format))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(slot))
+        runner.run(_serve(settings))
 
 
-async def _serve(slot: WorkerSettings) -> None:
-    counters = SharedCounters(slot.memory, slot.row)
-    client = EngineClient(slot.config.engine, RouterTransport(slot.engine), client=slot.number)
-    app = create_app(client, slot.config, keys=slot.keys, counters=counters, began=slot.began)
+async def _serve(settings: WorkerSettings) -> None:
+    counters = SharedCounters(settings.memory, settings.row)
+    client = EngineClient(settings.config.engine, RouterTransport(settings.engine), client=settings.number)
+    app = create_app(client, settings.config, keys=settings.keys, counters=counters, start_time=settings.start_time)
     connections = OpenConnections(counters)
     service: Service = app.state.service
-    may_begin = asyncio.Event() if slot.is_late else None
-    acceptor = SharedAcceptor(slot.listener, connections, may_begin)
-    server = Server(uvicorn_config(app, slot.config, connections), service, acceptor)
+    may_accept = asyncio.Event() if settings.is_replacement else None
+    acceptor = SharedAcceptor(settings.listener, connections, may_accept)
+    server = Server(uvicorn_config(app, settings.config, connections), service, acceptor)
     loop = asyncio.get_running_loop()
 
-    def obey() -> None:
+    def on_command() -> None:
         try:
-            order = slot.orders.recv_bytes()
+            command = settings.commands.recv_bytes()
         except (EOFError, OSError):  # the main process is gone
-            order = STOP
-            loop.remove_reader(slot.orders.fileno())
-        server.ask_to_end(at_once=order == STOP)
+            command = STOP
+            loop.remove_reader(settings.commands.fileno())
+        server.request_shutdown(force=command == STOP)
 
-    loop.add_reader(slot.orders.fileno(), obey)
+    loop.add_reader(settings.commands.fileno(), on_command)
     service.before_ready = freeze_memory
     tasks = [asyncio.create_task(_heartbeat(counters))]
-    if may_begin is not None:
-        tasks.append(asyncio.create_task(_begin_or_end(server, service, may_begin)))
+    if may_accept is not None:
+        tasks.append(asyncio.create_task(_accept_or_exit(server, service, may_accept)))
     try:
         await server.serve(sockets=[])
     finally:
@@ -95,17 +95,17 @@ async def _serve(slot: WorkerSettings) -> None:
 
 
 async def _heartbeat(counters: SharedCounters) -> None:
-    place = counters.gauge(HEARTBEAT)
+    index = counters.gauge_index(HEARTBEAT)
     while True:
-        counters.values[place] = time.monotonic()
+        counters.values[index] = time.monotonic()
         await asyncio.sleep(HEARTBEAT_SECONDS)
 
 
-async def _begin_or_end(server: Server, service: Service, may_begin: asyncio.Event) -> None:
+async def _accept_or_exit(server: Server, service: Service, may_accept: asyncio.Event) -> None:
     """Let a late front take connections; end one that can't serve where others do, so that another one is tried."""
     await service.settled.wait()
     if service.startup_error is not None and not isinstance(service.startup_error, EngineDead):
         log.error("this front can't serve: %s", service.startup_error)
-        server.ask_to_end(at_once=True)
+        server.request_shutdown(force=True)
     else:  # where the engine is gone for good it says so, as the others do
-        may_begin.set()
+        may_accept.set()

@@ -29,7 +29,7 @@ log = logging.getLogger("encore.server")
 DRAIN_RESPONSE_SECONDS = 5  # for answers that are complete and not sent yet when the drain is over
 FIRST_REQUEST_SECONDS = 0.5  # for a request on a connection that was taken and has brought none yet, at the very end
 FILES_BESIDE_CONNECTIONS = 256
-AHEAD = 2  # connections by which a front may be ahead of another before it leaves a new one to it
+MAX_CONNECTION_LEAD = 2  # connections by which a front may be ahead of another before it leaves a new one to it
 YIELD_SECONDS = 0.004  # how long it leaves it: the other may be busy, or hang
 PAUSE_SECONDS = 1.0  # after the system refused a connection, before the next one is tried
 
@@ -79,14 +79,14 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def allow_files(wanted: int) -> None:
+def raise_file_limit(wanted: int) -> None:
     """Raise the process' limit of open files to `wanted`, as far as the system lets it; each connection is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    best = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < best:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (best, hard))
-    if best < wanted:
-        log.warning("the system allows %d open files: fewer connections than --max-connections will fit", best)
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    if limit < wanted:
+        log.warning("the system allows %d open files: fewer connections than --max-connections will fit", limit)
 
 
 def freeze_memory() -> None:
@@ -105,13 +105,13 @@ class Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, service: Service, acceptor: SharedAcceptor | None = None):
         super().__init__(config)
-        self._service, self._door = service, acceptor
-        self._drain: asyncio.Task[None] | None = None
+        self._service, self._acceptor = service, acceptor
+        self._drain_task: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Handle the stop signals while serving; a front goes on ignoring them."""
-        loop, numbers = asyncio.get_running_loop(), STOP_SIGNALS if self._door is None else ()
+        loop, numbers = asyncio.get_running_loop(), STOP_SIGNALS if self._acceptor is None else ()
         for number in numbers:
             loop.add_signal_handler(number, self.handle_exit, number, None)
         try:
@@ -122,23 +122,23 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal drains, the next one ends what still runs."""
-        log.info("%s: %s", signal.Signals(sig).name, "draining" if self._drain is None else "stopping at once")
-        self.ask_to_end(at_once=self._drain is not None)
+        log.info("%s: %s", signal.Signals(sig).name, "draining" if self._drain_task is None else "stopping at once")
+        self.request_shutdown(force=self._drain_task is not None)
 
-    def ask_to_end(self, at_once: bool) -> None:
+    def request_shutdown(self, force: bool) -> None:
         """Drain and end; or end at once, also in the midst of a drain."""
-        if at_once:
-            if self._drain is not None:
-                self._drain.cancel()
+        if force:
+            if self._drain_task is not None:
+                self._drain_task.cancel()
             self.force_exit = self.should_exit = True
-        elif self._drain is None:
-            self._drain = asyncio.get_running_loop().create_task(self._drained())
+        elif self._drain_task is None:
+            self._drain_task = asyncio.get_running_loop().create_task(self._drain_and_exit())
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn's; then open the door."""
         await super().startup(sockets)
-        if self._door is not None:
-            self._door.open(
+        if self._acceptor is not None:
+            self._acceptor.open(
                 lambda: self.config.http_protocol_class(
                     config=self.config, server_state=self.server_state, app_state=self.lifespan.state
                 )
@@ -148,8 +148,8 @@ class Server(uvicorn.Server):
         """As uvicorn's, which closes new connections with no answer, and leaves the lifespan to be cancelled, with a
         traceback, after a second signal.
         """
-        if self._door is not None:
-            await self._door.close()
+        if self._acceptor is not None:
+            await self._acceptor.close()
         for server in self.servers:
             server.close()
         await self._serve_accepted_connections()
@@ -168,12 +168,12 @@ class Server(uvicorn.Server):
                 return
             await asyncio.sleep(0.01)
 
-    async def _drained(self) -> None:
+    async def _drain_and_exit(self) -> None:
         """Refuse what is new with 503, wait for what runs, then end; who runs past the limit is told so."""
         limit = self._service.config.drain_seconds
         if not await self._service.drain(limit):
-            left = self._service.unanswered
-            log.warning("%d requests are not answered %g s after the signal and are ended", left, limit)
+            unanswered = self._service.unanswered
+            log.warning("%d requests are not answered %g s after the signal and are ended", unanswered, limit)
             await self._service.close()
         self.should_exit = True
 
@@ -185,58 +185,58 @@ class SharedAcceptor:
     With `after` it takes none before that is set.
     """
 
-    def __init__(self, listener: socket.socket, connections: OpenConnections, after: asyncio.Event | None = None):
-        self._listener, self._connections, self._after = listener, connections, after
+    def __init__(self, listener: socket.socket, connections: OpenConnections, may_accept: asyncio.Event | None = None):
+        self._listener, self._connections, self._may_accept = listener, connections, may_accept
         self._loop: asyncio.AbstractEventLoop | None = None
         self._make_protocol: Callable[[], asyncio.Protocol] | None = None
-        self._arrivals: set[asyncio.Task[object]] = set()
-        self._pause: asyncio.TimerHandle | None = None
-        self._opening: asyncio.Task[None] | None = None
-        self._waited = False
+        self._accept_tasks: set[asyncio.Task[object]] = set()
+        self._retry_timer: asyncio.TimerHandle | None = None
+        self._open_task: asyncio.Task[None] | None = None
+        self._yielded = False
 
     def open(self, make_protocol: Callable[[], asyncio.Protocol]) -> None:
         """Take connections from now on."""
         self._loop, self._make_protocol = asyncio.get_running_loop(), make_protocol
-        self._opening = self._loop.create_task(self._open())
+        self._open_task = self._loop.create_task(self._open())
 
     async def _open(self) -> None:
-        if self._after is not None:
-            await self._after.wait()
+        if self._may_accept is not None:
+            await self._may_accept.wait()
         self._connections.begin()
         self._loop.add_reader(self._listener.fileno(), self._on_connection)
 
     async def close(self) -> None:
         """Take no more; those that were taken are there when it returns."""
-        self._opening.cancel()
+        self._open_task.cancel()
         self._connections.end()
         self._loop.remove_reader(self._listener.fileno())
-        if self._pause is not None:
-            self._pause.cancel()
-        await asyncio.gather(*self._arrivals, return_exceptions=True)
+        if self._retry_timer is not None:
+            self._retry_timer.cancel()
+        await asyncio.gather(*self._accept_tasks, return_exceptions=True)
 
     def _on_connection(self) -> None:
-        if not self._waited and self._connections.ahead() > AHEAD:
+        if not self._yielded and self._connections.lead() > MAX_CONNECTION_LEAD:
             self._retry_in(YIELD_SECONDS)
-            self._waited = True
+            self._yielded = True
             return
-        self._waited = False
+        self._yielded = False
         try:
             connection, _ = self._listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):  # another front took it, or it is gone
             return
-        except OSError as refused:
-            if refused.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                 raise
-            log.error("no connection can be taken: %s", refused.strerror)
+            log.error("no connection can be taken: %s", error.strerror)
             self._retry_in(PAUSE_SECONDS)
             return
         connection.setblocking(False)
-        arrival = self._loop.create_task(self._loop.connect_accepted_socket(self._make_protocol, connection))
-        self._arrivals.add(arrival)
-        arrival.add_done_callback(self._arrivals.discard)
+        task = self._loop.create_task(self._loop.connect_accepted_socket(self._make_protocol, connection))
+        self._accept_tasks.add(task)
+        task.add_done_callback(self._accept_tasks.discard)
 
     def _retry_in(self, seconds: float) -> None:
         self._loop.remove_reader(self._listener.fileno())
-        self._pause = self._loop.call_later(
+        self._retry_timer = self._loop.call_later(
             seconds, self._loop.add_reader, self._listener.fileno(), self._on_connection
         )

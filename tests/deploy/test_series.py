@@ -99,7 +99,7 @@ def test_every_series_and_label_exists(series: dict[str, Labels]) -> None:
         ("sum without (replica) (rate(encore_graph_replays_total[5m]))", "nothing read has the label replica"),
     ],
 )
-def test_a_series_or_label_that_is_not_there_is_found(expression, fault, series) -> None:
+def test_a_missing_series_or_label_is_reported(expression, fault, series) -> None:
     assert faults(expression, series, recorded()) == [fault]
 
 
@@ -115,6 +115,6 @@ def test_the_tokenizer_reads_selectors_and_label_lists() -> None:
 
 
 @pytest.mark.parametrize("expression", ["sum(x", "x{a=b}", "x{a=", "x ; y"])
-def test_the_tokenizer_refuses_what_is_no_promql(expression) -> None:
+def test_the_tokenizer_refuses_invalid_promql(expression) -> None:
     with pytest.raises(PromqlError):
         reads(expression)

@@ -55,9 +55,9 @@ def soak(
     """The load in `rounds` equal parts, memory and leaks looked at after each; what went wrong is in `faults`."""
     # Left within 0.8 of the time that a request takes in a load of the same size, which is not counted.
     typical = run_load(server, streams, streams, tokens, rounds + 1)[0]["request_ms"]["p50"] / 1250
-    memory, tallies, leaks = [], [], server.metric("idle_check_failures_total")
+    memory, reports, leaks = [], [], server.metric("idle_check_failures_total")
     for number in range(rounds):
-        tallies += run_load(server, requests // rounds, streams, tokens, number, aborts // rounds, typical)
+        reports += run_load(server, requests // rounds, streams, tokens, number, aborts // rounds, typical)
         gauges = wait_idle(server)
         memory.append(server.memory())
         if any(gauges.values()):
@@ -65,8 +65,8 @@ def soak(
     time.sleep(CHECK_SECONDS)
     run_load(server, LOADS, LOADS, 2, rounds)  # becoming idle once more makes the engine check itself
     gauges = wait_idle(server)
-    total = {key: sum(counters[key] for counters in tallies) for key in ("finished", "aborted", "tokens", "chunks")}
-    refused = {key: count for counters in tallies for key, count in counters["refused"].items()}
+    total = {key: sum(report[key] for report in reports) for key in ("finished", "aborted", "tokens", "chunks")}
+    refused = {key: count for report in reports for key, count in report["refused"].items()}
     half = len(memory) // 2 - 1
     growth = {process: memory[-1][process] - memory[half][process] if half > 0 else 0 for process in memory[0]}
     faults = [f"{gauge} is {value}" for gauge, value in gauges.items() if value]
@@ -79,12 +79,12 @@ def soak(
     if total["aborted"] < 0.9 * aborts:
         faults.append(f"only {total['aborted']} of {aborts} clients left before their end: the run shows too little")
     faults += [f"{process} grew by {size >> 20} MiB" for process, size in growth.items() if size > FLAT_BYTES]
-    rounds_of = [tallies[i : i + LOADS] for i in range(0, len(tallies), LOADS)]
+    reports_by_round = [reports[i : i + LOADS] for i in range(0, len(reports), LOADS)]
     return {
         "name": name, "requests": requests, "streams": streams, "asked_to_leave": aborts, **total,
-        "streams_together": max(sum(counters["streams_together"] for counters in one) for one in rounds_of),
-        "seconds": round(sum(max(counters["seconds"] for counters in one) for one in rounds_of), 1),
-        "first_token_ms": tallies[-1]["first_token_ms"], "memory_bytes": memory, "second_half_growth_bytes": growth,
+        "streams_together": max(sum(report["streams_together"] for report in one) for one in reports_by_round),
+        "seconds": round(sum(max(report["seconds"] for report in one) for one in reports_by_round), 1),
+        "first_token_ms": reports[-1]["first_token_ms"], "memory_bytes": memory, "second_half_growth_bytes": growth,
         "restarts": server.metric("engine_restarts_total"), "faults": faults,
     }  # fmt: skip
 

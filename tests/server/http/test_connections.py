@@ -62,7 +62,7 @@ def answer_to(connection, request=b""):
 
 
 @pytest.mark.parametrize("begun", [b"", b"GET /health HTTP/1.1\r\nHost: x\r\n"])
-def test_headers_that_dont_end_are_a_408_in_time(server, begun):
+def test_incomplete_headers_are_a_408_in_time(server, begun):
     with connect(server) as connection:
         start = time.monotonic()
         status, head, body = answer_to(connection, begun)
@@ -70,7 +70,7 @@ def test_headers_that_dont_end_are_a_408_in_time(server, begun):
         assert 0.3 < time.monotonic() - start < 2
 
 
-def test_headers_that_drip_dont_extend_their_time(server):
+def test_slow_headers_do_not_extend_the_timeout(server):
     start = time.monotonic()
     with connect(server) as connection, pytest.raises(OSError):
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")
@@ -80,7 +80,7 @@ def test_headers_that_drip_dont_extend_their_time(server):
     assert time.monotonic() - start < 2
 
 
-def test_a_second_request_has_its_own_time(server):
+def test_a_second_request_has_its_own_header_timeout(server):
     with connect(server) as connection:
         for _ in range(2):
             check_health(connection)
@@ -95,7 +95,7 @@ def test_an_idle_connection_is_closed(server):
         assert answer_to(connection) is None
 
 
-def test_an_answer_may_take_longer_than_headers_may(server):
+def test_a_response_may_take_longer_than_the_header_timeout(server):
     body = json.dumps({"prompt": "red", "max_tokens": 240, "ignore_eos": True, "stream": True, "n": 8}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
     with connect(server) as connection:
@@ -105,7 +105,7 @@ def test_an_answer_may_take_longer_than_headers_may(server):
     assert status == 200 and b"[DONE]" in text
 
 
-def test_too_many_connections_are_a_503_and_probes_are_answered_still(server):
+def test_too_many_connections_are_a_503_but_probes_are_answered(server):
     with connect(server) as one, connect(server) as two, connect(server) as three:
         for kept in (one, two, three):
             check_health(kept)
@@ -162,7 +162,7 @@ def sent_until_closed(connection, begun, piece, most=20_000_000):
 
 @pytest.mark.parametrize(("begun", "piece"), ENDLESS_FRAMING)
 @pytest.mark.parametrize("line", [b"GET /health", b"POST /v1/completions"])
-def test_what_surrounds_chunks_is_bounded(server, line, begun, piece):
+def test_chunk_extensions_and_trailers_are_bounded(server, line, begun, piece):
     with connect(server) as connection:
         connection.sendall(line + CHUNKED)
         time.sleep(0.05)
@@ -172,7 +172,7 @@ def test_what_surrounds_chunks_is_bounded(server, line, begun, piece):
 
 
 @pytest.mark.parametrize(("begun", "piece"), ENDLESS_FRAMING)
-def test_what_surrounds_chunks_and_is_too_long_is_a_431(server, begun, piece):
+def test_long_chunk_extensions_and_trailers_are_a_431(server, begun, piece):
     with connect(server) as connection:
         connection.sendall(b"POST /v1/completions" + CHUNKED)
         time.sleep(0.05)  # the header and the body come in two pieces
@@ -197,7 +197,7 @@ def test_a_body_in_small_chunks_with_extensions_and_trailers_is_read(server):
     assert status == 200 and answer["object"] == "text_completion"
 
 
-def test_a_long_body_is_no_long_header(server):
+def test_a_long_body_is_not_a_long_header(server):
     body = json.dumps({"prompt": "red", "max_tokens": 1, "ignored": "x" * 500_000}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
     with connect(server) as connection:

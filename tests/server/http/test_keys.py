@@ -102,7 +102,7 @@ def test_keys_come_from_file_and_environment_together(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "\n# nothing\n", "two words", "caf\xe9", None])
-def test_a_key_file_that_cant_be_meant_is_refused_without_showing_it(tmp_path, content):
+def test_an_invalid_key_file_is_refused_without_showing_its_content(tmp_path, content):
     path = tmp_path / "keys"
     if content is not None:
         path.write_text(content)
@@ -111,7 +111,7 @@ def test_a_key_file_that_cant_be_meant_is_refused_without_showing_it(tmp_path, c
     assert not content or content.strip() == "" or content not in str(caught.value)
 
 
-def test_routes_over_http_want_their_keys(guarded):
+def test_routes_over_http_require_their_keys(guarded):
     http = guarded.http
     assert http.get("/v1/models", headers=bearer(OTHER)).status_code == 200
     assert http.post("/v1/completions", json=COMPLETION, headers={"authorization": f"bearer  {ONE}"}).status_code == 200

@@ -50,7 +50,7 @@ def test_generate_and_the_small_routes(server):
         model.model_validate(server.http.get(path).json(), strict=True)
 
 
-def test_each_route_promises_its_refusals_and_no_422(schema):
+def test_each_route_documents_its_errors_and_no_422(schema):
     for path, operations in schema["paths"].items():
         for operation in operations.values():
             promised = set(operation["responses"])

@@ -28,7 +28,7 @@ def test_a_browser_gets_a_page_and_a_policy_that_allows_only_its_own_style_and_s
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_page_holds_nothing_that_its_policy_refuses(server, path):
+def test_a_page_contains_nothing_that_its_policy_refuses(server, path):
     shown = server.http.get(path, headers=BROWSER).text
     markup = re.sub(r"<(style|script)>.*?</\1>", "", shown, flags=re.DOTALL)
     assert not re.findall(r"\s(?:on\w+|style)\s*=|javascript:|<(?:style|script|link rel=\"stylesheet)\b", markup)

@@ -54,12 +54,12 @@ def test_n_above_one_is_answered_with_a_list(server):
     assert len({tuple(answer["output_ids"]) for answer in answers}) > 1
 
 
-def test_seed_repeats_its_draws(server):
+def test_a_seed_makes_sampling_repeatable(server):
     options = {"sampling": {"temperature": 1.0, "sampling_seed": 7}}
     assert generate(server, **options)["output_ids"] == generate(server, **options)["output_ids"]
 
 
-def test_stream_is_cumulative_and_ends_as_the_answer(server):
+def test_stream_is_cumulative_and_ends_with_the_full_response(server):
     whole = generate(server)
     # A server that is behind puts many tokens into one chunk; one that is always so far behind is broken.
     chunks = next(chunks for _ in range(20) if len(chunks := generate(server, stream=True)) > 1)

@@ -73,7 +73,7 @@ def test_top_logprobs_are_the_models_own(server, reference):
         assert [value for value, _, _ in top] == pytest.approx(values.tolist(), abs=1e-4)
 
 
-def test_scoring_reuses_no_prefix_whose_scores_are_unknown(server):
+def test_scoring_does_not_reuse_a_prefix_without_logprobs(server):
     body = {"prompt": CONTEXT * 5, "max_tokens": 0, "logprobs": 0, "echo": True}
     first = server.answer("/v1/completions", body)["choices"][0]["logprobs"]["token_logprobs"]
     again = server.answer("/v1/completions", body)["choices"][0]["logprobs"]["token_logprobs"]

@@ -20,7 +20,7 @@ def test_health_and_version(server):
     assert server.http.get("/version").json() == {"version": version("encore-serve")}
 
 
-def test_ready_tells_how_warm_the_cache_is(server):
+def test_ready_reports_warm_up_progress(server):
     body = server.http.get("/ready").json()
     assert body["ready"] is True and body["reasons"] == []
     assert {"mode", "captured", "pending", "ratio"} <= set(body["warm"])

@@ -17,7 +17,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_leaving_a_stream_aborts_all_its_sequences(long_server, path):
+def test_disconnecting_from_a_stream_aborts_all_its_sequences(long_server, path):
     server = long_server
     aborted = server.metric("encore_request_success_total", finished_reason="abort")
     with httpx.Client(base_url=server.url) as http:
@@ -30,7 +30,7 @@ def test_leaving_a_stream_aborts_all_its_sequences(long_server, path):
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_leaving_before_an_answer_aborts_it(long_server, path):
+def test_disconnecting_before_the_response_aborts_the_request(long_server, path):
     server = long_server
     generated = server.metric("encore_generation_tokens_total")
     with pytest.raises(httpx.ReadTimeout):
@@ -61,7 +61,7 @@ def test_a_full_queue_is_a_429_with_retry_after_and_the_next_one_is_served(start
     assert server.post("/generate", {"text": "red"}).status_code == 200
 
 
-def test_a_429_counts_what_is_under_way_and_what_the_request_brings(start_server):
+def test_a_429_counts_sequences_in_flight_and_those_of_the_request(start_server):
     server = start_server(max_num_seqs=1, max_waiting=3, max_model_len=4096)
     long = {"text": "red", "sampling_params": LONG, "stream": True}
     with server.http.stream("POST", "/generate", json=long) as one:
@@ -101,7 +101,7 @@ def test_more_prompts_than_can_ever_wait_are_a_400_that_names_their_field(start_
     )
 
 
-def test_a_million_prompts_with_parameters_each_are_refused_before_anything_is_made_of_them(server):
+def test_a_million_prompts_with_parameters_each_are_refused_early(server):
     count = 1_100_000
     texts, params = ",".join(['""'] * count), ",".join(["{}"] * count)
     body = f'{{"text": [{texts}], "sampling_params": [{params}]}}'
@@ -111,7 +111,7 @@ def test_a_million_prompts_with_parameters_each_are_refused_before_anything_is_m
     assert time.monotonic() - start < 15  # it took 52 s, and 4 GB
 
 
-def test_a_batch_that_finds_no_room_is_a_429_before_its_parameters_are_read(start_server):
+def test_a_batch_that_exceeds_the_queue_is_a_429_before_its_parameters_are_read(start_server):
     server = start_server(max_num_seqs=1, max_waiting=1, max_model_len=4096)
     long = {"text": "red", "sampling_params": LONG, "stream": True}
     with server.http.stream("POST", "/generate", json=long) as one:

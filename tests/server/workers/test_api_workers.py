@@ -120,7 +120,7 @@ class Stream(threading.Thread):
         return "".join(choice["text"] for one in self.events for choice in one.get("choices", ()))
 
 
-def test_both_fronts_take_a_share_and_what_they_count_is_one_sum(server):
+def test_api_workers_share_connections_and_sum_their_counters(server):
     answered = server.metric("http_responses_total")
     ended = server.metric("request_success_total")
     streams = [Stream(server, ENDLESS) for _ in range(8)]
@@ -146,7 +146,7 @@ def test_both_fronts_take_a_share_and_what_they_count_is_one_sum(server):
     assert {httpx.get(server.url + "/v1/models").text for _ in range(6)} == {httpx.get(server.url + "/v1/models").text}
 
 
-def test_requests_of_the_same_id_at_once_get_their_own_answers(server):
+def test_concurrent_requests_with_the_same_id_get_their_own_responses(server):
     texts = ["red fox", "blue bird", "old king", "the sun"]
 
     def ask(number: int) -> str:
@@ -159,7 +159,7 @@ def test_requests_of_the_same_id_at_once_get_their_own_answers(server):
         assert list(pool.map(ask, range(16))) == alone * 4
 
 
-def test_a_front_that_ends_takes_only_its_own_streams_and_is_replaced(server):
+def test_a_worker_that_ends_breaks_only_its_own_streams_and_is_replaced(server):
     wait_ready(server)
     before = server.metric("request_success_total")
     expected = Stream(server, ENDLESS | {"max_tokens": 1500})
@@ -184,7 +184,7 @@ def test_a_front_that_ends_takes_only_its_own_streams_and_is_replaced(server):
     Stream(server, SHORT).join(60)
 
 
-def test_an_engine_that_dies_is_told_to_all_fronts_and_its_counts_go_on(server):
+def test_all_workers_see_an_engine_restart_and_its_counters_continue(server):
     wait_ready(server)
     streams = [Stream(server, ENDLESS) for _ in range(6)]
     wait(lambda: all(stream.events for stream in streams), "the first tokens")
@@ -209,7 +209,7 @@ def test_an_engine_that_dies_is_told_to_all_fronts_and_its_counts_go_on(server):
     assert all(server.metric("generation_tokens_total") >= generated for _ in range(6))
 
 
-def test_the_queue_is_bounded_over_all_fronts_and_sigterm_drains_them_all(tiny_model, tmp_path):
+def test_the_queue_is_bounded_over_all_workers_and_sigterm_drains_them(tiny_model, tmp_path):
     limits = ("--max-num-seqs", "2", "--max-waiting", "1", "--http-workers", "2", "--drain-seconds", "200")
     with serving(tiny_model, tmp_path / "server.log", *FLAGS, *limits) as server:
         wait_ready(server)
@@ -231,7 +231,7 @@ def test_the_queue_is_bounded_over_all_fronts_and_sigterm_drains_them_all(tiny_m
     assert "Traceback" not in (tmp_path / "server.log").read_text()
 
 
-def test_a_front_that_comes_later_has_the_servers_keys_and_is_tried_until_it_can_serve(tiny_model, tmp_path):
+def test_a_replacement_worker_keeps_the_keys_and_is_retried_until_it_can_serve(tiny_model, tmp_path):
     model, keys = tmp_path / "model", tmp_path / "keys"
     shutil.copytree(tiny_model, model)
     keys.write_text("right\n")
@@ -249,7 +249,7 @@ def test_a_front_that_comes_later_has_the_servers_keys_and_is_tried_until_it_can
         assert {httpx.get(url, headers={"Authorization": "Bearer another"}).status_code for _ in range(6)} == {401}
 
 
-def test_a_signal_to_the_whole_group_during_the_start_ends_all_without_a_word(tiny_model, tmp_path):
+def test_a_signal_to_the_process_group_during_startup_exits_cleanly(tiny_model, tmp_path):
     command = [sys.executable, "-m", "server.cli", "serve", "--model", str(tiny_model), "--port", "0", *FLAGS,
                "--http-workers", "2"]  # fmt: skip
     log = tmp_path / "server.log"
@@ -261,10 +261,10 @@ def test_a_signal_to_the_whole_group_during_the_start_ends_all_without_a_word(ti
     assert "draining" in log.read_text() and "Traceback" not in log.read_text()
 
 
-def front_pids() -> list[int]:
+def worker_pids() -> list[int]:
     """Of the fronts whose main process this one is."""
     found = multiprocessing.active_children()
-    return [one.pid for one in found if one.name.startswith("encore-front")]
+    return [one.pid for one in found if one.name.startswith("encore-api-worker")]
 
 
 async def until(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
@@ -274,7 +274,7 @@ async def until(condition: Callable[[], bool], what: str, seconds: float = 30.0)
         await asyncio.sleep(0.02)
 
 
-async def test_a_front_is_replaced_for_its_own_silence_only_and_as_soon_as_the_system_lets_it(tiny_model, caplog):
+async def test_only_a_hung_worker_is_replaced_and_a_failed_start_is_retried(tiny_model, caplog):
     engine = EngineConfig(model=str(tiny_model), dtype="float32", num_threads=1, warmup="lazy", graph_manifest="none")
     listener = listen("127.0.0.1", 0)
     listener.listen(16)
@@ -285,7 +285,7 @@ async def test_a_front_is_replaced_for_its_own_silence_only_and_as_soon_as_the_s
     ending = asyncio.create_task(main.serve())
     try:
         await until(lambda: "serving" in caplog.text, "readiness")
-        pids = front_pids()
+        pids = worker_pids()
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
         time.sleep(5.0)  # as if all had been frozen: this process looks at them again before they run
@@ -293,7 +293,7 @@ async def test_a_front_is_replaced_for_its_own_silence_only_and_as_soon_as_the_s
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
         await asyncio.sleep(0.5)
-        assert front_pids() == pids
+        assert worker_pids() == pids
 
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         os.kill(pids[0], signal.SIGSTOP)  # this one hangs
@@ -303,15 +303,15 @@ async def test_a_front_is_replaced_for_its_own_silence_only_and_as_soon_as_the_s
             assert "does not answer and is killed" in caplog.text
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        await until(lambda: len(front_pids()) == 2, "another front")
-        assert pids[1] in front_pids() and pids[0] not in front_pids() and not ending.done()
+        await until(lambda: len(worker_pids()) == 2, "another front")
+        assert pids[1] in worker_pids() and pids[0] not in worker_pids() and not ending.done()
     finally:
         main.on_signal(signal.SIGTERM)
         await ending
         listener.close()
 
 
-def test_without_the_main_process_none_is_left(tiny_model, tmp_path):
+def test_workers_and_engine_exit_when_the_main_process_dies(tiny_model, tmp_path):
     with serving(tiny_model, tmp_path / "server.log", *FLAGS, "--http-workers", "2") as server:
         wait_ready(server)
         pids = children(server.process.pid)
@@ -320,7 +320,7 @@ def test_without_the_main_process_none_is_left(tiny_model, tmp_path):
         wait(lambda: not any(map(alive, pids)), "the processes' end", 15)
 
 
-def test_a_model_that_is_not_there_ends_all_with_status_2(tmp_path):
+def test_a_missing_model_ends_all_processes_with_status_2(tmp_path):
     command = [sys.executable, "-m", "server.cli", "serve", "--model", str(tmp_path / "missing"), "--port", "0",
                "--http-workers", "2"]  # fmt: skip
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)

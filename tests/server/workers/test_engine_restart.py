@@ -19,7 +19,7 @@ def kill_engine() -> None:
     engine.kill()
 
 
-def test_a_server_outlives_its_engine(start_server):
+def test_a_server_survives_its_engine(start_server):
     server: RunningServer = start_server(wait_ready=False, in_process=False, max_model_len=4096)
     for early in (server.post("/generate", SHORT), server.http.get("/ready")):
         assert early.status_code == 503 and "retry-after" in early.headers
@@ -74,7 +74,7 @@ def test_a_server_outlives_its_engine(start_server):
     server.wait_idle()
 
 
-def test_a_thread_that_ends_is_dead_for_good(start_server):
+def test_an_engine_thread_is_not_restarted(start_server):
     """An engine in the server's own process is not replaced: liveness fails, and who runs the server restarts it."""
     server: RunningServer = start_server(in_process=True)
     server.service.client._transport.stop(5.0)

@@ -99,7 +99,7 @@ def test_while_it_drains_new_requests_are_a_503_and_a_second_signal_ends_it_at_o
     assert "stopping at once" in log and "Traceback" not in log
 
 
-async def test_a_request_on_a_connection_taken_before_the_end_is_answered(tiny_model: Path, monkeypatch) -> None:
+async def test_a_request_on_a_connection_accepted_before_shutdown_is_answered(tiny_model: Path, monkeypatch) -> None:
     monkeypatch.setattr(
         "server.workers.http_server.FIRST_REQUEST_SECONDS", 60.0
     )  # of a machine that is as slow as it likes
@@ -114,7 +114,7 @@ async def test_a_request_on_a_connection_taken_before_the_end_is_answered(tiny_m
     reader, writer = await asyncio.open_connection(*listener.getsockname())
     while not server.server_state.connections:
         await asyncio.sleep(0.01)
-    server.ask_to_end(at_once=False)
+    server.request_shutdown(force=False)
     while not server.should_exit:
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.4)  # uvicorn sees that it should every 0.1 s
@@ -125,7 +125,7 @@ async def test_a_request_on_a_connection_taken_before_the_end_is_answered(tiny_m
     await serving
 
 
-def test_who_runs_past_the_drain_limit_is_told_and_the_exit_is_clean(start: Serve, tiny_model: Path) -> None:
+def test_requests_past_the_drain_limit_are_aborted_and_the_exit_is_clean(start: Serve, tiny_model: Path) -> None:
     process, url = started(start, tiny_model, "--drain-seconds", "0.3", "--log-format", "json", "--in-process")
     with httpx.stream("POST", url + "/generate", json=ENDLESS, timeout=60) as response:
         events = response.iter_lines()
@@ -154,14 +154,14 @@ def test_sigint_while_loading_exits_with_0_and_leaves_no_process(start: Serve, t
     assert_gone(engine)
 
 
-async def test_a_taken_port_is_known_before_anything_is_loaded(tiny_model: Path) -> None:
+async def test_a_port_in_use_fails_before_the_model_is_loaded(tiny_model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"127\.0\.0\.1 port {port}"):
             await asyncio.wait_for(serve(ServerConfig(engine=EngineConfig(model=str(tiny_model)), port=port)), 1)
 
 
-def test_a_model_that_is_not_there_is_exit_status_2_and_names_it(start: Serve, tmp_path: Path) -> None:
+def test_a_missing_model_is_exit_status_2_and_is_named(start: Serve, tmp_path: Path) -> None:
     process = start("--model", str(tmp_path / "missing"), "--port", "0")
     _, log = process.communicate(timeout=60)
     assert process.returncode == 2
