@@ -1,6 +1,7 @@
-"""One of several fronts: a process that answers HTTP on the shared port, with the engine at the other end of a pipe.
+"""The process of one API worker: serves HTTP on the shared port and reaches the engine through a pipe.
 
-Owns what runs in that process. Obeys the main process, which alone hears signals, and ends when that is gone.
+Workers ignore stop signals. The main process receives them and sends DRAIN or STOP through the command pipe. A worker
+also exits when that pipe closes, that is, when the main process has ended.
 """
 
 from __future__ import annotations
@@ -31,15 +32,17 @@ from server.workers.http_server import Server, SharedAcceptor, freeze_memory, uv
 
 log = logging.getLogger("encore.server")
 DRAIN, STOP = b"drain", b"stop"
-HEARTBEAT = "beat"  # the gauge that shows the main process that this one's loop turns; time.monotonic
+HEARTBEAT = "beat"  # gauge that tells the main process that this event loop runs; time.monotonic
 HEARTBEAT_SECONDS = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSettings:
-    """All that a front's process is given. `number` is its own alone, `row` its predecessor's too; `began` in seconds
-    of time.time is the server's start, `orders` where DRAIN and STOP come from. One that `is_late` comes to a server
-    that serves: it takes no connection before it can serve too.
+    """Arguments of a worker process.
+
+    `number` is unique to the process; `row` is its row of shared counters, which it takes over from its predecessor.
+    `is_replacement`: the server serves already, so accept no connection before this worker can serve too.
+    `start_time`: the server's start (time.time). `commands`: pipe that delivers DRAIN and STOP.
     """
 
     config: ServerConfig
@@ -55,7 +58,7 @@ class WorkerSettings:
 
 
 def main(settings: WorkerSettings) -> None:
-    """Serve until ordered to end."""
+    """Serve until the main process sends DRAIN or STOP."""
     ignore_stop_signals()
     logging.config.dictConfig(log_settings(settings.config.log_level, settings.config.log_format))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -76,7 +79,7 @@ async def _serve(settings: WorkerSettings) -> None:
     def on_command() -> None:
         try:
             command = settings.commands.recv_bytes()
-        except (EOFError, OSError):  # the main process is gone
+        except (EOFError, OSError):  # the main process has ended
             command = STOP
             loop.remove_reader(settings.commands.fileno())
         server.request_shutdown(force=command == STOP)
@@ -102,10 +105,10 @@ async def _heartbeat(counters: SharedCounters) -> None:
 
 
 async def _accept_or_exit(server: Server, service: Service, may_accept: asyncio.Event) -> None:
-    """Let a late front take connections; end one that can't serve where others do, so that another one is tried."""
+    """Let a replacement worker accept connections once it can serve; exit if it can't, so that another one is tried."""
     await service.settled.wait()
     if service.startup_error is not None and not isinstance(service.startup_error, EngineDead):
-        log.error("this front can't serve: %s", service.startup_error)
+        log.error("this API worker can't serve: %s", service.startup_error)
         server.request_shutdown(force=True)
-    else:  # where the engine is gone for good it says so, as the others do
+    else:  # also if the engine is gone for good: this worker then reports that, as the others do
         may_accept.set()

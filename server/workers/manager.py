@@ -1,7 +1,7 @@
-"""The main process of a server with several fronts: one engine, one port, and a process for each front.
+"""The main process of a server with several API workers: starts the engine and the workers and supervises them.
 
-Owns the engine, the signals, and that fronts which end are replaced. Answers no request itself: what it does not do
-can't hold a stream up. Composes as main.py does for a single front.
+The main process holds the engine, the listening socket and the signal handlers, and replaces workers that exit or
+hang. It serves no requests itself, so its work can't delay a stream. `launch.py` does the same for a single worker.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from server.workers.http_server import (
 
 log = logging.getLogger("encore.server")
 WATCH_SECONDS = 0.1
-GRACE_SECONDS = DRAIN_RESPONSE_SECONDS + 10  # beyond the drain, before a front that does not end is killed
+GRACE_SECONDS = DRAIN_RESPONSE_SECONDS + 10  # after the drain limit, before a worker that did not exit is killed
 
 
 async def serve_workers(config: ServerConfig, run_engine: Run = run_loop) -> None:
-    """Serve with `config.fronts` fronts until a stop signal; ends and raises as main.run does."""
+    """Serve with `config.api_workers` API workers until a stop signal. Returns and raises as `launch.run` does."""
     keys = Keys.load(config, os.environ)
     listener = listen(config.host, config.port)
     try:
@@ -55,7 +55,7 @@ async def serve_workers(config: ServerConfig, run_engine: Run = run_loop) -> Non
         listener.setblocking(False)
         raise_file_limit(config.max_connections + FILES_BESIDE_CONNECTIONS)
         log.info(
-            "Encore %s on %s loads %s; keys: %s; fronts: %d",
+            "Encore %s on %s loads %s; keys: %s; API workers: %d",
             version(),
             url_of(listener),
             config.engine.model,
@@ -77,9 +77,10 @@ async def serve_workers(config: ServerConfig, run_engine: Run = run_loop) -> Non
 
 @dataclass
 class _WorkerSlot:
-    """A place for a front, and who has it now. `retry_at`: when the next one begins, in seconds of time.monotonic.
+    """One worker slot: its row of shared counters and the process that currently uses it.
 
-    `beat` is the last that was seen of its process, `silent` for how many seconds it has been the last.
+    `start_at`: when to start the next process (time.monotonic), or None if none is due. `heartbeat`: the last heartbeat
+    read from the process. `silent_seconds`: how long that value has not changed.
     """
 
     row: int
@@ -92,7 +93,7 @@ class _WorkerSlot:
 
 
 class WorkerManager:
-    """The fronts of one server and their engine. `serve` runs until all have ended."""
+    """Run the API workers of one server and their engine. `serve` returns when all have exited."""
 
     def __init__(
         self,
@@ -110,16 +111,19 @@ class WorkerManager:
         self._slots = [_WorkerSlot(row) for row in range(config.api_workers)]
         self._router = EngineRouter(Supervisor(lambda: ProcessTransport(config.engine, routed=True, run=run_engine)))
         self._next_number = 0
-        self._replacement_times: list[float] = []  # when
+        self._replacement_times: list[float] = []  # time.monotonic
         self._start_time = time.time()
         self._last_check = time.monotonic()
         self._ready: Ready | None = None
         self._failure: Exception | None = None
-        self._exit_deadline: float | None = None  # time.monotonic, once the end has been asked for
+        self._exit_deadline: float | None = None  # time.monotonic; set once shutdown has begun
         self._logged_serving = False
 
     async def serve(self) -> None:
-        """Start engine and fronts, keep them, and end them. Raises what the engine's start failed of."""
+        """Start the engine and the workers, supervise them, and stop them.
+
+        Raises the error that the engine's startup failed with, or EngineDead if every worker has exited for good.
+        """
         loop = asyncio.get_running_loop()
         self._router.start(lambda report: loop.call_soon_threadsafe(self._on_report, report))
         try:
@@ -136,7 +140,7 @@ class WorkerManager:
             raise self._failure
 
     def on_signal(self, number: int) -> None:
-        """The first signal drains, the next one ends what still runs."""
+        """Drain at the first signal; abort running requests at the second."""
         log.info(
             "%s: %s", signal.Signals(number).name, "draining" if self._exit_deadline is None else "stopping at once"
         )
@@ -148,17 +152,15 @@ class WorkerManager:
         for slot in self._slots:
             slot.start_at = None
             if slot.process is not None:
-                if not self._counters.row_gauge(
-                    slot.row, api_worker.HEARTBEAT
-                ):  # it loads, and would read no order for seconds yet
-                    slot.process.kill()
+                if not self._counters.row_gauge(slot.row, api_worker.HEARTBEAT):
+                    slot.process.kill()  # still loading: it would not read the command for seconds
                 try:
                     slot.commands.send_bytes(command)
-                except OSError as error:  # its end is about to be noticed
-                    log.debug("front %d takes no orders: %s", slot.number, error)
+                except OSError as error:  # it has exited; supervision will notice
+                    log.debug("API worker %d does not accept commands: %s", slot.number, error)
 
     def _on_report(self, report: Report) -> None:
-        """What the engine says to all; its fronts hear it too."""
+        """Handle an engine report that is broadcast to the main process and all workers."""
         if isinstance(report, Ready):
             self._ready = report
         elif isinstance(report, Dead) and self._ready is None and self._exit_deadline is None:
@@ -166,14 +168,14 @@ class WorkerManager:
             self._shut_down(api_worker.STOP)
 
     def _supervise_workers(self) -> None:
-        # Time in which this process itself did not run (stopped, frozen) is no silence of the fronts'.
+        # Cap the elapsed time: if this process was stopped itself, the gap says nothing about the workers.
         now = time.monotonic()
         elapsed, self._last_check = min(now - self._last_check, 2 * WATCH_SECONDS), now
         for slot in self._slots:
             if slot.process is not None and not slot.process.is_alive():
                 self._on_worker_exit(slot, now, f"ended with exit code {slot.process.exitcode}")
             elif slot.process is not None and self._must_be_killed(slot, now, elapsed):
-                log.error("front %d does not answer and is killed", slot.number)
+                log.error("API worker %d does not respond and is killed", slot.number)
                 slot.process.kill()
             if slot.process is None and slot.start_at is not None and now >= slot.start_at:
                 self._start_worker(slot)
@@ -186,7 +188,8 @@ class WorkerManager:
         slot.number, slot.start_at, slot.heartbeat, slot.silent_seconds = self._next_number, None, 0.0, 0.0
         self._next_number += 1
         try:
-            with ExitStack() as worker_ends:  # closed here: else the end of the front would not end the pipes
+            # Close the worker's pipe ends in this process: else its pipes would stay open after it exits.
+            with ExitStack() as worker_ends:
                 engine = worker_ends.enter_context(self._router.connect(slot.number))
                 commands, slot.commands = self._context.Pipe(duplex=False)
                 worker_ends.enter_context(commands)
@@ -206,7 +209,7 @@ class WorkerManager:
                     target=api_worker.main, args=(settings,), name=f"encore-api-worker-{slot.number}", daemon=True
                 )
                 start_ignoring_stop_signals(process)
-        except OSError as error:  # too many processes or files: the other fronts serve on meanwhile
+        except OSError as error:  # too many processes or open files; the other workers keep serving
             self._on_worker_exit(slot, time.monotonic(), f"could not be started: {error}")
         else:
             slot.process = process
@@ -215,32 +218,31 @@ class WorkerManager:
         slot.process = None
         if slot.commands is not None:
             slot.commands.close()
-        self._counters.reset_gauges(slot.row)  # the places that it held are free
+        self._counters.reset_gauges(slot.row)  # releases the queue capacity that it held
         if self._exit_deadline is not None:
             return
         recent = sum(now - then < self._policy.window_seconds for then in self._replacement_times)
         if recent >= self._policy.max_restarts:
             log.error(
-                "front %d %s; fronts were replaced %d times within %.0f s already, so it is not: find the cause "
-                "in the log, then restart the server",
+                "API worker %d %s; it is not replaced because workers were already replaced %d times within %.0f s: "
+                "find the cause in the log, then restart the server",
                 slot.number,
                 reason,
                 recent,
                 self._policy.window_seconds,
             )
             if all(one.process is None and one.start_at is None for one in self._slots):
-                self._failure = EngineDead("every front of the server has ended; the log says why")
+                self._failure = EngineDead("every API worker has exited; see the log for the cause")
                 self._shut_down(api_worker.STOP)
             return
         self._replacement_times.append(now)
         slot.start_at = now + self._policy.delay(recent)
-        log.error("front %d %s; another one begins", slot.number, reason)
+        log.error("API worker %d %s; it is being replaced", slot.number, reason)
 
     def _must_be_killed(self, slot: _WorkerSlot, now: float, elapsed: float) -> bool:
         heartbeat = self._counters.row_gauge(slot.row, api_worker.HEARTBEAT)
-        slot.silent_seconds = (
-            slot.silent_seconds + elapsed if heartbeat and heartbeat == slot.heartbeat else 0.0
-        )  # none yet: it loads
+        # A heartbeat of 0 means that the worker is still loading.
+        slot.silent_seconds = slot.silent_seconds + elapsed if heartbeat and heartbeat == slot.heartbeat else 0.0
         slot.heartbeat = heartbeat
         hangs = slot.silent_seconds > self._policy.kill_seconds
         return hangs or (self._exit_deadline is not None and now > self._exit_deadline)

@@ -1,4 +1,4 @@
-"""`encore serve --http-workers N` as processes: one port, one engine, and what happens when one of them ends."""
+"""`encore serve --http-workers N` as processes: one port, one engine, and recovery when a process ends."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ ENDLESS = SHORT | {"max_tokens": 4000}
 
 @pytest.fixture(scope="module")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """Two fronts, shared; every test leaves both alive and the engine idle."""
+    """A shared server with two API workers. Every test leaves both alive and the engine idle."""
     log = tmp_path_factory.mktemp("api_workers") / "server.log"
     with serving(tiny_model, log, *FLAGS, "--http-workers", "2", "--max-num-seqs", "16") as handle:
         yield handle
 
 
 def children(pid: int) -> list[int]:
-    """Child processes, whichever thread began them, Python's resource tracker left out."""
+    """Child processes started by any thread, without Python's resource tracker."""
     found = []
     for task in Path(f"/proc/{pid}/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # a thread, or a child, that has just ended
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread or child that has just ended
             found += [int(child) for child in (task / "children").read_text().split()]
     return [child for child in found if not _is_tracker(child)]
 
@@ -64,7 +64,7 @@ def api_workers(server: Serving) -> list[int]:
 
 
 def connections_of(pid: int) -> int:
-    """Sockets of a process that are open to a client."""
+    """Number of established TCP connections of a process."""
     links = (os.readlink(one) for one in Path(f"/proc/{pid}/fd").iterdir())
     inodes = {link.removeprefix("socket:[").rstrip("]") for link in links if link.startswith("socket:")}
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
@@ -91,7 +91,7 @@ def wait_idle(server: Serving) -> None:
 
 
 class Stream(threading.Thread):
-    """One streaming client with a connection of its own: what it got, and how that ended."""
+    """A streaming client on its own connection. Records the events received and how the stream ended."""
 
     def __init__(self, server: Serving, body: dict, **headers: str):
         super().__init__(daemon=True)
@@ -140,7 +140,7 @@ def test_api_workers_share_connections_and_sum_their_counters(server):
     assert len({stream.text for stream in streams}) == 1
     wait_idle(server)
     seen = [server.metric("request_success_total") for _ in range(6)]
-    assert seen == [ended + 16] * 6  # from whichever front
+    assert seen == [ended + 16] * 6  # from any worker
     assert server.metric("time_to_first_token_seconds_count") >= 16
     assert server.metric("http_responses_total") >= answered + 16 + 6
     assert {httpx.get(server.url + "/v1/models").text for _ in range(6)} == {httpx.get(server.url + "/v1/models").text}
@@ -169,7 +169,7 @@ def test_a_worker_that_ends_breaks_only_its_own_streams_and_is_replaced(server):
     victim, other = api_workers(server)
     os.kill(victim, signal.SIGKILL)
     wait(lambda: any(stream.broke for stream in streams), "the end of its streams", 5)
-    wait(lambda: server.metric("num_requests_in_flight") < 8, "its places", 5)
+    wait(lambda: server.metric("num_requests_in_flight") < 8, "its queue capacity", 5)
     for stream in streams:
         stream.join(120)
     whole = [stream for stream in streams if stream.is_done]
@@ -179,7 +179,7 @@ def test_a_worker_that_ends_breaks_only_its_own_streams_and_is_replaced(server):
     assert other in api_workers(server) and victim not in api_workers(server)
     wait_idle(server)
     assert server.metric("engine_restarts_total") == 0
-    # What the lost front had counted is there still; its own broken streams nobody saw the end of.
+    # The counts of the lost worker remain. The ends of its broken streams were never counted.
     assert server.metric("request_success_total") == before + 1 + len(whole)
     Stream(server, SHORT).join(60)
 
@@ -201,7 +201,7 @@ def test_all_workers_see_an_engine_restart_and_its_counters_continue(server):
     assert [server.metric("engine_restarts_total") for _ in range(6)] == [1] * 6
     assert all(server.metric("generation_tokens_total") >= generated for _ in range(6))
     assert server.metric("num_requests_in_flight") == 0
-    # A front that begins afterwards knows of it too.
+    # A worker that starts afterwards reports it too.
     os.kill(api_workers(server)[0], signal.SIGKILL)
     wait(lambda: len(api_workers(server)) == 1, "its end", 5)
     wait_ready(server)
@@ -240,7 +240,7 @@ def test_a_replacement_worker_keeps_the_keys_and_is_retried_until_it_can_serve(t
         keys.write_text("another\n")
         model.rename(tmp_path / "away")
         os.kill(api_workers(server)[0], signal.SIGKILL)
-        wait(lambda: "this front can't serve" in (tmp_path / "server.log").read_text(), "a front that can't", 20)
+        wait(lambda: "this API worker can't serve" in (tmp_path / "server.log").read_text(), "a failed worker", 20)
         url, right = server.url + "/v1/models", {"Authorization": "Bearer right"}
         assert all(httpx.get(url, headers=right).is_success for _ in range(6))
         (tmp_path / "away").rename(model)
@@ -257,12 +257,12 @@ def test_a_signal_to_the_process_group_during_startup_exits_cleanly(tiny_model, 
         process = subprocess.Popen(command, env=ENVIRONMENT, stderr=lines, start_new_session=True)
     wait(lambda: len(children(process.pid)) == 3, "the processes", 20)
     os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(10) == 0  # nobody waits for what they are still loading
+    assert process.wait(10) == 0  # processes that are still loading are not waited for
     assert "draining" in log.read_text() and "Traceback" not in log.read_text()
 
 
 def worker_pids() -> list[int]:
-    """Of the fronts whose main process this one is."""
+    """Process ids of the API workers started by this process."""
     found = multiprocessing.active_children()
     return [one.pid for one in found if one.name.startswith("encore-api-worker")]
 
@@ -288,7 +288,7 @@ async def test_only_a_hung_worker_is_replaced_and_a_failed_start_is_retried(tiny
         pids = worker_pids()
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
-        time.sleep(5.0)  # as if all had been frozen: this process looks at them again before they run
+        time.sleep(5.0)  # as if all processes had been frozen: the supervision runs again before the workers do
         await asyncio.sleep(0.2)
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
@@ -299,11 +299,11 @@ async def test_only_a_hung_worker_is_replaced_and_a_failed_start_is_retried(tiny
         os.kill(pids[0], signal.SIGSTOP)  # this one hangs
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
         try:
-            await until(lambda: "could not be started" in caplog.text, "a try in vain")
-            assert "does not answer and is killed" in caplog.text
+            await until(lambda: "could not be started" in caplog.text, "a failed start")
+            assert "does not respond and is killed" in caplog.text
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        await until(lambda: len(worker_pids()) == 2, "another front")
+        await until(lambda: len(worker_pids()) == 2, "the replacement")
         assert pids[1] in worker_pids() and pids[0] not in worker_pids() and not ending.done()
     finally:
         main.on_signal(signal.SIGTERM)
@@ -326,7 +326,7 @@ def test_a_missing_model_ends_all_processes_with_status_2(tmp_path):
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     begun, *_, error = done.stderr.splitlines()
-    assert "fronts: 2" in begun and error.startswith("encore serve: error: ") and "missing" in error
+    assert "API workers: 2" in begun and error.startswith("encore serve: error: ") and "missing" in error
     assert "Traceback" not in done.stderr
 
 

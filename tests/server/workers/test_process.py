@@ -1,4 +1,4 @@
-"""`encore serve` as a process: its start, its signals, its exit status, what it says when it can't start."""
+"""`encore serve` as a process: startup, signals, exit status, and error messages when it can't start."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ENDLESS = {"text": "red", "sampling_params": {"max_new_tokens": 4000, "ignore_eo
 
 
 def started(start: Serve, model: Path, *arguments: str) -> tuple[subprocess.Popen[str], str]:
-    """A server that has loaded its model, and its address."""
+    """Start a server, wait until its model is loaded, and return the process and its URL."""
     process = start(*COMMON, "--model", str(model), "--num-threads", "1", *arguments)
     lines = []
     while not lines or "serving " not in lines[-1]:
@@ -42,7 +42,7 @@ def started(start: Serve, model: Path, *arguments: str) -> tuple[subprocess.Pope
 
 @pytest.fixture
 def start() -> Iterator[Serve]:
-    """Start `encore serve` with these arguments; it is killed at the end if it still runs."""
+    """Start `encore serve` with these arguments; kill it after the test if it still runs."""
     started: list[subprocess.Popen[str]] = []
 
     def start_one(*arguments: str) -> subprocess.Popen[str]:
@@ -94,7 +94,7 @@ def test_while_it_drains_new_requests_are_a_503_and_a_second_signal_ends_it_at_o
         began = time.monotonic()
         process.send_signal(signal.SIGTERM)
         _, log = process.communicate(timeout=30)
-    assert time.monotonic() - began < 20  # not the drain limit; a loaded machine takes seconds to end Python
+    assert time.monotonic() - began < 20  # well below the drain limit; a loaded machine takes seconds to end Python
     assert process.returncode == 0, log
     assert "stopping at once" in log and "Traceback" not in log
 
@@ -102,7 +102,7 @@ def test_while_it_drains_new_requests_are_a_503_and_a_second_signal_ends_it_at_o
 async def test_a_request_on_a_connection_accepted_before_shutdown_is_answered(tiny_model: Path, monkeypatch) -> None:
     monkeypatch.setattr(
         "server.workers.http_server.FIRST_REQUEST_SECONDS", 60.0
-    )  # of a machine that is as slow as it likes
+    )  # a slow machine must not fail this test
     engine = EngineConfig(model=str(tiny_model), num_threads=1, warmup="lazy", graph_manifest="none")
     config = ServerConfig(engine=engine, in_process=True)
     app = create_app(make_client(engine, in_process=True), config)
@@ -117,7 +117,7 @@ async def test_a_request_on_a_connection_accepted_before_shutdown_is_answered(ti
     server.request_shutdown(force=False)
     while not server.should_exit:
         await asyncio.sleep(0.01)
-    await asyncio.sleep(0.4)  # uvicorn sees that it should every 0.1 s
+    await asyncio.sleep(0.4)  # uvicorn polls should_exit every 0.1 s
     writer.write(b"GET /ready HTTP/1.1\r\nHost: here\r\n\r\n")
     answer = await reader.read()
     assert answer.startswith(b"HTTP/1.1 503 ") and b"\r\nconnection: close\r\n" in answer.lower()
@@ -174,7 +174,7 @@ def children(pid: int) -> list[int]:
 
 
 def assert_gone(pids: list[int]) -> None:
-    """Python's own resource tracker ends a moment after its parent."""
+    """Wait until the processes have ended. Python's resource tracker ends a moment after its parent."""
     end = time.monotonic() + 5
     while any(alive(pid) for pid in pids):
         assert time.monotonic() < end, [Path(f"/proc/{pid}/cmdline").read_text() for pid in pids if alive(pid)]
