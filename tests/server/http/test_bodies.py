@@ -1,4 +1,4 @@
-"""What may be sent at all: sizes, encodings, JSON, content types, methods, routes. Never a 500."""
+"""Request bodies: size, encoding, JSON, content type, method and route. Bad input never causes a 500."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_413_doesnt_wait_for_the_end_of_the_body(start_server, header, begun, 
         while not answer.endswith(b"}}"):
             answer += connection.recv(65536)
         assert answer.startswith(b"HTTP/1.1 413 ") and b"\r\nconnection: close\r\n" in answer.lower()
-        connection.sendall(rest)  # who goes on sending is read, not reset
+        connection.sendall(rest)  # the rest is read and dropped, not reset
         assert connection.recv(65536) == b""
 
 
@@ -134,7 +134,7 @@ WRONG = {
 
 
 def faults(kind, body):
-    """How many errors pydantic builds for a body."""
+    """Number of errors that pydantic builds for a body."""
     try:
         kind.model_validate(body)
     except ValidationError as found:

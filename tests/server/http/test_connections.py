@@ -1,4 +1,4 @@
-"""What holds before there is a request: connections, headers that never end, and headers that are too long."""
+"""Connection limits: the number of connections, incomplete headers, long headers, chunk extensions and trailers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def connections(server):
 
 
 def socket_table():
-    """Local ports of established connections of this machine's IPv4."""
+    """Local ports of this machine's established IPv4 connections."""
     with open("/proc/net/tcp", encoding="ascii") as table:
         rows = [line.split() for line in table.readlines()[1:]]
     return [str(int(row[1].partition(":")[2], 16)) for row in rows if row[3] == "01"]
@@ -39,7 +39,7 @@ def connect(server):
 
 
 def check_health(connection):
-    """One whole answer on a connection that stays open."""
+    """Read one complete response on a keep-alive connection."""
     connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
     received = b""
     while not received.endswith(b'{"status":"ok"}'):
@@ -50,7 +50,7 @@ def check_health(connection):
 
 
 def answer_to(connection, request=b""):
-    """Status, headers and JSON of what comes back until the server closes; None if it closes without a word."""
+    """Status, headers and JSON of the response, read until the server closes; None if it sends nothing."""
     connection.sendall(request)
     received = b""
     while chunk := connection.recv(65536):
@@ -84,7 +84,7 @@ def test_a_second_request_has_its_own_header_timeout(server):
     with connect(server) as connection:
         for _ in range(2):
             check_health(connection)
-            time.sleep(0.5)  # longer than headers may take, shorter than a connection may idle
+            time.sleep(0.5)  # longer than the header timeout, shorter than the keep-alive timeout
         status, _, _ = answer_to(connection, b"GET /he")
         assert status == 408
 
@@ -148,7 +148,7 @@ ENDLESS_FRAMING = [TRAILERS, ONE_TRAILER, EXTENSIONS, ONE_EXTENSION]
 
 
 def sent_until_closed(connection, begun, piece, most=20_000_000):
-    """How many bytes the server takes of `piece` repeated, `most` at most."""
+    """Send `piece` repeatedly, up to `most` bytes; return how many bytes were sent before the server closed."""
     sent = 0
     try:
         connection.sendall(begun)
@@ -166,7 +166,7 @@ def test_chunk_extensions_and_trailers_are_bounded(server, line, begun, piece):
     with connect(server) as connection:
         connection.sendall(line + CHUNKED)
         time.sleep(0.05)
-        # The socket buffers of both ends take some megabytes that the server never reads.
+        # The socket buffers of both ends hold some megabytes that the server never reads.
         assert sent_until_closed(connection, begun, piece) < 15_000_000
     server.wait(lambda: len(connections(server)) == 0, "the connection's end")
 

@@ -1,4 +1,4 @@
-"""Keys: which route needs which, where they come from, and that nothing ever shows one."""
+"""API keys: which key each route requires, where keys come from, and that no key is ever shown."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_refused_body_is_not_read(guarded):
     big = b'{"text": "' + b"a" * 20_000_000 + b'"}'
     try:
         response = guarded.http.post("/generate", content=big, headers={"Content-Type": "application/json"})
-    except Exception as closed:  # the connection may close under an upload that nobody reads
+    except Exception as closed:  # the server may close the connection during an upload that it does not read
         assert "Error" in type(closed).__name__
     else:
         error_of(response, 401)

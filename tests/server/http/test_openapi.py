@@ -1,4 +1,4 @@
-"""/openapi.json tells the truth: every answer of every route has the shape that is promised there."""
+"""/openapi.json is correct: every response of every route has the documented shape."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_each_route_documents_its_errors_and_no_422(schema):
 
 
 def test_ranges_of_the_schema_are_those_that_are_checked(schema):
-    """One step beyond each bound that the schema names is refused, and the bound itself is taken."""
+    """Each bound of the schema is accepted, and one step beyond it is refused."""
     from engine.errors import RequestError
     from engine.protocol.request import SamplingParams
 

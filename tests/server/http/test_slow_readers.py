@@ -1,4 +1,4 @@
-"""Clients that don't read: others are served, what is kept for them is bounded, and their connections end."""
+"""Clients that don't read: other clients are served, their buffers are bounded, and their connections are closed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from server.config import ServerConfig
 
 @contextmanager
 def asked(server, path, body):
-    """A connection that has sent a request, and whose client takes a few kilobytes by itself."""
+    """A connection that has sent a request. The client's receive buffer takes a few kilobytes without reading."""
     host, port = server.url.removeprefix("http://").split(":")
     content = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n"
@@ -28,7 +28,7 @@ def asked(server, path, body):
 
 
 def whole(connection):
-    """All that comes until the server closes."""
+    """Read until the server closes the connection."""
     received = bytearray()
     while chunk := connection.recv(1 << 20):
         received += chunk
@@ -44,7 +44,7 @@ def engine_is_idle(server):
     return not stats.num_running and not stats.num_waiting
 
 
-# Each event of /generate holds all there is so far: megabytes, which no socket buffer takes.
+# Each event of /generate holds the whole output so far: megabytes, more than any socket buffer.
 STREAM = {"text": "red", "sampling_params": {"max_new_tokens": 1500, "ignore_eos": True}, "stream": True}
 ALTERNATIVES = {"return_logprob": True, "top_logprobs_num": 20}
 
@@ -54,7 +54,7 @@ def test_unread_responses_do_not_hold_queue_capacity(start_server):
     with asked(server, "/generate", STREAM), asked(server, "/generate", STREAM):
         with asked(server, "/generate", STREAM), asked(server, "/generate", STREAM):
             server.wait(lambda: generated(server) == 4 * 1500 and engine_is_idle(server), "the engine's end", 60)
-            assert server.service.unanswered == 4  # none of them has taken its answer
+            assert server.service.unanswered == 4  # no client has read its response
             assert server.service.in_flight == 0
             assert len(server.answer("/generate", {"text": "blue"})["output_ids"]) > 0
     server.wait(lambda: server.service.unanswered == 0, "their leaving")

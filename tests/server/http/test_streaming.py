@@ -1,4 +1,4 @@
-"""Streams by themselves: merged, ended early, failing; and what their times become in the metrics."""
+"""Streams in isolation: merging, early close, failures, and their latencies in the metrics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from server.serving.service import Job
 
 
 class Source:
-    """An endless stream that knows whether it was closed."""
+    """An endless stream that records whether it was closed."""
 
     def __init__(self, name, fail_at=None):
         self.name, self.fail_at, self.closed, self.given = name, fail_at, False, 0
@@ -69,7 +69,7 @@ async def test_one_failure_ends_a_merged_stream_and_closes_the_others():
 
 
 class Connection:
-    """The ASGI side of one response: collects what is sent, and leaves when told."""
+    """The ASGI side of one response: collects sent messages, and disconnects when `gone` is set."""
 
     def __init__(self):
         self.sent, self.gone = [], asyncio.Event()
