@@ -1,4 +1,4 @@
-"""What the server says of itself on /metrics: readiness, limits, answers by route and status, what is served."""
+"""The server's own metrics: readiness, limits, responses by route and status, and model info."""
 
 from __future__ import annotations
 

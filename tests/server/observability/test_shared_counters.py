@@ -1,4 +1,4 @@
-"""Sums over the rows of several fronts: nothing is lost with a front but what was true only of it."""
+"""Sums over the rows of several API workers: when a worker ends, its counters remain and its gauges are reset."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ def test_a_half_written_name_does_not_corrupt_the_next_one():
     memory_bytes = memoryview(memory).cast("B")
     written = bytes(memory_bytes).index(b"first")
     row = 8 * (1 + NAME_BYTES // 8)
-    memory_bytes[written + row : written + row + 9] = b"abandoned"  # and was killed before it was counted
+    # As left by a worker that was killed before it counted the entry.
+    memory_bytes[written + row : written + row + 9] = b"abandoned"
     SharedCounters(memory).index("next")
     assert SharedCounters(memory).names("") == ["first", "next"]
 
