@@ -1,4 +1,4 @@
-"""Clients that leave, queues that are full, engines that end: every request ends, and nothing stays behind."""
+"""Disconnecting clients, full queues, failed engines: every request ends and nothing leaks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_full_queue_is_a_429_with_retry_after_and_the_next_one_is_served(start
             refused = httpx.post(server.url + "/generate", json=body | {"stream": stream})
             assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
             assert refused.json()["error"]["code"] == "queue_full"
-        # Refused before it is tokenised: a prompt that would be a 400 is a 429 now.
+        # Refused before tokenization: a prompt that would otherwise be a 400 is a 429.
         assert httpx.post(server.url + "/generate", json={"text": ""}).status_code == 429
     waiting.join()
     server.wait_idle()
@@ -71,7 +71,7 @@ def test_a_429_counts_sequences_in_flight_and_those_of_the_request(start_server)
             refused = httpx.post(server.url + "/v1/completions", json=body)
             assert refused.status_code == 429
             assert refused.json()["error"]["message"] == (
-                "the request asks for 4 sequences beside 1 under way, and at most 4 may run and wait; try later"
+                "the request asks for 4 sequences and 1 are in flight, but at most 4 can run and wait: retry later"
             )
         assert server.service.in_flight == 1
 
@@ -97,7 +97,7 @@ def test_more_prompts_than_can_ever_wait_are_a_400_that_names_their_field(start_
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == param
     assert refused.json()["error"]["message"] == (
-        f"{param}: the request asks for 4 sequences at once, and 3 are possible"
+        f"{param}: the request asks for 4 sequences, but at most 3 can run and wait"
     )
 
 
