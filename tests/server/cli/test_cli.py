@@ -1,4 +1,4 @@
-"""The command line: help that answers at once, bad input as one line and status 2, and the smaller commands."""
+"""The command line: fast help, bad input as one line and status 2, and the commands generate, graphs and tune."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_tune_accepts_a_larger_maximum_and_refuses_a_smaller_one(capsys, manifes
 
 
 def test_tune_from_a_live_server_within_a_budget_of_bytes(capsys, server):
-    # One request of three sequences: they join the batch together, where three prompts may come one after another.
+    # One request with three sequences: they join the batch together. Three requests might arrive one by one.
     server.answer("/v1/completions", {"prompt": "red", "n": 3, "max_tokens": 8, "ignore_eos": True})
     server.wait_idle()
     code, out, _ = status(capsys, "tune", "--metrics", server.url + "/metrics", "--max-bytes", str(2**40), "--json")
@@ -216,7 +216,7 @@ def test_tuned_buckets_are_exactly_those_a_server_captures(capsys, server, tmp_p
     )
     report = json.loads(out)
     assert code == 0 and err == "" and report["graphs"] == len(report["buckets"]) <= graphs
-    # The server's limit is 8, more than any batch was: encore serve adds what isn't there.
+    # The server's limit is 8, above any observed batch: encore serve would add a missing bucket of 8.
     assert Buckets.for_limit(8, report["buckets"]).sizes == tuple(report["buckets"])
     assert report["default_ladder"]["buckets"] == [1, 2, 4, 8]
 

@@ -1,4 +1,4 @@
-"""Settings from a file, the environment and flags: one precedence, one set of names, no name ignored in silence."""
+"""Settings from a file, the environment and flags: precedence, names, types; unknown names are refused."""
 
 from __future__ import annotations
 
