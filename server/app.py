@@ -1,4 +1,4 @@
-"""The ASGI application: routes, middleware and error answers around one engine client. Made, never a module global."""
+"""The ASGI application: routes, middleware and error handlers around one engine client."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def create_app(
     client: Client, config: ServerConfig, keys: Keys | None = None, counters: SharedCounters | None = None,
     start_time: float | None = None,
 ) -> FastAPI:  # fmt: skip
-    """An application that starts `client` with its lifespan and closes it at the end.
+    """Create an application that starts `client` in its lifespan and closes it on shutdown.
 
-    The client starts beside the server: until the model is loaded, /ready says so and inference answers 503.
-    `app.state.service` has the start's outcome. Without `keys` inference is open and the admin routes are off. What is
-    counted goes to `counters`, which several fronts of one server share; to one of its own unless given. `began` is the
-    server's start in seconds of time.time, now unless given.
+    The client starts in the background: until the model is loaded, /ready and inference routes return 503.
+    `app.state.service` holds the outcome of the startup. Without `keys`, inference is open and the admin routes are
+    off. `counters` are shared by the API workers of one server; default: private counters. `start_time` is the server's
+    start (time.time); default: now.
     """
     registry = CollectorRegistry()
     service = Service(client, config, counters, start_time)
@@ -67,7 +67,7 @@ def create_app(
             await board.close()
             await service.close()
 
-    # The documentation pages of FastAPI load scripts from elsewhere; /openapi.json is enough for tools.
+    # FastAPI's documentation pages load scripts from other hosts, so only /openapi.json is served.
     app = FastAPI(
         title="Encore", version=version(), lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False
     )
@@ -75,14 +75,14 @@ def create_app(
     app.state.board = board
     install_error_handlers(app)
     app.add_exception_handler(ClientDisconnected, _client_disconnected)
-    # The last one added is the outermost: refused bodies carry an id too.
+    # The middleware added last is the outermost: responses to refused bodies carry a request id too.
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
     app.add_middleware(KeyMiddleware, keys=keys or Keys())
     app.add_middleware(RequestLog)
     app.add_middleware(RequestIds)
     app.add_middleware(CloseWhenDraining, is_draining=lambda: service.draining)
     app.add_middleware(CountResponses, counter=responses)
-    # FastAPI tries them in this order, at every request: what is asked most stands first.
+    # FastAPI matches routes in this order at every request: put the most frequent first.
     for routes in (routes_openai, routes_generate, routes_tokens, routes_admin, routes_status, routes_server_info):
         app.include_router(routes.router)
     describe(app)
@@ -90,4 +90,4 @@ def create_app(
 
 
 async def _client_disconnected(request: Request, exc: Exception) -> Response:
-    return Response(status_code=499)  # never sent: the connection is gone; access logs show it
+    return Response(status_code=499)  # never sent, since the connection is closed; shown in the access log
