@@ -1,4 +1,4 @@
-"""OpenAI's routes: parse, submit, respond. /v1/completions, /v1/chat/completions and /v1/models."""
+"""OpenAI-compatible routes: /v1/completions, /v1/chat/completions and /v1/models."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ router = APIRouter(prefix="/v1", tags=["openai"], responses=REFUSALS)
 
 @router.get("/models", responses=answered_by(wire.ModelList))
 async def models(request: Request) -> dict[str, Any]:
-    """The served model under each of its names, with its context length."""
+    """List the served model under each of its names, with its context length."""
     service: Service = request.app.state.service
     return {"object": "list", "data": _models(service)}
 
 
 @router.get("/models/{model:path}", responses=answered_by(wire.Model))
 async def model(model: str, request: Request) -> dict[str, Any]:
-    """The served model under one of its names, slashes included."""
+    """Return the served model by one of its names, which may contain slashes."""
     service: Service = request.app.state.service
     _ = service.tokens
     service.check_model(model)
@@ -41,7 +41,7 @@ async def model(model: str, request: Request) -> dict[str, Any]:
 
 
 def _models(service: Service) -> list[dict[str, Any]]:
-    _ = service.tokens  # 503 until the model is loaded
+    _ = service.tokens  # raises 503 until the model is loaded
     info = service.client.info()
     fixed = {
         "object": "model",
@@ -54,7 +54,7 @@ def _models(service: Service) -> list[dict[str, Any]]:
 
 @router.post("/completions", responses=answered_by(wire.Completion, "text/event-stream"))
 async def completions(body: CompletionBody, request: Request) -> Response:
-    """Continue one prompt or several; n choices each, numbered prompt by prompt."""
+    """Complete one prompt or several, with n choices each, numbered prompt by prompt."""
     service: Service = request.app.state.service
     service.check_model(body.model)
     body.refuse_unsupported()
@@ -91,7 +91,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
 
 @router.post("/chat/completions", responses=answered_by(wire.ChatCompletion, "text/event-stream"))
 async def chat_completions(body: ChatBody, request: Request) -> Response:
-    """Answer a conversation through the model's chat template."""
+    """Generate the next message of a conversation, using the model's chat template."""
     service: Service = request.app.state.service
     service.check_model(body.model)
     body.refuse_unsupported()
@@ -164,11 +164,11 @@ def _completion(
 
 
 def _prompts(prompt: Any) -> Sequence[str | list[int]]:
-    """The prompts as a list: a string and a list of ids are one each."""
+    """Return the prompts as a list. A string or a flat list of token ids is one prompt."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise RequestError("prompt is empty: give at least one prompt", param="prompt")
+        raise RequestError("prompt is empty: provide at least one prompt", param="prompt")
     return [prompt] if type(prompt[0]) is int else prompt
 
 

@@ -1,7 +1,7 @@
-"""The events of OpenAI's streams: what a delta adds to a choice, as server-sent events.
+"""Chunks of OpenAI streams: deltas as server-sent events.
 
-Most events are one text in a frame that stays the same: the frame is made once a choice, and only the text is written
-anew, since a stream has thousands of them. Knows no HTTP.
+A stream has thousands of events, and most differ only in their text. Their JSON frame is serialized once per choice,
+and only the text is inserted for each event.
 """
 
 from __future__ import annotations
@@ -16,29 +16,32 @@ from server.routes import openai_answers as answers
 from server.serving.service import Job
 from server.serving.tokenization import Tokenization
 
-Head = dict[str, Any]  # the fields that a body and each of its chunks share: id, object, created, model
-PLACEHOLDER = "\ue000the text\ue001"  # stands for the text while a frame is made
+Head = dict[str, Any]  # fields shared by a response and all its chunks: id, object, created, model
+PLACEHOLDER = "\ue000the text\ue001"  # replaced by the text of each event
 
 
 class ChunkChoices(Protocol):
-    """What a kind of stream makes of a delta: entries of the `choices` of the chunks that follow."""
+    """Builds the entries of a chunk's `choices` for one type of stream."""
 
     def of(self, job: Job, number: int, delta: OutputDelta) -> list[dict[str, Any]]:
-        """The entries for a delta just added to choice `number` of the answer; none if there is nothing to tell."""
+        """Return the entries for a delta of choice `number`, each for its own chunk; empty if nothing is to be sent."""
 
     def text_only(self, number: int, text: str) -> dict[str, Any] | None:
-        """The entry for a text and nothing else; None if this stream's deltas always need `of`."""
+        """Return the entry for a text-only delta; None if this stream's deltas always need `of`."""
 
 
 class ChunkWriter:
-    """Writes the chunks of one answer. `shared` gives a chunk's head; `is_fixed` says that it never changes."""
+    """Write the chunks of one response.
+
+    `shared` returns the fields that each chunk starts with; `is_fixed` promises that they never change.
+    """
 
     def __init__(self, chunk_choices: ChunkChoices, shared: Callable[[], Head], is_fixed: bool):
         self._chunk_choices, self._shared, self._is_fixed = chunk_choices, shared, is_fixed
-        self._frames: dict[int, tuple[str, str]] = {}  # of the choices that have begun
+        self._frames: dict[int, tuple[str, str]] = {}  # (before, after) the text, per choice
 
     def of(self, job: Job, first: int, deltas: Sequence[OutputDelta]) -> bytes:
-        """The events for the deltas of a job whose choices are numbered from `first`; may be empty."""
+        """Return the events for a job's deltas. Its choices are numbered from `first`. May be empty."""
         written: list[str] = []
         for delta in deltas:
             number = first + delta.index
@@ -61,7 +64,7 @@ class ChunkWriter:
 
 
 class CompletionChunkChoices:
-    """The pieces of /v1/completions."""
+    """Chunk choices of /v1/completions."""
 
     def __init__(self, tokens: Tokenization, echo: bool, logprobs: int | None):
         self._tokens, self._echo, self._logprobs = tokens, echo, logprobs
@@ -85,7 +88,7 @@ class CompletionChunkChoices:
 
 
 class ChatChunkChoices:
-    """The pieces of /v1/chat/completions."""
+    """Chunk choices of /v1/chat/completions."""
 
     def __init__(self, tokens: Tokenization, logprobs: bool):
         self._tokens, self._logprobs = tokens, logprobs

@@ -1,4 +1,4 @@
-"""The official client, unmodified, against a real server: sync and async, streaming and not, and its errors."""
+"""The official OpenAI client against a real server: sync and async, streaming and not, and its errors."""
 
 from __future__ import annotations
 
