@@ -1,4 +1,4 @@
-"""The graph page: escaped, self-contained, and right about the numbers it shows."""
+"""The graph page: escaped, self-contained, with correct numbers."""
 
 from __future__ import annotations
 

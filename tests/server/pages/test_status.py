@@ -1,4 +1,4 @@
-"""The status page: what it shows, that it needs nothing from elsewhere, and that no value becomes markup."""
+"""The status page: its values, that it is self-contained, and that values are rendered as text."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_long_engine_step_does_not_block_the_page(start_server):
     [engine] = multiprocessing.active_children()
     os.kill(engine.pid, signal.SIGSTOP)
     try:
-        time.sleep(1.1)  # the table is asked for again
+        time.sleep(1.1)  # the cached table is outdated
         began = time.monotonic()
         assert shown(server)["graphs"]["buckets"] and shown(server)["engine"]["silent"] > 0.5
         assert time.monotonic() - began < 2.5
@@ -88,7 +88,7 @@ def test_the_page_needs_no_key(server):
     assert httpx.get(server.url + "/").status_code == 200
 
 
-# ---- counting ------------------------------------------------------------------------------------------------------
+# ---- history and summary --------------------------------------------------------------------------------------------
 
 
 def test_history_turns_counts_into_rates_and_forgets_the_oldest():
