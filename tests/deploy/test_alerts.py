@@ -1,4 +1,4 @@
-"""Each alert says how bad it is, has a section in the runbook and a unit test that fires it; the dashboard is whole."""
+"""Each alert has a severity, a runbook section and a unit test that fires it; the dashboard is complete."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.deploy.files import ROOT, alerts, dashboard, expressions, load, rules
 from tests.deploy.promql import reads
 
 RUNBOOK = "docs/runbook.md"
-# What an operator must find on the dashboard, as the metric that shows it.
+# Metrics that the dashboard must show.
 SHOWN = """
 encore_graph_batch_rows_total encore_graph_fallbacks_total encore_graph_padded_tokens_total encore_graph_captures_total
 encore_graph_warm_ratio encore_time_to_first_token_seconds_bucket encore_inter_token_latency_seconds_bucket

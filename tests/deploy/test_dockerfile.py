@@ -1,4 +1,4 @@
-"""The Dockerfile's steps parse and find what they copy, and say what the rest of the repository says."""
+"""The Dockerfile's steps parse, copy existing files, and agree with the rest of the repository."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Kubernetes objects have the shapes that they must have, and fit each other, the image and the server."""
+"""The Kubernetes objects are well-formed and agree with each other, the image and the server."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_misspelt_key_a_wrong_type_and_a_missing_key_are_found() -> None:
 def test_the_startup_probe_allows_a_warm_up_and_liveness_does_not_wait_for_it() -> None:
     start, ready, alive = (container()[f"{name}Probe"] for name in ("startup", "readiness", "liveness"))
     assert start["httpGet"]["path"] == ready["httpGet"]["path"] == "/ready"
-    assert alive["httpGet"]["path"] == "/health"  # a pod that isn't ready is not to be restarted
+    assert alive["httpGet"]["path"] == "/health"  # a pod that isn't ready must not be restarted
     assert start["periodSeconds"] * start["failureThreshold"] >= 1800
     assert ready["periodSeconds"] * ready["failureThreshold"] <= 10
 
@@ -79,7 +79,7 @@ def test_selectors_and_ports_match() -> None:
     assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
     assert service["spec"]["ports"][0]["targetPort"] in {port["name"] for port in container()["ports"]}
     assert monitor["spec"]["endpoints"][0]["port"] in {port["name"] for port in service["spec"]["ports"]}
-    assert service["metadata"]["name"] == "encore"  # the job that rules and dashboard ask for
+    assert service["metadata"]["name"] == "encore"  # the job name that rules and dashboard use
 
 
 def test_the_disruption_budget_keeps_one_pod() -> None:

@@ -1,4 +1,4 @@
-"""Every series that a rule or the dashboard reads is on a live server's /metrics, with the labels that they use."""
+"""Every series and label that rules and dashboard use exists on a live server's /metrics."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.deploy.promql import PromqlError, reads
 from tests.server.conftest import RunningServer, running, tiny_config
 
 PROMETHEUS_OWN = {"up": {}}
-SCRAPED_LABELS = {"job", "instance"}  # what Prometheus adds to each series
-# Label values that a healthy server need not have shown yet.
+SCRAPED_LABELS = {"job", "instance"}  # added by Prometheus to each series
+# Label values that a healthy server may not have yet.
 ABSENT_VALUES = {("status", str(status.value)) for status in HTTPStatus}
 
 Labels = dict[str, set[str]]
@@ -40,7 +40,7 @@ def live(tiny_model: Path) -> Iterator[RunningServer]:
 
 @pytest.fixture(scope="module")
 def series(live: RunningServer) -> dict[str, Labels]:
-    """Sample name -> label -> values, of the live page; of failures, which it doesn't show, from real counters."""
+    """Sample name -> label -> values, from a live /metrics page; series of failures from a CacheStats with failures."""
     found: dict[str, Labels] = defaultdict(lambda: defaultdict(set))
     stats = CacheStats()
     stats.failed_captures["decode", "block"] += 1
@@ -55,7 +55,7 @@ def series(live: RunningServer) -> dict[str, Labels]:
 
 
 def faults(expression: str, series: dict[str, Labels], recorded: set[str]) -> list[str]:
-    """What an expression names that isn't there."""
+    """Return the series and labels of an expression that don't exist."""
     wrong, read = [], reads(expression)
     everywhere: Labels = defaultdict(set)
     for labels in series.values():

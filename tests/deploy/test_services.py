@@ -1,4 +1,4 @@
-"""Compose, Prometheus, Grafana and systemd: what each names in another is there, and settings are the server's own."""
+"""Compose, Prometheus, Grafana and systemd files agree with each other and with the server's settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNIT = (DEPLOY / "systemd/encore.service").read_text(encoding="utf-8")
 
 
 def directives(name: str) -> list[str]:
-    """The values of a unit's directive, in order."""
+    """The values of a directive of the systemd unit, in order."""
     return re.findall(rf"^{name}=(.*)$", UNIT, re.MULTILINE)
 
 

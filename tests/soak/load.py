@@ -1,6 +1,6 @@
-"""A load of streaming completions from a process of its own, over plain sockets: cheap enough not to be the bottleneck.
+"""Load generator: streaming completions over plain sockets, in its own process, so that it is not the bottleneck.
 
-Knows HTTP/1.1 as far as it is sent here. `python -m tests.soak.load --help`; the result is one line of JSON.
+It parses only the HTTP/1.1 that this server sends. See `python -m tests.soak.load --help`; prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ USAGE = re.compile(rb'"completion_tokens": ?(\d+)')
 
 @dataclass
 class LoadResult:
-    """What the requests of one load came to; times in seconds."""
+    """Counts and latencies of one load. Times are in seconds."""
 
     finished: int = 0
     aborted: int = 0
-    refused: dict[str, int] = field(default_factory=dict)  # by status or by what broke
+    refused: dict[str, int] = field(default_factory=dict)  # by status or exception
     tokens: int = 0
     chunks: int = 0
     first: list[float] = field(default_factory=list)
     whole: list[float] = field(default_factory=list)
     seconds: float = 0.0
     cpu_seconds: float = 0.0
-    together: int = 0  # most streams that had begun to answer at one time
+    together: int = 0  # maximum number of streams receiving at the same time
 
     def report(self) -> dict[str, object]:
-        """The tally with its times as quantiles, in milliseconds."""
+        """Return the result as a dict, with times as quantiles in milliseconds."""
         return {
             "finished": self.finished, "aborted": self.aborted, "refused": self.refused, "tokens": self.tokens,
             "chunks": self.chunks, "seconds": round(self.seconds, 3), "client_cpu_seconds": round(self.cpu_seconds, 3),
@@ -44,7 +44,7 @@ class LoadResult:
 
 
 def quantiles(times: list[float]) -> dict[str, float]:
-    """p50, p95 and p99 in milliseconds."""
+    """Return p50, p95 and p99 in milliseconds."""
     if not times:
         return {}
     ordered = sorted(times)
@@ -53,10 +53,10 @@ def quantiles(times: list[float]) -> dict[str, float]:
 
 @dataclass
 class Load:
-    """`requests` streams, at most `streams` at a time, of which `aborts` are left at a random moment.
+    """Send `requests` streams, at most `streams` at a time, and abort `aborts` of them at a random moment.
 
-    Each asks for `tokens` tokens of a prompt of `prompt_tokens` ids below `vocab`; one that is to be left asks for
-    twice as many, and is left up to `abort_seconds` after it was sent, which may be before its answer begins.
+    Each requests `tokens` tokens for a prompt of `prompt_tokens` random ids below `vocab`. One to be aborted requests
+    twice as many and is aborted up to `abort_seconds` after it was sent, possibly before its response starts.
     """
 
     url: str
@@ -70,7 +70,7 @@ class Load:
     seed: int = 0
 
     async def run(self) -> LoadResult:
-        """Send it all and wait for the ends."""
+        """Send all requests and wait until they have ended."""
         rng = random.Random(self.seed)
         leave = [True] * self.aborts + [False] * (self.requests - self.aborts)
         rng.shuffle(leave)
@@ -142,7 +142,7 @@ class Load:
             result.whole.append(time.perf_counter() - began)
         finally:
             self._open -= counted
-            writer.transport.abort()  # a client that leaves does not say goodbye
+            writer.transport.abort()  # an aborting client resets its connection
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""The long runs of soak.py, shortened: they find nothing, and they would find what they look for."""
+"""Shortened runs of soak.py, and tests of the load generator."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_server_and_client_state_is_empty_after_load(tiny_model: Path) -> None:
 
 
 def ended(server: RunningServer) -> int:
-    """Sequences that the HTTP side saw end; a client may leave before its request is one."""
+    """Sequences that the server counted as ended. A client may disconnect before its request is admitted."""
     return int(server.metric("encore_request_success_total"))
 
 
