@@ -1,1 +1,1 @@
-"""Encore's HTTP side: parse, submit, respond. Knows the engine's client interface; never names torch."""
+"""Encore's HTTP server. It uses the engine's client interface and never imports torch."""

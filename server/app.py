@@ -1,4 +1,4 @@
-"""The ASGI application: routes, middleware and error answers around one engine client. Made, never a module global."""
+"""The ASGI application: routes, middleware and error handlers around one engine client."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from server.http.errors import install_error_handlers
 from server.http.keys import KeyMiddleware, Keys
 from server.http.middleware import BodyLimit, CloseWhenDraining, RequestIds
 from server.http.openapi import describe
-from server.http.streaming import ClientGone
+from server.http.streaming import ClientDisconnected
 from server.observability.metrics import CountResponses, EngineCollector, response_counts
 from server.observability.process_metrics import ProcessesCollector
 from server.observability.shared_counters import SharedCounters
-from server.routes import admin as routes_control
+from server.routes import admin as routes_admin
 from server.routes import generate as routes_generate
 from server.routes import openai as routes_openai
-from server.routes import server_info as routes_admin
+from server.routes import server_info as routes_server_info
 from server.routes import status as routes_status
 from server.routes import tokens as routes_tokens
 from server.serving.request_log import RequestLog
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
 
 def create_app(
     client: Client, config: ServerConfig, keys: Keys | None = None, counters: SharedCounters | None = None,
-    began: float | None = None,
+    start_time: float | None = None,
 ) -> FastAPI:  # fmt: skip
-    """An application that starts `client` with its lifespan and closes it at the end.
+    """Create an application that starts `client` in its lifespan and closes it on shutdown.
 
-    The client starts beside the server: until the model is loaded, /ready says so and inference answers 503.
-    `app.state.service` has the start's outcome. Without `keys` inference is open and the admin routes are off. What is
-    counted goes to `counters`, which several fronts of one server share; to one of its own unless given. `began` is the
-    server's start in seconds of time.time, now unless given.
+    The client starts in the background: until the model is loaded, /ready and inference routes return 503.
+    `app.state.service` holds the outcome of the startup. Without `keys`, inference is open and the admin routes are
+    off. `counters` are shared by the API workers of one server; default: private counters. `start_time` is the server's
+    start (time.time); default: now.
     """
     registry = CollectorRegistry()
-    service = Service(client, config, counters, began)
+    service = Service(client, config, counters, start_time)
     responses = response_counts(service.counters)
     registry.register(service.metrics)
     registry.register(responses)
@@ -67,27 +67,27 @@ def create_app(
             await board.close()
             await service.close()
 
-    # The documentation pages of FastAPI load scripts from elsewhere; /openapi.json is enough for tools.
+    # FastAPI's documentation pages load scripts from other hosts, so only /openapi.json is served.
     app = FastAPI(
         title="Encore", version=version(), lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False
     )
     app.state.service, app.state.registry, app.state.config = service, registry, config
     app.state.board = board
     install_error_handlers(app)
-    app.add_exception_handler(ClientGone, _nobody_listens)
-    # The last one added is the outermost: refused bodies carry an id too.
+    app.add_exception_handler(ClientDisconnected, _client_disconnected)
+    # The middleware added last is the outermost: responses to refused bodies carry a request id too.
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
     app.add_middleware(KeyMiddleware, keys=keys or Keys())
     app.add_middleware(RequestLog)
     app.add_middleware(RequestIds)
     app.add_middleware(CloseWhenDraining, is_draining=lambda: service.draining)
-    app.add_middleware(CountResponses, answers=responses)
-    # FastAPI tries them in this order, at every request: what is asked most stands first.
-    for routes in (routes_openai, routes_generate, routes_tokens, routes_control, routes_status, routes_admin):
+    app.add_middleware(CountResponses, counter=responses)
+    # FastAPI matches routes in this order at every request: put the most frequent first.
+    for routes in (routes_openai, routes_generate, routes_tokens, routes_admin, routes_status, routes_server_info):
         app.include_router(routes.router)
     describe(app)
     return app
 
 
-async def _nobody_listens(request: Request, exc: Exception) -> Response:
-    return Response(status_code=499)  # never sent: the connection is gone; access logs show it
+async def _client_disconnected(request: Request, exc: Exception) -> Response:
+    return Response(status_code=499)  # never sent, since the connection is closed; shown in the access log

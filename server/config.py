@@ -1,7 +1,7 @@
-"""What a server is built from: one frozen object that contains the engine's settings.
+"""Server configuration: names, defaults and validation of the server's settings.
 
-Owns the HTTP side's names, defaults and refusals; the engine's own are EngineConfig's. `from_dict` takes both kinds
-in one flat mapping, as the command line has them.
+ServerConfig contains an EngineConfig. `from_dict` takes the settings of both in one flat mapping, as the command line
+does.
 """
 
 from __future__ import annotations
@@ -20,24 +20,34 @@ from graph_cache.validation import did_you_mean, is_whole_number
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 LOG_FORMATS = ("text", "json")
-# A front streams about 20,000 tokens a second; the other processors are the engine's and the clients'.
+# An API worker streams about 20,000 tokens per second; the other processors are left to the engine and the clients.
 MAX_API_WORKERS, PROCESSORS_PER_API_WORKER = 4, 4
-CGROUP_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # a container sees its own there
+CGROUP_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # in a container, its own limit
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """Settings of one server. Raises ConfigError for a value that can't be meant.
+    """Settings of one server. Raises ConfigError for an invalid value.
 
-    `served_model_name`: the names that clients may give as "model", the first one is shown; none means the model's
-    own. `max_waiting`: sequences that may wait beyond those running, past which requests are refused with 429.
-    `max_body_bytes`: a larger body is refused with 413 before it is parsed. `max_connections`: more are answered 503.
-    `header_seconds`: how long a request's headers may take. `write_seconds`: how long a client may take nothing of an
-    answer that waits for it, after which its connection is closed. `keep_alive_seconds`: how long an idle connection
-    is kept. `drain_seconds`: how long running requests may go on after SIGTERM. `api_key_file`, `admin_key_file`: one
-    accepted key a line; none leaves inference open and the admin routes off. `profile_folder`: where /profile writes,
-    off without. `http_workers`: fronts, processes that answer HTTP on the one port; None: one for each four processors,
-    at most 4. `in_process`: run the engine in this process instead of its own, which allows one front.
+    Attributes:
+        engine: Settings of the engine.
+        host, port: Address to listen on. Port 0 selects a free port.
+        served_model_name: Names that clients may use as "model". The first one is reported in responses. Default: the
+            model's own name.
+        max_waiting: Maximum number of waiting sequences. Further requests are refused with 429.
+        max_body_bytes: Maximum size of a body. A larger one is refused with 413 before it is parsed.
+        max_connections: Maximum number of connections. Further ones get 503.
+        header_seconds: Timeout for receiving a request's headers.
+        write_seconds: A connection whose client reads none of its pending response for this long is closed.
+        keep_alive_seconds: How long an idle connection is kept open.
+        drain_seconds: How long running requests may continue after SIGTERM.
+        api_key_file, admin_key_file: Files with one accepted key per line. Without API keys inference is open; without
+            admin keys the admin routes are off.
+        profile_folder: Folder for the traces of /profile. Profiling is off without it.
+        http_workers: Number of API workers, the processes that serve HTTP on the port. None: one per four processors,
+            at most 4.
+        in_process: Run the engine in the server's process. Only one API worker is possible then.
+        log_level, log_format: Lowest level that is logged; "text" or "json".
     """
 
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -64,38 +74,41 @@ class ServerConfig:
             object.__setattr__(self, "served_model_name", (self.served_model_name,))
         object.__setattr__(self, "served_model_name", tuple(self.served_model_name))
         if not all(isinstance(name, str) and name for name in self.served_model_name):
-            raise ConfigError(f"served_model_name={self.served_model_name!r}: names that are not empty are needed")
+            raise ConfigError(f"served_model_name={self.served_model_name!r}: non-empty strings are required")
         if not isinstance(self.host, str) or not self.host:
-            raise ConfigError(f"host={self.host!r}: an address to listen on is needed, such as 127.0.0.1 or 0.0.0.0")
-        _whole("port", self.port, 0, 65535)
-        _whole("max_waiting", self.max_waiting, 0, 1_000_000)
-        _whole("max_body_bytes", self.max_body_bytes, 1024, 2**31)
-        _whole("max_connections", self.max_connections, 1, 1_000_000)
+            raise ConfigError(f"host={self.host!r}: an address to listen on is required, such as 127.0.0.1 or 0.0.0.0")
+        _check_int("port", self.port, 0, 65535)
+        _check_int("max_waiting", self.max_waiting, 0, 1_000_000)
+        _check_int("max_body_bytes", self.max_body_bytes, 1024, 2**31)
+        _check_int("max_connections", self.max_connections, 1, 1_000_000)
         if self.http_workers is not None:
-            _whole("http_workers", self.http_workers, 1, 64)
+            _check_int("http_workers", self.http_workers, 1, 64)
             if self.http_workers > 1 and self.in_process:
                 raise ConfigError(
-                    f"http_workers={self.http_workers} and in_process: an engine in the server's own "
-                    "process has one front; leave one of the two out"
+                    f"http_workers={self.http_workers} is not possible with in_process, which allows one API worker: "
+                    "drop one of the two"
                 )
-        _seconds("header_seconds", self.header_seconds, 0.1)
-        _seconds("write_seconds", self.write_seconds, 0.1)
-        _seconds("keep_alive_seconds", self.keep_alive_seconds, 0.1)
-        _seconds("drain_seconds", self.drain_seconds, 0)
+        _check_seconds("header_seconds", self.header_seconds, 0.1)
+        _check_seconds("write_seconds", self.write_seconds, 0.1)
+        _check_seconds("keep_alive_seconds", self.keep_alive_seconds, 0.1)
+        _check_seconds("drain_seconds", self.drain_seconds, 0)
         for name, allowed in (("log_level", LOG_LEVELS), ("log_format", LOG_FORMATS)):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}")
 
     @property
     def api_workers(self) -> int:
-        """How many processes answer HTTP."""
+        """Number of API workers, the processes that serve HTTP."""
         if self.http_workers is not None:
             return self.http_workers
         return 1 if self.in_process else min(MAX_API_WORKERS, max(1, _processors() // PROCESSORS_PER_API_WORKER))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ServerConfig:
-        """Build from one flat mapping of server and engine settings; an unknown key names the nearest known one."""
+        """Create a configuration from one flat mapping of server and engine settings.
+
+        Raises ConfigError for an unknown key; the message suggests the nearest known one.
+        """
         own_names = {f.name for f in dataclasses.fields(cls)} - {"engine"}
         engine_names = {f.name for f in dataclasses.fields(EngineConfig)}
         own, engine = {}, {}
@@ -110,27 +123,27 @@ class ServerConfig:
 
 
 def _processors() -> int:
-    """Those that this process may use."""
+    """Return the number of processors that this process may use."""
     found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return int(min(found, max(1, quota(CGROUP_LIMIT))))
 
 
 def quota(limit: Path) -> float:
-    """Of how many processors a container may use the time, by its cgroup's `cpu.max`; infinite where nothing says."""
+    """Return a container's CPU limit in processors, from the cgroup v2 file `cpu.max`; infinite if there is none."""
     try:
         time, period = limit.read_text().split()
-    except OSError:  # no container, not Linux, or cgroups of the first version
+    except OSError:  # no container, not Linux, or cgroup v1
         return math.inf
     return math.inf if time == "max" else int(time) / int(period)
 
 
-def _seconds(name: str, value: Any, low: float) -> None:
+def _check_seconds(name: str, value: Any, low: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigError(f"{name}={value!r}: a number of seconds is needed")
+        raise ConfigError(f"{name}={value!r}: a number of seconds is required")
     if not low <= value <= 86400:
-        raise ConfigError(f"{name}={value}: from {low:g} to 86400 seconds are possible")
+        raise ConfigError(f"{name}={value}: must be from {low:g} to 86400 seconds")
 
 
-def _whole(name: str, value: Any, low: int, high: int) -> None:
+def _check_int(name: str, value: Any, low: int, high: int) -> None:
     if not is_whole_number(value, low, high):
-        raise ConfigError(f"{name}={value!r}: a whole number from {low} to {high} is needed")
+        raise ConfigError(f"{name}={value!r}: must be an integer from {low} to {high}")

@@ -1,4 +1,4 @@
-"""Values of the graph table as text, for its page and for `encore graphs`."""
+"""Formatting of graph table values, for the graph page and `encore graphs`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 
 def site_name(row: Mapping[str, Any]) -> str:
-    """A row's site, with the values that its graph was captured for beside the bucket."""
-    statics = ", ".join(f"{name}={value}" for name, value in (row.get("statics") or {}).items())
-    return f"{row['site']} ({statics})" if statics else str(row["site"])
+    """Return a row's site with its variant: the values, besides the bucket, that its graph was captured for."""
+    variant = ", ".join(f"{name}={value}" for name, value in (row.get("statics") or {}).items())
+    return f"{row['site']} ({variant})" if variant else str(row["site"])
 
 
 def human_bytes(count: int) -> str:
-    """A byte count with a binary unit and three digits at most."""
+    """Format a byte count with a binary unit, such as 1.5 MiB."""
     size = float(count)
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
@@ -23,5 +23,5 @@ def human_bytes(count: int) -> str:
 
 
 def percent(part: float, whole: float) -> str:
-    """part / whole in percent with one decimal, or a dash where `whole` is zero."""
+    """Format part / whole in percent with one decimal, or a dash if `whole` is zero."""
     return f"{100 * part / whole:.1f}%" if whole else "–"

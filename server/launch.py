@@ -1,7 +1,6 @@
-"""The composition root: builds listener, engine client, application and HTTP server in order, closes in reverse.
+"""Start a server: listener, engine client, application and HTTP server, closed in reverse order.
 
-Owns the process: its exit and its log. `run` returns when the server has ended. Where there is more than one front, it
-is fronts.py that composes.
+`run` returns when the server has shut down. `workers/manager.py` starts a server with several API workers.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from server.version import version
 from server.workers.http_server import (
     FILES_BESIDE_CONNECTIONS,
     Server,
-    allow_files,
     freeze_memory,
     listen,
+    raise_file_limit,
     url_of,
     uvicorn_config,
 )
@@ -37,10 +36,11 @@ log = logging.getLogger("encore.server")
 
 
 def run(config: ServerConfig, run_engine: Run = run_loop) -> None:
-    """Serve until SIGTERM or SIGINT, let running requests finish up to the drain limit, and return.
+    """Serve until SIGTERM or SIGINT, drain running requests up to the drain limit, and return.
 
-    A second signal ends them at once. Raises ConfigError if the address can't be listened on, and what the engine's
-    start failed of. `run_engine` is what the engine's process runs: a benchmark of the HTTP side gives one of its own.
+    A second signal aborts them. `run_engine` is the main function of the engine process; a benchmark of the HTTP side
+    passes its own. Raises ConfigError if the address can't be bound, and the error that the engine's startup failed
+    with.
     """
     logging.config.dictConfig(log_settings(config.log_level, config.log_format))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -48,11 +48,11 @@ def run(config: ServerConfig, run_engine: Run = run_loop) -> None:
 
 
 async def serve(config: ServerConfig, run_engine: Run = run_loop) -> None:
-    """`run` inside a running loop, with one front, which is this process."""
+    """Do what `run` does, inside a running event loop, with this process as the only API worker."""
     keys = Keys.load(config, os.environ)
-    listener = listen(config.host, config.port)  # before the model: a taken port is known in a moment
+    listener = listen(config.host, config.port)  # before loading the model, so that a port in use fails at once
     try:
-        allow_files(config.max_connections + FILES_BESIDE_CONNECTIONS)
+        raise_file_limit(config.max_connections + FILES_BESIDE_CONNECTIONS)
         client = make_client(config.engine, in_process=config.in_process, run=run_engine)
         app = create_app(client, config, keys=keys)
         service: Service = app.state.service
@@ -72,10 +72,10 @@ async def serve(config: ServerConfig, run_engine: Run = run_loop) -> None:
 
 
 async def _report_start(server: Server, service: Service) -> None:
-    """Log when the model is loaded; end the server where it can't be."""
-    began = time.perf_counter()
+    """Log when the model is loaded; stop the server if loading failed."""
+    start = time.perf_counter()
     await service.settled.wait()
     if service.startup_error is not None:
         server.should_exit = True
     else:
-        log.info("serving %s after %.1f s", service.model_names()[0], time.perf_counter() - began)
+        log.info("serving %s after %.1f s", service.model_names()[0], time.perf_counter() - start)

@@ -1,4 +1,4 @@
-"""The installed distribution's version, from its metadata."""
+"""The version of the installed distribution."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.metadata import version as distribution_version
 
 
 def version() -> str:
-    """The version of encore-serve; "unknown" where the sources run without having been installed."""
+    """Return the version of encore-serve, or "unknown" if it is not installed."""
     try:
         return distribution_version("encore-serve")
     except PackageNotFoundError:

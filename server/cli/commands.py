@@ -1,7 +1,6 @@
-"""What the smaller commands do: continue a prompt, show a server's graphs, tune the buckets.
+"""The commands `generate`, `graphs` and `tune`.
 
-Each takes parsed arguments and returns the exit status; mistakes are raised as ConfigError for the command line to
-show.
+Each takes parsed arguments and returns the exit status. User errors are raised as ConfigError.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ TIMEOUT_SECONDS = 10.0
 
 
 def generate(args: argparse.Namespace) -> int:
-    """Load the model in this process and print the continuation of one prompt as it comes."""
+    """Load the model in this process, generate from one prompt, and print the output as it streams."""
     from engine.config import EngineConfig
     from engine.protocol.request import SamplingParams
     from server.cli.flags import given
@@ -79,11 +78,11 @@ def graphs(args: argparse.Namespace) -> int:
 
 
 def graph_table(body: Mapping[str, Any]) -> str:
-    """The rows of GET /graphs as aligned text."""
+    """Format the rows of GET /graphs as an aligned text table."""
     from server.formatting import human_bytes, site_name
 
-    heads = ("site", "scope", "phase", "bucket", "state", "replays", "padding", "bytes", "capture", "engine")
-    lines = [heads]
+    headers = ("site", "scope", "phase", "bucket", "state", "replays", "padding", "bytes", "capture", "engine")
+    lines = [headers]
     for row in body["graphs"]:
         computed = row["replays"] * row["bucket"]
         padding = f"{100 * row['padded_rows'] / computed:.1f}%" if computed else "-"
@@ -94,8 +93,8 @@ def graph_table(body: Mapping[str, Any]) -> str:
                 str(row["engine"]),
             )
         )  # fmt: skip
-    widths = [max(len(line[column]) for line in lines) for column in range(len(heads))]
-    right = {heads.index(name) for name in ("bucket", "replays", "padding", "bytes", "capture")}
+    widths = [max(len(line[column]) for line in lines) for column in range(len(headers))]
+    right = {headers.index(name) for name in ("bucket", "replays", "padding", "bytes", "capture")}
 
     def cell(text: str, column: int) -> str:
         return text.rjust(widths[column]) if column in right else text.ljust(widths[column])
@@ -104,19 +103,19 @@ def graph_table(body: Mapping[str, Any]) -> str:
 
 
 def tune(args: argparse.Namespace) -> int:
-    """Print the buckets with the least padding for observed batch sizes, and what the default ladder would cost."""
+    """Print the buckets with the least padding for observed batch sizes, and the padding of the default ladder."""
     from graph_cache.buckets import default_ladder
     from graph_cache.tuner import expected_padding
     from graph_cache.tuner import tune as best_buckets
 
     histogram, largest = _observed(args)
     if not histogram:
-        raise ConfigError("no batch sizes were observed there yet; take it from a server that has answered requests")
+        raise ConfigError("the source has no observed batch sizes yet: use a server that has served requests")
     max_size = args.max_size if args.max_size is not None else max(largest, *histogram)
     if args.max_size is None and not largest:
         print(
-            f"{max_size} is the largest batch observed; a server's --max-num-seqs is always one of its buckets: give "
-            "it as --max-size if it is more",
+            f"the largest observed batch is {max_size}; if the server's --max-num-seqs is larger, pass it as "
+            "--max-size, since it is always one of the buckets",
             file=sys.stderr,
         )
     bytes_of = _bytes_of(args) if args.max_bytes is not None else None
@@ -125,7 +124,7 @@ def tune(args: argparse.Namespace) -> int:
     )
     ladder = default_ladder(max_size)
     rows = sum(size * count for size, count in histogram.items()) / sum(histogram.values())
-    usual = expected_padding(ladder, histogram)
+    default = expected_padding(ladder, histogram)
     report = {
         "buckets": list(found.sizes),
         "graphs": found.graphs,
@@ -135,8 +134,8 @@ def tune(args: argparse.Namespace) -> int:
         "default_ladder": {
             "buckets": list(ladder),
             "graphs": len(ladder),
-            "expected_padding_rows": usual,
-            "padding_fraction": usual / (usual + rows),
+            "expected_padding_rows": default,
+            "padding_fraction": default / (default + rows),
         },
         "observed_steps": sum(histogram.values()),
         "max_size": max_size,
@@ -146,15 +145,17 @@ def tune(args: argparse.Namespace) -> int:
 
 
 def _tune_text(report: Mapping[str, Any]) -> str:
-    usual = report["default_ladder"]
+    default = report["default_ladder"]
 
     def padding(one: Mapping[str, Any]) -> str:
-        return f"{one['expected_padding_rows']:.2f} rows a step, {100 * one['padding_fraction']:.1f}% of those computed"
+        return (
+            f"{one['expected_padding_rows']:.2f} rows per step, {100 * one['padding_fraction']:.1f}% of computed rows"
+        )
 
     lines = [
         f"observed   {report['observed_steps']} steps, batches up to {report['max_size']}",
         f"best       {report['graphs']} graphs, padding {padding(report)}",
-        f"default    {usual['graphs']} graphs, padding {padding(usual)}",
+        f"default    {default['graphs']} graphs, padding {padding(default)}",
     ]
     if report["bytes"] is not None:
         lines.append(f"bytes      {report['bytes']}")
@@ -163,7 +164,7 @@ def _tune_text(report: Mapping[str, Any]) -> str:
 
 
 def _observed(args: argparse.Namespace) -> tuple[dict[int, int], int]:
-    """The steps by their rows, and the largest bucket of the server that counted them, 0 where nothing says it."""
+    """Return rows -> number of steps, and the server's largest bucket (0 if unknown)."""
     from graph_cache.manifest import Manifest, histogram_from_metrics
 
     if args.metrics is not None:
@@ -171,15 +172,15 @@ def _observed(args: argparse.Namespace) -> tuple[dict[int, int], int]:
         return histogram_from_metrics(text, site=args.site, phase=args.phase), _max_num_seqs(text, args.phase)
     fingerprint = _json(_read(args.manifest), args.manifest).get("fingerprint")
     if not isinstance(fingerprint, str):
-        raise ConfigError(f"{args.manifest} is no manifest: it has no fingerprint")
+        raise ConfigError(f"{args.manifest} is not a manifest: it has no fingerprint")
     manifest = Manifest.load(args.manifest, fingerprint)
-    # The largest bucket is captured first, so it is among them if there is any.
+    # The largest bucket is captured first, so it is included if anything was captured.
     captured = manifest.captured_sizes(site=args.site, phase=args.phase)
     return manifest.histogram(site=args.site, phase=args.phase), max(captured, default=0)
 
 
 def _max_num_seqs(metrics: str, phase: str) -> int:
-    """Of a /metrics page: the last bucket of every server's decode graphs, whatever its list says."""
+    """Return max_num_seqs from a /metrics page, which is always the largest decode bucket; 0 if absent."""
     from prometheus_client.parser import text_string_to_metric_families
 
     samples = (sample for family in text_string_to_metric_families(metrics) for sample in family.samples)
@@ -188,24 +189,26 @@ def _max_num_seqs(metrics: str, phase: str) -> int:
 
 
 def _bytes_of(args: argparse.Namespace) -> Callable[[int], int]:
-    """What a graph of each size costs, read between the sizes that a server has captured."""
-    where = args.graphs
-    if where is None and args.metrics is not None and _is_url(args.metrics):
-        where = args.metrics.removesuffix("/").removesuffix("/metrics") + "/graphs"
-    if where is None:
-        raise ConfigError("--max-bytes needs --graphs, a saved /graphs answer or its address: bytes of each graph")
-    rows = _json(_read(where), where).get("graphs", ())
+    """Return a function size -> bytes of a graph, interpolated between the sizes that a server has captured."""
+    source = args.graphs
+    if source is None and args.metrics is not None and _is_url(args.metrics):
+        source = args.metrics.removesuffix("/").removesuffix("/metrics") + "/graphs"
+    if source is None:
+        raise ConfigError(
+            "--max-bytes needs the bytes of each graph: pass --graphs, a saved /graphs response or its URL"
+        )
+    rows = _json(_read(source), source).get("graphs", ())
     known: dict[int, int] = {}
     for row in rows:
         if row.get("state") == "captured" and row.get("phase") == args.phase and args.site in (None, row.get("site")):
             known[row["bucket"]] = known.get(row["bucket"], 0) + row["bytes"]
     if not known:
-        raise ConfigError(f"{where} has no captured {args.phase} graph whose bytes could be read")
+        raise ConfigError(f"{source} has no captured {args.phase} graph, so bytes per graph are unknown")
     return interpolated(sorted(known.items()))
 
 
 def interpolated(points: Sequence[tuple[int, int]]) -> Callable[[int], int]:
-    """A function through (size, bytes) points, straight in between, never falling, in proportion beyond the last."""
+    """Return a function through (size, bytes) points: linear, non-decreasing, and proportional beyond the last."""
     sizes = [size for size, _ in points]
     values = [max(value for _, value in points[: index + 1]) for index in range(len(points))]
 
@@ -222,32 +225,32 @@ def interpolated(points: Sequence[tuple[int, int]]) -> Callable[[int], int]:
     return bytes_of
 
 
-def _is_url(where: str) -> bool:
-    return where.startswith(("http://", "https://"))
+def _is_url(source: str) -> bool:
+    return source.startswith(("http://", "https://"))
 
 
-def _read(where: str) -> str:
-    """The text of a file or an http address. Raises ConfigError that says which one and why not."""
+def _read(source: str) -> str:
+    """Return the text of a file or URL. Raises ConfigError that names the source and the reason."""
     try:
-        if _is_url(where):
-            request = urllib.request.Request(where, headers={"Accept": "application/json, text/plain"})
+        if _is_url(source):
+            request = urllib.request.Request(source, headers={"Accept": "application/json, text/plain"})
             with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer:
                 return answer.read().decode()
-        return Path(where).read_text(encoding="utf-8")
+        return Path(source).read_text(encoding="utf-8")
     except urllib.error.HTTPError as exc:
         with exc:
-            raise ConfigError(f"{where} answers {exc.code}: {exc.read(300).decode(errors='replace')}") from exc
+            raise ConfigError(f"{source} returned {exc.code}: {exc.read(300).decode(errors='replace')}") from exc
     except urllib.error.URLError as exc:
-        raise ConfigError(f"{where} can't be reached ({exc.reason}); is the server running there?") from exc
+        raise ConfigError(f"can't reach {source} ({exc.reason}): is the server running?") from exc
     except (OSError, ValueError, http.client.HTTPException) as exc:
-        raise ConfigError(f"{where} can't be read: {exc}") from exc
+        raise ConfigError(f"can't read {source}: {exc}") from exc
 
 
-def _json(text: str, where: str) -> dict[str, Any]:
+def _json(text: str, source: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except ValueError as exc:
-        raise ConfigError(f"{where} holds no valid JSON: {exc}") from exc
+        raise ConfigError(f"{source} is not valid JSON: {exc}") from exc
     if not isinstance(found, dict):
-        raise ConfigError(f"{where} holds no JSON object")
+        raise ConfigError(f"{source} is not a JSON object")
     return found

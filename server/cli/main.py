@@ -1,7 +1,7 @@
-"""The command `encore`: parses flags and calls the command's function. Bad input is one line and exit status 2.
+"""The `encore` command line. Bad input prints one line and exits with status 2.
 
-Nothing heavy is imported here: each command imports what it needs, and only the chosen one's flags are built, so that
-`encore --help` answers at once.
+Each subcommand imports its own dependencies, and only the flags of the chosen one are built, so that `encore --help`
+is fast.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ PROG = "encore"
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose complaint is one line."""
+    """An ArgumentParser that prints errors as one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the complaint and exit with status 2."""
+        """Print the error and exit with status 2."""
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
 class Command(NamedTuple):
-    """A subcommand: `add_arguments` fills its parser and imports what that takes; `run` returns the exit status."""
+    """A subcommand. `add_arguments` adds its flags to a parser; `run` executes it and returns the exit status."""
 
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
@@ -33,7 +33,7 @@ class Command(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     limit_openmp_spinning()
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["bench"]:
@@ -56,22 +56,22 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
 
 
 def _guarded(command: str, run: Callable[[], int]) -> int:
-    """Run, and turn what a user can put right into one line and status 2."""
+    """Run a command. An error that the user can fix prints one line and returns status 2."""
     try:
         return run()
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our output left, as `| head` does
+    except BrokenPipeError:  # stdout was closed, for example by `| head`
         sys.stderr.close()
         return 141
     except Exception as exc:
-        if not _is_users_mistake(exc):
+        if not _is_user_error(exc):
             raise
         print(f"{PROG} {command}: error: {' '.join(str(exc).split())}", file=sys.stderr)
         return 2
 
 
-def _is_users_mistake(exc: Exception) -> bool:
+def _is_user_error(exc: Exception) -> bool:
     from engine.errors import EngineError
     from graph_cache.errors import GraphError
 
@@ -96,7 +96,7 @@ def _serve_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument(
         "--config", metavar="FILE",
-        help="YAML file of settings in the flags' names; a variable ENCORE_... goes before it, a flag before both",
+        help="YAML file with settings named as the flags; ENCORE_* variables override it, flags override both",
     )  # fmt: skip
     add_flags(parser, ServerConfig, title="server", defaults={})
     add_flags(parser, EngineConfig, title="engine", defaults=SERVING_DEFAULTS)
@@ -114,13 +114,25 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     from engine.config import EngineConfig
     from server.cli.flags import add_flags
 
-    parser.add_argument("prompt", help="the text to continue; - reads it from standard input")
-    parser.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
-    parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="tokens to generate (default: 128)")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default: 0)")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="X", help="nucleus to sample from (default: 1)")
-    parser.add_argument("--top-k", type=int, default=0, metavar="N", help="best tokens to sample from (default: all)")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="text to stop at; may be repeated")
+    parser.add_argument("prompt", help="prompt text; - reads it from standard input")
+    parser.add_argument("--chat", action="store_true", help="apply the model's chat template to the prompt")
+    parser.add_argument(
+        "--max-tokens", type=int, default=128, metavar="N", help="maximum number of tokens to generate (default: 128)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, metavar="X", help="sampling temperature; 0 is greedy (default: 0)"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="cumulative probability of the tokens to sample from (default: 1)",
+    )
+    parser.add_argument(
+        "--top-k", type=int, default=0, metavar="N", help="number of top tokens to sample from (default: all)"
+    )
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop string; may be repeated")
     add_flags(parser, EngineConfig, title="engine", defaults={})
 
 
@@ -131,7 +143,9 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _graphs_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the running server (default: %(default)s)")
+    parser.add_argument(
+        "--url", default="http://127.0.0.1:8000", help="URL of the running server (default: %(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="print the server's JSON")
 
 
@@ -143,17 +157,17 @@ def _graphs(args: argparse.Namespace) -> int:
 
 def _tune_arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--manifest", metavar="FILE", help="the manifest that a server wrote")
-    source.add_argument("--metrics", metavar="FILE|URL", help="a saved /metrics page, or its address")
+    source.add_argument("--manifest", metavar="FILE", help="manifest written by a server")
+    source.add_argument("--metrics", metavar="FILE|URL", help="saved /metrics page, or its URL")
     parser.add_argument("--site", metavar="NAME", help="count this site only")
     parser.add_argument("--phase", default="decode", help="count this phase only (default: %(default)s)")
     parser.add_argument(
         "--max-size", type=int, metavar="N",
-        help="largest batch to hold, always a bucket (default: the server's max_num_seqs, else the largest observed)",
+        help="largest batch size, always a bucket (default: the server's max_num_seqs, else the largest observed)",
     )  # fmt: skip
-    parser.add_argument("--max-graphs", type=int, metavar="N", help="at most this many graphs, the largest counted too")
-    parser.add_argument("--max-bytes", type=int, metavar="N", help="at most this many bytes; needs --graphs")
-    parser.add_argument("--graphs", metavar="FILE|URL", help="a saved /graphs answer, or its address: bytes per graph")
+    parser.add_argument("--max-graphs", type=int, metavar="N", help="maximum number of graphs, including the largest")
+    parser.add_argument("--max-bytes", type=int, metavar="N", help="maximum total bytes of the graphs; needs --graphs")
+    parser.add_argument("--graphs", metavar="FILE|URL", help="saved /graphs response, or its URL, for bytes per graph")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -174,7 +188,7 @@ def _bench(words: list[str]) -> int:
 
 COMMANDS: dict[str, Command] = {
     "serve": Command("serve a model over HTTP", _serve_arguments, _serve),
-    "generate": Command("continue one prompt and print it as it comes", _generate_arguments, _generate),
+    "generate": Command("generate from one prompt and stream the output", _generate_arguments, _generate),
     "graphs": Command("show a running server's graph table", _graphs_arguments, _graphs),
     "tune": Command("choose the buckets with the least padding for observed traffic", _tune_arguments, _tune),
 }

@@ -1,7 +1,7 @@
-"""Settings from a file and from the environment, in the flags' names: `--config FILE` and `ENCORE_*`.
+"""Settings from a YAML file (`--config FILE`) and from environment variables (`ENCORE_*`), named as the flags.
 
-Owns how text and YAML become values, and the refusal of names that don't exist. What a value may be is the
-configuration classes' to say. Precedence is the caller's: flag, then environment, then file, then default.
+Parses values and refuses unknown names. The configuration classes validate the values; the caller applies the
+precedence: flag, environment, file, default.
 """
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ from graph_cache.validation import did_you_mean
 from server.config import ServerConfig
 
 PREFIX = "ENCORE_"
-# Variables that are no settings of the server: read by others, or too secret for a flag.
+# Variables that are not settings: used elsewhere, or too secret for a flag.
 NOT_SETTINGS = frozenset({"ENCORE_CACHE", "ENCORE_CONFIG", "ENCORE_API_KEYS", "ENCORE_ADMIN_KEYS"})
-# Kubernetes sets such variables in every container for a Service named encore, ENCORE_PORT among them.
+# Kubernetes sets these variables in every container if a Service is named encore, ENCORE_PORT among them.
 _KUBERNETES_NAME = re.compile(r"ENCORE_(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
 _KUBERNETES_VALUE = re.compile(r"(tcp|udp|sctp)://")
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
-# Fields that are no settings of a server: the engine's own settings, and its mode, which is inference here.
+# Fields without a flag: the nested engine configuration, and the engine's mode, which is always inference.
 NOT_OFFERED = frozenset({"engine", "mode"})
 
 
 def setting_types() -> dict[str, str]:
-    """Every setting's name and its annotation, as the configuration classes spell it."""
-    kinds = (ServerConfig, EngineConfig)
-    fields = [field for kind in kinds for field in dataclasses.fields(kind)]
+    """Return setting name -> type annotation, as written in the configuration classes."""
+    classes = (ServerConfig, EngineConfig)
+    fields = [field for config_class in classes for field in dataclasses.fields(config_class)]
     return {field.name: str(field.type) for field in fields if field.name not in NOT_OFFERED}
 
 
 def read_file(path: str) -> dict[str, Any]:
-    """The settings of a YAML file; names may be spelled as flags (`max-num-seqs`) or as fields (`max_num_seqs`).
+    """Read the settings of a YAML file. Names may be flags (`max-num-seqs`) or fields (`max_num_seqs`).
 
-    A value of null counts as not given. Raises ConfigError for what can't be read, isn't a mapping, or isn't known.
+    A null value counts as not given. Raises ConfigError for an unreadable file, one that isn't a mapping, an unknown
+    name, or an invalid value.
     """
     import yaml
 
@@ -49,7 +50,7 @@ def read_file(path: str) -> dict[str, Any]:
     except OSError as exc:
         raise ConfigError(f"the configuration file {path} can't be read: {exc.strerror or exc}") from exc
     except (yaml.YAMLError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"the configuration file {path} is no valid YAML: {' '.join(str(exc).split())}") from exc
+        raise ConfigError(f"the configuration file {path} is not valid YAML: {' '.join(str(exc).split())}") from exc
     if found is None:
         return {}
     if not isinstance(found, dict):
@@ -67,7 +68,7 @@ def read_file(path: str) -> dict[str, Any]:
 
 
 def read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """The settings of `ENCORE_*` variables; an empty one counts as not given. ConfigError for an unknown one."""
+    """Read the settings of `ENCORE_*` variables. An empty one counts as not given. Raises ConfigError if unknown."""
     types, values = setting_types(), {}
     for variable, text in environ.items():
         if not variable.startswith(PREFIX) or variable in NOT_SETTINGS or _is_kubernetes(variable, text):
@@ -81,25 +82,25 @@ def read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     return values
 
 
-def parse(where: str, kind: str, text: str) -> Any:
-    """A setting's value from text, by its annotation. ConfigError that names `where`."""
-    if kind.startswith("bool"):
+def parse(where: str, annotation: str, text: str) -> Any:
+    """Parse a setting's value by its annotation. Raises ConfigError that names `where`."""
+    if annotation.startswith("bool"):
         if text.strip().lower() not in _BOOLEANS:
-            raise ConfigError(f"{where}={text!r}: true or false is needed")
+            raise ConfigError(f"{where}={text!r}: must be true or false")
         return _BOOLEANS[text.strip().lower()]
     try:
-        return PARSERS[kind](text)
+        return PARSERS[annotation](text)
     except ValueError as exc:
-        raise ConfigError(f"{where}={text!r}: {METAVARS[kind]} is needed") from exc
+        raise ConfigError(f"{where}={text!r}: must have the form {METAVARS[annotation]}") from exc
 
 
 def split(item: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
-    """A parser of comma-separated items."""
+    """Return a parser of comma-separated items."""
 
     def parse_list(text: str) -> tuple[Any, ...]:
         return tuple(item(part.strip()) for part in text.split(",") if part.strip())
 
-    parse_list.__name__ = f"comma-separated {item.__name__}"  # argparse names it in its message
+    parse_list.__name__ = f"comma-separated {item.__name__}"  # shown in argparse's error message
     return parse_list
 
 
@@ -123,27 +124,31 @@ METAVARS: Mapping[str, str] = {
 }
 
 
-def _from_yaml(where: str, kind: str, value: Any) -> Any:
+def _from_yaml(where: str, annotation: str, value: Any) -> Any:
     if isinstance(value, str):
-        return parse(where, kind, value)
-    if kind.startswith("tuple"):
+        return parse(where, annotation, value)
+    if annotation.startswith("tuple"):
         items = value if isinstance(value, list) else [value]
-        item = int if "int" in kind else str
+        item = int if "int" in annotation else str
         if not all(type(one) is item for one in items):
-            raise ConfigError(f"{where}: a list of {'whole numbers' if item is int else 'texts'} is needed")
+            raise ConfigError(f"{where}: must be a list of {'integers' if item is int else 'strings'}")
         return tuple(items)
-    if kind.startswith("str") or isinstance(value, (list, dict)) or kind.startswith("bool") != isinstance(value, bool):
+    if (
+        annotation.startswith("str")
+        or isinstance(value, (list, dict))
+        or annotation.startswith("bool") != isinstance(value, bool)
+    ):
         shown = f"{type(value).__name__} {value!r}"[:80]
-        raise ConfigError(f"{where}: {_NEEDED.get(kind, 'a number')} is needed; found {shown}")
+        raise ConfigError(f"{where}: must be {_NEEDED.get(annotation, 'a number')}; found {shown}")
     return value
 
 
 _NEEDED = {
     "bool": "true or false",
     "bool | None": "true or false",
-    "str": "text",
-    "str | None": "text",
-    "int": "a whole number",
+    "str": "a string",
+    "str | None": "a string",
+    "int": "an integer",
 }
 
 

@@ -1,1 +1,1 @@
-"""What holds before a route runs: connection limits, middleware, keys, errors, streaming."""
+"""HTTP plumbing around the routes: connection limits, middleware, API keys, errors, streaming."""

@@ -1,7 +1,7 @@
-"""Limits that hold before there is a request: how many connections, how long headers may take and be.
+"""Connection limits: the number of connections, header size and timeout, and a write timeout.
 
-Owns one subclass of uvicorn's HTTP protocol, which has none of them: its `limit_concurrency` refuses probes too, in
-plain text, and nothing in it ends a connection that never sends, or never finishes, its headers, or never reads.
+They are a subclass of uvicorn's HTTP protocol, which has none of them: its `limit_concurrency` refuses probes too, in
+plain text, and it never closes a connection whose client does not finish its headers or does not read.
 """
 
 from __future__ import annotations
@@ -25,58 +25,61 @@ log = logging.getLogger("encore.server")
 
 PROBES = tuple(f"GET {path} ".encode() for path in ("/health", "/ready", "/metrics"))
 HEADER_BYTES = 64 * 1024
-FRAMING_BYTES = 64 * 1024  # of one body's chunk extensions and trailers
-CHUNK_SIZE_BYTES = 20  # a chunk's size of 16 digits, and the line ends after it and after the chunk
-REFUSED_SECONDS = 1.0  # how long a refused connection may take to say something: only then it hears why
-TAKES_CONNECTIONS = "takes_connections"  # the gauge that is 1 while a front of several takes part
+FRAMING_BYTES = 64 * 1024  # limit for the chunk extensions and trailers of one body
+CHUNK_SIZE_BYTES = 20  # allowance per chunk: a size of 16 digits, and the line ends after it and after the chunk
+REFUSED_SECONDS = 1.0  # a refused connection may send its request for this long, to receive the reason
+ACCEPTING = "takes_connections"  # gauge, 1 while an API worker accepts connections
 
 
 class OpenConnections:
-    """How many connections each front of a server has open: this one's to set, all of them to read.
+    """Open connections of each API worker. A worker sets its own count and reads those of all workers.
 
-    A front that takes connections shows one more than it has, since 0 is a row without a front.
+    The gauge holds the count plus one while the worker accepts connections; 0 means a row without a worker.
     """
 
     def __init__(self, counters: SharedCounters | None = None):
         self._counters = counters if counters is not None else SharedCounters()
-        self._place, self._takes = self._counters.gauge("connections"), self._counters.gauge(TAKES_CONNECTIONS)
+        self._connections_index = self._counters.gauge_index("connections")
+        self._accepting_index = self._counters.gauge_index(ACCEPTING)
         self._own = 0
 
     def begin(self) -> None:
-        """Take part in the sharing of connections."""
-        self._counters.values[self._takes] = 1.0
+        """Publish this worker's count: it accepts connections from now on."""
+        self._counters.values[self._accepting_index] = 1.0
         self.set(self._own)
 
     def end(self) -> None:
-        """Take no more part."""
-        self._counters.values[self._takes] = self._counters.values[self._place] = 0.0
+        """Withdraw this worker's count: it no longer accepts connections."""
+        self._counters.values[self._accepting_index] = self._counters.values[self._connections_index] = 0.0
 
     def set(self, count: int) -> None:
-        """This front has `count` now."""
+        """Set this worker's number of open connections."""
         self._own = count
-        self._counters.values[self._place] = count + 1
+        self._counters.values[self._connections_index] = count + 1
 
     def total(self) -> int:
-        """All fronts' together."""
-        return int(sum(shown - 1 for shown in self._shown()))
+        """Return the number of open connections of all workers."""
+        return int(sum(published - 1 for published in self._published()))
 
-    def ahead(self) -> int:
-        """How many more this front has than the one with the fewest."""
-        return int(self._own + 1 - min(self._shown(), default=0))
+    def lead(self) -> int:
+        """Return by how many connections this worker is ahead of the worker with the fewest."""
+        return int(self._own + 1 - min(self._published(), default=0))
 
-    def _shown(self) -> list[float]:
-        return [shown for shown in self._counters.each_gauge("connections") if shown]
+    def _published(self) -> list[float]:
+        return [published for published in self._counters.gauge_per_row("connections") if published]
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, on the C parser, with limits, which a subclass sets.
+    """uvicorn's httptools protocol with limits. A subclass sets the limits (`limited_protocol`).
 
-    Connections beyond `max_connections` are answered 503 and closed, but for probes, which get their one answer: a
-    server that is full must not be restarted for it. A connection on which no complete request header arrives within
-    `header_seconds`, counted from its opening or from the header's first byte, is answered 408 and closed; one whose
-    header is longer than HEADER_BYTES, 400. Chunk extensions and trailers of one body longer than FRAMING_BYTES are
-    answered 431 and the connection is closed. Trailers are read and dropped: no route reads them. A connection that
-    takes nothing of what waits for it for `write_seconds` is reset, which aborts its request.
+    - Connections beyond `max_connections` get 503 and are closed. Probes still get one response: a full server must
+      not be restarted.
+    - 408 if no complete request header arrives within `header_seconds` of the connection's start or of the header's
+      first byte. 400 if the header is longer than HEADER_BYTES.
+    - 431 if chunk extensions and trailers of one body are longer than FRAMING_BYTES. Trailers are dropped: no route
+      reads them.
+    - A connection whose client reads none of its pending response for `write_seconds` is reset, which aborts its
+      request.
     """
 
     max_connections: int
@@ -85,27 +88,27 @@ class LimitedProtocol(HttpToolsProtocol):
     open_connections: OpenConnections
 
     _timer: asyncio.TimerHandle | None = None
-    _surplus = False
+    _over_limit = False
     _in_header = True
-    _header_bytes = 0  # of the header that is being read
+    _header_bytes = 0  # received of the current header
     _header_too_long = False
-    _framing_bytes = 0  # of the body that is being read: received bytes that are neither its content nor a chunk's size
-    _body_bytes = 0  # delivered by the parser, with an allowance for each chunk's size, since the last piece of data
-    _message_ended = False  # in this piece of data
+    _framing_bytes = 0  # received of the current body beyond content and chunk sizes
+    _body_bytes = 0  # delivered by the parser for the current piece of data, plus an allowance per chunk size
+    _message_ended = False  # within the current piece of data
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(_Counted(transport))  # type: ignore[arg-type]
-        self._sent, self._sent_at = 0, self.loop.time()
-        self._write_check = self.loop.call_later(self._check_seconds, self._check_writing)
+        super().connection_made(_CountingTransport(transport))  # type: ignore[arg-type]
+        self._sent, self._progress_time = 0, self.loop.time()
+        self._write_check = self.loop.call_later(self._check_interval, self._check_write_progress)
         self.open_connections.set(len(self.connections))
-        self._surplus = self.open_connections.total() > self.max_connections
-        self._start_timer(REFUSED_SECONDS if self._surplus else self.header_seconds)
+        self._over_limit = self.open_connections.total() > self.max_connections
+        self._start_timer(REFUSED_SECONDS if self._over_limit else self.header_seconds)
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
-        if self._surplus and self.cycle is None and not data.startswith(PROBES):
-            self._refuse(503, "the server has as many connections as it may have", "too_many_connections", 1)
+        if self._over_limit and self.cycle is None and not data.startswith(PROBES):
+            self._refuse(503, "the server has reached its limit of connections", "too_many_connections", 1)
             return
         self._header_bytes += len(data) if self._in_header else 0
         was_in_body, self._body_bytes, self._message_ended = not self._in_header, 0, False
@@ -113,7 +116,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():  # the parser refused it
             return
         if was_in_body and not self._message_ended:
-            # The parser reports no extension and collects a trailer of any length: only raw bytes show both.
+            # The parser reports no extensions and buffers trailers of any length: count raw bytes to bound both.
             self._framing_bytes = max(0, self._framing_bytes + len(data) - self._body_bytes)
             if self._framing_bytes > FRAMING_BYTES:
                 message = f"chunk extensions and trailers are longer than {FRAMING_BYTES} bytes"
@@ -152,7 +155,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._surplus:
+        if self._over_limit:
             self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -162,48 +165,50 @@ class LimitedProtocol(HttpToolsProtocol):
         self.open_connections.set(len(self.connections))
 
     def _start_timer(self, seconds: float) -> None:
-        self._timer = self.loop.call_later(seconds, self._too_slow)
+        self._timer = self.loop.call_later(seconds, self._on_header_timeout)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _too_slow(self) -> None:
+    def _on_header_timeout(self) -> None:
         self._timer = None
         if not self.transport.is_closing():
-            self._refuse(408, f"no request came within {self.header_seconds:g} seconds", "header_timeout", None)
+            self._refuse(
+                408, f"no request header arrived within {self.header_seconds:g} seconds", "header_timeout", None
+            )
 
     @property
-    def _check_seconds(self) -> float:
+    def _check_interval(self) -> float:
         return self.write_seconds / 4
 
-    def _check_writing(self) -> None:
-        """Reset a connection whose client took nothing since `write_seconds`; also one that is closing.
+    def _check_write_progress(self) -> None:
+        """Reset the connection if its client has read nothing for `write_seconds`, also while it is closing.
 
-        Closing alone waits for the client for ever, and a connection that is not reset leaves megabytes to the system.
+        A plain close would wait for the client forever and leave megabytes in the kernel's send buffer.
         """
-        waiting, now = self.transport.get_write_buffer_size() + _unsent(self.transport), self.loop.time()
+        waiting, now = self.transport.get_write_buffer_size() + _unsent_bytes(self.transport), self.loop.time()
         sent = self.transport.written - waiting
         if not waiting or sent != self._sent:
-            self._sent, self._sent_at = sent, now
-        elif now - self._sent_at >= self.write_seconds:
-            log.warning("a connection is closed: its client left %d bytes unread for %g s", waiting, self.write_seconds)
-            at_once = struct.pack("ii", 1, 0)
-            self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
+            self._sent, self._progress_time = sent, now
+        elif now - self._progress_time >= self.write_seconds:
+            log.warning("reset a connection: its client left %d bytes unread for %g s", waiting, self.write_seconds)
+            linger = struct.pack("ii", 1, 0)
+            self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             self.transport.abort()
             return
-        self._write_check = self.loop.call_later(self._check_seconds, self._check_writing)
+        self._write_check = self.loop.call_later(self._check_interval, self._check_write_progress)
 
     def _refuse(self, status: int, message: str, code: str, retry_after: int | None) -> None:
-        if self._awaits_answer():
-            self.transport.write(_raw_answer(status, message, code, retry_after))
+        if self._can_send_response():
+            self.transport.write(_raw_response(status, message, code, retry_after))
         self.transport.close()
 
-    def _awaits_answer(self) -> bool:
-        """Whether the next answer on this connection belongs to the request that is being read.
+    def _can_send_response(self) -> bool:
+        """Return whether the next response on this connection belongs to the request being read.
 
-        Written in the midst of another request's answer, a refusal would be read as part of that one.
+        Otherwise an error response would land inside the response to an earlier request.
         """
         if self.cycle is None:
             return True
@@ -212,20 +217,20 @@ class LimitedProtocol(HttpToolsProtocol):
         return self.cycle.response_complete if self._in_header else not self.cycle.response_started
 
 
-def _unsent(transport: asyncio.Transport) -> int:
-    """Bytes that the system holds until the client's takes them; 0 where it doesn't say.
+def _unsent_bytes(transport: asyncio.Transport) -> int:
+    """Return the bytes in the kernel's send buffer that the client has not acknowledged; 0 if unknown.
 
-    It takes new ones only when a third of its buffer is free: a slow reader of megabytes would seem to stand still.
+    Needed to see the progress of a slow reader: the kernel accepts new bytes only when a third of its buffer is free.
     """
     try:
-        answer = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
-    except (OSError, ValueError):  # not on this system; or the socket was closed a moment ago
+        queued = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+    except (OSError, ValueError):  # not supported on this system, or the socket is closed
         return 0
-    return int.from_bytes(answer, sys.byteorder)
+    return int.from_bytes(queued, sys.byteorder)
 
 
-class _Counted:
-    """A transport that counts the bytes written to it: the client has taken those that wait nowhere any more."""
+class _CountingTransport:
+    """A transport that counts the bytes written to it, from which the protocol derives the bytes that were sent."""
 
     def __init__(self, transport: asyncio.Transport):
         self._transport = transport
@@ -242,7 +247,7 @@ class _Counted:
 def limited_protocol(
     max_connections: int, header_seconds: float, write_seconds: float, open_connections: OpenConnections
 ) -> type[LimitedProtocol]:
-    """LimitedProtocol with these limits."""
+    """Return a subclass of LimitedProtocol with these limits."""
     return type(
         "LimitedProtocol",
         (LimitedProtocol,),
@@ -264,7 +269,7 @@ _PHRASES = {
 _TYPES = dict.fromkeys((400, 408, 431), "invalid_request_error") | {503: "service_unavailable_error"}
 
 
-def _raw_answer(status: int, message: str, code: str, retry_after: int | None) -> bytes:
+def _raw_response(status: int, message: str, code: str, retry_after: int | None) -> bytes:
     body = json.dumps(_body(status, message, code)).encode()
     lines = [
         f"HTTP/1.1 {status} {_PHRASES[status]}",

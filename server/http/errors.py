@@ -1,7 +1,7 @@
-"""What an error looks like on the wire: one table from exceptions to statuses, one body shape for all.
+"""Error responses: the table from exceptions to HTTP statuses, and the error body.
 
-Every answer of 400 and above is `{"error": {"message", "type", "param", "code"}}`. Routes raise; they never build an
-error answer themselves. Knows the engine's exception tree and nothing else of it.
+Every response of 400 and above is `{"error": {"message", "type", "param", "code"}}`. Routes raise exceptions and never
+build an error response themselves.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ INVALID = "invalid_request_error"
 
 
 class WireError(Exception):
-    """A refusal that only HTTP has: unknown model, oversized body, not ready."""
+    """An error of the HTTP layer, such as an unknown model, an oversized body, or a server that is not ready."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class WireError(Exception):
 
 
 class Outcome(NamedTuple):
-    """How one exception class answers; retry_after in seconds, None where trying again won't help."""
+    """The response to one exception class. `retry_after` is in seconds, None if a retry won't help."""
 
     status: int
     type: str
@@ -58,7 +58,7 @@ class Outcome(NamedTuple):
     retry_after: int | None = None
 
 
-# The first class that fits decides, so a subclass stands before its base.
+# The first matching class decides, so a subclass comes before its base class.
 OUTCOMES: tuple[tuple[type[EngineError], Outcome], ...] = (
     (PromptTooLong, Outcome(400, INVALID, "context_length_exceeded")),
     (RequestError, Outcome(400, INVALID, "invalid_value")),
@@ -72,12 +72,12 @@ INTERNAL = Outcome(500, "server_error", "internal_error")
 
 
 def error_body(message: str, type: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """The one body of an error; text that UTF-8 can't carry is replaced, so that the answer itself can't fail."""
+    """Return an error body. Text that UTF-8 can't encode is replaced, so that sending the response can't fail."""
     return {"error": {"message": _sendable(message), "type": type, "param": _sendable(param), "code": code}}
 
 
 def body_of(exc: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
-    """Status, body and extra headers of any exception. What isn't ours is 500 and tells nothing of itself."""
+    """Return status, body and extra headers for any exception. An unexpected one is a 500 without details."""
     if isinstance(exc, WireError):
         headers = _retry_header(exc.retry_after)
         return exc.status, error_body(str(exc), exc.type, exc.param, exc.code), headers
@@ -88,31 +88,31 @@ def body_of(exc: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
     if isinstance(exc, HTTPException):
         type_, code = _HTTP_NAMES.get(exc.status_code, (INVALID, None))
         return exc.status_code, error_body(str(exc.detail), type_, None, code), dict(exc.headers or {})
-    message = "the server failed at this request; its log has the reason"
+    message = "internal error while handling this request; see the server's log"
     return INTERNAL.status, error_body(message, INTERNAL.type, None, INTERNAL.code), {}
 
 
 def error_response(exc: Exception) -> JSONResponse:
-    """The answer to an exception."""
+    """Return the response to an exception."""
     status, body, headers = body_of(exc)
     return JSONResponse(body, status_code=status, headers=headers)
 
 
 def log_failure(exc: Exception, scope: Scope) -> None:
-    """One line of a request that failed, under its id. Only of what nobody foresaw it also says where it was raised."""
-    foreseen = isinstance(exc, (EngineError, WireError))
+    """Log a failed request with its id. Adds a traceback for unexpected exceptions only."""
+    expected = isinstance(exc, (EngineError, WireError))
     fields = {"request_id": scope.get("state", {}).get("request_id")}
     log.error(
-        "a request failed: %s: %s", type(exc).__name__, exc, exc_info=None if foreseen else exc, extra={FIELDS: fields}
+        "a request failed: %s: %s", type(exc).__name__, exc, exc_info=None if expected else exc, extra={FIELDS: fields}
     )
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Make every exception of a route, and of routing itself, answer with the one body."""
+    """Register handlers so that every exception of routes and routing gets the error body."""
 
     async def answer(request: Request, exc: Exception) -> JSONResponse:
         if isinstance(exc, HTTPException) and exc.status_code in (404, 405):
-            what = "there is no such route" if exc.status_code == 404 else "this route does not take that method"
+            what = "unknown route" if exc.status_code == 404 else "method not allowed on this route"
             exc = HTTPException(exc.status_code, f"{what}: {request.method} {request.url.path}", exc.headers)
         response = error_response(exc)
         if response.status_code == INTERNAL.status:
@@ -120,13 +120,13 @@ def install_error_handlers(app: FastAPI) -> None:
         return response
 
     async def invalid(request: Request, exc: RequestValidationError) -> JSONResponse:
-        message, param = _first_fault(exc)
+        message, param = _first_error(exc)
         return JSONResponse(error_body(message, INVALID, param, "invalid_value"), status_code=400)
 
     async def internal(request: Request, exc: Exception) -> JSONResponse:
         response = error_response(exc)
         request_id = request.scope.get("state", {}).get("request_id")
-        if request_id:  # this handler runs outside the middleware that echoes the id
+        if request_id:  # this handler runs outside the middleware that adds the header
             response.headers["X-Request-Id"] = request_id
         return response
 
@@ -143,17 +143,17 @@ _HTTP_NAMES: Mapping[int, tuple[str, str | None]] = {
 }
 
 
-def _first_fault(exc: RequestValidationError) -> tuple[str, str | None]:
-    """The first thing wrong with a body, as a sentence and the field's dotted name."""
-    fault = exc.errors()[0]
-    loc = [str(part) for part in fault.get("loc", ())[1:]]
-    if fault.get("type") == "json_invalid":
-        reason = fault.get("ctx", {}).get("error", "")
+def _first_error(exc: RequestValidationError) -> tuple[str, str | None]:
+    """Return the first validation error of a body as (message, field)."""
+    error = exc.errors()[0]
+    loc = [str(part) for part in error.get("loc", ())[1:]]
+    if error.get("type") == "json_invalid":
+        reason = error.get("ctx", {}).get("error", "")
         return f"the body is not valid JSON: {reason}".rstrip(": "), None
-    message = str(fault.get("msg", "invalid")).removeprefix("Value error, ")
+    message = str(error.get("msg", "invalid")).removeprefix("Value error, ")
     if not loc:
         return f"the body must be a JSON object: {message}", None
-    # A union adds the tried type's name to the path ("stop.list[str].0"): the field is what the caller knows.
+    # A union adds the tried type to the path ("stop.list[str].0"): report only the field that the caller sent.
     return f"{loc[0]}: {message}", loc[0]
 
 

@@ -1,7 +1,7 @@
-"""Who may ask for what: keys for the inference routes, and keys of their own for the admin routes.
+"""API keys for the inference routes and separate keys for the admin routes.
 
-Owns where keys come from, how they are compared and which route needs which. Keys are kept as digests only, so that no
-log line, error or dump of this process's objects can show one. Knows no request beyond its path and one header.
+Keys come from files and environment variables. They are stored as digests only, so that no log line, error or object
+dump can show one.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from server.config import ServerConfig
 from server.http.errors import WireError, error_response
 
 API_KEYS, ADMIN_KEYS = "ENCORE_API_KEYS", "ENCORE_ADMIN_KEYS"
-# What monitors, load balancers and people look at. Whatever is not named here needs an API key, once there are any.
+# Routes for monitoring, load balancers and browsers. All others need an API key if any is configured.
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/version", "/graphs", "/openapi.json"})
 ADMIN_PREFIXES = ("/graphs/", "/weights/", "/profile/")
 
 
 class Keys:
-    """The accepted keys of both kinds. Without inference keys inference is open; without admin keys admin is off."""
+    """The accepted keys. Without inference keys, inference is open; without admin keys, the admin routes are off."""
 
     def __init__(self, inference: Iterable[str] = (), admin: Iterable[str] = ()):
         self._inference = tuple(map(_digest, inference))
@@ -36,14 +36,17 @@ class Keys:
 
     @classmethod
     def load(cls, config: ServerConfig, environ: Mapping[str, str]) -> Keys:
-        """The keys of the files that `config` names and of the environment. ConfigError for a file without keys."""
+        """Load keys from the configured files and from `environ`. Raises ConfigError for a file without keys."""
         return cls(
             [*_from_file(config.api_key_file), *_from_list(environ, API_KEYS)],
             [*_from_file(config.admin_key_file), *_from_list(environ, ADMIN_KEYS)],
         )
 
     def check(self, path: str, presented: str | None) -> None:
-        """WireError 401 where `path` needs a key that `presented` is not, 403 where admin is off."""
+        """Check the `presented` key for `path`.
+
+        Raises WireError 401 if the key is missing or not accepted, 403 if the admin routes are off.
+        """
         if path in OPEN_PATHS:
             return
         if path.startswith(ADMIN_PREFIXES):
@@ -52,19 +55,19 @@ class Keys:
                     403, f"admin routes are off: start the server with --admin-key-file or {ADMIN_KEYS}",
                     type="permission_error", code="admin_disabled",
                 )  # fmt: skip
-            wanted = self._admin
+            accepted = self._admin
         elif not self._inference:
             return
         else:
-            wanted = self._inference
+            accepted = self._inference
         if presented is None:
-            raise _refusal("this route needs a key: send Authorization: Bearer KEY")
-        if not _matches(presented, wanted):
-            raise _refusal("the key that was sent is not accepted here")
+            raise _refusal("this route requires a key: send Authorization: Bearer KEY")
+        if not _matches(presented, accepted):
+            raise _refusal("the key is not accepted")
 
 
 class KeyMiddleware:
-    """Refuses requests without the right key before a byte of their body is read."""
+    """ASGI middleware that refuses requests without an accepted key before their body is read."""
 
     def __init__(self, app: ASGIApp, keys: Keys):
         self.app, self.keys = app, keys
@@ -92,16 +95,16 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-def _matches(presented: str, wanted: tuple[bytes, ...]) -> bool:
-    """Whether it is one of them; every one is compared, in a time that depends on neither."""
+def _matches(presented: str, accepted: tuple[bytes, ...]) -> bool:
+    """Return whether `presented` is an accepted key, in constant time: all keys are compared."""
     digest, found = _digest(presented), False
-    for known in wanted:
+    for known in accepted:
         found |= hmac.compare_digest(digest, known)
     return found
 
 
 def _from_file(path: str | None) -> list[str]:
-    """One key a line; empty lines and those that begin with # are passed over."""
+    """Read one key per line. Empty lines and lines that start with # are skipped."""
     if path is None:
         return []
     try:
@@ -109,8 +112,8 @@ def _from_file(path: str | None) -> list[str]:
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigError(f"the key file {path} can't be read: {getattr(exc, 'strerror', None) or exc}") from exc
     found = [line for line in lines if line and not line.startswith("#")]
-    if not found:  # an empty file must not open the server
-        raise ConfigError(f"the key file {path} holds no key: write one on each line")
+    if not found:  # an empty file must not open the server to everyone
+        raise ConfigError(f"the key file {path} contains no key: write one key per line")
     return _checked(found, f"the key file {path}")
 
 
@@ -120,6 +123,6 @@ def _from_list(environ: Mapping[str, str], name: str) -> list[str]:
 
 def _checked(found: list[str], where: str) -> list[str]:
     for number, key in enumerate(found, 1):
-        if not (key.isascii() and key.isprintable()) or " " in key:  # never shows the key itself
-            raise ConfigError(f"key {number} of {where} can't be sent in a header: use letters, digits and signs")
+        if not (key.isascii() and key.isprintable()) or " " in key:  # never show the key itself
+            raise ConfigError(f"key {number} of {where} can't be sent in a header: use ASCII characters without spaces")
     return found

@@ -1,7 +1,6 @@
-"""What every request passes before its route: an id, a body of bounded size, a connection that ends with a drain. Plain
-ASGI, no model of requests.
+"""ASGI middleware for every request: request ids, a body limit, and closing connections during a drain.
 
-The body is read whole here, so that a chunked upload is cut off like a declared one and no route can forget it.
+The whole body is read here, so that the limit also holds for chunked uploads and for every route.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.http.errors import WireError, error_response
 
-BODY_SECONDS = 60.0  # a body that takes longer to arrive is given up: a stalled upload must not hold its memory
-DISCARD_BYTES = 64 * 1024 * 1024  # of a refused body read and thrown away, so that the client hears the refusal
+BODY_SECONDS = 60.0  # a body must arrive within this time: a stalled upload must not hold its memory
+DISCARD_BYTES = 64 * 1024 * 1024  # read and discarded of a refused body, so that the client receives the error
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 
 
 def new_request_id() -> str:
-    """A fresh id: 24 hexadecimal digits."""
+    """Return a random request id of 24 hexadecimal digits."""
     return secrets.token_hex(12)
 
 
 class RequestIds:
-    """Gives each request an id, the client's X-Request-Id where it is harmless, and echoes it in the answer."""
+    """Assign each request an id and echo it in the response. A valid X-Request-Id of the client is used as it is."""
 
     def __init__(self, app: ASGIApp):
         self.app = app
@@ -44,31 +43,32 @@ class RequestIds:
 
 
 class CloseWhenDraining:
-    """Ends the connection with the answer to a request that comes while the server drains: the client's next one then
-    goes to another server, not into a connection that is about to be closed.
+    """Close the connection after the response to a request that arrives during a drain.
+
+    The client's next request then opens a connection to another server instead of reusing one that is about to close.
     """
 
     def __init__(self, app: ASGIApp, is_draining: Callable[[], bool]):
         self.app, self.is_draining = app, is_draining
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        ends = scope["type"] == "http" and self.is_draining()
-        await self.app(scope, receive, _with_header(send, "Connection", "close") if ends else send)
+        closes = scope["type"] == "http" and self.is_draining()
+        await self.app(scope, receive, _with_header(send, "Connection", "close") if closes else send)
 
 
 def _with_header(send: Send, name: str, value: str) -> Send:
-    """`send`, with this header in the answer."""
+    """Return a `send` that adds this header to the response."""
 
-    async def send_with_it(message: Message) -> None:
+    async def send_with_header(message: Message) -> None:
         if message["type"] == "http.response.start":
             MutableHeaders(scope=message)[name] = value
         await send(message)
 
-    return send_with_it
+    return send_with_header
 
 
 class BodyLimit:
-    """Reads bodies up to `max_bytes` and refuses larger ones with 413, bodies that aren't JSON with 415."""
+    """Read bodies up to `max_bytes`. Refuses larger ones with 413, and bodies not declared as JSON with 415."""
 
     def __init__(self, app: ASGIApp, max_bytes: int):
         self.app, self.max_bytes = app, max_bytes
@@ -80,7 +80,7 @@ class BodyLimit:
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 body = await self._read(receive)
-            if body is None:  # the client went away while sending
+            if body is None:  # the client disconnected while sending
                 return
             if body:
                 _check_content_type(Headers(scope=scope))
@@ -88,9 +88,9 @@ class BodyLimit:
             slow = WireError(408, f"the body did not arrive within {BODY_SECONDS:.0f} seconds", code="body_timeout")
             await error_response(slow)(scope, receive, send)
             return
-        except _TooLarge as refusal:
-            if refusal.goes_on:
-                send = _with_header(_at_once(receive, send), "Connection", "close")
+        except _BodyTooLarge as refusal:
+            if refusal.is_incomplete:
+                send = _with_header(_respond_then_discard(receive, send), "Connection", "close")
             await error_response(refusal)(scope, receive, send)
             return
         except WireError as refusal:
@@ -106,7 +106,7 @@ class BodyLimit:
         await self.app(scope, replay, send)
 
     async def _read(self, receive: Receive) -> bytes | None:
-        """The whole body, or None if the client left. Raises _TooLarge as soon as the limit is passed."""
+        """Return the whole body, or None if the client left. Raises _BodyTooLarge as soon as the limit is exceeded."""
         chunks: list[bytes] = []
         size = 0
         while True:
@@ -118,23 +118,23 @@ class BodyLimit:
             more = message.get("more_body", False)
             if size > self.max_bytes:
                 chunks.clear()  # the error keeps this frame while the rest is read
-                raise _TooLarge(self.max_bytes, more)
+                raise _BodyTooLarge(self.max_bytes, more)
             if not more:
                 return b"".join(chunks)
 
 
-class _TooLarge(WireError):
-    """A body beyond the limit; it `goes_on` where its end has not come yet."""
+class _BodyTooLarge(WireError):
+    """A body beyond the limit. `is_incomplete`: its end has not arrived yet."""
 
-    def __init__(self, limit: int, goes_on: bool):
+    def __init__(self, limit: int, is_incomplete: bool):
         super().__init__(413, f"the body is larger than the limit of {limit} bytes", code="body_too_large")
-        self.goes_on = goes_on
+        self.is_incomplete = is_incomplete
 
 
-def _at_once(receive: Receive, send: Send) -> Send:
-    """`send` for an answer that doesn't wait for the end of its request: what still comes is read after it.
+def _respond_then_discard(receive: Receive, send: Send) -> Send:
+    """Return a `send` that responds at once and then reads and discards the rest of the request body.
 
-    A connection that is closed on who still sends is reset, and the answer may be lost with it.
+    Closing the connection while the client still sends would reset it, and the client might lose the response.
     """
 
     async def send_and_discard(message: Message) -> None:
@@ -148,22 +148,24 @@ def _at_once(receive: Receive, send: Send) -> Send:
 
 
 async def _discard(receive: Receive) -> None:
-    """Read the rest of a body, as long and as much as any."""
+    """Read and drop the rest of a body, up to BODY_SECONDS and DISCARD_BYTES."""
     size = 0
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(BODY_SECONDS):
             while size < DISCARD_BYTES:
                 message = await receive()
-                if not message.get("more_body", False):  # its end, or the client's
+                if not message.get("more_body", False):  # end of the body, or disconnect
                     return
                 size += len(message["body"])
 
 
 def _check_content_type(headers: Headers) -> None:
-    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
+    content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type == "application/json" or (
+        content_type.startswith("application/") and content_type.endswith("+json")
+    ):
         return
-    found = kind[:80] or "none"
+    found = content_type[:80] or "none"
     raise WireError(
         415, f"the body's content type is {found}; send Content-Type: application/json", code="unsupported_media_type"
     )

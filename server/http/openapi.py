@@ -1,6 +1,6 @@
-"""What /openapi.json says beyond the bodies: answers, refusals, keys. Knows the wire types, no request.
+"""Responses, errors and security schemes in /openapi.json.
 
-FastAPI would promise a 422 that this server never sends, and nothing of the errors that it does send.
+By default FastAPI documents a 422 that this server never sends, and none of the errors that it does send.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from server.schemas.responses import Answer, ErrorAnswer
 
 Responses = dict[int | str, dict[str, Any]]
 REASONS = {
-    400: "A value, a combination or a length that can't be served; `param` names the field",
-    401: "A key is needed, or the one that was sent is not accepted",
-    403: "This route is off",
-    404: "No such model or route",
+    400: "Invalid request; `param` names the field",
+    401: "The key is missing or not accepted",
+    403: "This route is disabled",
+    404: "Unknown model or route",
     408: "The body took too long to arrive",
     413: "The body is larger than the limit",
     415: "The body is not declared as JSON",
-    429: "The queue is full; Retry-After says when to try again",
-    500: "The engine failed at this request",
-    503: "Loading, restarting or shutting down; Retry-After says when to try again",
+    429: "The queue is full; retry after Retry-After seconds",
+    500: "The engine failed to process this request",
+    503: "Loading, restarting or shutting down; retry after Retry-After seconds",
 }
 
 
@@ -36,23 +36,26 @@ ADMIN_REFUSALS = _refusals(400, 401, 403, 408, 413, 415, 500, 503)
 NOT_SERVING = _refusals(500, 503)
 
 
-# One server-sent event: JSON text in `data`, or [DONE] in the last.
+# A server-sent event: JSON text in `data`, or [DONE] in the last event.
 EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 
 
 def answered_by(model: type[Answer] | Any, *others: str) -> Responses:
-    """The 200 of a route: `model` as JSON, and texts of these other media types."""
-    content = {kind: {"schema": EVENT if kind == "text/event-stream" else {"type": "string"}} for kind in others}
-    return {200: {"model": model, "description": "The answer", "content": content}}
+    """Return the OpenAPI entry of a route's 200 response: `model` as JSON, and text of the `others` media types."""
+    content = {
+        media_type: {"schema": EVENT if media_type == "text/event-stream" else {"type": "string"}}
+        for media_type in others
+    }
+    return {200: {"model": model, "description": "Success", "content": content}}
 
 
 def failing(model: type[Answer]) -> Responses:
-    """The 503 of a probe, whose body says the same as its 200."""
-    return {503: {"model": model, "description": "Not so"}}
+    """Return the OpenAPI entry of a probe's 503 response, which has the body of its 200 response."""
+    return {503: {"model": model, "description": "Unhealthy or not ready"}}
 
 
 def describe(app: FastAPI) -> None:
-    """Make the application's /openapi.json say what its routes really answer."""
+    """Make the application's /openapi.json match the actual responses and security schemes."""
     build = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -62,7 +65,7 @@ def describe(app: FastAPI) -> None:
             for name in ("HTTPValidationError", "ValidationError"):
                 components.get("schemas", {}).pop(name, None)
             components["securitySchemes"] = {
-                "key": {"type": "http", "scheme": "bearer", "description": "An API key, where the server has any"},
+                "key": {"type": "http", "scheme": "bearer", "description": "An API key, if any is configured"},
                 "admin_key": {"type": "http", "scheme": "bearer", "description": "An admin key"},
             }
             for path, operations in schema["paths"].items():

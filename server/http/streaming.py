@@ -1,7 +1,4 @@
-"""Answers that take time: server-sent events, and the rule that a client that leaves ends its request.
-
-Owns the event format and the watch on the connection; knows no model and no schema.
-"""
+"""Server-sent event streams, and cancellation of a request whose client disconnects."""
 
 from __future__ import annotations
 
@@ -22,20 +19,20 @@ T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 
 
-class ClientGone(Exception):
-    """The client closed its connection before its answer was complete; there is nobody to tell."""
+class ClientDisconnected(Exception):
+    """The client closed its connection before the response was complete."""
 
 
 def event(payload: Any) -> str:
-    """One server-sent event that carries `payload` as JSON."""
+    """Return a server-sent event with `payload` as JSON."""
     return f"data: {json.dumps(payload, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
 class EventStream(Response):
-    """Sends what `events` yields. A client that leaves closes `events`, at once, wherever it is waiting.
+    """A streaming response that sends the items of `events`. If the client disconnects, `events` is closed at once.
 
-    An exception before the first event becomes an ordinary error answer with its status; a later one becomes a last
-    event with the error's body. `[DONE]` ends the stream either way.
+    An exception before the first event becomes a normal error response with its status. A later one becomes a final
+    event with the error body, followed by `[DONE]`, which also ends a stream without an error.
     """
 
     media_type = "text/event-stream"
@@ -49,7 +46,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sender = asyncio.create_task(self._send_all(scope, receive, send))
         watcher = asyncio.create_task(_disconnected(receive))
-        await _first_of(sender, watcher)
+        await _wait_or_cancel(sender, watcher)
 
     async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self.events) as events:
@@ -65,7 +62,7 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": first, "more_body": True})
                 async for chunk in events:
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            except OSError:  # the connection broke under a send
+            except OSError:  # the connection broke during a send
                 return
             except Exception as exc:
                 _log_failure(exc, scope)
@@ -74,20 +71,20 @@ class EventStream(Response):
 
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`; cancelled, and ClientGone raised, if the client leaves first."""
+    """Return the result of `work`. If the client disconnects first, cancel it and raise ClientDisconnected."""
     task = asyncio.create_task(work)
     watcher = asyncio.create_task(_disconnected(request.receive))
-    await _first_of(task, watcher)
+    await _wait_or_cancel(task, watcher)
     if task.cancelled():
-        raise ClientGone
+        raise ClientDisconnected
     return task.result()
 
 
 async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int, T]]:
-    """What several streams yield, as it comes, each item with its stream's number.
+    """Merge several streams: yield (stream number, item) as items arrive.
 
-    Closing the merged stream closes all of them; an exception of one ends all and is raised. Of each stream one item
-    waits at most: what a slow reader leaves piles up in the streams, which bound it.
+    Closing the merged stream closes all of them. An exception in one closes all and is raised. At most one item per
+    stream is buffered here: the backlog of a slow reader stays in the streams, which bound it.
     """
     if len(streams) == 1:
         async with aclosing(streams[0]) as only:
@@ -95,15 +92,15 @@ async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int,
                 yield 0, item
         return
     arrived: asyncio.Queue[tuple[int, T | None, BaseException | None]] = asyncio.Queue()
-    may_go_on = [asyncio.Event() for _ in streams]
+    resume = [asyncio.Event() for _ in streams]
 
     async def drain(number: int, stream: AsyncIterator[T]) -> None:
         try:
             async with aclosing(stream) as open_stream:
                 async for item in open_stream:
-                    may_go_on[number].clear()
+                    resume[number].clear()
                     arrived.put_nowait((number, item, None))
-                    await may_go_on[number].wait()
+                    await resume[number].wait()
         except Exception as exc:
             arrived.put_nowait((number, None, exc))
         else:
@@ -119,7 +116,7 @@ async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int,
             if item is None:
                 unfinished -= 1
             else:
-                may_go_on[number].set()
+                resume[number].set()
                 yield number, item
     finally:
         for task in tasks:
@@ -132,8 +129,8 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _first_of(task: asyncio.Task[Any], watcher: asyncio.Task[Any]) -> None:
-    """Wait for `task`, or cancel it when `watcher` ends first; both are over on return. Raises what `task` raised."""
+async def _wait_or_cancel(task: asyncio.Task[Any], watcher: asyncio.Task[Any]) -> None:
+    """Wait for `task`, or cancel it if `watcher` ends first. Both have ended on return. Raises what `task` raised."""
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -145,5 +142,5 @@ async def _first_of(task: asyncio.Task[Any], watcher: asyncio.Task[Any]) -> None
 
 
 def _log_failure(exc: Exception, scope: Scope) -> None:
-    if body_of(exc)[0] >= 500:  # also a 503, which ends every stream under way at once
+    if body_of(exc)[0] >= 500:  # includes the 503 that ends every running stream when the engine dies
         log_failure(exc, scope)

@@ -1,7 +1,6 @@
-"""What the server writes to its log: one record per event, as a line of text or of JSON, and one per request.
+"""Log formats: one record per line, as text or as JSON.
 
-Owns the formats and the request record. Headers, queries, prompts and answers are never logged: a key or a user's text
-can't leak from here. Knows requests by what their jobs counted.
+Headers, query strings, prompts and completions are never logged, so that no key or user text can leak.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     pass
 
-FIELDS = "encore"  # the attribute of a log record that holds its further fields
+FIELDS = "encore"  # attribute of a log record that holds its extra fields
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per record: time (UTC, ISO 8601), level, logger, message, and the record's own fields."""
+    """Format a record as one JSON object: time (UTC, ISO 8601), level, logger, message, and extra fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as one line."""
+        """Return the record as one line of JSON."""
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line: dict[str, Any] = {
             "time": f"{seconds}.{int(record.msecs):03d}Z",
@@ -37,19 +36,19 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """One line per record for people: time, level, logger, message, and the record's own fields as name=value."""
+    """Format a record as one line of text: time, level, logger, message, and extra fields as name=value."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """The line without its exception; an empty field is left out."""
+        """Return the line without its exception. Empty fields are left out."""
         fields = {name: value for name, value in getattr(record, FIELDS, {}).items() if value not in (None, {}, [])}
         return " ".join([super().formatMessage(record), *(f"{name}={_plain(value)}" for name, value in fields.items())])
 
 
 def log_settings(level: str, log_format: str = "text") -> dict[str, object]:
-    """Settings for logging.config: one line per record, on standard error."""
+    """Return settings for logging.config.dictConfig: one line per record, on standard error."""
     ours = {"level": level.upper()}
     return {
         "version": 1,

@@ -1,7 +1,8 @@
-"""What /metrics shows: the engine's own counts, read when scraped, and the times that only the HTTP side sees.
+"""Prometheus metrics: engine counts, read at each scrape, and request latencies measured by the HTTP side.
 
-Names are those of vLLM's dashboards with `encore_` before them, and the graph cache's own. The registry is the
-caller's: two servers in one process don't share counters. What HTTP counts is kept in a tally, which sums over fronts.
+Names follow vLLM's metrics with the prefix `encore_`; those of the graph cache are our own. The caller owns the
+registry, so two servers in one process don't share counters. HTTP counters live in shared counters, which sum over the
+API workers.
 """
 
 from __future__ import annotations
@@ -31,56 +32,78 @@ class _Job(Protocol):
 
 
 class RequestMetrics:
-    """Times of requests as clients see them, and how they ended; of all fronts together."""
+    """Request latencies as clients see them, and finish reasons, summed over all API workers."""
 
     def __init__(self, counters: SharedCounters):
-        def times(name: str, text: str, bounds: Sequence[float]) -> SharedHistogram:
+        def histogram(name: str, text: str, bounds: Sequence[float]) -> SharedHistogram:
             return SharedHistogram(counters, name, text, bounds)
 
-        self.first_token = times(
-            "time_to_first_token_seconds", "From a request's arrival to its first token.", FIRST_TOKEN_BUCKETS
+        self.first_token = histogram(
+            "time_to_first_token_seconds",
+            "Time from a request's arrival to its first token in seconds.",
+            FIRST_TOKEN_BUCKETS,
         )
-        self.inter_token = times(
-            "inter_token_latency_seconds", "Between two outputs of one sequence, per token.", TOKEN_BUCKETS
+        self.inter_token = histogram(
+            "inter_token_latency_seconds",
+            "Time between two outputs of a sequence, per token, in seconds.",
+            TOKEN_BUCKETS,
         )
-        self.per_output_token = times(
-            "request_time_per_output_token_seconds", "A finished sequence's mean time per token.", TOKEN_BUCKETS
+        self.per_output_token = histogram(
+            "request_time_per_output_token_seconds",
+            "Mean time per output token of a finished sequence in seconds.",
+            TOKEN_BUCKETS,
         )
-        self.whole = times(
-            "e2e_request_latency_seconds", "From a request's arrival to a sequence's end.", REQUEST_BUCKETS
+        self.e2e_latency = histogram(
+            "e2e_request_latency_seconds",
+            "Time from a request's arrival to the end of a sequence in seconds.",
+            REQUEST_BUCKETS,
         )
-        self.queued = times(
-            "request_queue_time_seconds", "From a request's arrival at the engine to its first step.", REQUEST_BUCKETS
+        self.queued = histogram(
+            "request_queue_time_seconds",
+            "Time from a request's arrival at the engine to its first step in seconds.",
+            REQUEST_BUCKETS,
         )
-        self.ended = SharedCounter(counters, "request_success", "Sequences that ended, by reason.", ["finished_reason"])
-        for reason in ("stop", "length", "abort", "error"):  # so that rates exist before the first of a kind
-            self.ended.show(reason)
+        self.ended = SharedCounter(
+            counters, "request_success", "Finished sequences, by finish reason.", ["finished_reason"]
+        )
+        for reason in ("stop", "length", "abort", "error"):  # start at 0, so that rates exist before the first event
+            self.ended.add_series(reason)
 
     def watch(self, job: _Job) -> RequestWatch:
-        """A watch over one job's deltas."""
+        """Return a RequestWatch for one job."""
         return RequestWatch(self, job.started, job.params.n)
 
     def collect(self) -> Iterator[Metric]:
-        """For Prometheus."""
-        for one in (self.first_token, self.inter_token, self.per_output_token, self.whole, self.queued, self.ended):
+        """Yield the metric families."""
+        for one in (
+            self.first_token,
+            self.inter_token,
+            self.per_output_token,
+            self.e2e_latency,
+            self.queued,
+            self.ended,
+        ):
             yield from one.collect()
 
 
 class RequestWatch:
-    """Times one job's sequences. `saw` deltas as they come, then `ended` once, however it ended."""
+    """Measure the latencies of one job's sequences.
+
+    Call `observe_deltas` as deltas arrive, then `close`, whether the job finished, failed or was aborted.
+    """
 
     def __init__(self, metrics: RequestMetrics, started: float, sequences: int):
         self._metrics, self._started = metrics, started
         self._first: dict[int, float] = {}
         self._last: dict[int, float] = {}
         self._tokens: dict[int, int] = {}
-        self._open = set(range(sequences))
+        self._unfinished = set(range(sequences))
         self.queue_seconds: float | None = None
         self.first_token_seconds: float | None = None
-        self.buckets: collections.Counter[int | None] = collections.Counter()  # tokens by the graph that gave them
+        self.buckets: collections.Counter[int | None] = collections.Counter()  # tokens by graph bucket, None if eager
 
-    def saw(self, deltas: Sequence[OutputDelta]) -> None:
-        """Observe deltas that came together, now."""
+    def observe_deltas(self, deltas: Sequence[OutputDelta]) -> None:
+        """Record deltas that arrived together, now."""
         now = time.perf_counter()
         counts: dict[int, int] = {}
         for delta in deltas:
@@ -92,12 +115,12 @@ class RequestWatch:
                 self.buckets[delta.graph_bucket] += count
                 counts[delta.index] = counts.get(delta.index, 0) + count
         for index, count in counts.items():
-            self._tokens_came(index, count, now)
+            self._observe_tokens(index, count, now)
         for delta in deltas:
-            if delta.finish_reason is not None and delta.index in self._open:
-                self._sequence_ended(delta.index, delta.finish_reason, now)
+            if delta.finish_reason is not None and delta.index in self._unfinished:
+                self._observe_finish(delta.index, delta.finish_reason, now)
 
-    def _tokens_came(self, index: int, count: int, now: float) -> None:
+    def _observe_tokens(self, index: int, count: int, now: float) -> None:
         if self.first_token_seconds is None:
             self.first_token_seconds = now - self._started
         if index in self._last:
@@ -108,34 +131,35 @@ class RequestWatch:
         self._last[index] = now
         self._tokens[index] = self._tokens.get(index, 0) + count
 
-    def _sequence_ended(self, index: int, reason: str, now: float) -> None:
-        self._open.discard(index)
+    def _observe_finish(self, index: int, reason: str, now: float) -> None:
+        self._unfinished.discard(index)
         self._metrics.ended.add(reason)
-        self._metrics.whole.observe(now - self._started)
+        self._metrics.e2e_latency.observe(now - self._started)
         tokens = self._tokens.get(index, 0)
         if tokens > 1:
             self._metrics.per_output_token.observe((now - self._first[index]) / (tokens - 1))
 
-    def ended(self, failed: bool = False) -> None:
-        """Count what ended without a finish: aborted by the client's leaving, or failed."""
-        for _ in self._open:
+    def close(self, failed: bool = False) -> None:
+        """Count sequences that have not finished as aborted, or as failed. Later calls do nothing."""
+        for _ in self._unfinished:
             self._metrics.ended.add("error" if failed else "abort")
-        self._open.clear()
+        self._unfinished.clear()
 
 
 def response_counts(counters: SharedCounters) -> SharedCounter:
-    """The counter that CountResponses fills."""
-    return SharedCounter(counters, "http_responses", "Answers, by route and status.", ["route", "status"])
+    """Return the counter that CountResponses increments."""
+    return SharedCounter(counters, "http_responses", "HTTP responses, by route and status.", ["route", "status"])
 
 
 class CountResponses:
-    """Counts answers by route and status as their headers go out; `route` is the template, or none where no route fits.
+    """ASGI middleware that counts responses by route template and status when their headers are sent.
 
-    A route that raises counts as 500. A client that left before the headers is not counted.
+    `route` is "none" if no route matches. A route that raises counts as 500. A client that disconnects before the
+    headers is not counted.
     """
 
-    def __init__(self, app: ASGIApp, answers: SharedCounter):
-        self.app, self._answers = app, answers
+    def __init__(self, app: ASGIApp, counter: SharedCounter):
+        self.app, self._counter = app, counter
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -146,8 +170,8 @@ class CountResponses:
         def count(status: int) -> None:
             nonlocal started
             started = True
-            # Never the path itself: a scanner would make a series of each path it tries.
-            self._answers.add(getattr(scope.get("route"), "path", "none"), str(status))
+            # Never use the path itself: a scanner would create a series per path.
+            self._counter.add(getattr(scope.get("route"), "path", "none"), str(status))
 
         async def send_counted(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -163,79 +187,82 @@ class CountResponses:
 
 
 class EngineCollector:
-    """Reads the client's latest snapshot at each scrape. Nothing is counted here.
+    """Export the engine client's latest snapshot at each scrape.
 
-    The counts go on where an engine process is replaced by another; what the old one counted after its last snapshot,
-    a fifth of a second at most, is lost.
-
-    `started` says whether the engine has loaded its model; until then there is nothing to show.
+    Counters continue when an engine process is replaced. Counts since the last snapshot of the old process, at most
+    0.2 seconds old, are lost. Nothing is exported until `started` returns True, that is, until the model is loaded.
     """
 
     def __init__(self, client: Client, started: Callable[[], bool]):
         self._client, self._started = client, started
 
     def collect(self) -> Iterator[Metric]:
-        """Every family of the engine and its graph cache, as the last snapshot has them."""
+        """Yield all metric families of the engine and its graph cache."""
         if not self._started():
             return
         stats, health = self._client.stats(), self._client.health()
-        yield gauge_family("engine_up", "1 while the engine answers requests, else 0.", float(health.ready))
-        yield gauge_family("engine_heartbeat_age_seconds", "Seconds since the engine's last report.", health.silent)
+        yield gauge_family("engine_up", "1 while the engine accepts requests, else 0.", float(health.ready))
+        yield gauge_family("engine_heartbeat_age_seconds", "Seconds since the engine last reported.", health.silent)
         yield CounterMetricFamily(
-            "encore_engine_restarts", "Engine processes that died or hung and were replaced.", value=health.restarts
+            "encore_engine_restarts", "Restarts of an engine process that died or hung.", value=health.restarts
         )
-        yield gauge_family("num_requests_running", "Sequences in the running batch.", stats.num_running)
-        yield gauge_family("num_requests_waiting", "Sequences that wait for the batch.", stats.num_waiting)
-        yield gauge_family("kv_cache_usage_perc", "Share of the KV pages in use, from 0 to 1.", stats.kv_cache_usage)
+        yield gauge_family("num_requests_running", "Number of sequences in the running batch.", stats.num_running)
+        yield gauge_family("num_requests_waiting", "Number of sequences waiting to be scheduled.", stats.num_waiting)
+        yield gauge_family("kv_cache_usage_perc", "KV cache usage. 1 means 100 percent.", stats.kv_cache_usage)
         totals = {
             "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queries),
             "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),
-            "num_preemptions": ("Sequences that were put back to wait.", stats.num_preemptions),
-            "prompt_tokens": ("Prompt tokens of requests that began.", stats.prompt_tokens),
-            "generation_tokens": ("Tokens generated.", stats.generation_tokens),
-            "engine_steps": ("Steps that the engine's loop ran.", stats.steps),
-            "idle_check_failures": ("Times that pages or slots were missing when idle.", stats.idle_check_failures),
+            "num_preemptions": ("Preempted sequences.", stats.num_preemptions),
+            "prompt_tokens": ("Prompt tokens of scheduled requests.", stats.prompt_tokens),
+            "generation_tokens": ("Generated tokens.", stats.generation_tokens),
+            "engine_steps": ("Engine steps.", stats.steps),
+            "idle_check_failures": (
+                "Checks of an idle engine that found leaked pages or slots.",
+                stats.idle_check_failures,
+            ),
         }
         for name, (text, value) in totals.items():
             yield CounterMetricFamily(f"encore_{name}", text, value=value)
         yield from graph_families(stats.graphs)
 
 
-# name, help, label names, and the key of graph_cache's snapshot: counters as lists of (labels, count).
+# (name, help, label names, key in graph_cache's snapshot). Each value there is a list of (label values, count).
 _GRAPH_COUNTERS = (
-    ("graph_replays", "Replays that happened, dummy runs excluded.", ("site", "scope", "phase", "bucket"), "replays"),
+    ("graph_replays", "Graph replays, without dummy runs.", ("site", "scope", "phase", "bucket"), "replays"),
     ("graph_fallbacks", "Steps that ran eager, by reason.", ("site", "phase", "reason"), "fallbacks"),
     ("graph_captures", "Graphs captured.", ("site", "scope", "reason"), "captures"),
     ("graph_failed_captures", "Captures that failed.", ("site", "scope"), "failed_captures"),
-    ("graph_invalidations", "Graphs given up: what they read has moved, or asked.", ("reason",), "invalidations"),
-    ("graph_real_tokens", "Rows that carried a token.", ("phase",), "real_tokens"),
-    ("graph_padded_tokens", "Rows that were padding.", ("phase",), "padded_tokens"),
-    ("graph_batch_rows", "Steps by real rows, beyond 512 by bucket.", ("site", "phase", "rows"), "batch_rows"),
+    ("graph_invalidations", "Graphs dropped because a tensor moved or on request.", ("reason",), "invalidations"),
+    ("graph_real_tokens", "Rows that held a token.", ("phase",), "real_tokens"),
+    ("graph_padded_tokens", "Padding rows.", ("phase",), "padded_tokens"),
+    ("graph_batch_rows", "Steps by real rows, above 512 by bucket.", ("site", "phase", "rows"), "batch_rows"),
 )  # fmt: skip
 
 
 def graph_families(snapshot: Mapping[str, Any]) -> Iterator[Metric]:
-    """The metric families of a graph cache's snapshot; an empty one gives the families without samples."""
+    """Yield the metric families of a graph cache's snapshot; counters of an empty one have no samples."""
     for name, text, labels, key in _GRAPH_COUNTERS:
         family = CounterMetricFamily(f"encore_{name}", text, labels=labels)
         for values, count in snapshot.get(key, ()):
             family.add_metric([str(value) for value in values], count)
         yield family
-    entries = GaugeMetricFamily("encore_graph_cache_entries", "Graphs held.", labels=("site", "scope"))
+    entries = GaugeMetricFamily("encore_graph_cache_entries", "Graphs in the cache.", labels=("site", "scope"))
     for values, count in snapshot.get("entries", ()):
         entries.add_metric([str(value) for value in values], count)
     yield entries
     yield gauge_family(
-        "graph_pool_bytes", "Bytes of the memory pool that all graphs share.", snapshot.get("pool_bytes", 0)
+        "graph_pool_bytes", "Bytes of the memory pool shared by all graphs.", snapshot.get("pool_bytes", 0)
     )
     yield gauge_family(
-        "graph_warm_ratio", "Share of the wanted graphs that are captured.", snapshot.get("warm_ratio", 0.0)
+        "graph_warm_ratio",
+        "Share of the wanted graphs that are captured, from 0 to 1.",
+        snapshot.get("warm_ratio", 0.0),
     )
     yield _capture_seconds(snapshot.get("capture_seconds"))
 
 
 def _capture_seconds(found: Mapping[str, Any] | None) -> Metric:
-    family = HistogramMetricFamily("encore_graph_capture_seconds", "Time that a capture took.")
+    family = HistogramMetricFamily("encore_graph_capture_seconds", "Time per graph capture in seconds.")
     if found is not None:
         total, buckets = 0, []
         for bound, count in zip([*found["bounds"], "+Inf"], found["counts"], strict=True):

@@ -1,6 +1,6 @@
-"""The `process_…` metrics of a server that may be several processes: the main one's and all fronts' together.
+"""`process_…` metrics of the main process and all API workers together.
 
-Knows processes by their ids alone. The engine's own memory is its cgroup's to tell.
+The engine process is not included: read its memory from its cgroup.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from prometheus_client.core import Metric
 
 from server.observability.shared_counters import SharedCounters
 
-LEAST = {"process_start_time_seconds", "process_max_fds"}  # of these the least counts, of the others the sum
+MINIMUM_OF = {"process_start_time_seconds", "process_max_fds"}  # take the minimum of these, the sum of all others
 
 
 class ProcessesCollector:
-    """prometheus_client's figures of one process, put together for all that this server has."""
+    """Combine prometheus_client's metrics of all processes of this server."""
 
     def __init__(self, counters: SharedCounters):
         self._counters = counters
-        counters.values[counters.gauge("pid")] = os.getpid()
+        counters.values[counters.gauge_index("pid")] = os.getpid()
 
     def collect(self) -> Iterator[Metric]:
-        """One family of each name."""
-        pids = {int(pid) for pid in self._counters.each_gauge("pid") if pid}
+        """Yield one family per metric name."""
+        pids = {int(pid) for pid in self._counters.gauge_per_row("pid") if pid}
         if self._counters.num_rows > 1:
             pids.add(os.getppid())
         found: dict[str, list[Metric]] = {}
@@ -36,5 +36,5 @@ class ProcessesCollector:
             first = families[0]
             values = [sample.value for family in families for sample in family.samples]
             [sample] = first.samples
-            first.samples = [sample._replace(value=min(values) if name in LEAST else sum(values))]
+            first.samples = [sample._replace(value=min(values) if name in MINIMUM_OF else sum(values))]
             yield first

@@ -1,1 +1,1 @@
-"""The pages that a browser gets: one document each, assembled from the files in `static/`."""
+"""HTML pages: one self-contained document each, assembled from the files in `static/`."""

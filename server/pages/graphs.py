@@ -1,4 +1,4 @@
-"""The graph table of GET /graphs for a browser: a page that keeps itself up to date."""
+"""The graph table page of GET /graphs, which refreshes itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HEADERS = _PAGE.headers
 
 
 def render_graphs_page(body: Mapping[str, Any]) -> str:
-    """The whole HTML document for a body of GET /graphs."""
+    """Return the HTML document for the JSON body of GET /graphs."""
     rows = body["graphs"]
     return _PAGE.render(
         model=body["model"], facts=_facts(rows, body.get("warm", {})), rows=[_shown(row) for row in rows]
@@ -21,7 +21,7 @@ def render_graphs_page(body: Mapping[str, Any]) -> str:
 
 
 def _facts(rows: Sequence[Mapping[str, Any]], warm: Mapping[str, Any]) -> dict[str, str]:
-    """The values above the table, by name."""
+    """Return the summary values above the table: name -> text."""
     captured = sum(row["state"] == "captured" for row in rows)
     facts = {
         "Captured": f"{captured} of {len(rows)}",
@@ -37,7 +37,7 @@ def _facts(rows: Sequence[Mapping[str, Any]], warm: Mapping[str, Any]) -> dict[s
 
 
 def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row's cells as text, the class of its state, and its padding's bar as a width from 0 to 100."""
+    """Return a row's cells as text, the CSS class of its state, and the width of its padding bar (0 to 100)."""
     computed = _computed(row)
     failure = row.get("failure")
     return {
@@ -58,5 +58,5 @@ def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _computed(row: Mapping[str, Any]) -> int:
-    """Rows that a graph's replays computed, padding included."""
+    """Return the number of rows that a graph's replays computed, including padding."""
     return row["replays"] * row["bucket"]

@@ -1,7 +1,7 @@
-"""Assemble a page from `static/`: one document that holds its style and its script and loads nothing.
+"""Assemble a page from `static/`: one document with inline style and script that loads nothing else.
 
-The files are Jinja templates (HTML), and style and script as they are (CSS, JS). Values are escaped by the template
-engine. The page's Content-Security-Policy names its own style and script by their hashes and allows nothing else.
+The HTML files are Jinja templates; CSS and JS files are inserted unchanged. The template engine escapes all values. The
+page's Content-Security-Policy allows its own style and script by their hashes and nothing else.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from urllib.parse import quote
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
-# Headers of a route that answers a browser with a page and others with JSON, on both answers.
+# Headers of routes that return a page to browsers and JSON to other clients, for both.
 HEADERS = {
     "Vary": "Accept",
     "Cache-Control": "no-store",
@@ -41,7 +41,7 @@ _TEMPLATES = Environment(
 class Page:
     """The page of `static/NAME.html`, `static/NAME.css` and `static/NAME.js`.
 
-    `headers` are those of an answer with the page, its Content-Security-Policy among them.
+    `headers` are the response headers for the page, including its Content-Security-Policy.
 
     Raises:
         FileNotFoundError: one of the files is missing.
@@ -55,7 +55,7 @@ class Page:
         )
         self.headers = HEADERS | {"Content-Security-Policy": policy}
         self._template = _TEMPLATES.get_template(f"{name}.html")
-        # An icon in the page saves every browser's request for /favicon.ico.
+        # An inline icon saves the browser's request for /favicon.ico.
         icon = "data:image/svg+xml," + quote(_read("icon.svg").strip())
         self._inlined = {"style": Markup(style), "script": Markup(script), "icon": icon}
 
@@ -69,5 +69,5 @@ class Page:
 
 
 def _source(text: str) -> str:
-    """A policy's source expression that allows exactly this inline style or script."""
+    """Return the Content-Security-Policy source that allows exactly this inline style or script."""
     return "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() + "'"

@@ -1,4 +1,4 @@
-"""The status page of GET /, the same for every server: its script asks for the values."""
+"""The status page of GET /. It is static; its script fetches the values."""
 
 from __future__ import annotations
 

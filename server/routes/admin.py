@@ -1,7 +1,7 @@
-"""What an operator may do to a running server, with an admin key: graphs, weights, profiles.
+"""Admin routes: graphs, weights and profiles of a running server.
 
-Each route asks the engine's loop, between two of its steps, and answers when it is done. Who may come here is
-keys.py's to say.
+Each route runs an operation in the engine loop, between two steps, and responds when it is done. `http/keys.py` checks
+the admin key.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ log = logging.getLogger("encore.server")
 
 @router.post("/graphs/warm", responses=answered_by(answers.Warming))
 async def warm(request: Request) -> dict[str, Any]:
-    """Capture every graph that is wanted ahead and missing, between steps from now on; /ready shows the progress."""
+    """Capture all missing graphs in the background, between steps. /ready shows the progress."""
     return {"pending": await _ask(request, "operations.warm")}
 
 
 @router.post("/graphs/invalidate", responses=answered_by(answers.Dropped))
 async def invalidate(request: Request) -> dict[str, Any]:
-    """Drop every graph. Requests run eager until graphs are captured again, as the warm-up mode has it."""
+    """Drop all graphs. Requests run eager until graphs are captured again, according to the warm-up mode."""
     return {"dropped": await _ask(request, "operations.invalidate")}
 
 
 @router.post("/graphs/recapture", responses=answered_by(answers.Recapturing))
 async def recapture(request: Request) -> dict[str, Any]:
-    """Drop every graph and capture those that are wanted ahead again, between steps from now on."""
+    """Drop all graphs and capture them again in the background, between steps."""
     dropped = await _ask(request, "operations.invalidate")
     return {"dropped": dropped, "pending": await _ask(request, "operations.warm")}
 
 
 @router.post("/weights/update", responses=answered_by(answers.WeightsUpdated))
 async def update_weights(body: WeightsBody, request: Request) -> dict[str, Any]:
-    """Write new weights in place, all or nothing, from a safetensors file or folder on the server's machine.
+    """Load new weights in place, all or nothing, from a safetensors file or folder on the server's host.
 
-    Graphs stay valid. Running requests are recomputed under the new weights, and cached prefixes of the old ones are
-    dropped; answers carry `version` from then on.
+    Graphs stay valid. Running requests are recomputed with the new weights, and the prefix cache of the old ones is
+    dropped. Responses report `version` from then on.
     """
     written = await _ask(request, "operations.load_weights", body.path, body.version)
     return {"updated": written, "weight_version": body.version}
@@ -53,7 +53,7 @@ async def update_weights(body: WeightsBody, request: Request) -> dict[str, Any]:
 
 @router.post("/profile/start", responses=answered_by(answers.Profiling))
 async def start_profile(request: Request) -> dict[str, Any]:
-    """Record what the engine does, until /profile/stop. Slows it down."""
+    """Profile the engine until /profile/stop. This slows it down."""
     _profile_folder(request)
     await _ask(request, "operations.profile_start")
     return {"profiling": True}
@@ -61,13 +61,13 @@ async def start_profile(request: Request) -> dict[str, Any]:
 
 @router.post("/profile/stop", responses=answered_by(answers.Profiled))
 async def stop_profile(request: Request) -> dict[str, Any]:
-    """End the recording and write it as a Chrome trace into --profile-folder; the answer names the file."""
+    """Stop profiling and write a Chrome trace to --profile-folder. The response names the file."""
     return {"profiling": False, "file": await _ask(request, "operations.profile_stop", _profile_folder(request))}
 
 
 async def _ask(request: Request, method: str, *values: Any) -> Any:
     service: Service = request.app.state.service
-    _ = service.tokens  # 503 until there is an engine to ask
+    _ = service.tokens  # raises 503 until the engine has started
     log.info("admin: %s %s", request.method, request.url.path)
     return await service.client.ask(method, *values)
 
@@ -76,7 +76,7 @@ def _profile_folder(request: Request) -> str:
     folder = request.app.state.config.profile_folder
     if folder is None:
         raise WireError(
-            403, "profiles are off: start the server with --profile-folder", type="permission_error",
+            403, "profiling is off: start the server with --profile-folder", type="permission_error",
             code="profile_disabled",
         )  # fmt: skip
     return folder

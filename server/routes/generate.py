@@ -1,4 +1,4 @@
-"""POST /generate in SGLang's shape: parse, submit, respond."""
+"""POST /generate, in SGLang's format."""
 
 from __future__ import annotations
 
@@ -26,37 +26,37 @@ router = APIRouter(tags=["native"], responses=REFUSALS)
 
 @router.post("/generate", responses=answered_by(Generated | list[Generated], "text/event-stream"))
 async def generate(body: GenerateBody, request: Request) -> Response:
-    """Continue one prompt or a list of them; a list, or n above 1, is answered with a list."""
+    """Generate from one prompt or a list of prompts. The response is a list for a list of prompts or n above 1."""
     service: Service = request.app.state.service
     tokens = service.tokens
     body.refuse_unsupported()
     prompts, as_list = body.prompts()
     if not prompts:
-        raise RequestError("there is no prompt: give at least one", param="text")
+        raise RequestError("the list of prompts is empty: provide at least one", param="text")
     field = "text" if body.text is not None else "input_ids"
-    service.check_room(len(prompts), field)  # a body holds a million prompts, and each gets parameters and an id
+    service.check_capacity(len(prompts), field)  # before building parameters and ids for a million prompts
     params = body.sampling(len(prompts))
     ids = body.ids(len(prompts), request.state.request_id)
-    wanted = sum(one.n for one in params)
-    as_list = as_list or wanted > 1
+    num_sequences = sum(one.n for one in params)
+    as_list = as_list or num_sequences > 1
 
     async def submit() -> list[Job]:
         jobs = [
             await service.job(public_id, prompt, field, one, body.priority)
             for public_id, prompt, one in zip(ids, prompts, params, strict=True)
         ]
-        request.state.jobs += jobs  # for the log
+        request.state.jobs += jobs  # for the access log
         return jobs
 
     if body.stream:
 
         async def events() -> AsyncIterator[bytes]:
-            with service.admission(wanted) as places:
+            with service.admission(num_sequences) as reservation:
                 jobs = await submit()
                 firsts = [sum(job.params.n for job in jobs[:number]) for number in range(len(jobs))]
-                async with aclosing(merge([service.run(job, places) for job in jobs])) as arrivals:
+                async with aclosing(merge([service.run(job, reservation) for job in jobs])) as arrivals:
                     async for number, deltas in arrivals:
-                        # An event holds all there is so far: one for each sequence that went on, however far.
+                        # An event holds the whole output so far: send one per sequence that has new tokens.
                         for index in dict.fromkeys(delta.index for delta in deltas):
                             answer = _answer(tokens, body, jobs[number], jobs[number].choices[index])
                             yield event({**answer, "index": firsts[number] + index} if as_list else answer).encode()
@@ -64,9 +64,9 @@ async def generate(body: GenerateBody, request: Request) -> Response:
         return EventStream(events())
 
     async def answers() -> list[dict[str, Any]]:
-        with service.admission(wanted) as places:
+        with service.admission(num_sequences) as reservation:
             jobs = await submit()
-            await service.finish(jobs, places)
+            await service.finish(jobs, reservation)
         return [_answer(tokens, body, job, choice) for job in jobs for choice in job.choices]
 
     found = await until_disconnect(request, answers())
@@ -74,7 +74,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
 
 
 def _answer(tokens: Tokenization, body: GenerateBody, job: Job, choice: CompletionOutput) -> dict[str, Any]:
-    """All that a choice has said so far, as SGLang spells it."""
+    """Return the output of a choice so far, in SGLang's format."""
     meta: dict[str, Any] = {
         "id": job.public_id,
         "finish_reason": _finish(choice),

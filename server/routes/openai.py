@@ -1,4 +1,4 @@
-"""OpenAI's routes: parse, submit, respond. /v1/completions, /v1/chat/completions and /v1/models."""
+"""OpenAI-compatible routes: /v1/completions, /v1/chat/completions and /v1/models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.protocol.outputs import CompletionOutput
 from server.http.openapi import REFUSALS, answered_by
 from server.http.streaming import EventStream, event, merge, until_disconnect
 from server.routes import openai_answers as answers
-from server.routes.openai_chunks import ChatPieces, Chunks, CompletionPieces, Head, Pieces
+from server.routes.openai_chunks import ChatChunkChoices, ChunkChoices, ChunkWriter, CompletionChunkChoices, Head
 from server.schemas import responses as wire
 from server.schemas.requests import ChatBody, CompletionBody, OpenAISampling
 from server.serving.service import Job, Service
@@ -26,14 +26,14 @@ router = APIRouter(prefix="/v1", tags=["openai"], responses=REFUSALS)
 
 @router.get("/models", responses=answered_by(wire.ModelList))
 async def models(request: Request) -> dict[str, Any]:
-    """The served model under each of its names, with its context length."""
+    """List the served model under each of its names, with its context length."""
     service: Service = request.app.state.service
     return {"object": "list", "data": _models(service)}
 
 
 @router.get("/models/{model:path}", responses=answered_by(wire.Model))
 async def model(model: str, request: Request) -> dict[str, Any]:
-    """The served model under one of its names, slashes included."""
+    """Return the served model by one of its names, which may contain slashes."""
     service: Service = request.app.state.service
     _ = service.tokens
     service.check_model(model)
@@ -41,17 +41,20 @@ async def model(model: str, request: Request) -> dict[str, Any]:
 
 
 def _models(service: Service) -> list[dict[str, Any]]:
-    _ = service.tokens  # 503 until the model is loaded
+    _ = service.tokens  # raises 503 until the model is loaded
     info = service.client.info()
     fixed = {
-        "object": "model", "created": int(service.began), "owned_by": "encore", "max_model_len": info.max_model_len,
-    }  # fmt: skip
+        "object": "model",
+        "created": int(service.start_time),
+        "owned_by": "encore",
+        "max_model_len": info.max_model_len,
+    }
     return [{"id": name, **fixed} for name in service.model_names()]
 
 
 @router.post("/completions", responses=answered_by(wire.Completion, "text/event-stream"))
 async def completions(body: CompletionBody, request: Request) -> Response:
-    """Continue one prompt or several; n choices each, numbered prompt by prompt."""
+    """Complete one prompt or several, with n choices each, numbered prompt by prompt."""
     service: Service = request.app.state.service
     service.check_model(body.model)
     body.refuse_unsupported()
@@ -67,16 +70,16 @@ async def completions(body: CompletionBody, request: Request) -> Response:
         request.state.jobs += jobs  # for the log
         return jobs
 
-    wanted = len(prompts) * params.n
-    service.check_room(len(prompts), "prompt")
+    num_sequences = len(prompts) * params.n
+    service.check_capacity(len(prompts), "prompt")
     if body.stream:
-        pieces = CompletionPieces(service.tokens, body.echo, body.logprobs)
-        return EventStream(_stream(service, wanted, submit, head, body, pieces))
+        chunk_choices = CompletionChunkChoices(service.tokens, body.echo, body.logprobs)
+        return EventStream(_stream(service, num_sequences, submit, head, body, chunk_choices))
 
     async def answer() -> dict[str, Any]:
-        with service.admission(wanted) as places:
+        with service.admission(num_sequences) as reservation:
             jobs = await submit()
-            await service.finish(jobs, places)
+            await service.finish(jobs, reservation)
         choices = [
             _completion(service.tokens, body, number, job, choice)
             for number, (job, choice) in enumerate((job, choice) for job in jobs for choice in job.choices)
@@ -88,7 +91,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
 
 @router.post("/chat/completions", responses=answered_by(wire.ChatCompletion, "text/event-stream"))
 async def chat_completions(body: ChatBody, request: Request) -> Response:
-    """Answer a conversation through the model's chat template."""
+    """Generate the next message of a conversation, using the model's chat template."""
     service: Service = request.app.state.service
     service.check_model(body.model)
     body.refuse_unsupported()
@@ -102,12 +105,14 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
         return jobs
 
     if body.stream:
-        return EventStream(_stream(service, params.n, submit, head, body, ChatPieces(service.tokens, body.logprobs)))
+        return EventStream(
+            _stream(service, params.n, submit, head, body, ChatChunkChoices(service.tokens, body.logprobs))
+        )
 
     async def answer() -> dict[str, Any]:
-        with service.admission(params.n) as places:
+        with service.admission(params.n) as reservation:
             jobs = await submit()
-            await service.finish(jobs, places)
+            await service.finish(jobs, reservation)
         choices = [
             answers.chat_choice(
                 choice.index, choice, answers.chat_logprobs(service.tokens, choice.logprobs) if body.logprobs else None
@@ -121,23 +126,23 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
 
 async def _stream(
     service: Service,
-    wanted: int,
+    num_sequences: int,
     submit: Callable[[], Any],
     head: Head,
     body: OpenAISampling,
-    pieces: Pieces,
+    chunk_choices: ChunkChoices,
 ) -> AsyncIterator[bytes]:
     def shared() -> Head:
         if not body.include_usage:
             return head
         return {**head, "usage": answers.usage(jobs) if body.continuous_usage else None}
 
-    with service.admission(wanted) as places:
+    with service.admission(num_sequences) as reservation:
         jobs: list[Job] = await submit()
-        chunks = Chunks(pieces, shared, is_fixed=not (body.include_usage and body.continuous_usage))
-        async with aclosing(merge([service.run(job, places) for job in jobs])) as arrivals:
+        writer = ChunkWriter(chunk_choices, shared, is_fixed=not (body.include_usage and body.continuous_usage))
+        async with aclosing(merge([service.run(job, reservation) for job in jobs])) as arrivals:
             async for number, deltas in arrivals:
-                written = chunks.of(jobs[number], number * jobs[number].params.n, deltas)
+                written = writer.of(jobs[number], number * jobs[number].params.n, deltas)
                 if written:
                     yield written
         if body.include_usage:
@@ -159,11 +164,11 @@ def _completion(
 
 
 def _prompts(prompt: Any) -> Sequence[str | list[int]]:
-    """The prompts as a list: a string and a list of ids are one each."""
+    """Return the prompts as a list. A string or a flat list of token ids is one prompt."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise RequestError("prompt is empty: give at least one prompt", param="prompt")
+        raise RequestError("prompt is empty: provide at least one prompt", param="prompt")
     return [prompt] if type(prompt[0]) is int else prompt
 
 

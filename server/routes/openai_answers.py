@@ -1,6 +1,6 @@
-"""The bodies that the OpenAI routes answer with: completions, chats, their chunks, usage and logprobs.
+"""Response bodies of the OpenAI routes: completions, chats, chunks, usage and logprobs.
 
-Plain dicts from a job's choices; knows no HTTP and asks the tokenizer only for the spelling of tokens.
+They are plain dicts built from a job's choices. The tokenizer is used only for the text of single tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
 
 
 def usage(jobs: Iterable[Job]) -> dict[str, Any]:
-    """Tokens in and out of a whole request."""
+    """Return the `usage` object of a request."""
     jobs = list(jobs)
     prompt = sum(job.prompt_tokens for job in jobs)
     completion = sum(len(choice.token_ids) for job in jobs for choice in job.choices)
@@ -31,18 +31,18 @@ def usage(jobs: Iterable[Job]) -> dict[str, Any]:
 
 
 def finite(logprob: float) -> float:
-    """A log-probability that JSON can carry."""
+    """Return a logprob that JSON can represent: at least LEAST_LOGPROB."""
     return max(float(logprob), LEAST_LOGPROB)
 
 
 class CompletionLogprobs:
-    """Builds the `logprobs` object of one completion choice, piece by piece; offsets run on between pieces."""
+    """Build the `logprobs` object of one completion choice in pieces. Text offsets continue across pieces."""
 
     def __init__(self, tokens: Tokenization, wanted: int):
         self._tokens, self._wanted, self._offset = tokens, wanted, 0
 
     def of(self, ids: Sequence[int], found: Sequence[TokenLogprob | None]) -> dict[str, Any]:
-        """The object for a run of tokens; an entry without a logprob (a prompt's first token) is null."""
+        """Return the object for a run of tokens. A token without a logprob (a prompt's first) is null."""
         texts, offsets, chosen, top = [], [], [], []
         for token_id, logprob in zip(ids, found, strict=True):
             text = self._tokens.piece(token_id)
@@ -56,7 +56,7 @@ class CompletionLogprobs:
     def _top(self, text: str, logprob: TokenLogprob) -> dict[str, float] | None:
         if self._wanted == 0:
             return {text: finite(logprob.logprob)}
-        # Two tokens may be spelled alike (parts of a character are): the likelier one stands for both.
+        # Two tokens may have the same text (for example parts of a character): keep the more likely one.
         best: dict[str, float] = {}
         for token_id, value in logprob.top.items():
             name = self._tokens.piece(token_id)
@@ -66,14 +66,14 @@ class CompletionLogprobs:
 
 
 def echo(tokens: Tokenization, builder: CompletionLogprobs, job: Job) -> tuple[str, dict[str, Any] | None]:
-    """The prompt's text, and its logprobs where they were asked for."""
+    """Return the prompt's text and, if requested, its logprobs."""
     ids, found = job.output.prompt_token_ids, job.output.prompt_logprobs
     text = job.output.prompt if job.output.prompt is not None else tokens.decode(ids)
     return text, None if found is None else builder.of(ids, found)
 
 
 def chat_logprobs(tokens: Tokenization, found: Iterable[TokenLogprob] | None) -> dict[str, Any]:
-    """The `logprobs` object of a chat choice."""
+    """Return the `logprobs` object of a chat choice."""
 
     def spelled(token_id: int, logprob: float) -> dict[str, Any]:
         text = tokens.piece(token_id)
@@ -89,7 +89,7 @@ def chat_logprobs(tokens: Tokenization, found: Iterable[TokenLogprob] | None) ->
 def completion_choice(
     number: int, text: str, logprobs: dict[str, Any] | None, choice: CompletionOutput | None
 ) -> dict[str, Any]:
-    """One entry of a completion's choices; `choice` where it has ended, None in the midst of a stream."""
+    """Return one entry of a completion's choices. `choice` is None in a stream until the choice has ended."""
     return {
         "index": number,
         "text": text,
@@ -100,7 +100,7 @@ def completion_choice(
 
 
 def chat_choice(number: int, choice: CompletionOutput, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-    """One entry of a chat answer's choices."""
+    """Return one entry of a chat completion's choices."""
     return {
         "index": number,
         "message": {"role": "assistant", "content": choice.text, "refusal": None},
@@ -113,7 +113,7 @@ def chat_choice(number: int, choice: CompletionOutput, logprobs: dict[str, Any] 
 def chat_chunk_choice(
     number: int, delta: dict[str, Any], logprobs: dict[str, Any] | None, choice: CompletionOutput | None = None
 ) -> dict[str, Any]:
-    """One entry of a chat chunk's choices; `choice` where it has ended, None in the midst of a stream."""
+    """Return one entry of a chat chunk's choices. `choice` is None until the choice has ended."""
     return {
         "index": number,
         "delta": delta,

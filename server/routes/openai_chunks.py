@@ -1,7 +1,7 @@
-"""The events of OpenAI's streams: what a delta adds to a choice, as server-sent events.
+"""Chunks of OpenAI streams: deltas as server-sent events.
 
-Most events are one text in a frame that stays the same: the frame is made once a choice, and only the text is written
-anew, since a stream has thousands of them. Knows no HTTP.
+A stream has thousands of events, and most differ only in their text. Their JSON frame is serialized once per choice,
+and only the text is inserted for each event.
 """
 
 from __future__ import annotations
@@ -16,29 +16,32 @@ from server.routes import openai_answers as answers
 from server.serving.service import Job
 from server.serving.tokenization import Tokenization
 
-Head = dict[str, Any]  # the fields that a body and each of its chunks share: id, object, created, model
-MARK = "\ue000the text\ue001"  # stands for the text while a frame is made
+Head = dict[str, Any]  # fields shared by a response and all its chunks: id, object, created, model
+PLACEHOLDER = "\ue000the text\ue001"  # replaced by the text of each event
 
 
-class Pieces(Protocol):
-    """What a kind of stream makes of a delta: entries of the `choices` of the chunks that follow."""
+class ChunkChoices(Protocol):
+    """Builds the entries of a chunk's `choices` for one type of stream."""
 
     def of(self, job: Job, number: int, delta: OutputDelta) -> list[dict[str, Any]]:
-        """The entries for a delta just added to choice `number` of the answer; none if there is nothing to tell."""
+        """Return the entries for a delta of choice `number`, each for its own chunk; empty if nothing is to be sent."""
 
-    def plain(self, number: int, text: str) -> dict[str, Any] | None:
-        """The entry for a text and nothing else; None if this stream's deltas always need `of`."""
+    def text_only(self, number: int, text: str) -> dict[str, Any] | None:
+        """Return the entry for a text-only delta; None if this stream's deltas always need `of`."""
 
 
-class Chunks:
-    """Writes the chunks of one answer. `shared` gives a chunk's head; `is_fixed` says that it never changes."""
+class ChunkWriter:
+    """Write the chunks of one response.
 
-    def __init__(self, pieces: Pieces, shared: Callable[[], Head], is_fixed: bool):
-        self._pieces, self._shared, self._is_fixed = pieces, shared, is_fixed
-        self._frames: dict[int, tuple[str, str]] = {}  # of the choices that have begun
+    `shared` returns the fields that each chunk starts with; `is_fixed` promises that they never change.
+    """
+
+    def __init__(self, chunk_choices: ChunkChoices, shared: Callable[[], Head], is_fixed: bool):
+        self._chunk_choices, self._shared, self._is_fixed = chunk_choices, shared, is_fixed
+        self._frames: dict[int, tuple[str, str]] = {}  # (before, after) the text, per choice
 
     def of(self, job: Job, first: int, deltas: Sequence[OutputDelta]) -> bytes:
-        """The events for the deltas of a job whose choices are numbered from `first`; may be empty."""
+        """Return the events for a job's deltas. Its choices are numbered from `first`. May be empty."""
         written: list[str] = []
         for delta in deltas:
             number = first + delta.index
@@ -47,61 +50,61 @@ class Chunks:
                 if delta.text_delta:
                     written += (frame[0], encode_basestring(delta.text_delta), frame[1])
                 continue
-            for choice in self._pieces.of(job, number, delta):
+            for choice in self._chunk_choices.of(job, number, delta):
                 written.append(event({**self._shared(), "choices": [choice]}))
             if frame is None and self._is_fixed:
                 self._add_frame(number)
         return "".join(written).encode()
 
     def _add_frame(self, number: int) -> None:
-        entry = self._pieces.plain(number, MARK)
+        entry = self._chunk_choices.text_only(number, PLACEHOLDER)
         if entry is not None:
-            before, _, after = event({**self._shared(), "choices": [entry]}).rpartition(encode_basestring(MARK))
+            before, _, after = event({**self._shared(), "choices": [entry]}).rpartition(encode_basestring(PLACEHOLDER))
             self._frames[number] = before, after
 
 
-class CompletionPieces:
-    """The pieces of /v1/completions."""
+class CompletionChunkChoices:
+    """Chunk choices of /v1/completions."""
 
     def __init__(self, tokens: Tokenization, echo: bool, logprobs: int | None):
         self._tokens, self._echo, self._logprobs = tokens, echo, logprobs
         self._builders: dict[int, answers.CompletionLogprobs] = {}
 
     def of(self, job: Job, number: int, delta: OutputDelta) -> list[dict[str, Any]]:
-        choice, found = job.choices[delta.index], []
+        choice, entries = job.choices[delta.index], []
         if number not in self._builders:
             builder = self._builders[number] = answers.CompletionLogprobs(self._tokens, self._logprobs or 0)
             if self._echo:
-                found.append(answers.completion_choice(number, *answers.echo(self._tokens, builder, job), None))
+                entries.append(answers.completion_choice(number, *answers.echo(self._tokens, builder, job), None))
         ended, logprobs = delta.finish_reason is not None, None
         if self._logprobs is not None and delta.token_ids:
             logprobs = self._builders[number].of(delta.token_ids, delta.logprobs or [None] * len(delta.token_ids))
         if delta.text_delta or logprobs or ended:
-            found.append(answers.completion_choice(number, delta.text_delta, logprobs, choice if ended else None))
-        return found
+            entries.append(answers.completion_choice(number, delta.text_delta, logprobs, choice if ended else None))
+        return entries
 
-    def plain(self, number: int, text: str) -> dict[str, Any] | None:
+    def text_only(self, number: int, text: str) -> dict[str, Any] | None:
         return answers.completion_choice(number, text, None, None) if self._logprobs is None else None
 
 
-class ChatPieces:
-    """The pieces of /v1/chat/completions."""
+class ChatChunkChoices:
+    """Chunk choices of /v1/chat/completions."""
 
     def __init__(self, tokens: Tokenization, logprobs: bool):
         self._tokens, self._logprobs = tokens, logprobs
         self._begun: set[int] = set()
 
     def of(self, job: Job, number: int, delta: OutputDelta) -> list[dict[str, Any]]:
-        found = []
+        entries = []
         if number not in self._begun:
             self._begun.add(number)
-            found.append(answers.chat_chunk_choice(number, {"role": "assistant", "content": ""}, None))
+            entries.append(answers.chat_chunk_choice(number, {"role": "assistant", "content": ""}, None))
         logprobs = answers.chat_logprobs(self._tokens, delta.logprobs) if self._logprobs and delta.logprobs else None
         if delta.text_delta or logprobs:
-            found.append(answers.chat_chunk_choice(number, {"content": delta.text_delta}, logprobs))
+            entries.append(answers.chat_chunk_choice(number, {"content": delta.text_delta}, logprobs))
         if delta.finish_reason is not None:
-            found.append(answers.chat_chunk_choice(number, {}, None, job.choices[delta.index]))
-        return found
+            entries.append(answers.chat_chunk_choice(number, {}, None, job.choices[delta.index]))
+        return entries
 
-    def plain(self, number: int, text: str) -> dict[str, Any] | None:
+    def text_only(self, number: int, text: str) -> dict[str, Any] | None:
         return None if self._logprobs else answers.chat_chunk_choice(number, {"content": text}, None)

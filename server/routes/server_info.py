@@ -1,4 +1,4 @@
-"""Routes about the server itself: whether it lives and is ready, what it is, its metrics and its graph table."""
+"""Routes about the server: liveness, readiness, version, metrics and the graph table."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ router = APIRouter(tags=["server"])
 
 @router.get("/health", responses=answered_by(answers.Health) | failing(answers.Health))
 async def health(request: Request) -> Response:
-    """Liveness: 200 while this process answers and its engine has not died."""
+    """Liveness: 200 unless the engine has died for good."""
     service: Service = request.app.state.service
     dead = service.startup_error is not None or (service.started and not service.client.health().alive)
     return JSONResponse({"status": "dead" if dead else "ok"}, status_code=503 if dead else 200)
@@ -29,7 +29,7 @@ async def health(request: Request) -> Response:
 
 @router.get("/ready", responses=answered_by(answers.Ready) | failing(answers.Ready))
 async def ready(request: Request) -> Response:
-    """Readiness: 200 when requests are answered; else 503 with the reasons. The body says how warm the cache is."""
+    """Readiness: 200 when requests are accepted, else 503 with the reasons. The body has the warm-up progress."""
     service: Service = request.app.state.service
     reasons = service.reasons_not_ready()
     warm = dict(service.client.health().warm)
@@ -40,21 +40,21 @@ async def ready(request: Request) -> Response:
 
 @router.get("/version", responses=answered_by(answers.Version))
 async def show_version() -> dict[str, str]:
-    """The distribution's version."""
+    """Return the server's version."""
     return {"version": version()}
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    """Everything counted and timed, in Prometheus' text format."""
+    """Return all metrics in Prometheus text format."""
     return Response(generate_latest(request.app.state.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/graphs", responses=answered_by(answers.Graphs, "text/html") | NOT_SERVING)
 async def graphs(request: Request) -> Response:
-    """The graph cache as a table: JSON, or a page that refreshes itself for who accepts text/html."""
+    """Return the graph table as JSON, or as a self-refreshing page for clients that accept text/html."""
     service: Service = request.app.state.service
-    _ = service.tokens  # 503 until there is an engine to ask
+    _ = service.tokens  # raises 503 until the engine has started
     rows: list[dict[str, Any]] = await service.client.graphs()
     body = {"model": service.model_names()[0], "warm": dict(service.client.health().warm), "graphs": rows}
     accepted = request.headers.get("accept", "")

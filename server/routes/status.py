@@ -1,4 +1,4 @@
-"""GET /: the status page, and for who accepts JSON the values that it shows."""
+"""GET /: the status page, or its values for clients that accept JSON."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ router = APIRouter(tags=["server"])
 
 @router.get("/", include_in_schema=False)
 async def status(request: Request) -> Response:
-    """The page, which asks this route for JSON every second."""
+    """Return the status page, which polls this route for JSON every second, or the JSON."""
     accepted = request.headers.get("accept", "")
     if "application/json" in accepted and "text/html" not in accepted:
         board: StatusBoard = request.app.state.board
-        return JSONResponse(await board.show(), headers=page.HEADERS)
+        return JSONResponse(await board.snapshot(), headers=page.HEADERS)
     return HTMLResponse(status_page.DOCUMENT, headers=status_page.HEADERS)

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, in vLLM's shape: text to token ids and back, as the inference routes would."""
+"""POST /tokenize and /detokenize, in vLLM's format, with the tokenization of the inference routes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ router = APIRouter(tags=["tokens"], responses=REFUSALS)
 
 @router.post("/tokenize", responses=answered_by(answers.Tokenized))
 async def tokenize(body: TokenizeBody, request: Request) -> Response:
-    """The token ids of a prompt, or of a conversation through the model's chat template."""
+    """Return the token ids of a prompt, or of a conversation with the model's chat template."""
     service: Service = request.app.state.service
     tokens = service.tokens
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
-        raise RequestError("give either prompt or messages, and only one of them", param="prompt")
+        raise RequestError("provide exactly one of prompt and messages", param="prompt")
     if body.prompt is not None:
         ids = await tokens.encode(body.prompt, "prompt", body.add_special_tokens)
     else:
@@ -39,7 +39,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
 
 @router.post("/detokenize", responses=answered_by(answers.Detokenized))
 async def detokenize(body: DetokenizeBody, request: Request) -> Response:
-    """The text of token ids, special tokens included."""
+    """Return the text of token ids, including special tokens."""
     service: Service = request.app.state.service
     tokens = service.tokens
     service.check_model(body.model)

@@ -1,7 +1,7 @@
-"""Wire types of POST /generate, in SGLang's shape, and how SGLang's names map to SamplingParams.
+"""Request body of POST /generate in SGLang's format, and the mapping of SGLang's names to SamplingParams.
 
-An unknown body field is ignored; an unknown sampling parameter is refused, as a misspelt one would change the answer
-in silence.
+Unknown body fields are ignored. Unknown sampling parameters are refused, since a misspelt one would silently change
+the output.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Sampling = Annotated[Any, BeforeValidator(_sampling), WithJsonSchema(_sampling_s
 
 
 class GenerateBody(Wire):
-    """Body of POST /generate, in SGLang's shape."""
+    """Body of POST /generate, in SGLang's format."""
 
     unsupported = {
         "image_data": ([],), "audio_data": ([],), "video_data": ([],), "input_embeds": (), "lora_path": (),
@@ -74,45 +74,49 @@ class GenerateBody(Wire):
     priority: Priority = 0
 
     def prompts(self) -> tuple[list[str | list[int]], bool]:
-        """The prompts, and whether they came as a list and are answered with one."""
+        """Return the prompts, and whether they were sent as a list (the response is then a list too)."""
         if (self.text is None) == (self.input_ids is None):
-            raise RequestError("give either text or input_ids, and only one of them", param="text")
+            raise RequestError("provide exactly one of text and input_ids", param="text")
         if self.text is not None:
             return ([self.text], False) if isinstance(self.text, str) else (list(self.text), True)
         single = not self.input_ids or type(self.input_ids[0]) is int
         return ([self.input_ids], False) if single else (list(self.input_ids), True)
 
     def sampling(self, count: int) -> list[SamplingParams]:
-        """One SamplingParams for each of `count` prompts."""
+        """Return one SamplingParams per prompt, for `count` prompts."""
         given = self.sampling_params or {}
         if isinstance(given, dict):
-            return [self._one(given)] * count
+            return [self._params(given)] * count
         if len(given) != count:
             raise RequestError(
-                f"sampling_params has {len(given)} entries for {count} prompts; give one for all, or one for each",
+                f"sampling_params has {len(given)} entries for {count} prompts; provide one for all or one per prompt",
                 param="sampling_params",
             )
-        return [self._one(each) for each in given]
+        return [self._params(each) for each in given]
 
     def ids(self, count: int, fallback: str) -> list[str]:
-        """The public id of each prompt: the caller's rid, else made from `fallback`."""
+        """Return the public id of each prompt: from the client's rid, else from `fallback`."""
         if isinstance(self.rid, list):
             if len(self.rid) != count:
-                raise RequestError(f"rid has {len(self.rid)} entries for {count} prompts; give one each", param="rid")
+                raise RequestError(
+                    f"rid has {len(self.rid)} entries for {count} prompts; provide one per prompt", param="rid"
+                )
             return list(self.rid)
         base = self.rid or fallback
         return [base] if count == 1 else [f"{base}-{index}" for index in range(count)]
 
-    def _one(self, given: Mapping[str, Any]) -> SamplingParams:
+    def _params(self, given: Mapping[str, Any]) -> SamplingParams:
         values: dict[str, Any] = {"max_tokens": 128}
         for name, value in given.items():
             if name in _SGLANG_IGNORED or (name in _SGLANG_UNSUPPORTED and value is None):
                 continue
             if name in _SGLANG_UNSUPPORTED:
-                raise RequestError(f"sampling_params.{name} is not supported here; leave it out", param=name)
+                raise RequestError(f"sampling_params.{name} is not supported; remove it", param=name)
             ours = _SGLANG_NAMES.get(name, name)
             if ours != name and value is not None and given.get(ours) is not None:
-                raise RequestError(f"sampling_params has {name} and {ours}, which mean the same; give one", param=name)
+                raise RequestError(
+                    f"sampling_params has {name} and {ours}, which are aliases; provide only one", param=name
+                )
             if value is not None or name in ("max_new_tokens", "max_tokens"):
                 values[ours] = value
         if self.return_logprob:

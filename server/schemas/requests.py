@@ -1,8 +1,8 @@
-"""Wire types of the inference routes: what a body may hold, and how it maps to SamplingParams.
+"""Request bodies of the OpenAI, tokenize and weights routes, and their mapping to SamplingParams.
 
-Types are strict: a string is never a number. Ranges are SamplingParams' to check; the schemas only tell of them. An
-unknown field of the OpenAI routes is ignored, as their clients send many; one that would change the answer and isn't
-supported is refused. An unknown sampling parameter of /generate is refused.
+Types are strict: a string is never a number. SamplingParams checks the ranges; the schemas only document them. Unknown
+fields of the OpenAI routes are ignored, since clients send many. Known but unsupported fields that would change the
+output are refused.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def _is_ids(value: Any) -> bool:
 def _is_lists_of_ids(value: Any) -> bool:
     if not isinstance(value, list) or not set(map(type, value)) <= {list}:
         return False
-    return set(map(type, chain.from_iterable(value))) <= {int}  # a loop over the lists takes seconds for a million
+    return set(map(type, chain.from_iterable(value))) <= {int}  # a Python loop takes seconds for a million ids
 
 
 def is_objects(value: Any) -> bool:
-    """Whether the value is a list of JSON objects; it is not copied, as pydantic would."""
+    """Return whether the value is a list of JSON objects. Unlike pydantic, this does not copy it."""
     return isinstance(value, list) and all(isinstance(item, dict) for item in value)
 
 
@@ -57,66 +57,66 @@ def _is_texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
-def _sendable(value: Any) -> Any:
-    """Refuse lone surrogates, which JSON can spell and UTF-8 can't: no tokenizer takes them."""
+def _encodable(value: Any) -> Any:
+    """Refuse lone surrogates, which JSON can express and UTF-8 can't encode: no tokenizer accepts them."""
     for text in [value] if isinstance(value, str) else value if _is_texts(value) else ():
         try:
             text.encode()
         except UnicodeEncodeError as exc:
-            raise ValueError("the text holds a lone surrogate, which is not valid Unicode") from exc
+            raise ValueError("the text contains a lone surrogate, which is not valid Unicode") from exc
     return value
 
 
-# One look over a list of a million ids, and one message: a pydantic union would collect an error per item and member.
+# Scan a list of a million ids once and report one error: a pydantic union collects an error per item and type.
 def _prompt(value: Any) -> Any:
     if isinstance(value, str) or _is_ids(value) or _is_texts(value):
-        return _sendable(value)
+        return _encodable(value)
     if _is_lists_of_ids(value):
         return value
-    raise ValueError("a string, a list of strings, a list of token ids, or a list of such lists is needed")
+    raise ValueError("must be a string, a list of strings, a list of token ids, or a list of lists of token ids")
 
 
 def _input_ids(value: Any) -> Any:
     if value is None or _is_ids(value) or _is_lists_of_ids(value):
         return value
-    raise ValueError("a list of token ids, or a list of such lists is needed")
+    raise ValueError("must be a list of token ids or a list of lists of token ids")
 
 
 def _texts(value: Any) -> Any:
     if value is None or isinstance(value, str) or _is_texts(value):
-        return _sendable(value)
-    raise ValueError("a string or a list of strings is needed")
+        return _encodable(value)
+    raise ValueError("must be a string or a list of strings")
 
 
-def _few_biases(value: Any) -> Any:
+def _check_bias_count(value: Any) -> Any:
     if isinstance(value, dict) and len(value) > MAX_BIASED_TOKENS:
-        raise ValueError(f"an object of at most {MAX_BIASED_TOKENS} token ids and numbers is needed")
+        raise ValueError(f"must be an object with at most {MAX_BIASED_TOKENS} token ids")
     return value
 
 
 def _content(value: Any) -> Any:
     if value is None or isinstance(value, str) or is_objects(value):
-        return _sendable(value)
+        return _encodable(value)
     raise ValueError("Input should be a valid string")
 
 
 def _tokens(value: Any) -> Any:
     if _is_ids(value):
         return value
-    raise ValueError("a list of token ids is needed")
+    raise ValueError("must be a list of token ids")
 
 
 Prompt = Annotated[Any, BeforeValidator(_prompt), WithJsonSchema(_TEXTS_OR_IDS)]
 InputIds = Annotated[Any, BeforeValidator(_input_ids), WithJsonSchema(_IDS_OR_LISTS)]
 Texts = Annotated[Any, BeforeValidator(_texts), WithJsonSchema(_TEXTS)]
 Content = Annotated[Any, BeforeValidator(_content), WithJsonSchema(_TEXT_OR_PARTS)]
-Text = Annotated[str, AfterValidator(_sendable)]
-# A body of 8 MB has millions of items: pydantic would build an error for each, in 5 GB, and only the first is told.
-FIRST_FAULT = Field(fail_fast=True)
+Text = Annotated[str, AfterValidator(_encodable)]
+# An 8 MB body has millions of items. Only the first error is reported; building one per item would take 5 GB.
+FAIL_FAST = Field(fail_fast=True)
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
 
-# What SamplingParams checks, told to readers and tools; the check itself stays there.
+# Ranges for /openapi.json. SamplingParams checks them.
 RANGES: Mapping[str, dict[str, Any]] = {
     "temperature": {"minimum": 0, "maximum": 100},
     "top_p": {"exclusiveMinimum": 0, "maximum": 1},
@@ -139,69 +139,69 @@ RANGES: Mapping[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def _described(name: str) -> Any:
-    """A field that is None unless given, with its range in the schema."""
+def _optional(name: str) -> Any:
+    """Return an optional field, None by default, with the range of `name` in its schema."""
     return Field(default=None, json_schema_extra=dict(RANGES[name]))
 
 
 class Wire(BaseModel):
-    """A body: strict types, no NaN or infinity, and errors that don't repeat what was sent."""
+    """Base of request bodies: strict types, no NaN or infinity, and errors that don't repeat the input."""
 
     model_config = ConfigDict(
         strict=True, extra="allow", allow_inf_nan=False, hide_input_in_errors=True, protected_namespaces=()
     )
 
-    # Fields that would change the answer if they were known, with the values that ask for nothing.
+    # Unsupported fields that would change the output, with their neutral values, which are accepted.
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     def refuse_unsupported(self) -> None:
-        """RequestError for a field that asks for what isn't there."""
-        for name, harmless in self.unsupported.items():
+        """Raise RequestError if an unsupported field has a value that would change the output."""
+        for name, neutral in self.unsupported.items():
             value = (self.model_extra or {}).get(name)
-            if value is not None and value not in harmless:
-                raise RequestError(f"{name} is not supported here; leave it out", param=name)
+            if value is not None and value not in neutral:
+                raise RequestError(f"{name} is not supported; remove it", param=name)
 
 
 class StreamOptions(Wire):
-    """Options of a stream: usage at its end, and with `continuous_usage_stats` in every chunk."""
+    """Options of a stream: usage in a final chunk, and with `continuous_usage_stats` in every chunk."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
 class OpenAISampling(Wire):
-    """Sampling fields that both OpenAI routes share, vLLM's further ones among them."""
+    """Sampling fields shared by both OpenAI routes, including vLLM's extensions."""
 
     model: Text | None = None
-    temperature: float | None = _described("temperature")
-    top_p: float | None = _described("top_p")
-    top_k: int | None = _described("top_k")
-    min_p: float | None = _described("min_p")
-    repetition_penalty: float | None = _described("repetition_penalty")
-    frequency_penalty: float | None = _described("frequency_penalty")
-    presence_penalty: float | None = _described("presence_penalty")
-    logit_bias: Annotated[dict[str, float], BeforeValidator(_few_biases)] | None = _described("logit_bias")
-    stop: Text | Annotated[list[Text], FIRST_FAULT] | None = _described("stop")
-    stop_token_ids: Annotated[list[int], FIRST_FAULT] | None = _described("stop_token_ids")
-    max_tokens: int | None = _described("max_tokens")
-    min_tokens: int | None = _described("min_tokens")
+    temperature: float | None = _optional("temperature")
+    top_p: float | None = _optional("top_p")
+    top_k: int | None = _optional("top_k")
+    min_p: float | None = _optional("min_p")
+    repetition_penalty: float | None = _optional("repetition_penalty")
+    frequency_penalty: float | None = _optional("frequency_penalty")
+    presence_penalty: float | None = _optional("presence_penalty")
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_check_bias_count)] | None = _optional("logit_bias")
+    stop: Text | Annotated[list[Text], FAIL_FAST] | None = _optional("stop")
+    stop_token_ids: Annotated[list[int], FAIL_FAST] | None = _optional("stop_token_ids")
+    max_tokens: int | None = _optional("max_tokens")
+    min_tokens: int | None = _optional("min_tokens")
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    n: int | None = _described("n")
-    seed: int | None = _described("seed")
+    n: int | None = _optional("n")
+    seed: int | None = _optional("seed")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Priority = 0
 
-    def _params(self, **chosen: Any) -> SamplingParams:
+    def _params(self, **overrides: Any) -> SamplingParams:
         names = SHARED_SAMPLING_FIELDS
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        return SamplingParams.from_dict(given | chosen)
+        return SamplingParams.from_dict(given | overrides)
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with a chunk of usage."""
+        """Whether a stream ends with a usage chunk."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
@@ -210,10 +210,10 @@ class OpenAISampling(Wire):
         return self.include_usage and self.stream_options.continuous_usage_stats
 
     def refuse_unsupported(self) -> None:
-        """As for every body; also refuses stream options without a stream."""
+        """Raise RequestError for unsupported fields and for stream_options without stream=true."""
         super().refuse_unsupported()
         if self.stream_options is not None and not self.stream:
-            raise RequestError("stream_options are only possible with stream=true", param="stream_options")
+            raise RequestError("stream_options requires stream=true", param="stream_options")
 
 
 SHARED_SAMPLING_FIELDS = (
@@ -223,7 +223,7 @@ SHARED_SAMPLING_FIELDS = (
 )  # fmt: skip
 
 
-# Of vLLM's and OpenAI's parameters, those that would change an answer: refused, unless they ask for nothing.
+# Parameters of vLLM and OpenAI that would change the output: refused, except with these neutral values.
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},), "use_beam_search": (False,), "length_penalty": (1, 1.0),
     "early_stopping": (False,), "prompt_logprobs": (), "truncate_prompt_tokens": (), "allowed_token_ids": (),
@@ -242,39 +242,39 @@ class CompletionBody(OpenAISampling):
 
     prompt: Prompt
     echo: bool | None = None
-    logprobs: int | None = _described("logprobs")
-    best_of: int | None = Field(default=None, description="only as many as n")
+    logprobs: int | None = _optional("logprobs")
+    best_of: int | None = Field(default=None, description="must equal n")
     add_special_tokens: bool = True
 
     def refuse_unsupported(self) -> None:
-        """As for both OpenAI routes; also refuses the limit of a chat by its name there."""
+        """Raise RequestError for unsupported fields and for max_completion_tokens, which only chats have."""
         super().refuse_unsupported()
         if (self.model_extra or {}).get("max_completion_tokens") is not None:
             raise RequestError(
-                "max_completion_tokens is a parameter of /v1/chat/completions; give max_tokens here",
+                "max_completion_tokens is a parameter of /v1/chat/completions; use max_tokens here",
                 param="max_completion_tokens",
             )
 
     def sampling(self) -> SamplingParams:
-        """The parameters; max_tokens is 16 unless given, as OpenAI has it."""
+        """Return the sampling parameters. max_tokens defaults to 16, as in OpenAI's API."""
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise RequestError("best_of other than n is not supported; leave it out", param="best_of")
-        chosen: dict[str, Any] = {"logprobs": self.logprobs}
+            raise RequestError("best_of other than n is not supported; remove it", param="best_of")
+        overrides: dict[str, Any] = {"logprobs": self.logprobs}
         if self.max_tokens is not None:
-            chosen["max_tokens"] = self.max_tokens
+            overrides["max_tokens"] = self.max_tokens
         if self.echo and self.logprobs is not None:
-            chosen["prompt_logprobs"] = self.logprobs
-        return self._params(**chosen)
+            overrides["prompt_logprobs"] = self.logprobs
+        return self._params(**overrides)
 
 
 class Message(Wire):
-    """One message of a conversation; `content` is text, or a list of text parts that are joined."""
+    """One message of a conversation. `content` is text, or a list of text parts, which are joined by newlines."""
 
     role: Text
     content: Content = None
 
     def plain(self, index: int) -> dict[str, Any]:
-        """The message with its content as one string, which is what chat templates take."""
+        """Return the message for a chat template, with its content as one string."""
         fields = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
         return {**fields, "role": self.role, "content": self._text(index)}
 
@@ -283,10 +283,10 @@ class Message(Wire):
             return self.content or ""
         texts = []
         for part in self.content:
-            kind, text = part.get("type"), part.get("text")
-            if kind != "text" or not isinstance(text, str):
+            part_type, text = part.get("type"), part.get("text")
+            if part_type != "text" or not isinstance(text, str):
                 raise RequestError(
-                    f"messages[{index}].content has a part of type {str(kind)[:40]!r}; only text parts are taken",
+                    f"messages[{index}].content has a part of type {str(part_type)[:40]!r}; only text is supported",
                     param="messages",
                 )
             texts.append(text)
@@ -297,9 +297,9 @@ Messages = Annotated[list[Message], Field(max_length=10_000, fail_fast=True, jso
 
 
 def conversation(messages: list[Message]) -> list[dict[str, Any]]:
-    """Messages as chat templates take them. Raises RequestError for none, and for parts that are no text."""
+    """Return messages for a chat template. Raises RequestError for an empty list and for parts that aren't text."""
     if not messages:
-        raise RequestError("messages is empty: give at least one message", param="messages")
+        raise RequestError("messages is empty: provide at least one message", param="messages")
     return [message.plain(index) for index, message in enumerate(messages)]
 
 
@@ -314,20 +314,20 @@ class ChatBody(OpenAISampling):
     }  # fmt: skip
 
     messages: Messages
-    max_completion_tokens: int | None = _described("max_tokens")
+    max_completion_tokens: int | None = _optional("max_tokens")
     logprobs: bool | None = None
-    top_logprobs: int | None = _described("logprobs")
+    top_logprobs: int | None = _optional("logprobs")
     add_generation_prompt: bool = True
 
     def sampling(self) -> SamplingParams:
-        """The parameters; without a maximum the answer may go on up to the context."""
+        """Return the sampling parameters. Without a maximum, the output is limited by the context length."""
         limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         if self.top_logprobs is not None and not self.logprobs:
-            raise RequestError("top_logprobs is only possible with logprobs=true", param="top_logprobs")
+            raise RequestError("top_logprobs requires logprobs=true", param="top_logprobs")
         return self._params(max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
 
     def conversation(self) -> list[dict[str, Any]]:
-        """The messages as chat templates take them."""
+        """Return the messages for a chat template."""
         return conversation(self.messages)
 
 
@@ -342,7 +342,7 @@ class TokenizeBody(Wire):
     return_token_strs: bool = False
 
     def conversation(self) -> list[dict[str, Any]]:
-        """The messages as chat templates take them."""
+        """Return the messages for a chat template."""
         return conversation(self.messages or [])
 
 
@@ -354,7 +354,7 @@ class DetokenizeBody(Wire):
 
 
 class WeightsBody(Wire):
-    """Body of POST /weights/update: a safetensors file or folder on the server's machine, and a name for it."""
+    """Body of POST /weights/update: a safetensors file or folder on the server's host, and the new weight version."""
 
     path: Annotated[Text, Field(min_length=1, max_length=4096)]
     version: Annotated[Text, Field(min_length=1, max_length=256)]

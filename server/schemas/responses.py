@@ -1,6 +1,6 @@
-"""What the answers look like, for /openapi.json and for the tests that hold the routes to it.
+"""Response bodies, for /openapi.json and for the tests that check the routes against it.
 
-Routes build plain dicts; nothing here runs when a request is answered. Every model refuses what it doesn't name.
+Routes build plain dicts and do not use these models at run time. Every model forbids unknown fields.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ StopReason = int | str | None
 
 
 class Answer(BaseModel):
-    """An answer that has these fields and no others."""
+    """Base of response bodies. Unknown fields are forbidden."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
 
 class ErrorDetail(Answer):
-    """What was wrong, and which field of the body was at fault, where one was."""
+    """The error, and the body field that caused it, if any."""
 
     message: str
     type: str
@@ -29,19 +29,19 @@ class ErrorDetail(Answer):
 
 
 class ErrorAnswer(Answer):
-    """The body of every answer of 400 and above."""
+    """The body of every response of 400 and above."""
 
     error: ErrorDetail
 
 
 class CachedTokens(Answer):
-    """Prompt tokens that came from the prefix cache."""
+    """Prompt tokens found in the prefix cache."""
 
     cached_tokens: int
 
 
 class Usage(Answer):
-    """Tokens in and out of a request."""
+    """Token counts of a request."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -50,7 +50,7 @@ class Usage(Answer):
 
 
 class CompletionLogprobs(Answer):
-    """Parallel lists, one entry a token; the first token of an echoed prompt has none."""
+    """Parallel lists with one entry per token. The first token of an echoed prompt has no logprob."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -59,7 +59,7 @@ class CompletionLogprobs(Answer):
 
 
 class CompletionChoice(Answer):
-    """One continuation; `stop_reason` is the stop string or token id that ended it."""
+    """One completion. `stop_reason` is the stop string or token id that ended it."""
 
     index: int
     text: str
@@ -69,7 +69,7 @@ class CompletionChoice(Answer):
 
 
 class Completion(Answer):
-    """An answer of /v1/completions; a stream's chunks have the same shape."""
+    """Response of /v1/completions, and each chunk of its stream."""
 
     id: str
     object: Literal["text_completion"]
@@ -80,7 +80,7 @@ class Completion(Answer):
 
 
 class TokenScore(Answer):
-    """A token, its log-probability and its bytes."""
+    """A token, its logprob, and its UTF-8 bytes."""
 
     token: str
     logprob: float
@@ -88,20 +88,20 @@ class TokenScore(Answer):
 
 
 class ChosenScore(TokenScore):
-    """The chosen token, and the likeliest alternatives."""
+    """The sampled token and the most likely alternatives."""
 
     top_logprobs: list[TokenScore]
 
 
 class ChatLogprobs(Answer):
-    """One entry a token."""
+    """Logprobs of a chat choice, one entry per token."""
 
     content: list[ChosenScore]
     refusal: None
 
 
 class ChatMessage(Answer):
-    """What the model said."""
+    """The model's message."""
 
     role: Literal["assistant"]
     content: str
@@ -109,7 +109,7 @@ class ChatMessage(Answer):
 
 
 class ChatChoice(Answer):
-    """One answer of the model."""
+    """One choice of a chat completion."""
 
     index: int
     message: ChatMessage
@@ -119,7 +119,7 @@ class ChatChoice(Answer):
 
 
 class ChatCompletion(Answer):
-    """An answer of /v1/chat/completions."""
+    """Response of /v1/chat/completions."""
 
     id: str
     object: Literal["chat.completion"]
@@ -130,14 +130,14 @@ class ChatCompletion(Answer):
 
 
 class ChatDelta(Answer):
-    """What a chunk adds: the role first, then pieces of content."""
+    """The change in a chunk: the role first, then content."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
 
 
 class ChatChunkChoice(Answer):
-    """One choice's part of a chunk; the last one has its finish_reason."""
+    """One choice of a chunk. The last chunk of a choice has its finish_reason."""
 
     index: int
     delta: ChatDelta
@@ -147,7 +147,7 @@ class ChatChunkChoice(Answer):
 
 
 class ChatChunk(Answer):
-    """An event of a stream of /v1/chat/completions."""
+    """A chunk of a /v1/chat/completions stream."""
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -175,7 +175,7 @@ class ModelList(Answer):
 
 
 class GeneratedFinish(Answer):
-    """Why a sequence ended: `matched` what stopped it, or `length` in tokens."""
+    """Why a sequence ended. `matched`: the stop string or token id. `length`: the number of tokens."""
 
     type: FinishReason
     length: int | None = None
@@ -186,7 +186,7 @@ Triple = list[float | int | str | None]
 
 
 class GeneratedMeta(Answer):
-    """What else is known of an answer of /generate; log-probabilities as [logprob, token id, text or null]."""
+    """Metadata of a /generate output. Logprobs are [logprob, token id, text or null]."""
 
     id: str
     finish_reason: GeneratedFinish | None
@@ -202,7 +202,7 @@ class GeneratedMeta(Answer):
 
 
 class Generated(Answer):
-    """An answer of /generate, all of it so far; events of a list carry its `index`."""
+    """Output of /generate; a stream's events hold the whole output so far. `index` is set in streams of a list."""
 
     text: str
     output_ids: list[int]
@@ -211,7 +211,7 @@ class Generated(Answer):
 
 
 class Tokenized(Answer):
-    """A text's tokens; `token_strs` spells each, where that was asked for."""
+    """Response of /tokenize. `token_strs` is the text of each token, if requested."""
 
     count: int
     max_model_len: int
@@ -220,13 +220,13 @@ class Tokenized(Answer):
 
 
 class Detokenized(Answer):
-    """The text of tokens."""
+    """Response of /detokenize."""
 
     prompt: str
 
 
 class Health(Answer):
-    """Whether the server lives; dead comes with 503."""
+    """Liveness. "dead" comes with status 503."""
 
     status: Literal["ok", "dead"]
 
@@ -238,7 +238,7 @@ class Version(Answer):
 
 
 class Ready(Answer):
-    """Whether requests are answered, why not, and how far the warm-up has come."""
+    """Readiness, the reasons if not ready, and the warm-up progress."""
 
     ready: bool
     reasons: list[str]
@@ -246,7 +246,7 @@ class Ready(Answer):
 
 
 class Graphs(Answer):
-    """The graph table: a row per graph that is wanted, captured or failed."""
+    """The graph table: one row per wanted, captured or failed graph."""
 
     model: str
     warm: dict[str, Any]
@@ -254,39 +254,39 @@ class Graphs(Answer):
 
 
 class Warming(Answer):
-    """How many graphs will be captured."""
+    """Number of graphs to be captured."""
 
     pending: int
 
 
 class Dropped(Answer):
-    """How many graphs were dropped."""
+    """Number of dropped graphs."""
 
     dropped: int
 
 
 class Recapturing(Answer):
-    """How many graphs were dropped, and how many will be captured."""
+    """Numbers of dropped graphs and of graphs to be captured."""
 
     dropped: int
     pending: int
 
 
 class WeightsUpdated(Answer):
-    """How many tensors were written, and the version that answers carry now."""
+    """Number of updated tensors, and the new weight version."""
 
     updated: int
     weight_version: str
 
 
 class Profiling(Answer):
-    """A profile is being recorded."""
+    """Profiling has started."""
 
     profiling: Literal[True]
 
 
 class Profiled(Answer):
-    """The recorded profile's file, on the server's machine."""
+    """Profiling has stopped. `file` is the trace on the server's host."""
 
     profiling: Literal[False]
     file: str = Field(description="a Chrome trace, for chrome://tracing or ui.perfetto.dev")

@@ -1,1 +1,1 @@
-"""A request between its route and the engine: admission, tokenization, jobs, status."""
+"""Serving layer between routes and engine client: admission, tokenization, jobs, request log, status."""

@@ -1,6 +1,6 @@
-"""One log record per HTTP request, with the counts and times of its jobs.
+"""Access log: one record per HTTP request, with the token counts and latencies of its jobs.
 
-Headers, queries, prompts and answers are never logged: a key or a user's text can't leak from here.
+Headers, query strings, prompts and completions are never logged, so that no key or user text can leak.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from server.serving.service import Job
 
 
-PROBES = ("/", "/graphs", "/health", "/ready", "/metrics")  # asked every second or so
+PROBES = ("/", "/graphs", "/health", "/ready", "/metrics")  # polled about every second
 
 
 access = logging.getLogger("encore.access")
 
 
 class RequestLog:
-    """Logs each request when its answer is complete or its client has left.
+    """ASGI middleware that logs each request when its response is complete or its client has disconnected.
 
-    Gives every request a list, `state["jobs"]`, into which a route puts what it runs. Probes that answer as they
-    should are not logged. Stands inside RequestIds.
+    Sets `state["jobs"]`, a list to which a route appends its jobs. Successful probes are not logged. Must be inside
+    RequestIds.
     """
 
     def __init__(self, app: ASGIApp):
@@ -42,21 +42,21 @@ class RequestLog:
         jobs: list[Job] = scope["state"].setdefault("jobs", [])
         began, status = time.perf_counter(), 0
 
-        async def watched(message: Message) -> None:
+        async def send_and_note_status(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
             await send(message)
 
         try:
-            await self.app(scope, receive, watched)
+            await self.app(scope, receive, send_and_note_status)
         except Exception:
-            status = status or 500  # answered further out
+            status = status or 500  # an outer handler sends the response
             raise
         finally:
-            self._over(scope, status or 499, time.perf_counter() - began, jobs)
+            self._log(scope, status or 499, time.perf_counter() - began, jobs)
 
-    def _over(self, scope: Scope, status: int, seconds: float, jobs: Sequence[Job]) -> None:
+    def _log(self, scope: Scope, status: int, seconds: float, jobs: Sequence[Job]) -> None:
         path = scope.get("raw_path", b"").partition(b"?")[0].decode("ascii", "replace")[:200]
         if path in PROBES and (status < 400 or path == "/ready"):
             return
@@ -72,7 +72,7 @@ class RequestLog:
 
 
 def summary(jobs: Sequence[Job]) -> dict[str, Any]:
-    """What a request's jobs came to: tokens, times in seconds, how its sequences ended, and which graphs ran them."""
+    """Summarize a request's jobs: tokens, times in seconds, finish reasons, and tokens by graph bucket."""
     if not jobs:
         return {}
     watches = [job.watch for job in jobs if job.watch is not None]

@@ -1,6 +1,6 @@
-"""A request's way through the server: admitted, tokenised, handed to the engine's client, and its deltas timed.
+"""The service behind the routes: admission, tokenization, running jobs on the engine client, and request metrics.
 
-Owns what is in flight on the HTTP side and the engine client's start and end. Knows no route and no wire format.
+It also starts and closes the engine client and counts the sequences in flight. It is independent of HTTP formats.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from engine.errors import EngineDead, EngineError, PromptTooLong, QueueFull, Req
 from engine.protocol.outputs import CompletionOutput, OutputDelta, RequestOutput
 from engine.protocol.request import SamplingParams
 from server.config import ServerConfig
-from server.http.connections import TAKES_CONNECTIONS
+from server.http.connections import ACCEPTING
 from server.http.errors import WireError
 from server.observability.metrics import RequestMetrics, RequestWatch
 from server.observability.shared_counters import SharedCounters
@@ -27,80 +27,87 @@ if TYPE_CHECKING:
     from engine.client.async_client import Client
 
 
-# Gauges of a front: its sequences under way, 1 once it has what it needs for requests.
+# Gauges of an API worker: its sequences in flight; 1 once it can serve requests.
 IN_FLIGHT, STARTED = "in_flight", "started"
 
 
 @dataclass(kw_only=True)
 class Job:
-    """One prompt on its way: `public_id` is what the client sees, `output` fills up as deltas come."""
+    """One prompt of a request. `public_id` is the id that the client sees; `output` accumulates the deltas."""
 
     public_id: str
     output: RequestOutput
     params: SamplingParams
     priority: int = 0
     started: float = field(default_factory=time.perf_counter)
-    watch: RequestWatch | None = None  # once it runs
+    watch: RequestWatch | None = None  # set by Service.run
 
     @property
     def prompt_tokens(self) -> int:
-        """How long the prompt is."""
+        """Number of prompt tokens."""
         return len(self.output.prompt_token_ids)
 
     @property
     def choices(self) -> list[CompletionOutput]:
-        """What each of the n sequences has answered so far."""
+        """The output of each of the n sequences so far."""
         return self.output.outputs
 
 
-class Places:
-    """What one request holds of the bounded queue: given back as its sequences end, the rest with its admission."""
+class Reservation:
+    """The queue capacity that one request holds, in sequences.
+
+    Released as its sequences end; the rest when its admission ends.
+    """
 
     def __init__(self, service: Service, sequences: int):
         self._service, self._held = service, sequences
-        service.take_places(sequences)
+        service.add_in_flight(sequences)
 
-    def give_back(self, sequences: int) -> None:
-        """So many of the request's sequences have ended in the engine, whether their answer is read or not."""
+    def release(self, sequences: int) -> None:
+        """Release this many sequences. Called when they end in the engine, even if their output is still unread."""
         sequences = min(sequences, self._held)
         self._held -= sequences
-        self._service.take_places(-sequences)
+        self._service.add_in_flight(-sequences)
 
-    def give_back_all(self) -> None:
-        """The request is over."""
-        self.give_back(self._held)
+    def release_all(self) -> None:
+        """Release everything that is still held: the request is over."""
+        self.release(self._held)
 
 
 class Service:
-    """The engine's client as the routes use it: `begin` starts it beside the server, `close` ends it.
+    """The engine client with admission control, for the routes. `begin` starts the client, `close` stops it.
 
-    It is one of several fronts where `counters` has several rows: what it counts there is theirs together.
-    `settled` is set once the start has succeeded or failed, `startup_error` holds what it failed of. Used from the
-    event loop's thread only.
+    If `counters` has several rows, this is one of several API workers and the counts are summed over them. `settled` is
+    set once startup has succeeded or failed; `startup_error` is the error if it failed. Not thread-safe: use it from
+    the event loop's thread only.
     """
 
     def __init__(
-        self, client: Client, config: ServerConfig, counters: SharedCounters | None = None, began: float | None = None
+        self,
+        client: Client,
+        config: ServerConfig,
+        counters: SharedCounters | None = None,
+        start_time: float | None = None,
     ):
         self.client, self.config = client, config
         self.counters = counters if counters is not None else SharedCounters()
         self.metrics = RequestMetrics(self.counters)
         self.startup: asyncio.Task[None] | None = None
         self.startup_error: BaseException | None = None
-        self.before_ready: Callable[[], None] | None = None  # what takes a moment, and must not once requests come
+        self.before_ready: Callable[[], None] | None = None  # slow work to do before the first request
         self.draining = False
         self.settled = asyncio.Event()
-        self.began = time.time() if began is None else began
+        self.start_time = time.time() if start_time is None else start_time
         self._closed = False
         self._tokens: Tokenization | None = None
-        self.in_flight = 0  # sequences of this API worker that hold places
-        self.unanswered = 0  # admitted requests of this API worker whose answer is not complete
-        self._in_flight = self.counters.gauge(IN_FLIGHT)
-        self._started = self.counters.gauge(STARTED)
+        self.in_flight = 0  # sequences of this API worker that hold queue capacity
+        self.unanswered = 0  # admitted requests of this API worker without a complete response
+        self._in_flight = self.counters.gauge_index(IN_FLIGHT)
+        self._started = self.counters.gauge_index(STARTED)
         self._numbers = itertools.count()
 
     def begin(self) -> None:
-        """Start the client in a task, so that health and readiness answer while the model loads."""
+        """Start the client in a task, so that health and readiness probes are answered while the model loads."""
         self.startup = asyncio.create_task(self._start())
 
     async def _start(self) -> None:
@@ -117,7 +124,7 @@ class Service:
             self.settled.set()
 
     async def drain(self, seconds: float) -> bool:
-        """Refuse new requests from now on and wait until all are answered, at most `seconds`; whether all were."""
+        """Refuse new requests and wait up to `seconds` for running ones. Returns whether all have been answered."""
         self.draining = True
         until = time.monotonic() + seconds
         while self.unanswered and time.monotonic() < until:
@@ -125,7 +132,7 @@ class Service:
         return not self.unanswered
 
     async def close(self) -> None:
-        """End the client, started or not, and with it every request. A second call does nothing."""
+        """Close the client, started or not, and abort every request. A second call does nothing."""
         self.draining = True
         if self._closed:
             return
@@ -144,76 +151,78 @@ class Service:
 
     @property
     def tokens(self) -> Tokenization:
-        """The model's tokenizer; WireError 503 until it is loaded."""
+        """The model's tokenizer. Raises WireError 503 until the model is loaded, EngineDead if loading failed."""
         if self._tokens is None:
             self._require_started()
             raise WireError(
-                503, f"{self._why_not_started()}; try again soon", type="service_unavailable_error", code="loading",
+                503, f"{self._loading_reason()}; try again soon", type="service_unavailable_error", code="loading",
                 retry_after=2,
             )  # fmt: skip
         return self._tokens
 
     def reasons_not_ready(self) -> list[str]:
-        """Why readiness fails; empty when requests are answered."""
+        """Return why the server is not ready; an empty list if it is."""
         if self.draining:
             return ["shutting down"]
         if self.startup_error is not None:
             return [f"the engine did not start: {self.startup_error}"]
-        loading = self.counters.total_gauge(TAKES_CONNECTIONS) - self.counters.total_gauge(STARTED)
-        if not self.started or loading > 0:  # another front may be the one to get the next request
-            return [self._why_not_started()]
+        loading = self.counters.total_gauge(ACCEPTING) - self.counters.total_gauge(STARTED)
+        if not self.started or loading > 0:  # another worker may get the next request
+            return [self._loading_reason()]
         health = self.client.health()
         return [] if health.ready else [health.reason or "the engine is not ready"]
 
     def model_names(self) -> tuple[str, ...]:
-        """The names under which clients may ask for the model; the first is the one shown."""
+        """Return the model names that clients may use. The first one is reported in responses."""
         if self.config.served_model_name:
             return self.config.served_model_name
         return tuple(dict.fromkeys((self.client.info().name, self.config.engine.model)))
 
     def check_model(self, name: str | None) -> None:
-        """WireError 404 for a model that isn't served here; no name at all means the one that is."""
+        """Raise WireError 404 for a model that is not served. None stands for the served model."""
         names = self.model_names() if self.started else ()
         if name is not None and names and name not in names:
             raise WireError(
-                404, f"the model {name[:200]!r} is not served here; served: {', '.join(names)}",
+                404, f"the model {name[:200]!r} is not served; served models: {', '.join(names)}",
                 type="not_found_error", param="model", code="model_not_found",
             )  # fmt: skip
 
-    def check_room(self, sequences: int, param: str) -> None:
-        """Raise what `admission` would raise now for so many sequences, and hold no place.
+    def check_capacity(self, sequences: int, param: str) -> None:
+        """Raise what `admission` would raise now for this many sequences, without reserving capacity.
 
-        For a batch whose sequences can't all be counted before something is made for each prompt; `param` names the
-        field that holds the prompts.
+        Use it to refuse a huge batch before anything is allocated per prompt. `param` names the field of the prompts.
         """
         self._check_serving()
-        self._check_possible(sequences, param)
-        self._check_room_beside(self.all_in_flight, sequences)
+        self._check_max_sequences(sequences, param)
+        self._check_capacity(self.all_in_flight, sequences)
 
     @contextmanager
-    def admission(self, sequences: int, param: str = "n") -> Iterator[Places]:
-        """Hold places for `sequences` in the bounded queue; taken before anything is tokenised.
+    def admission(self, sequences: int, param: str = "n") -> Iterator[Reservation]:
+        """Reserve capacity for `sequences` in the bounded queue. Enter it before tokenizing the prompts.
 
-        `run` and `finish` give a place back when the engine is done with its sequence: a client that doesn't read its
-        answer keeps nobody out. The rest is given back at the end.
+        `run` and `finish` release capacity when the engine is done with a sequence, so a client that doesn't read its
+        response does not block others. The rest is released on exit.
 
-        Raises QueueFull if they don't fit now, RequestError that names `param` if they never can, WireError or
-        EngineDead if nothing is served at all.
+        Raises:
+            QueueFull: the sequences don't fit now.
+            RequestError: they exceed the limit; names `param`.
+            WireError, EngineDead: the server is loading, draining, or its engine is dead.
         """
         self._check_serving()
-        self._check_possible(sequences, param)
-        places = Places(self, sequences)  # before looking: of two fronts that do it at once, none overlooks the other
+        self._check_max_sequences(sequences, param)
+        # Reserve before checking: of two workers that admit at the same time, at least one sees the other.
+        reservation = Reservation(self, sequences)
         self.unanswered += 1
         try:
-            self._check_room_beside(self.all_in_flight - sequences, sequences)
-            yield places
+            self._check_capacity(self.all_in_flight - sequences, sequences)
+            yield reservation
         finally:
             self.unanswered -= 1
-            places.give_back_all()
+            reservation.release_all()
 
     @property
-    def _room(self) -> int:
-        """Sequences that may run and wait together."""
+    def _capacity(self) -> int:
+        """Maximum number of sequences that run or wait."""
         return self.client.info().max_num_seqs + self.config.max_waiting
 
     def _check_serving(self) -> None:
@@ -224,30 +233,33 @@ class Service:
             )
         health = self.client.health()
         if not health.ready:
-            raise EngineDead(f"the engine does not answer: {health.reason}")
+            raise EngineDead(f"the engine is not available: {health.reason}")
 
-    def _check_possible(self, sequences: int, param: str) -> None:
-        if sequences > self._room:
+    def _check_max_sequences(self, sequences: int, param: str) -> None:
+        if sequences > self._capacity:
             raise RequestError(
-                f"{param}: the request asks for {sequences} sequences at once, and {self._room} are possible", param
+                f"{param}: the request asks for {sequences} sequences, but at most {self._capacity} can run and wait",
+                param,
             )
 
-    def _check_room_beside(self, others: int, sequences: int) -> None:
+    def _check_capacity(self, others: int, sequences: int) -> None:
         waiting = self.client.stats().num_waiting
-        if others + sequences > self._room:
+        if others + sequences > self._capacity:
             raise QueueFull(
-                f"the request asks for {sequences} sequences beside {others} under way, and at most {self._room} may "
-                "run and wait; try later"
+                f"the request asks for {sequences} sequences and {others} are in flight, but at most {self._capacity} "
+                "can run and wait: retry later"
             )
         if waiting >= self.config.max_waiting > 0:
-            raise QueueFull(f"{waiting} sequences wait already, and at most {self.config.max_waiting} may; try later")
+            raise QueueFull(
+                f"{waiting} sequences are waiting already, and the limit is {self.config.max_waiting}: retry later"
+            )
 
     @property
     def all_in_flight(self) -> int:
-        """Sequences that all fronts hold places for."""
+        """Sequences in flight of all API workers."""
         return int(self.counters.total_gauge(IN_FLIGHT))
 
-    def take_places(self, sequences: int) -> None:
+    def add_in_flight(self, sequences: int) -> None:
         """Count this many more sequences of this API worker as in flight; fewer if negative."""
         self.in_flight += sequences
         self.counters.values[self._in_flight] = self.in_flight
@@ -256,7 +268,10 @@ class Service:
         self, public_id: str, prompt: str | list[int], param: str, params: SamplingParams, priority: int,
         add_special_tokens: bool = True,
     ) -> Job:  # fmt: skip
-        """A prompt made ready to run; `param` is what its field is called. Raises RequestError, PromptTooLong."""
+        """Tokenize a prompt and return its job. `param` is the name of its field for errors.
+
+        Raises RequestError, PromptTooLong.
+        """
         text, ids = None, prompt
         if isinstance(prompt, str):
             text, ids = prompt, await self.tokens.encode(prompt, param, add_special_tokens)
@@ -265,29 +280,31 @@ class Service:
     def tokenized_job(
         self, public_id: str, prompt: str | None, ids: list[int], param: str, params: SamplingParams, priority: int
     ) -> Job:
-        """As `job`, of token ids. Refuses here what the engine would refuse later, so that the field is named."""
+        """Return the job of a tokenized prompt.
+
+        Checks here what the engine would refuse later, so that the error names the field `param`.
+        """
         info = self.client.info()
         params.check_vocab(info.vocab_size)
         self.tokens.check(ids, param)
-        wanted = 1 if params.max_tokens is None else params.max_tokens
-        if len(ids) + wanted > info.max_model_len:
+        max_tokens = 1 if params.max_tokens is None else params.max_tokens
+        if len(ids) + max_tokens > info.max_model_len:
             raise PromptTooLong(
-                f"{len(ids)} prompt tokens and {wanted} to generate exceed the context of {info.max_model_len} tokens: "
-                "shorten the prompt or ask for fewer",
+                f"{len(ids)} prompt tokens and {max_tokens} to generate exceed the context of {info.max_model_len} "
+                "tokens: shorten the prompt or ask for fewer",
                 param=param if len(ids) >= info.max_model_len else "max_tokens",
             )
         output = RequestOutput.empty(public_id, prompt, ids, params.n)
         return Job(public_id=public_id, output=output, params=params, priority=priority)
 
-    async def run(self, job: Job, places: Places) -> AsyncIterator[list[OutputDelta]]:
-        """The deltas of a job as they come, each added to its choice. Closing this aborts the engine's request.
+    async def run(self, job: Job, reservation: Reservation) -> AsyncIterator[list[OutputDelta]]:
+        """Run a job: yield its deltas as they arrive, after adding them to `job.output`.
 
-        Places are given back as the engine ends the job's sequences.
-
-        Raises EngineError for a sequence that the engine failed.
+        Closing the iterator aborts the engine request. Capacity is released as the engine ends the job's sequences.
+        Raises EngineError if a sequence failed in the engine.
         """
         watch = job.watch = self.metrics.watch(job)
-        # The client's id may be any request's, several at a time: the engine gets one of its own.
+        # Clients may send the same id several times at once, so the engine gets a unique one.
         engine_id = f"{job.public_id}:{next(self._numbers)}"
         arrivals = self.client.stream(
             engine_id,
@@ -295,35 +312,35 @@ class Service:
             prompt_token_ids=job.output.prompt_token_ids,
             params=job.params,
             priority=job.priority,
-            on_end=places.give_back,
+            on_end=reservation.release,
         )
         try:
             async with aclosing(arrivals):
                 async for deltas in arrivals:
                     for delta in deltas:
                         if delta.finish_reason == "error":
-                            raise EngineError(f"the engine failed at request {job.public_id}: {delta.error}")
+                            raise EngineError(f"the engine failed to process request {job.public_id}: {delta.error}")
                         job.output.add(delta)
-                    watch.saw(deltas)
+                    watch.observe_deltas(deltas)
                     yield deltas
         except EngineError:
-            watch.ended(failed=True)
+            watch.close(failed=True)
             raise
         finally:
-            watch.ended()
+            watch.close()
 
-    async def finish(self, jobs: list[Job], places: Places) -> None:
-        """Run jobs side by side to their ends; one failure cancels the others."""
+    async def finish(self, jobs: list[Job], reservation: Reservation) -> None:
+        """Run jobs concurrently until all have finished. If one fails, cancel the others."""
 
-        async def one(job: Job) -> None:
-            async with aclosing(self.run(job, places)) as arrivals:
+        async def run_one(job: Job) -> None:
+            async with aclosing(self.run(job, reservation)) as arrivals:
                 async for _ in arrivals:
                     pass
 
         if len(jobs) == 1:
-            await one(jobs[0])
+            await run_one(jobs[0])
             return
-        tasks = [asyncio.create_task(one(job)) for job in jobs]
+        tasks = [asyncio.create_task(run_one(job)) for job in jobs]
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -335,6 +352,6 @@ class Service:
         if self.startup_error is not None:
             raise EngineDead(f"the engine did not start: {self.startup_error}")
 
-    def _why_not_started(self) -> str:
-        """What the start is at; where the engine is ready already, this front or another one still loads."""
+    def _loading_reason(self) -> str:
+        """Return the engine's startup reason; without one, this or another API worker is still loading."""
         return self.client.health().reason or "the model is being loaded"

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the HTTP side's state: readiness, limits, and the model that is served."""
+"""Prometheus metrics of the server's state: readiness, limits, and the served model."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ if TYPE_CHECKING:
 
 
 class ServiceCollector:
-    """Reads at each scrape whether requests are answered, the limits, and what is served; also while it loads."""
+    """Export readiness, limits and model info at each scrape, also while the model loads."""
 
     def __init__(self, service: Service):
         self._service = service
 
     def collect(self) -> Iterator[Metric]:
-        """The server's own families; those of the model from when it is first loaded."""
+        """Yield the server's metric families; those of the model only once it is loaded."""
         service = self._service
-        yield gauge_family("ready", "1 while requests are answered, else 0.", not service.reasons_not_ready())
+        yield gauge_family("ready", "1 while the server is ready, else 0.", not service.reasons_not_ready())
+        yield gauge_family("num_requests_in_flight", "Admitted sequences that have not ended.", service.all_in_flight)
         yield gauge_family(
-            "num_requests_in_flight", "Sequences that the HTTP side holds places for.", service.all_in_flight
+            "queue_limit", "Maximum number of waiting sequences; more are refused.", service.config.max_waiting
         )
-        yield gauge_family("queue_limit", "Sequences that may wait; more are refused.", service.config.max_waiting)
-        yield info_family("build_info", "What runs, as labels.", {"version": version()})
+        yield info_family("build_info", "Build information as labels.", {"version": version()})
         if not service.started:
             return
         info = service.client.info()
-        yield gauge_family("max_num_seqs", "Sequences that the running batch may hold.", info.max_num_seqs)
-        # Not the weights' version: in RL it changes by the minute, and each value would stay as a series.
+        yield gauge_family("max_num_seqs", "Maximum number of sequences in the running batch.", info.max_num_seqs)
+        # Without the weight version: in RL it changes every minute, and each value would remain as a series.
         yield info_family(
             "model_info",
-            "What is served, as labels.",
+            "Information about the served model as labels.",
             {"model": service.model_names()[0], "architecture": info.architecture, "device": info.device,
              "dtype": info.dtype, "max_model_len": info.max_model_len,
              "warmup": service.config.engine.warmup},

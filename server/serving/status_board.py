@@ -1,7 +1,6 @@
-"""What the status page shows: the server's state now, and its last minutes, second by second.
+"""Data of the status page: the server's current state and the last five minutes, one point per second.
 
-Owns the history, which one task writes while the server runs, and the reading of counters as rates, shares and
-quantiles. Knows no HTML.
+A background task records the history. Counters are turned into rates, shares and quantiles here.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("encore.server")
 
 STEP_SECONDS = 1.0
-KEPT_STEPS = 300
-SMOOTH_STEPS = 3  # rates and quantiles are over this many steps: one second holds few requests
-ROWS_SECONDS = 1.0  # how old the graph table may be, however many pages look at it
-ROWS_TIMEOUT = 0.5  # a long step must not hold the page up: it shows the table that it has
+HISTORY_STEPS = 300
+SMOOTH_STEPS = 3  # rates and quantiles span this many steps: a single second has few requests
+TABLE_MAX_AGE_SECONDS = 1.0  # the graph table is fetched at most this often, for all open pages together
+TABLE_TIMEOUT_SECONDS = 0.5  # a long engine step must not block the page: it then shows the previous table
 SERIES = ("output", "prompt", "running", "waiting", "kv", "first_p50", "first_p95", "next_p50", "next_p95")
-SHOWN_ERROR = 300  # characters
+MAX_ERROR_CHARS = 300
 
 
 @dataclass(frozen=True)
@@ -44,14 +43,17 @@ class _Reading:
 
 
 class History:
-    """The last KEPT_STEPS seconds of each series; a second in which nothing could be measured holds None."""
+    """The last HISTORY_STEPS seconds of each series. A second without observations is None."""
 
     def __init__(self) -> None:
         self._past: deque[_Reading] = deque(maxlen=SMOOTH_STEPS + 1)
-        self._points: deque[tuple[float | None, ...]] = deque(maxlen=KEPT_STEPS)
+        self._points: deque[tuple[float | None, ...]] = deque(maxlen=HISTORY_STEPS)
 
     def record(self, at: float, stats: EngineStats, first: SharedHistogram, following: SharedHistogram) -> None:
-        """Add the second that ends `at` (time.monotonic). The times are those to the first and between tokens."""
+        """Add a point at time `at` (time.monotonic).
+
+        `first` and `following` are the histograms of the time to first token and the time between tokens.
+        """
         now = _Reading(at, stats.generation_tokens, stats.prompt_tokens, first.counts(), following.counts())
         self._past.append(now)
         then = self._past[0]
@@ -69,30 +71,30 @@ class History:
         ))  # fmt: skip
 
     def columns(self) -> dict[str, list[float | None]]:
-        """Each series, oldest second first, rounded to what a chart can show."""
+        """Return series name -> values, oldest first, rounded to 4 significant digits."""
         return {
-            name: [None if point[place] is None else _round(point[place]) for point in self._points]
-            for place, name in enumerate(SERIES)
+            name: [None if point[index] is None else _round(point[index]) for point in self._points]
+            for index, name in enumerate(SERIES)
         }
 
 
 class StatusBoard:
-    """The state and the history of one service. `begin` and `close` belong to the server's lifespan."""
+    """The status of one service. Call `begin` and `close` in the application's lifespan."""
 
     def __init__(self, service: Service):
         self._service, self._history = service, History()
         self._rows: list[Mapping[str, Any]] = []
-        self._rows_at = 0.0
-        self._asking: asyncio.Task[list[dict[str, Any]]] | None = None
+        self._rows_time = 0.0
+        self._table_task: asyncio.Task[list[dict[str, Any]]] | None = None
         self._task: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        """Start to record."""
+        """Start recording the history."""
         self._task = asyncio.create_task(self._record())
 
     async def close(self) -> None:
         """Stop recording."""
-        tasks = [task for task in (self._task, self._asking) if task is not None]
+        tasks = [task for task in (self._task, self._table_task) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -105,12 +107,12 @@ class StatusBoard:
                 self._history.record(time.monotonic(), stats, metrics.first_token, metrics.inter_token)
             await asyncio.sleep(STEP_SECONDS)
 
-    async def show(self) -> dict[str, Any]:
-        """All that the page shows, as plain values."""
+    async def snapshot(self) -> dict[str, Any]:
+        """Return the values of the status page as JSON-compatible types."""
         service = self._service
         body: dict[str, Any] = {
             "version": version(),
-            "uptime": max(0, round(time.time() - service.began)),
+            "uptime": max(0, round(time.time() - service.start_time)),
             "state": self._state(),
             "reasons": service.reasons_not_ready(),
             "model": None,
@@ -125,11 +127,11 @@ class StatusBoard:
             "dtype": info.dtype, "weight_format": info.weight_format, "max_model_len": info.max_model_len,
             "weight_version": stats.weight_version or info.weight_version,
         }  # fmt: skip
-        ended = {reason: count for (reason,), count in service.metrics.ended.totals().items()}  # as clients saw it
+        ended = {reason: count for (reason,), count in service.metrics.ended.totals().items()}  # as seen by clients
         body["queue"] |= {"running": stats.num_running, "waiting": stats.num_waiting, "seats": info.max_num_seqs}
         body["engine"] = {
             "restarts": health.restarts, "silent": round(health.silent, 1), "warm": health.warm,
-            "last_error": stats.last_error[:SHOWN_ERROR], "kv": stats.kv_cache_usage,
+            "last_error": stats.last_error[:MAX_ERROR_CHARS], "kv": stats.kv_cache_usage,
             "prefix_hits": share(stats.prefix_cache_hits, stats.prefix_cache_queries),
             "preemptions": stats.num_preemptions, "prompt_tokens": stats.prompt_tokens,
             "output_tokens": stats.generation_tokens, "ended": ended,
@@ -148,55 +150,57 @@ class StatusBoard:
         return "recovering" if service.started else "loading"
 
     async def _table(self) -> list[Mapping[str, Any]]:
-        """The graph table, asked for once a second at most however many look, or the last one that came."""
-        if self._asking is None and time.monotonic() - self._rows_at >= ROWS_SECONDS:
-            self._asking = asyncio.create_task(self._service.client.graphs())
-        if self._asking is not None:
-            await asyncio.wait({self._asking}, timeout=ROWS_TIMEOUT)
-        if self._asking is not None and self._asking.done():
-            asked, self._asking, self._rows_at = self._asking, None, time.monotonic()
+        """Return the graph table, fetched at most once per TABLE_MAX_AGE_SECONDS, or the previous one on timeout."""
+        if self._table_task is None and time.monotonic() - self._rows_time >= TABLE_MAX_AGE_SECONDS:
+            self._table_task = asyncio.create_task(self._service.client.graphs())
+        if self._table_task is not None:
+            await asyncio.wait({self._table_task}, timeout=TABLE_TIMEOUT_SECONDS)
+        if self._table_task is not None and self._table_task.done():
+            task, self._table_task, self._rows_time = self._table_task, None, time.monotonic()
             try:
-                self._rows = asked.result()
-            except EngineError as gone:  # the page's banner says so, from the client's health
-                log.debug("no graph table: %s", gone)
+                self._rows = task.result()
+            except EngineError as error:  # the page shows it anyway, from the client's health
+                log.debug("no graph table: %s", error)
                 self._rows = []
         return self._rows
 
 
 def graph_summary(graphs: Mapping[str, Any], sizes: Sequence[int], rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Decode steps by bucket: how many there were, replayed what share, padded how much; and why others ran eager.
+    """Summarize decode steps by bucket: steps, replays and padding, and the reasons for eager steps.
 
-    `graphs` is the cache's snapshot of counts, `sizes` its buckets, `rows` its table of graphs. A step falls into the
-    smallest bucket that holds its rows; the bucket's padding is its rows that carried no token. Eager steps have none.
+    `graphs` is the graph cache's snapshot, `sizes` its buckets, `rows` its graph table. A step counts for the smallest
+    bucket that holds its rows. `padding` is the share of rows without a token; eager steps have none.
     """
-    rows = [row for row in rows if row["phase"] == "decode"]  # prefill graphs have buckets of the same sizes
+    rows = [row for row in rows if row["phase"] == "decode"]  # prefill buckets may have the same sizes
     steps: Counter[int] = Counter()
     real: Counter[int] = Counter()
-    beyond = 0
+    oversized = 0
     for (_, phase, count), times in graphs.get("batch_rows", ()):
         if phase != "decode":
             continue
-        place = bisect_left(sizes, int(count))
-        if place == len(sizes):
-            beyond += times
+        index = bisect_left(sizes, int(count))
+        if index == len(sizes):
+            oversized += times
             continue
-        steps[sizes[place]] += times
-        real[sizes[place]] += int(count) * times
-    per_step = max((int(row.get("graphs") or 1) for row in rows), default=1)  # a layer scope replays several a step
+        steps[sizes[index]] += times
+        real[sizes[index]] += int(count) * times
+    per_step = max(
+        (int(row.get("graphs") or 1) for row in rows), default=1
+    )  # several replays per step with layer scope
     replayed: Counter[int] = Counter()
     for (_, _, phase, bucket), times in graphs.get("replays", ()):
         if phase == "decode":
             replayed[int(bucket)] += times
-    found = []
+    buckets = []
     for size in sizes:
-        own = [row for row in rows if row["bucket"] == size]
+        bucket_rows = [row for row in rows if row["bucket"] == size]
         hits = min(steps[size], replayed[size] // per_step)
-        found.append({
+        buckets.append({
             "bucket": size, "steps": steps[size], "hits": hits,
             "padding": share(steps[size] * size - real[size], steps[size] * size) if hits else None,
-            "captured": sum(row["state"] == "captured" for row in own), "wanted": len(own),
-            "failed": next((str(row["failure"])[:SHOWN_ERROR] for row in own if row.get("failure")), None),
-            "bytes": max((row["bytes"] for row in own), default=0),  # graphs of one pool: no sum of them means anything
+            "captured": sum(row["state"] == "captured" for row in bucket_rows), "wanted": len(bucket_rows),
+            "failed": next((str(row["failure"])[:MAX_ERROR_CHARS] for row in bucket_rows if row.get("failure")), None),
+            "bytes": max((row["bytes"] for row in bucket_rows), default=0),  # graphs share one pool, so no sum
         })  # fmt: skip
     all_steps = sum(steps.values())
     padded, computed = (sum(times for (phase,), times in graphs.get(name, ()) if phase == "decode")
@@ -206,8 +210,8 @@ def graph_summary(graphs: Mapping[str, Any], sizes: Sequence[int], rows: Iterabl
         if phase == "decode":
             eager[str(reason)] += times
     return {
-        "buckets": found,
-        "hit_rate": share(sum(one["hits"] for one in found), all_steps + beyond),
+        "buckets": buckets,
+        "hit_rate": share(sum(one["hits"] for one in buckets), all_steps + oversized),
         "padding": share(padded, padded + computed),
         "pool_bytes": graphs.get("pool_bytes", 0),
         "eager": dict(eager.most_common()),
@@ -215,23 +219,23 @@ def graph_summary(graphs: Mapping[str, Any], sizes: Sequence[int], rows: Iterabl
 
 
 def share(part: float, whole: float) -> float | None:
-    """part / whole, None of nothing."""
+    """Return part / whole, or None if `whole` is 0."""
     return part / whole if whole else None
 
 
 def quantile(bounds: Sequence[float], counts: Sequence[float], wanted: float) -> float | None:
-    """The value that a share `wanted` of the observations lies below, on a line through its bucket; None of nothing.
+    """Return the quantile `wanted` (0 to 1) of a histogram, interpolated within its bucket; None if it is empty.
 
-    `bounds` are the buckets' upper ends, the last one infinite; `counts` how many fell into each.
+    `bounds` are the buckets' upper bounds, the last one infinite; `counts` the observations in each.
     """
     rank = wanted * sum(counts)
     if rank <= 0:
         return None
     below = 0.0
-    for place, count in enumerate(counts):
+    for index, count in enumerate(counts):
         if count and below + count >= rank:
-            low = bounds[place - 1] if place else 0.0
-            high = bounds[place] if place < len(bounds) - 1 else low  # the last bucket has no end: its beginning
+            low = bounds[index - 1] if index else 0.0
+            high = bounds[index] if index < len(bounds) - 1 else low  # the last bucket is unbounded
             return low + (high - low) * (rank - below) / count
         below += count
     return bounds[-2]

@@ -1,1 +1,1 @@
-"""Processes that answer HTTP: the uvicorn server, API workers and their manager."""
+"""Processes that serve HTTP: the uvicorn server, the API workers and their manager."""

@@ -1,6 +1,7 @@
-"""One of several fronts: a process that answers HTTP on the shared port, with the engine at the other end of a pipe.
+"""The process of one API worker: serves HTTP on the shared port and reaches the engine through a pipe.
 
-Owns what runs in that process. Obeys the main process, which alone hears signals, and ends when that is gone.
+Workers ignore stop signals. The main process receives them and sends DRAIN or STOP through the command pipe. A worker
+also exits when that pipe closes, that is, when the main process has ended.
 """
 
 from __future__ import annotations
@@ -31,61 +32,63 @@ from server.workers.http_server import Server, SharedAcceptor, freeze_memory, uv
 
 log = logging.getLogger("encore.server")
 DRAIN, STOP = b"drain", b"stop"
-HEARTBEAT = "beat"  # the gauge that shows the main process that this one's loop turns; time.monotonic
+HEARTBEAT = "beat"  # gauge that tells the main process that this event loop runs; time.monotonic
 HEARTBEAT_SECONDS = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSettings:
-    """All that a front's process is given. `number` is its own alone, `row` its predecessor's too; `began` in seconds
-    of time.time is the server's start, `orders` where DRAIN and STOP come from. One that `is_late` comes to a server
-    that serves: it takes no connection before it can serve too.
+    """Arguments of a worker process.
+
+    `number` is unique to the process; `row` is its row of shared counters, which it takes over from its predecessor.
+    `is_replacement`: the server serves already, so accept no connection before this worker can serve too.
+    `start_time`: the server's start (time.time). `commands`: pipe that delivers DRAIN and STOP.
     """
 
     config: ServerConfig
     number: int
     row: int
-    is_late: bool
-    began: float
+    is_replacement: bool
+    start_time: float
     listener: socket.socket
     keys: Keys
     engine: Connection
-    orders: Connection
+    commands: Connection
     memory: ctypes.Array
 
 
-def main(slot: WorkerSettings) -> None:
-    """Serve until ordered to end."""
+def main(settings: WorkerSettings) -> None:
+    """Serve until the main process sends DRAIN or STOP."""
     ignore_stop_signals()
-    logging.config.dictConfig(log_settings(slot.config.log_level, slot.config.log_format))
+    logging.config.dictConfig(log_settings(settings.config.log_level, settings.config.log_format))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(slot))
+        runner.run(_serve(settings))
 
 
-async def _serve(slot: WorkerSettings) -> None:
-    counters = SharedCounters(slot.memory, slot.row)
-    client = EngineClient(slot.config.engine, RouterTransport(slot.engine), client=slot.number)
-    app = create_app(client, slot.config, keys=slot.keys, counters=counters, began=slot.began)
+async def _serve(settings: WorkerSettings) -> None:
+    counters = SharedCounters(settings.memory, settings.row)
+    client = EngineClient(settings.config.engine, RouterTransport(settings.engine), client=settings.number)
+    app = create_app(client, settings.config, keys=settings.keys, counters=counters, start_time=settings.start_time)
     connections = OpenConnections(counters)
     service: Service = app.state.service
-    may_begin = asyncio.Event() if slot.is_late else None
-    acceptor = SharedAcceptor(slot.listener, connections, may_begin)
-    server = Server(uvicorn_config(app, slot.config, connections), service, acceptor)
+    may_accept = asyncio.Event() if settings.is_replacement else None
+    acceptor = SharedAcceptor(settings.listener, connections, may_accept)
+    server = Server(uvicorn_config(app, settings.config, connections), service, acceptor)
     loop = asyncio.get_running_loop()
 
-    def obey() -> None:
+    def on_command() -> None:
         try:
-            order = slot.orders.recv_bytes()
-        except (EOFError, OSError):  # the main process is gone
-            order = STOP
-            loop.remove_reader(slot.orders.fileno())
-        server.ask_to_end(at_once=order == STOP)
+            command = settings.commands.recv_bytes()
+        except (EOFError, OSError):  # the main process has ended
+            command = STOP
+            loop.remove_reader(settings.commands.fileno())
+        server.request_shutdown(force=command == STOP)
 
-    loop.add_reader(slot.orders.fileno(), obey)
+    loop.add_reader(settings.commands.fileno(), on_command)
     service.before_ready = freeze_memory
     tasks = [asyncio.create_task(_heartbeat(counters))]
-    if may_begin is not None:
-        tasks.append(asyncio.create_task(_begin_or_end(server, service, may_begin)))
+    if may_accept is not None:
+        tasks.append(asyncio.create_task(_accept_or_exit(server, service, may_accept)))
     try:
         await server.serve(sockets=[])
     finally:
@@ -95,17 +98,17 @@ async def _serve(slot: WorkerSettings) -> None:
 
 
 async def _heartbeat(counters: SharedCounters) -> None:
-    place = counters.gauge(HEARTBEAT)
+    index = counters.gauge_index(HEARTBEAT)
     while True:
-        counters.values[place] = time.monotonic()
+        counters.values[index] = time.monotonic()
         await asyncio.sleep(HEARTBEAT_SECONDS)
 
 
-async def _begin_or_end(server: Server, service: Service, may_begin: asyncio.Event) -> None:
-    """Let a late front take connections; end one that can't serve where others do, so that another one is tried."""
+async def _accept_or_exit(server: Server, service: Service, may_accept: asyncio.Event) -> None:
+    """Let a replacement worker accept connections once it can serve; exit if it can't, so that another one is tried."""
     await service.settled.wait()
     if service.startup_error is not None and not isinstance(service.startup_error, EngineDead):
-        log.error("this front can't serve: %s", service.startup_error)
-        server.ask_to_end(at_once=True)
-    else:  # where the engine is gone for good it says so, as the others do
-        may_begin.set()
+        log.error("this API worker can't serve: %s", service.startup_error)
+        server.request_shutdown(force=True)
+    else:  # also if the engine is gone for good: this worker then reports that, as the others do
+        may_accept.set()

@@ -1,6 +1,6 @@
-"""uvicorn as this server uses it: its settings, its listener, a drain before its end, and connections shared by fronts.
+"""The HTTP server of one process: uvicorn's settings, the listener, a drain on shutdown, and a shared acceptor.
 
-Owns one HTTP server in one process, from its socket to its last answer. Knows no engine beyond its Service.
+The acceptor spreads the connections of one listener over several API workers.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from server.http.connections import OpenConnections, limited_protocol
 from server.serving.service import Service
 
 log = logging.getLogger("encore.server")
-DRAIN_RESPONSE_SECONDS = 5  # for answers that are complete and not sent yet when the drain is over
-FIRST_REQUEST_SECONDS = 0.5  # for a request on a connection that was taken and has brought none yet, at the very end
+DRAIN_RESPONSE_SECONDS = 5  # to send responses that are complete when the drain ends
+FIRST_REQUEST_SECONDS = 0.5  # at shutdown, for the first request on a connection that was just accepted
 FILES_BESIDE_CONNECTIONS = 256
-AHEAD = 2  # connections by which a front may be ahead of another before it leaves a new one to it
-YIELD_SECONDS = 0.004  # how long it leaves it: the other may be busy, or hang
-PAUSE_SECONDS = 1.0  # after the system refused a connection, before the next one is tried
+MAX_CONNECTION_LEAD = 2  # a worker with more connections than this above the lowest count yields a new one
+YIELD_SECONDS = 0.004  # how long it yields: the other worker may be busy or hung
+PAUSE_SECONDS = 1.0  # before the next accept, after the system refused one for lack of resources
 
 
 def uvicorn_config(app: object, config: ServerConfig, connections: OpenConnections | None = None) -> uvicorn.Config:
-    """uvicorn's settings: its own log, limits and signals are off where this server has its own."""
+    """Return uvicorn's configuration. uvicorn's logging and limits are off where this server has its own."""
     return uvicorn.Config(
         app,  # type: ignore[arg-type]
         log_config=None,
@@ -53,12 +53,12 @@ def uvicorn_config(app: object, config: ServerConfig, connections: OpenConnectio
 
 
 def backlog(config: ServerConfig) -> int:
-    """How many connections the system keeps until they are taken."""
+    """Return the listen backlog: connections that the system queues until they are accepted."""
     return min(config.max_connections, 2048)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket bound to the address. Raises ConfigError that says why it can't be."""
+    """Return a socket bound to the address. Raises ConfigError with the reason if binding fails."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -74,44 +74,45 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """The address as a URL."""
+    """Return the listener's address as a URL."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def allow_files(wanted: int) -> None:
-    """Raise the process' limit of open files to `wanted`, as far as the system lets it; each connection is one."""
+def raise_file_limit(wanted: int) -> None:
+    """Raise the process's limit of open files to `wanted`, or as far as the system allows. A connection is one file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    best = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < best:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (best, hard))
-    if best < wanted:
-        log.warning("the system allows %d open files: fewer connections than --max-connections will fit", best)
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    if limit < wanted:
+        log.warning("the system allows %d open files, too few for --max-connections", limit)
 
 
 def freeze_memory() -> None:
-    """Leave what is loaded out of every later garbage collection: looking through it stops all streams for 0.1 s."""
+    """Exclude all objects loaded so far from garbage collection: scanning them stalls every stream for 0.1 s."""
     gc.collect()
     gc.freeze()
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server with a drain before its end, and signals that end it cleanly.
+    """uvicorn's server with a drain on shutdown and a clean exit on stop signals.
 
-    uvicorn's own handlers raise their signal again, and the exit status is not 0; its graceful end closes the listener
-    at once, so that new requests are refused without an answer. With an `acceptor` it is one of several API workers:
-    connections come through it, and signals are for the main process, which calls `ask_to_end`.
+    uvicorn's own signal handlers re-raise the signal, so the exit status would not be 0. Its graceful shutdown closes
+    the listener at once, so new requests would get no response. With an `acceptor` this is one of several API workers:
+    connections come through the acceptor, and signals are handled by the main process; its commands reach the worker,
+    which calls `request_shutdown`.
     """
 
     def __init__(self, config: uvicorn.Config, service: Service, acceptor: SharedAcceptor | None = None):
         super().__init__(config)
-        self._service, self._door = service, acceptor
-        self._drain: asyncio.Task[None] | None = None
+        self._service, self._acceptor = service, acceptor
+        self._drain_task: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle the stop signals while serving; a front goes on ignoring them."""
-        loop, numbers = asyncio.get_running_loop(), STOP_SIGNALS if self._door is None else ()
+        """Handle the stop signals while serving. One of several API workers keeps ignoring them."""
+        loop, numbers = asyncio.get_running_loop(), STOP_SIGNALS if self._acceptor is None else ()
         for number in numbers:
             loop.add_signal_handler(number, self.handle_exit, number, None)
         try:
@@ -121,46 +122,48 @@ class Server(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal drains, the next one ends what still runs."""
-        log.info("%s: %s", signal.Signals(sig).name, "draining" if self._drain is None else "stopping at once")
-        self.ask_to_end(at_once=self._drain is not None)
+        """Drain at the first signal; abort running requests at the second."""
+        log.info("%s: %s", signal.Signals(sig).name, "draining" if self._drain_task is None else "stopping at once")
+        self.request_shutdown(force=self._drain_task is not None)
 
-    def ask_to_end(self, at_once: bool) -> None:
-        """Drain and end; or end at once, also in the midst of a drain."""
-        if at_once:
-            if self._drain is not None:
-                self._drain.cancel()
+    def request_shutdown(self, force: bool) -> None:
+        """Drain, then exit. With `force`, exit without waiting for requests, also during a drain."""
+        if force:
+            if self._drain_task is not None:
+                self._drain_task.cancel()
             self.force_exit = self.should_exit = True
-        elif self._drain is None:
-            self._drain = asyncio.get_running_loop().create_task(self._drained())
+        elif self._drain_task is None:
+            self._drain_task = asyncio.get_running_loop().create_task(self._drain_and_exit())
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's; then open the door."""
+        """Start uvicorn, then open the acceptor if there is one."""
         await super().startup(sockets)
-        if self._door is not None:
-            self._door.open(
+        if self._acceptor is not None:
+            self._acceptor.open(
                 lambda: self.config.http_protocol_class(
                     config=self.config, server_state=self.server_state, app_state=self.lifespan.state
                 )
             )  # type: ignore[call-arg]
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, which closes new connections with no answer, and leaves the lifespan to be cancelled, with a
-        traceback, after a second signal.
+        """Shut down uvicorn without its two flaws.
+
+        uvicorn closes new connections without a response. After a second signal it leaves the lifespan to be cancelled,
+        which prints a traceback.
         """
-        if self._door is not None:
-            await self._door.close()
+        if self._acceptor is not None:
+            await self._acceptor.close()
         for server in self.servers:
             server.close()
         await self._serve_accepted_connections()
         await super().shutdown(sockets)
         if self.force_exit:
-            await self.lifespan.shutdown()  # ends the engine, and so every answer under way
+            await self.lifespan.shutdown()  # stops the engine, which ends every running response
             if self.server_state.tasks:
                 await asyncio.wait(self.server_state.tasks, timeout=1.0)
 
     async def _serve_accepted_connections(self) -> None:
-        """Let the requests arrive whose connections were just taken: they are told why they aren't served."""
+        """Wait for the first request of each newly accepted connection, so that it gets a 503 instead of a reset."""
         loop = asyncio.get_running_loop()
         until = loop.time() + FIRST_REQUEST_SECONDS
         while loop.time() < until and not self.force_exit:
@@ -168,75 +171,75 @@ class Server(uvicorn.Server):
                 return
             await asyncio.sleep(0.01)
 
-    async def _drained(self) -> None:
-        """Refuse what is new with 503, wait for what runs, then end; who runs past the limit is told so."""
+    async def _drain_and_exit(self) -> None:
+        """Refuse new requests with 503, wait for running ones up to the drain limit, abort the rest, and exit."""
         limit = self._service.config.drain_seconds
         if not await self._service.drain(limit):
-            left = self._service.unanswered
-            log.warning("%d requests are not answered %g s after the signal and are ended", left, limit)
+            unanswered = self._service.unanswered
+            log.warning("%d requests are not answered %g s after the signal and are aborted", unanswered, limit)
             await self._service.close()
         self.should_exit = True
 
 
 class SharedAcceptor:
-    """Takes connections from a listener that several fronts share, so that each has about as many as the others.
+    """Accept connections from a listener shared by several API workers, about equally many each.
 
-    Whoever wakes first would take the most: a front that is ahead leaves a connection to another one for a moment.
-    With `after` it takes none before that is set.
+    Without balancing, the worker that wakes first would accept most connections. A worker that is ahead of the others
+    therefore waits for a moment before it accepts. If `may_accept` is given, accept nothing before it is set.
     """
 
-    def __init__(self, listener: socket.socket, connections: OpenConnections, after: asyncio.Event | None = None):
-        self._listener, self._connections, self._after = listener, connections, after
+    def __init__(self, listener: socket.socket, connections: OpenConnections, may_accept: asyncio.Event | None = None):
+        self._listener, self._connections, self._may_accept = listener, connections, may_accept
         self._loop: asyncio.AbstractEventLoop | None = None
         self._make_protocol: Callable[[], asyncio.Protocol] | None = None
-        self._arrivals: set[asyncio.Task[object]] = set()
-        self._pause: asyncio.TimerHandle | None = None
-        self._opening: asyncio.Task[None] | None = None
-        self._waited = False
+        self._accept_tasks: set[asyncio.Task[object]] = set()
+        self._retry_timer: asyncio.TimerHandle | None = None
+        self._open_task: asyncio.Task[None] | None = None
+        self._yielded = False
 
     def open(self, make_protocol: Callable[[], asyncio.Protocol]) -> None:
-        """Take connections from now on."""
+        """Start accepting connections."""
         self._loop, self._make_protocol = asyncio.get_running_loop(), make_protocol
-        self._opening = self._loop.create_task(self._open())
+        self._open_task = self._loop.create_task(self._open())
 
     async def _open(self) -> None:
-        if self._after is not None:
-            await self._after.wait()
+        if self._may_accept is not None:
+            await self._may_accept.wait()
         self._connections.begin()
         self._loop.add_reader(self._listener.fileno(), self._on_connection)
 
     async def close(self) -> None:
-        """Take no more; those that were taken are there when it returns."""
-        self._opening.cancel()
+        """Stop accepting. Connections accepted before have their protocol when this returns."""
+        self._open_task.cancel()
         self._connections.end()
         self._loop.remove_reader(self._listener.fileno())
-        if self._pause is not None:
-            self._pause.cancel()
-        await asyncio.gather(*self._arrivals, return_exceptions=True)
+        if self._retry_timer is not None:
+            self._retry_timer.cancel()
+        await asyncio.gather(*self._accept_tasks, return_exceptions=True)
 
     def _on_connection(self) -> None:
-        if not self._waited and self._connections.ahead() > AHEAD:
+        if not self._yielded and self._connections.lead() > MAX_CONNECTION_LEAD:
             self._retry_in(YIELD_SECONDS)
-            self._waited = True
+            self._yielded = True
             return
-        self._waited = False
+        self._yielded = False
         try:
             connection, _ = self._listener.accept()
-        except (BlockingIOError, InterruptedError, ConnectionAbortedError):  # another front took it, or it is gone
-            return
-        except OSError as refused:
-            if refused.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return  # another worker accepted it, or the client left
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                 raise
-            log.error("no connection can be taken: %s", refused.strerror)
+            log.error("can't accept connections: %s", error.strerror)
             self._retry_in(PAUSE_SECONDS)
             return
         connection.setblocking(False)
-        arrival = self._loop.create_task(self._loop.connect_accepted_socket(self._make_protocol, connection))
-        self._arrivals.add(arrival)
-        arrival.add_done_callback(self._arrivals.discard)
+        task = self._loop.create_task(self._loop.connect_accepted_socket(self._make_protocol, connection))
+        self._accept_tasks.add(task)
+        task.add_done_callback(self._accept_tasks.discard)
 
     def _retry_in(self, seconds: float) -> None:
         self._loop.remove_reader(self._listener.fileno())
-        self._pause = self._loop.call_later(
+        self._retry_timer = self._loop.call_later(
             seconds, self._loop.add_reader, self._listener.fileno(), self._on_connection
         )

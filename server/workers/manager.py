@@ -1,7 +1,7 @@
-"""The main process of a server with several fronts: one engine, one port, and a process for each front.
+"""The main process of a server with several API workers: starts the engine and the workers and supervises them.
 
-Owns the engine, the signals, and that fronts which end are replaced. Answers no request itself: what it does not do
-can't hold a stream up. Composes as main.py does for a single front.
+The main process holds the engine, the listening socket and the signal handlers, and replaces workers that exit or
+hang. It serves no requests itself, so its work can't delay a stream. `launch.py` does the same for a single worker.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ from server.http.keys import Keys
 from server.observability.shared_counters import ROW_DOUBLES, SharedCounters
 from server.serving.service import STARTED
 from server.version import version
-from server.workers import api_worker as api_worker
+from server.workers import api_worker
 from server.workers.http_server import (
     DRAIN_RESPONSE_SECONDS,
     FILES_BESIDE_CONNECTIONS,
-    allow_files,
     backlog,
     listen,
+    raise_file_limit,
     url_of,
 )
 
 log = logging.getLogger("encore.server")
 WATCH_SECONDS = 0.1
-GRACE_SECONDS = DRAIN_RESPONSE_SECONDS + 10  # beyond the drain, before a front that does not end is killed
+GRACE_SECONDS = DRAIN_RESPONSE_SECONDS + 10  # after the drain limit, before a worker that did not exit is killed
 
 
 async def serve_workers(config: ServerConfig, run_engine: Run = run_loop) -> None:
-    """Serve with `config.fronts` fronts until a stop signal; ends and raises as main.run does."""
+    """Serve with `config.api_workers` API workers until a stop signal. Returns and raises as `launch.run` does."""
     keys = Keys.load(config, os.environ)
     listener = listen(config.host, config.port)
     try:
         listener.listen(backlog(config))
         listener.setblocking(False)
-        allow_files(config.max_connections + FILES_BESIDE_CONNECTIONS)
+        raise_file_limit(config.max_connections + FILES_BESIDE_CONNECTIONS)
         log.info(
-            "Encore %s on %s loads %s; keys: %s; fronts: %d",
+            "Encore %s on %s loads %s; keys: %s; API workers: %d",
             version(),
             url_of(listener),
             config.engine.model,
@@ -77,22 +77,23 @@ async def serve_workers(config: ServerConfig, run_engine: Run = run_loop) -> Non
 
 @dataclass
 class _WorkerSlot:
-    """A place for a front, and who has it now. `retry_at`: when the next one begins, in seconds of time.monotonic.
+    """One worker slot: its row of shared counters and the process that currently uses it.
 
-    `beat` is the last that was seen of its process, `silent` for how many seconds it has been the last.
+    `start_at`: when to start the next process (time.monotonic), or None if none is due. `heartbeat`: the last heartbeat
+    read from the process. `silent_seconds`: how long that value has not changed.
     """
 
     row: int
     number: int = -1
     process: BaseProcess | None = None
-    orders: Connection | None = None
-    retry_at: float | None = 0.0
-    beat: float = 0.0
-    silent: float = 0.0
+    commands: Connection | None = None
+    start_at: float | None = 0.0
+    heartbeat: float = 0.0
+    silent_seconds: float = 0.0
 
 
 class WorkerManager:
-    """The fronts of one server and their engine. `serve` runs until all have ended."""
+    """Run the API workers of one server and their engine. `serve` returns when all have exited."""
 
     def __init__(
         self,
@@ -108,22 +109,25 @@ class WorkerManager:
         self._memory: ctypes.Array = self._context.RawArray(ctypes.c_double, config.api_workers * ROW_DOUBLES)
         self._counters = SharedCounters(self._memory)
         self._slots = [_WorkerSlot(row) for row in range(config.api_workers)]
-        self._hub = EngineRouter(Supervisor(lambda: ProcessTransport(config.engine, routed=True, run=run_engine)))
+        self._router = EngineRouter(Supervisor(lambda: ProcessTransport(config.engine, routed=True, run=run_engine)))
         self._next_number = 0
-        self._replaced: list[float] = []  # when
-        self._began = time.time()
-        self._looked_at = time.monotonic()
+        self._replacement_times: list[float] = []  # time.monotonic
+        self._start_time = time.time()
+        self._last_check = time.monotonic()
         self._ready: Ready | None = None
         self._failure: Exception | None = None
-        self._ends_by: float | None = None  # time.monotonic, once the end has been asked for
-        self._told_serving = False
+        self._exit_deadline: float | None = None  # time.monotonic; set once shutdown has begun
+        self._logged_serving = False
 
     async def serve(self) -> None:
-        """Start engine and fronts, keep them, and end them. Raises what the engine's start failed of."""
+        """Start the engine and the workers, supervise them, and stop them.
+
+        Raises the error that the engine's startup failed with, or EngineDead if every worker has exited for good.
+        """
         loop = asyncio.get_running_loop()
-        self._hub.start(lambda report: loop.call_soon_threadsafe(self._on_report, report))
+        self._router.start(lambda report: loop.call_soon_threadsafe(self._on_report, report))
         try:
-            while self._ends_by is None or any(slot.process is not None for slot in self._slots):
+            while self._exit_deadline is None or any(slot.process is not None for slot in self._slots):
                 self._supervise_workers()
                 await asyncio.sleep(WATCH_SECONDS)
         finally:
@@ -131,115 +135,117 @@ class WorkerManager:
                 if slot.process is not None:
                     slot.process.kill()
                     slot.process.join()
-            await asyncio.to_thread(self._hub.stop, STOP_SECONDS)
+            await asyncio.to_thread(self._router.stop, STOP_SECONDS)
         if self._failure is not None:
             raise self._failure
 
     def on_signal(self, number: int) -> None:
-        """The first signal drains, the next one ends what still runs."""
-        log.info("%s: %s", signal.Signals(number).name, "draining" if self._ends_by is None else "stopping at once")
-        self._end(api_worker.DRAIN if self._ends_by is None else api_worker.STOP)
+        """Drain at the first signal; abort running requests at the second."""
+        log.info(
+            "%s: %s", signal.Signals(number).name, "draining" if self._exit_deadline is None else "stopping at once"
+        )
+        self._shut_down(api_worker.DRAIN if self._exit_deadline is None else api_worker.STOP)
 
-    def _end(self, order: bytes) -> None:
-        patience = GRACE_SECONDS + (self._config.drain_seconds if order == api_worker.DRAIN else 0.0)
-        self._ends_by = time.monotonic() + patience
+    def _shut_down(self, command: bytes) -> None:
+        grace = GRACE_SECONDS + (self._config.drain_seconds if command == api_worker.DRAIN else 0.0)
+        self._exit_deadline = time.monotonic() + grace
         for slot in self._slots:
-            slot.retry_at = None
+            slot.start_at = None
             if slot.process is not None:
-                if not self._counters.row_gauge(
-                    slot.row, api_worker.HEARTBEAT
-                ):  # it loads, and would read no order for seconds yet
-                    slot.process.kill()
+                if not self._counters.row_gauge(slot.row, api_worker.HEARTBEAT):
+                    slot.process.kill()  # still loading: it would not read the command for seconds
                 try:
-                    slot.orders.send_bytes(order)
-                except OSError as gone:  # its end is about to be noticed
-                    log.debug("front %d takes no orders: %s", slot.number, gone)
+                    slot.commands.send_bytes(command)
+                except OSError as error:  # it has exited; supervision will notice
+                    log.debug("API worker %d does not accept commands: %s", slot.number, error)
 
     def _on_report(self, report: Report) -> None:
-        """What the engine says to all; its fronts hear it too."""
+        """Handle an engine report that is broadcast to the main process and all workers."""
         if isinstance(report, Ready):
             self._ready = report
-        elif isinstance(report, Dead) and self._ready is None and self._ends_by is None:
+        elif isinstance(report, Dead) and self._ready is None and self._exit_deadline is None:
             self._failure = report.refused or EngineDead(f"the engine ended: {report.reason}")
-            self._end(api_worker.STOP)
+            self._shut_down(api_worker.STOP)
 
     def _supervise_workers(self) -> None:
-        # Time in which this process itself did not run (stopped, frozen) is no silence of the fronts'.
+        # Cap the elapsed time: if this process was stopped itself, the gap says nothing about the workers.
         now = time.monotonic()
-        passed, self._looked_at = min(now - self._looked_at, 2 * WATCH_SECONDS), now
+        elapsed, self._last_check = min(now - self._last_check, 2 * WATCH_SECONDS), now
         for slot in self._slots:
             if slot.process is not None and not slot.process.is_alive():
-                self._ended(slot, now, f"ended with exit code {slot.process.exitcode}")
-            elif slot.process is not None and self._must_be_killed(slot, now, passed):
-                log.error("front %d does not answer and is killed", slot.number)
+                self._on_worker_exit(slot, now, f"ended with exit code {slot.process.exitcode}")
+            elif slot.process is not None and self._must_be_killed(slot, now, elapsed):
+                log.error("API worker %d does not respond and is killed", slot.number)
                 slot.process.kill()
-            if slot.process is None and slot.retry_at is not None and now >= slot.retry_at:
-                self._begin(slot)
-        if not self._told_serving and self._ready is not None and self._all_ready():
-            self._told_serving = True
+            if slot.process is None and slot.start_at is not None and now >= slot.start_at:
+                self._start_worker(slot)
+        if not self._logged_serving and self._ready is not None and self._all_ready():
+            self._logged_serving = True
             names = self._config.served_model_name or (self._ready.info.name,)
-            log.info("serving %s after %.1f s", names[0], time.time() - self._began)
+            log.info("serving %s after %.1f s", names[0], time.time() - self._start_time)
 
-    def _begin(self, slot: _WorkerSlot) -> None:
-        slot.number, slot.retry_at, slot.beat, slot.silent = self._next_number, None, 0.0, 0.0
+    def _start_worker(self, slot: _WorkerSlot) -> None:
+        slot.number, slot.start_at, slot.heartbeat, slot.silent_seconds = self._next_number, None, 0.0, 0.0
         self._next_number += 1
         try:
-            with ExitStack() as theirs:  # closed here: else the end of the front would not end the pipes
-                engine = theirs.enter_context(self._hub.connect(slot.number))
-                orders, slot.orders = self._context.Pipe(duplex=False)
-                theirs.enter_context(orders)
-                given = api_worker.WorkerSettings(
+            # Close the worker's pipe ends in this process: else its pipes would stay open after it exits.
+            with ExitStack() as worker_ends:
+                engine = worker_ends.enter_context(self._router.connect(slot.number))
+                commands, slot.commands = self._context.Pipe(duplex=False)
+                worker_ends.enter_context(commands)
+                settings = api_worker.WorkerSettings(
                     config=self._config,
                     number=slot.number,
                     row=slot.row,
-                    is_late=self._told_serving,
-                    began=self._began,
+                    is_replacement=self._logged_serving,
+                    start_time=self._start_time,
                     listener=self._listener,
                     keys=self._keys,
                     engine=engine,
-                    orders=orders,
+                    commands=commands,
                     memory=self._memory,
                 )
                 process = self._context.Process(
-                    target=api_worker.main, args=(given,), name=f"encore-front-{slot.number}", daemon=True
+                    target=api_worker.main, args=(settings,), name=f"encore-api-worker-{slot.number}", daemon=True
                 )
                 start_ignoring_stop_signals(process)
-        except OSError as error:  # too many processes or files: the other fronts serve on meanwhile
-            self._ended(slot, time.monotonic(), f"could not be started: {error}")
+        except OSError as error:  # too many processes or open files; the other workers keep serving
+            self._on_worker_exit(slot, time.monotonic(), f"could not be started: {error}")
         else:
             slot.process = process
 
-    def _ended(self, slot: _WorkerSlot, now: float, how: str) -> None:
+    def _on_worker_exit(self, slot: _WorkerSlot, now: float, reason: str) -> None:
         slot.process = None
-        if slot.orders is not None:
-            slot.orders.close()
-        self._counters.forget_gauges(slot.row)  # the places that it held are free
-        if self._ends_by is not None:
+        if slot.commands is not None:
+            slot.commands.close()
+        self._counters.reset_gauges(slot.row)  # releases the queue capacity that it held
+        if self._exit_deadline is not None:
             return
-        recent = sum(now - then < self._policy.window_seconds for then in self._replaced)
+        recent = sum(now - then < self._policy.window_seconds for then in self._replacement_times)
         if recent >= self._policy.max_restarts:
             log.error(
-                "front %d %s; fronts were replaced %d times within %.0f s already, so it is not: find the cause "
-                "in the log, then restart the server",
+                "API worker %d %s; it is not replaced because workers were already replaced %d times within %.0f s: "
+                "find the cause in the log, then restart the server",
                 slot.number,
-                how,
+                reason,
                 recent,
                 self._policy.window_seconds,
             )
-            if all(one.process is None and one.retry_at is None for one in self._slots):
-                self._failure = EngineDead("every front of the server has ended; the log says why")
-                self._end(api_worker.STOP)
+            if all(one.process is None and one.start_at is None for one in self._slots):
+                self._failure = EngineDead("every API worker has exited; see the log for the cause")
+                self._shut_down(api_worker.STOP)
             return
-        self._replaced.append(now)
-        slot.retry_at = now + self._policy.delay(recent)
-        log.error("front %d %s; another one begins", slot.number, how)
+        self._replacement_times.append(now)
+        slot.start_at = now + self._policy.delay(recent)
+        log.error("API worker %d %s; it is being replaced", slot.number, reason)
 
-    def _must_be_killed(self, slot: _WorkerSlot, now: float, passed: float) -> bool:
-        beat = self._counters.row_gauge(slot.row, api_worker.HEARTBEAT)
-        slot.silent = slot.silent + passed if beat and beat == slot.beat else 0.0  # none yet: it loads
-        slot.beat = beat
-        hangs = slot.silent > self._policy.kill_seconds
-        return hangs or (self._ends_by is not None and now > self._ends_by)
+    def _must_be_killed(self, slot: _WorkerSlot, now: float, elapsed: float) -> bool:
+        heartbeat = self._counters.row_gauge(slot.row, api_worker.HEARTBEAT)
+        # A heartbeat of 0 means that the worker is still loading.
+        slot.silent_seconds = slot.silent_seconds + elapsed if heartbeat and heartbeat == slot.heartbeat else 0.0
+        slot.heartbeat = heartbeat
+        hangs = slot.silent_seconds > self._policy.kill_seconds
+        return hangs or (self._exit_deadline is not None and now > self._exit_deadline)
 
     def _all_ready(self) -> bool:
         return all(self._counters.row_gauge(slot.row, STARTED) for slot in self._slots)

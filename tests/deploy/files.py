@@ -1,4 +1,4 @@
-"""The shipped files as plain values, for the tests of this folder."""
+"""The deployment files as plain values."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ DEPLOY = ROOT / "deploy"
 
 
 def load(path: str) -> Any:
-    """One YAML document under deploy/; a key that is given twice is an error."""
+    """Load a YAML document under deploy/. A duplicate key is an error."""
     return yaml.load((DEPLOY / path).read_text(encoding="utf-8"), Loader=_Strict)
 
 
 def rules() -> list[dict[str, Any]]:
-    """Every rule of alerts.yml."""
+    """All rules of alerts.yml."""
     return [rule for group in load("prometheus/alerts.yml")["groups"] for rule in group["rules"]]
 
 
 def alerts() -> dict[str, dict[str, Any]]:
-    """The alerts by name."""
+    """Alert name -> alert."""
     return {rule["alert"]: rule for rule in rules() if "alert" in rule}
 
 
 def dashboard() -> dict[str, Any]:
-    """The dashboard."""
+    """The Grafana dashboard."""
     return json.loads((DEPLOY / "grafana/dashboards/encore.json").read_text(encoding="utf-8"))
 
 
 def expressions() -> Iterator[tuple[str, str]]:
-    """(where, PromQL) of each rule, panel, annotation and variable; the dashboard's variables filled in."""
+    """Yield (location, PromQL) of each rule, panel, annotation and variable. Dashboard variables are filled in."""
     for rule in rules():
         yield f"alerts.yml {rule.get('alert') or rule['record']}", rule["expr"]
     board = dashboard()
@@ -51,7 +51,7 @@ def expressions() -> Iterator[tuple[str, str]]:
 
 
 def filled(query: str) -> str:
-    """A dashboard's query with its variables' values."""
+    """Replace the dashboard's variables in a query."""
     for name, value in {"$job": "encore", "$instance": ".*", "$__rate_interval": "1m"}.items():
         query = query.replace(name, value)
     return query

@@ -1,6 +1,6 @@
-"""As much of PromQL as is needed to say which series an expression reads: a tokenizer, and selectors with their labels.
+"""A minimal PromQL reader: a tokenizer, and the selectors and labels of an expression.
 
-Knows no types and no evaluation; promtool has those.
+It has no types and no evaluation; use promtool for those.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ WORDS = LABEL_LISTS | {"and", "or", "unless", "bool", "offset", "inf", "nan"}
 
 
 class PromqlError(ValueError):
-    """Text that isn't PromQL, as far as this looks."""
+    """Invalid PromQL."""
 
 
 @dataclass
 class Selector:
-    """A metric's name and its matchers as (label, operator, value)."""
+    """A metric name and its matchers as (label, operator, value)."""
 
     name: str
     matchers: list[tuple[str, str, str]] = field(default_factory=list)
@@ -36,14 +36,14 @@ class Selector:
 
 @dataclass
 class Reads:
-    """What an expression reads, and the labels that it groups or joins by."""
+    """The selectors of an expression, and the labels that it groups or joins by."""
 
     selectors: list[Selector] = field(default_factory=list)
     labels: set[str] = field(default_factory=set)
 
 
 def tokens(expression: str) -> Iterator[tuple[str, str]]:
-    """(kind, text) of each token but white space."""
+    """Yield (kind, text) of each token, without white space."""
     at = 0
     while at < len(expression):
         found = TOKEN.match(expression, at)
@@ -55,7 +55,7 @@ def tokens(expression: str) -> Iterator[tuple[str, str]]:
 
 
 def reads(expression: str) -> Reads:
-    """The selectors and label lists of an expression. Raises PromqlError for what can't be read."""
+    """Return the selectors and grouping labels of an expression. Raises PromqlError if it is invalid."""
     read, found = Reads(), list(tokens(expression))
     if [text for _, text in found].count("(") != [text for _, text in found].count(")"):
         raise PromqlError(f"{expression!r}: the parentheses don't match")
@@ -80,7 +80,7 @@ def reads(expression: str) -> Reads:
 
 
 def _aggregates(found: list[tuple[str, str]], at: int) -> bool:
-    """Whether the name before `at` is an aggregation: `sum by (...) (...)`."""
+    """Return whether the name before `at` is an aggregation: `sum by (...) (...)`."""
     return at < len(found) and found[at][1] in ("by", "without")
 
 

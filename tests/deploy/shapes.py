@@ -1,7 +1,7 @@
-"""The shapes of the Kubernetes objects that are shipped: known keys and the types of their values, nothing else.
+"""Shapes of the deployed Kubernetes objects: known keys and the types of their values.
 
-Small on purpose: it catches a misspelt or misplaced key, which the API server would drop or refuse. Kubernetes' own
-schemas are for `kubernetes-validate`, which deploy/README.md says how to run.
+They catch misspelt or misplaced keys, which the API server would drop or refuse. To check against Kubernetes' own
+schemas, run `kubernetes-validate` as described in deploy/README.md.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-# A shape: a type; a dict of known keys (one ending in ! must be there); a list of one shape; a mapping of texts.
+# A shape is a type, a dict of known keys (required ones end in !), a list of one shape, or a mapping of strings.
 TEXTS = "texts"
 LABELS = {"matchLabels!": TEXTS}
 META = {"name!": str, "labels": TEXTS, "annotations": TEXTS}
@@ -60,7 +60,7 @@ SPECS = {
 
 
 def faults(document: Any) -> list[str]:
-    """What is wrong with one object, as `path: what`."""
+    """Return the faults of one object as `path: fault`."""
     kind = (document.get("apiVersion"), document.get("kind"))
     if kind not in SPECS:
         return [f"no shape is known for {kind}"]

@@ -1,4 +1,4 @@
-"""Each alert says how bad it is, has a section in the runbook and a unit test that fires it; the dashboard is whole."""
+"""Each alert has a severity, a runbook section and a unit test that fires it; the dashboard is complete."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.deploy.files import ROOT, alerts, dashboard, expressions, load, rules
 from tests.deploy.promql import reads
 
 RUNBOOK = "docs/runbook.md"
-# What an operator must find on the dashboard, as the metric that shows it.
+# Metrics that the dashboard must show.
 SHOWN = """
 encore_graph_batch_rows_total encore_graph_fallbacks_total encore_graph_padded_tokens_total encore_graph_captures_total
 encore_graph_warm_ratio encore_time_to_first_token_seconds_bucket encore_inter_token_latency_seconds_bucket
@@ -66,7 +66,7 @@ def test_the_dashboard_shows_what_an_operator_needs() -> None:
     assert [name for name in SHOWN if name not in read] == []
 
 
-def test_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
+def test_panels_have_unique_ids_and_do_not_overlap() -> None:
     panels = dashboard()["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     for one, other in combinations(panels, 2):
@@ -77,7 +77,7 @@ def test_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
         assert a["x"] + a["w"] <= 24
 
 
-def test_every_panel_asks_the_chosen_source_and_explains_itself() -> None:
+def test_every_panel_uses_the_selected_source_and_has_a_description() -> None:
     for panel in dashboard()["panels"]:
         if panel["type"] != "row":
             assert panel["description"], panel["title"]

@@ -1,4 +1,4 @@
-"""The Dockerfile's steps parse and find what they copy, and say what the rest of the repository says."""
+"""The Dockerfile's steps parse, copy existing files, and agree with the rest of the repository."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_every_step_parses_and_finds_what_it_copies() -> None:
         ('ENTRYPOINT ["encore", "serve"]', 'ENTRYPOINT ["encore", serve]', "ENTRYPOINT is not a JSON list"),
     ],
 )
-def test_a_step_that_can_not_be_meant_is_found(shipped, broken, complaint, tmp_path) -> None:
+def test_an_invalid_step_is_found(shipped, broken, complaint, tmp_path) -> None:
     assert DOCKERFILE.count(shipped) == 1
     file = tmp_path / "Dockerfile"
     file.write_text(DOCKERFILE.replace(shipped, broken), encoding="utf-8")

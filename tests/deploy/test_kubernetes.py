@@ -1,4 +1,4 @@
-"""The Kubernetes objects have the shapes that they must have, and fit each other, the image and the server."""
+"""The Kubernetes objects are well-formed and agree with each other, the image and the server."""
 
 from __future__ import annotations
 
@@ -47,27 +47,27 @@ def test_a_misspelt_key_a_wrong_type_and_a_missing_key_are_found() -> None:
     }  # fmt: skip
 
 
-def test_start_up_may_take_as_long_as_a_warm_up_and_liveness_never_waits_for_it() -> None:
+def test_the_startup_probe_allows_a_warm_up_and_liveness_does_not_wait_for_it() -> None:
     start, ready, alive = (container()[f"{name}Probe"] for name in ("startup", "readiness", "liveness"))
     assert start["httpGet"]["path"] == ready["httpGet"]["path"] == "/ready"
-    assert alive["httpGet"]["path"] == "/health"  # a pod that isn't ready is not to be restarted
+    assert alive["httpGet"]["path"] == "/health"  # a pod that isn't ready must not be restarted
     assert start["periodSeconds"] * start["failureThreshold"] >= 1800
     assert ready["periodSeconds"] * ready["failureThreshold"] <= 10
 
 
-def test_a_pod_has_the_time_to_drain() -> None:
+def test_a_pod_has_time_to_drain() -> None:
     drain = float(next(one["value"] for one in container()["env"] if one["name"] == "ENCORE_DRAIN_SECONDS"))
     pause = float(container()["lifecycle"]["preStop"]["exec"]["command"][1])
     assert pod()["terminationGracePeriodSeconds"] > pause + drain + STOP_SECONDS
 
 
-def test_variables_are_settings_of_the_server_and_kubernetes_adds_none() -> None:
+def test_environment_variables_are_server_settings() -> None:
     names = {one["name"] for one in container()["env"]}
     assert names <= {PREFIX + name.upper() for name in setting_types()} | NOT_SETTINGS
     assert pod()["enableServiceLinks"] is False  # a Service called encore would set ENCORE_PORT to tcp://...
 
 
-def test_selectors_and_ports_meet() -> None:
+def test_selectors_and_ports_match() -> None:
     labels = deployment()["spec"]["template"]["metadata"]["labels"]
     service, budget = load("kubernetes/service.yaml"), load("kubernetes/poddisruptionbudget.yaml")
     monitor = load("kubernetes/servicemonitor.yaml")
@@ -79,10 +79,10 @@ def test_selectors_and_ports_meet() -> None:
     assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
     assert service["spec"]["ports"][0]["targetPort"] in {port["name"] for port in container()["ports"]}
     assert monitor["spec"]["endpoints"][0]["port"] in {port["name"] for port in service["spec"]["ports"]}
-    assert service["metadata"]["name"] == "encore"  # the job that rules and dashboard ask for
+    assert service["metadata"]["name"] == "encore"  # the job name that rules and dashboard use
 
 
-def test_the_budget_lets_one_go_and_keeps_one() -> None:
+def test_the_disruption_budget_keeps_one_pod() -> None:
     assert load("kubernetes/poddisruptionbudget.yaml")["spec"]["maxUnavailable"] < deployment()["spec"]["replicas"]
 
 

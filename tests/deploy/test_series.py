@@ -1,4 +1,4 @@
-"""Every series that a rule or the dashboard reads is on a live server's /metrics, with the labels that they use."""
+"""Every series and label that rules and dashboard use exists on a live server's /metrics."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.deploy.promql import PromqlError, reads
 from tests.server.conftest import RunningServer, running, tiny_config
 
 PROMETHEUS_OWN = {"up": {}}
-SCRAPED_LABELS = {"job", "instance"}  # what Prometheus adds to each series
-# Label values that a healthy server need not have shown yet.
+SCRAPED_LABELS = {"job", "instance"}  # added by Prometheus to each series
+# Label values that a healthy server may not have yet.
 ABSENT_VALUES = {("status", str(status.value)) for status in HTTPStatus}
 
 Labels = dict[str, set[str]]
@@ -40,7 +40,7 @@ def live(tiny_model: Path) -> Iterator[RunningServer]:
 
 @pytest.fixture(scope="module")
 def series(live: RunningServer) -> dict[str, Labels]:
-    """Sample name -> label -> values, of the live page; of failures, which it doesn't show, from real counters."""
+    """Sample name -> label -> values, from a live /metrics page; series of failures from a CacheStats with failures."""
     found: dict[str, Labels] = defaultdict(lambda: defaultdict(set))
     stats = CacheStats()
     stats.failed_captures["decode", "block"] += 1
@@ -55,7 +55,7 @@ def series(live: RunningServer) -> dict[str, Labels]:
 
 
 def faults(expression: str, series: dict[str, Labels], recorded: set[str]) -> list[str]:
-    """What an expression names that isn't there."""
+    """Return the series and labels of an expression that don't exist."""
     wrong, read = [], reads(expression)
     everywhere: Labels = defaultdict(set)
     for labels in series.values():
@@ -99,7 +99,7 @@ def test_every_series_and_label_exists(series: dict[str, Labels]) -> None:
         ("sum without (replica) (rate(encore_graph_replays_total[5m]))", "nothing read has the label replica"),
     ],
 )
-def test_a_series_or_label_that_is_not_there_is_found(expression, fault, series) -> None:
+def test_a_missing_series_or_label_is_reported(expression, fault, series) -> None:
     assert faults(expression, series, recorded()) == [fault]
 
 
@@ -115,6 +115,6 @@ def test_the_tokenizer_reads_selectors_and_label_lists() -> None:
 
 
 @pytest.mark.parametrize("expression", ["sum(x", "x{a=b}", "x{a=", "x ; y"])
-def test_the_tokenizer_refuses_what_is_no_promql(expression) -> None:
+def test_the_tokenizer_refuses_invalid_promql(expression) -> None:
     with pytest.raises(PromqlError):
         reads(expression)

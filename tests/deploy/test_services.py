@@ -1,4 +1,4 @@
-"""Compose, Prometheus, Grafana and systemd: what each names in another is there, and settings are the server's own."""
+"""Compose, Prometheus, Grafana and systemd files agree with each other and with the server's settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNIT = (DEPLOY / "systemd/encore.service").read_text(encoding="utf-8")
 
 
 def directives(name: str) -> list[str]:
-    """The values of a unit's directive, in order."""
+    """The values of a directive of the systemd unit, in order."""
     return re.findall(rf"^{name}=(.*)$", UNIT, re.MULTILINE)
 
 
@@ -43,7 +43,7 @@ def test_build_arguments_are_the_dockerfiles() -> None:
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_what_is_mounted_exists(name: str) -> None:
+def test_mounted_paths_exist(name: str) -> None:
     for volume in SERVICES[name]["volumes"]:
         source = volume.split(":")[0]
         assert (DEPLOY / source).is_dir() if source.startswith(".") else source in COMPOSE["volumes"], source
@@ -63,7 +63,7 @@ def test_prometheus_scrapes_the_server_by_its_name_in_compose() -> None:
     assert all((folder / name).is_file() for name in PROMETHEUS["rule_files"])
 
 
-def test_grafana_finds_the_dashboard_and_asks_prometheus() -> None:
+def test_grafana_finds_the_dashboard_and_prometheus() -> None:
     mounts = dict(reversed(volume.removesuffix(":ro").split(":")) for volume in SERVICES["grafana"]["volumes"])
     provider = load("grafana/provisioning/dashboards/encore.yaml")["providers"][0]
     assert mounts[provider["options"]["path"]] == "./grafana/dashboards"
@@ -92,7 +92,7 @@ def test_the_units_variables_are_settings_and_its_cache_is_writable() -> None:
     assert directives("CacheDirectory") == ["encore"] and "ENCORE_CACHE=%C/encore" in UNIT
 
 
-def test_the_unit_gives_up_rights() -> None:
+def test_the_unit_drops_privileges() -> None:
     for name in ("NoNewPrivileges", "DynamicUser", "ProtectHome", "PrivateTmp"):
         assert directives(name) == ["yes"], name
     assert directives("CapabilityBoundingSet") == [""]

@@ -1,4 +1,4 @@
-"""A real server on a free port with a real engine on the tiny model, and what its tests read of it."""
+"""Fixtures: real servers on free ports with a real engine on the tiny model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from server.serving.service import Service
 
 @dataclass
 class RunningServer:
-    """A server in a thread of its own: its address, its service, and a client to ask it with."""
+    """A server in its own thread: its URL, its service, and an HTTP client."""
 
     url: str
     service: Service
@@ -37,13 +37,13 @@ class RunningServer:
         return self.http.post(path, json=body, **options)
 
     def answer(self, path: str, body: Any) -> Any:
-        """The JSON of an answer that must be 200."""
+        """POST and return the JSON of the response, which must be 200."""
         response = self.post(path, body)
         assert response.status_code == 200, response.text
         return response.json()
 
     def events(self, path: str, body: Any) -> list[Any]:
-        """The JSON of each event of a stream that must end with [DONE]."""
+        """POST and return the JSON of each event of the stream, which must end with [DONE]."""
         with self.http.stream("POST", path, json=body) as response:
             assert response.status_code == 200, response.read()
             assert response.headers["content-type"].startswith("text/event-stream")
@@ -53,7 +53,7 @@ class RunningServer:
         return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum of a metric's samples that carry these labels."""
+        """Return the sum of a metric's samples with these labels."""
         from prometheus_client.parser import text_string_to_metric_families
 
         samples = [
@@ -66,14 +66,14 @@ class RunningServer:
         return sum(sample.value for sample in samples)
 
     def wait(self, condition: Callable[[], bool], what: str, seconds: float = 10.0) -> None:
-        """Return once `condition` holds."""
+        """Wait until `condition` holds."""
         end = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < end, f"{what} did not come within {seconds} s"
             time.sleep(0.01)
 
     def wait_idle(self) -> None:
-        """Return once no sequence lives, on the HTTP side or in the engine."""
+        """Wait until no sequence is in flight, in the server or in the engine."""
 
         def idle() -> bool:
             stats = self.service.client.stats()
@@ -117,21 +117,21 @@ def tiny_config(folder: Path, **settings: Any) -> ServerConfig:
 
 @pytest.fixture(scope="session")
 def server(tiny_model: Path) -> Iterator[RunningServer]:
-    """One server that most tests share."""
+    """A server shared by most tests."""
     with running(tiny_config(tiny_model)) as handle:
         yield handle
 
 
 @pytest.fixture(scope="session")
 def long_server(tiny_model: Path) -> Iterator[RunningServer]:
-    """A server whose context is long enough that a request can be left while it runs."""
+    """A server with a context long enough to disconnect from a running request."""
     with running(tiny_config(tiny_model, max_model_len=4096)) as handle:
         yield handle
 
 
 @pytest.fixture
 def start_server(tiny_model: Path) -> Iterator[Callable[..., RunningServer]]:
-    """Start a server of one's own: flat settings as keywords, `wait_ready=False` not to wait for the model."""
+    """Start a private server with settings as keywords. With `wait_ready=False` don't wait for the model."""
     with ExitStack() as stack:
 
         def start(wait_ready: bool = True, **settings: Any) -> RunningServer:

@@ -1,6 +1,6 @@
-"""A load of streaming completions from a process of its own, over plain sockets: cheap enough not to be the bottleneck.
+"""Load generator: streaming completions over plain sockets, in its own process, so that it is not the bottleneck.
 
-Knows HTTP/1.1 as far as it is sent here. `python -m tests.soak.load --help`; the result is one line of JSON.
+It parses only the HTTP/1.1 that this server sends. See `python -m tests.soak.load --help`; prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ USAGE = re.compile(rb'"completion_tokens": ?(\d+)')
 
 
 @dataclass
-class SharedCounters:
-    """What the requests of one load came to; times in seconds."""
+class LoadResult:
+    """Counts and latencies of one load. Times are in seconds."""
 
     finished: int = 0
     aborted: int = 0
-    refused: dict[str, int] = field(default_factory=dict)  # by status or by what broke
+    refused: dict[str, int] = field(default_factory=dict)  # by status or exception
     tokens: int = 0
     chunks: int = 0
     first: list[float] = field(default_factory=list)
     whole: list[float] = field(default_factory=list)
     seconds: float = 0.0
     cpu_seconds: float = 0.0
-    together: int = 0  # most streams that had begun to answer at one time
+    together: int = 0  # maximum number of streams receiving at the same time
 
     def report(self) -> dict[str, object]:
-        """The tally with its times as quantiles, in milliseconds."""
+        """Return the result as a dict, with times as quantiles in milliseconds."""
         return {
             "finished": self.finished, "aborted": self.aborted, "refused": self.refused, "tokens": self.tokens,
             "chunks": self.chunks, "seconds": round(self.seconds, 3), "client_cpu_seconds": round(self.cpu_seconds, 3),
@@ -44,7 +44,7 @@ class SharedCounters:
 
 
 def quantiles(times: list[float]) -> dict[str, float]:
-    """p50, p95 and p99 in milliseconds."""
+    """Return p50, p95 and p99 in milliseconds."""
     if not times:
         return {}
     ordered = sorted(times)
@@ -53,10 +53,10 @@ def quantiles(times: list[float]) -> dict[str, float]:
 
 @dataclass
 class Load:
-    """`requests` streams, at most `streams` at a time, of which `aborts` are left at a random moment.
+    """Send `requests` streams, at most `streams` at a time, and abort `aborts` of them at a random moment.
 
-    Each asks for `tokens` tokens of a prompt of `prompt_tokens` ids below `vocab`; one that is to be left asks for
-    twice as many, and is left up to `abort_seconds` after it was sent, which may be before its answer begins.
+    Each requests `tokens` tokens for a prompt of `prompt_tokens` random ids below `vocab`. One to be aborted requests
+    twice as many and is aborted up to `abort_seconds` after it was sent, possibly before its response starts.
     """
 
     url: str
@@ -69,24 +69,24 @@ class Load:
     abort_seconds: float = 1.0
     seed: int = 0
 
-    async def run(self) -> SharedCounters:
-        """Send it all and wait for the ends."""
+    async def run(self) -> LoadResult:
+        """Send all requests and wait until they have ended."""
         rng = random.Random(self.seed)
         leave = [True] * self.aborts + [False] * (self.requests - self.aborts)
         rng.shuffle(leave)
         plans = [
             (self._body(rng, 1 + leaves), rng.uniform(0, self.abort_seconds) if leaves else None) for leaves in leave
         ]
-        counters, rest, self._open = SharedCounters(), iter(plans), 0
+        result, rest, self._open = LoadResult(), iter(plans), 0
         began, cpu = time.perf_counter(), time.process_time()
 
         async def worker() -> None:
             for body, after in rest:
-                await self._request(body, after, counters)
+                await self._request(body, after, result)
 
         await asyncio.gather(*(worker() for _ in range(self.streams)))
-        counters.seconds, counters.cpu_seconds = time.perf_counter() - began, time.process_time() - cpu
-        return counters
+        result.seconds, result.cpu_seconds = time.perf_counter() - began, time.process_time() - cpu
+        return result
 
     def _body(self, rng: random.Random, times: int) -> bytes:
         ids = [rng.randrange(3, self.vocab) for _ in range(self.prompt_tokens)]
@@ -95,19 +95,19 @@ class Load:
             "stream_options": {"include_usage": True},
         }).encode()  # fmt: skip
 
-    async def _request(self, body: bytes, leave_after: float | None, counters: SharedCounters) -> None:
+    async def _request(self, body: bytes, leave_after: float | None, result: LoadResult) -> None:
         began = time.perf_counter()
         try:
             if leave_after is None:
-                await self._stream(body, counters, began)
+                await self._stream(body, result, began)
             else:
-                await asyncio.wait_for(self._stream(body, counters, began), leave_after)
+                await asyncio.wait_for(self._stream(body, result, began), leave_after)
         except TimeoutError:
-            counters.aborted += 1
+            result.aborted += 1
         except (OSError, EOFError) as broken:
-            counters.refused[type(broken).__name__] = counters.refused.get(type(broken).__name__, 0) + 1
+            result.refused[type(broken).__name__] = result.refused.get(type(broken).__name__, 0) + 1
 
-    async def _stream(self, body: bytes, counters: SharedCounters, began: float) -> None:
+    async def _stream(self, body: bytes, result: LoadResult, began: float) -> None:
         where = urlsplit(self.url)
         reader, writer = await asyncio.open_connection(where.hostname, where.port, limit=1 << 20)
         counted = False
@@ -122,27 +122,27 @@ class Load:
                 raise EOFError("no answer")
             if status[1] != b"200":
                 name = status[1].decode()
-                counters.refused[name] = counters.refused.get(name, 0) + 1
+                result.refused[name] = result.refused.get(name, 0) + 1
                 return
             tail, chunks = b"", 0
             while piece := await reader.read(1 << 16):
                 arrived = piece.count(b"data: ")
                 if arrived and not counted:
                     counted = True
-                    counters.first.append(time.perf_counter() - began)
+                    result.first.append(time.perf_counter() - began)
                     self._open += 1
-                    counters.together = max(counters.together, self._open)
+                    result.together = max(result.together, self._open)
                 chunks += arrived
                 tail = (tail + piece)[-2000:]
             if b"data: [DONE]" not in tail or not (usage := USAGE.findall(tail)):
                 raise EOFError("the stream broke off")
-            counters.tokens += int(usage[-1])
-            counters.chunks += chunks
-            counters.finished += 1
-            counters.whole.append(time.perf_counter() - began)
+            result.tokens += int(usage[-1])
+            result.chunks += chunks
+            result.finished += 1
+            result.whole.append(time.perf_counter() - began)
         finally:
             self._open -= counted
-            writer.transport.abort()  # a client that leaves does not say goodbye
+            writer.transport.abort()  # an aborting client resets its connection
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -153,8 +153,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--abort-seconds", type=float, default=1.0)
     found = parser.parse_args(arguments)
-    counters = asyncio.run(Load(**vars(found)).run())
-    print(json.dumps(counters.report()))
+    result = asyncio.run(Load(**vars(found)).run())
+    print(json.dumps(result.report()))
     return 0
 
 

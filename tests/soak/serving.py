@@ -1,4 +1,4 @@
-"""What the long runs share: a tiny model, a server as a process, loads from other processes, and what /proc says."""
+"""Helpers of the soak tests: a server as a process, load generators in other processes, and memory from /proc."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ IDLE_GAUGES = ("num_requests_running", "num_requests_waiting", "num_requests_in_
 
 @dataclass
 class Serving:
-    """A server in a process of its own, seen from outside."""
+    """A server in its own process."""
 
     process: subprocess.Popen[bytes]
     url: str
 
     def get(self, path: str) -> str:
-        """The body of a GET."""
+        """Return the body of a GET request."""
         with urllib.request.urlopen(self.url + path, timeout=30) as response:
             return response.read().decode()
 
     def metric(self, name: str) -> float:
-        """The sum of a metric's samples."""
+        """Return the sum of a metric's samples."""
         found = re.findall(rf"^encore_{name}(?:{{[^}}]*}})? ([-+.\de]+)$", self.get("/metrics"), re.MULTILINE)
         if not found:
             raise LookupError(f"/metrics has no encore_{name}")
@@ -41,25 +41,25 @@ class Serving:
 
     @property
     def engine_pid(self) -> int:
-        """The id of the engine's process: the largest of the server's children."""
+        """The engine's process id: the server's child with the most resident memory."""
         pid = self.process.pid
         tasks = Path(f"/proc/{pid}/task").iterdir()
         children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
         return max(children, key=resident)
 
     def memory(self) -> dict[str, int]:
-        """Resident bytes of both processes."""
+        """Return the resident bytes of server and engine."""
         return {"server": resident(self.process.pid), "engine": resident(self.engine_pid)}
 
 
 def resident(pid: int) -> int:
-    """Resident bytes of a process."""
+    """Return the resident bytes of a process."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @contextmanager
 def serving(model: Path, log: Path, *flags: str) -> Iterator[Serving]:
-    """`encore serve` on a free port of 127.0.0.1, ready; ended by SIGTERM. Its log goes to a file."""
+    """Run `encore serve` on a free port of 127.0.0.1 and wait until it is ready; stop it by SIGTERM. Logs to a file."""
     command = [sys.executable, "-m", "server.cli", "serve", "--model", str(model), "--port", "0",
                "--graph-manifest", "none", *flags]  # fmt: skip
     with log.open("wb") as lines:
@@ -91,7 +91,7 @@ async def _ready(process: subprocess.Popen[bytes], log: Path, seconds: float = 1
 
 
 def start_load(url: str, **options: Any) -> subprocess.Popen[str]:
-    """tests/soak/load.py in a process of its own."""
+    """Start tests/soak/load.py in its own process."""
     flags = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     return subprocess.Popen(
         [sys.executable, "-m", "tests.soak.load", url, *flags], stdout=subprocess.PIPE, text=True, env=ENVIRONMENT
@@ -99,7 +99,7 @@ def start_load(url: str, **options: Any) -> subprocess.Popen[str]:
 
 
 def results(loads: Sequence[subprocess.Popen[str]]) -> list[dict[str, Any]]:
-    """Wait for loads and read their tallies."""
+    """Wait for load generators and return their reports."""
     found = []
     for load in loads:
         out, _ = load.communicate()

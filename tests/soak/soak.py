@@ -1,9 +1,9 @@
-"""Two long runs against a server with a tiny model: many streams at once, and clients that leave at random moments.
+"""Two soak tests of a server with a tiny model: many concurrent streams, and clients that disconnect at random times.
 
     OMP_NUM_THREADS=1 .venv/bin/python -m tests.soak.soak --json benchmarks/results/http-soak.json
 
-Each ends with everything back: gauges at zero, pages free, no leak found by the engine's own check, memory flat over
-the second half. Exits with 1 and says what is not.
+After each, gauges must be zero, pages free, the engine's leak check clean, and memory flat over the second half.
+Otherwise the command prints the faults and exits with 1.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from tests.conftest import write_tiny_model
 from tests.soak.serving import IDLE_GAUGES, Serving, results, serving, start_load
 
 IDLE_SECONDS = 30.0
-CHECK_SECONDS = 5.5  # the engine looks for leaks when it becomes idle, at most every five seconds
-FLAT_BYTES = 12 * 2**20  # growth over the second half that is noise: arenas, fragmentation
-LOADS = 2  # processes that make the load
+CHECK_SECONDS = 5.5  # the engine checks for leaks when it becomes idle, at most every five seconds
+FLAT_BYTES = 12 * 2**20  # growth over the second half below this is noise: arenas, fragmentation
+LOADS = 2  # load generator processes
 
 
 def wait_idle(server: Serving) -> dict[str, float]:
-    """The gauges once all are zero, or as they are after IDLE_SECONDS."""
+    """Wait until all gauges are zero, at most IDLE_SECONDS, and return them."""
     end = time.monotonic() + IDLE_SECONDS
     while True:
         found = {name: server.metric(name) for name in IDLE_GAUGES}
@@ -41,7 +41,7 @@ def wait_idle(server: Serving) -> dict[str, float]:
 def run_load(
     server: Serving, requests: int, streams: int, tokens: int, seed: int, aborts: int = 0, abort_seconds: float = 0.0
 ) -> list[dict[str, Any]]:
-    """One load, split over processes."""
+    """Run one load, split over LOADS processes, and return their reports."""
     return results([
         start_load(server.url, requests=requests // LOADS, streams=streams // LOADS, aborts=aborts // LOADS,
                    tokens=tokens, seed=seed * LOADS + number, abort_seconds=abort_seconds)
@@ -52,21 +52,21 @@ def run_load(
 def soak(
     server: Serving, name: str, requests: int, streams: int, aborts: int, tokens: int, rounds: int
 ) -> dict[str, Any]:
-    """The load in `rounds` equal parts, memory and leaks looked at after each; what went wrong is in `faults`."""
-    # Left within 0.8 of the time that a request takes in a load of the same size, which is not counted.
+    """Run the load in `rounds` equal parts; check memory and leaks after each. Failures are listed in `faults`."""
+    # Abort within 0.8 of the median request time, measured by a load of the same size that is not counted.
     typical = run_load(server, streams, streams, tokens, rounds + 1)[0]["request_ms"]["p50"] / 1250
-    memory, tallies, leaks = [], [], server.metric("idle_check_failures_total")
+    memory, reports, leaks = [], [], server.metric("idle_check_failures_total")
     for number in range(rounds):
-        tallies += run_load(server, requests // rounds, streams, tokens, number, aborts // rounds, typical)
+        reports += run_load(server, requests // rounds, streams, tokens, number, aborts // rounds, typical)
         gauges = wait_idle(server)
         memory.append(server.memory())
         if any(gauges.values()):
             break
     time.sleep(CHECK_SECONDS)
-    run_load(server, LOADS, LOADS, 2, rounds)  # becoming idle once more makes the engine check itself
+    run_load(server, LOADS, LOADS, 2, rounds)  # becoming idle once more triggers the engine's leak check
     gauges = wait_idle(server)
-    total = {key: sum(counters[key] for counters in tallies) for key in ("finished", "aborted", "tokens", "chunks")}
-    refused = {key: count for counters in tallies for key, count in counters["refused"].items()}
+    total = {key: sum(report[key] for report in reports) for key in ("finished", "aborted", "tokens", "chunks")}
+    refused = {key: count for report in reports for key, count in report["refused"].items()}
     half = len(memory) // 2 - 1
     growth = {process: memory[-1][process] - memory[half][process] if half > 0 else 0 for process in memory[0]}
     faults = [f"{gauge} is {value}" for gauge, value in gauges.items() if value]
@@ -77,20 +77,20 @@ def soak(
     if refused or total["finished"] + total["aborted"] != requests // rounds * rounds:
         faults.append(f"{requests} requests: {total['finished']} finished, {total['aborted']} left, refused: {refused}")
     if total["aborted"] < 0.9 * aborts:
-        faults.append(f"only {total['aborted']} of {aborts} clients left before their end: the run shows too little")
+        faults.append(f"only {total['aborted']} of {aborts} clients disconnected in time: the run proves too little")
     faults += [f"{process} grew by {size >> 20} MiB" for process, size in growth.items() if size > FLAT_BYTES]
-    rounds_of = [tallies[i : i + LOADS] for i in range(0, len(tallies), LOADS)]
+    reports_by_round = [reports[i : i + LOADS] for i in range(0, len(reports), LOADS)]
     return {
         "name": name, "requests": requests, "streams": streams, "asked_to_leave": aborts, **total,
-        "streams_together": max(sum(counters["streams_together"] for counters in one) for one in rounds_of),
-        "seconds": round(sum(max(counters["seconds"] for counters in one) for one in rounds_of), 1),
-        "first_token_ms": tallies[-1]["first_token_ms"], "memory_bytes": memory, "second_half_growth_bytes": growth,
+        "streams_together": max(sum(report["streams_together"] for report in one) for one in reports_by_round),
+        "seconds": round(sum(max(report["seconds"] for report in one) for one in reports_by_round), 1),
+        "first_token_ms": reports[-1]["first_token_ms"], "memory_bytes": memory, "second_half_growth_bytes": growth,
         "restarts": server.metric("engine_restarts_total"), "faults": faults,
     }  # fmt: skip
 
 
 def run(model: Path, log: Path, scale: float = 1.0) -> list[dict[str, Any]]:
-    """Both runs against one server; `scale` shortens them."""
+    """Run both tests against one server. A `scale` below 1 shortens them."""
     streams = max(1, int(250 * scale)) * LOADS
     requests = max(1, int(50 * scale)) * 20 * LOADS  # so that ten rounds and both processes get equal parts
     flags = ["--dtype", "float32", "--num-threads", "1", "--max-num-seqs", str(min(512, streams + 12)),

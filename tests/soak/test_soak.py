@@ -1,4 +1,4 @@
-"""The long runs of soak.py, shortened: they find nothing, and they would find what they look for."""
+"""Shortened runs of soak.py, and tests of the load generator."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.soak.load import Load
 from tests.soak.soak import run
 
 
-def test_streams_and_leaving_clients_leave_nothing_behind(tiny_model: Path, tmp_path: Path) -> None:
+def test_streams_and_disconnecting_clients_leak_nothing(tiny_model: Path, tmp_path: Path) -> None:
     runs = run(tiny_model, tmp_path / "server.log", scale=0.06)
     assert [one["faults"] for one in runs] == [[], []], (tmp_path / "server.log").read_text()[-3000:]
     together, leaving = runs
@@ -21,11 +21,11 @@ def test_streams_and_leaving_clients_leave_nothing_behind(tiny_model: Path, tmp_
     assert "Traceback" not in (tmp_path / "server.log").read_text()
 
 
-def test_every_map_of_the_server_and_its_client_is_empty_again(tiny_model: Path) -> None:
+def test_server_and_client_state_is_empty_after_load(tiny_model: Path) -> None:
     with running(tiny_config(tiny_model, max_model_len=4096, max_num_seqs=16)) as server:
         load = Load(server.url, requests=60, streams=20, tokens=1000, aborts=58, abort_seconds=1.0)
-        counters = asyncio.run(load.run())
-        assert counters.aborted >= 55 and counters.finished + counters.aborted == 60
+        result = asyncio.run(load.run())
+        assert result.aborted >= 55 and result.finished + result.aborted == 60
         server.wait_idle()
         client = server.service.client
         server.wait(lambda: not client._queues, "the last streams' ends")
@@ -35,7 +35,7 @@ def test_every_map_of_the_server_and_its_client_is_empty_again(tiny_model: Path)
 
 
 def ended(server: RunningServer) -> int:
-    """Sequences that the HTTP side saw end; a client may leave before its request is one."""
+    """Sequences that the server counted as ended. A client may disconnect before its request is admitted."""
     return int(server.metric("encore_request_success_total"))
 
 
@@ -61,18 +61,18 @@ DONE = b'HTTP/1.1 200 OK\r\n\r\ndata: {"choices":[]}\n\ndata: {"usage":{"complet
         (b"", (0, 0, {"EOFError": 3}, 0)),
     ],
 )
-async def test_the_load_tells_ends_from_refusals_and_breaks(body: bytes, expected: tuple) -> None:
+async def test_the_load_distinguishes_finished_refused_and_broken_requests(body: bytes, expected: tuple) -> None:
     server = await answering(body)
     async with server:
         port = server.sockets[0].getsockname()[1]
-        counters = await Load(f"http://127.0.0.1:{port}", requests=3, streams=2, tokens=7).run()
-    assert (counters.finished, counters.aborted, counters.refused, counters.tokens) == expected
+        result = await Load(f"http://127.0.0.1:{port}", requests=3, streams=2, tokens=7).run()
+    assert (result.finished, result.aborted, result.refused, result.tokens) == expected
 
 
-async def test_the_load_leaves_as_often_as_asked() -> None:
+async def test_the_load_aborts_as_many_requests_as_configured() -> None:
     server = await answering(DONE, wait=0.5)
     async with server:
         port = server.sockets[0].getsockname()[1]
         load = Load(f"http://127.0.0.1:{port}", requests=8, streams=8, tokens=7, aborts=5, abort_seconds=0.2)
-        counters = await load.run()
-    assert (counters.finished, counters.aborted, counters.refused) == (3, 5, {})
+        result = await load.run()
+    assert (result.finished, result.aborted, result.refused) == (3, 5, {})

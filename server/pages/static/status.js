@@ -1,4 +1,4 @@
-// Ask GET / for JSON every second and write the values into the page as text: no value ever becomes markup.
+// Fetch JSON from GET / every second and write the values into the page as text, never as markup.
 "use strict";
 const $ = id => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
@@ -64,7 +64,7 @@ function line(run) {
   const d = run.map(([x, y], i) => (i ? "L" : "M") + x.toFixed(1) + " " + y.toFixed(1)).join("");
   return run.length === 1 ? d + "h.8" : d;
 }
-function ceiling(value) {  // the next round number, so that the scale stays calm
+function ceiling(value) {  // the next round number, so that the scale rarely changes
   if (value <= 0) return 1;
   const unit = 10 ** Math.floor(Math.log10(value));
   return [1, 1.5, 2, 3, 4, 5, 7.5, 10].map(n => n * unit).find(n => n >= value * 0.999);
@@ -164,7 +164,7 @@ function buckets(all) {
   if (!shown.length) {
     const row = document.createElement("tr"), none = cell(
       all.length ? "No decode step has run yet, and no graph is captured."
-        : "No graphs are wanted: every step runs eager.");
+        : "No graphs are configured: every step runs eager.");
     none.colSpan = 6;
     none.style.textAlign = "left";
     row.append(none);

@@ -1,4 +1,4 @@
-"""The command line: help that answers at once, bad input as one line and status 2, and the smaller commands."""
+"""The command line: fast help, bad input as one line and status 2, and the commands generate, graphs and tune."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_flags_reach_their_settings():
     assert (engine.max_num_seqs, engine.graph_buckets, engine.enable_prefix_caching) == (4, (1, 2, 4), False)
 
 
-def test_serving_warms_in_the_background_unless_told_otherwise():
+def test_serving_warms_in_the_background_by_default():
     assert parse_serve().engine.warmup == "background"
     assert parse_serve("--warmup", "full").engine.warmup == "full"
     assert EngineConfig().warmup != "background"
@@ -98,8 +98,8 @@ def test_running_without_graphs_needs_one_flag_only():
         (("serve", "--gpu-memory-utilization", "7"), "gpu_memory_utilization"),
         (("serve", "--prot", "1"), "--prot"),
         (("serve", "--cuda-graph-impl", "none", "--inference-cuda-graph-scope", "block"), "inference_cuda_graph_scope"),
-        (("serve", "--cuda-graph-impl", "transformer_engine"), "take 'local', or 'none'"),
-        (("serve", "--cuda-graph-impl", "full_iteration"), "take 'local', or 'none'"),
+        (("serve", "--cuda-graph-impl", "transformer_engine"), "use 'local', or 'none'"),
+        (("serve", "--cuda-graph-impl", "full_iteration"), "use 'local', or 'none'"),
         (("generate",), "prompt"),
         (("generate", "red", "--temperature", "-1"), "temperature"),
         (("generate", "red", "--max-tokens", "-1"), "max_tokens"),
@@ -129,7 +129,7 @@ def test_unknown_settings_name_the_nearest():
     "settings",
     [{"port": True}, {"port": "8000"}, {"host": ""}, {"served_model_name": ("",)}, {"drain_seconds": float("nan")}],
 )
-def test_server_settings_that_cant_be_meant_are_refused(settings):
+def test_invalid_server_settings_are_refused(settings):
     with pytest.raises(ConfigError, match=next(iter(settings))):
         ServerConfig(**settings)
 
@@ -188,7 +188,7 @@ def test_tune_from_a_manifest_beats_the_default_ladder(capsys, manifest):
     assert code == 0 and "--graph-buckets 1,3,5,6,33" in out
 
 
-def test_tune_holds_a_larger_maximum_and_says_when_a_batch_is_beyond_it(capsys, manifest):
+def test_tune_accepts_a_larger_maximum_and_refuses_a_smaller_one(capsys, manifest):
     code, out, _ = status(capsys, "tune", "--manifest", str(manifest), "--max-size", "64", "--json")
     assert code == 0 and json.loads(out)["buckets"][-1] == 64
     code, _, err = status(capsys, "tune", "--manifest", str(manifest), "--max-size", "8")
@@ -196,7 +196,7 @@ def test_tune_holds_a_larger_maximum_and_says_when_a_batch_is_beyond_it(capsys, 
 
 
 def test_tune_from_a_live_server_within_a_budget_of_bytes(capsys, server):
-    # One request of three sequences: they join the batch together, where three prompts may come one after another.
+    # One request with three sequences: they join the batch together. Three requests might arrive one by one.
     server.answer("/v1/completions", {"prompt": "red", "n": 3, "max_tokens": 8, "ignore_eos": True})
     server.wait_idle()
     code, out, _ = status(capsys, "tune", "--metrics", server.url + "/metrics", "--max-bytes", str(2**40), "--json")
@@ -207,7 +207,7 @@ def test_tune_from_a_live_server_within_a_budget_of_bytes(capsys, server):
 
 
 @pytest.mark.parametrize("graphs", [1, 2, 3])
-def test_tunes_graphs_are_all_that_a_server_with_its_buckets_has(capsys, server, tmp_path, graphs):
+def test_tuned_buckets_are_exactly_those_a_server_captures(capsys, server, tmp_path, graphs):
     server.answer("/v1/completions", {"prompt": "red", "n": 3, "max_tokens": 8, "ignore_eos": True})
     server.wait_idle()
     (tmp_path / "metrics").write_text(server.http.get("/metrics").text)
@@ -216,12 +216,12 @@ def test_tunes_graphs_are_all_that_a_server_with_its_buckets_has(capsys, server,
     )
     report = json.loads(out)
     assert code == 0 and err == "" and report["graphs"] == len(report["buckets"]) <= graphs
-    # The server's limit is 8, more than any batch was: encore serve adds what isn't there.
+    # The server's limit is 8, above any observed batch: encore serve would add a missing bucket of 8.
     assert Buckets.for_limit(8, report["buckets"]).sizes == tuple(report["buckets"])
     assert report["default_ladder"]["buckets"] == [1, 2, 4, 8]
 
 
-def test_tune_from_a_manifest_takes_the_largest_graph_or_says_that_it_knows_none(capsys, manifest):
+def test_tune_from_a_manifest_uses_the_largest_graph_or_warns(capsys, manifest):
     code, out, err = status(capsys, "tune", "--manifest", str(manifest), "--json")
     assert code == 0 and json.loads(out)["max_size"] == 33 and "--max-size" in err and len(err.splitlines()) == 1
     kept = Manifest.read(manifest)
@@ -232,13 +232,13 @@ def test_tune_from_a_manifest_takes_the_largest_graph_or_says_that_it_knows_none
     assert (code, err) == (0, "") and json.loads(out)["buckets"] == [6, 64]
 
 
-def test_tune_by_bytes_needs_to_know_them(capsys, manifest):
+def test_tune_by_bytes_requires_graph_sizes(capsys, manifest):
     code, _, err = status(capsys, "tune", "--manifest", str(manifest), "--max-bytes", "1000")
     assert code == 2 and "--graphs" in err
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"fingerprint": 3}'])
-def test_tune_refuses_what_is_no_manifest(capsys, tmp_path, content):
+def test_tune_refuses_an_invalid_manifest(capsys, tmp_path, content):
     path = tmp_path / "other.json"
     path.write_text(content)
     code, _, err = status(capsys, "tune", "--manifest", str(path))
@@ -246,6 +246,6 @@ def test_tune_refuses_what_is_no_manifest(capsys, tmp_path, content):
     assert path.read_text() == content
 
 
-def test_bytes_between_known_sizes_are_read_off_a_line():
+def test_bytes_between_known_sizes_are_interpolated():
     bytes_of = interpolated([(2, 100), (4, 300), (8, 250)])
     assert [bytes_of(size) for size in (1, 2, 3, 4, 6, 8, 16)] == [100, 100, 200, 300, 300, 300, 600]

@@ -1,4 +1,4 @@
-"""Settings from a file, the environment and flags: one precedence, one set of names, no name ignored in silence."""
+"""Settings from a file, the environment and flags: precedence, names, types; unknown names are refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def built(*words, **environ):
     return server_config(cli._parser("serve").parse_args(["serve", *words]), environ)
 
 
-def test_a_flag_goes_before_the_environment_before_the_file_before_the_default(write):
+def test_precedence_is_flag_environment_file_default(write):
     path = write("port: 1\nhost: 0.0.0.0\nmax-num-seqs: 4\nwarmup: full\nmax_waiting: 7\n")
     config = built("--config", path, "--port", "3", ENCORE_PORT="2", ENCORE_MAX_NUM_SEQS="5")
     assert (config.port, config.engine.max_num_seqs, config.engine.warmup) == (3, 5, "full")
@@ -84,7 +84,7 @@ def test_values_of_a_file_have_their_types(write):
         ("port: !!python/object/apply:os.getpid []", "YAML"),
     ],
 )
-def test_a_file_that_cant_be_meant_is_refused_and_says_where(write, text, named):
+def test_an_invalid_file_is_refused_with_the_setting_named(write, text, named):
     with pytest.raises(ConfigError, match=named):
         built("--config", write(text))
 
@@ -115,7 +115,7 @@ def test_environment_values_have_their_types():
         ("ENCORE_WARMUP", "warm", "warmup"),
     ],
 )
-def test_an_environment_that_cant_be_meant_is_refused(variable, value, named):
+def test_an_invalid_environment_is_refused(variable, value, named):
     with pytest.raises(ConfigError, match=named):
         built(**{variable: value})
 
@@ -123,13 +123,13 @@ def test_an_environment_that_cant_be_meant_is_refused(variable, value, named):
 @pytest.mark.parametrize(
     ("text", "processors"), [("max 100000", math.inf), ("400000 100000", 4), ("50000 100000", 0.5)]
 )
-def test_a_containers_share_of_processors_is_read(tmp_path, text, processors):
+def test_the_cgroup_cpu_quota_is_read(tmp_path, text, processors):
     (tmp_path / "cpu.max").write_text(text + "\n")
     assert quota(tmp_path / "cpu.max") == processors
     assert quota(tmp_path / "none") == math.inf
 
 
-def test_what_kubernetes_sets_for_a_service_named_encore_is_left_alone():
+def test_kubernetes_service_variables_are_ignored():
     environ = {
         "ENCORE_PORT": "tcp://10.0.0.1:8000", "ENCORE_SERVICE_HOST": "10.0.0.1", "ENCORE_SERVICE_PORT": "8000",
         "ENCORE_SERVICE_PORT_HTTP": "8000", "ENCORE_PORT_8000_TCP": "tcp://10.0.0.1:8000",
@@ -141,7 +141,7 @@ def test_what_kubernetes_sets_for_a_service_named_encore_is_left_alone():
     assert built(**environ).port == ServerConfig().port
 
 
-def test_numbers_that_python_takes_and_people_dont_mean():
+def test_a_float_is_not_an_int():
     assert parse("x", "int", " 8 ") == 8
     with pytest.raises(ConfigError):
         parse("x", "int", "8.0")

@@ -1,4 +1,4 @@
-"""What may be sent at all: sizes, encodings, JSON, content types, methods, routes. Never a 500."""
+"""Request bodies: size, encoding, JSON, content type, method and route. Bad input never causes a 500."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def error_of(response, status):
         b'{"prompt": "a", "text": "a", "temperature": NaN, "sampling_params": {"temperature": NaN}, "messages": []}',
     ],
 )
-def test_what_is_no_proper_json_object_is_a_400(server, path, content):
+def test_an_invalid_json_object_is_a_400(server, path, content):
     error_of(server.http.post(path, content=content, headers=JSON), 400)
 
 
@@ -52,7 +52,7 @@ def test_a_body_of_10_mb_is_a_413(server, path):
     assert error_of(server.http.post(path, content=body, headers=JSON), 413)["code"] == "body_too_large"
 
 
-def test_a_chunked_body_of_10_mb_is_a_413_and_nothing_of_it_is_kept(server):
+def test_a_chunked_body_of_10_mb_is_a_413(server):
     def chunks():
         yield b'{"text": "'
         for _ in range(100):
@@ -83,7 +83,7 @@ def test_a_413_doesnt_wait_for_the_end_of_the_body(start_server, header, begun, 
         while not answer.endswith(b"}}"):
             answer += connection.recv(65536)
         assert answer.startswith(b"HTTP/1.1 413 ") and b"\r\nconnection: close\r\n" in answer.lower()
-        connection.sendall(rest)  # who goes on sending is read, not reset
+        connection.sendall(rest)  # the rest is read and dropped, not reset
         assert connection.recv(65536) == b""
 
 
@@ -134,7 +134,7 @@ WRONG = {
 
 
 def faults(kind, body):
-    """How many errors pydantic builds for a body."""
+    """Number of errors that pydantic builds for a body."""
     try:
         kind.model_validate(body)
     except ValidationError as found:
@@ -143,7 +143,7 @@ def faults(kind, body):
 
 
 @pytest.mark.parametrize(("kind", "name"), FIELDS, ids=lambda value: getattr(value, "__name__", value))
-def test_a_field_with_thousands_of_wrong_items_is_a_few_faults(kind, name):
+def test_a_field_with_thousands_of_wrong_items_builds_few_errors(kind, name):
     own = {field: value for field, value in WHOLE.items() if field in kind.model_fields}
     assert faults(kind, own) == 0
     for what, wrong in WRONG.items():
@@ -152,7 +152,7 @@ def test_a_field_with_thousands_of_wrong_items_is_a_few_faults(kind, name):
 
 @pytest.mark.parametrize("name", schemas.Message.model_fields)
 @pytest.mark.parametrize("count", [1, 1000])
-def test_a_message_with_thousands_of_wrong_items_is_a_few_faults(name, count):
+def test_a_message_with_thousands_of_wrong_items_builds_few_errors(name, count):
     for what, wrong in WRONG.items():
         messages = [{"role": "user", "content": "a", name: wrong}] * count
         assert faults(schemas.ChatBody, {"messages": messages}) < 10, what
@@ -170,7 +170,7 @@ def test_a_message_with_thousands_of_wrong_items_is_a_few_faults(name, count):
          "sampling_params: Input should be a valid dictionary"),
     ],
 )  # fmt: skip
-def test_8_mb_of_wrong_items_are_refused_soon_with_their_first_fault(server, path, before, item, after, message):
+def test_8_mb_of_wrong_items_are_refused_fast_with_the_first_error(server, path, before, item, after, message):
     count = (ServerConfig().max_body_bytes - len(before + after)) // (len(item) + 1)
     content = before + ",".join([item] * count) + after
     start = time.monotonic()
@@ -197,7 +197,7 @@ def test_a_wrong_method_is_a_405_that_names_the_right_one(server):
     assert error_of(server.http.post("/health"), 405)
 
 
-def test_request_id_is_echoed_where_it_is_harmless_and_replaced_where_not(server):
+def test_a_valid_request_id_is_echoed_and_an_invalid_one_replaced(server):
     for path in ("/health", "/nothing"):
         assert server.http.get(path, headers={"X-Request-Id": "abc-1.2:3"}).headers["x-request-id"] == "abc-1.2:3"
     for bad in ("", "a b", "<script>", "x" * 129, b"caf\xe9"):
@@ -207,7 +207,7 @@ def test_request_id_is_echoed_where_it_is_harmless_and_replaced_where_not(server
     assert refused.status_code == 400 and refused.headers["x-request-id"] == "mine"
 
 
-def test_request_id_names_the_answer(server):
+def test_the_request_id_is_part_of_the_response_id(server):
     body = {"prompt": "red", "max_tokens": 1}
     answer = server.post("/v1/completions", body, headers={"X-Request-Id": "mine"}).json()
     assert answer["id"] == "cmpl-mine"
@@ -218,7 +218,7 @@ def test_two_requests_may_carry_the_same_id_at_once(server):
     assert [answer["meta_info"]["id"] for answer in server.answer("/generate", prompts)] == ["same", "same"]
 
 
-def test_an_upload_that_stops_in_its_midst_leaves_nothing_behind(server):
+def test_an_interrupted_upload_leaks_nothing(server):
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
@@ -226,6 +226,6 @@ def test_an_upload_that_stops_in_its_midst_leaves_nothing_behind(server):
     assert server.http.get("/health").status_code == 200
 
 
-def test_after_all_that_the_server_answers(server):
+def test_the_server_still_answers_after_all_bad_bodies(server):
     answer = server.answer("/generate", {"text": "red", "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}})
     assert len(answer["output_ids"]) == 3

@@ -1,4 +1,4 @@
-"""What holds before there is a request: connections, headers that never end, and headers that are too long."""
+"""Connection limits: the number of connections, incomplete headers, long headers, chunk extensions and trailers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def connections(server):
 
 
 def socket_table():
-    """Local ports of established connections of this machine's IPv4."""
+    """Local ports of this machine's established IPv4 connections."""
     with open("/proc/net/tcp", encoding="ascii") as table:
         rows = [line.split() for line in table.readlines()[1:]]
     return [str(int(row[1].partition(":")[2], 16)) for row in rows if row[3] == "01"]
@@ -39,7 +39,7 @@ def connect(server):
 
 
 def check_health(connection):
-    """One whole answer on a connection that stays open."""
+    """Read one complete response on a keep-alive connection."""
     connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
     received = b""
     while not received.endswith(b'{"status":"ok"}'):
@@ -50,7 +50,7 @@ def check_health(connection):
 
 
 def answer_to(connection, request=b""):
-    """Status, headers and JSON of what comes back until the server closes; None if it closes without a word."""
+    """Status, headers and JSON of the response, read until the server closes; None if it sends nothing."""
     connection.sendall(request)
     received = b""
     while chunk := connection.recv(65536):
@@ -62,7 +62,7 @@ def answer_to(connection, request=b""):
 
 
 @pytest.mark.parametrize("begun", [b"", b"GET /health HTTP/1.1\r\nHost: x\r\n"])
-def test_headers_that_dont_end_are_a_408_in_time(server, begun):
+def test_incomplete_headers_are_a_408_in_time(server, begun):
     with connect(server) as connection:
         start = time.monotonic()
         status, head, body = answer_to(connection, begun)
@@ -70,7 +70,7 @@ def test_headers_that_dont_end_are_a_408_in_time(server, begun):
         assert 0.3 < time.monotonic() - start < 2
 
 
-def test_headers_that_drip_dont_extend_their_time(server):
+def test_slow_headers_do_not_extend_the_timeout(server):
     start = time.monotonic()
     with connect(server) as connection, pytest.raises(OSError):
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")
@@ -80,11 +80,11 @@ def test_headers_that_drip_dont_extend_their_time(server):
     assert time.monotonic() - start < 2
 
 
-def test_a_second_request_has_its_own_time(server):
+def test_a_second_request_has_its_own_header_timeout(server):
     with connect(server) as connection:
         for _ in range(2):
             check_health(connection)
-            time.sleep(0.5)  # longer than headers may take, shorter than a connection may idle
+            time.sleep(0.5)  # longer than the header timeout, shorter than the keep-alive timeout
         status, _, _ = answer_to(connection, b"GET /he")
         assert status == 408
 
@@ -95,7 +95,7 @@ def test_an_idle_connection_is_closed(server):
         assert answer_to(connection) is None
 
 
-def test_an_answer_may_take_longer_than_headers_may(server):
+def test_a_response_may_take_longer_than_the_header_timeout(server):
     body = json.dumps({"prompt": "red", "max_tokens": 240, "ignore_eos": True, "stream": True, "n": 8}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
     with connect(server) as connection:
@@ -105,7 +105,7 @@ def test_an_answer_may_take_longer_than_headers_may(server):
     assert status == 200 and b"[DONE]" in text
 
 
-def test_too_many_connections_are_a_503_and_probes_are_answered_still(server):
+def test_too_many_connections_are_a_503_but_probes_are_answered(server):
     with connect(server) as one, connect(server) as two, connect(server) as three:
         for kept in (one, two, three):
             check_health(kept)
@@ -148,7 +148,7 @@ ENDLESS_FRAMING = [TRAILERS, ONE_TRAILER, EXTENSIONS, ONE_EXTENSION]
 
 
 def sent_until_closed(connection, begun, piece, most=20_000_000):
-    """How many bytes the server takes of `piece` repeated, `most` at most."""
+    """Send `piece` repeatedly, up to `most` bytes; return how many bytes were sent before the server closed."""
     sent = 0
     try:
         connection.sendall(begun)
@@ -162,17 +162,17 @@ def sent_until_closed(connection, begun, piece, most=20_000_000):
 
 @pytest.mark.parametrize(("begun", "piece"), ENDLESS_FRAMING)
 @pytest.mark.parametrize("line", [b"GET /health", b"POST /v1/completions"])
-def test_what_surrounds_chunks_is_bounded(server, line, begun, piece):
+def test_chunk_extensions_and_trailers_are_bounded(server, line, begun, piece):
     with connect(server) as connection:
         connection.sendall(line + CHUNKED)
         time.sleep(0.05)
-        # The socket buffers of both ends take some megabytes that the server never reads.
+        # The socket buffers of both ends hold some megabytes that the server never reads.
         assert sent_until_closed(connection, begun, piece) < 15_000_000
     server.wait(lambda: len(connections(server)) == 0, "the connection's end")
 
 
 @pytest.mark.parametrize(("begun", "piece"), ENDLESS_FRAMING)
-def test_what_surrounds_chunks_and_is_too_long_is_a_431(server, begun, piece):
+def test_long_chunk_extensions_and_trailers_are_a_431(server, begun, piece):
     with connect(server) as connection:
         connection.sendall(b"POST /v1/completions" + CHUNKED)
         time.sleep(0.05)  # the header and the body come in two pieces
@@ -197,7 +197,7 @@ def test_a_body_in_small_chunks_with_extensions_and_trailers_is_read(server):
     assert status == 200 and answer["object"] == "text_completion"
 
 
-def test_a_long_body_is_no_long_header(server):
+def test_a_long_body_is_not_a_long_header(server):
     body = json.dumps({"prompt": "red", "max_tokens": 1, "ignored": "x" * 500_000}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
     with connect(server) as connection:

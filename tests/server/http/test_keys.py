@@ -1,4 +1,4 @@
-"""Keys: which route needs which, where they come from, and that nothing ever shows one."""
+"""API keys: which key each route requires, where keys come from, and that no key is ever shown."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_keys_come_from_file_and_environment_together(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "\n# nothing\n", "two words", "caf\xe9", None])
-def test_a_key_file_that_cant_be_meant_is_refused_without_showing_it(tmp_path, content):
+def test_an_invalid_key_file_is_refused_without_showing_its_content(tmp_path, content):
     path = tmp_path / "keys"
     if content is not None:
         path.write_text(content)
@@ -111,7 +111,7 @@ def test_a_key_file_that_cant_be_meant_is_refused_without_showing_it(tmp_path, c
     assert not content or content.strip() == "" or content not in str(caught.value)
 
 
-def test_routes_over_http_want_their_keys(guarded):
+def test_routes_over_http_require_their_keys(guarded):
     http = guarded.http
     assert http.get("/v1/models", headers=bearer(OTHER)).status_code == 200
     assert http.post("/v1/completions", json=COMPLETION, headers={"authorization": f"bearer  {ONE}"}).status_code == 200
@@ -129,7 +129,7 @@ def test_a_refused_body_is_not_read(guarded):
     big = b'{"text": "' + b"a" * 20_000_000 + b'"}'
     try:
         response = guarded.http.post("/generate", content=big, headers={"Content-Type": "application/json"})
-    except Exception as closed:  # the connection may close under an upload that nobody reads
+    except Exception as closed:  # the server may close the connection during an upload that it does not read
         assert "Error" in type(closed).__name__
     else:
         error_of(response, 401)

@@ -1,4 +1,4 @@
-"""/openapi.json tells the truth: every answer of every route has the shape that is promised there."""
+"""/openapi.json is correct: every response of every route has the documented shape."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_generate_and_the_small_routes(server):
         model.model_validate(server.http.get(path).json(), strict=True)
 
 
-def test_each_route_promises_its_refusals_and_no_422(schema):
+def test_each_route_documents_its_errors_and_no_422(schema):
     for path, operations in schema["paths"].items():
         for operation in operations.values():
             promised = set(operation["responses"])
@@ -63,7 +63,7 @@ def test_each_route_promises_its_refusals_and_no_422(schema):
 
 
 def test_ranges_of_the_schema_are_those_that_are_checked(schema):
-    """One step beyond each bound that the schema names is refused, and the bound itself is taken."""
+    """Each bound of the schema is accepted, and one step beyond it is refused."""
     from engine.errors import RequestError
     from engine.protocol.request import SamplingParams
 

@@ -1,4 +1,4 @@
-"""Clients that don't read: others are served, what is kept for them is bounded, and their connections end."""
+"""Clients that don't read: other clients are served, their buffers are bounded, and their connections are closed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from server.config import ServerConfig
 
 @contextmanager
 def asked(server, path, body):
-    """A connection that has sent a request, and whose client takes a few kilobytes by itself."""
+    """A connection that has sent a request. The client's receive buffer takes a few kilobytes without reading."""
     host, port = server.url.removeprefix("http://").split(":")
     content = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n"
@@ -28,7 +28,7 @@ def asked(server, path, body):
 
 
 def whole(connection):
-    """All that comes until the server closes."""
+    """Read until the server closes the connection."""
     received = bytearray()
     while chunk := connection.recv(1 << 20):
         received += chunk
@@ -44,24 +44,24 @@ def engine_is_idle(server):
     return not stats.num_running and not stats.num_waiting
 
 
-# Each event of /generate holds all there is so far: megabytes, which no socket buffer takes.
+# Each event of /generate holds the whole output so far: megabytes, more than any socket buffer.
 STREAM = {"text": "red", "sampling_params": {"max_new_tokens": 1500, "ignore_eos": True}, "stream": True}
 ALTERNATIVES = {"return_logprob": True, "top_logprobs_num": 20}
 
 
-def test_answers_that_nobody_reads_hold_no_places(start_server):
+def test_unread_responses_do_not_hold_queue_capacity(start_server):
     server = start_server(max_num_seqs=2, max_waiting=2, max_model_len=2048)
     with asked(server, "/generate", STREAM), asked(server, "/generate", STREAM):
         with asked(server, "/generate", STREAM), asked(server, "/generate", STREAM):
             server.wait(lambda: generated(server) == 4 * 1500 and engine_is_idle(server), "the engine's end", 60)
-            assert server.service.unanswered == 4  # none of them has taken its answer
+            assert server.service.unanswered == 4  # no client has read its response
             assert server.service.in_flight == 0
             assert len(server.answer("/generate", {"text": "blue"})["output_ids"]) > 0
     server.wait(lambda: server.service.unanswered == 0, "their leaving")
 
 
 @pytest.mark.parametrize("prompts", ["red", ["red", "blue"]])
-def test_a_stream_that_is_read_too_slowly_is_aborted_and_told_so(start_server, prompts):
+def test_a_stream_that_is_read_too_slowly_is_aborted_with_an_error(start_server, prompts):
     server = start_server(max_model_len=4096)
     wanted = {"max_new_tokens": 4000, "ignore_eos": True, "n": 2}
     with asked(server, "/generate", STREAM | ALTERNATIVES | {"text": prompts, "sampling_params": wanted}) as connection:
@@ -73,12 +73,12 @@ def test_a_stream_that_is_read_too_slowly_is_aborted_and_told_so(start_server, p
     server.wait_idle()
 
 
-def test_what_is_kept_of_an_unread_answer_holds_thousands_of_tokens():
+def test_the_buffer_of_an_unread_response_holds_thousands_of_tokens():
     assert 3_000 < (UNREAD_BYTES + UNREAD_BYTES_PER_SEQUENCE) / DELTA_BYTES < 5_000
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_connection_that_takes_nothing_is_reset_in_time(start_server, stream):
+def test_a_connection_that_reads_nothing_is_reset_in_time(start_server, stream):
     server = start_server(max_model_len=2048, write_seconds=0.5)
     wanted = {"max_new_tokens": 1200, "ignore_eos": True, "n": 8}
     start = time.monotonic()
@@ -93,7 +93,7 @@ def test_a_connection_that_takes_nothing_is_reset_in_time(start_server, stream):
     assert time.monotonic() - start < 60
 
 
-def test_a_slow_reader_that_goes_on_reading_gets_its_whole_answer(start_server):
+def test_a_slow_reader_that_makes_progress_gets_the_whole_response(start_server):
     server = start_server(max_model_len=2048, write_seconds=0.5)
     with asked(server, "/generate", STREAM) as connection:
         received, until = bytearray(), time.monotonic() + 3
@@ -104,5 +104,5 @@ def test_a_slow_reader_that_goes_on_reading_gets_its_whole_answer(start_server):
     assert received.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") and b'"length":1500' in received
 
 
-def test_the_time_to_take_an_answer_is_a_minute():
+def test_the_default_write_timeout_is_a_minute():
     assert ServerConfig().write_seconds == 60

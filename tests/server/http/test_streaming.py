@@ -1,4 +1,4 @@
-"""Streams by themselves: merged, ended early, failing; and what their times become in the metrics."""
+"""Streams in isolation: merging, early close, failures, and their latencies in the metrics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from server.serving.service import Job
 
 
 class Source:
-    """An endless stream that knows whether it was closed."""
+    """An endless stream that records whether it was closed."""
 
     def __init__(self, name, fail_at=None):
         self.name, self.fail_at, self.closed, self.given = name, fail_at, False, 0
@@ -69,7 +69,7 @@ async def test_one_failure_ends_a_merged_stream_and_closes_the_others():
 
 
 class Connection:
-    """The ASGI side of one response: collects what is sent, and leaves when told."""
+    """The ASGI side of one response: collects sent messages, and disconnects when `gone` is set."""
 
     def __init__(self):
         self.sent, self.gone = [], asyncio.Event()
@@ -118,7 +118,7 @@ async def test_a_failure_after_the_first_event_is_a_last_event(caplog):
     assert "killed" in caplog.text
 
 
-async def test_what_failed_inside_is_logged_and_not_told(caplog):
+async def test_internal_errors_are_logged_and_not_shown_to_the_client(caplog):
     async def events():
         yield event({}).encode()
         raise ZeroDivisionError("secret")
@@ -127,7 +127,7 @@ async def test_what_failed_inside_is_logged_and_not_told(caplog):
     assert "secret" in caplog.text
 
 
-async def test_a_client_that_leaves_closes_the_events_while_they_wait():
+async def test_a_client_that_disconnects_closes_waiting_events():
     closed = asyncio.Event()
 
     async def events():
@@ -149,7 +149,7 @@ def test_every_outcome_is_reachable_before_its_base_class():
         assert body_of(kind("why"))[:2] == (outcome.status, error_body("why", outcome.type, None, outcome.code))
 
 
-def test_errors_carry_what_the_exception_knows():
+def test_error_bodies_carry_the_exceptions_fields():
     status, body, _ = body_of(RequestError("bad \ud800", param="n"))
     assert status == 400 and body["error"]["param"] == "n" and body["error"]["message"] == "bad ?"
     status, body, headers = body_of(WireError(503, "soon", retry_after=2))
@@ -165,10 +165,12 @@ def test_times_are_observed_per_token_and_every_sequence_is_counted_once():
     for index, finish in ((0, None), (0, None), (0, "length"), (1, "stop")):
         time.sleep(0.02)
         tokens = [] if index else [5, 6]
-        watch.saw([OutputDelta(request_id="r", child_id="r", index=index, token_ids=tokens, finish_reason=finish)])
+        watch.observe_deltas(
+            [OutputDelta(request_id="r", child_id="r", index=index, token_ids=tokens, finish_reason=finish)]
+        )
     took = time.perf_counter() - began
-    watch.ended()
-    watch.ended()
+    watch.close()
+    watch.close()
 
     def value(name, **labels):
         return registry.get_sample_value(f"encore_{name}", labels)

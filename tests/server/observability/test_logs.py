@@ -1,4 +1,4 @@
-"""What is logged: one record per request with its tokens and times, as text or JSON, and never what users sent."""
+"""Logs: one record per request with tokens and latencies, as text or JSON, and never the users' input."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BODY = {"prompt": ["a secret prompt", "red"], "max_tokens": 6, "ignore_eos": Tru
 
 @pytest.fixture
 def records(caplog):
-    """The access records of a request that the test makes."""
+    """The access log records of the test's requests."""
     caplog.set_level(logging.INFO, logger="encore.access")
     return lambda: [getattr(record, FIELDS) for record in caplog.records if record.name == "encore.access"]
 
@@ -28,23 +28,23 @@ def formatted(formatter, message, *args, exc_info=None, **fields):
 
 
 def test_a_request_is_one_record_with_tokens_times_and_buckets(server, records):
-    server.answer("/v1/completions", BODY)  # so that the graphs are there
+    server.answer("/v1/completions", BODY)  # captures the graphs
     answer = server.post("/v1/completions?key=hidden", BODY, headers={"X-Request-Id": "mine"}).json()
-    server.wait(lambda: len(records()) == 2, "the records")  # written after the answer is out
+    server.wait(lambda: len(records()) == 2, "the records")  # written after the response is sent
     [_, record] = records()
     assert record["request_id"] == "mine" and record["method"] == "POST" and record["path"] == "/v1/completions"
     assert record["status"] == 200 and record["client"] == "127.0.0.1"
     assert record["prompt_tokens"] == answer["usage"]["prompt_tokens"] and record["completion_tokens"] == 12
     assert record["finish_reasons"] == {"length": 2}
     assert 0 < record["queue_seconds"] <= record["first_token_seconds"] <= record["seconds"]
-    # Each sequence's first token comes from its prefill, which no graph runs.
+    # Each sequence's first token comes from its prefill, which runs eager.
     assert record["graph_buckets"]["eager"] == 2 and sum(record["graph_buckets"].values()) == 12
     assert set(record["graph_buckets"]) <= {"eager", "1", "2"}
     assert "secret" not in str(records()) and "hidden" not in str(records())
 
 
 def test_streams_refusals_and_unknown_routes_are_logged_with_their_outcome(server, records):
-    def recorded(count):  # a record comes after its answer, and may come after the next one's
+    def recorded(count):  # a record is written after its response, and possibly after the next request's record
         server.wait(lambda: len(records()) == count, "the records")
 
     server.events("/v1/completions", BODY | {"stream": True})
@@ -67,7 +67,7 @@ def test_probes_are_not_logged_while_all_is_well(server, records):
     assert [(record["path"], record["status"]) for record in records()] == [("/health", 405)]
 
 
-def test_json_lines_are_json_whatever_they_hold():
+def test_json_lines_are_valid_for_any_value():
     line = json.loads(formatted(JsonFormatter(), "took %s\n", "café", tokens=3, what={1: object()}))
     assert line["message"] == "took café\n" and line["tokens"] == 3 and line["level"] == "info"
     assert line["time"].endswith("Z") and line["logger"] == "encore.access"

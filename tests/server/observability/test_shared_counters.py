@@ -1,4 +1,4 @@
-"""Sums over the rows of several fronts: nothing is lost with a front but what was true only of it."""
+"""Sums over the rows of several API workers: when a worker ends, its counters remain and its gauges are reset."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def count_in_a_process(memory, row: int, times: int) -> None:
         counts.add(f"/only/{row}", "404")
 
 
-def test_every_row_reads_the_sum_of_all_whoever_named_what_first():
+def test_every_row_reads_the_sum_over_all_rows():
     memory = shared(3)
     one, two = SharedCounters(memory, 0), SharedCounters(memory, 2)
-    one.values[one.place("a")] = 1.5
-    two.values[two.place("b")] = 7.0
-    two.values[two.place("a")] = 2.0
-    assert one.total("a") == two.total("a") == 3.5 and one.each("b") == [7.0] and one.total("none") == 0
+    one.values[one.index("a")] = 1.5
+    two.values[two.index("b")] = 7.0
+    two.values[two.index("a")] = 2.0
+    assert one.total("a") == two.total("a") == 3.5 and one.per_row("b") == [7.0] and one.total("none") == 0
     assert one.names("") == ["a", "b"] and one.num_rows == 3
 
 
@@ -52,51 +52,52 @@ def test_processes_count_side_by_side():
     assert seen.totals() == {("/health", "200"): 6000, **{(f"/only/{row}", "404"): 2000 for row in range(3)}}
 
 
-def test_a_successor_counts_on_and_begins_its_gauges_at_0():
+def test_a_replacement_keeps_counters_and_resets_gauges():
     memory = shared(2)
     first = SharedCounters(memory, 1)
-    first.values[first.place("count")] = 5
-    first.values[first.gauge("open")] = 3
+    first.values[first.index("count")] = 5
+    first.values[first.gauge_index("open")] = 3
     second = SharedCounters(memory, 1)
-    second.values[second.place("count")] += 1
+    second.values[second.index("count")] += 1
     watcher = SharedCounters(memory, 0)
     assert watcher.total("count") == 6 and watcher.total_gauge("open") == 0
-    second.values[second.gauge("open")] = 2
+    second.values[second.gauge_index("open")] = 2
     assert watcher.row_gauge(1, "open") == 2 and watcher.row_gauge(0, "open") == 0
-    watcher.forget_gauges(1)
-    assert second.each_gauge("open") == [0] and second.total("count") == 6
+    watcher.reset_gauges(1)
+    assert second.gauge_per_row("open") == [0] and second.total("count") == 6
 
 
-def test_a_row_that_is_full_and_a_name_that_is_too_long_are_refused():
+def test_a_full_row_and_a_name_that_is_too_long_are_refused():
     counters = SharedCounters()
-    counters.place("n" * NAME_BYTES)
+    counters.index("n" * NAME_BYTES)
     with pytest.raises(ValueError, match="no room"):
-        counters.place("n" * (NAME_BYTES + 1))
+        counters.index("n" * (NAME_BYTES + 1))
     for number in range(ENTRIES - 1):
-        counters.place(str(number))
+        counters.index(str(number))
     with pytest.raises(ValueError, match=f"{ENTRIES} of {ENTRIES} names"):
-        counters.place("one more")
-    assert counters.place("7") == counters.place("7")
+        counters.index("one more")
+    assert counters.index("7") == counters.index("7")
 
 
-def test_what_a_front_left_half_written_is_no_part_of_the_next_name():
+def test_a_half_written_name_does_not_corrupt_the_next_one():
     memory = shared(1)
-    SharedCounters(memory).place("first")
+    SharedCounters(memory).index("first")
     memory_bytes = memoryview(memory).cast("B")
     written = bytes(memory_bytes).index(b"first")
     row = 8 * (1 + NAME_BYTES // 8)
-    memory_bytes[written + row : written + row + 9] = b"abandoned"  # and was killed before it was counted
-    SharedCounters(memory).place("next")
+    # As left by a worker that was killed before it counted the entry.
+    memory_bytes[written + row : written + row + 9] = b"abandoned"
+    SharedCounters(memory).index("next")
     assert SharedCounters(memory).names("") == ["first", "next"]
 
 
-def test_times_and_counts_read_as_prometheus_wants_them():
+def test_histograms_and_counters_are_exported_to_prometheus():
     memory, registry = shared(2), CollectorRegistry()
     times = [SharedHistogram(SharedCounters(memory, row), "wait_seconds", "Waiting.", (0.1, 1.0)) for row in range(2)]
     counts = SharedCounter(SharedCounters(memory, 0), "ends", "Ends.", ["reason"])
     registry.register(times[0])
     registry.register(counts)
-    counts.show("stop")
+    counts.add_series("stop")
     for seconds, which in ((0.05, 0), (0.1, 1), (0.5, 1), (30.0, 0)):
         times[which].observe(seconds)
     assert times[1].counts() == [2, 1, 1]

@@ -1,4 +1,4 @@
-"""The graph page: escaped, self-contained, and right about the numbers it shows."""
+"""The graph page: escaped, self-contained, with correct numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def page(*rows, **body):
     return render_graphs_page({"model": "tiny", "warm": {"ratio": 0.5}, "graphs": list(rows)} | body)
 
 
-def test_numbers_of_a_row_and_of_the_whole():
+def test_numbers_of_a_row_and_totals():
     shown = page(ROW, ROW | {"bucket": 16, "state": "not_captured", "replays": 0, "padded_rows": 0, "bytes": 0})
     for text in ("25.0%", "5.0 MiB", "0.125 s", "1 of 2", "not captured", "<dt>Warm</dt><dd>50.0%</dd>"):
         assert text in shown
@@ -32,7 +32,7 @@ def test_every_value_is_escaped():
     assert "<img" not in shown
 
 
-def test_nothing_is_loaded_from_elsewhere_and_the_page_refreshes_itself():
+def test_the_page_is_self_contained_and_refreshes_itself():
     shown = page(ROW)
     assert not re.search(r"src\s*=|href\s*=(?!\"data:)|url\(|@import|['\"]//|https?://", shown)
     assert "setInterval" in shown and 'http-equiv="refresh"' in shown

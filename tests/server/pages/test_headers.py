@@ -1,4 +1,4 @@
-"""What both pages have in common: headers that let a browser run the page's own style and script and nothing else."""
+"""Headers of both pages: a browser may run the page's own style and script and nothing else."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def test_a_browser_gets_a_page_and_a_policy_that_allows_only_its_own_style_and_s
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_page_holds_nothing_that_its_policy_refuses(server, path):
+def test_a_page_contains_nothing_that_its_policy_refuses(server, path):
     shown = server.http.get(path, headers=BROWSER).text
     markup = re.sub(r"<(style|script)>.*?</\1>", "", shown, flags=re.DOTALL)
     assert not re.findall(r"\s(?:on\w+|style)\s*=|javascript:|<(?:style|script|link rel=\"stylesheet)\b", markup)
-    assert re.findall(r'(?:src|href)="([^"/#]*):', markup) == ["data"], "the icon alone is no relative address"
+    assert re.findall(r'(?:src|href)="([^"/#]*):', markup) == ["data"], "only the icon has an absolute URL"
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -1,4 +1,4 @@
-"""The status page: what it shows, that it needs nothing from elsewhere, and that no value becomes markup."""
+"""The status page: its values, that it is self-contained, and that values are rendered as text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from engine.protocol.messages import EngineStats
 from server.observability.shared_counters import SharedCounters, SharedHistogram
 from server.pages.status import DOCUMENT
-from server.serving.status_board import KEPT_STEPS, SERIES, History, graph_summary, quantile
+from server.serving.status_board import HISTORY_STEPS, SERIES, History, graph_summary, quantile
 
 AS_JSON = {"Accept": "application/json"}
 HOSTILE = '<img src=x onerror="alert(1)"></script>'
@@ -27,19 +27,19 @@ def shown(server) -> dict:
     return response.json()
 
 
-def test_the_page_loads_nothing_from_elsewhere_and_makes_no_markup_of_values():
+def test_the_page_is_self_contained_and_renders_values_as_text():
     assert not re.findall(r'(?:src|href)="(?:https?:)?//', DOCUMENT)
     assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", DOCUMENT)
     assert not re.findall(r'\son\w+="|\sstyle="', DOCUMENT), "the policy would refuse inline handlers and styles"
     assert len(DOCUMENT) < 40_000
 
 
-def test_what_the_script_reads_is_in_the_page():
+def test_elements_that_the_script_reads_are_in_the_page():
     ids = set(re.findall(r'\sid="([\w-]+)"', DOCUMENT))
     assert set(re.findall(r'\$\("([\w-]+)"\)', DOCUMENT)) <= ids
 
 
-def test_its_values_are_those_of_the_server_after_traffic(start_server):
+def test_the_page_shows_the_servers_values_after_traffic(start_server):
     server = start_server(served_model_name=(HOSTILE,), graph_buckets=(1, 4, 8), warmup="full", max_model_len=256)
     prompts = [[5, 6, 7], [8, 9], [10]]
     server.answer("/v1/completions", {"prompt": prompts, "max_tokens": 12, "ignore_eos": True, "temperature": 0})
@@ -62,21 +62,21 @@ def test_its_values_are_those_of_the_server_after_traffic(start_server):
     json.dumps(found, allow_nan=False)
 
 
-def test_before_the_model_is_loaded_it_says_so(start_server, tmp_path):
+def test_a_failed_load_is_shown(start_server, tmp_path):
     server = start_server(wait_ready=False, model=str(tmp_path / "missing"))
     server.wait(lambda: server.service.settled.is_set(), "the failure")
     found = shown(server)
     assert found["state"] == "dead" and "missing" in found["reasons"][0] and found["model"] is None
 
 
-def test_a_loop_in_a_long_step_does_not_hold_the_page_up(start_server):
+def test_a_long_engine_step_does_not_block_the_page(start_server):
     server = start_server(in_process=False)
     assert shown(server)["graphs"]["buckets"]
 
     [engine] = multiprocessing.active_children()
     os.kill(engine.pid, signal.SIGSTOP)
     try:
-        time.sleep(1.1)  # the table is asked for again
+        time.sleep(1.1)  # the cached table is outdated
         began = time.monotonic()
         assert shown(server)["graphs"]["buckets"] and shown(server)["engine"]["silent"] > 0.5
         assert time.monotonic() - began < 2.5
@@ -84,24 +84,24 @@ def test_a_loop_in_a_long_step_does_not_hold_the_page_up(start_server):
         os.kill(engine.pid, signal.SIGCONT)
 
 
-def test_it_is_open_where_inference_needs_a_key(server):
+def test_the_page_needs_no_key(server):
     assert httpx.get(server.url + "/").status_code == 200
 
 
-# ---- counting ------------------------------------------------------------------------------------------------------
+# ---- history and summary --------------------------------------------------------------------------------------------
 
 
 def test_history_turns_counts_into_rates_and_forgets_the_oldest():
     history, counters = History(), SharedCounters()
     first = SharedHistogram(counters, "first", "", (0.1, 0.2, 0.4))
     following = SharedHistogram(counters, "following", "", (0.01, 0.02))
-    for second in range(KEPT_STEPS + 10):
-        if second > KEPT_STEPS:
+    for second in range(HISTORY_STEPS + 10):
+        if second > HISTORY_STEPS:
             first.observe(0.15)
         stats = EngineStats(generation_tokens=50 * second, prompt_tokens=10 * second, num_waiting=2)
         history.record(float(second), stats, first, following)
     columns = history.columns()
-    assert {len(series) for series in columns.values()} == {KEPT_STEPS}
+    assert {len(series) for series in columns.values()} == {HISTORY_STEPS}
     assert set(columns["output"]) == {50.0} and set(columns["prompt"]) == {10.0} and set(columns["waiting"]) == {2}
     assert columns["next_p50"][-1] is None and columns["first_p50"][0] is None
     assert 0.1 < columns["first_p50"][-1] < columns["first_p95"][-1] <= 0.2
@@ -114,7 +114,7 @@ def test_history_turns_counts_into_rates_and_forgets_the_oldest():
         ([2, 2, 0], 0.75, 1.5), ([0, 4, 0], 0.25, 1.25), ([0, 0, 3], 0.5, 2.0), ([1, 0, 1], 0.95, 2.0),
     ],
 )  # fmt: skip
-def test_quantiles_lie_on_a_line_through_their_bucket(counts, wanted, expected):
+def test_quantiles_are_interpolated_within_their_bucket(counts, wanted, expected):
     assert quantile([1.0, 2.0, float("inf")], counts, wanted) == expected
 
 
@@ -140,6 +140,6 @@ def test_steps_fall_into_the_bucket_that_holds_them_and_layers_count_once():
     assert found["padding"] == pytest.approx(20 / 80) and found["eager"] == {"not_captured": 8}
 
 
-def test_nothing_yet_is_nothing_and_no_error():
+def test_a_summary_without_steps_is_empty():
     assert graph_summary({}, (1, 2), [])["hit_rate"] is None
     assert graph_summary({}, (), [])["buckets"] == []

@@ -1,4 +1,4 @@
-"""The operator's routes on a live engine: graphs, weights and profiles."""
+"""Admin routes on a live engine: graphs, weights and profiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""POST /generate: SGLang's shape, streaming and not."""
+"""POST /generate: SGLang's format, streaming and not."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def test_n_above_one_is_answered_with_a_list(server):
     assert len({tuple(answer["output_ids"]) for answer in answers}) > 1
 
 
-def test_seed_repeats_its_draws(server):
+def test_a_seed_makes_sampling_repeatable(server):
     options = {"sampling": {"temperature": 1.0, "sampling_seed": 7}}
     assert generate(server, **options)["output_ids"] == generate(server, **options)["output_ids"]
 
 
-def test_stream_is_cumulative_and_ends_as_the_answer(server):
+def test_stream_is_cumulative_and_ends_with_the_full_response(server):
     whole = generate(server)
-    # A server that is behind puts many tokens into one chunk; one that is always so far behind is broken.
+    # A loaded server may send many tokens in one chunk; one that always does is broken.
     chunks = next(chunks for _ in range(20) if len(chunks := generate(server, stream=True)) > 1)
     for before, after in zip(chunks, chunks[1:], strict=False):
         assert after["text"].startswith(before["text"])
@@ -106,7 +106,7 @@ def test_logprobs_of_output_and_prompt(server):
     triples = meta["output_token_logprobs"]
     assert [token for _, token, _ in triples] == answer["output_ids"]
     assert all(logprob <= 0 for logprob, _, _ in triples)
-    # Greedy: the sampled token is the likeliest, and so the first of the alternatives.
+    # Greedy: the sampled token is the most likely one and therefore the first alternative.
     assert [max(top)[1] for top in meta["output_top_logprobs"]] == answer["output_ids"]
     prompt = meta["input_token_logprobs"]
     assert [token for _, token, _ in prompt] == server.service.client.tokenizer.encode(PROMPT)

@@ -221,9 +221,9 @@ def test_bad_completion_is_a_400_that_names_the_field(server, options, param):
     assert_refused(server, "/v1/completions", BASE | options, param)
 
 
-def test_a_chats_limit_on_a_completion_is_refused_with_the_name_of_its_own(server):
+def test_max_completion_tokens_on_a_completion_is_refused_with_a_hint(server):
     refused = server.post("/v1/completions", BASE | {"max_completion_tokens": 4})
-    assert "give max_tokens here" in refused.json()["error"]["message"]
+    assert "use max_tokens here" in refused.json()["error"]["message"]
     harmless = {"max_completion_tokens": None, "tools": [], "tool_choice": "none"}
     assert server.post("/v1/completions", BASE | harmless).status_code == 200
 

@@ -1,4 +1,4 @@
-"""The official client, unmodified, against a real server: sync and async, streaming and not, and its errors."""
+"""The official OpenAI client against a real server: sync and async, streaming and not, and its errors."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_chat_with_every_common_parameter(client):
     assert answer.usage.completion_tokens == 16
 
 
-def test_chat_stream_agrees_with_the_answer_and_may_be_left(client, guarded):
+def test_chat_stream_agrees_with_the_response_and_may_be_closed_early(client, guarded):
     whole = client.chat.completions.create(messages=MESSAGES, **GREEDY)
     with client.chat.completions.create(messages=MESSAGES, stream=True, **GREEDY) as stream:
         pieces = [chunk.choices[0].delta.content or "" for chunk in stream]
@@ -120,7 +120,7 @@ async def test_async_client_streams_side_by_side(async_client):
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, openai.BadRequestError),
     ],
 )
-def test_refusals_are_the_clients_own_exceptions(client, change, error):
+def test_errors_raise_the_clients_own_exceptions(client, change, error):
     with pytest.raises(error) as caught:
         client.chat.completions.create(messages=MESSAGES, **GREEDY | change)
     assert caught.value.param == next(iter(change)) and caught.value.request_id

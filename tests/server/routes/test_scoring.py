@@ -1,4 +1,4 @@
-"""Prompts scored the way evaluation harnesses do it (echo, logprobs, 0 or 1 new tokens) against the model itself."""
+"""Prompt scoring as evaluation harnesses do it (echo, logprobs, 0 or 1 new tokens), compared with the model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ CONTEXT, CONTINUATIONS = "the old king sleeps", [" near the river", " and the re
 
 @pytest.fixture(scope="module")
 def reference(tiny_model):
-    """Log-probabilities of the same weights, by transformers: ids -> [tokens, vocabulary]."""
+    """Logprobs computed by transformers with the same weights: ids -> [tokens, vocabulary]."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
@@ -23,7 +23,7 @@ def reference(tiny_model):
 
 
 def direct(reference, ids, scored):
-    """Sum of the last `scored` tokens' log-probabilities, and whether each was the likeliest."""
+    """Sum of the last `scored` tokens' logprobs, and whether each token was the most likely."""
     rows = reference(ids)[-scored - 1 : -1]
     chosen = rows[range(scored), ids[-scored:]]
     return chosen.sum().item(), bool((rows.argmax(-1) == torch.tensor(ids[-scored:])).all())
@@ -53,7 +53,7 @@ def test_loglikelihoods_equal_a_direct_computation(server, reference, max_tokens
 
 def test_rolling_loglikelihood_of_a_whole_text(server, reference):
     text = " ".join(CONTINUATIONS) * 4
-    ids = [0, *server.service.client.tokenizer.encode(text)]  # the harness puts the end-of-text id in front
+    ids = [0, *server.service.client.tokenizer.encode(text)]  # the harness prepends the end-of-text id
     [choice] = server.answer("/v1/completions", {
         "model": "tiny", "prompt": ids, "temperature": 0, "max_tokens": 1, "logprobs": 1, "echo": True,
     })["choices"]  # fmt: skip
@@ -73,7 +73,7 @@ def test_top_logprobs_are_the_models_own(server, reference):
         assert [value for value, _, _ in top] == pytest.approx(values.tolist(), abs=1e-4)
 
 
-def test_scoring_reuses_no_prefix_whose_scores_are_unknown(server):
+def test_scoring_does_not_reuse_a_prefix_without_logprobs(server):
     body = {"prompt": CONTEXT * 5, "max_tokens": 0, "logprobs": 0, "echo": True}
     first = server.answer("/v1/completions", body)["choices"][0]["logprobs"]["token_logprobs"]
     again = server.answer("/v1/completions", body)["choices"][0]["logprobs"]["token_logprobs"]

@@ -20,7 +20,7 @@ def test_health_and_version(server):
     assert server.http.get("/version").json() == {"version": version("encore-serve")}
 
 
-def test_ready_tells_how_warm_the_cache_is(server):
+def test_ready_reports_warm_up_progress(server):
     body = server.http.get("/ready").json()
     assert body["ready"] is True and body["reasons"] == []
     assert {"mode", "captured", "pending", "ratio"} <= set(body["warm"])
@@ -56,7 +56,7 @@ def test_replays_and_tokens_are_counted(server):
         names = ("graph_replays_total", "generation_tokens_total", "prompt_tokens_total", "graph_real_tokens_total")
         return [server.metric(f"encore_{name}") for name in names]
 
-    server.answer("/v1/completions", BODY)  # captures, if nothing has yet
+    server.answer("/v1/completions", BODY)  # captures the graph if needed
     server.wait_idle()
     before = counts()
     requests = server.metric("encore_e2e_request_latency_seconds_count")
@@ -71,7 +71,7 @@ def test_replays_and_tokens_are_counted(server):
 
 
 def test_gaps_between_tokens_are_measured(server):
-    for _ in range(20):  # a server that is behind takes many tokens at once, between which it measures nothing
+    for _ in range(20):  # a loaded server may receive many tokens at once, and measures no gaps between them
         server.answer("/v1/completions", BODY)
         if server.metric("encore_inter_token_latency_seconds_count") > 0:
             return

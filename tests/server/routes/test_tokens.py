@@ -9,7 +9,7 @@ from tests.server.http.test_bodies import error_of
 TEXT = "the red bird 🙂"
 
 
-def test_tokens_and_text_are_each_others_inverse(server):
+def test_tokenize_and_detokenize_are_inverse(server):
     answer = server.answer("/tokenize", {"prompt": TEXT})
     assert answer["tokens"] == server.service.client.tokenizer.encode(TEXT)
     assert answer["count"] == len(answer["tokens"]) and answer["max_model_len"] == 256
@@ -18,7 +18,7 @@ def test_tokens_and_text_are_each_others_inverse(server):
     assert server.answer("/detokenize", {"tokens": []}) == {"prompt": ""}
 
 
-def test_a_conversation_is_what_a_chat_sends_to_the_model(server):
+def test_a_conversation_is_tokenized_as_a_chat_request_is(server):
     messages = [{"role": "user", "content": "red"}]
     count = server.answer("/tokenize", {"messages": messages})["count"]
     chat = server.answer("/v1/chat/completions", {"messages": messages, "max_tokens": 1})
@@ -47,7 +47,7 @@ def test_token_strs_spell_the_tokens(server):
         ("/detokenize", {"tokens": [1] * 300}, "tokens"),
     ],
 )
-def test_what_has_no_tokens_is_a_400_that_names_the_field(server, path, body, param):
+def test_bad_input_is_a_400_that_names_the_field(server, path, body, param):
     import json
 
     response = server.http.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})

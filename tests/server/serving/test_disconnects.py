@@ -1,4 +1,4 @@
-"""Clients that leave, queues that are full, engines that end: every request ends, and nothing stays behind."""
+"""Disconnecting clients, full queues, failed engines: every request ends and nothing leaks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_leaving_a_stream_aborts_all_its_sequences(long_server, path):
+def test_disconnecting_from_a_stream_aborts_all_its_sequences(long_server, path):
     server = long_server
     aborted = server.metric("encore_request_success_total", finished_reason="abort")
     with httpx.Client(base_url=server.url) as http:
@@ -30,7 +30,7 @@ def test_leaving_a_stream_aborts_all_its_sequences(long_server, path):
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_leaving_before_an_answer_aborts_it(long_server, path):
+def test_disconnecting_before_the_response_aborts_the_request(long_server, path):
     server = long_server
     generated = server.metric("encore_generation_tokens_total")
     with pytest.raises(httpx.ReadTimeout):
@@ -54,14 +54,14 @@ def test_a_full_queue_is_a_429_with_retry_after_and_the_next_one_is_served(start
             refused = httpx.post(server.url + "/generate", json=body | {"stream": stream})
             assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
             assert refused.json()["error"]["code"] == "queue_full"
-        # Refused before it is tokenised: a prompt that would be a 400 is a 429 now.
+        # Refused before tokenization: a prompt that would otherwise be a 400 is a 429.
         assert httpx.post(server.url + "/generate", json={"text": ""}).status_code == 429
     waiting.join()
     server.wait_idle()
     assert server.post("/generate", {"text": "red"}).status_code == 200
 
 
-def test_a_429_counts_what_is_under_way_and_what_the_request_brings(start_server):
+def test_a_429_counts_sequences_in_flight_and_those_of_the_request(start_server):
     server = start_server(max_num_seqs=1, max_waiting=3, max_model_len=4096)
     long = {"text": "red", "sampling_params": LONG, "stream": True}
     with server.http.stream("POST", "/generate", json=long) as one:
@@ -71,7 +71,7 @@ def test_a_429_counts_what_is_under_way_and_what_the_request_brings(start_server
             refused = httpx.post(server.url + "/v1/completions", json=body)
             assert refused.status_code == 429
             assert refused.json()["error"]["message"] == (
-                "the request asks for 4 sequences beside 1 under way, and at most 4 may run and wait; try later"
+                "the request asks for 4 sequences and 1 are in flight, but at most 4 can run and wait: retry later"
             )
         assert server.service.in_flight == 1
 
@@ -97,11 +97,11 @@ def test_more_prompts_than_can_ever_wait_are_a_400_that_names_their_field(start_
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == param
     assert refused.json()["error"]["message"] == (
-        f"{param}: the request asks for 4 sequences at once, and 3 are possible"
+        f"{param}: the request asks for 4 sequences, but at most 3 can run and wait"
     )
 
 
-def test_a_million_prompts_with_parameters_each_are_refused_before_anything_is_made_of_them(server):
+def test_a_million_prompts_with_parameters_each_are_refused_early(server):
     count = 1_100_000
     texts, params = ",".join(['""'] * count), ",".join(["{}"] * count)
     body = f'{{"text": [{texts}], "sampling_params": [{params}]}}'
@@ -111,7 +111,7 @@ def test_a_million_prompts_with_parameters_each_are_refused_before_anything_is_m
     assert time.monotonic() - start < 15  # it took 52 s, and 4 GB
 
 
-def test_a_batch_that_finds_no_room_is_a_429_before_its_parameters_are_read(start_server):
+def test_a_batch_that_exceeds_the_queue_is_a_429_before_its_parameters_are_read(start_server):
     server = start_server(max_num_seqs=1, max_waiting=1, max_model_len=4096)
     long = {"text": "red", "sampling_params": LONG, "stream": True}
     with server.http.stream("POST", "/generate", json=long) as one:

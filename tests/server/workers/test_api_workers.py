@@ -1,4 +1,4 @@
-"""`encore serve --http-workers N` as processes: one port, one engine, and what happens when one of them ends."""
+"""`encore serve --http-workers N` as processes: one port, one engine, and recovery when a process ends."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ ENDLESS = SHORT | {"max_tokens": 4000}
 
 @pytest.fixture(scope="module")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """Two fronts, shared; every test leaves both alive and the engine idle."""
+    """A shared server with two API workers. Every test leaves both alive and the engine idle."""
     log = tmp_path_factory.mktemp("api_workers") / "server.log"
     with serving(tiny_model, log, *FLAGS, "--http-workers", "2", "--max-num-seqs", "16") as handle:
         yield handle
 
 
 def children(pid: int) -> list[int]:
-    """Child processes, whichever thread began them, Python's resource tracker left out."""
+    """Child processes started by any thread, without Python's resource tracker."""
     found = []
     for task in Path(f"/proc/{pid}/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # a thread, or a child, that has just ended
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread or child that has just ended
             found += [int(child) for child in (task / "children").read_text().split()]
     return [child for child in found if not _is_tracker(child)]
 
@@ -64,7 +64,7 @@ def api_workers(server: Serving) -> list[int]:
 
 
 def connections_of(pid: int) -> int:
-    """Sockets of a process that are open to a client."""
+    """Number of established TCP connections of a process."""
     links = (os.readlink(one) for one in Path(f"/proc/{pid}/fd").iterdir())
     inodes = {link.removeprefix("socket:[").rstrip("]") for link in links if link.startswith("socket:")}
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
@@ -91,7 +91,7 @@ def wait_idle(server: Serving) -> None:
 
 
 class Stream(threading.Thread):
-    """One streaming client with a connection of its own: what it got, and how that ended."""
+    """A streaming client on its own connection. Records the events received and how the stream ended."""
 
     def __init__(self, server: Serving, body: dict, **headers: str):
         super().__init__(daemon=True)
@@ -120,7 +120,7 @@ class Stream(threading.Thread):
         return "".join(choice["text"] for one in self.events for choice in one.get("choices", ()))
 
 
-def test_both_fronts_take_a_share_and_what_they_count_is_one_sum(server):
+def test_api_workers_share_connections_and_sum_their_counters(server):
     answered = server.metric("http_responses_total")
     ended = server.metric("request_success_total")
     streams = [Stream(server, ENDLESS) for _ in range(8)]
@@ -140,13 +140,13 @@ def test_both_fronts_take_a_share_and_what_they_count_is_one_sum(server):
     assert len({stream.text for stream in streams}) == 1
     wait_idle(server)
     seen = [server.metric("request_success_total") for _ in range(6)]
-    assert seen == [ended + 16] * 6  # from whichever front
+    assert seen == [ended + 16] * 6  # from any worker
     assert server.metric("time_to_first_token_seconds_count") >= 16
     assert server.metric("http_responses_total") >= answered + 16 + 6
     assert {httpx.get(server.url + "/v1/models").text for _ in range(6)} == {httpx.get(server.url + "/v1/models").text}
 
 
-def test_requests_of_the_same_id_at_once_get_their_own_answers(server):
+def test_concurrent_requests_with_the_same_id_get_their_own_responses(server):
     texts = ["red fox", "blue bird", "old king", "the sun"]
 
     def ask(number: int) -> str:
@@ -159,7 +159,7 @@ def test_requests_of_the_same_id_at_once_get_their_own_answers(server):
         assert list(pool.map(ask, range(16))) == alone * 4
 
 
-def test_a_front_that_ends_takes_only_its_own_streams_and_is_replaced(server):
+def test_a_worker_that_ends_breaks_only_its_own_streams_and_is_replaced(server):
     wait_ready(server)
     before = server.metric("request_success_total")
     expected = Stream(server, ENDLESS | {"max_tokens": 1500})
@@ -169,7 +169,7 @@ def test_a_front_that_ends_takes_only_its_own_streams_and_is_replaced(server):
     victim, other = api_workers(server)
     os.kill(victim, signal.SIGKILL)
     wait(lambda: any(stream.broke for stream in streams), "the end of its streams", 5)
-    wait(lambda: server.metric("num_requests_in_flight") < 8, "its places", 5)
+    wait(lambda: server.metric("num_requests_in_flight") < 8, "its queue capacity", 5)
     for stream in streams:
         stream.join(120)
     whole = [stream for stream in streams if stream.is_done]
@@ -179,12 +179,12 @@ def test_a_front_that_ends_takes_only_its_own_streams_and_is_replaced(server):
     assert other in api_workers(server) and victim not in api_workers(server)
     wait_idle(server)
     assert server.metric("engine_restarts_total") == 0
-    # What the lost front had counted is there still; its own broken streams nobody saw the end of.
+    # The counts of the lost worker remain. The ends of its broken streams were never counted.
     assert server.metric("request_success_total") == before + 1 + len(whole)
     Stream(server, SHORT).join(60)
 
 
-def test_an_engine_that_dies_is_told_to_all_fronts_and_its_counts_go_on(server):
+def test_all_workers_see_an_engine_restart_and_its_counters_continue(server):
     wait_ready(server)
     streams = [Stream(server, ENDLESS) for _ in range(6)]
     wait(lambda: all(stream.events for stream in streams), "the first tokens")
@@ -201,7 +201,7 @@ def test_an_engine_that_dies_is_told_to_all_fronts_and_its_counts_go_on(server):
     assert [server.metric("engine_restarts_total") for _ in range(6)] == [1] * 6
     assert all(server.metric("generation_tokens_total") >= generated for _ in range(6))
     assert server.metric("num_requests_in_flight") == 0
-    # A front that begins afterwards knows of it too.
+    # A worker that starts afterwards reports it too.
     os.kill(api_workers(server)[0], signal.SIGKILL)
     wait(lambda: len(api_workers(server)) == 1, "its end", 5)
     wait_ready(server)
@@ -209,7 +209,7 @@ def test_an_engine_that_dies_is_told_to_all_fronts_and_its_counts_go_on(server):
     assert all(server.metric("generation_tokens_total") >= generated for _ in range(6))
 
 
-def test_the_queue_is_bounded_over_all_fronts_and_sigterm_drains_them_all(tiny_model, tmp_path):
+def test_the_queue_is_bounded_over_all_workers_and_sigterm_drains_them(tiny_model, tmp_path):
     limits = ("--max-num-seqs", "2", "--max-waiting", "1", "--http-workers", "2", "--drain-seconds", "200")
     with serving(tiny_model, tmp_path / "server.log", *FLAGS, *limits) as server:
         wait_ready(server)
@@ -231,7 +231,7 @@ def test_the_queue_is_bounded_over_all_fronts_and_sigterm_drains_them_all(tiny_m
     assert "Traceback" not in (tmp_path / "server.log").read_text()
 
 
-def test_a_front_that_comes_later_has_the_servers_keys_and_is_tried_until_it_can_serve(tiny_model, tmp_path):
+def test_a_replacement_worker_keeps_the_keys_and_is_retried_until_it_can_serve(tiny_model, tmp_path):
     model, keys = tmp_path / "model", tmp_path / "keys"
     shutil.copytree(tiny_model, model)
     keys.write_text("right\n")
@@ -240,7 +240,7 @@ def test_a_front_that_comes_later_has_the_servers_keys_and_is_tried_until_it_can
         keys.write_text("another\n")
         model.rename(tmp_path / "away")
         os.kill(api_workers(server)[0], signal.SIGKILL)
-        wait(lambda: "this front can't serve" in (tmp_path / "server.log").read_text(), "a front that can't", 20)
+        wait(lambda: "this API worker can't serve" in (tmp_path / "server.log").read_text(), "a failed worker", 20)
         url, right = server.url + "/v1/models", {"Authorization": "Bearer right"}
         assert all(httpx.get(url, headers=right).is_success for _ in range(6))
         (tmp_path / "away").rename(model)
@@ -249,7 +249,7 @@ def test_a_front_that_comes_later_has_the_servers_keys_and_is_tried_until_it_can
         assert {httpx.get(url, headers={"Authorization": "Bearer another"}).status_code for _ in range(6)} == {401}
 
 
-def test_a_signal_to_the_whole_group_during_the_start_ends_all_without_a_word(tiny_model, tmp_path):
+def test_a_signal_to_the_process_group_during_startup_exits_cleanly(tiny_model, tmp_path):
     command = [sys.executable, "-m", "server.cli", "serve", "--model", str(tiny_model), "--port", "0", *FLAGS,
                "--http-workers", "2"]  # fmt: skip
     log = tmp_path / "server.log"
@@ -257,14 +257,14 @@ def test_a_signal_to_the_whole_group_during_the_start_ends_all_without_a_word(ti
         process = subprocess.Popen(command, env=ENVIRONMENT, stderr=lines, start_new_session=True)
     wait(lambda: len(children(process.pid)) == 3, "the processes", 20)
     os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(10) == 0  # nobody waits for what they are still loading
+    assert process.wait(10) == 0  # processes that are still loading are not waited for
     assert "draining" in log.read_text() and "Traceback" not in log.read_text()
 
 
-def front_pids() -> list[int]:
-    """Of the fronts whose main process this one is."""
+def worker_pids() -> list[int]:
+    """Process ids of the API workers started by this process."""
     found = multiprocessing.active_children()
-    return [one.pid for one in found if one.name.startswith("encore-front")]
+    return [one.pid for one in found if one.name.startswith("encore-api-worker")]
 
 
 async def until(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
@@ -274,7 +274,7 @@ async def until(condition: Callable[[], bool], what: str, seconds: float = 30.0)
         await asyncio.sleep(0.02)
 
 
-async def test_a_front_is_replaced_for_its_own_silence_only_and_as_soon_as_the_system_lets_it(tiny_model, caplog):
+async def test_only_a_hung_worker_is_replaced_and_a_failed_start_is_retried(tiny_model, caplog):
     engine = EngineConfig(model=str(tiny_model), dtype="float32", num_threads=1, warmup="lazy", graph_manifest="none")
     listener = listen("127.0.0.1", 0)
     listener.listen(16)
@@ -285,33 +285,33 @@ async def test_a_front_is_replaced_for_its_own_silence_only_and_as_soon_as_the_s
     ending = asyncio.create_task(main.serve())
     try:
         await until(lambda: "serving" in caplog.text, "readiness")
-        pids = front_pids()
+        pids = worker_pids()
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
-        time.sleep(5.0)  # as if all had been frozen: this process looks at them again before they run
+        time.sleep(5.0)  # as if all processes had been frozen: the supervision runs again before the workers do
         await asyncio.sleep(0.2)
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
         await asyncio.sleep(0.5)
-        assert front_pids() == pids
+        assert worker_pids() == pids
 
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         os.kill(pids[0], signal.SIGSTOP)  # this one hangs
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
         try:
-            await until(lambda: "could not be started" in caplog.text, "a try in vain")
-            assert "does not answer and is killed" in caplog.text
+            await until(lambda: "could not be started" in caplog.text, "a failed start")
+            assert "does not respond and is killed" in caplog.text
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        await until(lambda: len(front_pids()) == 2, "another front")
-        assert pids[1] in front_pids() and pids[0] not in front_pids() and not ending.done()
+        await until(lambda: len(worker_pids()) == 2, "the replacement")
+        assert pids[1] in worker_pids() and pids[0] not in worker_pids() and not ending.done()
     finally:
         main.on_signal(signal.SIGTERM)
         await ending
         listener.close()
 
 
-def test_without_the_main_process_none_is_left(tiny_model, tmp_path):
+def test_workers_and_engine_exit_when_the_main_process_dies(tiny_model, tmp_path):
     with serving(tiny_model, tmp_path / "server.log", *FLAGS, "--http-workers", "2") as server:
         wait_ready(server)
         pids = children(server.process.pid)
@@ -320,13 +320,13 @@ def test_without_the_main_process_none_is_left(tiny_model, tmp_path):
         wait(lambda: not any(map(alive, pids)), "the processes' end", 15)
 
 
-def test_a_model_that_is_not_there_ends_all_with_status_2(tmp_path):
+def test_a_missing_model_ends_all_processes_with_status_2(tmp_path):
     command = [sys.executable, "-m", "server.cli", "serve", "--model", str(tmp_path / "missing"), "--port", "0",
                "--http-workers", "2"]  # fmt: skip
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     begun, *_, error = done.stderr.splitlines()
-    assert "fronts: 2" in begun and error.startswith("encore serve: error: ") and "missing" in error
+    assert "API workers: 2" in begun and error.startswith("encore serve: error: ") and "missing" in error
     assert "Traceback" not in done.stderr
 
 

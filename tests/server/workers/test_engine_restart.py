@@ -1,4 +1,4 @@
-"""An engine that is killed under a running server: what clients, probes and metrics see until it serves again."""
+"""An engine that is killed under a running server: clients, probes and metrics until it serves again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def kill_engine() -> None:
     engine.kill()
 
 
-def test_a_server_outlives_its_engine(start_server):
+def test_a_server_survives_its_engine(start_server):
     server: RunningServer = start_server(wait_ready=False, in_process=False, max_model_len=4096)
     for early in (server.post("/generate", SHORT), server.http.get("/ready")):
         assert early.status_code == 503 and "retry-after" in early.headers
@@ -55,7 +55,7 @@ def test_a_server_outlives_its_engine(start_server):
     thread.join()
     assert other[0].status_code == 503 and other[0].json()["error"]["code"] == "engine_dead"
 
-    # Between the two processes: alive, not ready, and every answer says when to come back.
+    # Between the two processes: alive, not ready, and every error carries Retry-After.
     assert server.http.get("/health").status_code == 200
     assert "being restarted" in server.http.get("/ready").json()["reasons"][0]
     for refused in (server.post("/generate", SHORT), server.http.get("/graphs")):
@@ -74,8 +74,8 @@ def test_a_server_outlives_its_engine(start_server):
     server.wait_idle()
 
 
-def test_a_thread_that_ends_is_dead_for_good(start_server):
-    """An engine in the server's own process is not replaced: liveness fails, and who runs the server restarts it."""
+def test_an_engine_thread_is_not_restarted(start_server):
+    """An engine in the server's own process is not restarted: liveness fails, so that the server gets restarted."""
     server: RunningServer = start_server(in_process=True)
     server.service.client._transport.stop(5.0)
     server.wait(lambda: server.http.get("/ready").status_code == 503, "readiness to fail", 2)

@@ -1,4 +1,4 @@
-"""`encore serve` as a process: its start, its signals, its exit status, what it says when it can't start."""
+"""`encore serve` as a process: startup, signals, exit status, and error messages when it can't start."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ENDLESS = {"text": "red", "sampling_params": {"max_new_tokens": 4000, "ignore_eo
 
 
 def started(start: Serve, model: Path, *arguments: str) -> tuple[subprocess.Popen[str], str]:
-    """A server that has loaded its model, and its address."""
+    """Start a server, wait until its model is loaded, and return the process and its URL."""
     process = start(*COMMON, "--model", str(model), "--num-threads", "1", *arguments)
     lines = []
     while not lines or "serving " not in lines[-1]:
@@ -42,7 +42,7 @@ def started(start: Serve, model: Path, *arguments: str) -> tuple[subprocess.Pope
 
 @pytest.fixture
 def start() -> Iterator[Serve]:
-    """Start `encore serve` with these arguments; it is killed at the end if it still runs."""
+    """Start `encore serve` with these arguments; kill it after the test if it still runs."""
     started: list[subprocess.Popen[str]] = []
 
     def start_one(*arguments: str) -> subprocess.Popen[str]:
@@ -94,15 +94,15 @@ def test_while_it_drains_new_requests_are_a_503_and_a_second_signal_ends_it_at_o
         began = time.monotonic()
         process.send_signal(signal.SIGTERM)
         _, log = process.communicate(timeout=30)
-    assert time.monotonic() - began < 20  # not the drain limit; a loaded machine takes seconds to end Python
+    assert time.monotonic() - began < 20  # well below the drain limit; a loaded machine takes seconds to end Python
     assert process.returncode == 0, log
     assert "stopping at once" in log and "Traceback" not in log
 
 
-async def test_a_request_on_a_connection_taken_before_the_end_is_answered(tiny_model: Path, monkeypatch) -> None:
+async def test_a_request_on_a_connection_accepted_before_shutdown_is_answered(tiny_model: Path, monkeypatch) -> None:
     monkeypatch.setattr(
         "server.workers.http_server.FIRST_REQUEST_SECONDS", 60.0
-    )  # of a machine that is as slow as it likes
+    )  # a slow machine must not fail this test
     engine = EngineConfig(model=str(tiny_model), num_threads=1, warmup="lazy", graph_manifest="none")
     config = ServerConfig(engine=engine, in_process=True)
     app = create_app(make_client(engine, in_process=True), config)
@@ -114,10 +114,10 @@ async def test_a_request_on_a_connection_taken_before_the_end_is_answered(tiny_m
     reader, writer = await asyncio.open_connection(*listener.getsockname())
     while not server.server_state.connections:
         await asyncio.sleep(0.01)
-    server.ask_to_end(at_once=False)
+    server.request_shutdown(force=False)
     while not server.should_exit:
         await asyncio.sleep(0.01)
-    await asyncio.sleep(0.4)  # uvicorn sees that it should every 0.1 s
+    await asyncio.sleep(0.4)  # uvicorn polls should_exit every 0.1 s
     writer.write(b"GET /ready HTTP/1.1\r\nHost: here\r\n\r\n")
     answer = await reader.read()
     assert answer.startswith(b"HTTP/1.1 503 ") and b"\r\nconnection: close\r\n" in answer.lower()
@@ -125,7 +125,7 @@ async def test_a_request_on_a_connection_taken_before_the_end_is_answered(tiny_m
     await serving
 
 
-def test_who_runs_past_the_drain_limit_is_told_and_the_exit_is_clean(start: Serve, tiny_model: Path) -> None:
+def test_requests_past_the_drain_limit_are_aborted_and_the_exit_is_clean(start: Serve, tiny_model: Path) -> None:
     process, url = started(start, tiny_model, "--drain-seconds", "0.3", "--log-format", "json", "--in-process")
     with httpx.stream("POST", url + "/generate", json=ENDLESS, timeout=60) as response:
         events = response.iter_lines()
@@ -154,14 +154,14 @@ def test_sigint_while_loading_exits_with_0_and_leaves_no_process(start: Serve, t
     assert_gone(engine)
 
 
-async def test_a_taken_port_is_known_before_anything_is_loaded(tiny_model: Path) -> None:
+async def test_a_port_in_use_fails_before_the_model_is_loaded(tiny_model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"127\.0\.0\.1 port {port}"):
             await asyncio.wait_for(serve(ServerConfig(engine=EngineConfig(model=str(tiny_model)), port=port)), 1)
 
 
-def test_a_model_that_is_not_there_is_exit_status_2_and_names_it(start: Serve, tmp_path: Path) -> None:
+def test_a_missing_model_is_exit_status_2_and_is_named(start: Serve, tmp_path: Path) -> None:
     process = start("--model", str(tmp_path / "missing"), "--port", "0")
     _, log = process.communicate(timeout=60)
     assert process.returncode == 2
@@ -174,7 +174,7 @@ def children(pid: int) -> list[int]:
 
 
 def assert_gone(pids: list[int]) -> None:
-    """Python's own resource tracker ends a moment after its parent."""
+    """Wait until the processes have ended. Python's resource tracker ends a moment after its parent."""
     end = time.monotonic() + 5
     while any(alive(pid) for pid in pids):
         assert time.monotonic() < end, [Path(f"/proc/{pid}/cmdline").read_text() for pid in pids if alive(pid)]
