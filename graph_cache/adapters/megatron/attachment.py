@@ -140,7 +140,7 @@ def generators() -> list[torch.Generator]:
 
 def _surroundings(settings: Collection[Any]) -> AmbientState | None:
     """What a capture must know of selective recompute, and of a precision below 16 bits, Transformer Engine's."""
-    precision = None
+    precision: AmbientState | None = None
     if any(getattr(one, "fp8", None) or getattr(one, "fp4", None) for one in settings):
         from graph_cache.adapters.transformer_engine.ambient_state import Fp8AmbientState  # fp8 layers are made of it
 

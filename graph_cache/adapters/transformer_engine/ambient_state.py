@@ -48,7 +48,7 @@ class Fp8AmbientState:
         )
 
     @contextmanager
-    def recreate(self, modules: Sequence[nn.Module], seen: Around | None) -> Iterator[None]:
+    def recreate(self, modules: Sequence[nn.Module], seen: Any) -> Iterator[None]:
         quantization = State.quantization_state
         state, tensor = State.get_autocast_state(), quantization.skip_fp8_weight_update_tensor
         flags = [(one, getattr(one, FIRST)) for one in modules if hasattr(one, FIRST)]

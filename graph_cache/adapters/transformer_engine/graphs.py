@@ -97,7 +97,7 @@ class TransformerEngineGraphs:
                 f"{', '.join(beyond)}; number chunks from 0, as many as the order has"
             )
         for layer in self._layers:
-            layer.attached.take_over(lambda attached, args, kwargs, layer=layer: self._call(layer, args, kwargs))
+            layer.attached.take_over(self._call_of(layer))
         self._watched = Watched([layer.attached for layer in self._layers])
         self._rounds = 0
         self._outstanding = 0  # eager calls whose backward is to come
@@ -123,6 +123,9 @@ class TransformerEngineGraphs:
     def is_idle(self) -> bool:
         """Whether no forward waits for its backward."""
         return not self._outstanding and (self._places is None or not self._places.alive)
+
+    def _call_of(self, layer: Layer) -> Callable[[Any, tuple, dict[str, Any]], Any]:
+        return lambda _, args, kwargs: self._call(layer, args, kwargs)
 
     def _call(self, layer: Layer, args: tuple, kwargs: dict[str, Any]) -> Any:
         if self._busy or self.job.pool.backend.is_capturing():
@@ -314,11 +317,12 @@ class TransformerEngineGraphs:
                 f"the layers ran under different recipes or groups ({reduced}): one capture has one; "
                 "run them under one autocast, or attach those that differ apart"
             )
+        samples: list[list[Any]] = [[layer.sample for layer in chunk] for chunk in chunks]
         plan = CapturePlan(
             tuple(modules),
             [len(chunk) for chunk in chunks],
             self._order,
-            static_inputs([[layer.sample for layer in chunk] for chunk in chunks], self._slots),
+            static_inputs(samples, self._slots),
             tuple(layer.sample.seen.precision.enabled for layer in layers),
             reduced[0] if reduced else Precision(),
             self._caches_weights and bool(reduced),

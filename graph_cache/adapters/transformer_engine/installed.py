@@ -84,7 +84,7 @@ class Installed:
             raise _refusal(f"{PACKAGE} can't be imported: {type(error).__name__}: {error}") from error
         self.version = installed_version()
         self._job = job
-        self._backend = job.pool.backend
+        self._backend: Any = job.pool.backend  # the CUDA backend
         self._make: Callable[..., Any] = te.make_graphed_callables
         self._graph = graph
         self._state = FP8GlobalStateManager
@@ -137,7 +137,7 @@ class Installed:
 
     def make(self, plan: CapturePlan) -> Captured:
         """Capture a plan into memory of its own. Raises CaptureError; the device and its flags are as before then."""
-        memory = self._job.pool.new_memory()
+        memory: Any = self._job.pool.new_memory()  # the CUDA backend's
         recipe = plan.precision.recipe if any(plan.enabled) else None
         options = {"allow_unused_input": True} | self._options
         handled = sys.exception()  # by the caller, which has no part in what goes wrong here
@@ -260,8 +260,8 @@ class Captured:
 
     engine = PACKAGE
 
-    def __init__(self, calls: Sequence[Callable[..., Any]], memory: CudaMemory, quantizers: Quantizers):
-        self.calls: Sequence[Callable[..., Any]] = tuple(calls)
+    def __init__(self, calls: Sequence[Any], memory: CudaMemory, quantizers: Quantizers):
+        self.calls: Sequence[Any] = tuple(calls)
         self.nbytes = memory.growth()
         self._memory = memory
         self._quantizers: Quantizers | None = quantizers

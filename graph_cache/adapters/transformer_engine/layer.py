@@ -16,7 +16,7 @@ from graph_cache.adapters.transformer_engine.maker import Precision
 from graph_cache.adapters.transformer_engine.preserved_state import FIRST
 from graph_cache.adapters.transformer_engine.samples import Calls, CapturedLayer, Sample, names_of
 from graph_cache.errors import GraphError
-from graph_cache.training.attached import FORWARD, AttachedModule, Hook, Part, put_back
+from graph_cache.training.attached import FORWARD, AttachedModule, Hook, ModuleState, Part, put_back
 
 REPLAYED = "replayed_by_encore"  # on a node of autograd: (whose places, place) of the replay that it stands for
 
@@ -35,12 +35,12 @@ class Layer:
         self.sample: Sample | None = None
         self._alias: CapturedLayer | None = None
         self.added: list[Tensor] = []  # parameters whose gradients the graph adds to their main_grad itself
-        self.graphs: list[tuple[Callable[..., Any], list[str]]] = []  # for each microbatch: the graph, its keywords
+        self.graphs: list[tuple[Any, list[str]]] = []  # for each microbatch: the graph, its keywords
         self.label = (part.name, "", "", 0)  # under which its replays are counted
         self._flagged = [vars(one) for one in self.attached.submodules if FIRST in vars(one)]
         self._fired = fired
         self._holder = holder
-        self._state: tuple[bool, ...] = ()
+        self._state: ModuleState = ()
         self._round = self._calls_in_round = 0
         # Called as a module, so that Transformer Engine, which hooks what is called, sees it.
         self._call = part.module if part.method == FORWARD else self.attached.eager

@@ -66,11 +66,11 @@ class PreservedState:
             parameter.grad = grad
         for tensor, value in self._values:  # by `.data`: to autograd this is no change of what was saved
             tensor.data.copy_(value)
-        for main_grad, value in self._main_grads:
-            if value is None:
+        for main_grad, saved in self._main_grads:
+            if saved is None:
                 main_grad.data.zero_()
             else:
-                main_grad.data.copy_(value)
+                main_grad.data.copy_(saved)
 
 
 def _distinct(things: Iterable[Thing]) -> list[Thing]:
