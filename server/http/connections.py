@@ -183,8 +183,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
         Closing alone waits for the client for ever, and a connection that is not reset leaves megabytes to the system.
         """
-        waiting, now = self.transport.get_write_buffer_size() + _unsent(self.transport), self.loop.time()
-        sent = self.transport.written - waiting
+        transport: Any = self.transport
+        waiting, now = transport.get_write_buffer_size() + _unsent(transport), self.loop.time()
+        sent = transport.written - waiting
         if not waiting or sent != self._sent:
             self._sent, self._sent_at = sent, now
         elif now - self._sent_at >= self.write_seconds:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -40,7 +40,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes]):
+    def __init__(self, events: AsyncGenerator[bytes, None]):
         self.events = events
         self.status_code = 200
         self.background = None
@@ -83,7 +83,7 @@ async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
     return task.result()
 
 
-async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int, T]]:
+async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
     """What several streams yield, as it comes, each item with its stream's number.
 
     Closing the merged stream closes all of them; an exception of one ends all and is raised. Of each stream one item
@@ -97,7 +97,7 @@ async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int,
     arrived: asyncio.Queue[tuple[int, T | None, BaseException | None]] = asyncio.Queue()
     may_go_on = [asyncio.Event() for _ in streams]
 
-    async def drain(number: int, stream: AsyncIterator[T]) -> None:
+    async def drain(number: int, stream: AsyncGenerator[T, None]) -> None:
         try:
             async with aclosing(stream) as open_stream:
                 async for item in open_stream:
@@ -113,14 +113,14 @@ async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int,
     try:
         unfinished = len(tasks)
         while unfinished:
-            number, item, failure = await arrived.get()
+            number, arrival, failure = await arrived.get()
             if failure is not None:
                 raise failure
-            if item is None:
+            if arrival is None:
                 unfinished -= 1
             else:
                 may_go_on[number].set()
-                yield number, item
+                yield number, arrival
     finally:
         for task in tasks:
             task.cancel()

@@ -63,7 +63,7 @@ class Chunks:
 class CompletionPieces:
     """The pieces of /v1/completions."""
 
-    def __init__(self, tokens: Tokenization, echo: bool, logprobs: int | None):
+    def __init__(self, tokens: Tokenization, echo: bool | None, logprobs: int | None):
         self._tokens, self._echo, self._logprobs = tokens, echo, logprobs
         self._builders: dict[int, answers.CompletionLogprobs] = {}
 
@@ -87,7 +87,7 @@ class CompletionPieces:
 class ChatPieces:
     """The pieces of /v1/chat/completions."""
 
-    def __init__(self, tokens: Tokenization, logprobs: bool):
+    def __init__(self, tokens: Tokenization, logprobs: bool | None):
         self._tokens, self._logprobs = tokens, logprobs
         self._begun: set[int] = set()
 

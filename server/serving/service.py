@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -256,10 +256,10 @@ class Service:
         add_special_tokens: bool = True,
     ) -> Job:  # fmt: skip
         """A prompt made ready to run; `param` is what its field is called. Raises RequestError, PromptTooLong."""
-        text, ids = None, prompt
         if isinstance(prompt, str):
-            text, ids = prompt, await self.tokens.encode(prompt, param, add_special_tokens)
-        return self.tokenized_job(public_id, text, ids, param, params, priority)
+            ids = await self.tokens.encode(prompt, param, add_special_tokens)
+            return self.tokenized_job(public_id, prompt, ids, param, params, priority)
+        return self.tokenized_job(public_id, None, prompt, param, params, priority)
 
     def tokenized_job(
         self, public_id: str, prompt: str | None, ids: list[int], param: str, params: SamplingParams, priority: int
@@ -278,7 +278,7 @@ class Service:
         output = RequestOutput.empty(public_id, prompt, ids, params.n)
         return Job(public_id=public_id, output=output, params=params, priority=priority)
 
-    async def run(self, job: Job, places: Places) -> AsyncIterator[list[OutputDelta]]:
+    async def run(self, job: Job, places: Places) -> AsyncGenerator[list[OutputDelta], None]:
         """The deltas of a job as they come, each added to its choice. Closing this aborts the engine's request.
 
         Places are given back as the engine ends the job's sequences.

@@ -71,7 +71,7 @@ class History:
     def columns(self) -> dict[str, list[float | None]]:
         """Each series, oldest second first, rounded to what a chart can show."""
         return {
-            name: [None if point[place] is None else _round(point[place]) for point in self._points]
+            name: [None if (value := point[place]) is None else _round(value) for point in self._points]
             for place, name in enumerate(SERIES)
         }
 
@@ -81,7 +81,7 @@ class StatusBoard:
 
     def __init__(self, service: Service):
         self._service, self._history = service, History()
-        self._rows: list[Mapping[str, Any]] = []
+        self._rows: list[dict[str, Any]] = []
         self._rows_at = 0.0
         self._asking: asyncio.Task[list[dict[str, Any]]] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -147,7 +147,7 @@ class StatusBoard:
             return "dead"
         return "recovering" if service.started else "loading"
 
-    async def _table(self) -> list[Mapping[str, Any]]:
+    async def _table(self) -> list[dict[str, Any]]:
         """The graph table, asked for once a second at most however many look, or the last one that came."""
         if self._asking is None and time.monotonic() - self._rows_at >= ROWS_SECONDS:
             self._asking = asyncio.create_task(self._service.client.graphs())
@@ -201,7 +201,7 @@ def graph_summary(graphs: Mapping[str, Any], sizes: Sequence[int], rows: Iterabl
     all_steps = sum(steps.values())
     padded, computed = (sum(times for (phase,), times in graphs.get(name, ()) if phase == "decode")
                         for name in ("padded_tokens", "real_tokens"))  # fmt: skip
-    eager = Counter()
+    eager: Counter[str] = Counter()
     for (_, phase, reason), times in graphs.get("fallbacks", ()):
         if phase == "decode":
             eager[str(reason)] += times

@@ -16,6 +16,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -138,11 +139,10 @@ class Server(uvicorn.Server):
         """As uvicorn's; then open the door."""
         await super().startup(sockets)
         if self._door is not None:
+            protocol: Any = self.config.http_protocol_class
             self._door.open(
-                lambda: self.config.http_protocol_class(
-                    config=self.config, server_state=self.server_state, app_state=self.lifespan.state
-                )
-            )  # type: ignore[call-arg]
+                lambda: protocol(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+            )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn's, which closes new connections with no answer, and leaves the lifespan to be cancelled, with a
@@ -162,9 +162,10 @@ class Server(uvicorn.Server):
     async def _serve_accepted_connections(self) -> None:
         """Let the requests arrive whose connections were just taken: they are told why they aren't served."""
         loop = asyncio.get_running_loop()
+        connections: set[Any] = self.server_state.connections
         until = loop.time() + FIRST_REQUEST_SECONDS
         while loop.time() < until and not self.force_exit:
-            if all(connection.cycle is not None for connection in self.server_state.connections):
+            if all(connection.cycle is not None for connection in connections):
                 return
             await asyncio.sleep(0.01)
 
@@ -187,11 +188,11 @@ class SharedAcceptor:
 
     def __init__(self, listener: socket.socket, connections: OpenConnections, after: asyncio.Event | None = None):
         self._listener, self._connections, self._after = listener, connections, after
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._make_protocol: Callable[[], asyncio.Protocol] | None = None
+        self._loop: asyncio.AbstractEventLoop  # set by `open`, like the next two
+        self._make_protocol: Callable[[], asyncio.Protocol]
+        self._opening: asyncio.Task[None]
         self._arrivals: set[asyncio.Task[object]] = set()
         self._pause: asyncio.TimerHandle | None = None
-        self._opening: asyncio.Task[None] | None = None
         self._waited = False
 
     def open(self, make_protocol: Callable[[], asyncio.Protocol]) -> None:

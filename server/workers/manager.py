@@ -121,7 +121,11 @@ class WorkerManager:
     async def serve(self) -> None:
         """Start engine and fronts, keep them, and end them. Raises what the engine's start failed of."""
         loop = asyncio.get_running_loop()
-        self._hub.start(lambda report: loop.call_soon_threadsafe(self._on_report, report))
+
+        def relay(report: Report) -> None:
+            loop.call_soon_threadsafe(self._on_report, report)
+
+        self._hub.start(relay)
         try:
             while self._ends_by is None or any(slot.process is not None for slot in self._slots):
                 self._supervise_workers()
@@ -145,7 +149,7 @@ class WorkerManager:
         self._ends_by = time.monotonic() + patience
         for slot in self._slots:
             slot.retry_at = None
-            if slot.process is not None:
+            if slot.process is not None and slot.orders is not None:
                 if not self._counters.row_gauge(
                     slot.row, api_worker.HEARTBEAT
                 ):  # it loads, and would read no order for seconds yet
