@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from engine.errors import ConfigError
@@ -111,7 +111,7 @@ class EngineConfig:
             self._check_tensor_parallel()
         if self.graph_buckets is not None:
             object.__setattr__(self, "graph_buckets", tuple(self.graph_buckets))
-            self._check_buckets()
+            self._check_buckets(self.graph_buckets)
         impl = self.graph_config().cuda_graph_impl
         if self.mode == "inference" and impl not in ("none", "local"):
             raise ConfigError(
@@ -126,15 +126,15 @@ class EngineConfig:
         if self.cpu_weight_format == "int4":
             raise ConfigError(f"cpu_weight_format='int4' does not support {setting}; use auto, bf16 or fp32")
 
-    def _check_buckets(self) -> None:
+    def _check_buckets(self, sizes: tuple[int, ...]) -> None:
         """Check graph_buckets, also against max_num_seqs once that is set (at the latest by `resolve()`)."""
         try:
             if self.max_num_seqs is None:
-                Buckets(self.graph_buckets)
+                Buckets(sizes)
             else:
-                Buckets.for_limit(self.max_num_seqs, self.graph_buckets)
+                Buckets.for_limit(self.max_num_seqs, sizes)
         except GraphConfigError as error:
-            raise ConfigError(f"graph_buckets={','.join(map(str, self.graph_buckets))}: {error}") from error
+            raise ConfigError(f"graph_buckets={','.join(map(str, sizes))}: {error}") from error
 
     def graph_config(self) -> GraphConfig:
         """Return these settings as a GraphConfig. Raises GraphConfigError for a combination it rejects."""
@@ -165,17 +165,13 @@ class EngineConfig:
             training=training,
             **({"inference_cuda_graph_scope": "none", "use_cudagraphable_rng": True} if training else {}),
         )
-        return cls(
-            **(
-                {
-                    "cuda_graph_impl": graphs.cuda_graph_impl,
-                    "inference_cuda_graph_scope": graphs.inference_cuda_graph_scope,
-                    "cuda_graph_modules": graphs.cuda_graph_modules,
-                    "cuda_graph_warmup_steps": graphs.cuda_graph_warmup_steps,
-                }
-                | overrides
-            )
-        )
+        values: dict[str, Any] = {
+            "cuda_graph_impl": graphs.cuda_graph_impl,
+            "inference_cuda_graph_scope": graphs.inference_cuda_graph_scope,
+            "cuda_graph_modules": graphs.cuda_graph_modules,
+            "cuda_graph_warmup_steps": graphs.cuda_graph_warmup_steps,
+        }
+        return cls(**(values | overrides))
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> EngineConfig:
@@ -185,6 +181,17 @@ class EngineConfig:
             if key not in known:
                 raise ConfigError(f"unknown engine setting {key!r}{did_you_mean(key, known)}")
         return cls(**values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedConfig(EngineConfig):
+    """An EngineConfig in which every size is set, as `resolve` returns it."""
+
+    max_model_len: int = field()
+    max_num_seqs: int = field()
+    max_num_batched_tokens: int = field()
+    num_pages: int = field()
+    async_scheduling: bool = field()
 
 
 def cache_folder() -> str:

@@ -7,8 +7,8 @@ TrainingEngine selects the submodules to capture and reports which calls replaye
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from graph_cache.adapters.transformer_engine.graphs import TransformerEngineGraphs  # for its impl only
 
 WHOLE_LAYER = "layer"
-Iteration = TypeVar("Iteration")
+Iteration = TypeVar("Iteration", bound="CapturedIteration | FullIteration")
 INFERENCE_ONLY = ("generate", "update_weights", "share_weights", "weights_changed", "warm")
 
 
@@ -124,7 +124,10 @@ class TrainingEngine:
         from graph_cache.adapters.transformer_engine.graphs import TransformerEngineGraphs
         from graph_cache.adapters.transformer_engine.installed import installed_version
 
-        parts, order, holders, caches, during_capture = found.parts, [1, -1], {}, False, nullcontext
+        parts, caches = found.parts, False
+        order: Sequence[float] = [1, -1]
+        holders: Mapping[str, nn.Module] = {}
+        during_capture: Callable[[], AbstractContextManager[None]] = nullcontext
         if any(map(is_megatron, models)):
             from graph_cache.adapters.megatron.schedule import megatron_capture_flags, stage_plan
 
@@ -290,7 +293,7 @@ class TrainingEngine:
             self._packed = None
         self._iterations = []
 
-    def _paths(self, model: nn.Module) -> list[str]:
+    def _paths(self, model: Any) -> list[str]:
         wanted = self._graph_config.cuda_graph_modules
         mapping = model.cuda_graph_modules() if hasattr(model, "cuda_graph_modules") else None
         if mapping is None:

@@ -118,7 +118,7 @@ class _WatchedTensors(_WatchedValues):
             now = None if value is None else self._identity(value)
             if now != expected:
                 yield Moved(label, expected, now)
-            elif (found := _geometry_of(value)) != self._geometry[index]:
+            elif value is not None and (found := _geometry_of(value)) != self._geometry[index]:
                 yield Moved(label, expected, now, f"{_describe(self._geometry[index])} -> {_describe(found)}")
 
     def accept(self) -> None:

@@ -42,7 +42,7 @@ class BufferSpec:
 
     def resolve(self, rows: int) -> tuple[int, ...]:
         """Return the concrete shape for `rows` rows."""
-        return (rows, *self.shape[1:]) if self.batched else self.shape
+        return tuple(rows if isinstance(size, str) else size for size in self.shape)
 
 
 class StaticBuffers(Mapping[str, torch.Tensor]):

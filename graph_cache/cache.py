@@ -154,7 +154,7 @@ class GraphCache:
         batched = next((label for label, spec in site.buffers.specs.items() if spec.batched), None)
 
         def call(**tensors: torch.Tensor) -> Any:
-            first = tensors.get(batched)
+            first = tensors.get(batched) if batched is not None else None
             rows = first.shape[0] if isinstance(first, torch.Tensor) and first.dim() else sizes.max
             self.check_addresses()
             plan = self.plan(name, rows)
@@ -184,6 +184,7 @@ class GraphCache:
         if bucket is None:
             return Plan(site.name, rows, None, None, ABOVE_MAX, variant)
         key = site.key(bucket, variant)
+        reason: str | None
         if not self.enabled:
             reason = GRAPHS_OFF
         elif not site.serves(variant):

@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import InitVar, dataclass, fields
+from types import FrameType
 from typing import Any
 
 from graph_cache.errors import GraphConfigError
@@ -321,7 +322,8 @@ def _warn(message: str) -> None:
 
 def _depth_outside() -> int:
     """Return the stack level, seen from `_warn`, of the first caller outside this file and its constructor."""
-    frame, depth = sys._getframe(1), 1
+    frame: FrameType | None = sys._getframe(1)
+    depth = 1
     while frame is not None and frame.f_globals.get("__name__") == __name__:
         frame, depth = frame.f_back, depth + 1
     return depth

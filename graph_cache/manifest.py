@@ -200,8 +200,14 @@ class Manifest:
                     _count(count),
                 )
         for entry in found["replays"]:
-            names = (_string(entry[name]) for name in ("site", "scope", "phase"))
-            self.replayed(GraphKey(*names, _count(entry["bucket"]), _variant(entry["statics"])), _count(entry["count"]))
+            key = GraphKey(
+                _string(entry["site"]),
+                _string(entry["scope"]),
+                _string(entry["phase"]),
+                _count(entry["bucket"]),
+                _variant(entry["statics"]),
+            )
+            self.replayed(key, _count(entry["count"]))
         for entry in found["captured"]:
             for bucket in entry["buckets"]:
                 self.captured(_string(entry["site"]), _string(entry["phase"]), _count(bucket))

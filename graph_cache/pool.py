@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from graph_cache.backends.base import Backend, Memory
 
@@ -22,7 +23,7 @@ class GraphPool:
         self._memories: weakref.WeakSet[Memory] = weakref.WeakSet()
         self.memory = self.new_memory()
         self.lock = threading.RLock()
-        self._turn_lock = threading.RLock()
+        self._turn_lock: Any = threading.RLock()  # Any: typeshed lacks _is_owned
         self._turn_gate = threading.RLock()  # held by `quiet` while it waits, so that no new turn starts first
         self._captures = 0
         self._warmups = 0

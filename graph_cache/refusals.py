@@ -14,21 +14,50 @@ from graph_cache.errors import GraphConfigError
 class GraphSettings(Protocol):
     """The fields of GraphConfig that the rules read."""
 
-    cuda_graph_impl: str
-    inference_cuda_graph_scope: str
-    cuda_graph_modules: tuple[str, ...]
-    training: bool
-    num_moe_experts: int | None
-    moe_layer_freq: int | tuple[int, ...]
-    moe_pad_expert_input_to_capacity: bool
-    recompute_granularity: str | None
-    cpu_offloading: bool
-    check_for_nan_in_loss_and_grad: bool
-    use_te_rng_tracker: bool
-    use_cudagraphable_rng: bool
-    expandable_segments: bool
-    nccl_graph_register: bool
-    model_facts_known: bool
+    @property
+    def cuda_graph_impl(self) -> str: ...
+
+    @property
+    def inference_cuda_graph_scope(self) -> str: ...
+
+    @property
+    def cuda_graph_modules(self) -> tuple[str, ...]: ...
+
+    @property
+    def training(self) -> bool: ...
+
+    @property
+    def num_moe_experts(self) -> int | None: ...
+
+    @property
+    def moe_layer_freq(self) -> int | tuple[int, ...]: ...
+
+    @property
+    def moe_pad_expert_input_to_capacity(self) -> bool: ...
+
+    @property
+    def recompute_granularity(self) -> str | None: ...
+
+    @property
+    def cpu_offloading(self) -> bool: ...
+
+    @property
+    def check_for_nan_in_loss_and_grad(self) -> bool: ...
+
+    @property
+    def use_te_rng_tracker(self) -> bool: ...
+
+    @property
+    def use_cudagraphable_rng(self) -> bool: ...
+
+    @property
+    def expandable_segments(self) -> bool: ...
+
+    @property
+    def nccl_graph_register(self) -> bool: ...
+
+    @property
+    def model_facts_known(self) -> bool: ...
 
 
 def refuse_contradictions(config: GraphSettings) -> None:

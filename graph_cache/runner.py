@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import torch
 
@@ -137,5 +138,5 @@ class GraphRunner:
         self.state = RunnerState.CLOSED
 
 
-def _closed() -> list[torch.Tensor]:
+def _closed() -> NoReturn:
     raise GraphClosed("this graph was closed; capture it again")

@@ -63,7 +63,7 @@ def tune(
     observed = _validated(histogram, max_size)
     steps = _Steps(observed or dict.fromkeys(ladder, 1), max_size)
     graphs = min(max_graphs or steps.count, steps.count)
-    if max_bytes is None:
+    if max_bytes is None or bytes_of is None:
         path = _Suffixes(steps, graphs).best_path()
     else:
         prices = [_price(bytes_of, size) for size in steps.sizes]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable
+from typing import TypeGuard
 
 
 def did_you_mean(word: object, known: Iterable[str], spell: Callable[[str], str] = str) -> str:
@@ -16,7 +17,7 @@ def did_you_mean(word: object, known: Iterable[str], spell: Callable[[str], str]
     return f"; did you mean {spell(near[0])!r}?" if near else ""
 
 
-def is_whole_number(value: object, low: int | None = None, high: int | None = None) -> bool:
+def is_whole_number(value: object, low: int | None = None, high: int | None = None) -> TypeGuard[int]:
     """Return whether `value` is an int in [low, high]. A bool is not a whole number; None leaves a side unbounded."""
     if isinstance(value, bool) or not isinstance(value, int):
         return False

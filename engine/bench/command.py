@@ -201,16 +201,16 @@ def _parser() -> Parser:
     for field in dataclasses.fields(EngineConfig):
         if field.name == "mode":
             continue  # only inference is measured
-        flag, options = "--" + field.name.replace("_", "-"), {"default": argparse.SUPPRESS}
+        flag = "--" + field.name.replace("_", "-")
         if field.type.startswith("bool"):
-            group.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS)
         else:
             group.add_argument(
                 flag,
                 type=_TYPES[field.type],
                 choices=CHOICES.get(field.name),
                 metavar=None if field.name in CHOICES else "X",
-                **options,
+                default=argparse.SUPPRESS,
             )
     return parser
 

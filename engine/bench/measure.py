@@ -103,7 +103,8 @@ def replay_against_eager(engine: Engine, batch: int, context: int, repeats: int 
     width = next((width for width in runner.contexts if width > position), None)
     plan = cache.plan(site.name, batch, **({} if width is None else {"context": width}))
     found: dict[str, Any] = {"batch": batch, "bucket": plan.bucket, "context": width or position + 1}
-    if plan.key is None or not plan.is_graph:
+    key = plan.key
+    if key is None or not plan.is_graph:
         return found | {"replay_ms": None, "eager_ms": None, "speedup": None, "reason": plan.reason}
     state = runner.state
     table = torch.arange(state.page_table.numel()).remainder(runner.kv.num_pages - 1).add(1)
@@ -111,7 +112,7 @@ def replay_against_eager(engine: Engine, batch: int, context: int, repeats: int 
     state.slots.copy_(torch.arange(1, len(state.slots) + 1))
     variants: dict[str, Callable[[], Any]] = {
         "replay": lambda: cache.run(plan),
-        "eager": lambda: site.run_eager(plan.key),
+        "eager": lambda: site.run_eager(key),
     }
     times: dict[str, list[float]] = {name: [] for name in variants}
     for iteration in range(repeats + 2):
@@ -189,7 +190,7 @@ def graph_summary(engine: Engine) -> dict[str, Any]:
 
 def circumstances(command: list[str]) -> dict[str, Any]:
     """Return the conditions of a measurement: date, commit, hardware, versions, threads and the command."""
-    found = {
+    found: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(command),
         "commit": _commit(),

@@ -47,12 +47,13 @@ class GGUFModel:
 
     def __init__(self, file: GGUFFile):
         self.file = file
-        self.architecture = file.metadata.get("general.architecture")
-        if self.architecture not in SUPPORTED_ARCHITECTURES:
+        architecture = file.metadata.get("general.architecture")
+        if not isinstance(architecture, str) or architecture not in SUPPORTED_ARCHITECTURES:
             raise ModelError(
-                f"{file.path}: architecture {self.architecture!r} is not supported; supported in GGUF "
+                f"{file.path}: architecture {architecture!r} is not supported; supported in GGUF "
                 f"files: {', '.join(SUPPORTED_ARCHITECTURES)}"
             )
+        self.architecture = architecture
         self.config = self._read_config()
         self._sources = {self._hf_name(name): name for name in file.tensors}
         self._check_shapes()
@@ -223,7 +224,10 @@ class GGUFModel:
     def q4_1(self, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return one Q4_1 weight by Hugging Face name, as GGUFFile.q4_1 does, with rows in rotate-half order."""
         parts, order = self.file.q4_1(self._sources[name]), self._row_order(name)
-        return parts if order is None else tuple(part[order] for part in parts)
+        if order is None:
+            return parts
+        codes, scale, low = parts
+        return codes[order], scale[order], low[order]
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every weight as (Hugging Face name, float32 tensor), dequantised one at a time."""

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -83,7 +83,7 @@ class Client(Protocol):
         prompt_token_ids: list[int] | None = None,
         params: SamplingParams,
         priority: int = 0,
-    ) -> AsyncIterator[OutputDelta]: ...
+    ) -> AsyncGenerator[OutputDelta, None]: ...
 
     def stream(
         self,
@@ -94,7 +94,7 @@ class Client(Protocol):
         params: SamplingParams,
         priority: int = 0,
         on_end: Callable[[int], None] | None = None,
-    ) -> AsyncIterator[list[OutputDelta]]: ...
+    ) -> AsyncGenerator[list[OutputDelta], None]: ...
 
     async def abort(self, request_id: str) -> None: ...
 
@@ -138,7 +138,7 @@ class EngineClient:
         self._stats = EngineStats()
         self._queues: dict[str, OutputQueue] = {}  # by parent request
         self._parents: dict[str, str] = {}  # child -> parent
-        self._processor: OutputProcessor | None = None
+        self._processor: OutputProcessor  # set by `start`, like `_loop`
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._client, self._numbers = client, itertools.count(client * CLIENT_ID_SPAN)
         self._ready: asyncio.Future[None] | None = None
@@ -146,7 +146,7 @@ class EngineClient:
         self._is_final = False  # the loop will not be restarted
         self._restarts = 0
         self._last_report = time.monotonic()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: asyncio.AbstractEventLoop
 
     # ---- start and close -------------------------------------------------------------------------------------------
 
@@ -192,7 +192,7 @@ class EngineClient:
         prompt_token_ids: list[int] | None = None,
         params: SamplingParams,
         priority: int = 0,
-    ) -> AsyncIterator[OutputDelta]:
+    ) -> AsyncGenerator[OutputDelta, None]:
         """Stream single deltas, as `stream`. A delta holds the output of several steps if the reader falls behind."""
         pieces = self.stream(
             request_id, prompt=prompt, prompt_token_ids=prompt_token_ids, params=params, priority=priority
@@ -211,7 +211,7 @@ class EngineClient:
         params: SamplingParams,
         priority: int = 0,
         on_end: Callable[[int], None] | None = None,
-    ) -> AsyncIterator[list[OutputDelta]]:
+    ) -> AsyncGenerator[list[OutputDelta], None]:
         """Stream the output of the n sequences of a request until all have ended; `delta.index` names the sequence.
 
         A delta is one step's output for one sequence; each list holds all deltas since the previous list. Closing the
@@ -373,7 +373,7 @@ class EngineClient:
     def _mark_ready(self, info: ModelInfo) -> None:
         """Record that a loop is ready: the first one or a restarted one."""
         self._info, self._end_reason = info, None
-        if not self._ready.done():
+        if self._ready is not None and not self._ready.done():
             self._ready.set_result(None)
 
     def _deliver(self, event: TokenEvent) -> None:

@@ -92,14 +92,16 @@ class EngineRouter:
             payload = _pickled(report)
             for outbox in self._outboxes.values():
                 outbox.put(payload)
-        self._on_report(report)
+        if self._on_report is not None:
+            self._on_report(report)
 
     def _record(self, report: Report) -> None:
         self._latest[type(report)] = report
         if isinstance(report, (Lost, Dead)):
             self._latest.pop(Ready, None)  # a client that connects now waits for the next engine
-            if Snapshot in self._latest:
-                self._latest[Snapshot] = Snapshot(totals_after_exit(self._latest[Snapshot].stats, report.reason))
+            snapshot = self._latest.get(Snapshot)
+            if isinstance(snapshot, Snapshot):
+                self._latest[Snapshot] = Snapshot(totals_after_exit(snapshot.stats, report.reason))
 
 
 class RouterTransport:

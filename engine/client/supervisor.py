@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from engine.client.counters import add_totals, totals_after_exit
 from engine.client.transport import OnReport, ProcessTransport
-from engine.errors import ConfigError
+from engine.errors import ConfigError, EngineDead
 from engine.protocol.messages import Command, Dead, EngineStats, Lost, Ready, Report, Snapshot
 
 logger = logging.getLogger(__name__)
@@ -83,6 +83,8 @@ class Supervisor:
         self._watcher.start()
 
     def send(self, command: Command) -> None:
+        if self._current is None:
+            raise EngineDead("no engine process was started")
         self._current.send(command)
 
     def stop(self, timeout: float) -> None:
@@ -114,7 +116,8 @@ class Supervisor:
             self._is_serving = False
             report = self._handle_exit(report)
             self._previous_totals = self._latest = totals_after_exit(self._latest, report.reason)
-        self._on_report(report)
+        if self._on_report is not None:
+            self._on_report(report)
 
     def _compare_weights(self, ready: Ready) -> None:
         version = "" if self._previous_totals is None else self._previous_totals.weight_version
@@ -156,11 +159,13 @@ class Supervisor:
                 self._replace()
             elif silent_seconds > self._policy.kill_seconds:
                 self._hang_reason = f"the engine process hung: no report for {silent_seconds:.0f} s, so it was killed"
-                self._current.kill()
+                if self._current is not None:
+                    self._current.kill()
                 silent_seconds = 0.0
 
     def _replace(self) -> None:
-        self._current.stop(REAP_SECONDS)  # frees its memory before the next process needs as much
+        if self._current is not None:
+            self._current.stop(REAP_SECONDS)  # frees its memory before the next process needs as much
         try:
             self._start_process()
         except OSError as error:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 from engine.client.event_codec import ReportSplitter, encode_events
 from engine.config import EngineConfig
@@ -58,7 +58,7 @@ def run_loop(config: EngineConfig, receive: Callable[[float], Command | None], s
         if config.warmup == "full":
             progress_bar = WarmProgress()
 
-            def progress(done: int, total: int, key: object) -> None:
+            def progress(done: int, total: int, key: Any) -> None:
                 progress_bar(done, total, key)
                 send(Snapshot(loop.stats()))  # shows progress in the health report
 
@@ -146,6 +146,15 @@ class Outbox:
                 return
 
 
+class _Child(NamedTuple):
+    """A started engine process, this end of its pipe, and the threads that read and write there."""
+
+    process: BaseProcess
+    connection: Connection
+    reader: threading.Thread
+    outbox: Outbox
+
+
 class ProcessTransport:
     """Run the loop in a spawned process: its steps don't share an interpreter with HTTP, and a crash stays contained.
 
@@ -154,78 +163,79 @@ class ProcessTransport:
 
     def __init__(self, config: EngineConfig, *, routed: bool = False, run: Run = run_loop):
         self._config, self._routed, self._run = config, routed, run
-        self._process: BaseProcess | None = None
-        self._connection: Connection | None = None
-        self._outbox: Outbox | None = None
-        self._reader: threading.Thread | None = None
+        self._child: _Child | None = None
         self._has_ended = False
         self._accepts_commands = False  # the child reads no commands until the model is loaded
 
     @property
     def pid(self) -> int | None:
         """The child's process id, or None before `start`."""
-        return self._process.pid if self._process else None
+        return self._child.process.pid if self._child else None
 
     def start(self, on_report: OnReport) -> None:
         context = multiprocessing.get_context("spawn")
-        self._connection, child_end = context.Pipe(duplex=True)
-        self._process = context.Process(
+        connection, child_end = context.Pipe(duplex=True)
+        process = context.Process(
             target=_run_in_child,
             name="encore-engine",
             daemon=True,
             args=(self._config, child_end, self._routed, self._run, *log_format()),
         )
-        start_ignoring_stop_signals(self._process)
+        start_ignoring_stop_signals(process)
         child_end.close()  # else the pipe would stay open after the child exits
-        self._reader = threading.Thread(target=self._read, args=(on_report,), daemon=True, name="encore-reports")
-        self._reader.start()
-        self._outbox = Outbox(self._connection, "encore-commands")
+        reader = threading.Thread(
+            target=self._read, args=(process, connection, on_report), daemon=True, name="encore-reports"
+        )
+        self._child = _Child(process, connection, reader, Outbox(connection, "encore-commands"))
+        reader.start()
 
-    def _read(self, on_report: OnReport) -> None:
+    def _read(self, process: BaseProcess, connection: Connection, on_report: OnReport) -> None:
         last = None
         try:
             while not isinstance(last, Dead):
-                last = self._connection.recv()
+                last = connection.recv()
                 self._accepts_commands = self._accepts_commands or isinstance(last, Ready)
                 self._has_ended = isinstance(last, Dead)
                 on_report(last)
         except (EOFError, OSError):
             self._has_ended = True
-            self._process.join(1.0)
-            on_report(Dead(f"the engine process ended with exit code {self._process.exitcode}"))
+            process.join(1.0)
+            on_report(Dead(f"the engine process ended with exit code {process.exitcode}"))
         except Exception as error:  # without this report, later ones are not reliable either: end the process
             logger.exception("can't read a report of the engine process")
             self._has_ended = True
-            self._process.kill()
+            process.kill()
             on_report(Dead(f"can't read a report of the engine process: {type(error).__name__}: {error}"))
 
     def send(self, command: Command) -> None:
         """Queue a command. Never blocks, even if the pipe is full because the child is in a long step or hangs."""
-        if self._outbox is None or self._has_ended:
+        if self._child is None or self._has_ended:
             raise EngineDead("the engine process has ended")
-        self._outbox.put(ForkingPickler.dumps(command))
+        self._child.outbox.put(ForkingPickler.dumps(command))
 
     def kill(self) -> None:
-        """Kill the child. A Dead report follows as for any other exit."""
-        self._process.kill()
+        """Kill the child, if there is one. A Dead report follows as for any other exit."""
+        if self._child is not None:
+            self._child.process.kill()
 
     def stop(self, timeout: float) -> None:
-        if self._process is None:
+        if self._child is None:
             return
-        if self._process.is_alive() and self._accepts_commands:
+        process, connection, reader, outbox = self._child
+        if process.is_alive() and self._accepts_commands:
             try:
                 self.send(Stop())
             except EngineDead as error:
                 logger.debug("nothing to stop: %s", error)
-            self._process.join(timeout)
-        if self._process.is_alive():
+            process.join(timeout)
+        if process.is_alive():
             if self._accepts_commands:
                 logger.error("the engine process did not end within %.0f s; it is killed", timeout)
-            self._process.kill()
-            self._process.join()
-        self._outbox.close()
-        self._reader.join(1.0)
-        self._connection.close()
+            process.kill()
+            process.join()
+        outbox.close()
+        reader.join(1.0)
+        connection.close()
 
 
 def _run_in_child(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from engine.checkpoint.source import ModelSource
-from engine.config import EngineConfig, cache_folder
+from engine.config import EngineConfig, ResolvedConfig, cache_folder
 from engine.core.loop import EngineLoop
 from engine.errors import ConfigError, ModelError
 from engine.loader.cpu_formats import choose_cpu_format, format_dtype, gguf_config, load_gguf, quantize_model
@@ -25,6 +26,7 @@ from engine.worker.sizing import resolve
 from graph_cache.manifest import Manifest
 
 FIRST_WEIGHT_VERSION = "initial"
+Loop = TypeVar("Loop", bound=EngineLoop)
 
 
 def build_megatron_loop(
@@ -51,7 +53,7 @@ def build_megatron_loop(
                 raise ConfigError(f"{name}={given!r} was requested, but the given model has {found}: leave it out")
         sized = resolve(config, megatron_model.config, megatron_model.device, megatron_model.dtype)
         return make_loop(
-            sized, megatron_model, megatron_model.config.architecture, eos_token_ids, megatron_model.config.dtype, None
+            sized, megatron_model, megatron_model.config.architecture, eos_token_ids, sized.dtype, None, EngineLoop
         )
     except BaseException:
         megatron_model.release()
@@ -66,14 +68,14 @@ def _vocab_size(source: ModelSource) -> int | None:
 
 
 def make_loop(
-    config: EngineConfig,
+    config: ResolvedConfig,
     model: DenseModel | MegatronModel,
     name: str,
     eos_token_ids: tuple[int, ...],
     weight_format: str,
     manifest: Manifest | None,
-    loop_class: Callable[..., EngineLoop] = EngineLoop,
-) -> EngineLoop:
+    loop_class: Callable[..., Loop],
+) -> Loop:
     """Create the runner and loop of a loaded model.
 
     `config` must have all sizes resolved. `loop_class` takes the same arguments as EngineLoop.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 
 from engine.errors import EngineError
-from engine.protocol.request import EngineRequest, TokenEvent
+from engine.protocol.request import EngineRequest, FinishReason, TokenEvent
 from engine.scheduling.batch import Batch
 from engine.scheduling.request import Request, RequestState
 from engine.scheduling.scheduler import Scheduler
@@ -93,7 +93,7 @@ class StepFinisher:
         )
         self.runner.zero_pages([page for page in pages if not self.scheduler.pool.ref_count(page)])
 
-    def _finish(self, request: Request, event: TokenEvent, reason: str) -> None:
+    def _finish(self, request: Request, event: TokenEvent, reason: FinishReason) -> None:
         event.finish_reason = reason
         self.end(request, RequestState.FINISHED, event)
 
@@ -115,8 +115,9 @@ class StepFinisher:
         self._emit(request, event)
         if request.slot is not None:
             self.runner.sampling.clear_slot(request.slot)
-        self.scheduler.finish(request, state, event.finish_reason)
-        self.ended[event.finish_reason] += 1
+        reason = event.finish_reason or state.value
+        self.scheduler.finish(request, state, reason)
+        self.ended[reason] += 1
 
     def _emit(self, request: Request, event: TokenEvent) -> None:
         """Queue an event with the fields of every event and, for a request's first one, the first-event fields."""

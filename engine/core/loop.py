@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from engine.config import EngineConfig
+from engine.config import ResolvedConfig
 from engine.core.finish import StepFinisher
 from engine.core.operations import Operations
 from engine.errors import EngineError, RequestError
@@ -62,7 +62,7 @@ class EngineLoop:
 
     fatal_failures = MAX_CONSECUTIVE_FAILURES  # this many failed steps in a row end the loop
 
-    def __init__(self, config: EngineConfig, runner: ModelRunner, info: ModelInfo, manifest: Manifest | None = None):
+    def __init__(self, config: ResolvedConfig, runner: ModelRunner, info: ModelInfo, manifest: Manifest | None = None):
         self.config = config
         self.runner = runner
         self.info = info

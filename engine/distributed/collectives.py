@@ -59,14 +59,16 @@ class TensorParallelCollectives:
         `buffer_index` must alternate between 0 and 1, also from step to step. Pass the same value to
         `all_reduce_shared`.
         """
-        if self._fits_one_shot(hidden):
-            return self._one_shot.share(len(hidden), buffer_index), False
+        one_shot = self._one_shot_for(hidden)
+        if one_shot is not None:
+            return one_shot.share(len(hidden), buffer_index), False
         return hidden, self.is_first
 
     def all_reduce_shared(self, hidden: Tensor, buffer_index: int) -> None:
         """Add the partial sums of all ranks to hidden; the result is bitwise equal on all ranks."""
-        if self._fits_one_shot(hidden):
-            self._one_shot.all_reduce_shared(hidden, buffer_index)
+        one_shot = self._one_shot_for(hidden)
+        if one_shot is not None:
+            one_shot.all_reduce_shared(hidden, buffer_index)
         else:
             self.all_reduce(hidden)
 
@@ -82,8 +84,9 @@ class TensorParallelCollectives:
         if self._one_shot is not None:
             self._one_shot.abandon()
 
-    def _fits_one_shot(self, hidden: Tensor) -> bool:
-        return self._one_shot is not None and len(hidden) <= self._one_shot.max_rows
+    def _one_shot_for(self, hidden: Tensor) -> OneShotAllReduce | None:
+        one_shot = self._one_shot
+        return one_shot if one_shot is not None and len(hidden) <= one_shot.max_rows else None
 
 
 def _make_one_shot(group: dist.ProcessGroup, head: Tensor) -> OneShotAllReduce | None:

@@ -32,4 +32,5 @@ def build_loop(
     sized = resolve(config, model_config, device, dtype)
     model = load_model(sized, source, model_config, device, dtype, weight_format)
     eos_ids = tuple(dict.fromkeys((*model_config.eos_token_ids, *eos_token_ids)))
-    return make_loop(sized, model, source.name, eos_ids, weight_format, load_manifest(sized, source, weight_format))
+    manifest = load_manifest(sized, source, weight_format)
+    return make_loop(sized, model, source.name, eos_ids, weight_format, manifest, EngineLoop)

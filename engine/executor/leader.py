@@ -135,23 +135,23 @@ def _run_while_ranks_live(workers: WorkerGroup, function: Callable[[], T]) -> T:
 
     Raises EngineDead if a worker ends meanwhile, instead of waiting for it forever.
     """
-    outcome: list[tuple[T | None, BaseException | None]] = []
+    values: list[T] = []
+    errors: list[BaseException] = []
 
     def run() -> None:
         try:
-            outcome.append((function(), None))
+            values.append(function())
         except BaseException as error:
-            outcome.append((None, error))
+            errors.append(error)
 
     thread = threading.Thread(target=run, daemon=True, name="encore-meet")
     thread.start()
     while thread.is_alive():
         thread.join(POLL_SECONDS)
         workers.poll()
-    value, error = outcome[0]
-    if error is not None:
-        raise error
-    return value
+    if errors:
+        raise errors[0]
+    return values[0]
 
 
 def _picklable_log_format() -> tuple[bytes, int]:
@@ -267,7 +267,7 @@ class LeaderLoop(EngineLoop):
         """
         if self._is_replicating:  # part of a replicated call, so each rank has read the tensors itself
             return super().update_weights(weights, version)
-        items = [item if _is_sendable(item) else None for item in weights]
+        items: list[Any] = [item if _is_sendable(item) else None for item in weights]
         with self.replicated("update_weights", len(items), version):
             for item in items:
                 self._workers.broadcast(_sendable(item))

@@ -19,15 +19,14 @@ import torch
 import torch.distributed as dist
 
 from engine.checkpoint.source import ModelSource
-from engine.config import EngineConfig
-from engine.core.builder import choose_device, choose_format, make_loop
-from engine.core.loop import EngineLoop
+from engine.config import EngineConfig, ResolvedConfig
+from engine.core.builder import Loop, choose_device, choose_format, make_loop
 from engine.distributed.collectives import TensorParallelCollectives
 from engine.errors import ConfigError, ModelError
+from engine.layers.weight_slot import Slot
 from engine.megatron.checkpoint import load_checkpoint
 from engine.megatron.config import gpt_model_arguments, transformer_config_values
 from engine.megatron.model import MegatronModel
-from engine.megatron.weight_layout import Slot
 from engine.models.config import ModelConfig
 from engine.models.registry import config_from_folder
 from engine.worker.sizing import resolve
@@ -117,7 +116,7 @@ class Shard:
         self._has_joined = False
         self._group: dist.ProcessGroup | None = None
         self._model: MegatronModel | None = None
-        self._sized: EngineConfig | None = None
+        self._sized: ResolvedConfig | None = None
         self._collectives: TensorParallelCollectives | None = None
         if plan.device.type == "cuda":
             self.device = torch.device("cuda", plan.device.index + rank)
@@ -156,24 +155,24 @@ class Shard:
         )
         if plan.config.load_format != "dummy":
             load_checkpoint(gpt, plan.source.path, self.rank, plan.ranks)
-        self._model = MegatronModel(gpt, plan.config.max_model_len, plan.spec.vocab_size)
+        model = self._model = MegatronModel(gpt, plan.config.max_model_len, plan.spec.vocab_size)
         if plan.config.load_format == "dummy":
-            load_random(self._model.weight_slots(), plan.config.seed, self.device)
-        self._sized = resolve(plan.config, self._model.config, self.device, plan.dtype)
+            load_random(model.weight_slots(), plan.config.seed, self.device)
+        self._sized = resolve(plan.config, model.config, self.device, plan.dtype)
         return self._sized.num_pages
 
-    def loop(
-        self, num_pages: int, manifest: Manifest | None, make: Callable[..., EngineLoop] = EngineLoop
-    ) -> EngineLoop:
+    def loop(self, num_pages: int, manifest: Manifest | None, make: Callable[..., Loop]) -> Loop:
         """Build this rank's loop with `make`. A collective call: all ranks must call it together.
 
         `num_pages` and `manifest` must be the same on all ranks, because every decision of the loops follows from them.
         """
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # as in `join`
-        sized = dataclasses.replace(self._sized, num_pages=num_pages)
-        plan = self.plan
-        loop = make_loop(sized, self._model, plan.source.name, plan.eos_token_ids, plan.weight_format, manifest, make)
+        plan, model = self.plan, self._model
+        if model is None:
+            raise RuntimeError("call load() before loop()")
+        sized = dataclasses.replace(self.sized, num_pages=num_pages)
+        loop = make_loop(sized, model, plan.source.name, plan.eos_token_ids, plan.weight_format, manifest, make)
         self._collectives = loop.runner.collectives
         loop.runner.cache.must_capture = (
             True  # graphs hold collectives: if one rank fell back to eager, the others would hang
@@ -181,8 +180,10 @@ class Shard:
         return loop
 
     @property
-    def sized(self) -> EngineConfig:
+    def sized(self) -> ResolvedConfig:
         """The configuration with all sizes resolved for this rank's memory."""
+        if self._sized is None:
+            raise RuntimeError("call load() before sized")
         return self._sized
 
     def abandon(self) -> None:

@@ -59,6 +59,12 @@ class RankFailed:
 Message = TypeVar("Message", DeviceReady, WeightsLoaded, LoopReady)
 
 
+def _readable(pipes: list[Connection]) -> list[Connection]:
+    """Wait until at least one of the pipes can be read, and return those that can."""
+    ready = wait(pipes)
+    return [pipe for pipe in pipes if pipe in ready]
+
+
 class WorkerGroup:
     """The worker processes. Call the methods from one thread; a second thread watches the pipes.
 
@@ -141,7 +147,7 @@ class WorkerGroup:
         """
         received: dict[Connection, Message] = {}
         while len(received) < len(self._pipes):
-            for pipe in wait([pipe for pipe in self._pipes if pipe not in received]):
+            for pipe in _readable([pipe for pipe in self._pipes if pipe not in received]):
                 message = self._receive(pipe)
                 if isinstance(message, RankFailed):
                     raise message.error or EngineDead(self.fail(message.reason))
@@ -176,7 +182,7 @@ class WorkerGroup:
         self._watcher.start()
 
     def _watch(self) -> None:
-        message = self._receive(wait(self._pipes)[0])
+        message = self._receive(_readable(self._pipes)[0])
         if not self._ending:
             self.fail(message.reason if isinstance(message, RankFailed) else f"a worker sent {message!r} unexpectedly")
 

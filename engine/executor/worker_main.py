@@ -19,7 +19,7 @@ import threading
 import time
 from multiprocessing.connection import Connection
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import EngineError
 from engine.executor.worker_group import DeviceReady, LoopReady, RankFailed, WeightsLoaded
@@ -64,6 +64,7 @@ def serve_rank(pipe: Connection) -> None:
     """Build this rank's loop and execute calls until rank 0 sends None. Raises EOFError if rank 0 dies."""
     start = pipe.recv()  # unpickling imports torch
     _set_up_log(start.rank, *start.log)
+    from engine.core.loop import EngineLoop
     from engine.executor.shard import Shard
 
     shard = Shard(start.plan, start.rank)
@@ -71,7 +72,7 @@ def serve_rank(pipe: Connection) -> None:
     shard.join(start.rendezvous)
     pipe.send(WeightsLoaded(shard.load()))
     begin = pipe.recv()
-    loop = shard.loop(begin.num_pages, begin.manifest)
+    loop = shard.loop(begin.num_pages, begin.manifest, EngineLoop)
     loop.fatal_failures = 1  # a step that fails here may succeed on other ranks
     pipe.send(LoopReady())
     execute_calls(loop, pipe, start.rank)
@@ -106,7 +107,7 @@ def execute_calls(loop: EngineLoop, pipe: Connection, rank: int) -> None:
             gc.freeze()  # as on rank 0: a garbage collection during a step would delay all ranks
 
 
-def _call(loop: EngineLoop, call: LoopCall, pipe: Connection) -> object:
+def _call(loop: EngineLoop, call: LoopCall, pipe: Connection) -> Any:
     if call.method == "update_weights":
         count, version = call.args
         return loop.update_weights([pipe.recv() for _ in range(count)], version)

@@ -54,9 +54,9 @@ class Tiling(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """How a sequence's keys are split: at most `count` splits, each except the last of at least `min_keys` keys."""
+    """How a sequence's keys are split: at most `limit` splits, each except the last of at least `min_keys` keys."""
 
-    count: int
+    limit: int
     min_keys: int
 
 
@@ -159,19 +159,19 @@ def paged_decode(
     splits = _splits(q, page_table.shape[1] * page_size, tiling, num_splits)
     if workspace is None:
         workspace = _allocate(q, splits)
-    elif workspace.lse.shape != (batch, heads, splits.count):
+    elif workspace.lse.shape != (batch, heads, splits.limit):
         raise ValueError(
             f"workspace is for {tuple(workspace.lse.shape)} (rows, heads, splits), this call needs "
-            f"{(batch, heads, splits.count)}; take it from decode_workspace with the same arguments"
+            f"{(batch, heads, splits.limit)}; take it from decode_workspace with the same arguments"
         )
     norm_rope = rotation or NormRope(q, q)
     pdl = overlaps(q)
-    decode_kernel[(kv_heads, batch, splits.count)](
+    decode_kernel[(kv_heads, batch, splits.limit)](
         q, k_new, v_new, k_cache, v_cache, page_table, positions if slots is None else slots, positions, out,
         *workspace,
         q if norm_rope.q_norm is None else norm_rope.q_norm, q if norm_rope.k_norm is None else norm_rope.k_norm,
         norm_rope.cos, norm_rope.sin,
-        scale * _LOG2_E, norm_rope.eps, splits.count, triton.cdiv(splits.min_keys, tiling.block_keys),
+        scale * _LOG2_E, norm_rope.eps, splits.limit, triton.cdiv(splits.min_keys, tiling.block_keys),
         *q.stride()[:3], k_new.stride(0), k_new.stride(1), v_new.stride(0), v_new.stride(1),
         *k_cache.stride()[:3], page_table.stride(0),
         KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)),
@@ -210,7 +210,7 @@ class DecodeScratch:
         self._splits = [
             choose_splits(
                 rows, kv_heads, keys, num_sms, choose_tiling(dim, k_cache.dtype, rows, kv_heads).block_keys
-            ).count
+            ).limit
             for rows in range(1, max_rows + 1)
         ]
         partial_rows = [self._heads * rows * count for rows, count in enumerate(self._splits, 1)]
@@ -263,10 +263,10 @@ def _num_sms(device: torch.device) -> int:
 def _allocate(q: torch.Tensor, splits: Splits) -> DecodeWorkspace:
     batch, kv_heads, group, dim = q.shape
     heads = kv_heads * group
-    lse = torch.empty((batch, heads, splits.count), dtype=torch.float32, device=q.device)
-    if splits.count == 1:  # programs write `out` directly: no combine, so arrivals need no zeroing launch
+    lse = torch.empty((batch, heads, splits.limit), dtype=torch.float32, device=q.device)
+    if splits.limit == 1:  # programs write `out` directly: no combine, so arrivals need no zeroing launch
         return DecodeWorkspace(lse, lse, torch.empty((batch, kv_heads), dtype=torch.int32, device=q.device))
-    acc = torch.empty((batch, heads, splits.count, dim), dtype=torch.float32, device=q.device)
+    acc = torch.empty((batch, heads, splits.limit, dim), dtype=torch.float32, device=q.device)
     return DecodeWorkspace(acc, lse, torch.zeros((batch, kv_heads), dtype=torch.int32, device=q.device))
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.errors import ModelError
-from engine.layers.weight_slot import WeightSlot
+from engine.layers.weight_slot import Slot, WeightSlot
 
 GROUP = 32
 ROW_MULTIPLE = 16
@@ -154,9 +154,9 @@ class Int4Linear(nn.Module):
         """Return the weight that the 4-bit kernel uses, as a new float32 tensor [N, K]."""
         return dequantize(self.codes(), self.scales[..., 0].T, self.scales[..., 1].T)
 
-    def slots(self, prefix: str) -> dict[str, WeightSlot | Int4Slot]:
+    def slots(self, prefix: str) -> dict[str, Slot]:
         """Map Hugging Face names to row ranges of the fused storage."""
-        slots: dict[str, WeightSlot | Int4Slot] = {}
+        slots: dict[str, Slot] = {}
         start = 0
         for name, rows in self.parts.items():
             slots[f"{prefix}.{name}.weight"] = Int4Slot(self, start, rows)
@@ -186,6 +186,10 @@ class Int4Slot:
     def write(self, tensor: Tensor) -> None:
         """Quantise `tensor` into the storage in place; addresses don't change."""
         self.layer.load_dense(tensor.to(device="cpu"), self.start)
+
+    def part_of(self, tensor: Tensor) -> Tensor:
+        """Return the part of a whole checkpoint tensor that is stored here: all of it."""
+        return tensor
 
     def read(self) -> Tensor:
         """Return a dequantised bfloat16 copy of the weight in use."""

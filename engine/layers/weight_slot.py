@@ -5,14 +5,32 @@ Layers create the slots; loader/weights.py writes to them.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
+
+
+class Slot(Protocol):
+    """The storage of one checkpoint tensor, as in `weight_slots`; WeightSlot is the usual implementation."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def write(self, tensor: Tensor) -> None: ...
+
+    def part_of(self, tensor: Tensor) -> Tensor: ...
+
+    def read(self) -> Tensor: ...
 
 
 class WeightSlot:
     """The storage of one checkpoint tensor: a view of a parameter, or of a row range of a fused one.
 
-    Layers with another storage format use a class with the same `shape`, `dtype`, `write` and `read`.
+    Layers with another storage format use another class with the interface of Slot.
     """
 
     def __init__(self, storage: Tensor, start: int = 0, rows: int | None = None):

@@ -118,7 +118,7 @@ def quantize_model(model: DenseModel, keep_dense: bool | None = None) -> None:
         if fits_int4(old.outputs, old.inputs):
             new = _empty_int4(old, keep)
             new.load_dense(old.weight)
-            if old.bias is not None:
+            if old.bias is not None and new.bias is not None:
                 new.bias.data.copy_(old.bias)
             setattr(parent, attribute, new)
 
@@ -143,9 +143,9 @@ def _fill_int4(model: DenseModel, source: GGUFModel) -> set[str]:
 def _projection_prefixes(model: DenseModel) -> list[tuple[str, nn.Module]]:
     """Return (Hugging Face name prefix, module) of every module that owns projections."""
     return [
-        (f"model.layers.{index}.{name}", module)
+        (f"model.layers.{index}.{name}", layer.get_submodule(attribute))
         for index, layer in enumerate(model.layers)
-        for name, module in (("self_attn", layer.attn), ("mlp", layer.mlp))
+        for name, attribute in (("self_attn", "attn"), ("mlp", "mlp"))
     ]
 
 

@@ -5,15 +5,23 @@ Afterwards the engine serves what the optimizer writes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Protocol
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from engine.errors import WeightUpdateError
-from engine.layers.weight_slot import WeightSlot
-from engine.models.dense import DenseModel
+from engine.layers.weight_slot import Slot, WeightSlot
 
 
-def share_weights(trainer: nn.Module, model: DenseModel) -> int:
+class ServedModel(Protocol):
+    """A model of the engine: DenseModel or MegatronModel."""
+
+    def weight_slots(self) -> Mapping[str, Slot]: ...
+
+
+def share_weights(trainer: nn.Module, model: ServedModel) -> int:
     """Copy the trainer's values into the engine's storage and make its parameters views of it.
 
     Returns the number of parameters. All or nothing: raises WeightUpdateError with every problem (names, shapes,
@@ -24,6 +32,7 @@ def share_weights(trainer: nn.Module, model: DenseModel) -> int:
     parameters = dict(trainer.named_parameters())
     problems = [f"{name}: the trainer has no such parameter" for name in slots if name not in parameters]
     problems += [f"{name}: the engine's model has no such weight" for name in parameters if name not in slots]
+    targets: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
         slot = slots.get(name)
         if slot is None:
@@ -34,6 +43,7 @@ def share_weights(trainer: nn.Module, model: DenseModel) -> int:
                 "cpu_weight_format bf16 or fp32, or host the Megatron-Core model instead of sharing it"
             )
             continue
+        targets[name] = slot.target
         for attribute, found, expected in (
             ("shape", tuple(parameter.shape), slot.shape),
             ("dtype", parameter.dtype, slot.dtype),
@@ -46,5 +56,5 @@ def share_weights(trainer: nn.Module, model: DenseModel) -> int:
     with torch.no_grad():
         for name, parameter in parameters.items():
             slots[name].write(parameter)
-            parameter.data = slots[name].target
+            parameter.data = targets[name]
     return len(parameters)

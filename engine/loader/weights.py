@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import ModelError, WeightUpdateError
+from engine.layers.weight_slot import Slot
 from engine.models.config import ModelConfig
 from engine.models.dense import DenseModel
 from engine.models.registry import build_model, config_from_folder, read_json_object
@@ -24,15 +25,6 @@ READABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 TIED_HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 LISTED_PROBLEMS = 20
-
-
-class Slot(Protocol):
-    """The storage of one checkpoint tensor, as in `weight_slots`; WeightSlot is the usual implementation."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    def write(self, tensor: Tensor) -> None: ...
 
 
 def load_hf_folder(
@@ -103,7 +95,7 @@ def load_weights(model: DenseModel, tensors: Iterable[tuple[str, Tensor]], sourc
     Ignores rotary inv_freq buffers, and lm_head in a tied model if it equals the embedding. Raises one ModelError
     that lists missing, unexpected, repeated and misshapen tensors; the model is then unusable.
     """
-    slots: dict[str, Slot] = dict(model.weight_slots())
+    slots = model.weight_slots()
     unfilled = dict.fromkeys(slots)
     problems: list[str] = []
     head: Tensor | None = None
@@ -206,7 +198,7 @@ def _is_pair(item: Any) -> bool:
     return isinstance(item[0], str) and isinstance(item[1], Tensor)
 
 
-def _tensor_problem(slots: dict[str, Slot], name: str, tensor: Tensor) -> str | None:
+def _tensor_problem(slots: Mapping[str, Slot], name: str, tensor: Tensor) -> str | None:
     """Return why `tensor` can't be written as `name`, or None if it can."""
     slot = slots.get(name)
     if slot is None:

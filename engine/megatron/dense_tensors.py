@@ -5,12 +5,12 @@ All tensors are the model's own parameters, without copies. fusable.py checks wh
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from engine.layers.weight_slot import WeightSlot
+from engine.megatron.weight_layout import Slot
 from engine.models.config import ModelConfig
 from engine.models.dense_tensors import HeadLayout, LayerTensors
 
@@ -18,12 +18,12 @@ from engine.models.dense_tensors import HeadLayout, LayerTensors
 class MegatronDecoder(Protocol):
     """The attributes of MegatronModel used here. `rotary` [positions, 1, 1, D] holds the rotary frequencies."""
 
-    gpt: nn.Module
+    gpt: Any
     config: ModelConfig
     dtype: torch.dtype
     rotary: Tensor
 
-    def weight_slots(self) -> dict[str, WeightSlot]: ...
+    def weight_slots(self) -> dict[str, Slot]: ...
 
 
 class MegatronTensors:
@@ -64,8 +64,9 @@ class MegatronTensors:
         return self._gpt.embedding.word_embeddings.weight
 
     @property
-    def norm(self) -> Tensor | None:
-        return getattr(self._gpt.decoder.final_layernorm, "weight", None)
+    def norm(self) -> Tensor:
+        weight: Any = getattr(self._gpt.decoder.final_layernorm, "weight", None)
+        return weight
 
     @property
     def head(self) -> Tensor:

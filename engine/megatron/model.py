@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from engine.attention.backend import Attention
 from engine.distributed.collectives import gather_columns
 from engine.errors import ModelError
-from engine.layers.weight_slot import WeightSlot
 from engine.megatron.fusable import fusable_tensors
-from engine.megatron.weight_layout import unwrapped, weight_slots
+from engine.megatron.weight_layout import Slot, unwrapped, weight_slots
 from engine.models.config import ModelConfig
 from engine.models.dense_tensors import DenseTensors
 
-Rope = tuple[Tensor]
+Rope = tuple[Tensor, ...]
 
 
 class MegatronModel(nn.Module):
@@ -37,11 +36,12 @@ class MegatronModel(nn.Module):
 
     def __init__(self, model: nn.Module, max_len: int | None = None, vocab_size: int | None = None):
         super().__init__()
-        gpt = unwrapped(model)
+        gpt: Any = unwrapped(model)
         if problems := _unsupported(gpt):
             raise ModelError(f"{type(gpt).__name__} can't be served: {'; '.join(problems)}")
         parameter = next(gpt.parameters())
-        self.gpt, self.dtype, self.device = gpt, parameter.dtype, parameter.device
+        self.gpt: Any = gpt
+        self.dtype, self.device = parameter.dtype, parameter.device
         self.config = _config_of(gpt, vocab_size)
         self.max_len = max_len or self.config.context_length
         self._attention: Attention | None = None
@@ -98,7 +98,7 @@ class MegatronModel(nn.Module):
             hidden = self.layer(index, hidden, rope, attention)
         return self.norm(hidden)
 
-    def weight_slots(self) -> dict[str, WeightSlot]:
+    def weight_slots(self) -> dict[str, Slot]:
         """Map Hugging Face tensor names to slots in this rank's parameters."""
         return weight_slots(self.gpt, self.config.vocab_size, *_rank_of(self.gpt))
 
@@ -163,7 +163,7 @@ class MegatronModel(nn.Module):
         return self.gpt.rotary_pos_emb(self.max_len).detach().clone()
 
 
-def _rank_of(gpt: nn.Module) -> tuple[int, int]:
+def _rank_of(gpt: Any) -> tuple[int, int]:
     """Return this process's tensor-parallel rank and the number of ranks."""
     group = gpt.pg_collection.tp
     return group.rank(), group.size()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -116,7 +117,7 @@ def gather(parts: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the GPTModel inside wrappers that keep it as `module`. Raises ModelError if there is none."""
-    inner = model
+    inner: Any = model
     while not hasattr(inner, "decoder") and isinstance(getattr(inner, "module", None), nn.Module):
         inner = inner.module
     if not hasattr(getattr(inner, "decoder", None), "layers") or not hasattr(inner, "config"):
@@ -144,7 +145,7 @@ def listed(problems: list[str]) -> str:
 class _Table:
     """Slots and problems found so far. `parameters` holds the parameters that are not mapped yet."""
 
-    def __init__(self, model: nn.Module, rank: int, ranks: int):
+    def __init__(self, model: Any, rank: int, ranks: int):
         self.rank, self.ranks = rank, ranks
         self.parameters = dict(model.named_parameters())
         self.slots: dict[str, Slot] = {}

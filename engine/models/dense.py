@@ -20,7 +20,7 @@ from engine.errors import ModelError
 from engine.layers.linear import Embedding, Linear
 from engine.layers.norm import HeadNorm, RMSNorm
 from engine.layers.rotary import RotaryTable, rotate
-from engine.layers.weight_slot import WeightSlot
+from engine.layers.weight_slot import Slot, WeightSlot
 from engine.models.config import ModelConfig
 from engine.models.dense_tensors import DenseTensors, HeadLayout, LayerTensors
 
@@ -142,7 +142,7 @@ class DenseModel(nn.Module):
         """Positions int64 [T] -> (cos, sin), each [T, 1, D]; computed once per step and shared by all layers."""
         return self.rotary(positions)
 
-    def layer(self, index: int, hidden: Tensor, rope: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
+    def layer(self, index: int, hidden: Tensor, rope: tuple[Tensor, ...], attention: Attention) -> Tensor:
         """Decoder layer `index`: hidden [T, h] -> a new hidden [T, h]."""
         return self.layers[index](hidden, *rope, attention)
 
@@ -158,12 +158,12 @@ class DenseModel(nn.Module):
         """Normed hidden [N, h] -> logits [N, vocab] in the model's dtype."""
         return self.head(hidden)
 
-    def weight_slots(self) -> dict[str, WeightSlot]:
+    def weight_slots(self) -> dict[str, Slot]:
         """Map Hugging Face tensor names to slots, in layer order; a tied head has no entry.
 
         Loading, updating and exporting all use this mapping. It is rebuilt from the current modules at each call.
         """
-        slots = {**self.embed.slots("model.embed_tokens")}
+        slots: dict[str, Slot] = {**self.embed.slots("model.embed_tokens")}
         for index, layer in enumerate(self.layers):
             slots |= layer.slots(f"model.layers.{index}")
         slots |= self.norm.slots("model.norm")

@@ -71,11 +71,18 @@ class DenseTensors(Protocol):
 
     config: ModelConfig
     heads: HeadLayout
-    group: dist.ProcessGroup | None
     first_token: int
-    cos: Tensor
-    sin: Tensor
-    """RoPE table, [positions, D] or [positions, 1, D], in the model's dtype; the first half of sin is negated."""
+
+    @property
+    def group(self) -> dist.ProcessGroup | None: ...
+
+    @property
+    def cos(self) -> Tensor:
+        """RoPE table, [positions, D] or [positions, 1, D], in the model's dtype."""
+
+    @property
+    def sin(self) -> Tensor:
+        """RoPE table like `cos`, with the first half negated."""
 
     def layer(self, index: int) -> LayerTensors:
         """Return the parameters of decoder layer `index`."""

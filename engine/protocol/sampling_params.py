@@ -140,7 +140,7 @@ class SamplingParams:
         if not isinstance(values, Mapping):
             raise _invalid("sampling_params", values, "an object of sampling parameters")
         fields = {f.name: f for f in dataclasses.fields(cls)}
-        given = {}
+        given: dict[str, Any] = {}
         for name, value in values.items():
             if name not in fields:
                 raise _unknown_key(name, list(fields))
@@ -169,7 +169,7 @@ def _unknown_key(name: Any, known: list[str]) -> RequestError:
 
 def _integer(name: str, value: Any, low: int, high: int) -> int:
     allowed = f"an integer from {low} to {high}"
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not low <= value <= high:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not low <= int(value) <= high:
         raise _invalid(name, value, allowed)
     return int(value)
 
@@ -177,12 +177,16 @@ def _integer(name: str, value: Any, low: int, high: int) -> int:
 def _number(name: str, value: Any, low: float, high: float, *, exclusive: bool = False) -> float:
     """Return value as a finite float in [low, high], or in (low, high] with `exclusive`; else raise RequestError."""
     allowed = f"a number {'above' if exclusive else 'from'} {low:g} {'up ' if exclusive else ''}to {high:g}"
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    if not _is_real(value):
         raise _invalid(name, value, allowed)
     # Compare before float(): a huge integer can be compared but not converted. Comparisons with NaN are false.
     if not low <= value <= high or (exclusive and not value > low) or not math.isfinite(value):
         raise _invalid(name, value, allowed)
     return float(value)
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _stop_strings(value: Any) -> tuple[str, ...]:

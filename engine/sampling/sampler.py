@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -91,7 +90,7 @@ class Sampler:
         device: torch.device | str = "cpu",
         *,
         eos_token_ids: Sequence[int] = (),
-        logprobs_mode: Literal["processed", "raw"] = "processed",
+        logprobs_mode: str = "processed",
         fused: bool | None = None,
     ):
         if logprobs_mode not in ("processed", "raw"):
@@ -185,7 +184,7 @@ class Sampler:
         tracked = ids_to(self.device, [slots[i] for i in penalised]) if penalised else None
         x = self._adjust_logits(raw, penalised, tracked, states, row_params)
         token_ids, pending = self._selector.select(x, row_params, [state.method for state in states])
-        if penalised:
+        if tracked is not None:
             self.counts.add(tracked, rows_of(token_ids, penalised))
         if self._raw:
             pending = self._raw_logprobs(raw, token_ids, states)
@@ -198,12 +197,10 @@ class Sampler:
         self._selector.warm_up(logits, self._row_params.shape[1])
 
     def _raw_logprobs(self, raw: Tensor, token_ids: Tensor, states: list[_Slot]) -> list[Pending]:
+        top_counts = {i: count for i, state in enumerate(states) if (count := state.method.logprobs) is not None}
         return [
-            (
-                rows,
-                raw_logprobs(rows_of(raw, rows), rows_of(token_ids, rows), [states[i].method.logprobs for i in rows]),
-            )
-            for rows in self._selector.split([i for i, state in enumerate(states) if state.method.logprobs is not None])
+            (rows, raw_logprobs(rows_of(raw, rows), rows_of(token_ids, rows), [top_counts[i] for i in rows]))
+            for rows in self._selector.split(list(top_counts))
         ]
 
     def _lift_min_tokens(self, slots: list[int], states: list[_Slot], positions: list[int]) -> None:
@@ -221,22 +218,23 @@ class Sampler:
 
         `penalised` are row indices, `tracked` their slots on the device.
         """
-        biased = [i for i, state in enumerate(states) if state.bias is not None]
-        banned = [i for i, state in enumerate(states) if state.min_tokens]
+        biased = {i: state.bias for i, state in enumerate(states) if state.bias is not None}
+        banned = {i: state.banned for i, state in enumerate(states) if state.min_tokens and state.banned is not None}
         if not (penalised or biased or banned):
             return raw
         x = raw.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        for chunk, rows in enumerate(self._selector.split(penalised)):
-            start = chunk * self._selector.chunk_rows
-            slots = tracked[start : start + len(rows)]
-            columns = (_column(row_params, rows, c) for c in (_REPETITION, _FREQUENCY, _PRESENCE))
-            x = put_rows(x, rows, self.counts.penalise(rows_of(x, rows), slots, *columns))
+        if tracked is not None:
+            for chunk, rows in enumerate(self._selector.split(penalised)):
+                start = chunk * self._selector.chunk_rows
+                slots = tracked[start : start + len(rows)]
+                columns = (_column(row_params, rows, c) for c in (_REPETITION, _FREQUENCY, _PRESENCE))
+                x = put_rows(x, rows, self.counts.penalise(rows_of(x, rows), slots, *columns))
         if biased:
-            indices = self._flat_indices(biased, [states[i].bias[0] for i in biased])
-            values = torch.cat([states[i].bias[1] for i in biased])
+            indices = self._flat_indices(list(biased), [ids for ids, _ in biased.values()])
+            values = torch.cat([values for _, values in biased.values()])
             x.view(-1).index_add_(0, indices, upload(values, self.device))
         if banned:
-            indices = self._flat_indices(banned, [states[i].banned for i in banned])
+            indices = self._flat_indices(list(banned), list(banned.values()))
             x.view(-1).index_fill_(0, indices, float("-inf"))
         return x
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,7 +71,7 @@ class TokenSelector:
         self._raw = raw
         self.chunk_rows = max(1, _CHUNK_LOGITS[device.type == "cuda"] // vocab_size)
         """Maximum number of rows per chunk."""
-        self._kernels = _kernels(device.type == "cuda" if fused is None else fused)
+        self._kernels: Any = _kernels(device.type == "cuda" if fused is None else fused)  # a module or None
 
     def method_for(self, params: SamplingParams) -> SamplingMethod:
         """Return how to sample a request. Depends only on its parameters, so the batch does not affect its tokens."""
@@ -141,9 +142,13 @@ class TokenSelector:
         pending: list[Pending] = []
         row_methods = [methods[i] for i in rows]
         for chunk in self._chunks(row_methods):
-            chunk_tensors = (rows_of(t, chunk) for t in (x, best, token_ids, row_params))
             sampled, logprobs = self._sample_chunk(
-                *chunk_tensors, [rows[j] for j in chunk], [row_methods[j] for j in chunk]
+                rows_of(x, chunk),
+                rows_of(best, chunk),
+                rows_of(token_ids, chunk),
+                rows_of(row_params, chunk),
+                [rows[j] for j in chunk],
+                [row_methods[j] for j in chunk],
             )
             token_ids = put_rows(token_ids, chunk, sampled)
             pending += logprobs
@@ -182,13 +187,19 @@ class TokenSelector:
             sampled = sample_truncated(z, weights, top_k, top_p, min_p, u, max(ks) if min(ks) > 0 else 0)
         else:
             sampled = sample_full(weights, min_p if any(method.min_p for method in chunk_methods) else None, u)
-        logprob_rows = [j for j, method in enumerate(chunk_methods) if method.logprobs is not None]
-        if self._raw or not logprob_rows:
+        top_counts = {j: count for j, method in enumerate(chunk_methods) if (count := method.logprobs) is not None}
+        if self._raw or not top_counts:
             return sampled.token_ids, []
         # Mark rows without a finite maximum with the token -1, as in the batch.
         token_ids = torch.where(torch.isfinite(best), sampled.token_ids, -1)
-        logprob_tensors = (rows_of(t, logprob_rows) for t in (z, token_ids, sampled.kept, sampled.total))
-        logprobs = DeviceLogprobs.of(*logprob_tensors, [chunk_methods[j].logprobs for j in logprob_rows])
+        logprob_rows = list(top_counts)
+        logprobs = DeviceLogprobs.of(
+            rows_of(z, logprob_rows),
+            rows_of(token_ids, logprob_rows),
+            rows_of(sampled.kept, logprob_rows),
+            rows_of(sampled.total, logprob_rows),
+            list(top_counts.values()),
+        )
         return sampled.token_ids, [([rows[j] for j in logprob_rows], logprobs)]
 
 

@@ -85,5 +85,6 @@ class RequestProgress:
         entry = self._entries[request.request_id]
         full = computed // self._page_size
         if full > entry.registered:
+            assert entry.chain is not None  # created at admission
             self._prefix_cache.insert(entry.chain, request.token_ids, request.pages, entry.registered, full)
             entry.registered = full

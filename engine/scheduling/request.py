@@ -59,12 +59,12 @@ class Request:
         self.num_computed = 0
         self.length = self.prompt_len
         self.pages: list[int] = []
-        self.slot: int | None = None
+        self.slot: int = None  # type: ignore[assignment]  # int to its readers, which see running requests only
         self.lease = 0
         self.max_length = 0
         self.end_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
         self.generates_tokens = params.max_tokens != 0
-        self.prompt_scores: list[TokenLogprob] = []  # prompt logprobs of the chunks prefilled so far in this run
+        self.prompt_scores: list[TokenLogprob | None] = []  # prompt logprobs of the chunks prefilled so far in this run
         self.first_event_sent = False
         self.cached_tokens = 0
         self.first_scheduled_time: float | None = None
@@ -94,7 +94,9 @@ class Request:
 
     @property
     def seed(self) -> int:
-        return self.request.seed
+        seed = self.request.seed
+        assert seed is not None  # EngineRequest sets it
+        return seed
 
     @property
     def output_len(self) -> int:

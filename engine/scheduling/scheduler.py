@@ -362,7 +362,7 @@ class Scheduler:
         self.pool.free(request.pages)
         heappush(self._free_slots, request.slot)
         request.pages = []
-        request.slot = None
+        request.slot = None  # type: ignore[assignment]  # see Request
         request.lease = request.num_computed = 0
         request.length = len(request.token_ids)
         self._blocked_head = None

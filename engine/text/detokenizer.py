@@ -98,9 +98,9 @@ class ByteDetokenizer:
     def add_one(self, token_id: int) -> str:
         """Return the text that this token completes; may be empty."""
         piece = self._pieces[token_id]
-        if not self._partial and type(piece) is str:
+        if not self._partial and isinstance(piece, str):
             return piece
-        data = self._partial + (piece.encode() if type(piece) is str else piece)
+        data = self._partial + (piece.encode() if isinstance(piece, str) else piece)
         text, read = codecs.utf_8_decode(data, "replace", False)
         self._partial = data[read:]
         return text

@@ -88,7 +88,7 @@ class Tokenizer:
         """Whether the model has a chat template."""
         return bool(self._chat_template)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: object, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`. Raises RequestError if it is not a string or has lone surrogates."""
         if not isinstance(text, str):
             raise RequestError(f"the prompt must be a string, not {type(text).__name__}", param="prompt")
@@ -153,7 +153,7 @@ class Tokenizer:
 
 
 def _from_gguf(source: ModelSource) -> Tokenizer:
-    metadata = GGUFFile(source.path).metadata
+    metadata: dict[str, Any] = GGUFFile(source.path).metadata
     model_type, pre_tokenizer = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
     if model_type is None:
         raise NoTokenizer(f"{source.path}: has no tokenizer; {_IDS_HINT}")
@@ -163,9 +163,12 @@ def _from_gguf(source: ModelSource) -> Tokenizer:
             f"GGUF files (gpt2 with smollm, gpt-2 or qwen2 is); use the model's Hugging Face folder, or "
             f"token ids: {_IDS_HINT}"
         )
-    tokens, template = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.chat_template")
+    # Checked by the tokenizers library, which the error below wraps.
+    tokens: Any = metadata.get("tokenizer.ggml.tokens")
+    merges: Any = metadata.get("tokenizer.ggml.merges")
+    template = metadata.get("tokenizer.chat_template")
     try:
-        backend = _byte_level_bpe(tokens, metadata.get("tokenizer.ggml.merges"), pre_tokenizer)
+        backend = _byte_level_bpe(tokens, merges, pre_tokenizer)
         _add_special_tokens(backend, tokens, metadata.get("tokenizer.ggml.token_type") or [])
         names = {key: _special_token(metadata, tokens, key) for key in ("bos", "eos", "eot")}
         if metadata.get("tokenizer.ggml.add_bos_token") and names["bos"]:
@@ -190,7 +193,8 @@ def _byte_level_bpe(tokens: list[str], merges: list[str], pre_tokenizer: str) ->
     vocabulary = {token: index for index, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens):
         raise ValueError(f"{len(tokens) - len(vocabulary)} of {len(tokens)} tokens appear twice")
-    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[tuple(merge.split(" ")) for merge in merges]))
+    pairs: list[Any] = [tuple(merge.split(" ")) for merge in merges]  # BPE rejects what is no pair
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
     if pre_tokenizer == "qwen2":
         backend.normalizer = normalizers.NFC()
         split = pre_tokenizers.Split(tokenizers.Regex(_QWEN2_PATTERN), behavior="isolated")
@@ -198,7 +202,7 @@ def _byte_level_bpe(tokens: list[str], merges: list[str], pre_tokenizer: str) ->
             [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
         )
     else:
-        steps = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        steps: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
         if pre_tokenizer == "smollm":
             steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
         backend.pre_tokenizer = pre_tokenizers.Sequence(steps)

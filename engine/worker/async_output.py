@@ -24,7 +24,7 @@ class StepResult:
 
     tokens: list[int] = field(default_factory=list)
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
-    prompt_logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[TokenLogprob | None]] = field(default_factory=dict)
     graph_bucket: int | None = None
 
 
@@ -44,20 +44,21 @@ class AsyncStepOutput:
         """Whether the results, or the error, have arrived on the host."""
         return self._outcome is not None
 
-    def wait(self) -> None:
+    def wait(self) -> StepResult | Exception:
         """Wait for the results and store them, or the exception, for `read`."""
         if self._outcome is None:
             try:
                 self._outcome = self._collect()
             except Exception as error:  # raised by `read`, so that it fails this step only
                 self._outcome = error
+        return self._outcome
 
     def read(self) -> StepResult:
         """Wait for and return the step's results. Raises device errors, which may come from later work too."""
-        self.wait()
-        if isinstance(self._outcome, Exception):
-            raise self._outcome
-        return self._outcome
+        outcome = self.wait()
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
     def _collect(self) -> StepResult:
         result = StepResult(graph_bucket=self.graph_bucket)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.attention.backend import PrefillAttention
 from engine.attention.kv_cache import KVCache
-from engine.config import EngineConfig
+from engine.config import ResolvedConfig
 from engine.errors import ConfigError, ModelError
 from engine.kernels.launch import SHARED_BYTES, fits
 from engine.megatron.model import MegatronModel
@@ -27,12 +27,13 @@ from engine.scheduling.batch import Batch, PrefillChunk
 from engine.scheduling.request import Request
 from engine.utils.async_copy import ids_to
 from engine.worker.async_output import MAX_STEPS_IN_FLIGHT, AsyncStepOutput
-from engine.worker.decode_graphs import SITE, decode_site
+from engine.worker.decode_graphs import SITE, decode_site, model_addresses
 from engine.worker.input_buffers import DecodeInputs, Layout, decode_buffers
 from engine.worker.sizing import WARM_CONTEXT, context_buckets
 from graph_cache.buckets import Buckets
 from graph_cache.cache import GraphCache
 from graph_cache.host_ring import HostRing
+from graph_cache.keys import ABOVE_MAX
 from graph_cache.manifest import Manifest
 
 if TYPE_CHECKING:  # they import triton
@@ -52,7 +53,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: ResolvedConfig,
         model: DenseModel | MegatronModel,
         eos_token_ids: Sequence[int],
         manifest: Manifest | None = None,
@@ -100,7 +101,7 @@ class ModelRunner:
             self.prefill = Prefill(
                 fused, self.state.last_tokens, config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len
             )
-            self.cache.add_site(self.prefill.site())
+            self.cache.add_site(self.prefill.site(model_addresses(model, self.kv)))
         self.sampling = Sampler(
             config.max_num_seqs,
             spec.vocab_size,
@@ -180,6 +181,7 @@ class ModelRunner:
     def _decode(self, batch: Batch, output: AsyncStepOutput) -> None:
         rows, variant = len(batch.decodes), self._variant(batch)
         plan = self.cache.plan(SITE, rows, **variant)
+        assert plan.bucket is not None  # the largest bucket is max_num_seqs
         self.inputs.load(batch, plan.bucket)
         self.cache.run(plan)
         self.inputs.advance()
@@ -204,6 +206,8 @@ class ModelRunner:
 
     def _prefill(self, chunks: list[PrefillChunk], output: AsyncStepOutput) -> None:
         last_indices = [index for index, chunk in enumerate(chunks) if chunk.is_last]
+        logits: Tensor | None
+        tokens: Tensor | None
         if self.prefill is not None:
             hidden, logits, tokens = self._packed_prefill(self.prefill, chunks)
             normalize = lambda rows: self.model.norm(hidden[rows])  # noqa: E731
@@ -215,19 +219,19 @@ class ModelRunner:
             normalize, tokens = hidden.__getitem__, None
         start = 0
         for chunk in chunks:
-            if chunk.request.params.prompt_logprobs is not None:
-                self._score_prompt(chunk, normalize(slice(start, start + chunk.length)), output)
+            top_count = chunk.request.params.prompt_logprobs
+            if top_count is not None:
+                self._score_prompt(chunk, normalize(slice(start, start + chunk.length)), top_count, output)
             start += chunk.length
-        if last_indices:
+        if last_indices and logits is not None:
             self._sample_first_tokens([chunks[index] for index in last_indices], logits, tokens, output)
 
     def _packed_prefill(self, prefill: Prefill, chunks: list[PrefillChunk]) -> tuple[Tensor, Tensor, Tensor]:
         """Run packed prefill. Returns hidden [T, h] before the final norm, and each chunk's logits and greedy token."""
         num_tokens = sum(chunk.length for chunk in chunks)
         plan = self.cache.plan(PREFILL_SITE, num_tokens)
-        max_chunks = 0 if plan.bucket is None else prefill.layout(plan.bucket).num_chunks
-        if len(chunks) > max_chunks:
-            reason = plan.reason if plan.bucket is None else TOO_MANY_CHUNKS
+        if plan.bucket is None or len(chunks) > prefill.layout(plan.bucket).num_chunks:
+            reason = ABOVE_MAX if plan.bucket is None else TOO_MANY_CHUNKS
             self.cache.count_eager(PREFILL_SITE, "prefill", num_tokens, reason)
             return prefill.run_eager(chunks)
         prefill.load(chunks, plan.bucket)
@@ -260,7 +264,6 @@ class ModelRunner:
         """
         slots = [chunk.request.slot for chunk in chunks]
         positions = [chunk.start + chunk.length for chunk in chunks]
-        next_tokens = greedy_tokens
         if self.sampling.needs_sampler(slots):
             sampled = self.sampling.sample(logits, slots, positions)
             next_tokens = sampled.token_ids
@@ -268,6 +271,8 @@ class ModelRunner:
         elif greedy_tokens is None:
             best, ids = logits.max(dim=-1)
             next_tokens = torch.where(torch.isfinite(best), ids, -1)
+        else:
+            next_tokens = greedy_tokens
         if next_tokens is not greedy_tokens:
             self.state.last_tokens.index_copy_(
                 0, ids_to(self.device, [slot + 1 for slot in slots]), next_tokens.clamp(min=0)
@@ -284,7 +289,7 @@ class ModelRunner:
         for cache in (*self.kv.k, *self.kv.v):
             cache.index_fill_(0, index, 0)
 
-    def _score_prompt(self, chunk: PrefillChunk, hidden: Tensor, output: AsyncStepOutput) -> None:
+    def _score_prompt(self, chunk: PrefillChunk, hidden: Tensor, top_count: int, output: AsyncStepOutput) -> None:
         """Compute the logprobs of the prompt tokens that follow the chunk's tokens, in slices to keep logits small."""
         request = chunk.request
         targets = request.token_ids[chunk.start + 1 : min(chunk.start + chunk.length, request.prompt_len - 1) + 1]
@@ -292,4 +297,4 @@ class ModelRunner:
         for start in range(0, len(targets), PROMPT_LOGPROB_ROWS):
             part = targets[start : start + PROMPT_LOGPROB_ROWS]
             logits = self.model.logits(hidden[start : start + len(part)])
-            scores += prompt_logprobs(logits, ids_to(self.device, part), request.params.prompt_logprobs)
+            scores += prompt_logprobs(logits, ids_to(self.device, part), top_count)

@@ -16,7 +16,7 @@ from engine.kernels.paged_prefill import VarlenLayout
 from engine.models.fused_dense import FusedDense
 from engine.scheduling.batch import PrefillChunk
 from engine.utils.async_copy import upload
-from engine.worker.decode_graphs import model_addresses
+from graph_cache.addresses import AddressBook
 from graph_cache.buckets import Buckets
 from graph_cache.buffers import BATCH, BufferSpec, StaticBuffers
 from graph_cache.site import Site
@@ -80,7 +80,7 @@ class Prefill:
         self._pages = -(-max_model_len // fused.kv.page_size)
         self._max_chunks = max_chunks
         self._rows = torch.arange(1, max_chunks + 1, device=device)
-        self.buckets = Buckets([*(size for size in TOKEN_BUCKETS if size < max_tokens), max_tokens])
+        self.buckets = Buckets((*(size for size in TOKEN_BUCKETS if size < max_tokens), max_tokens))
         max_bucket, layout = self.buckets.max, self.layout(self.buckets.max)
         self.buffers = StaticBuffers(
             {
@@ -97,9 +97,11 @@ class Prefill:
         """Return the input layout of a token bucket, including its number of chunks."""
         return PackedLayout(min(self._max_chunks, max(MIN_CHUNKS, bucket // TOKENS_PER_CHUNK)), self._pages)
 
-    def site(self) -> Site:
-        """Build the site for the graph cache: the packed step at each token bucket."""
-        addresses = model_addresses(self._fused.model, self._fused.kv)
+    def site(self, addresses: AddressBook) -> Site:
+        """Build the site for the graph cache: the packed step at each token bucket.
+
+        `addresses` are those of the model and the KV cache; the site adds its own.
+        """
         addresses.watch({"last_tokens": self._last_tokens})
         return Site(SITE, [self._part], self.buffers, self.buckets, phase="prefill", addresses=addresses)
 

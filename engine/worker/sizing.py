@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 
 import torch
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, ResolvedConfig
 from engine.errors import ConfigError
 from engine.models.config import ModelConfig
 
@@ -24,7 +23,7 @@ FIRST_CONTEXT_BUCKET = 256
 WARM_CONTEXT = 1024
 
 
-def resolve(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> EngineConfig:
+def resolve(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> ResolvedConfig:
     """Return a copy of `config` with every size filled in. Raises ConfigError for sizes that contradict the model."""
     on_gpu = device.type == "cuda"
     context = config.max_model_len or model.context_length
@@ -41,16 +40,16 @@ def resolve(config: EngineConfig, model: ModelConfig, device: torch.device, dtyp
     pages = config.num_pages or _affordable_pages(config, model, device, dtype, seqs, batched, context)
     if pages < 2:
         raise ConfigError(f"num_pages={pages}: page 0 is the scratch page, so at least 2 are needed")
-    return dataclasses.replace(
-        config,
-        device=str(device),
-        dtype=str(dtype).removeprefix("torch."),
-        max_model_len=context,
-        max_num_seqs=seqs,
-        max_num_batched_tokens=batched,
-        num_pages=pages,
-        async_scheduling=on_gpu if config.async_scheduling is None else config.async_scheduling,
-    )
+    sizes = {
+        "device": str(device),
+        "dtype": str(dtype).removeprefix("torch."),
+        "max_model_len": context,
+        "max_num_seqs": seqs,
+        "max_num_batched_tokens": batched,
+        "num_pages": pages,
+        "async_scheduling": on_gpu if config.async_scheduling is None else config.async_scheduling,
+    }
+    return ResolvedConfig(**(vars(config) | sizes))
 
 
 def _default_max_num_seqs(device: torch.device) -> int:

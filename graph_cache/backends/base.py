@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -56,9 +56,9 @@ class Backend(Protocol):
         """Return new shared memory, empty until a capture needs it."""
 
     def capture(
-        self, fn: Callable[[], None], memory: Memory, generators: Sequence[torch.Generator], reference: Reference | None
+        self, fn: Callable[[], None], memory: Any, generators: Sequence[torch.Generator], reference: Reference | None
     ) -> CapturedGraph:
-        """Run `fn` once and record it. Only `generators` may supply random numbers.
+        """Run `fn` once and record it. Only `generators` may supply random numbers. `memory` is from `new_memory`.
 
         The caller holds the capture lock, has set the gradient mode, and restores the state afterwards. Given a
         reference, a backend that can compares a replay with it. Raises CaptureRefused for an operation that a graph

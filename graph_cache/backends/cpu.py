@@ -70,7 +70,8 @@ class CpuBackend:
         return self._capturing_thread == threading.get_ident()
 
     def has_captured(self) -> bool:
-        return not self.is_capturing() or self._recorder.touched_memory()
+        recorder = self._recorder
+        return recorder is None or not self.is_capturing() or recorder.touched_memory()
 
     def synchronize(self) -> None:
         """Do nothing: CPU operations are complete when they return."""

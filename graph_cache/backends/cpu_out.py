@@ -48,7 +48,9 @@ def out_call(
     func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], targets: Sequence[torch.Tensor]
 ) -> tuple[torch._ops.OpOverload, tuple, dict[str, Any]]:
     """Return `func(*args, **kwargs)` as a call that writes its results into `targets`. The overload must exist."""
-    out_func, out_names = out_overload(func)
+    found = out_overload(func)
+    assert found is not None
+    out_func, out_names = found
     arguments = out_func._schema.arguments
     accepted = {argument.name for argument in arguments}
     positional = [argument.name for argument in func._schema.arguments if not argument.kwarg_only]

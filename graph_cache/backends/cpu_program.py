@@ -128,7 +128,7 @@ def torchscript_program(calls: list[Call]) -> Callable[[], None]:
 
 
 def _script(calls: list[Call]) -> Callable[[], None]:
-    graph = torch._C.Graph()
+    graph: Any = torch._C.Graph()  # Any: torch's stubs lack some of its methods
     constants: dict[tuple, torch._C.Value] = {}
     for call in calls:
         _append(graph, constants, call)
@@ -195,10 +195,12 @@ def _value(graph: torch._C.Graph, constants: dict, value: Any, ir_type: Any) -> 
         value = int(value)  # in the IR, a bool is not a number
     if ir_type is not None and "float" in str(ir_type) and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
+    key: tuple[str, Any]
     if isinstance(value, torch.Tensor):
         key = ("tensor", id(value))
     elif isinstance(value, torch.Generator):
-        key = ("generator", value._cdata)
+        generator: Any = value
+        key = ("generator", generator._cdata)
     else:
         key = (type(value).__name__, repr(value))
     return _constant(graph, constants, key, value)
@@ -219,7 +221,7 @@ def _list(graph: torch._C.Graph, constants: dict, value: list | tuple, ir_type: 
     return node.output()
 
 
-def _constant(graph: torch._C.Graph, constants: dict, key: tuple, value: Any) -> torch._C.Value:
+def _constant(graph: Any, constants: dict, key: tuple, value: Any) -> torch._C.Value:
     if key not in constants:
         constants[key] = graph.insertConstant(value)
     return constants[key]

@@ -95,7 +95,7 @@ class TapeRecorder(TorchDispatchMode):
     Sees only what reaches the dispatcher; cpu_host_reads.py refuses reads that bypass it.
     """
 
-    def __init__(self, generators: Sequence[torch.Generator] = (), can_undo: bool = False):
+    def __init__(self, generators: Sequence[Any] = (), can_undo: bool = False):  # of torch.Generator
         super().__init__()
         self.tape = Tape()
         # With `can_undo`, by address: outside memory that the run wrote to, and its former contents.
@@ -133,7 +133,7 @@ class TapeRecorder(TorchDispatchMode):
         inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
         input_storages = {tensor.untyped_storage()._cdata for tensor in inputs}
         if self._overwritten is not None:
-            self._save_overwritten(func, args, kwargs)
+            self._save_overwritten(self._overwritten, func, args, kwargs)
         result = func(*args, **kwargs)
         if lifted:
             self._literals.add(result.untyped_storage()._cdata)
@@ -150,7 +150,13 @@ class TapeRecorder(TorchDispatchMode):
             self._record(func, args, kwargs, inputs, result, input_storages)
         return result  # if not recorded, a view: its geometry is in the Refs of later operations
 
-    def _save_overwritten(self, func, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _save_overwritten(
+        self,
+        saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]],
+        func,
+        args: tuple,
+        kwargs: dict[str, Any],
+    ) -> None:
         """Save the contents of outside memory that the call is about to overwrite."""
         names = _written_arguments(func)
         if not names:
@@ -159,8 +165,8 @@ class TapeRecorder(TorchDispatchMode):
         for tensor in tree_flatten([given.get(name) for name in names])[0]:
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
-                if storage._cdata not in self._buffer_of and storage._cdata not in self._overwritten:
-                    self._overwritten[storage._cdata] = storage, storage.clone()
+                if storage._cdata not in self._buffer_of and storage._cdata not in saved:
+                    saved[storage._cdata] = storage, storage.clone()
 
     def undo(self) -> None:
         """Restore outside memory that the run overwrote."""
@@ -197,7 +203,7 @@ class TapeRecorder(TorchDispatchMode):
         def to_ref(leaf: Any) -> Any:
             return self._ref(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
-        def new_ref(leaf: Any) -> Ref | None:
+        def new_ref(leaf: Any) -> Any:
             new = isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in input_storages
             return self._ref(leaf) if new else None
 
@@ -237,7 +243,7 @@ class TapeRecorder(TorchDispatchMode):
             tensor.dtype,
             tuple(tensor.size()),
             tuple(tensor.stride()),
-            tensor.storage_offset(),
+            int(tensor.storage_offset()),
             tensor.is_conj(),
             tensor.is_neg(),
         )
@@ -305,8 +311,10 @@ class TapeRecorder(TorchDispatchMode):
         given |= dict(zip(given, args, strict=False)) | kwargs
         if given.get("train", True) is False or given.get("training", True) is False or given.get("dropout_p") == 0.0:
             return True
-        generator = given.get("generator")
-        return (torch.default_generator if generator is None else generator)._cdata in self._generators
+        generator: Any = given.get("generator")
+        if generator is None:
+            generator = torch.default_generator
+        return generator._cdata in self._generators
 
 
 @functools.cache

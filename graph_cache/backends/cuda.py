@@ -43,7 +43,7 @@ class CudaMemory:
         self._device = device
         self._live_graphs = 0
         self._segment_bytes = 0
-        self.id: tuple[int, int] = torch.cuda.graph_pool_handle()
+        self.id = torch.cuda.graph_pool_handle()
 
     def adopt(self) -> None:
         """Count a new graph in the pool."""

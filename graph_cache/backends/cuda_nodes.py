@@ -77,7 +77,7 @@ def pageable_copies(stream: int) -> list[str]:
     """
     driver = _driver()
     graph = _graph_under_capture(driver, stream)
-    found = []
+    found: list[str] = []
     if graph is None:
         return found
     for copy in _memcpy_nodes(driver, graph):

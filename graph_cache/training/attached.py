@@ -36,6 +36,10 @@ GLOBAL_HOOKS = [
 Hook = Callable[..., Any]
 
 
+# Which hooks and parameters a module has, the modes of its submodules, and their float attributes.
+ModuleState = tuple[float | type, ...]
+
+
 class AmbientState(Protocol):
     """Ambient state that a capture of module calls would bake in beside their arguments.
 
@@ -181,7 +185,8 @@ class AttachedModule:
         ]
         self.hooks += GLOBAL_HOOKS
         floats = [(vars(module), name) for module in self.submodules for name in constant_numbers(module)]
-        self.float_owners, self.float_names = zip(*floats, strict=True) if floats else ((), ())
+        self.float_owners = [owner for owner, _ in floats]
+        self.float_names = [name for _, name in floats]
         self._fired = fired
         self.surroundings = surroundings
         self._hooks_to_run: list[tuple[nn.Module, Hook]] = []
@@ -234,7 +239,8 @@ class AttachedModule:
 
     def _pre_hooks(self, module: nn.Module) -> dict[int, Hook]:
         """Return the hooks of a submodule that run before a replay."""
-        return {key: hook for key, hook in module._forward_pre_hooks.items() if self._fired(hook)}
+        fired = self._fired
+        return {} if fired is None else {key: hook for key, hook in module._forward_pre_hooks.items() if fired(hook)}
 
     def reread_parameters(self) -> None:
         """Record the current parameters of the modules as their own."""
@@ -244,7 +250,9 @@ class AttachedModule:
             for module in self.scope.modules()
             for name, parameter in module._parameters.items()
         ]
-        self._registries, self._parameter_names, self._registered = zip(*found, strict=True) if found else ((), (), ())
+        self._registries = [registry for registry, _, _ in found]
+        self._parameter_names = [name for _, name, _ in found]
+        self._registered = [parameter for _, _, parameter in found]
 
     def has_same_parameters(self) -> bool:
         """Whether the modules have the parameters recorded at the start of this step.
@@ -256,18 +264,18 @@ class AttachedModule:
         except KeyError:  # a parameter was removed
             return False
 
-    def differs_only_in_modes(self, state: tuple[bool, ...]) -> bool:
+    def differs_only_in_modes(self, state: ModuleState) -> bool:
         """Whether the current state differs from this one in train/eval modes at most."""
         first, last = 1 + len(self.parameters), len(self.state) - len(self.float_owners)
         return (self.state[:first], self.state[last:]) == (state[:first], state[last:])
 
     @contextmanager
-    def with_modes(self, state: tuple[bool, ...]) -> Iterator[None]:
+    def with_modes(self, state: ModuleState) -> Iterator[None]:
         """Set the train/eval modes of this state within the block: a capture may run while the job evaluates."""
         before = [module.training for module in self.submodules]
         first = 1 + len(self.parameters)
         for module, training in zip(self.submodules, state[first : first + len(self.submodules)], strict=True):
-            module.training = training
+            module.training = bool(training)
         try:
             yield
         finally:

@@ -77,7 +77,8 @@ def _referenced_by(value: Any) -> Iterator[Any]:
     if isinstance(value, types.FunctionType):
         cells = [content for cell in value.__closure__ or () for content in _cell_contents(cell)]
         names = [value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__]
-        wrapped = [value._torchdynamo_orig_callable] if is_compiled(value) else []
+        compiled: Any = value
+        wrapped = [compiled._torchdynamo_orig_callable] if is_compiled(value) else []
         return iter([*cells, *names, *wrapped, *(value.__defaults__ or ())])
     if isinstance(value, types.MethodType):
         return iter([value.__self__, value.__func__])

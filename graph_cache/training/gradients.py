@@ -7,6 +7,7 @@ gradient that is still referenced.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ class UncopiedGradients:
         self._storages = [grad.untyped_storage()._cdata for grad in self._grads]
         self._baseline: list[int] | None = None
 
-    def save(self) -> list[Tensor] | None:
+    def save(self) -> list[Tensor | None] | None:
         """Return copies of the gradients if one is still referenced, else None. Call before a replay."""
         users = list(map(storage_users, self._storages))
         if users == self._baseline:
@@ -43,7 +44,7 @@ class UncopiedGradients:
             return None
         return self._copies()
 
-    def restore(self, saved: Sequence[Tensor]) -> None:
+    def restore(self, saved: Sequence[Tensor | None]) -> None:
         """Restore the values of gradients that are still referenced."""
         torch._foreach_copy_(self._grads, saved)
 
@@ -139,11 +140,11 @@ class Copies:
 
     def __init__(self, grads: Sequence[Tensor | None]):
         self._indices = [index for index, grad in enumerate(grads) if grad is not None]
-        self._grads = [grads[index] for index in self._indices]
-        self._template: list[Tensor | None] = [None] * len(grads)
+        self._grads = [grad for grad in grads if grad is not None]
+        self._template: list[Any] = [None] * len(grads)
         aligned = [index for index, grad in enumerate(self._grads) if grad.nbytes % ALIGNED == 0]
         self._separate = [index for index in range(len(self._grads)) if index not in aligned]
-        self._grouped = []
+        self._grouped: list[tuple[list[int], list[Tensor], int]] = []
         for dtype in dict.fromkeys(self._grads[index].dtype for index in aligned):
             group = [index for index in aligned if self._grads[index].dtype == dtype]
             group_grads = [self._grads[index] for index in group]

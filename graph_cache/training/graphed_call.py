@@ -174,7 +174,7 @@ class GraphedCall:
         self.input_grads = self.parameter_grads = []
         writing = self._gradient_memory.writing_in_place() if self._gradient_memory is not None else nullcontext()
         with self._refuse_nested_backward(), no_autocast(self.key), writing:
-            grads = list(
+            grads: list[Tensor | None] = list(
                 torch.autograd.grad(
                     [self.outputs[index] for index in self.differentiable],
                     wanted,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,6 +66,9 @@ class _IterationGraph:
         self.runner: GraphRunner | None = None
 
 
+IterationSignature = tuple[CallKey, tuple[Any, ...]]  # (key of the call, model state)
+
+
 class CapturedIteration:
     """Run `step(*args, **kwargs)` from a graph, one per call signature.
 
@@ -101,9 +104,9 @@ class CapturedIteration:
         self._warmup_steps = max(1, warmup_steps)
         self._generators = tuple(generators)
         self._memory = pool.new_memory()
-        self._warmup_calls: Counter[Hashable] = Counter()
-        self._captured: dict[Hashable, _IterationGraph] = {}
-        self._failed: set[Hashable] = set()
+        self._warmup_calls: Counter[IterationSignature] = Counter()
+        self._captured: dict[IterationSignature, _IterationGraph] = {}
+        self._failed: set[IterationSignature] = set()
         # Weak: a step may create new modules at every call.
         self._modules: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
         self._floats: dict[int, tuple[str, ...]] = {}  # module id -> names of float attributes
@@ -139,7 +142,7 @@ class CapturedIteration:
             self._drop(signature)
         self._pool.trim()
 
-    def _drop(self, signature: Hashable) -> None:
+    def _drop(self, signature: IterationSignature) -> None:
         captured = self._captured.pop(signature)
         for parameter, grad in captured.grads_after:
             if grad is not None and parameter.grad is grad:
@@ -159,7 +162,7 @@ class CapturedIteration:
             for index, captured in enumerate(self._captured.values())
         ]
 
-    def _state(self) -> Hashable:
+    def _state(self) -> tuple[Any, ...]:
         """Return the model state that a graph bakes in.
 
         Module modes, requires_grad, which parameters have a gradient or share one, float attributes, and optimizer
@@ -176,7 +179,7 @@ class CapturedIteration:
             tuple(map(settings_of, self._optimizers.values())),
         )
 
-    def _warn_of_settings(self, signature: Hashable) -> None:
+    def _warn_of_settings(self, signature: IterationSignature) -> None:
         """Warn once if this signature differs from a captured one only in optimizer settings."""
         if not self._warned and any(
             key == signature[0] and state[:-1] == signature[1][:-1] for key, state in self._captured
@@ -220,7 +223,7 @@ class CapturedIteration:
     def _register_optimizer(self, optimizer: Optimizer) -> None:
         self._optimizers.setdefault(id(optimizer), optimizer)
 
-    def _superseded_by(self, signature: Hashable) -> list[Hashable]:
+    def _superseded_by(self, signature: IterationSignature) -> list[IterationSignature]:
         """Return captured signatures that this one supersedes.
 
         - Signatures from before some module or optimizer was known: no call matches them again.
@@ -248,7 +251,7 @@ class CapturedIteration:
         found = {id(parameter): parameter for parameter in self._all_parameters()}
         return [parameter for parameter in found.values() if parameter.requires_grad or parameter.grad is not None]
 
-    def _count_warming(self, signature: Hashable) -> None:
+    def _count_warming(self, signature: IterationSignature) -> None:
         finished = len(self._captured) + len(self._failed)
         if signature not in self._warmup_calls and len(self._warmup_calls) >= MAX_WARMING + finished:
             logger.warning(
@@ -292,7 +295,12 @@ class CapturedIteration:
         return result.build([output.detach() for output in outputs])
 
     def _capture(
-        self, signature: Hashable, key: CallKey, tensors: Sequence[Tensor], args: tuple, kwargs: dict[str, Any]
+        self,
+        signature: IterationSignature,
+        key: CallKey,
+        tensors: Sequence[Tensor],
+        args: tuple,
+        kwargs: dict[str, Any],
     ) -> Any:
         """Capture this call and run it: by the capture itself if the backend executes captures, else by a replay."""
         self._pool.trim()  # the graph can't use memory cached by eager steps
@@ -342,9 +350,8 @@ class CapturedIteration:
     @torch.no_grad()
     def _replay(self, captured: _IterationGraph, tensors: Sequence[Tensor]) -> Any:
         load(captured.inputs, tensors)
-        load(
-            [static for _, static in captured.grads_before], [parameter.grad for parameter, _ in captured.grads_before]
-        )
+        grads: list[Any] = [parameter.grad for parameter, _ in captured.grads_before]  # none is None, by the signature
+        load([static for _, static in captured.grads_before], grads)
         captured.runner.replay()
         self._stats.replays[self.name, SCOPE, "iteration", 1] += 1
         for parameter, grad in captured.grads_after:

@@ -7,6 +7,7 @@ handled by `modules.py`.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from graph_cache.errors import CaptureError
-from graph_cache.training.attached import AttachedModule
+from graph_cache.training.attached import AttachedModule, ModuleState
 from graph_cache.training.call import CallKey, Expected, is_sparse
 from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.graphed_call import GraphedCall
@@ -30,7 +31,7 @@ SCOPE = "module"
 MAX_CLONED_BYTES = 4096  # outputs up to this size are returned as copies, unless another graph reads them
 COPIED_SHARE, LOSS_SHARE = 0.5, 0.25  # limits of copied gradients: share of gradient bytes, and of forward bytes
 # (module, key, module state): a pair of graphs serves calls of one signature.
-CallSignature = tuple[AttachedModule, CallKey, tuple[bool, ...]]
+CallSignature = tuple[AttachedModule, CallKey, ModuleState]
 Source = tuple[int, int]  # (call index, output index) of an earlier call of the same microbatch
 
 
@@ -49,7 +50,7 @@ class CapturedCall:
 
     pair: GraphedCall
     owner: AttachedModule
-    state: tuple[bool, ...]
+    state: ModuleState
     expected: Expected
     label: tuple[str, str, str, int]  # labels of the replay counter
     aliased_inputs: list[tuple[int, int]]  # (input index, address) of inputs that alias outputs of earlier pairs
@@ -84,7 +85,7 @@ class MicrobatchGraphs:
 
     def __init__(self, context: CaptureContext, chunk: int):
         self.chunk = chunk
-        self.order: ReplayOrder[CapturedCall] = ReplayOrder()
+        self.order: ReplayOrder[CallSignature, CapturedCall] = ReplayOrder()
         self._context = context
         self._memory = context.pool.new_memory()
         self._retired = False
@@ -179,7 +180,7 @@ class MicrobatchGraphs:
                 self.order.remove(index)
                 continue
             with owner.with_modes(state):
-                self._capture_or_refuse(index, lambda p=index, s=sample: self._capture_forward(p, s))
+                self._capture_or_refuse(index, functools.partial(self._capture_forward, index, sample))
 
     def _capture_backwards(self) -> bool:
         """Return False if a call without a backward graph feeds other pairs, which would read unwritten outputs."""
@@ -187,7 +188,7 @@ class MicrobatchGraphs:
         complete = True
         for index in reversed(range(len(self.order))):
             if self.order.pairs[index] is not None:
-                self._capture_or_refuse(index, lambda p=index: self._capture_backward(p))
+                self._capture_or_refuse(index, functools.partial(self._capture_backward, index))
                 complete &= self.order.pairs[index] is not None or not self._feeds_others(index)
         return complete
 
@@ -237,7 +238,8 @@ class MicrobatchGraphs:
 
     def _capture_forward(self, index: int, sample: Sample) -> None:
         owner, key, state = self.order.signature(index)
-        inputs, aliased_inputs = [], []
+        inputs: list[Tensor] = []
+        aliased_inputs: list[tuple[int, int]] = []
         for recorded, source, tensor_signature in zip(sample.tensors, sample.sources, key.tensors, strict=True):
             producer = self.order.pairs[source[0]] if source is not None and source[0] < index else None
             static = recorded if producer is None else producer.pair.outputs[source[1]].detach()

@@ -37,10 +37,11 @@ class ParameterAliases:
 
     def __enter__(self) -> None:
         for module in self._module.modules():
-            for name, parameter in module._parameters.items():
+            registry: dict[str, Any] = module._parameters
+            for name, parameter in registry.items():
                 if parameter is not None:
-                    self._replaced.append((module._parameters, name, parameter))
-                    module._parameters[name] = self._aliases[id(parameter)]
+                    self._replaced.append((registry, name, parameter))
+                    registry[name] = self._aliases[id(parameter)]
             _refresh_flat_weights(module)
 
     def __exit__(self, *exc_info: object) -> None:

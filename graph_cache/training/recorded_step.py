@@ -63,8 +63,9 @@ class RecordedStep:
         """Return the graphs, index and pair that may serve a call with these tensors now, or None."""
         for graphs in self._by_priority():
             index = graphs.find(signature)
-            if index is not None and graphs.order.pairs[index].accepts(tensors):
-                return graphs, index, graphs.order.pairs[index]
+            pair = None if index is None else graphs.order.pairs[index]
+            if index is not None and pair is not None and pair.accepts(tensors):
+                return graphs, index, pair
         return None
 
     def _by_priority(self) -> Iterator[MicrobatchGraphs]:
@@ -91,13 +92,13 @@ class RecordedStep:
                 if index is not None:
                     self.current = graphs
                     return graphs, index
-        graphs, chunk = connected or self.current, signature[0].chunk
-        if graphs is None or (connected is None and (graphs.chunk != chunk or graphs.order.knows(signature))):
-            graphs = MicrobatchGraphs(self._context, chunk)
-            self.graphs_of_microbatches.append(graphs)
-        self.current = graphs
-        index = graphs.find_recorded(signature, tensors)
-        return graphs, graphs.record(signature, tensors, args, kwargs) if index is None else index
+        target, chunk = connected or self.current, signature[0].chunk
+        if target is None or (connected is None and (target.chunk != chunk or target.order.knows(signature))):
+            target = MicrobatchGraphs(self._context, chunk)
+            self.graphs_of_microbatches.append(target)
+        self.current = target
+        index = target.find_recorded(signature, tensors)
+        return target, target.record(signature, tensors, args, kwargs) if index is None else index
 
     # ---- capture ---------------------------------------------------------------------------------------------------
 

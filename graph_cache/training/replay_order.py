@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
+Signature = TypeVar("Signature", bound=Hashable)
 Pair = TypeVar("Pair")
 
 
-class ReplayOrder(Generic[Pair]):
+class ReplayOrder(Generic[Signature, Pair]):
     """Pairs of graphs in capture order, by call signature. Each is free or awaits its backward."""
 
     def __init__(self) -> None:
-        self._signatures: list[Hashable] = []
-        self._indices: dict[Hashable, list[int]] = {}
+        self._signatures: list[Signature] = []
+        self._indices: dict[Signature, list[int]] = {}
         self._awaiting: list[bool] = []
         self._last = -1  # last index that awaits its backward
         self.pairs: list[Pair | None] = []
@@ -31,15 +32,15 @@ class ReplayOrder(Generic[Pair]):
         """Number of pairs that await their backward."""
         return sum(self._awaiting)
 
-    def knows(self, signature: Hashable) -> bool:
+    def knows(self, signature: Signature) -> bool:
         """Whether any pair serves this signature, free or not."""
         return signature in self._indices
 
-    def signatures(self) -> set[Hashable]:
+    def signatures(self) -> set[Signature]:
         """Return all signatures that the pairs serve."""
         return set(self._indices)
 
-    def signature(self, index: int) -> Hashable:
+    def signature(self, index: int) -> Signature:
         """Return the signature that the pair at this index serves."""
         return self._signatures[index]
 
@@ -47,12 +48,12 @@ class ReplayOrder(Generic[Pair]):
         """Return the index after the last pair that awaits its backward: the next call of a step run as recorded."""
         return self._last + 1
 
-    def find(self, signature: Hashable, after: int = -1) -> int | None:
+    def find(self, signature: Signature, after: int = -1) -> int | None:
         """Return the first index beyond `after` that may serve this signature now, or None."""
         first = max(self._last, after)
         return next((index for index in self._indices.get(signature, ()) if index > first), None)
 
-    def add(self, signature: Hashable) -> int:
+    def add(self, signature: Signature) -> int:
         """Append an entry for this signature and return its index."""
         index = len(self._signatures)
         self._signatures.append(signature)

@@ -92,7 +92,7 @@ def constant_numbers(module: nn.Module) -> list[str]:
     return [name for name, value in numbers.items() if type(value) is float or name == "p" or "drop" in name]
 
 
-def current_numbers(owners: Sequence[dict[str, Any]], names: Sequence[str]) -> list[int | float | type]:
+def current_numbers(owners: Sequence[dict[str, Any]], names: Sequence[str]) -> list[Any]:
     """Return the current values of these attributes; for one that is no longer a number, its type."""
     return [value if type(value) in (float, int) else type(value) for value in map(dict.get, owners, names)]
 

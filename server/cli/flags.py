@@ -86,15 +86,16 @@ def add_flags(parser: argparse.ArgumentParser, config_class: type, *, title: str
         default = defaults.get(setting.name, setting.default)
         flag = "--" + setting.name.replace("_", "-")
         text = f"{help_texts.get(setting.name, '')} (default: {_default_text(default, config_class)})"
-        if setting.type.startswith("bool"):
+        type_name = str(setting.type)
+        if type_name.startswith("bool"):
             group.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
         else:
             group.add_argument(
                 flag,
-                type=PARSERS[setting.type],
+                type=PARSERS[type_name],
                 choices=CHOICES.get(setting.name),
                 default=argparse.SUPPRESS,
-                metavar=None if setting.name in CHOICES else METAVARS[setting.type],
+                metavar=None if setting.name in CHOICES else METAVARS[type_name],
                 help=text,
             )
 

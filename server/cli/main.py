@@ -80,7 +80,8 @@ def _is_user_error(exc: Exception) -> bool:
 
 class _ShowVersion(argparse.Action):
     def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, nargs=0, **kwargs)
+        kwargs["nargs"] = 0
+        super().__init__(*args, **kwargs)
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         from server.version import version

@@ -188,8 +188,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
         A plain close would wait for the client forever and leave megabytes in the kernel's send buffer.
         """
-        waiting, now = self.transport.get_write_buffer_size() + _unsent_bytes(self.transport), self.loop.time()
-        sent = self.transport.written - waiting
+        transport: Any = self.transport
+        waiting, now = transport.get_write_buffer_size() + _unsent_bytes(transport), self.loop.time()
+        sent = transport.written - waiting
         if not waiting or sent != self._sent:
             self._sent, self._progress_time = sent, now
         elif now - self._progress_time >= self.write_seconds:

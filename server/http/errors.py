@@ -133,7 +133,7 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(WireError, answer)
     app.add_exception_handler(EngineError, answer)
     app.add_exception_handler(HTTPException, answer)
-    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(RequestValidationError, invalid)  # type: ignore[arg-type]  # Starlette wants Exception
     app.add_exception_handler(Exception, internal)
 
 

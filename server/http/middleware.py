@@ -139,7 +139,7 @@ def _respond_then_discard(receive: Receive, send: Send) -> Send:
 
     async def send_and_discard(message: Message) -> None:
         if message["type"] == "http.response.body":
-            await send(message | {"more_body": True})
+            await send({**message, "more_body": True})
             await _discard(receive)
             message = {"type": "http.response.body", "body": b""}
         await send(message)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -37,7 +37,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes]):
+    def __init__(self, events: AsyncGenerator[bytes, None]):
         self.events = events
         self.status_code = 200
         self.background = None
@@ -80,7 +80,7 @@ async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
     return task.result()
 
 
-async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int, T]]:
+async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
     """Merge several streams: yield (stream number, item) as items arrive.
 
     Closing the merged stream closes all of them. An exception in one closes all and is raised. At most one item per
@@ -94,7 +94,7 @@ async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int,
     arrived: asyncio.Queue[tuple[int, T | None, BaseException | None]] = asyncio.Queue()
     resume = [asyncio.Event() for _ in streams]
 
-    async def drain(number: int, stream: AsyncIterator[T]) -> None:
+    async def drain(number: int, stream: AsyncGenerator[T, None]) -> None:
         try:
             async with aclosing(stream) as open_stream:
                 async for item in open_stream:
@@ -110,14 +110,14 @@ async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int,
     try:
         unfinished = len(tasks)
         while unfinished:
-            number, item, failure = await arrived.get()
+            number, arrival, failure = await arrived.get()
             if failure is not None:
                 raise failure
-            if item is None:
+            if arrival is None:
                 unfinished -= 1
             else:
                 resume[number].set()
-                yield number, item
+                yield number, arrival
     finally:
         for task in tasks:
             task.cancel()

@@ -5,6 +5,7 @@ The engine process is not included: read its memory from its cgroup.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 
@@ -30,7 +31,7 @@ class ProcessesCollector:
             pids.add(os.getppid())
         found: dict[str, list[Metric]] = {}
         for pid in pids:
-            for family in ProcessCollector(pid=lambda pid=pid: pid, registry=None).collect():
+            for family in ProcessCollector(pid=functools.partial(int, pid), registry=None).collect():
                 found.setdefault(family.name, []).append(family)
         for name, families in found.items():
             first = families[0]

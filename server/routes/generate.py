@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -50,7 +50,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
 
     if body.stream:
 
-        async def events() -> AsyncIterator[bytes]:
+        async def events() -> AsyncGenerator[bytes, None]:
             with service.admission(num_sequences) as reservation:
                 jobs = await submit()
                 firsts = [sum(job.params.n for job in jobs[:number]) for number in range(len(jobs))]

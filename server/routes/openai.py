@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -131,7 +131,7 @@ async def _stream(
     head: Head,
     body: OpenAISampling,
     chunk_choices: ChunkChoices,
-) -> AsyncIterator[bytes]:
+) -> AsyncGenerator[bytes, None]:
     def shared() -> Head:
         if not body.include_usage:
             return head

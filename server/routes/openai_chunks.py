@@ -66,7 +66,7 @@ class ChunkWriter:
 class CompletionChunkChoices:
     """Chunk choices of /v1/completions."""
 
-    def __init__(self, tokens: Tokenization, echo: bool, logprobs: int | None):
+    def __init__(self, tokens: Tokenization, echo: bool | None, logprobs: int | None):
         self._tokens, self._echo, self._logprobs = tokens, echo, logprobs
         self._builders: dict[int, answers.CompletionLogprobs] = {}
 
@@ -90,7 +90,7 @@ class CompletionChunkChoices:
 class ChatChunkChoices:
     """Chunk choices of /v1/chat/completions."""
 
-    def __init__(self, tokens: Tokenization, logprobs: bool):
+    def __init__(self, tokens: Tokenization, logprobs: bool | None):
         self._tokens, self._logprobs = tokens, logprobs
         self._begun: set[int] = set()
 

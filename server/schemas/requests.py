@@ -207,7 +207,8 @@ class OpenAISampling(Wire):
     @property
     def continuous_usage(self) -> bool:
         """Whether each chunk of a stream carries the usage so far."""
-        return self.include_usage and self.stream_options.continuous_usage_stats
+        options = self.stream_options
+        return options is not None and options.include_usage and options.continuous_usage_stats
 
     def refuse_unsupported(self) -> None:
         """Raise RequestError for unsupported fields and for stream_options without stream=true."""

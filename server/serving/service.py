@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -272,10 +272,10 @@ class Service:
 
         Raises RequestError, PromptTooLong.
         """
-        text, ids = None, prompt
         if isinstance(prompt, str):
-            text, ids = prompt, await self.tokens.encode(prompt, param, add_special_tokens)
-        return self.tokenized_job(public_id, text, ids, param, params, priority)
+            ids = await self.tokens.encode(prompt, param, add_special_tokens)
+            return self.tokenized_job(public_id, prompt, ids, param, params, priority)
+        return self.tokenized_job(public_id, None, prompt, param, params, priority)
 
     def tokenized_job(
         self, public_id: str, prompt: str | None, ids: list[int], param: str, params: SamplingParams, priority: int
@@ -297,7 +297,7 @@ class Service:
         output = RequestOutput.empty(public_id, prompt, ids, params.n)
         return Job(public_id=public_id, output=output, params=params, priority=priority)
 
-    async def run(self, job: Job, reservation: Reservation) -> AsyncIterator[list[OutputDelta]]:
+    async def run(self, job: Job, reservation: Reservation) -> AsyncGenerator[list[OutputDelta], None]:
         """Run a job: yield its deltas as they arrive, after adding them to `job.output`.
 
         Closing the iterator aborts the engine request. Capacity is released as the engine ends the job's sequences.

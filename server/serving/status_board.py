@@ -73,7 +73,7 @@ class History:
     def columns(self) -> dict[str, list[float | None]]:
         """Return series name -> values, oldest first, rounded to 4 significant digits."""
         return {
-            name: [None if point[index] is None else _round(point[index]) for point in self._points]
+            name: [None if (value := point[index]) is None else _round(value) for point in self._points]
             for index, name in enumerate(SERIES)
         }
 
@@ -83,7 +83,7 @@ class StatusBoard:
 
     def __init__(self, service: Service):
         self._service, self._history = service, History()
-        self._rows: list[Mapping[str, Any]] = []
+        self._rows: list[dict[str, Any]] = []
         self._rows_time = 0.0
         self._table_task: asyncio.Task[list[dict[str, Any]]] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -149,7 +149,7 @@ class StatusBoard:
             return "dead"
         return "recovering" if service.started else "loading"
 
-    async def _table(self) -> list[Mapping[str, Any]]:
+    async def _table(self) -> list[dict[str, Any]]:
         """Return the graph table, fetched at most once per TABLE_MAX_AGE_SECONDS, or the previous one on timeout."""
         if self._table_task is None and time.monotonic() - self._rows_time >= TABLE_MAX_AGE_SECONDS:
             self._table_task = asyncio.create_task(self._service.client.graphs())
@@ -205,7 +205,7 @@ def graph_summary(graphs: Mapping[str, Any], sizes: Sequence[int], rows: Iterabl
     all_steps = sum(steps.values())
     padded, computed = (sum(times for (phase,), times in graphs.get(name, ()) if phase == "decode")
                         for name in ("padded_tokens", "real_tokens"))  # fmt: skip
-    eager = Counter()
+    eager: Counter[str] = Counter()
     for (_, phase, reason), times in graphs.get("fallbacks", ()):
         if phase == "decode":
             eager[str(reason)] += times

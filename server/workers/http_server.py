@@ -16,6 +16,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -139,11 +140,10 @@ class Server(uvicorn.Server):
         """Start uvicorn, then open the acceptor if there is one."""
         await super().startup(sockets)
         if self._acceptor is not None:
+            protocol: Any = self.config.http_protocol_class
             self._acceptor.open(
-                lambda: self.config.http_protocol_class(
-                    config=self.config, server_state=self.server_state, app_state=self.lifespan.state
-                )
-            )  # type: ignore[call-arg]
+                lambda: protocol(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+            )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Shut down uvicorn without its two flaws.
@@ -165,9 +165,10 @@ class Server(uvicorn.Server):
     async def _serve_accepted_connections(self) -> None:
         """Wait for the first request of each newly accepted connection, so that it gets a 503 instead of a reset."""
         loop = asyncio.get_running_loop()
+        connections: set[Any] = self.server_state.connections
         until = loop.time() + FIRST_REQUEST_SECONDS
         while loop.time() < until and not self.force_exit:
-            if all(connection.cycle is not None for connection in self.server_state.connections):
+            if all(connection.cycle is not None for connection in connections):
                 return
             await asyncio.sleep(0.01)
 
@@ -190,11 +191,11 @@ class SharedAcceptor:
 
     def __init__(self, listener: socket.socket, connections: OpenConnections, may_accept: asyncio.Event | None = None):
         self._listener, self._connections, self._may_accept = listener, connections, may_accept
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._make_protocol: Callable[[], asyncio.Protocol] | None = None
+        self._loop: asyncio.AbstractEventLoop  # set by `open`, like the next two
+        self._make_protocol: Callable[[], asyncio.Protocol]
+        self._open_task: asyncio.Task[None]
         self._accept_tasks: set[asyncio.Task[object]] = set()
         self._retry_timer: asyncio.TimerHandle | None = None
-        self._open_task: asyncio.Task[None] | None = None
         self._yielded = False
 
     def open(self, make_protocol: Callable[[], asyncio.Protocol]) -> None:

@@ -125,7 +125,11 @@ class WorkerManager:
         Raises the error that the engine's startup failed with, or EngineDead if every worker has exited for good.
         """
         loop = asyncio.get_running_loop()
-        self._router.start(lambda report: loop.call_soon_threadsafe(self._on_report, report))
+
+        def relay(report: Report) -> None:
+            loop.call_soon_threadsafe(self._on_report, report)
+
+        self._router.start(relay)
         try:
             while self._exit_deadline is None or any(slot.process is not None for slot in self._slots):
                 self._supervise_workers()
@@ -151,7 +155,7 @@ class WorkerManager:
         self._exit_deadline = time.monotonic() + grace
         for slot in self._slots:
             slot.start_at = None
-            if slot.process is not None:
+            if slot.process is not None and slot.commands is not None:
                 if not self._counters.row_gauge(slot.row, api_worker.HEARTBEAT):
                     slot.process.kill()  # still loading: it would not read the command for seconds
                 try:

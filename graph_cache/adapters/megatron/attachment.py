@@ -140,7 +140,7 @@ def generators() -> list[torch.Generator]:
 
 def _ambient_state(settings: Collection[Any]) -> AmbientState | None:
     """Return the ambient state for selective recompute and for fp8 or fp4; None if the model uses neither."""
-    precision = None
+    precision: AmbientState | None = None
     if any(getattr(one, "fp8", None) or getattr(one, "fp4", None) for one in settings):
         from graph_cache.adapters.transformer_engine.ambient_state import Fp8AmbientState  # fp8 needs it installed
 

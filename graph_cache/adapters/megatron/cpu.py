@@ -96,7 +96,7 @@ class _RotaryInPlace(RotaryEmbedding):
 
 def keep_rotary_in_place(model: nn.Module) -> None:
     """Keep a model's rotary frequencies on the CPU. Does nothing for a model without rotary embedding."""
-    rotary = getattr(model, "rotary_pos_emb", None)
+    rotary: Any = getattr(model, "rotary_pos_emb", None)
     if type(rotary) is RotaryEmbedding:
         model.rotary_pos_emb = copy.copy(rotary)
         model.rotary_pos_emb.__class__ = _RotaryInPlace

@@ -48,7 +48,7 @@ class Fp8AmbientState:
         )
 
     @contextmanager
-    def recreate(self, modules: Sequence[nn.Module], seen: AutocastState | None) -> Iterator[None]:
+    def recreate(self, modules: Sequence[nn.Module], seen: Any) -> Iterator[None]:
         quantization = State.quantization_state
         state, tensor = State.get_autocast_state(), quantization.skip_fp8_weight_update_tensor
         flags = [(module, getattr(module, FIRST_MICROBATCH)) for module in modules if hasattr(module, FIRST_MICROBATCH)]

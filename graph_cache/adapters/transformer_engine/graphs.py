@@ -97,7 +97,7 @@ class TransformerEngineGraphs:
                 f"{', '.join(outside)}; number chunks from 0 and cover them in the order"
             )
         for layer in self._layers:
-            layer.attached.take_over(lambda attached, args, kwargs, layer=layer: self._call(layer, args, kwargs))
+            layer.attached.take_over(self._call_of(layer))
         self._watched = Watched([layer.attached for layer in self._layers])
         self._steps = 0
         self._outstanding = 0  # eager calls whose backward has not run yet
@@ -123,6 +123,9 @@ class TransformerEngineGraphs:
     def is_idle(self) -> bool:
         """Whether no forward is waiting for its backward."""
         return not self._outstanding and (self._graph_slots is None or not self._graph_slots.alive)
+
+    def _call_of(self, layer: Layer) -> Callable[[Any, tuple, dict[str, Any]], Any]:
+        return lambda _, args, kwargs: self._call(layer, args, kwargs)
 
     def _call(self, layer: Layer, args: tuple, kwargs: dict[str, Any]) -> Any:
         if self._busy or self.job.pool.backend.is_capturing():
@@ -335,11 +338,12 @@ class TransformerEngineGraphs:
                 f"the layers ran under different recipes or groups ({precisions}), but a capture has only one: "
                 "run them under one autocast, or attach them separately"
             )
+        samples: list[list[Any]] = [[layer.sample for layer in chunk] for chunk in chunks]
         plan = CapturePlan(
             tuple(modules),
             [len(chunk) for chunk in chunks],
             self._order,
-            static_inputs([[layer.sample for layer in chunk] for chunk in chunks], self._input_slots),
+            static_inputs(samples, self._input_slots),
             tuple(layer.sample.record.precision.enabled for layer in layers),
             precisions[0] if precisions else Precision(),
             self._caches_weights and bool(precisions),

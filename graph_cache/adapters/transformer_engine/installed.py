@@ -84,7 +84,7 @@ class InstalledTransformerEngine:
             raise _refusal(f"{PACKAGE} can't be imported: {type(error).__name__}: {error}") from error
         self.version = installed_version()
         self._job = job
-        self._backend = job.pool.backend
+        self._backend: Any = job.pool.backend  # the CUDA backend
         self._make: Callable[..., Any] = te.make_graphed_callables
         self._graph = graph
         self._state = FP8GlobalStateManager
@@ -137,7 +137,7 @@ class InstalledTransformerEngine:
 
     def make(self, plan: CapturePlan) -> TransformerEngineGraphSet:
         """Capture a plan into its own memory pool. Raises CaptureError after restoring the device and its flags."""
-        memory = self._job.pool.new_memory()
+        memory: Any = self._job.pool.new_memory()  # the CUDA backend's
         recipe = plan.precision.recipe if any(plan.enabled) else None
         options = {"allow_unused_input": True} | self._options
         outer_error = sys.exception()  # an error that the caller is handling; not a cause of ours
@@ -262,8 +262,8 @@ class TransformerEngineGraphSet:
 
     engine = PACKAGE
 
-    def __init__(self, calls: Sequence[Callable[..., Any]], memory: CudaMemory, quantizers: Quantizers):
-        self.calls: Sequence[Callable[..., Any]] = tuple(calls)
+    def __init__(self, calls: Sequence[Any], memory: CudaMemory, quantizers: Quantizers):
+        self.calls: Sequence[Any] = tuple(calls)
         self.nbytes = memory.growth()
         self._memory = memory
         self._quantizers: Quantizers | None = quantizers

@@ -16,7 +16,7 @@ from graph_cache.adapters.transformer_engine.maker import Precision
 from graph_cache.adapters.transformer_engine.preserved_state import FIRST_MICROBATCH
 from graph_cache.adapters.transformer_engine.samples import CallLog, CapturedLayer, Sample, input_names
 from graph_cache.errors import GraphError
-from graph_cache.training.attached import FORWARD, AttachedModule, Hook, Part, put_back
+from graph_cache.training.attached import FORWARD, AttachedModule, Hook, ModuleState, Part, put_back
 
 REPLAY_ATTRIBUTE = "replayed_by_encore"  # on a replay's autograd node: (id of GraphSlots, graph index)
 
@@ -35,12 +35,12 @@ class Layer:
         self.sample: Sample | None = None
         self._alias: CapturedLayer | None = None
         self.added: list[Tensor] = []  # parameters whose gradients the graph adds to their main_grad itself
-        self.graphs: list[tuple[Callable[..., Any], list[str]]] = []  # per microbatch: the graph and its keywords
+        self.graphs: list[tuple[Any, list[str]]] = []  # per microbatch: the graph and its keywords
         self.label = (part.name, "", "", 0)  # labels of the replay metric
         self._first_microbatch_flags = [vars(one) for one in self.attached.submodules if FIRST_MICROBATCH in vars(one)]
         self._fired = fired
         self._holder = holder
-        self._state: tuple[bool, ...] = ()
+        self._state: ModuleState = ()
         self._step = self._calls_in_step = 0
         # Call the module, not its forward: Transformer Engine registers hooks on called modules.
         self._call = part.module if part.method == FORWARD else self.attached.eager

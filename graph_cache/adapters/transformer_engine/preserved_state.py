@@ -69,11 +69,11 @@ class PreservedState:
             parameter.grad = grad
         for tensor, value in self._values:  # `.data` does not bump the version counter that autograd checks
             tensor.data.copy_(value)
-        for main_grad, value in self._main_grads:
-            if value is None:
+        for main_grad, saved in self._main_grads:
+            if saved is None:
                 main_grad.data.zero_()
             else:
-                main_grad.data.copy_(value)
+                main_grad.data.copy_(saved)
 
 
 def _distinct(items: Iterable[T]) -> list[T]:

@@ -156,6 +156,16 @@ def test_config_matches_the_metadata(tmp_path: Path) -> None:
     assert (config.bos_token_id, config.eos_token_ids, config.tie_word_embeddings) == (1, (2,), False)
 
 
+def test_an_architecture_that_is_not_a_string_is_refused(tmp_path: Path) -> None:
+    def string(text: bytes) -> bytes:
+        return struct.pack("<Q", len(text)) + text
+
+    entry = string(b"general.architecture") + struct.pack("<IIQ", 9, 8, 1) + string(b"llama")  # an array of strings
+    (tmp_path / "m.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + entry)
+    with pytest.raises(ModelError, match=r"architecture \['llama'\] is not supported"):
+        gguf_config(str(tmp_path / "m.gguf"))
+
+
 @pytest.mark.parametrize(("settings", "message"), [
     ({"architecture": "mamba"}, "architecture 'mamba' is not supported.*llama, qwen2, qwen3"),
     ({"metadata": {"embedding_length": 0}}, "embedding_length is 0"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import queue
 import signal
 import time
@@ -17,7 +18,7 @@ from engine.client.counters import add_totals, totals_after_exit
 from engine.client.supervisor import RestartPolicy, Supervisor
 from engine.client.transport import ProcessTransport
 from engine.errors import ConfigError, EngineDead, ModelError
-from engine.protocol.messages import Dead, EngineStats, Events, Lost, Ready, Snapshot
+from engine.protocol.messages import Dead, EngineStats, Events, Lost, Ready, Snapshot, Stop
 from engine.protocol.request import SamplingParams
 
 LONG = SamplingParams(max_tokens=3000, ignore_eos=True, temperature=0.0)
@@ -227,6 +228,15 @@ def test_stopping_during_the_restart_delay_starts_no_process(scripted):
     scripted.supervisors[0].stop(1.0)
     time.sleep(0.6)
     assert len(transports) == 1
+
+
+def test_a_process_that_can_not_be_started_is_stopped_without_an_error(config):
+    supervisor = Supervisor(lambda: ProcessTransport(config(), run=lambda *_: None), FAST)
+    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):  # a spawned process can't import it
+        supervisor.start(lambda report: None)
+    with pytest.raises(EngineDead):
+        supervisor.send(Stop())
+    supervisor.stop(1.0)
 
 
 def test_a_restart_outside_the_window_is_forgotten(scripted):

@@ -48,6 +48,7 @@ MODEL = {
 SCRIPT = """
 import json, os, signal, sys, tempfile, time
 from engine.config import EngineConfig
+from engine.core.loop import EngineLoop
 from engine.errors import EngineDead
 from engine.executor.shard import Shard, plan_shards
 from engine.checkpoint.source import resolve_model
@@ -61,7 +62,7 @@ shard = None
 if config.tensor_parallel_size == 1:
     shard = Shard(plan_shards(config, source, ()), 0)
     shard.join(os.path.join(tempfile.mkdtemp(), "meeting"))
-    loop = shard.loop(shard.load(), None)
+    loop = shard.loop(shard.load(), None, EngineLoop)
 else:
     loop = start_leader(config, source)
 loop.warm()

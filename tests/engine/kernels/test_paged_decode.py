@@ -226,12 +226,12 @@ def test_launches_of_all_row_counts_share_one_scratch(device):
 
 @pytest.mark.interpretable
 def test_splits_fill_the_device_and_never_outnumber_the_blocks():
-    assert pd.choose_splits(1, 8, 4096, 132, 64).count == pd.MAX_SPLITS
-    assert pd.choose_splits(1, 8, 128, 132, 64).count == 2
-    assert pd.choose_splits(8, 8, 4096, 132, 64).count == 8
-    assert pd.choose_splits(32, 8, 4096, 132, 64).count == 1
-    assert pd.choose_splits(256, 8, 4096, 132, 64).count == 1
-    assert pd.choose_splits(256, 8, 1 << 17, 132, 64).count == pd.BALANCE_SPLITS
+    assert pd.choose_splits(1, 8, 4096, 132, 64).limit == pd.MAX_SPLITS
+    assert pd.choose_splits(1, 8, 128, 132, 64).limit == 2
+    assert pd.choose_splits(8, 8, 4096, 132, 64).limit == 8
+    assert pd.choose_splits(32, 8, 4096, 132, 64).limit == 1
+    assert pd.choose_splits(256, 8, 4096, 132, 64).limit == 1
+    assert pd.choose_splits(256, 8, 1 << 17, 132, 64).limit == pd.BALANCE_SPLITS
 
 
 @pytest.mark.parametrize("splits", [None, 1, 16])
