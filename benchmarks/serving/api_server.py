@@ -1,12 +1,12 @@
 """The HTTP side of `encore serve` without a model: streams from an engine process that computes nothing.
 
-    python -m benchmarks serving.http_front --http-workers 2 --step-ms 4 --clients 64,256 --json FILE
-    python -m benchmarks serving.http_front --serve 8123 --model FOLDER     # only the server, until interrupted
+    python -m benchmarks serving.api_server --http-workers 2 --step-ms 4 --clients 64,256 --json FILE
+    python -m benchmarks serving.api_server --serve 8123 --model FOLDER     # only the server, until interrupted
 
-Everything but the engine's loop is the server's own: fronts, pipes, pickling, detokenising, SSE. The engine process
-gives tokens at a steady pace. With --step-ms 0 the streams come in bursts: what a front can take at most. With the
-steps of a real engine, each token is an event and a write of its own. The load is `serving.http_streams`. --model names
-a folder with a tokenizer; the default is the tiny one of the tests.
+The engine loop is replaced. API workers, pipes, pickling, detokenization and server-sent events are the server's.
+The engine process emits tokens at a steady pace. With --step-ms 0 the streams arrive in bursts, which measures the
+maximum throughput of an API worker. With the step time of a real engine, each token is an event and a write. The load
+is `serving.http_streams`. --model names a folder with a tokenizer; the default is the tiny one of the tests.
 """
 
 from __future__ import annotations
