@@ -39,11 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] == ["bench"]:
         return _guarded("bench", lambda: _bench(words[1:]))
     chosen = next((word for word in words if word in COMMANDS), None)
-    args = _parser(chosen).parse_args(words)
+    args = build_parser(chosen).parse_args(words)
     return _guarded(args.command, lambda: COMMANDS[args.command].run(args))
 
 
-def _parser(chosen: str | None) -> argparse.ArgumentParser:
+def build_parser(chosen: str | None) -> argparse.ArgumentParser:
+    """Return the command line's parser; only the subcommand `chosen` has its arguments."""
     parser = Parser(prog=PROG, description="Serve a language model from a warm graph cache.", allow_abbrev=False)
     parser.add_argument("--version", action=_ShowVersion, help="show the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)

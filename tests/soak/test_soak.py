@@ -28,8 +28,7 @@ def test_server_and_client_state_is_empty_after_load(tiny_model: Path) -> None:
         assert result.aborted >= 55 and result.finished + result.aborted == 60
         server.wait_idle()
         client = server.service.client
-        server.wait(lambda: not client._queues, "the last streams' ends")
-        assert not client._parents and not client._replies and len(client._processor) == 0
+        server.wait(lambda: client.num_pending == 0, "the last streams' ends")
         assert server.service.in_flight == 0 and client.stats().kv_cache_usage == 0
         server.wait(lambda: sum(client.stats().ended.values()) == ended(server) >= 55, "each end to be counted once")
 

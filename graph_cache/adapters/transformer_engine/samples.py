@@ -221,8 +221,8 @@ class CapturedLayer(nn.Module):
     def __init__(self, attached: AttachedModule, call: Callable[..., Any], sample: Sample, nondiff_outputs: int):
         super().__init__()
         self.scope = attached.scope
-        self._call = functools.partial(call)  # wrapped, since a module attribute would be registered as a submodule
-        self._sample = sample
+        self.call = functools.partial(call)  # wrapped, since a module attribute would be registered as a submodule
+        self.sample = sample
         self._nondiff_outputs = nondiff_outputs
         wanted = sample.record.differentiable
         self._output_order = sorted(
@@ -231,14 +231,14 @@ class CapturedLayer(nn.Module):
         self._result: Result | None = None
 
     def forward(self, **per_call: Tensor) -> tuple[Tensor | None, ...]:
-        args, kwargs = self._sample.arguments(list(per_call.values()))
-        with autocast_as(self._sample.key):
-            return self.flatten_result(self._call(*args, **kwargs))
+        args, kwargs = self.sample.arguments(list(per_call.values()))
+        with autocast_as(self.sample.key):
+            return self.flatten_result(self.call(*args, **kwargs))
 
     def flatten_result(self, value: Any) -> tuple[Tensor | None, ...]:
         """Return the tensors of the layer's result in the graph's output order."""
         self._result, tensors = Result.of(value)
-        wanted = self._sample.record.differentiable
+        wanted = self.sample.record.differentiable
         if len(tensors) != len(wanted):
             raise CaptureError(f"the layer returned {len(tensors)} tensors, but {len(wanted)} in the recorded call")
         return (
@@ -250,7 +250,7 @@ class CapturedLayer(nn.Module):
         """Rebuild the layer's result from a replay's outputs. Non-differentiable outputs are detached."""
         if self._result.is_tensor:
             return outputs[0]
-        count = sum(self._sample.record.differentiable)
+        count = sum(self.sample.record.differentiable)
         tensors: list[Any] = [None] * len(self._output_order)
         for position, index in enumerate(self._output_order):
             tensors[index] = outputs[position] if position < count else outputs[position].detach()

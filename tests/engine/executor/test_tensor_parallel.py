@@ -33,7 +33,7 @@ from engine.megatron.model import MegatronModel
 from engine.protocol.request import EngineRequest
 from engine.scheduling.scheduler import SchedulerInvariantError
 from server.cli.flags import server_config
-from server.cli.main import _parser
+from server.cli.main import build_parser
 from tests.engine.megatron.checkpoints import checkpoint, gpt_for
 from tests.support.megatron_models import gpt
 
@@ -387,7 +387,7 @@ def test_a_model_that_cannot_be_split_is_rejected_before_a_process_starts(model_
 
 
 def test_serve_has_a_tensor_parallel_size_flag():
-    args = _parser("serve").parse_args(["serve", "--tensor-parallel-size", "2"])
+    args = build_parser("serve").parse_args(["serve", "--tensor-parallel-size", "2"])
     assert server_config(args, {}).engine.tensor_parallel_size == 2
 
 

@@ -21,7 +21,7 @@ from server.config import ServerConfig
 
 
 def parse_serve(*words: str) -> ServerConfig:
-    return server_config(cli._parser("serve").parse_args(["serve", *words]))
+    return server_config(cli.build_parser("serve").parse_args(["serve", *words]))
 
 
 def status(capsys, *words: str) -> tuple[int, str, str]:

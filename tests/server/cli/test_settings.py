@@ -26,7 +26,7 @@ def write(tmp_path):
 
 
 def built(*words, **environ):
-    return server_config(cli._parser("serve").parse_args(["serve", *words]), environ)
+    return server_config(cli.build_parser("serve").parse_args(["serve", *words]), environ)
 
 
 def test_precedence_is_flag_environment_file_default(write):

@@ -74,11 +74,21 @@ def test_a_server_survives_its_engine(start_server):
     server.wait_idle()
 
 
-def test_an_engine_thread_is_not_restarted(start_server):
+def test_an_engine_thread_is_not_restarted(start_server, monkeypatch):
     """An engine in the server's own process is not restarted: liveness fails, so that the server gets restarted."""
+    from engine.worker.model_runner import ModelRunner
+
+    def broken(self, batch):
+        raise RuntimeError("the device is gone")
+
     server: RunningServer = start_server(in_process=True)
-    server.service.client._transport.stop(5.0)
-    server.wait(lambda: server.http.get("/ready").status_code == 503, "readiness to fail", 2)
+    monkeypatch.setattr(ModelRunner, "execute", broken)
+
+    def fail_a_step() -> bool:  # several that fail in a row end the loop
+        server.post("/generate", SHORT)
+        return server.http.get("/ready").status_code == 503
+
+    server.wait(fail_a_step, "readiness to fail", 5)
     assert server.http.get("/health").status_code == 503
     refused = server.post("/generate", SHORT)
     assert refused.status_code == 503 and refused.json()["error"]["code"] == "engine_dead"

@@ -131,11 +131,11 @@ class StaticCall:
             if static.data_ptr() != tensor.data_ptr():
                 static.copy_(tensor)  # raises later if an outstanding backward saved it
         # Like a replay, bypass the layer's hooks and intercepted forward.
-        call = self.module._call.func
+        call = self.module.call.func
         layer = getattr(call, "__self__", call)  # a part may be a method of the layer
         if call is layer:
             call = functools.partial(type(layer).forward, layer)
-        args, kwargs = self.module._sample.arguments(list(self.statics.values()))
+        args, kwargs = self.module.sample.arguments(list(self.statics.values()))
         hooks = [(module._forward_pre_hooks, dict(module._forward_pre_hooks)) for module in layer.modules()]
         for registered, _ in hooks:
             registered.clear()
