@@ -38,7 +38,7 @@ def main() -> None:
             found.append([parameter.grad.clone() for parameter in model.parameters()])
         assert all(map(torch.equal, *found)), f"step {index}"
     row = engine.graphs()[0]
-    print(row["graphs"], row["failed"], "processes exchange" in row["failure"])
+    print(row["graphs"], row["failed"], "collective between processes" in row["failure"])
     dist.destroy_process_group()
 
 

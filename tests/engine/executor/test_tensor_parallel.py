@@ -183,7 +183,7 @@ def test_weights_load_from_files_and_a_rejected_update_keeps_the_old_ones(server
     other = write_model(tmp_path / "other", rms_norm_eps=1e-5)
     for file in other.glob("*.safetensors"):
         scale_weights(file)
-    with pytest.raises(WeightUpdateError, match="not there"):
+    with pytest.raises(WeightUpdateError, match="does not exist"):
         server.ask("operations.load_weights", str(tmp_path / "nowhere"), "v2")
     misfit = write_model(tmp_path / "misfit", hidden_size=64)
     with pytest.raises(WeightUpdateError, match="shape"):
