@@ -13,6 +13,7 @@ from engine.attention.backend import PrefillAttention
 from engine.attention.kv_cache import KVCache
 from engine.models.fused_dense import FusedDense
 from engine.scheduling.batch import PrefillChunk
+from engine.worker.decode_graphs import model_addresses
 from engine.worker.prefill_graphs import Prefill
 from tests.engine.kernels.test_decode_step import TOLERANCE, small_model
 
@@ -43,7 +44,7 @@ def test_a_padded_bucket_gives_what_the_plain_model_gives():
     chunks = [chunk(2, 0, 5, True, [3, 4]), chunk(0, 20, 9, False, [5, 6, 7]), chunk(5, 16, 1, True, [8, 9])]
     with torch.inference_mode():
         prefill.load(chunks, 64)
-        [part] = prefill.site().parts
+        [part] = prefill.site(model_addresses(model, caches[0])).parts
         part(**prefill.buffers.view(64))
         logits, chosen = prefill.buffers["logits"][:3], prefill.buffers["next_tokens"][:3]
         attention = PrefillAttention(
