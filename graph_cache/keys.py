@@ -28,19 +28,19 @@ class GraphKey:
     scope: str
     phase: str
     bucket: int
-    variant: Variant = ()
+    statics: Variant = ()
     _spelled: str = field(init=False, repr=False)  # distinguishes 1, 1.0 and True, which compare equal
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_spelled", repr(self.variant))
+        object.__setattr__(self, "_spelled", repr(self.statics))
 
     @property
-    def statics(self) -> Variant:
-        """Alias of `variant`."""
-        return self.variant
+    def variant(self) -> Variant:
+        """The variant; the field keeps its older name `statics`."""
+        return self.statics
 
     def __str__(self) -> str:
-        values = "".join(f",{name}={value}" for name, value in self.variant)
+        values = "".join(f",{name}={value}" for name, value in self.statics)
         return f"{self.site}[{self.scope},{self.phase},{self.bucket}{values}]"
 
 
@@ -58,12 +58,12 @@ class Plan:
     bucket: int | None
     key: GraphKey | None
     reason: str | None
-    variant: Variant = ()
+    statics: Variant = ()
 
     @property
-    def statics(self) -> Variant:
-        """Alias of `variant`."""
-        return self.variant
+    def variant(self) -> Variant:
+        """The variant; the field keeps its older name `statics`."""
+        return self.statics
 
     @property
     def is_graph(self) -> bool:

@@ -83,13 +83,19 @@ def numbers_of(module: nn.Module, types: tuple[type, ...]) -> dict[str, int | fl
     return {attribute: value for attribute, value in vars(module).items() if type(value) in types}
 
 
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+DROPOUT_NAMES = frozenset({"dropout", "dropout_p", "dropout_rate", "dropout_prob", "drop_prob"})
+
+
 def constant_numbers(module: nn.Module) -> list[str]:
     """Return the names of number attributes that a graph of the module bakes in: floats, and dropout rates.
 
-    A dropout rate may be an int (`nn.Dropout(0)`). Other ints are sizes, which modules keep, or counters.
+    A dropout rate may be an int (`nn.Dropout(0)`). Other ints are sizes, which modules keep, or counters, which change
+    at every step without an effect on the forward.
     """
+    rates = {"p", *DROPOUT_NAMES} if isinstance(module, DROPOUTS) else DROPOUT_NAMES
     numbers = numbers_of(module, (int, float))
-    return [name for name, value in numbers.items() if type(value) is float or name == "p" or "drop" in name]
+    return [name for name, value in numbers.items() if type(value) is float or name in rates]
 
 
 def current_numbers(owners: Sequence[dict[str, Any]], names: Sequence[str]) -> list[Any]:

@@ -106,6 +106,18 @@ def test_the_dropout_rate_is_checked_every_step(pool, device, initial, early, la
     assert sum(stats.replays.values()) == 3 + 1
 
 
+def test_a_counter_on_a_module_does_not_keep_it_eager(pool, device):
+    class Counting(nn.Linear):
+        num_dropped = p = 0
+
+    def loss_of(model, x, step):
+        model[0].num_dropped, model[0].p = model[0].num_dropped + 3, step
+        return model(x).pow(2).mean()
+
+    _, stats = both(lambda: nn.Sequential(Counting(WIDTH, WIDTH), linear()), [""], loss_of, pool, device)
+    assert sum(stats.replays.values()) > 0
+
+
 def test_hooks_on_all_modules_keep_modules_with_submodules_eager(pool, device):
     eager, graphed = twins(two, device)
     _, stats = attached(graphed, [""], pool)
