@@ -54,7 +54,10 @@ class Serving:
 
 def resident(pid: int) -> int:
     """Return the resident bytes of a process."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except FileNotFoundError:  # it ended after its pid was listed
+        return 0
 
 
 @contextmanager
