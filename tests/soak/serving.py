@@ -11,7 +11,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,10 @@ class Serving:
         """The engine's process id: the server's child with the most resident memory."""
         pid = self.process.pid
         tasks = Path(f"/proc/{pid}/task").iterdir()
-        children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+        children: list[int] = []
+        for task in tasks:
+            with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+                children += map(int, (task / "children").read_text().split())
         return max(children, key=resident)
 
     def memory(self) -> dict[str, int]:
@@ -56,7 +59,7 @@ def resident(pid: int) -> int:
     """Return the resident bytes of a process."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except FileNotFoundError:  # it ended after its pid was listed
+    except (FileNotFoundError, ProcessLookupError):  # it ended after its pid was listed
         return 0
 
 
