@@ -73,9 +73,9 @@ class Site:
         self._result_layouts: dict[GraphKey, tuple[Any, list[OutputLabel]]] = {}
         self._unbatched: set[tuple[Variant, int]] = set()  # output leaves that are not batched: some bucket differed
 
-    def key(self, bucket: int, variant: Variant) -> GraphKey:
+    def key(self, bucket: int, statics: Variant) -> GraphKey:
         """Return the key of this site's graph for a bucket and keyword values."""
-        return GraphKey(self.name, self.scope, self.phase, bucket, variant)
+        return GraphKey(self.name, self.scope, self.phase, bucket, statics)
 
     def warm_keys(self) -> list[GraphKey]:
         """Return every key captured ahead, largest bucket first."""
@@ -96,9 +96,9 @@ class Site:
             calls.append(body)
         return calls
 
-    def serves(self, variant: Variant) -> bool:
+    def serves(self, statics: Variant) -> bool:
         """Return whether these keyword values, including their types, are among the variants."""
-        return repr(variant) in map(repr, self.variants)
+        return repr(statics) in map(repr, self.variants)
 
     def run_eager(self, key: GraphKey) -> None:
         """Run all parts eagerly on the static buffers at the key's bucket, as a graph of that key would."""
