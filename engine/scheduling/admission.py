@@ -61,7 +61,7 @@ class QueuedRequest:
     @property
     def pages_remaining(self) -> int:
         """Pages that the request may still allocate while it runs."""
-        return self.final_pages - len(self.request.pages)
+        return self.final_pages - len(self.request.page_tables[0])
 
 
 class Admission:
@@ -140,9 +140,11 @@ class Admission:
             if other.key[0] <= entry.key[0]:
                 return None
             selected.append(other)
-            released.update(other.request.pages)
+            released.update(other.request.page_tables[0])
             missing -= sum(
-                1 for page in other.request.pages if released[page] == self.pool.ref_count(page) and page not in kept
+                1
+                for page in other.request.page_tables[0]
+                if released[page] == self.pool.ref_count(page) and page not in kept
             )
         return selected if missing <= 0 and (slot_free or selected) else None
 

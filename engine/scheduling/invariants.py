@@ -30,7 +30,7 @@ def queue_problems(
         request = entry.request
         if request.state not in _WAITING_STATES:
             found.append(f"{request!r} is waiting in state {request.state.value}")
-        if request.pages or request.slot is not None or request.num_computed:
+        if request.page_tables or request.slot is not None or request.num_computed:
             found.append(f"{request!r} is waiting but has pages, a slot or computed tokens")
     found += [
         f"{entry.request!r} is running in state {entry.request.state.value}"
@@ -54,10 +54,11 @@ def page_problems(pool: PagePool, running: Sequence[QueuedRequest]) -> list[str]
     held: Counter[int] = Counter()
     for entry in running:
         request = entry.request
-        held.update(request.pages)
-        if len(set(request.pages)) != len(request.pages):
-            found.append(f"{request!r} holds a page twice: {request.pages}")
-        if not pool.pages_for(request.num_computed) <= len(request.pages) <= entry.final_pages:
+        [table] = request.page_tables
+        held.update(table)
+        if len(set(table)) != len(table):
+            found.append(f"{request!r} holds a page twice: {table}")
+        if not pool.pages_for(request.num_computed) <= len(table) <= entry.final_pages:
             found.append(f"{request!r} must hold pages for its computed tokens and at most {entry.final_pages}")
     for page in range(pool.num_pages):
         if pool.ref_count(page) != held[page]:

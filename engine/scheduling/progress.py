@@ -86,5 +86,5 @@ class RequestProgress:
         full = computed // self._page_size
         if full > entry.registered:
             assert entry.chain is not None  # created at admission
-            self._prefix_cache.insert(entry.chain, request.token_ids, request.pages, entry.registered, full)
+            self._prefix_cache.insert(entry.chain, request.token_ids, request.page_tables[0], entry.registered, full)
             entry.registered = full

@@ -42,7 +42,9 @@ class Request:
     - state: assigning it checks the transition.
     - token_ids: prompt and output tokens known to the host.
     - length: number of tokens, including those in flight: computed by an enqueued step and not read yet.
-    - num_computed: number of leading tokens with keys and values in `pages` once all enqueued work is done.
+    - num_computed: number of leading tokens with keys and values in its pages once all enqueued work is done.
+    - page_tables: per cache group, the pages of the request: entry i holds tokens [i * page_size, (i + 1) * page_size).
+      Empty without a slot.
     - slot: index in [0, max_num_seqs) while running, else None.
     - lease: a new number, from a counter that increments, each time the request gets a slot; 0 without a slot. Batches
       record it, so that a result of an earlier run of the request is recognised as stale and dropped.
@@ -58,7 +60,7 @@ class Request:
         self.token_ids = list(request.prompt_token_ids)
         self.num_computed = 0
         self.length = self.prompt_len
-        self.pages: list[int] = []
+        self.page_tables: list[list[int]] = []
         self.slot: int = None  # type: ignore[assignment]  # int to its readers, which see running requests only
         self.lease = 0
         self.max_length = 0
@@ -111,5 +113,5 @@ class Request:
         return (
             f"Request({self.request_id!r}, {self._state.value}, prompt={self.prompt_len}, output={self.output_len}, "
             f"in_flight={self.length - len(self.token_ids)}, computed={self.num_computed}, slot={self.slot}, "
-            f"pages={len(self.pages)})"
+            f"pages={[len(table) for table in self.page_tables]})"
         )

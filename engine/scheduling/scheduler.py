@@ -103,7 +103,7 @@ class Scheduler:
             raise RequestError(f"request_id {request.request_id!r} is in use by a live request", param="request_id")
         if request.prompt_len == 0:
             raise RequestError("the prompt is empty: give at least one token", param="prompt_token_ids")
-        if request.state is not RequestState.WAITING or request.pages or request.slot is not None:
+        if request.state is not RequestState.WAITING or request.page_tables or request.slot is not None:
             raise SchedulerInvariantError(f"{request!r} was already scheduled: give add() a new record")
         entry = self._admission.entry_for(request, self._added)
         if self.config.max_waiting is not None and len(self._waiting) >= self.config.max_waiting:
@@ -248,7 +248,7 @@ class Scheduler:
             if length >= request.max_length and length > len(request.token_ids):
                 pass  # the token in flight is its last
             elif remaining == 1:
-                if computed < len(request.pages) * page_size or self._allocate_next_page(entry, batch):
+                if computed < len(request.page_tables[0]) * page_size or self._allocate_next_page(entry, batch):
                     decodes.append(request)
             elif remaining > 1:
                 prefilling.append(entry)
@@ -270,7 +270,7 @@ class Scheduler:
             self._preempt(victim, batch)
             if victim is entry:
                 return False
-        entry.request.pages += self.pool.allocate(1)
+        entry.request.page_tables[0] += self.pool.allocate(1)
         return True
 
     def _admit_urgent(self, batch: Batch) -> None:
@@ -324,7 +324,7 @@ class Scheduler:
         del self._waiting[0]
         insort(self._running, entry, key=_ORDER_KEY)
         request.state = RequestState.RUNNING
-        request.pages = matched + fresh
+        request.page_tables = [matched + fresh]
         request.slot = heappop(self._free_slots)
         self._last_lease += 1
         request.lease = self._last_lease
@@ -359,9 +359,9 @@ class Scheduler:
         A token in flight is dropped. If the request runs again, it is sampled again from the same seed and position.
         """
         request = entry.request
-        self.pool.free(request.pages)
+        self.pool.free(request.page_tables[0])
         heappush(self._free_slots, request.slot)
-        request.pages = []
+        request.page_tables = []
         request.slot = None  # type: ignore[assignment]  # see Request
         request.lease = request.num_computed = 0
         request.length = len(request.token_ids)

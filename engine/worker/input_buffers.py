@@ -172,7 +172,7 @@ class DecodeInputs:
         values: list[int] = []
         for row in np.flatnonzero(self._num_pages[slots] * size <= positions).tolist():
             request = batch.decodes[row]
-            pages, slot = request.pages, request.slot
+            pages, slot = request.page_tables[0], request.slot
             start, num_written = layout.page_start + (slot + 1) * layout.pages_per_slot, int(self._num_pages[slot])
             indices += range(start + num_written, start + len(pages))
             values += pages[num_written:]

@@ -245,7 +245,9 @@ class ModelRunner:
         tokens = [token for request, span in spans for token in request.token_ids[span.start : span.stop]]
         positions = [position for _, span in spans for position in span]
         attention = PrefillAttention(
-            self.kv, [(chunk.start, chunk.length) for chunk in chunks], [chunk.request.pages for chunk in chunks]
+            self.kv,
+            [(chunk.start, chunk.length) for chunk in chunks],
+            [chunk.request.page_tables[0] for chunk in chunks],
         )
         hidden = self.model(ids_to(self.device, tokens), ids_to(self.device, positions), attention)
         self.cache.count_eager(PREFILL_SITE, "prefill", len(tokens), PREFILL_EAGER)

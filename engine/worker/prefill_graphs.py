@@ -61,7 +61,7 @@ class PackedLayout(NamedTuple):
             end = start + chunk.length
             entry = chunk.request.slot + 1 if chunk.is_last else 0
             per_chunk[:, index] = end, chunk.start, end - 1, entry
-            pages = chunk.request.pages
+            pages = chunk.request.page_tables[0]
             table[index + 1, : len(pages)] = pages
             per_token[start:end, 0] = chunk.request.token_ids[chunk.start : chunk.start + chunk.length]
             per_token[start:end, 1] = np.arange(chunk.start, chunk.start + chunk.length)

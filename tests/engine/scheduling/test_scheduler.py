@@ -158,7 +158,9 @@ def test_decode_without_a_page_preempts_the_last_in_order_which_keeps_its_place(
     while not batch.preempted:
         batch = step(scheduler)
     assert names(batch.preempted) == ["last"] and names(batch.decodes) == ["first"]
-    assert last.state is RequestState.PREEMPTED and last.pages == [] and last.slot is None and last.num_computed == 0
+    assert (
+        last.state is RequestState.PREEMPTED and last.page_tables == [] and last.slot is None and last.num_computed == 0
+    )
     outputs = last.output_len
     assert outputs > 0 and scheduler.num_waiting == 2
     while first.state is RequestState.RUNNING:

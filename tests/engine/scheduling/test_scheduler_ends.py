@@ -14,12 +14,12 @@ def test_second_prompt_skips_the_cached_pages():
     scheduler = make()
     first = add(scheduler, "a", list(range(12)), max_tokens=1)
     scheduler.schedule()
-    cached = first.pages
+    cached = first.page_tables[0]
     step(scheduler)
     second = add(scheduler, "b", [*range(8), 90, 91, 92], max_tokens=1)
     batch = scheduler.schedule()
     assert chunks(batch) == [("b", 8, 3, True)]
-    assert second.pages[:2] == cached[:2] and second.pages[2] not in cached
+    assert second.page_tables[0][:2] == cached[:2] and second.page_tables[0][2] not in cached
     assert (first.cached_tokens, second.cached_tokens) == (0, 8)
     assert (scheduler.prefix_cache.queries, scheduler.prefix_cache.hits) == (23, 8)
 
@@ -124,7 +124,7 @@ def test_prompt_only_request_ends_without_a_token():
     scheduler = make()
     request = add(scheduler, "a", 8, max_tokens=0)
     batch = scheduler.schedule()
-    assert chunks(batch) == [("a", 0, 8, True)] and len(request.pages) == 2
+    assert chunks(batch) == [("a", 0, 8, True)] and len(request.page_tables[0]) == 2
     scheduler.dispatch(batch)
     scheduler.complete(batch, [None])
     assert request.output_len == 0 and scheduler.token_limit(request) == 8

@@ -125,11 +125,11 @@ class Simulation:
                 known = position < len(request.token_ids)
                 token = request.token_ids[position] if known else self.last_sampled[request]
                 values.append(value_after(values[-1], token, self.weights))
-                self.cells[request.pages[position // size], position % size] = values[-1]
+                self.cells[request.page_tables[0][position // size], position % size] = values[-1]
         # After all writes: a layer stores KV for the whole batch before attention.
         for request, start, length, _ in work:
             for position in range(start + length):
-                cell = self.cells.get((request.pages[position // size], position % size))
+                cell = self.cells.get((request.page_tables[0][position // size], position % size))
                 assert cell == self.values[request][position + 1], f"{request!r} reads wrong KV at {position}"
 
     def check_batch(self, batch) -> None:
@@ -144,7 +144,9 @@ class Simulation:
         assert all(request.state is RequestState.PREEMPTED for request in batch.preempted)
         assert len(set(batch.preempted)) == len(batch.preempted)
         assert all(request.num_computed == request.length - 1 for request in batch.decodes)
-        assert all(request.num_computed < len(request.pages) * self.pool.page_size for request in batch.decodes)
+        assert all(
+            request.num_computed < len(request.page_tables[0]) * self.pool.page_size for request in batch.decodes
+        )
         for chunk in batch.prefills:
             left = len(chunk.request.token_ids) - chunk.start
             assert chunk.start == chunk.request.num_computed and 1 <= chunk.length <= left
@@ -264,7 +266,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.sim.step(abort_mid_step=request)
         else:
             assert self.sim.scheduler.abort(request.request_id)
-        assert request.state.is_final and not request.pages and request.slot is None
+        assert request.state.is_final and not request.page_tables and request.slot is None
         assert not self.sim.scheduler.abort(request.request_id)
 
     @precondition(lambda self: self.sim.scheduler.num_running)

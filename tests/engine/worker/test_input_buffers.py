@@ -47,7 +47,7 @@ class Device:
 def a_request(name: str, slot: int, pages: list[int], length: int) -> Request:
     ids = list(range(1, length + 1))
     request = Request(EngineRequest(request_id=name, prompt_token_ids=ids, params=SamplingParams()))
-    request.slot, request.pages, request.num_computed = slot, pages, length - 1
+    request.slot, request.page_tables, request.num_computed = slot, [pages], length - 1
     request.lease = id(request)
     return request
 
@@ -69,7 +69,7 @@ def check(state: SlotState, requests: list[Request], bucket: int) -> None:
             assert (slot, position) == (request.slot + 1, request.num_computed)
             assert state.last_tokens[slot] == request.token_ids[position]
             used = position // PAGE_SIZE + 1
-            assert state.page_table[slot, :used].tolist() == request.pages[:used]
+            assert state.page_table[slot, :used].tolist() == request.page_tables[0][:used]
         else:
             assert slot == position == 0
     assert state.last_tokens[0] == 0
@@ -113,8 +113,8 @@ def test_after_any_sequence_of_steps_the_state_equals_a_naive_fill(steps, staged
                 device.state.last_tokens[request.slot + 1] = request.token_ids[-1]
             device.inputs.set_sampled_positions(slots, [request.num_computed for request in requests])
         for request in requests:
-            if len(request.pages) * PAGE_SIZE < len(request.token_ids):
-                request.pages += [random.randint(1, 99)]
+            if len(request.page_tables[0]) * PAGE_SIZE < len(request.token_ids):
+                request.page_tables[0] += [random.randint(1, 99)]
         if what == "capture":
             saved = device.buffers.snapshot(ROWS)
             device.buffers.fill_dummy()
@@ -150,8 +150,8 @@ def test_a_step_of_the_same_batch_sends_only_pages_that_it_comes_to_need(staged)
     advance(device, [one, two], 4)
     advance(device, [one, two], 4)  # neither token is known to the host
     assert device.sent() == []
-    one.pages += [9]
-    two.pages += [8]
+    one.page_tables[0] += [9]
+    two.page_tables[0] += [8]
     advance(device, [one, two], 4)
     table = LAYOUT.page_start
     assert device.sent() == [(table + 1 * PAGES + 1, 8), (table + 4 * PAGES + 2, 9)]

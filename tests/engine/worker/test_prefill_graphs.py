@@ -26,7 +26,7 @@ pytestmark = [
 
 def chunk(slot: int, start: int, length: int, is_last: bool, pages: list[int]) -> PrefillChunk:
     tokens = [(7 * place + 13 * slot + 3) % 512 for place in range(start + length)]
-    return PrefillChunk(SimpleNamespace(slot=slot, pages=pages, token_ids=tokens), start, length, is_last, 0)
+    return PrefillChunk(SimpleNamespace(slot=slot, page_tables=[pages], token_ids=tokens), start, length, is_last, 0)
 
 
 def test_a_padded_bucket_gives_what_the_plain_model_gives():
@@ -48,7 +48,7 @@ def test_a_padded_bucket_gives_what_the_plain_model_gives():
         part(**prefill.buffers.view(64))
         logits, chosen = prefill.buffers["logits"][:3], prefill.buffers["next_tokens"][:3]
         attention = PrefillAttention(
-            caches[1], [(one.start, one.length) for one in chunks], [one.request.pages for one in chunks]
+            caches[1], [(one.start, one.length) for one in chunks], [one.request.page_tables[0] for one in chunks]
         )
         spans = [(one.request.token_ids, range(one.start, one.start + one.length)) for one in chunks]
         tokens = torch.tensor([ids[place] for ids, span in spans for place in span], device=DEVICE)
