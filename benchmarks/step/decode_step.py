@@ -27,11 +27,16 @@ from benchmarks import harness
 from benchmarks.shapes import SHAPES, write_shape
 from benchmarks.timing import capture, copy_bandwidth, replay_ms
 from engine.attention.kv_cache import KVCache
+from engine.attention.metadata import DecodeMetadata
 from engine.models import config_from_folder
 from engine.models.dense import DenseModel
+from engine.models.interface import ForwardContext
+from engine.sampling.greedy import GreedySampler
 from engine.worker.input_buffers import Layout
 
 if find_spec("triton"):  # PyTorch for CPUs comes without it, and --help works there
+    from engine.attention import triton as triton_attention
+    from engine.attention.triton import TritonBackend
     from engine.models import fused_dense
     from engine.models.fused_dense import FusedDense
 
@@ -40,7 +45,7 @@ PAGE = 16
 PRODUCTS = ("qkv", "o", "gate_up", "down")
 
 
-def build(shape: str, rows: int, context: int) -> tuple[FusedDense, Any, Layout]:
+def build(shape: str, rows: int, context: int) -> tuple[DenseModel, FusedDense, KVCache, Any]:
     """Build a model with random weights, pages for `rows` sequences of `context` + 512 tokens, and their state."""
     config = config_from_folder(write_shape(shape, tempfile.mkdtemp()))
     model = DenseModel(config, torch.bfloat16, "cuda", max_len=4096)
@@ -50,22 +55,28 @@ def build(shape: str, rows: int, context: int) -> tuple[FusedDense, Any, Layout]
         if parameter.dim() == 1:
             parameter.data.add_(1)
     pages_each = -(-(context + 512) // PAGE)
-    kv = KVCache(
-        config.num_layers, rows * pages_each + 1, PAGE, config.num_kv_heads, config.head_dim, torch.bfloat16, "cuda"
-    )
+    kv = KVCache(config.cache_specs(), rows * pages_each + 1, PAGE, torch.bfloat16, "cuda")
     for pages in (*kv.k, *kv.v):
         pages.normal_()
     layout = Layout(rows, 4096 // PAGE)
     state = layout.views(torch.zeros(layout.size, dtype=torch.int64, device="cuda"))
     order = torch.randperm(rows * pages_each, device="cuda") + 1
-    state.page_table[1:, :pages_each] = order.view(rows, pages_each)
-    return FusedDense(model, kv, rows, rows), state, layout
+    state.page_tables[0, 1:, :pages_each] = order.view(rows, pages_each)
+    return model, FusedDense(model, rows, rows), kv, state
 
 
-def measure(fused: FusedDense, state: Any, rows: int, bandwidth: float, args: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    model: DenseModel,
+    fused: FusedDense,
+    kv: KVCache,
+    state: Any,
+    rows: int,
+    bandwidth: float,
+    args: argparse.Namespace,
+) -> dict[str, Any]:
     """Time the step of `rows` rows; `bandwidth` is a copy's in GB/s."""
-    model, kv, context = fused.model, fused.kv, args.context
-    hidden = torch.empty(rows, model.config.hidden_size, dtype=torch.bfloat16, device="cuda")
+    context, slots, positions = args.context, state.slots[:rows], state.positions[:rows]
+    attention, sampler = TritonBackend(kv, rows), GreedySampler(rows, model.config.vocab_size, model.device)
     logits = torch.empty(rows, model.config.vocab_size, dtype=torch.bfloat16, device="cuda")
     chosen = torch.empty(rows, dtype=torch.int64, device="cuda")
 
@@ -74,15 +85,17 @@ def measure(fused: FusedDense, state: Any, rows: int, bandwidth: float, args: ar
         state.positions[:rows] = context - 1
 
     def step() -> None:
-        fused.embed_rows(state, hidden)
+        shared = ForwardContext((), attention.decode(DecodeMetadata(state.page_tables, slots, positions)))
+        hidden = fused.embed(state.last_tokens, slots)
         for index in range(model.config.num_layers):
-            fused.layer(index, hidden, fused.decode_attention(state, rows))
-        fused.sample_greedy(state.slots, state.positions, state.last_tokens, hidden, logits, chosen, after_layer=True)
+            hidden = fused.layer(index, hidden, shared)
+        maxima = fused.head(hidden, logits, after_layer=True)
+        sampler(logits, maxima, slots, positions, state.last_tokens, chosen)
 
     with torch.inference_mode():
         graph, times = timed(step, rewind, args.repeats)
         weights = sum(p.nbytes for p in {id(p): p for p in model.parameters()}.values()) - (
-            0 if model.config.tie_word_embeddings else model.embed.weight.nbytes
+            0 if model.config.tie_word_embeddings else model.embedding.weight.nbytes
         )
         cache = rows * context * kv.nbytes / (kv.num_pages * PAGE)
         ms, moved = statistics.median(times), weights + cache
@@ -120,16 +133,16 @@ def left_out(fused: FusedDense, part: str) -> Iterator[None]:
     """Leave the launches of this part out of steps within the block; their results are meaningless."""
     layers = [fused.tensors.layer(index) for index in range(fused.depth)]
     without = {getattr(layer, part).data_ptr() for layer in layers} if part in PRODUCTS else set()
-    linear, attend = fused_dense.linear, fused_dense.paged_decode
+    linear, attend = fused_dense.linear, triton_attention.paged_decode
     fused_dense.linear = lambda x, weight, *rest, **more: (
         0 if weight.data_ptr() in without else linear(x, weight, *rest, **more)
     )
     if part == "attention":
-        fused_dense.paged_decode = lambda *rest, **more: None
+        triton_attention.paged_decode = lambda *rest, **more: None
     try:
         yield
     finally:
-        fused_dense.linear, fused_dense.paged_decode = linear, attend
+        fused_dense.linear, triton_attention.paged_decode = linear, attend
 
 
 def kernels(graph: torch.cuda.CUDAGraph, rewind: Any) -> list[tuple[str, int, float]]:
@@ -161,9 +174,9 @@ def main(argv: Sequence[str]) -> int:
     harness.require_gpus(parser)
     report = harness.Report(__spec__.name, args, argv)
     bandwidth = args.bandwidth or copy_bandwidth()
-    fused, state, _ = build(args.shape, max(args.batches), args.context)
+    model, fused, kv, state = build(args.shape, max(args.batches), args.context)
     for batch in args.batches:
-        report.add({"shape": args.shape} | measure(fused, state, batch, bandwidth, args))
+        report.add({"shape": args.shape} | measure(model, fused, kv, state, batch, bandwidth, args))
     print(f"bandwidth of a copy: {bandwidth:,.0f} GB/s" + (" (given)" if args.bandwidth else " (measured)"))
     report.finish(bandwidth_gb_per_s=round(bandwidth, 1))
     return 0

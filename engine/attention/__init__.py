@@ -1,10 +1,5 @@
 """Attention over a paged KV cache.
 
-`KVCache` holds the pages. A model's layers call `DecodeAttention` or `PrefillAttention`. sdpa.py is the reference
-backend, triton.py the CUDA decode backend.
+`KVCache` holds the pages, in groups of layers with equal cache specs. selection.py chooses a backend (sdpa.py on a CPU,
+triton.py on CUDA), which gives the attention of each step to the model's layers (interface.py).
 """
-
-from engine.attention.backend import Attention, DecodeAttention, PrefillAttention
-from engine.attention.kv_cache import KVCache
-
-__all__ = ["Attention", "DecodeAttention", "KVCache", "PrefillAttention"]

@@ -1,38 +1,117 @@
-"""Decode attention with the paged Triton kernel: one launch per layer appends keys and values, and attends."""
+"""Paged attention with Triton kernels: the CUDA backend, for decode and packed prefill."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
 import torch
+from torch import Tensor
 
-from engine.kernels.paged_decode import DecodeWorkspace, decode_workspace, paged_decode
+from engine.attention.interface import FusedAttention, Support
+from engine.attention.kv_cache import KVCache
+from engine.attention.metadata import DecodeMetadata, PrefillMetadata
+from engine.kernels.paged_decode import DecodeScratch, DecodeWorkspace, NormRope, by_kv_head, paged_decode
+from engine.kernels.paged_prefill import VarlenLayout, norm_rope_append, paged_prefill
 
-if TYPE_CHECKING:
-    from engine.attention.kv_cache import KVCache
 
+class TritonBackend:
+    """Attention by one launch per layer in a decode step, and two in a prefill step.
 
-class TritonDecodeAttention:
-    """Decode attention of one step: append each layer's keys and values, then attend, in one launch per layer.
-
-    Takes the same arguments as the SDPA backend. Every launch reads `page_table` [b, P] and `positions` [b] from the
-    device, so a captured graph follows their contents. The first call allocates the scratch, which all layers share:
-    calls must stay on one stream.
+    Kernels read positions, lengths and page tables from the device, so a captured graph follows their contents.
     """
 
-    def __init__(self, kv: KVCache, page_table: torch.Tensor, positions: torch.Tensor) -> None:
-        self._kv = kv
-        self._page_table = page_table
-        self._positions = positions
-        self._workspace: DecodeWorkspace | None = None
+    name: ClassVar[str] = "triton"
+    support: ClassVar[Support] = Support(
+        devices=frozenset({"cuda"}),
+        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        max_head_dim=256,
+        dynamic_lengths=True,
+        captures_prefill=True,
+        fuses_rotary=True,
+    )
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Write k and v [b, KV, D] to the layer's pages, then return attention of q [b, H, D] over them: [b, H * D]."""
-        k_cache, v_cache = self._kv.k[layer], self._kv.v[layer]
-        if self._workspace is None:
-            self._workspace = decode_workspace(q, k_cache, self._page_table)
-        out = paged_decode(
-            q, k_cache, v_cache, self._page_table, self._positions, q.shape[-1] ** -0.5, new_kv=(k, v),
-            workspace=self._workspace,
-        )  # fmt: skip
+    def __init__(self, kv: KVCache, max_rows: int):
+        self._kv, self._max_rows = kv, max_rows
+        self._scratch: DecodeScratch | None = None
+
+    def decode(self, metadata: DecodeMetadata) -> FusedAttention:
+        return TritonDecode(self._kv, metadata, self)
+
+    def prefill(self, metadata: PrefillMetadata) -> FusedAttention:
+        return TritonPrefill(self._kv, metadata)
+
+    def workspace(self, q: Tensor, page_table: Tensor) -> DecodeWorkspace:
+        """Return decode scratch for queries [b, KV, H/KV, D], allocated in the first warm-up run.
+
+        If allocated during a capture, it would belong to that graph's memory pool alone.
+        """
+        if self._scratch is None:
+            self._scratch = DecodeScratch(self._max_rows, q, self._kv.k[0], page_table)
+        return self._scratch.of(len(q))
+
+
+class TritonDecode:
+    """Attention of a decode step: append keys and values, and attend, in one launch per layer."""
+
+    def __init__(self, kv: KVCache, metadata: DecodeMetadata, backend: TritonBackend):
+        self._kv, self._metadata, self._backend = kv, metadata, backend
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self._launch(layer, by_kv_head(q, self._kv.kv_heads), k, v, None, out)
         return out.flatten(1)
+
+    def attend_raw(self, layer: int, q: Tensor, k: Tensor, v: Tensor, norm_rope: NormRope, out: Tensor) -> None:
+        self._launch(layer, q, k, v, norm_rope, out.view(len(q), -1, q.shape[-1]))
+
+    def _launch(self, layer: int, q: Tensor, k: Tensor, v: Tensor, norm_rope: NormRope | None, out: Tensor) -> None:
+        kv, metadata = self._kv, self._metadata
+        spec, page_table = kv.specs[layer], metadata.page_tables[kv.group_of[layer]]
+        paged_decode(
+            q,
+            kv.k[layer],
+            kv.v[layer],
+            page_table,
+            metadata.positions,
+            spec.softmax_scale,
+            new_kv=(k, v),
+            slots=metadata.rows,
+            rotation=norm_rope,
+            out=out,
+            workspace=self._backend.workspace(q, page_table),
+        )
+
+
+class TritonPrefill:
+    """Attention of packed prompt chunks: append their keys and values, then attend."""
+
+    def __init__(self, kv: KVCache, metadata: PrefillMetadata):
+        self._kv, self._metadata = kv, metadata
+        self._layout = VarlenLayout(
+            metadata.positions, metadata.token_rows, metadata.ends, metadata.starts, metadata.rows
+        )
+        self._slots: dict[int, Tensor] = {}  # by cache group: where each token's keys and values go
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        kv = self._kv
+        kv.write(layer, self._slots_of(kv.group_of[layer]), k, v)
+        out = torch.zeros(len(q), q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)  # padding rows stay 0
+        self._attend(layer, by_kv_head(q, kv.kv_heads), out)
+        return out
+
+    def attend_raw(self, layer: int, q: Tensor, k: Tensor, v: Tensor, norm_rope: NormRope, out: Tensor) -> None:
+        kv, table = self._kv, self._metadata.page_tables[self._kv.group_of[layer]]
+        norm_rope_append(q, k, v, kv.k[layer], kv.v[layer], table, self._layout, norm_rope)
+        self._attend(layer, q, out)
+
+    def _attend(self, layer: int, q: Tensor, out: Tensor) -> None:
+        kv = self._kv
+        spec, table = kv.specs[layer], self._metadata.page_tables[kv.group_of[layer]]
+        paged_prefill(q, kv.k[layer], kv.v[layer], table, self._layout, spec.softmax_scale, out)
+
+    def _slots_of(self, group: int) -> Tensor:
+        if group not in self._slots:
+            size, metadata = self._kv.page_size, self._metadata
+            pages = metadata.page_tables[group][metadata.token_rows, metadata.positions // size]
+            self._slots[group] = pages * size + metadata.positions % size
+        return self._slots[group]

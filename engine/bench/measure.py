@@ -107,8 +107,8 @@ def replay_against_eager(engine: Engine, batch: int, context: int, repeats: int 
     if key is None or not plan.is_graph:
         return found | {"replay_ms": None, "eager_ms": None, "speedup": None, "reason": plan.reason}
     state = runner.state
-    table = torch.arange(state.page_table.numel()).remainder(runner.kv.num_pages - 1).add(1)
-    state.page_table.copy_(table.view_as(state.page_table))
+    table = torch.arange(state.page_tables.numel()).remainder(runner.kv.num_pages - 1).add(1)
+    state.page_tables.copy_(table.view_as(state.page_tables))
     state.slots.copy_(torch.arange(1, len(state.slots) + 1))
     variants: dict[str, Callable[[], Any]] = {
         "replay": lambda: cache.run(plan),
@@ -124,7 +124,7 @@ def replay_against_eager(engine: Engine, batch: int, context: int, repeats: int 
             cache.pool.backend.synchronize()
             if iteration >= 2:  # the first two run with cold caches
                 times[name].append((time.perf_counter() - started) * 1e3)
-    runner.inputs.invalidate()
+    runner.reset_after_failure()
     replay, eager = (statistics.median(times[name]) for name in ("replay", "eager"))
     return found | {"replay_ms": round(replay, 4), "eager_ms": round(eager, 4), "speedup": round(eager / replay, 3)}
 

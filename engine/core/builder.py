@@ -19,6 +19,7 @@ from engine.loader.weights import load_dummy, load_hf_folder
 from engine.megatron.model import MegatronModel
 from engine.models.config import ModelConfig
 from engine.models.dense import DenseModel
+from engine.models.interface import Model
 from engine.models.registry import build_model, config_from_folder
 from engine.protocol.messages import ModelInfo
 from engine.worker.model_runner import ModelRunner
@@ -56,7 +57,7 @@ def build_megatron_loop(
             sized, megatron_model, megatron_model.config.architecture, eos_token_ids, sized.dtype, None, EngineLoop
         )
     except BaseException:
-        megatron_model.release()
+        megatron_model.close()
         raise
 
 
@@ -69,7 +70,7 @@ def _vocab_size(source: ModelSource) -> int | None:
 
 def make_loop(
     config: ResolvedConfig,
-    model: DenseModel | MegatronModel,
+    model: Model,
     name: str,
     eos_token_ids: tuple[int, ...],
     weight_format: str,

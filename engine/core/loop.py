@@ -21,7 +21,6 @@ from engine.core.finish import StepFinisher
 from engine.core.operations import Operations
 from engine.errors import EngineError, RequestError
 from engine.loader.weights import stage_update
-from engine.megatron.model import MegatronModel
 from engine.protocol.messages import (
     Abort,
     Ask,
@@ -75,6 +74,7 @@ class EngineLoop:
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_model_len=config.max_model_len,
+                max_prefill_chunks=runner.prefill_buckets.max_chunks,
             ),
             pool,
             self.prefix_cache,
@@ -155,9 +155,8 @@ class EngineLoop:
         try:
             for request in batch.admitted:
                 request.prompt_scores = []  # drop partial scores of a prefill that was preempted
-                self.runner.admit(request)
             if batch:
-                output = self.runner.execute(batch)
+                output = self.runner.execute(self.runner.prepare(batch))
                 self.scheduler.dispatch(batch)
                 self._in_flight.append((batch, output))
         except BaseException as error:
@@ -333,8 +332,7 @@ class EngineLoop:
     def close(self) -> None:
         """Drop the graphs and release the model. The loop can't be used afterwards."""
         self.runner.cache.clear()
-        if isinstance(self.runner.model, MegatronModel):
-            self.runner.model.release()
+        self.runner.model.close()
 
     # ---- as a service ----------------------------------------------------------------------------------------------
 

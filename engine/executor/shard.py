@@ -173,7 +173,7 @@ class Shard:
             raise RuntimeError("call load() before loop()")
         sized = dataclasses.replace(self.sized, num_pages=num_pages)
         loop = make_loop(sized, model, plan.source.name, plan.eos_token_ids, plan.weight_format, manifest, make)
-        self._collectives = loop.runner.collectives
+        self._collectives = loop.runner.step_model.collectives
         loop.runner.cache.must_capture = (
             True  # graphs hold collectives: if one rank fell back to eager, the others would hang
         )

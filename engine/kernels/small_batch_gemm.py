@@ -13,9 +13,10 @@ import torch
 import triton
 from torch import Tensor
 
+from engine.kernels.greedy import tile_maxima
 from engine.kernels.launch import SHARED_BYTES, launch_options, overlaps
 from engine.kernels.small_batch_gemm_kernels import matrix_kernel, vector_kernel
-from engine.kernels.step_kernels import best_kernel, gate_kernel, norm_kernel
+from engine.kernels.step_kernels import gate_kernel, norm_kernel
 
 TILE_OUTPUTS = 64
 MAX_SPLITS = 4
@@ -144,6 +145,10 @@ class Scratch:
         self.best = torch.empty(best_count, dtype=torch.float32, device=device)
         self.best_at = torch.empty_like(self.best, dtype=torch.int32)
         self.squares = torch.empty(split_rows * triton.cdiv(hidden, TILE_OUTPUTS), dtype=torch.float32, device=device)
+
+    def maxima(self, rows: int, tiles: int) -> tuple[Tensor, Tensor]:
+        """Return what the last `linear` with `best` wrote: the largest outputs and their indices, [rows, tiles]."""
+        return _as_matrix(self.best, rows, tiles), _as_matrix(self.best_at, rows, tiles)
 
 
 def _as_matrix(buffer: Tensor, rows: int, width: int) -> Tensor:
@@ -300,14 +305,4 @@ def _linear_cublas(
     width = out.shape[1]
     if gated:
         gate_kernel[(rows, triton.cdiv(width, 1024))](product, out, W=width, BLOCK=1024, PDL=pdl, **launch_options(pdl))
-    return best_of_tiles(out, scratch) if best else 0
-
-
-def best_of_tiles(x: Tensor, scratch: Scratch) -> int:
-    """Write to scratch what `linear` writes with `best`, for a given x [M, n]; return the number of tiles along n."""
-    rows, width = x.shape
-    tiles, pdl = triton.cdiv(width, 4096), overlaps(x)
-    best_kernel[(tiles, rows)](
-        x, scratch.best, scratch.best_at, N=width, BLOCK=4096, PDL=pdl, num_warps=8, **launch_options(pdl)
-    )
-    return tiles
+    return tile_maxima(out, scratch.best, scratch.best_at) if best else 0

@@ -12,25 +12,26 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from engine.attention.backend import Attention
+from engine.attention.interface import Attention
 from engine.distributed.collectives import gather_columns
 from engine.errors import ModelError
 from engine.megatron.fusable import fusable_tensors
 from engine.megatron.weight_layout import Slot, unwrapped, weight_slots
 from engine.models.config import ModelConfig
 from engine.models.dense_tensors import DenseTensors
+from engine.models.interface import ForwardContext, Model
 
 Rope = tuple[Tensor, ...]
 
 
-class MegatronModel(nn.Module):
-    """Adapt a GPTModel to the interface of DenseModel.
+class MegatronModel(Model, nn.Module):
+    """Adapt a GPTModel to the interface of models.
 
     The model must be whole on one pipeline stage, with rotary positions and causal attention. `max_len` bounds
     positions (default: the model's max_sequence_length). `vocab_size` cuts the logits of a padded vocabulary. Raises
     ModelError, listing every setting with which the engine's result would differ from Megatron's.
 
-    Until `release`, the `forward` of every core attention is replaced; calls from outside the engine reach the
+    Until `close`, the `forward` of every core attention is replaced; calls from outside the engine reach the
     original.
     """
 
@@ -55,7 +56,7 @@ class MegatronModel(nn.Module):
         for index, core in enumerate(self._cores):
             core.forward = self._paged_attention(index, core.forward)
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Restore the model's own core attention."""
         for core in self._cores:
             vars(core).pop("forward", None)
@@ -64,39 +65,32 @@ class MegatronModel(nn.Module):
     def layers(self) -> nn.ModuleList:
         return self.gpt.decoder.layers
 
-    def embed_tokens(self, token_ids: Tensor) -> Tensor:
-        """Token ids int64 [T] -> hidden [T, h]."""
+    def fused(self, max_rows: int, max_tokens: int) -> Model:
+        from engine.models.fused_dense import FusedDense  # imports triton, which is installed only with CUDA
+
+        return FusedDense(self, max_rows, max_tokens)
+
+    def embed(self, tokens: Tensor, index: Tensor | None = None) -> Tensor:
+        ids = tokens if index is None else tokens.index_select(0, index)
         with self._engine_mode(self.gpt.embedding):
-            return self.gpt.embedding(input_ids=token_ids.unsqueeze(0), position_ids=None).squeeze(1)
+            return self.gpt.embedding(input_ids=ids.unsqueeze(0), position_ids=None).squeeze(1)
 
     def rope(self, positions: Tensor) -> Rope:
         """Positions int64 [T] -> rotary frequencies [T, 1, 1, D] for `layer`."""
         return (self.rotary.index_select(0, positions),)
 
-    def layer(self, index: int, hidden: Tensor, rope: Rope, attention: Attention) -> Tensor:
-        """Decoder layer `index`: hidden [T, h] -> new hidden [T, h]. The tokens take Megatron's sequence dimension."""
-        layer = self.layers[index]
-        with self._engine_mode(layer, attention):
-            out, _ = layer(hidden_states=hidden.unsqueeze(1), attention_mask=None, rotary_pos_emb=rope[0])
+    def layer(self, index: int, hidden: Tensor, context: ForwardContext) -> Tensor:
+        """See Model. The tokens take Megatron's sequence dimension."""
+        layer, rope = self.layers[index], context.rope[0]
+        with self._engine_mode(layer, context.attention):
+            out, _ = layer(hidden_states=hidden.unsqueeze(1), attention_mask=None, rotary_pos_emb=rope)
         return out.squeeze(1)
 
-    def norm(self, hidden: Tensor) -> Tensor:
-        """Hidden [T, h] after the last layer -> normed hidden [T, h]."""
-        return self.gpt.decoder.final_layernorm(hidden)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Normed hidden [N, h] -> logits [N, vocab] gathered from all ranks, in the model's dtype."""
-        gpt = self.gpt
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        gpt, hidden = self.gpt, self.gpt.decoder.final_layernorm(hidden)
         weight = gpt.shared_embedding_or_output_weight() if gpt.share_embeddings_and_output_weights else None
         local, _ = gpt.output_layer(hidden.unsqueeze(1), weight=weight, runtime_gather_output=False)
         return self._gather_logits(local.squeeze(1))
-
-    def forward(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """Token ids and positions int64 [T] -> normed hidden [T, h]. `attention` writes this step's keys and values."""
-        hidden, rope = self.embed_tokens(token_ids), self.rope(positions)
-        for index in range(len(self.layers)):
-            hidden = self.layer(index, hidden, rope, attention)
-        return self.norm(hidden)
 
     def weight_slots(self) -> dict[str, Slot]:
         """Map Hugging Face tensor names to slots in this rank's parameters."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import ModelError
-from engine.layers.weight_slot import WeightSlot
+from engine.layers.weight_slot import Slot, WeightSlot
 from engine.loader.weights import EMBEDDING, LISTED_PROBLEMS, TIED_HEAD
 
 EMBEDDING_PARAMETER = "embedding.word_embeddings.weight"
@@ -51,9 +51,6 @@ class PartSlot:
     def read(self) -> Tensor:
         """Return this rank's part: an alias if its rows are contiguous, a copy if they are interleaved with others."""
         return self.target.reshape(self.part)
-
-
-Slot = WeightSlot | PartSlot
 
 
 def weight_slots(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from engine.attention.cache_spec import CacheSpec, FullAttentionSpec
 from engine.errors import ModelError
 from engine.layers.rotary import ROPE_KINDS, RopeScaling, yarn_attention_factor
 from graph_cache.validation import is_whole_number
@@ -86,6 +87,10 @@ class ModelConfig:
             length = int(length * scaling.factor)
         length = min(length, MAX_CONTEXT)
         return length if self.sliding_window is None else min(length, self.sliding_window)
+
+    def cache_specs(self) -> tuple[CacheSpec, ...]:
+        """Return what each decoder layer stores, in layer order."""
+        return (FullAttentionSpec(kv_heads=self.num_kv_heads, head_dim=self.head_dim),) * self.num_layers
 
     @property
     def eos_token_id(self) -> int | None:

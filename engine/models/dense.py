@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.attention.backend import Attention
+from engine.attention.interface import Attention
 from engine.errors import ModelError
 from engine.layers.linear import Embedding, Linear
 from engine.layers.norm import HeadNorm, RMSNorm
@@ -23,6 +23,7 @@ from engine.layers.rotary import RotaryTable, rotate
 from engine.layers.weight_slot import Slot, WeightSlot
 from engine.models.config import ModelConfig
 from engine.models.dense_tensors import DenseTensors, HeadLayout, LayerTensors
+from engine.models.interface import ForwardContext, Model
 
 
 class SelfAttention(nn.Module):
@@ -102,7 +103,7 @@ class DecoderLayer(nn.Module):
         }
 
 
-class DenseModel(nn.Module):
+class DenseModel(Model, nn.Module):
     """A dense decoder with uninitialised parameters on `device`; loader/weights.py fills them through `weight_slots`.
 
     max_len bounds positions: the length of the RoPE table (default: the config's context_length). Parameters don't
@@ -119,10 +120,10 @@ class DenseModel(nn.Module):
                 f"not supported; set max_model_len to at most {config.sliding_window} (found {max_len})"
             )
         self.config, self.dtype, self.device, self.max_len = config, dtype, device, max_len
-        self.embed = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.embedding = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self.layers = nn.ModuleList(DecoderLayer(config, i, dtype, device) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
-        self.head = self._make_head()
+        self.lm_head = self._make_head()
         self.rotary = RotaryTable(config.head_dim, config.rope_theta, config.rope_scaling, max_len, dtype, device)
 
     def _make_head(self) -> Linear:
@@ -131,44 +132,38 @@ class DenseModel(nn.Module):
         device = torch.device("meta") if config.tie_word_embeddings else self.device
         head = Linear({"lm_head": config.vocab_size}, config.hidden_size, bias=False, dtype=self.dtype, device=device)
         if config.tie_word_embeddings:
-            head.weight = self.embed.weight
+            head.weight = self.embedding.weight
         return head
 
-    def embed_tokens(self, token_ids: Tensor) -> Tensor:
-        """Token ids int64 [T] -> hidden [T, h]."""
-        return self.embed(token_ids)
+    def fused(self, max_rows: int, max_tokens: int) -> Model:
+        from engine.models.fused_dense import FusedDense  # imports triton, which is installed only with CUDA
+
+        return FusedDense(self, max_rows, max_tokens)
+
+    def embed(self, tokens: Tensor, index: Tensor | None = None) -> Tensor:
+        return self.embedding(tokens if index is None else tokens.index_select(0, index))
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions int64 [T] -> (cos, sin), each [T, 1, D]; computed once per step and shared by all layers."""
+        """Positions int64 [T] -> (cos, sin), each [T, 1, D]."""
         return self.rotary(positions)
 
-    def layer(self, index: int, hidden: Tensor, rope: tuple[Tensor, ...], attention: Attention) -> Tensor:
-        """Decoder layer `index`: hidden [T, h] -> a new hidden [T, h]."""
-        return self.layers[index](hidden, *rope, attention)
+    def layer(self, index: int, hidden: Tensor, context: ForwardContext) -> Tensor:
+        return self.layers[index](hidden, *context.rope, context.attention)
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """Token ids and positions int64 [T] -> normed hidden [T, h]; `attention` writes this step's keys and values."""
-        hidden = self.embed_tokens(token_ids)
-        cos, sin = self.rope(positions)
-        for layer in self.layers:
-            hidden = layer(hidden, cos, sin, attention)
-        return self.norm(hidden)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Normed hidden [N, h] -> logits [N, vocab] in the model's dtype."""
-        return self.head(hidden)
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        return self.lm_head(self.norm(hidden))
 
     def weight_slots(self) -> dict[str, Slot]:
         """Map Hugging Face tensor names to slots, in layer order; a tied head has no entry.
 
         Loading, updating and exporting all use this mapping. It is rebuilt from the current modules at each call.
         """
-        slots: dict[str, Slot] = {**self.embed.slots("model.embed_tokens")}
+        slots: dict[str, Slot] = {**self.embedding.slots("model.embed_tokens")}
         for index, layer in enumerate(self.layers):
             slots |= layer.slots(f"model.layers.{index}")
         slots |= self.norm.slots("model.norm")
         if not self.config.tie_word_embeddings:
-            slots |= {name.removeprefix("."): slot for name, slot in self.head.slots("").items()}
+            slots |= {name.removeprefix("."): slot for name, slot in self.lm_head.slots("").items()}
         return slots
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -195,7 +190,7 @@ class DenseModel(nn.Module):
             for owner, attribute in (("attn", "qkv"), ("attn", "o"), ("mlp", "gate_up"), ("mlp", "down")):
                 yield f"layers.{index}.{owner}.{attribute}", getattr(layer, owner), attribute
         if include_head:
-            yield "head", self, "head"
+            yield "lm_head", self, "lm_head"
 
 
 class NativeTensors:
@@ -237,7 +232,7 @@ class NativeTensors:
 
     @property
     def embedding(self) -> Tensor:
-        return self._model.embed.weight
+        return self._model.embedding.weight
 
     @property
     def norm(self) -> Tensor:
@@ -245,4 +240,4 @@ class NativeTensors:
 
     @property
     def head(self) -> Tensor:
-        return self._model.head.weight
+        return self._model.lm_head.weight

@@ -9,8 +9,9 @@ from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from engine.layers.weight_slot import Slot
 from engine.models.config import ModelConfig
 
 
@@ -101,11 +102,21 @@ class DenseTensors(Protocol):
 
 
 class FusableModel(Protocol):
-    """A model that exposes its parameters to the fused kernels."""
+    """A model (see engine/models/interface.py) that exposes its parameters to the fused kernels."""
 
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
+    max_len: int
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    def compute_logits(self, hidden: Tensor) -> Tensor: ...
+
+    def weight_slots(self) -> dict[str, Slot]: ...
+
+    def close(self) -> None: ...
 
     def tensors(self) -> DenseTensors:
         """Return the parameters. Raises ModelError if the model is not a dense decoder."""

@@ -25,15 +25,20 @@ class SchedulerInvariantError(InvariantError):
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of one scheduler, in sequences and tokens. With `max_waiting` None the queue is unbounded."""
+    """Limits of one scheduler, in sequences and tokens. With None there is no such limit.
+
+    - max_waiting: requests that wait for a slot.
+    - max_prefill_chunks: prefill chunks in one step.
+    """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
     max_waiting: int | None = None
+    max_prefill_chunks: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_waiting"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_waiting", "max_prefill_chunks"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value} is invalid: give at least 1")

@@ -87,6 +87,10 @@ class Request:
         self._state = new
 
     @property
+    def num_freed(self) -> list[int]:
+        return [0]  # replaced when window groups free pages
+
+    @property
     def priority(self) -> int:
         return self.request.priority
 

@@ -183,7 +183,7 @@ class Scheduler:
         prefilling = self._schedule_decodes(batch)
         budget = self.config.max_num_batched_tokens - len(batch.decodes)
         for entry in prefilling:
-            if budget == 0:
+            if budget == 0 or self._is_full(batch):
                 break
             budget -= _add_chunk(batch, entry.request, budget)
         self._admit_in_order(batch, budget)
@@ -299,6 +299,8 @@ class Scheduler:
     def _admit_in_order(self, batch: Batch, budget: int) -> None:
         """Admit requests from the head of the queue while budget, slots and pages last, without skipping any."""
         while budget > 0 and self._waiting and self._free_slots and self._waiting[0] is not self._blocked_head:
+            if self._is_full(batch):
+                return
             head = self._waiting[0]
             if head.request in batch.preempted:  # re-admitting it would take back the pages it just freed
                 return
@@ -314,6 +316,11 @@ class Scheduler:
                 budget -= 1
             else:
                 budget -= _add_chunk(batch, head.request, budget)
+
+    def _is_full(self, batch: Batch) -> bool:
+        """Return whether the batch has as many prefill chunks as a step may have."""
+        limit = self.config.max_prefill_chunks
+        return limit is not None and len(batch.prefills) >= limit
 
     def _admit(self, entry: QueuedRequest, matched: list[int], batch: Batch) -> None:
         """Move the head of the waiting queue to the running one, with a slot, a new lease and pages for its tokens."""

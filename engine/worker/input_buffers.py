@@ -13,7 +13,6 @@ import torch
 
 from engine.attention.metadata import SlotState
 from engine.scheduling.batch import Batch
-from engine.utils.async_copy import upload
 from graph_cache.buffers import BATCH, BufferSpec, StaticBuffers
 
 
@@ -22,11 +21,12 @@ class Layout(NamedTuple):
 
     max_num_seqs: int
     pages_per_slot: int
+    groups: int = 1
 
     @property
     def size(self) -> int:
         """Number of elements in total."""
-        return self.page_start + (self.max_num_seqs + 1) * self.pages_per_slot
+        return self.page_start + self.groups * self.table_size
 
     @property
     def token_start(self) -> int:
@@ -36,6 +36,11 @@ class Layout(NamedTuple):
     def page_start(self) -> int:
         return 3 * self.max_num_seqs + 1
 
+    @property
+    def table_size(self) -> int:
+        """Number of elements of one group's page tables."""
+        return (self.max_num_seqs + 1) * self.pages_per_slot
+
     def views(self, state: Any) -> SlotState:
         """Return the parts of a contiguous tensor or array [size] as views."""
         rows = self.max_num_seqs
@@ -43,14 +48,14 @@ class Layout(NamedTuple):
             state[:rows],
             state[rows : 2 * rows],
             state[2 * rows : self.page_start],
-            state[self.page_start :].reshape(rows + 1, self.pages_per_slot),
+            state[self.page_start :].reshape(self.groups, rows + 1, self.pages_per_slot),
         )
 
 
 def decode_buffers(
-    layout: Layout, hidden_size: int, vocab_size: int, dtype: torch.dtype, device: torch.device
+    layout: Layout, max_rows: int, hidden_size: int, vocab_size: int, dtype: torch.dtype, device: torch.device
 ) -> StaticBuffers:
-    """Create the decode site's static buffers.
+    """Create the decode site's static buffers. Prefill shares the outputs, which have `max_rows` rows.
 
     - state, int64 [layout.size]: see SlotState; all zeros means padding.
     - hidden, [b, hidden_size]: passed between the parts of a layer-scoped step.
@@ -62,30 +67,28 @@ def decode_buffers(
         "logits": BufferSpec((BATCH, vocab_size), dtype, pad=None),
         "next_tokens": BufferSpec((BATCH,), torch.int64, pad=None),
     }
-    return StaticBuffers(specs, layout.max_num_seqs, device)
+    return StaticBuffers(specs, max_rows, device)
 
 
 class DecodeInputs:
-    """Updates the decode state for each step. Calls must come in the order of the work on the device.
+    """Computes what a step must write to the decode state. Calls must come in the order of the work on the device.
 
-    `staged` (the default on a GPU): nothing is read back from the device. A host mirror tracks what was uploaded and
-    what steps advanced, and `load` uploads the differences as (index, value) pairs in newly allocated pinned memory.
-    The allocator's events keep that memory from being reused before the copy from it is done, so a running step never
-    sees the next step's inputs. On a CPU a step is done when its call returns, so the tensor is its own mirror and is
-    written directly.
+    Nothing is read back from the device: a host mirror tracks what was uploaded and what steps advanced, and `changes`
+    returns the differences. `windows` are the cache groups' windows, None for full attention.
     """
 
-    def __init__(self, state: torch.Tensor, layout: Layout, page_size: int, staged: bool | None = None):
-        self._state = state
+    def __init__(self, layout: Layout, page_size: int, windows: Sequence[int | None] = (None,)):
         self._layout = layout
         self._page_size = page_size
-        self._staged = state.device.type == "cuda" if staged is None else staged
-        self._mirror = np.zeros(layout.size, np.int64) if self._staged else state.numpy()
+        self._window_groups = [group for group, window in enumerate(windows) if window is not None]
+        self._mirror = np.zeros(layout.size, np.int64)
         self._mirror_views: SlotState = layout.views(self._mirror)
         self._changes: list[tuple[np.ndarray, np.ndarray]] = []
-        # By slot: the position of the token in `last_tokens` (-1: none), and the number of pages written.
+        # By slot: the position of the token in `last_tokens` (-1: none), the number of pages written, and for each
+        # group the number of leading pages that were freed.
         self._token_positions = np.full(layout.max_num_seqs, -1, np.int64)
         self._num_pages = np.zeros(layout.max_num_seqs, np.int64)
+        self._num_freed = np.zeros((layout.groups, layout.max_num_seqs), np.int64)
         # The current rows: their leases and slots, and for how many more steps their pages suffice.
         self._leases: list[int] = []
         self._bucket = 0
@@ -98,37 +101,43 @@ class DecodeInputs:
         self._apply_advances()
         self._token_positions[slot] = -1
         self._num_pages[slot] = 0
+        self._num_freed[:, slot] = 0
 
-    def invalidate(self) -> None:
-        """Reset the state, so that the next load writes all of it: something else wrote to it, or a step failed.
+    def reset(self) -> None:
+        """Forget everything: the state on the device was zeroed.
 
-        The next load takes tokens from the host, so read the steps in flight first.
+        The next step takes tokens from the host, so read the steps in flight first.
         """
-        self._state.zero_()
         self._mirror.fill(0)
         self._changes.clear()
         self._token_positions.fill(-1)
         self._num_pages.fill(0)
+        self._num_freed.fill(0)
         self._leases = []
         self._unapplied_steps = 0
 
-    def load(self, batch: Batch, bucket: int) -> None:
-        """Make row i the batch's decode i, and the remaining rows up to `bucket` padding.
+    def changes(self, batch: Batch, bucket: int) -> np.ndarray | None:
+        """Return what makes row i the batch's decode i, and the remaining rows up to `bucket` padding.
 
-        If the leases equal those of the last load, the rows are already right: the step itself advanced them. Otherwise
-        uploads the rows that differ and the tokens that the device didn't sample itself. In both cases uploads the new
-        pages of rows that need more.
+        The result is int64 [2, n], unique indices and values, or None. If the leases equal those of the last call, the
+        rows are already right: the step itself advanced them. Otherwise the rows that differ change, and the tokens
+        that the device didn't sample itself. In both cases new pages of rows that need more are written.
         """
         if bucket != self._bucket or batch.leases != self._leases:
             self._set_rows(batch, bucket)
         if self._steps_until_pages <= 0:
             self._write_pages(batch)
         self._steps_until_pages -= 1
-        if self._changes:
-            self._upload_changes()
+        if self._window_groups:
+            self._clear_freed_pages(batch)
+        if not self._changes:
+            return None
+        indices, values = (np.concatenate(part) for part in zip(*self._changes, strict=True))
+        self._changes.clear()
+        return np.stack((indices, values))
 
     def advance(self) -> None:
-        """Record that the step loaded last is enqueued; it advances its rows by one position."""
+        """Record that the step of the last `changes` is enqueued; it advances its rows by one position."""
         self._unapplied_steps += 1
 
     def set_sampled_positions(self, slots: Sequence[int], positions: Sequence[int]) -> None:
@@ -140,8 +149,7 @@ class DecodeInputs:
         """Apply enqueued steps to the host's state. Deferred until the batch changes, to keep steady steps cheap."""
         if self._unapplied_steps:
             self._token_positions[self._slots] += self._unapplied_steps
-            if self._staged:
-                self._mirror_views.positions[: len(self._slots)] += self._unapplied_steps
+            self._mirror_views.positions[: len(self._slots)] += self._unapplied_steps
             self._unapplied_steps = 0
 
     def _set_rows(self, batch: Batch, bucket: int) -> None:
@@ -153,7 +161,7 @@ class DecodeInputs:
         new_rows[0, :rows], new_rows[1, :rows] = slots + 1, batch.positions
         for start, row in zip((0, layout.max_num_seqs), new_rows, strict=True):
             current = self._mirror[start : start + bucket]
-            if self._staged and len(changed := np.flatnonzero(current != row)):
+            if len(changed := np.flatnonzero(current != row)):
                 self._changes.append((changed + start, row[changed]))
             current[:] = row
         missing = np.flatnonzero(self._token_positions[slots] != new_rows[1, :rows]).tolist()
@@ -166,29 +174,39 @@ class DecodeInputs:
 
     def _write_pages(self, batch: Batch) -> None:
         """Write the new pages of rows that need more, and compute for how many steps the pages suffice."""
-        size, layout, slots = self._page_size, self._layout, self._slots
+        size, slots = self._page_size, self._slots
         positions = np.array(batch.positions, np.int64)
         indices: list[int] = []
         values: list[int] = []
         for row in np.flatnonzero(self._num_pages[slots] * size <= positions).tolist():
-            request = batch.decodes[row]
-            pages, slot = request.page_tables[0], request.slot
-            start, num_written = layout.page_start + (slot + 1) * layout.pages_per_slot, int(self._num_pages[slot])
-            indices += range(start + num_written, start + len(pages))
-            values += pages[num_written:]
-            self._num_pages[slot] = len(pages)
+            tables, slot = batch.decodes[row].page_tables, batch.decodes[row].slot
+            num_written, num_pages = int(self._num_pages[slot]), len(tables[0])
+            for group, pages in enumerate(tables):
+                start = self._table_start(group, slot)
+                indices += range(start + num_written, start + num_pages)
+                values += pages[num_written:]
+            self._num_pages[slot] = num_pages
         if indices:
             self._write(indices, values)
         self._steps_until_pages = int((self._num_pages[slots] * size - positions).min())
 
-    def _write(self, indices: list[int], values: list[int]) -> None:
-        """Set single entries of the state. Indices must be unique."""
-        self._mirror[indices] = values
-        if self._staged:
-            self._changes.append((np.array(indices, np.int64), np.array(values, np.int64)))
+    def _clear_freed_pages(self, batch: Batch) -> None:
+        """Set the table entries of pages that left a window to 0: another request may own those pages now."""
+        for group in self._window_groups:
+            for request in batch.decodes:
+                freed, known = request.num_freed[group], int(self._num_freed[group, request.slot])
+                if freed > known:
+                    start = self._table_start(group, request.slot)
+                    stale = [entry for entry in range(start + known, start + freed) if self._mirror[entry]]
+                    if stale:
+                        self._write(stale, [0] * len(stale))
+                    self._num_freed[group, request.slot] = freed
 
-    def _upload_changes(self) -> None:
-        indices, values = (np.concatenate(part) for part in zip(*self._changes, strict=True))
-        self._changes.clear()
-        pairs = upload(torch.from_numpy(np.stack((indices, values))), self._state.device)
-        self._state.index_copy_(0, pairs[0], pairs[1])
+    def _table_start(self, group: int, slot: int) -> int:
+        layout = self._layout
+        return layout.page_start + group * layout.table_size + (slot + 1) * layout.pages_per_slot
+
+    def _write(self, indices: list[int], values: list[int]) -> None:
+        """Set single entries of the state. Indices must be unique within a step."""
+        self._mirror[indices] = values
+        self._changes.append((np.array(indices, np.int64), np.array(values, np.int64)))

@@ -1,60 +1,56 @@
-"""The model runner: execute a batch on one device.
+"""The model runner: execute steps on one device.
 
 Owns the model, the KV cache and the static buffers. Decodes, and on a GPU prefills, run through the graph cache;
-sampling follows. `execute` enqueues a step and returns an AsyncStepOutput, which is read later, when the next step may
-already be enqueued.
+sampling follows. A step is prepared on the host and then enqueued, which returns an AsyncStepOutput. That is read
+later, when the next step may already be enqueued.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from engine.attention.backend import PrefillAttention
 from engine.attention.kv_cache import KVCache
+from engine.attention.selection import choose_backend
 from engine.config import ResolvedConfig
 from engine.errors import ConfigError, ModelError
 from engine.kernels.launch import SHARED_BYTES, fits
-from engine.megatron.model import MegatronModel
-from engine.models.dense import DenseModel
+from engine.models.interface import Model
+from engine.sampling.greedy import GreedySampler
 from engine.sampling.sampler import Sampler, prompt_logprobs
 from engine.scheduling.batch import Batch, PrefillChunk
-from engine.scheduling.request import Request
-from engine.utils.async_copy import ids_to
+from engine.utils.async_copy import ids_to, upload
 from engine.worker.async_output import MAX_STEPS_IN_FLIGHT, AsyncStepOutput
-from engine.worker.decode_graphs import SITE, decode_site, model_addresses
+from engine.worker.decode_graphs import SITE, DecodeStep, decode_site, model_addresses
 from engine.worker.input_buffers import DecodeInputs, Layout, decode_buffers
+from engine.worker.prefill_graphs import SITE as PREFILL_SITE
+from engine.worker.prefill_graphs import PrefillBuckets, PrefillStep
 from engine.worker.sizing import WARM_CONTEXT, context_buckets
+from engine.worker.step_input import ChunkInput, DecodeInput, PrefillInput, PromptScoring, SlotAssignment, StepInput
 from graph_cache.buckets import Buckets
 from graph_cache.cache import GraphCache
 from graph_cache.host_ring import HostRing
-from graph_cache.keys import ABOVE_MAX
 from graph_cache.manifest import Manifest
-
-if TYPE_CHECKING:  # they import triton
-    from engine.models.fused_dense import FusedDense
-    from engine.worker.prefill_graphs import Prefill
 
 logger = logging.getLogger(__name__)
 
-PREFILL_SITE = "prefill"
 PREFILL_EAGER = "phase_not_captured"
-TOO_MANY_CHUNKS = "more_chunks_than_a_graph_takes"
 PROMPT_LOGPROB_ROWS = 256  # rows of logits materialised at once for prompt logprobs
 
 
 class ModelRunner:
-    """Runs batches on one device. Not thread-safe."""
+    """Runs steps on one device. Not thread-safe.
+
+    `model` is the model as loaded; `step_model` is what steps run: the model, or its form with fused kernels.
+    """
 
     def __init__(
         self,
         config: ResolvedConfig,
-        model: DenseModel | MegatronModel,
+        model: Model,
         eos_token_ids: Sequence[int],
         manifest: Manifest | None = None,
     ):
@@ -63,45 +59,46 @@ class ModelRunner:
         self.model = model
         self.device = device
         dtype = getattr(torch, config.dtype)
-        self.attention_impl = "triton" if device.type == "cuda" else "sdpa"
-        self.kv = KVCache(
-            spec.num_layers, config.num_pages, config.page_size, spec.num_kv_heads, spec.head_dim, dtype, device
-        )
+        self.kv = KVCache(model.cache_specs(), config.num_pages, config.page_size, dtype, device)
+        self.attention = choose_backend(self.kv.specs, dtype, device)(self.kv, config.max_num_seqs)
         pages = -(-config.max_model_len // config.page_size)
-        layout = Layout(config.max_num_seqs, pages)
-        self.buffers = decode_buffers(layout, spec.hidden_size, spec.vocab_size, dtype, device)
+        layout = Layout(config.max_num_seqs, pages, len(self.kv.groups))
+        self.prefill_buckets = PrefillBuckets(
+            config.max_num_seqs, config.max_num_batched_tokens, pages, len(self.kv.groups)
+        )
+        max_rows = max(config.max_num_seqs, self.prefill_buckets.max_chunks)
+        self.buffers = decode_buffers(layout, max_rows, spec.hidden_size, spec.vocab_size, dtype, device)
         self.state = layout.views(self.buffers["state"])
-        self.inputs = DecodeInputs(self.buffers["state"], layout, config.page_size)
-        fused = self._build_fused_model(dtype)
+        self.inputs = DecodeInputs(layout, config.page_size, [group.window for group in self.kv.groups])
+        self.step_model = self._fuse(dtype) or model
         self.cache = GraphCache(
             config.graph_config(), device, capture_on_miss=config.warmup == "lazy", manifest=manifest
         )
-        has_dynamic_lengths = self.attention_impl == "triton"  # read from device memory: one graph serves any context
+        greedy = GreedySampler(max_rows, spec.vocab_size, device)
+        has_dynamic_lengths = self.attention.support.dynamic_lengths
         self.contexts = () if has_dynamic_lengths else context_buckets(config.max_model_len, config.page_size)
-        buckets = Buckets.for_limit(config.max_num_seqs, config.graph_buckets)
         self.site = self.cache.add_site(
             decode_site(
-                model,
+                DecodeStep(self.step_model, self.attention, greedy, layout),
                 self.kv,
                 self.buffers,
-                layout,
-                buckets,
+                Buckets.for_limit(config.max_num_seqs, config.graph_buckets),
                 scope=self.cache.config.inference_cuda_graph_scope,
-                impl=self.attention_impl,
                 contexts=self.contexts,
                 warm_contexts=[width for width in self.contexts if width <= WARM_CONTEXT] or self.contexts[:1],
-                fused=fused,
             )
         )
-        self.prefill: Prefill | None = None
-        self.collectives = None if fused is None else fused.collectives
-        if fused is not None:
-            from engine.worker.prefill_graphs import Prefill
-
-            self.prefill = Prefill(
-                fused, self.state.last_tokens, config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len
-            )
-            self.cache.add_site(self.prefill.site(model_addresses(model, self.kv)))
+        self.prefill = PrefillStep(
+            self.step_model,
+            self.attention,
+            greedy,
+            self.prefill_buckets,
+            self.state.last_tokens,
+            self.buffers["logits"],
+            self.buffers["next_tokens"],
+        )
+        if self.attention.support.captures_prefill:
+            self.cache.add_site(self.prefill.site(model_addresses(self.step_model, self.kv)))
         self.sampling = Sampler(
             config.max_num_seqs,
             spec.vocab_size,
@@ -114,8 +111,8 @@ class ModelRunner:
         self.ring = HostRing(self.cache.pool.backend, config.max_num_seqs, torch.int64, depth=2 * MAX_STEPS_IN_FLIGHT)
         self._in_flight: list[AsyncStepOutput] = []
 
-    def _build_fused_model(self, dtype: torch.dtype) -> FusedDense | None:
-        """Build the fused-kernel model; None if device, dtype, settings or model don't support it.
+    def _fuse(self, dtype: torch.dtype) -> Model | None:
+        """Build the model with fused kernels; None if device, dtype, settings or model don't support it.
 
         Raises ConfigError if kernels='fused' was requested and is not supported.
         """
@@ -130,38 +127,86 @@ class ModelRunner:
             if self.device.type == "cuda":
                 logger.info("using the model's own layers: kernels=%r, dtype %s", requested, self.config.dtype)
             return None
-        from engine.models.fused_dense import FusedDense  # imports triton, which is installed only with CUDA
-
         try:
-            fused = FusedDense(self.model, self.kv, self.config.max_num_seqs, self.config.max_num_batched_tokens)
+            fused = self.model.fused(self.config.max_num_seqs, self.config.max_num_batched_tokens)
             logger.info("using fused kernels")
             return fused
-        except ModelError as error:  # a Megatron model that is not fusable: fall back to its own layers
+        except ModelError as error:
             if requested == "fused":
                 raise ConfigError(f"kernels='fused' can't compute this model: {error}; use kernels='auto'") from error
             logger.info("using the model's own layers: %s", error)
             return None
 
-    def admit(self, request: Request) -> None:
-        """Set the sampling parameters of a request's slot and discard the slot's previous inputs."""
-        self.sampling.set_slot(
-            request.slot, request.params, request.seed, request.request.prompt_token_ids, request.output_ids
-        )
-        self.inputs.assign_slot(request.slot)
+    # ---- on the host -----------------------------------------------------------------------------------------------
 
-    def execute(self, batch: Batch) -> AsyncStepOutput:
-        """Enqueue one batch and return without waiting for it.
+    def prepare(self, batch: Batch) -> StepInput:
+        """Turn a batch into the step that every rank executes. Touches no device memory.
+
+        Each prepared step must be executed, in order.
+        """
+        for request in batch.admitted:
+            self.inputs.assign_slot(request.slot)
+        return StepInput(
+            admitted=[
+                SlotAssignment(
+                    request.slot,
+                    request.params,
+                    request.seed,
+                    request.token_ids[: request.prompt_len],
+                    request.output_ids,
+                )
+                for request in batch.admitted
+            ],
+            decode=self._prepare_decode(batch) if batch.decodes else None,
+            prefill=self._prepare_prefill(batch.prefills) if batch.prefills else None,
+        )
+
+    def _prepare_decode(self, batch: Batch) -> DecodeInput:
+        variant = self._variant(batch)
+        bucket = self.cache.plan(SITE, len(batch.decodes), **variant).bucket
+        assert bucket is not None  # the largest bucket is max_num_seqs
+        changes = self.inputs.changes(batch, bucket)
+        self.inputs.advance()
+        return DecodeInput([request.slot for request in batch.decodes], batch.positions, bucket, variant, changes)
+
+    def _variant(self, batch: Batch) -> dict[str, int]:
+        """Return the graph variant for these decodes: the context bucket, if attention uses one."""
+        if not self.contexts:
+            return {}
+        longest = max(batch.positions) + 1
+        return {"context": next(width for width in self.contexts if width >= longest)}
+
+    def _prepare_prefill(self, chunks: Sequence[PrefillChunk]) -> PrefillInput:
+        tokens, bucket = sum(chunk.length for chunk in chunks), None
+        if self.attention.support.captures_prefill:
+            bucket = self.prefill_buckets.choose(tokens, len(chunks))
+        if bucket is None:
+            packed = self.prefill_buckets.exact_layout(len(chunks)).fill(chunks, tokens)
+        else:
+            packed = self.prefill_buckets.layout(bucket).fill(chunks, bucket)
+        ended = [chunk for chunk in chunks if chunk.is_last]
+        self.inputs.set_sampled_positions(
+            [chunk.request.slot for chunk in ended], [chunk.start + chunk.length for chunk in ended]
+        )
+        return PrefillInput([chunk_input(chunk) for chunk in chunks], bucket, packed)
+
+    # ---- on the device ---------------------------------------------------------------------------------------------
+
+    def execute(self, step: StepInput) -> AsyncStepOutput:
+        """Enqueue one step and return without waiting for it.
 
         The decodes run as one padded graph replay, the prefill chunks as another replay or eager together. At most
         MAX_STEPS_IN_FLIGHT steps may be unread, including this one. After an exception, call `reset_after_failure`.
         """
         self._in_flight = [output for output in self._in_flight if not output.is_read]
-        output = AsyncStepOutput(len(batch.decodes))
+        output = AsyncStepOutput(0 if step.decode is None else len(step.decode.slots))
         with torch.inference_mode():
-            if batch.decodes:
-                self._decode(batch, output)
-            if batch.prefills:
-                self._prefill(batch.prefills, output)
+            for slot in step.admitted:
+                self.sampling.set_slot(slot.slot, slot.params, slot.seed, slot.prompt_ids, slot.output_ids)
+            if step.decode is not None:
+                self._decode(step.decode, output)
+            if step.prefill is not None:
+                self._prefill(step.prefill, output)
             # For the next step, while a GPU is busy with this one.
             self.cache.check_addresses(whole=self.device.type == "cuda", geometry=False)
         self._in_flight.append(output)
@@ -176,127 +221,77 @@ class ModelRunner:
         for output in self._in_flight:
             output.wait()
         self.ring.clear()
-        self.inputs.invalidate()
-
-    def _decode(self, batch: Batch, output: AsyncStepOutput) -> None:
-        rows, variant = len(batch.decodes), self._variant(batch)
-        plan = self.cache.plan(SITE, rows, **variant)
-        assert plan.bucket is not None  # the largest bucket is max_num_seqs
-        self.inputs.load(batch, plan.bucket)
-        self.cache.run(plan)
-        self.inputs.advance()
-        executed = self.cache.plan(SITE, rows, **variant)  # again, because a miss may have captured a graph
-        output.graph_bucket = executed.bucket if executed.is_graph else None
-        tokens = self.buffers["next_tokens"][:rows]
-        if self.sampling.needs_sampler(request.slot for request in batch.decodes):
-            slots = [request.slot for request in batch.decodes]
-            positions = [position + 1 for position in batch.positions]
-            sampled = self.sampling.sample(self.buffers["logits"][:rows], slots, positions)
-            tokens = sampled.token_ids
-            self.state.last_tokens.index_copy_(0, self.state.slots[:rows], tokens.clamp(min=0))
-            output.samples.append((0, sampled))
-        output.tickets.append(self.ring.push(tokens))
-
-    def _variant(self, batch: Batch) -> dict[str, int]:
-        """Return the graph variant for these decodes: the context bucket, if attention uses one."""
-        if not self.contexts:
-            return {}
-        longest = max(batch.positions) + 1
-        return {"context": next(width for width in self.contexts if width >= longest)}
-
-    def _prefill(self, chunks: list[PrefillChunk], output: AsyncStepOutput) -> None:
-        last_indices = [index for index, chunk in enumerate(chunks) if chunk.is_last]
-        logits: Tensor | None
-        tokens: Tensor | None
-        if self.prefill is not None:
-            hidden, logits, tokens = self._packed_prefill(self.prefill, chunks)
-            normalize = lambda rows: self.model.norm(hidden[rows])  # noqa: E731
-            if 0 < len(last_indices) < len(chunks):
-                index = ids_to(self.device, last_indices)
-                logits, tokens = logits.index_select(0, index), tokens.index_select(0, index)
-        else:
-            hidden, logits = self._eager_prefill(chunks, last_indices)
-            normalize, tokens = hidden.__getitem__, None
-        start = 0
-        for chunk in chunks:
-            top_count = chunk.request.params.prompt_logprobs
-            if top_count is not None:
-                self._score_prompt(chunk, normalize(slice(start, start + chunk.length)), top_count, output)
-            start += chunk.length
-        if last_indices and logits is not None:
-            self._sample_first_tokens([chunks[index] for index in last_indices], logits, tokens, output)
-
-    def _packed_prefill(self, prefill: Prefill, chunks: list[PrefillChunk]) -> tuple[Tensor, Tensor, Tensor]:
-        """Run packed prefill. Returns hidden [T, h] before the final norm, and each chunk's logits and greedy token."""
-        num_tokens = sum(chunk.length for chunk in chunks)
-        plan = self.cache.plan(PREFILL_SITE, num_tokens)
-        if plan.bucket is None or len(chunks) > prefill.layout(plan.bucket).num_chunks:
-            reason = ABOVE_MAX if plan.bucket is None else TOO_MANY_CHUNKS
-            self.cache.count_eager(PREFILL_SITE, "prefill", num_tokens, reason)
-            return prefill.run_eager(chunks)
-        prefill.load(chunks, plan.bucket)
-        self.cache.run(plan)
-        hidden, logits, tokens = (prefill.buffers[name] for name in ("hidden", "logits", "next_tokens"))
-        return hidden[:num_tokens], logits[: len(chunks)], tokens[: len(chunks)]
-
-    def _eager_prefill(self, chunks: list[PrefillChunk], last_indices: list[int]) -> tuple[Tensor, Tensor | None]:
-        """Run the model's own layers. Returns normalized hidden [T, h] and the logits [len(last_indices), vocab]."""
-        spans = [(chunk.request, range(chunk.start, chunk.start + chunk.length)) for chunk in chunks]
-        tokens = [token for request, span in spans for token in request.token_ids[span.start : span.stop]]
-        positions = [position for _, span in spans for position in span]
-        attention = PrefillAttention(
-            self.kv,
-            [(chunk.start, chunk.length) for chunk in chunks],
-            [chunk.request.page_tables[0] for chunk in chunks],
-        )
-        hidden = self.model(ids_to(self.device, tokens), ids_to(self.device, positions), attention)
-        self.cache.count_eager(PREFILL_SITE, "prefill", len(tokens), PREFILL_EAGER)
-        if not last_indices:
-            return hidden, None
-        chunk_ends = list(itertools.accumulate(chunk.length for chunk in chunks))
-        rows = ids_to(self.device, [chunk_ends[index] - 1 for index in last_indices])
-        return hidden, self.model.logits(hidden.index_select(0, rows))
-
-    def _sample_first_tokens(
-        self, chunks: list[PrefillChunk], logits: Tensor, greedy_tokens: Tensor | None, output: AsyncStepOutput
-    ) -> None:
-        """Sample the token after each chunk from logits [len(chunks), vocab] and write it to `last_tokens`.
-
-        `greedy_tokens`: the greedy tokens, if the prefill already computed and wrote them.
-        """
-        slots = [chunk.request.slot for chunk in chunks]
-        positions = [chunk.start + chunk.length for chunk in chunks]
-        if self.sampling.needs_sampler(slots):
-            sampled = self.sampling.sample(logits, slots, positions)
-            next_tokens = sampled.token_ids
-            output.samples.append((output.num_decodes, sampled))
-        elif greedy_tokens is None:
-            best, ids = logits.max(dim=-1)
-            next_tokens = torch.where(torch.isfinite(best), ids, -1)
-        else:
-            next_tokens = greedy_tokens
-        if next_tokens is not greedy_tokens:
-            self.state.last_tokens.index_copy_(
-                0, ids_to(self.device, [slot + 1 for slot in slots]), next_tokens.clamp(min=0)
-            )
-        self.inputs.set_sampled_positions(slots, positions)
-        output.tickets.append(self.ring.push(next_tokens))
+        self.buffers["state"].zero_()
+        self.inputs.reset()
 
     def zero_pages(self, pages: Sequence[int]) -> None:
         """Zero free pages and the scratch page, which may hold NaN.
 
         Attention multiplies masked positions by 0, and 0 * NaN would be NaN for the next request with these pages.
         """
-        index = ids_to(self.device, [0, *pages])
-        for cache in (*self.kv.k, *self.kv.v):
-            cache.index_fill_(0, index, 0)
+        self.kv.zero_pages(ids_to(self.device, [0, *pages]))
 
-    def _score_prompt(self, chunk: PrefillChunk, hidden: Tensor, top_count: int, output: AsyncStepOutput) -> None:
-        """Compute the logprobs of the prompt tokens that follow the chunk's tokens, in slices to keep logits small."""
-        request = chunk.request
-        targets = request.token_ids[chunk.start + 1 : min(chunk.start + chunk.length, request.prompt_len - 1) + 1]
-        scores = output.prompt_scores.setdefault(request.request_id, [])
-        for start in range(0, len(targets), PROMPT_LOGPROB_ROWS):
-            part = targets[start : start + PROMPT_LOGPROB_ROWS]
-            logits = self.model.logits(hidden[start : start + len(part)])
-            scores += prompt_logprobs(logits, ids_to(self.device, part), top_count)
+    def _decode(self, step: DecodeInput, output: AsyncStepOutput) -> None:
+        rows = len(step.slots)
+        if step.changes is not None:
+            indices, values = upload(torch.from_numpy(step.changes), self.device)
+            self.buffers["state"].index_copy_(0, indices, values)
+        self.cache.run(self.cache.plan(SITE, rows, **step.variant))
+        executed = self.cache.plan(SITE, rows, **step.variant)  # again, because a miss may have captured a graph
+        output.graph_bucket = executed.bucket if executed.is_graph else None
+        tokens = self.buffers["next_tokens"][:rows]
+        if self.sampling.needs_sampler(step.slots):
+            positions = [position + 1 for position in step.positions]
+            tokens = self._sample(self.buffers["logits"][:rows], step.slots, positions, 0, output)
+        output.tickets.append(self.ring.push(tokens))
+
+    def _prefill(self, step: PrefillInput, output: AsyncStepOutput) -> None:
+        chunks, tokens = step.chunks, sum(chunk.length for chunk in step.chunks)
+        if step.bucket is None:
+            self.cache.count_eager(PREFILL_SITE, "prefill", tokens, PREFILL_EAGER)
+            hidden, logits, next_tokens = self.prefill.run_eager(step.packed, chunks)
+        else:
+            self.prefill.load(step.packed)
+            self.cache.run(self.cache.plan(PREFILL_SITE, self.prefill_buckets.rows(tokens, step.bucket)))
+            hidden, logits, next_tokens = self.prefill.outputs(chunks)
+        start = 0
+        for chunk in chunks:
+            if chunk.scoring is not None:
+                self._score_prompt(chunk.scoring, hidden[start : start + chunk.length], output)
+            start += chunk.length
+        ended = [chunk for chunk in chunks if chunk.is_last]
+        if not ended:
+            return
+        slots = [chunk.slot for chunk in ended]
+        if self.sampling.needs_sampler(slots):
+            positions = [chunk.start + chunk.length for chunk in ended]
+            next_tokens = self._sample(logits, slots, positions, output.num_decodes, output)
+        output.tickets.append(self.ring.push(next_tokens))
+
+    def _sample(
+        self, logits: Tensor, slots: list[int], positions: list[int], first_row: int, output: AsyncStepOutput
+    ) -> Tensor:
+        """Sample from logits [len(slots), vocab], write the tokens to `last_tokens`, and return them."""
+        sampled = self.sampling.sample(logits, slots, positions)
+        entries = ids_to(self.device, [slot + 1 for slot in slots])
+        self.state.last_tokens.index_copy_(0, entries, sampled.token_ids.clamp(min=0))
+        output.samples.append((first_row, sampled))
+        return sampled.token_ids
+
+    def _score_prompt(self, scoring: PromptScoring, hidden: Tensor, output: AsyncStepOutput) -> None:
+        """Compute the logprobs of prompt tokens from hidden [T, h], in slices to keep logits small."""
+        scores = output.prompt_scores.setdefault(scoring.request_id, [])
+        for start in range(0, len(scoring.targets), PROMPT_LOGPROB_ROWS):
+            part = scoring.targets[start : start + PROMPT_LOGPROB_ROWS]
+            logits = self.step_model.compute_logits(hidden[start : start + len(part)])
+            scores += prompt_logprobs(logits, ids_to(self.device, part), scoring.top_count)
+
+
+def chunk_input(chunk: PrefillChunk) -> ChunkInput:
+    """Return what the worker needs to know of a chunk."""
+    request, top_count = chunk.request, chunk.request.params.prompt_logprobs
+    scoring = None
+    if top_count is not None:
+        end = min(chunk.start + chunk.length, request.prompt_len - 1)
+        scoring = PromptScoring(request.request_id, request.token_ids[chunk.start + 1 : end + 1], top_count)
+    return ChunkInput(request.slot, chunk.start, chunk.length, chunk.is_last, scoring)

@@ -1,6 +1,6 @@
-"""Prefill on CUDA: prompt chunks packed into one varlen step, replayed as one graph per token bucket.
+"""Prefill: prompt chunks packed into one varlen step, replayed as one graph per token bucket.
 
-Imports triton through the fused model, so import this module only on CUDA (or under TRITON_INTERPRET=1).
+Backends whose attention reads host values run the same step eager, without padding.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.kernels.paged_prefill import VarlenLayout
-from engine.models.fused_dense import FusedDense
+from engine.attention.interface import AttentionBackend
+from engine.attention.metadata import PrefillMetadata
+from engine.models.interface import Model
+from engine.sampling.greedy import GreedySampler
 from engine.scheduling.batch import PrefillChunk
-from engine.utils.async_copy import upload
+from engine.utils.async_copy import ids_to, upload
+from engine.worker.step_input import ChunkInput
 from graph_cache.addresses import AddressBook
 from graph_cache.buckets import Buckets
 from graph_cache.buffers import BATCH, BufferSpec, StaticBuffers
@@ -27,9 +30,9 @@ TOKEN_BUCKETS = (*range(64, 1024, 64), *range(1024, 2048, 128), *range(2048, 409
 request that ends is followed by one prompt of a few hundred tokens, so nearly every step pays for padding there.
 """
 
-MIN_CHUNKS, TOKENS_PER_CHUNK = 8, 32
-"""A bucket holds one chunk per TOKENS_PER_CHUNK tokens, at least MIN_CHUNKS. Each is a row of the LM head's GEMM, used
-or not.
+MIN_CHUNKS, MAX_CHUNKS, TOKENS_PER_CHUNK = 16, 256, 16
+"""A bucket holds one chunk per TOKENS_PER_CHUNK tokens, within these limits. Each is a row of the LM head's GEMM, used
+or not. A step with more chunks takes a larger bucket.
 """
 
 
@@ -38,103 +41,190 @@ class PackedLayout(NamedTuple):
 
     - [4, num_chunks]: per chunk, the number of tokens up to its end, the number of tokens before it in its sequence,
       the index of its last token in the step, and the `last_tokens` entry for its next token (0: none).
-    - [num_chunks + 1, pages_per_chunk]: page tables; row 0 is padding.
+    - [groups, num_chunks + 1, pages_per_chunk]: page tables of each cache group; row 0 is padding.
     - [tokens, 3]: per token, its id, its position and its page table row.
     """
 
     num_chunks: int
     pages_per_chunk: int
+    groups: int
+
+    @property
+    def table_start(self) -> int:
+        """Offset of the page tables."""
+        return 4 * self.num_chunks
 
     @property
     def token_start(self) -> int:
         """Offset of the per-token part."""
-        return 4 * self.num_chunks + (self.num_chunks + 1) * self.pages_per_chunk
+        return self.table_start + self.groups * (self.num_chunks + 1) * self.pages_per_chunk
 
-    def fill(self, chunks: Sequence[PrefillChunk], tokens: int) -> Tensor:
-        """Create the host tensor of a step of `tokens` tokens, padding included."""
+    def fill(self, chunks: Sequence[PrefillChunk], tokens: int) -> np.ndarray:
+        """Create the host array of a step of `tokens` tokens, padding included."""
         packed = np.zeros(self.token_start + 3 * tokens, np.int64)
-        per_chunk = packed[: 4 * self.num_chunks].reshape(4, self.num_chunks)
-        table = packed[4 * self.num_chunks : self.token_start].reshape(self.num_chunks + 1, self.pages_per_chunk)
+        per_chunk = packed[: self.table_start].reshape(4, self.num_chunks)
+        tables = packed[self.table_start : self.token_start].reshape(
+            self.groups, self.num_chunks + 1, self.pages_per_chunk
+        )
         per_token = packed[self.token_start :].reshape(tokens, 3)
         start = 0
         for index, chunk in enumerate(chunks):
             end = start + chunk.length
             entry = chunk.request.slot + 1 if chunk.is_last else 0
             per_chunk[:, index] = end, chunk.start, end - 1, entry
-            pages = chunk.request.page_tables[0]
-            table[index + 1, : len(pages)] = pages
+            for group, pages in enumerate(chunk.request.page_tables):
+                tables[group, index + 1, : len(pages)] = pages
             per_token[start:end, 0] = chunk.request.token_ids[chunk.start : chunk.start + chunk.length]
             per_token[start:end, 1] = np.arange(chunk.start, chunk.start + chunk.length)
             per_token[start:end, 2] = index + 1
             start = end
         per_chunk[0, len(chunks) :] = start  # unused chunks are empty: they end where the last one does
-        return torch.from_numpy(packed)
+        return packed
 
 
-class Prefill:
-    """Runs packed chunks on a fused model: captured over the static `buffers`, or eager on new tensors."""
+class PrefillBuckets:
+    """The token buckets of prefill, and how many chunks each holds."""
 
-    def __init__(self, fused: FusedDense, last_tokens: Tensor, max_chunks: int, max_tokens: int, max_model_len: int):
-        model, device = fused.model, fused.model.device
-        self._fused, self._last_tokens, self._device = fused, last_tokens, device
-        self._pages = -(-max_model_len // fused.kv.page_size)
-        self._max_chunks = max_chunks
-        self._rows = torch.arange(1, max_chunks + 1, device=device)
-        self.buckets = Buckets((*(size for size in TOKEN_BUCKETS if size < max_tokens), max_tokens))
-        max_bucket, layout = self.buckets.max, self.layout(self.buckets.max)
-        self.buffers = StaticBuffers(
-            {
-                "packed": BufferSpec((layout.token_start + 3 * max_bucket,), torch.int64),
-                "hidden": BufferSpec((BATCH, model.config.hidden_size), model.dtype, pad=None),
-                "logits": BufferSpec((layout.num_chunks, model.config.vocab_size), model.dtype, pad=None),
-                "next_tokens": BufferSpec((layout.num_chunks,), torch.int64, pad=None),
-            },
-            max_bucket,
-            device,
-        )
+    def __init__(self, max_chunks: int, max_tokens: int, pages_per_chunk: int, groups: int):
+        self.sizes = Buckets((*(size for size in TOKEN_BUCKETS if size < max_tokens), max_tokens))
+        self._max_chunks, self._pages, self._groups = max_chunks, pages_per_chunk, groups
+
+    @property
+    def max_chunks(self) -> int:
+        """Number of chunks of the largest bucket: a step must not have more."""
+        return self.num_chunks(self.sizes.max)
+
+    def num_chunks(self, bucket: int) -> int:
+        """Return how many chunks a bucket holds."""
+        return min(self._max_chunks, MAX_CHUNKS, max(MIN_CHUNKS, bucket // TOKENS_PER_CHUNK))
+
+    def choose(self, tokens: int, chunks: int) -> int | None:
+        """Return the smallest bucket for this many tokens and chunks; None if no bucket holds them."""
+        return next((size for size in self.sizes.sizes if size >= tokens and self.num_chunks(size) >= chunks), None)
+
+    def rows(self, tokens: int, bucket: int) -> int:
+        """Return the number of rows to plan with, which rounds up to `bucket`: `tokens`, if it does."""
+        return tokens if self.sizes.round_up(tokens) == bucket else bucket
 
     def layout(self, bucket: int) -> PackedLayout:
-        """Return the input layout of a token bucket, including its number of chunks."""
-        return PackedLayout(min(self._max_chunks, max(MIN_CHUNKS, bucket // TOKENS_PER_CHUNK)), self._pages)
+        """Return the input layout of a bucket."""
+        return PackedLayout(self.num_chunks(bucket), self._pages, self._groups)
+
+    def exact_layout(self, chunks: int) -> PackedLayout:
+        """Return the input layout of a step without padding."""
+        return PackedLayout(chunks, self._pages, self._groups)
+
+
+class PrefillOutput(NamedTuple):
+    """Hidden states [T, h] after the last layer; logits [C, vocab] and greedy tokens [C] of the C chunks that end."""
+
+    hidden: Tensor
+    logits: Tensor
+    next_tokens: Tensor
+
+
+class PrefillStep:
+    """Runs packed chunks on a model: captured over static buffers, or eager on new tensors.
+
+    `logits` [rows, vocab] and `next_tokens` [rows] are the outputs of a captured step, and `last_tokens` gets each
+    finished prompt's greedy token.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        attention: AttentionBackend,
+        sampler: GreedySampler,
+        buckets: PrefillBuckets,
+        last_tokens: Tensor,
+        logits: Tensor,
+        next_tokens: Tensor,
+    ):
+        self._model, self._attention, self._sampler, self._buckets = model, attention, sampler, buckets
+        self._last_tokens, self._logits, self._next_tokens = last_tokens, logits, next_tokens
+        self._rows = torch.arange(1, buckets.max_chunks + 1, device=model.device)
+        self._static: StaticBuffers | None = None
 
     def site(self, addresses: AddressBook) -> Site:
         """Build the site for the graph cache: the packed step at each token bucket.
 
         `addresses` are those of the model and the KV cache; the site adds its own.
         """
-        addresses.watch({"last_tokens": self._last_tokens})
-        return Site(SITE, [self._part], self.buffers, self.buckets, phase="prefill", addresses=addresses)
-
-    def load(self, chunks: Sequence[PrefillChunk], bucket: int) -> None:
-        """Copy the chunks to a bucket's static inputs."""
-        host = self.layout(bucket).fill(chunks, bucket)
-        self.buffers["packed"][: len(host)].copy_(upload(host, self._device), non_blocking=True)
-
-    def run_eager(self, chunks: Sequence[PrefillChunk]) -> tuple[Tensor, Tensor, Tensor]:
-        """Run any number of chunks eager.
-
-        Returns hidden [T, h] before the final norm, logits [chunks, vocab] and greedy tokens int64 [chunks].
-        """
-        layout = PackedLayout(len(chunks), self._pages)
-        tokens = sum(chunk.length for chunk in chunks)
-        inputs = upload(layout.fill(chunks, tokens), self._device)
-        vocab = self._fused.model.config.vocab_size
-        logits = torch.empty(len(chunks), vocab, dtype=self._fused.model.dtype, device=self._device)
-        next_tokens = torch.empty(len(chunks), dtype=torch.int64, device=self._device)
-        return self._run(layout, inputs, logits, next_tokens), logits, next_tokens
-
-    def _part(self, packed: Tensor, hidden: Tensor, logits: Tensor, next_tokens: Tensor) -> None:
-        layout = self.layout(len(hidden))
-        inputs = packed[: layout.token_start + 3 * len(hidden)]
-        hidden.copy_(self._run(layout, inputs, logits[: layout.num_chunks], next_tokens[: layout.num_chunks]))
-
-    def _run(self, layout: PackedLayout, packed: Tensor, logits: Tensor, next_tokens: Tensor) -> Tensor:
-        ends, starts, last_rows, entries = packed[: 4 * layout.num_chunks].view(4, layout.num_chunks)
-        table = packed[4 * layout.num_chunks : layout.token_start].view(layout.num_chunks + 1, layout.pages_per_chunk)
-        tokens, positions, rows = packed[layout.token_start :].view(-1, 3).t().contiguous()
-        varlen = VarlenLayout(positions, rows, ends, starts, self._rows[: layout.num_chunks])
-        hidden = self._fused.prefill(tokens, varlen, table)
-        self._fused.sample_greedy(
-            entries, None, self._last_tokens, hidden.index_select(0, last_rows), logits, next_tokens, after_layer=False
+        model, sizes = self._model, self._buckets.sizes
+        layout = self._buckets.layout(sizes.max)
+        self._static = StaticBuffers(
+            {
+                "packed": BufferSpec((layout.token_start + 3 * sizes.max,), torch.int64),
+                "hidden": BufferSpec((BATCH, model.config.hidden_size), model.dtype, pad=None),
+            },
+            sizes.max,
+            model.device,
         )
-        return hidden
+        addresses.watch(
+            {"last_tokens": self._last_tokens, "logits": self._logits, "next_tokens": self._next_tokens},
+            prefix="prefill.",
+        )
+        return Site(SITE, [self._part], self._static, sizes, phase="prefill", addresses=addresses)
+
+    def load(self, packed: np.ndarray) -> None:
+        """Copy a bucket's inputs to the static buffers."""
+        self._buffers["packed"][: len(packed)].copy_(
+            upload(torch.from_numpy(packed), self._model.device), non_blocking=True
+        )
+
+    def outputs(self, chunks: Sequence[ChunkInput]) -> PrefillOutput:
+        """Return the results of the last run on the static buffers, which the next run overwrites."""
+        hidden = self._buffers["hidden"][: sum(chunk.length for chunk in chunks)]
+        logits, next_tokens = self._logits[: len(chunks)], self._next_tokens[: len(chunks)]
+        ended = _ended(chunks)
+        if 0 < len(ended) < len(chunks):
+            index = ids_to(self._model.device, ended)
+            return PrefillOutput(hidden, logits.index_select(0, index), next_tokens.index_select(0, index))
+        return PrefillOutput(hidden, logits, next_tokens)
+
+    def run_eager(self, packed: np.ndarray, chunks: Sequence[ChunkInput]) -> PrefillOutput:
+        """Run chunks eager and without padding."""
+        spans = [(chunk.start, chunk.length) for chunk in chunks]
+        inputs = upload(torch.from_numpy(packed), self._model.device)
+        layout = self._buckets.exact_layout(len(chunks))
+        hidden = self._forward(layout, inputs, spans)
+        ended = _ended(chunks)
+        logits, next_tokens = self._logits[: len(ended)], self._next_tokens[: len(ended)]
+        if ended:
+            index = ids_to(self._model.device, ended)
+            _, _, last_rows, entries = inputs[: layout.table_start].view(4, -1).index_select(1, index)
+            self._sample(hidden, last_rows, entries, logits, next_tokens)
+        return PrefillOutput(hidden, logits, next_tokens)
+
+    @property
+    def _buffers(self) -> StaticBuffers:
+        if self._static is None:
+            raise RuntimeError("build the site first: this step has no static buffers")
+        return self._static
+
+    def _part(self, packed: Tensor, hidden: Tensor) -> None:
+        layout = self._buckets.layout(len(hidden))
+        chunks = layout.num_chunks
+        inputs = packed[: layout.token_start + 3 * len(hidden)]
+        hidden.copy_(self._forward(layout, inputs, None))
+        _, _, last_rows, entries = inputs[: layout.table_start].view(4, chunks)
+        self._sample(hidden, last_rows, entries, self._logits[:chunks], self._next_tokens[:chunks])
+
+    def _forward(self, layout: PackedLayout, packed: Tensor, spans: Sequence[tuple[int, int]] | None) -> Tensor:
+        chunks = layout.num_chunks
+        ends, starts, _, _ = packed[: layout.table_start].view(4, chunks)
+        tables = packed[layout.table_start : layout.token_start].view(layout.groups, chunks + 1, layout.pages_per_chunk)
+        tokens, positions, rows = packed[layout.token_start :].view(-1, 3).t().contiguous()
+        attention = self._attention.prefill(
+            PrefillMetadata(tables, positions, rows, ends, starts, self._rows[:chunks], spans)
+        )
+        return self._model.forward(tokens, positions, attention, rows)
+
+    def _sample(self, hidden: Tensor, last_rows: Tensor, entries: Tensor, logits: Tensor, next_tokens: Tensor) -> None:
+        maxima = self._model.head(hidden.index_select(0, last_rows), logits, after_layer=False)
+        self._sampler(logits, maxima, entries, None, self._last_tokens, next_tokens)
+
+
+def _ended(chunks: Sequence[ChunkInput]) -> list[int]:
+    """Return the indices of the chunks that end their prompt."""
+    return [index for index, chunk in enumerate(chunks) if chunk.is_last]

@@ -9,6 +9,7 @@ import os
 
 import torch
 
+from engine.attention.cache_spec import group_layers
 from engine.config import EngineConfig, ResolvedConfig
 from engine.errors import ConfigError
 from engine.models.config import ModelConfig
@@ -61,8 +62,20 @@ def _default_max_num_seqs(device: torch.device) -> int:
 
 
 def page_bytes(model: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
-    """Return the bytes of one page: keys and values in all layers."""
-    return 2 * model.num_layers * page_size * model.num_kv_heads * model.head_dim * dtype.itemsize
+    """Return the bytes of one page: keys and values in all layers of a cache group."""
+    depth = max(len(group.layers) for group in group_layers(model.cache_specs()))
+    return 2 * depth * page_size * model.num_kv_heads * model.head_dim * dtype.itemsize
+
+
+def pages_per_sequence(model: ModelConfig, page_size: int, context: int, batched: int) -> int:
+    """Return the pages of a sequence of `context` tokens in all cache groups.
+
+    A sliding window needs those of the window and of the `batched` tokens that one step may add.
+    """
+    windows = [group.window for group in group_layers(model.cache_specs())]
+    return sum(
+        min(-(-context // page_size), -(-((window or context) + batched) // page_size) + 1) for window in windows
+    )
 
 
 def step_bytes(model: ModelConfig, seqs: int, batched: int, dtype: torch.dtype) -> int:
@@ -84,7 +97,7 @@ def _affordable_pages(
     context: int,
 ) -> int:
     size = page_bytes(model, config.page_size, dtype)
-    pages_per_sequence = -(-context // config.page_size)
+    needed = pages_per_sequence(model, config.page_size, context, batched)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         budget = int(total * config.gpu_memory_utilization) - (total - free) - GRAPH_RESERVE_BYTES
@@ -92,8 +105,8 @@ def _affordable_pages(
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         budget = min(CPU_KV_BYTES, int(memory * CPU_KV_SHARE))
-    pages = min(1 + seqs * pages_per_sequence, budget // size)
-    if pages <= pages_per_sequence:
+    pages = min(1 + seqs * needed, budget // size)
+    if pages <= needed:
         raise ConfigError(
             f"the KV cache has room for {max(0, pages - 1) * config.page_size} tokens ({budget >> 20} MiB), but one "
             f"sequence can have {context}: lower max_model_len, or give num_pages"

@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.attention import DecodeAttention, KVCache, PrefillAttention
-from engine.errors import ConfigError
+from engine.attention.cache_spec import FullAttentionSpec, SlidingWindowSpec, group_layers
+from engine.attention.kv_cache import KVCache
+from engine.attention.sdpa import SdpaBackend
+from engine.attention.selection import choose_backend
+from engine.errors import ConfigError, ModelError
+from tests.support.attention import decode_attention, prefill_attention, prefill_metadata
 
 PAGE, DIM = 4, 16
 HEADS = {"mha": (4, 4), "gqa": (6, 2), "mqa": (4, 1)}
@@ -24,7 +28,8 @@ def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.
 
 def make_cache(kv_heads: int, dtype: torch.dtype = torch.float32, layers: int = 2, pages: int = 16) -> KVCache:
     """A cache full of large stale values, so that a wrong read shows in the result."""
-    cache = KVCache(layers, pages, PAGE, kv_heads, DIM, dtype, "cpu")
+    specs = [FullAttentionSpec(kv_heads=kv_heads, head_dim=DIM)] * layers
+    cache = KVCache(specs, pages, PAGE, dtype, "cpu")
     for tensor in (*cache.k, *cache.v):
         tensor.normal_(0.0, 30.0)
     return cache
@@ -50,10 +55,10 @@ def test_decode_equals_plain_attention_over_each_rows_own_tokens(
     for sequence, own in zip(history, pages, strict=True):
         if len(sequence[0]) > 1:
             past = tuple(x[:-1] for x in sequence)
-            PrefillAttention(cache, [(0, len(past[0]))], [own])(1, *past)
+            prefill_attention(cache, [(0, len(past[0]))], [own])(1, *past)
     q, k, v = (torch.cat([sequence[i][-1:] for sequence in history]) for i in range(3))
     positions = torch.tensor([length - 1 for length in lengths])
-    out = DecodeAttention(cache, torch.tensor(pages), positions)(1, q, k, v)
+    out = decode_attention(cache, torch.tensor(pages), positions)(1, q, k, v)
     expected = torch.cat([plain_attention(sequence[0][-1:], sequence[1], sequence[2]) for sequence in history])
     torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
 
@@ -62,8 +67,8 @@ def test_a_wider_page_table_does_not_change_the_result() -> None:
     q, k, v = rows(2, 6, 2)
     positions, table = torch.tensor([3, 6]), torch.tensor([[1, 2, 0, 0, 0], [3, 4, 0, 0, 0]])
     cache = make_cache(2)
-    narrow = DecodeAttention(cache, table[:, :2], positions)(0, q, k, v)
-    wide = DecodeAttention(cache, table, positions)(0, q, k, v)
+    narrow = decode_attention(cache, table[:, :2], positions)(0, q, k, v)
+    wide = decode_attention(cache, table, positions)(0, q, k, v)
     torch.testing.assert_close(narrow, wide, atol=1e-4, rtol=0)  # values are about 30
 
 
@@ -71,7 +76,7 @@ def test_decode_writes_one_slot_per_row_of_one_layer() -> None:
     cache = make_cache(2)
     before = [tensor.clone() for tensor in (*cache.k, *cache.v)]
     q, k, v = rows(2, 6, 2)
-    DecodeAttention(cache, torch.tensor([[5, 2], [3, 8]]), torch.tensor([6, 1]))(1, q, k, v)
+    decode_attention(cache, torch.tensor([[5, 2], [3, 8]]), torch.tensor([6, 1]))(1, q, k, v)
     assert torch.equal(cache.k[1][2, 2], k[0]) and torch.equal(cache.v[1][2, 2], v[0])
     assert torch.equal(cache.k[1][3, 1], k[1]) and torch.equal(cache.v[1][3, 1], v[1])
     for index, (old, new) in enumerate(zip(before, (*cache.k, *cache.v), strict=True)):
@@ -91,7 +96,7 @@ def test_prefill_chunks_equal_plain_attention_and_leave_other_pages_alone() -> N
     # the first sequence in chunks of 5, 7 and 1 tokens, together with the second in chunks of 1, 2 and 6
     for a, b in (((0, 5), (0, 1)), ((5, 7), (1, 2)), ((12, 1), (3, 6))):
         parts = [torch.cat((x[a[0] : sum(a)], y[b[0] : sum(b)])) for x, y in zip(first, second, strict=True)]
-        out = PrefillAttention(cache, [a, b], pages)(0, *parts)
+        out = prefill_attention(cache, [a, b], pages)(0, *parts)
         got[0].append(out[: a[1]])
         got[1].append(out[a[1] :])
     for sequence, outs in ((first, got[0]), (second, got[1])):
@@ -105,8 +110,8 @@ def test_decode_equals_prefill_of_one_token() -> None:
     one, other = make_cache(kv_heads), make_cache(kv_heads)
     for mine, theirs in zip((*one.k, *one.v), (*other.k, *other.v), strict=True):
         theirs.copy_(mine)
-    decoded = DecodeAttention(one, torch.tensor([[3, 7, 1]]), torch.tensor([9]))(0, q, k, v)
-    prefilled = PrefillAttention(other, [(9, 1)], [[3, 7, 1]])(0, q, k, v)
+    decoded = decode_attention(one, torch.tensor([[3, 7, 1]]), torch.tensor([9]))(0, q, k, v)
+    prefilled = prefill_attention(other, [(9, 1)], [[3, 7, 1]])(0, q, k, v)
     torch.testing.assert_close(decoded, prefilled, atol=1e-4, rtol=0)
     assert torch.equal(one.k[0], other.k[0]) and torch.equal(one.v[0], other.v[0])
 
@@ -126,11 +131,48 @@ def test_clear_zeroes_pages_where_they_are() -> None:
     assert addresses == [tensor.data_ptr() for tensor in (*cache.k, *cache.v)]
 
 
-def test_invalid_steps_are_rejected_with_what_is_needed() -> None:
+def test_prefill_without_host_lengths_is_rejected() -> None:
     cache = make_cache(2)
-    with pytest.raises(ConfigError, match="'flash'.*sdpa, triton"):
-        DecodeAttention(cache, torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), impl="flash")
-    with pytest.raises(ConfigError, match="5 tokens at position 4 need 3 pages; found 2"):
-        PrefillAttention(cache, [(4, 5)], [[1, 2]])
-    with pytest.raises(ConfigError, match="2 chunks and 1 page tables"):
-        PrefillAttention(cache, [(0, 1), (0, 1)], [[1]])
+    metadata = prefill_metadata(cache, [(0, 3)], [[1]])._replace(spans=None)
+    with pytest.raises(ConfigError, match="lengths of the chunks on the host"):
+        SdpaBackend(cache, 1).prefill(metadata)
+
+
+@pytest.mark.parametrize("window", [1, 3, 6, 64])
+def test_windowed_layers_attend_to_the_last_tokens_only(window: int) -> None:
+    torch.manual_seed(2)
+    heads, kv_heads = HEADS["gqa"]
+    full = FullAttentionSpec(kv_heads=kv_heads, head_dim=DIM)
+    specs = [full, SlidingWindowSpec(kv_heads=kv_heads, head_dim=DIM, size=window)]
+    cache = KVCache(specs, 16, PAGE, torch.float32, "cpu")
+    assert [group.window for group in cache.groups] == [None, window] and cache.k[0] is cache.k[1]
+    q, k, v = rows(15, heads, kv_heads)
+    pages, outs = [[9, 2, 5, 1]], []
+    for start, length in ((0, 5), (5, 7)):
+        part = [x[start : start + length] for x in (q, k, v)]
+        outs.append(prefill_attention(cache, [(start, length)], pages)(1, *part))
+    for position in range(12, 15):
+        part = [x[position : position + 1] for x in (q, k, v)]
+        outs.append(decode_attention(cache, torch.tensor(pages), torch.tensor([position]))(1, *part))
+    for position, found in enumerate(torch.cat(outs)):
+        seen = slice(max(0, position - window + 1), position + 1)
+        expected = plain_attention(q[position : position + 1], k[seen], v[seen])
+        torch.testing.assert_close(found.double(), expected[0], atol=1e-5, rtol=1e-5)
+
+
+def test_backends_are_chosen_by_what_they_support() -> None:
+    specs, cpu = [FullAttentionSpec(kv_heads=2, head_dim=DIM)], torch.device("cpu")
+    assert choose_backend(specs, torch.bfloat16, cpu) is SdpaBackend
+    with pytest.raises(ConfigError, match="sdpa: no support for dtype float64"):
+        choose_backend(specs, torch.float64, cpu)
+    with pytest.raises(ConfigError, match=r"sdpa: no support for head size 2048 \(at most 1024\)"):
+        choose_backend([FullAttentionSpec(kv_heads=2, head_dim=2048)], torch.float32, cpu)
+
+
+def test_groups_have_equally_many_layers_so_that_any_page_fits_any_group() -> None:
+    full = FullAttentionSpec(kv_heads=2, head_dim=DIM)
+    sliding = SlidingWindowSpec(kv_heads=2, head_dim=DIM, size=8)
+    groups = group_layers([sliding, sliding, full, sliding, sliding, full, sliding])
+    assert groups == ((8, (0, 1)), (8, (3, 4)), (8, (6,)), (None, (2, 5)))
+    with pytest.raises(ModelError, match="found 1 x 16, 2 x 16"):
+        group_layers([full, FullAttentionSpec(kv_heads=1, head_dim=DIM)])

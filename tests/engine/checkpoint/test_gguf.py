@@ -14,7 +14,7 @@ import torch
 import transformers
 from gguf.constants import GGMLQuantizationType as Kind
 
-from engine.attention import KVCache, PrefillAttention
+from engine.attention.kv_cache import KVCache
 from engine.checkpoint.gguf_file import GGUFFile
 from engine.checkpoint.gguf_model import GGUFModel
 from engine.checkpoint.source import ModelSource
@@ -30,6 +30,7 @@ from tests.engine.checkpoint.gguf_samples import (
     vocabulary,
     write_gguf,
 )
+from tests.support.attention import prefill_attention
 
 
 def write_tensors(path: Path, tensors: dict[str, tuple[np.ndarray, Kind]]) -> None:
@@ -53,9 +54,9 @@ def read_everything(path: Path) -> None:
 
 def logits_of(path: Path, token_ids: list[int]) -> torch.Tensor:
     config, model = load_gguf(str(path), cpu_weight_format="fp32")
-    kv = KVCache(config.num_layers, 4, 16, config.num_kv_heads, config.head_dim, torch.float32, "cpu")
+    kv = KVCache(config.cache_specs(), 4, 16, torch.float32, "cpu")
     with torch.inference_mode():
-        attention = PrefillAttention(kv, [(0, len(token_ids))], [[1, 2, 3]])
+        attention = prefill_attention(kv, [(0, len(token_ids))], [[1, 2, 3]])
         return model.logits(model(torch.tensor(token_ids), torch.arange(len(token_ids)), attention))
 
 

@@ -13,7 +13,6 @@ from engine.core.loop import EngineLoop
 from engine.errors import PromptTooLong
 from engine.loader.weights import iterate_safetensors
 from engine.protocol.request import TokenEvent
-from engine.worker.input_buffers import DecodeInputs, Layout
 from tests.engine.core.test_loop import ARRIVALS, SMALL, prompt_of
 from tests.engine.lively import MANY, PROMPTS, SETTINGS, drain, greedy, request, tokens
 
@@ -26,21 +25,12 @@ SAMPLING_PARAMS = (
 )  # fmt: skip
 
 
-def use_staged_inputs(loop: EngineLoop) -> None:
-    """Make the loop keep its decode inputs like on a GPU: with a host mirror, uploading only changes."""
-    runner = loop.runner
-    layout = Layout(loop.config.max_num_seqs, runner.state.page_table.shape[1])
-    runner.inputs = DecodeInputs(runner.buffers["state"], layout, loop.config.page_size, staged=True)
-
-
 @pytest.fixture
 def async_loop(make_engine):
     """A factory of loops with async scheduling and the given settings."""
 
     def make(**options) -> EngineLoop:
-        loop = make_engine(**({"async_scheduling": True} | options)).loop
-        use_staged_inputs(loop)
-        return loop
+        return make_engine(**({"async_scheduling": True} | options)).loop
 
     return make
 
@@ -56,7 +46,6 @@ def pair(lively_model, request):
         Engine(EngineConfig(**base, enable_prefix_caching=request.param, async_scheduling=behind))
         for behind in (False, True)
     ]
-    use_staged_inputs(engines[1].loop)
     yield [engine.loop for engine in engines]
     for engine in engines:
         engine.close()

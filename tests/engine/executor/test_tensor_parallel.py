@@ -301,7 +301,7 @@ def test_an_embedded_engine_accepts_whole_tensors_and_its_workers_end_with_it(mo
     model = gpt_for(model_folder)
     megatron_model = MegatronModel(model)
     load_random(megatron_model.weight_slots(), 3, megatron_model.device)
-    megatron_model.release()
+    megatron_model.close()
     assert found["first"] == single_process(Engine(EngineConfig(graph_manifest="none"), model=model))
 
 

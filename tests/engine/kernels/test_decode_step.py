@@ -8,13 +8,16 @@ import torch.nn.functional as F
 
 from tests.support.kernels import DEVICE, DTYPE, INTERPRETED, relative_error  # isort: skip  (before what imports triton)
 
-from engine.attention.backend import DecodeAttention
 from engine.attention.kv_cache import KVCache
+from engine.attention.metadata import DecodeMetadata
+from engine.attention.triton import TritonBackend
 from engine.kernels.small_batch_gemm import LaunchConfig, Scratch, choose_config, half_normed, linear
 from engine.models import config_from_dict
 from engine.models.dense import DenseModel
-from engine.models.fused_dense import FusedDense
+from engine.models.interface import ForwardContext
+from engine.sampling.greedy import GreedySampler
 from engine.worker.input_buffers import Layout
+from tests.support.attention import decode_attention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -153,9 +156,7 @@ def test_fused_steps_equal_the_unfused_model(rows, architecture, dtype):
     model = small_model(dtype, architectures=[architecture], model_type=architecture[:5].lower())
     config, steps = model.config, 3
     layout = Layout(rows + 1, 4)
-    caches = [
-        KVCache(config.num_layers, 64 * 4, 16, config.num_kv_heads, config.head_dim, dtype, DEVICE) for _ in range(2)
-    ]
+    caches = [KVCache(config.cache_specs(), 64 * 4, 16, dtype, DEVICE) for _ in range(2)]
     past = torch.randn(64 * 4, 16, config.num_kv_heads, config.head_dim)
     for cache in caches:
         for layer in range(config.num_layers):
@@ -165,22 +166,23 @@ def test_fused_steps_equal_the_unfused_model(rows, architecture, dtype):
     state.slots[:rows] = torch.randperm(rows, generator=torch.Generator().manual_seed(3)).to(DEVICE) + 1
     state.positions[:rows] = torch.arange(rows).to(DEVICE) % 37 + 5
     state.last_tokens[1:] = torch.arange(rows + 1).to(DEVICE) * 7 % 512
-    state.page_table[1:] = (torch.arange((rows + 1) * 4) + 1).view(rows + 1, 4).to(DEVICE)
-    hidden = torch.empty(rows, 64, device=DEVICE, dtype=dtype)
+    state.page_tables[0, 1:] = (torch.arange((rows + 1) * 4) + 1).view(rows + 1, 4).to(DEVICE)
     logits, chosen = torch.empty(rows, 512, device=DEVICE, dtype=dtype), torch.empty(rows, dtype=torch.int64).to(DEVICE)
-    fused = FusedDense(model, caches[0], rows, rows)
+    fused, attention = model.fused(rows, rows), TritonBackend(caches[0], rows)
+    sampler = GreedySampler(rows, 512, torch.device(DEVICE))
     slots, positions = state.slots[:rows].clone(), state.positions[:rows].clone()
     tokens = state.last_tokens[slots]
     with torch.inference_mode():
         for _ in range(steps):
-            fused.embed_rows(state, hidden)
+            metadata = DecodeMetadata(state.page_tables, state.slots[:rows], state.positions[:rows])
+            context = ForwardContext((), attention.decode(metadata), state.slots[:rows])
+            hidden = fused.embed(state.last_tokens, state.slots[:rows])
             for index in range(config.num_layers):
-                fused.layer(index, hidden, fused.decode_attention(state, rows))
-            fused.sample_greedy(
-                state.slots, state.positions, state.last_tokens, hidden, logits, chosen, after_layer=True
-            )
-            attention = DecodeAttention(caches[1], state.page_table[slots], positions, "sdpa")
-            wanted = model.logits(model(tokens, positions, attention))
+                hidden = fused.layer(index, hidden, context)
+            maxima = fused.head(hidden, logits, after_layer=True)
+            sampler(logits, maxima, state.slots[:rows], state.positions[:rows], state.last_tokens, chosen)
+            plain = decode_attention(caches[1], state.page_tables[0, slots], positions)
+            wanted = model.compute_logits(model.forward(tokens, positions, plain))
             assert relative_error(logits, wanted) < 4 * TOLERANCE
             assert torch.equal(chosen, logits.float().argmax(-1))
             tokens, positions = chosen.clone(), positions + 1
@@ -190,15 +192,15 @@ def test_fused_steps_equal_the_unfused_model(rows, architecture, dtype):
 def test_padded_rows_do_not_advance_and_non_finite_logits_give_no_token():
     model = small_model()
     layout = Layout(4, 2)
-    cache = KVCache(2, 16, 16, 2, 32, DTYPE, DEVICE)
     state = layout.views(torch.zeros(layout.size, dtype=torch.int64, device=DEVICE))
     state.slots[0], state.positions[0], state.last_tokens[1] = 1, 4, 9
-    state.page_table[1, 0] = 3
-    fused = FusedDense(model, cache, 4, 4)
+    state.page_tables[0, 1, 0] = 3
+    fused, sampler = model.fused(4, 4), GreedySampler(4, 512, torch.device(DEVICE))
     hidden = torch.ones(2, 64, device=DEVICE, dtype=DTYPE)
     logits, chosen = torch.empty(2, 512, device=DEVICE, dtype=DTYPE), torch.empty(2, dtype=torch.int64).to(DEVICE)
     hidden[0, 3] = float("nan")
-    fused.sample_greedy(state.slots, state.positions, state.last_tokens, hidden, logits, chosen, after_layer=False)
+    maxima = fused.head(hidden, logits, after_layer=False)
+    sampler(logits, maxima, state.slots[:2], state.positions[:2], state.last_tokens, chosen)
     assert chosen[0] == -1 and chosen[1] >= 0
     assert state.last_tokens.tolist() == [0, 0, 0, 0, 0]
     assert state.positions.tolist() == [5, 0, 0, 0]

@@ -9,7 +9,10 @@ import torch
 
 from tests.support.kernels import INTERPRETED, relative_error  # isort: skip  (before what imports triton)
 
-from engine.attention.triton import TritonDecodeAttention
+from engine.attention.cache_spec import FullAttentionSpec
+from engine.attention.kv_cache import KVCache
+from engine.attention.metadata import DecodeMetadata
+from engine.attention.triton import TritonBackend
 from engine.kernels import paged_decode as pd
 
 pytestmark = [
@@ -163,11 +166,16 @@ def test_attention_object_appends_and_attends_per_layer(device):
     second = SimpleNamespace(**vars(first))
     second.k_cache, second.v_cache = first.k_cache + 1, first.v_cache * 2
     layers = [first, second]
-    kv = SimpleNamespace(k=[case.k_cache for case in layers], v=[case.v_cache for case in layers])
-    attention = TritonDecodeAttention(kv, first.page_table, first.positions)
+    kv = KVCache([FullAttentionSpec(kv_heads=2, head_dim=64)] * 2, len(first.k_cache), PAGE, torch.float32, device)
+    for index, case in enumerate(layers):
+        kv.k[index].copy_(case.k_cache)
+        kv.v[index].copy_(case.v_cache)
+    rows = torch.arange(2, device=device)
+    attention = TritonBackend(kv, 2).decode(DecodeMetadata(first.page_table.unsqueeze(0), rows, first.positions))
     for index, case in enumerate(layers):
         k, v = new_rows(case, seed=index)
         found = attention(index, case.q, k, v)
+        case.k_cache, case.v_cache = kv.k[index], kv.v[index]
         assert found.shape == (2, 4 * 64)
         assert relative_error(found.view(2, 4, 64), expected(case)) < TOLERANCE[torch.float32]
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 from gguf.constants import GGMLQuantizationType as Kind
 
-from engine.attention import KVCache, PrefillAttention
+from engine.attention.kv_cache import KVCache
 from engine.errors import ConfigError, ModelError
 from engine.layers.int4 import Int4Linear, dequantize, fits_int4, int4_available, quantize
 from engine.loader.cpu_formats import choose_cpu_format, load_gguf, quantize_model
 from tests.engine.checkpoint.gguf_samples import write_gguf
+from tests.support.attention import prefill_attention
 
 pytestmark = pytest.mark.skipif(not int4_available(), reason="this CPU or torch has no fast 4-bit kernel")
 
@@ -134,15 +135,15 @@ def test_unsupported_shapes_are_rejected(rows: int, inputs: int) -> None:
 
 def hidden_of(model, token_ids: list[int]) -> torch.Tensor:
     config = model.config
-    kv = KVCache(config.num_layers, 4, 16, config.num_kv_heads, config.head_dim, model.dtype, "cpu")
-    attention = PrefillAttention(kv, [(0, len(token_ids))], [[1, 2]])
+    kv = KVCache(config.cache_specs(), 4, 16, model.dtype, "cpu")
+    attention = prefill_attention(kv, [(0, len(token_ids))], [[1, 2]])
     return model(torch.tensor(token_ids), torch.arange(len(token_ids)), attention)
 
 
 @torch.inference_mode()
 def relative_distance(model, reference, token_ids: list[int]) -> float:
-    found = model.logits(hidden_of(model, token_ids)).float()
-    wanted = reference.logits(hidden_of(reference, token_ids)).float()
+    found = model.compute_logits(hidden_of(model, token_ids)).float()
+    wanted = reference.compute_logits(hidden_of(reference, token_ids)).float()
     return float((found - wanted).norm() / wanted.norm())
 
 

@@ -178,7 +178,7 @@ def test_a_moved_weight_is_detected_before_the_next_replay(make_engine, warmup):
     for _ in range(2):
         for engine in (graphed, eager):
             found.append(engine.generate(prompt_token_ids=[17], sampling_params=greedy(5))[0].token_ids)
-            move_data(engine.loop.runner.model.head)
+            move_data(engine.loop.runner.model.lm_head)
     assert found[0] == found[1] != found[2] == found[3]
 
 

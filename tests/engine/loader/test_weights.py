@@ -131,7 +131,7 @@ def test_a_tied_models_own_head_must_equal_the_embedding(tmp_path: Path) -> None
     weights = weights_of(make_model(tie_word_embeddings=True))
     weights["lm_head.weight"] = weights[EMBED].clone()
     _, model = load_hf_folder(write_folder(tmp_path, weights, tie_word_embeddings=True), torch.bfloat16, "cpu")
-    assert torch.equal(model.head.weight, weights[EMBED].bfloat16())
+    assert torch.equal(model.lm_head.weight, weights[EMBED].bfloat16())
     weights["lm_head.weight"][3, 3] += 1
     write_folder(tmp_path, weights, tie_word_embeddings=True)
     with pytest.raises(ModelError, match="lm_head.weight differs from model.embed_tokens.weight"):
@@ -302,10 +302,10 @@ def test_a_tied_update_requires_a_head_equal_to_the_embedding() -> None:
     model = make_model(tie_word_embeddings=True)
     table = torch.randn(64, 32)
     stage_update(model.weight_slots(), [("lm_head.weight", table), (EMBED, table)])
-    assert torch.equal(model.head.weight, table) and model.head.weight is model.embed.weight
+    assert torch.equal(model.lm_head.weight, table) and model.lm_head.weight is model.embedding.weight
     with pytest.raises(WeightUpdateError, match="differs from model.embed_tokens.weight"):
         stage_update(model.weight_slots(), [("lm_head.weight", table + 1)])
-    assert torch.equal(model.embed.weight, table)
+    assert torch.equal(model.embedding.weight, table)
 
 
 def test_a_single_file_is_found_without_an_index(tmp_path: Path) -> None:

@@ -16,10 +16,12 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from engine.attention.kv_cache import KVCache
-from engine.kernels.paged_prefill import VarlenLayout
+from engine.attention.metadata import DecodeMetadata, PrefillMetadata
+from engine.attention.triton import TritonBackend
 from engine.megatron.config import gpt_model_arguments, transformer_config_values
 from engine.megatron.model import MegatronModel
-from engine.models.fused_dense import FusedDense
+from engine.models.interface import ForwardContext
+from engine.sampling.greedy import GreedySampler
 from engine.worker.input_buffers import Layout
 from graph_cache.adapters.megatron.model import empty_gpt_model, forget_groups, split_tensors
 from tests.engine.kernels.test_decode_step import TOLERANCE, small_model
@@ -45,32 +47,34 @@ def run_fused(model: Any) -> dict[str, torch.Tensor]:
     """Run the fused kernels on the model: a prefill of two chunks, then two decode steps with given tokens."""
     config, device, dtype = model.config, model.device, model.dtype
     layout = Layout(ROWS + 1, PAGES)
-    kv = KVCache(config.num_layers, (ROWS + 2) * PAGES, 16, config.num_kv_heads, config.head_dim, dtype, device)
+    kv = KVCache(config.cache_specs(), (ROWS + 2) * PAGES, 16, dtype, device)
     state = layout.views(torch.zeros(layout.size, dtype=torch.int64, device=device))
     state.slots[:ROWS] = torch.tensor([2, 1, 3])
     state.positions[:ROWS] = torch.tensor([5, 18, 0])
-    state.page_table[1:] = (torch.arange((ROWS + 1) * PAGES) + 1).view(ROWS + 1, PAGES).to(device)
-    varlen = VarlenLayout(
+    state.page_tables[0, 1:] = (torch.arange((ROWS + 1) * PAGES) + 1).view(ROWS + 1, PAGES).to(device)
+    varlen = PrefillMetadata(
+        state.page_tables,
         *(
             torch.tensor(values, device=device)
             for values in ([*range(5), *range(18), 0], [2] * 5 + [1] * 18 + [0], [5, 23], [0, 0], [2, 1])
-        )
+        ),
     )
-    hidden = torch.empty(ROWS, config.hidden_size, dtype=dtype, device=device)
     logits = torch.empty(ROWS, config.vocab_size, dtype=dtype, device=device)
     chosen = torch.empty(ROWS, dtype=torch.int64, device=device)
-    fused, found = FusedDense(model, kv, ROWS, TOKENS), {}
+    fused, attention, found = model.fused(ROWS, TOKENS), TritonBackend(kv, ROWS), {}
+    sampler = GreedySampler(ROWS, config.vocab_size, device)
     with torch.inference_mode():
         tokens = torch.arange(TOKENS, device=device) * 31 % config.vocab_size
-        found["prefill"] = fused.prefill(tokens, varlen, state.page_table)[:23].clone()
+        found["prefill"] = fused.forward(tokens, varlen.positions, attention.prefill(varlen))[:23].clone()
         for step in range(2):
             state.last_tokens[1:] = torch.tensor([7, 300, 510 - step, 44], device=device)
-            fused.embed_rows(state, hidden)
+            slots, positions = state.slots[:ROWS], state.positions[:ROWS]
+            context = ForwardContext((), attention.decode(DecodeMetadata(state.page_tables, slots, positions)))
+            hidden = fused.embed(state.last_tokens, slots)
             for index in range(config.num_layers):
-                fused.layer(index, hidden, fused.decode_attention(state, ROWS))
-            fused.sample_greedy(
-                state.slots, state.positions, state.last_tokens, hidden, logits, chosen, after_layer=True
-            )
+                hidden = fused.layer(index, hidden, context)
+            maxima = fused.head(hidden, logits, after_layer=True)
+            sampler(logits, maxima, slots, positions, state.last_tokens, chosen)
             assert torch.equal(chosen, logits.float().argmax(-1))
             found |= {f"hidden {step}": hidden.clone(), f"logits {step}": logits.clone()}
     return {name: tensor.cpu() for name, tensor in found.items()}

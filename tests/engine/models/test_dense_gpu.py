@@ -11,9 +11,10 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device: torch.cuda.is_available() is False", allow_module_level=True)
 
-from engine.attention import DecodeAttention, KVCache, PrefillAttention
+from engine.attention.kv_cache import KVCache
 from engine.loader.weights import load_dummy, load_weights, stage_update
 from engine.models import DenseModel, build_model, config_from_dict
+from tests.support.attention import decode_attention, prefill_attention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,7 +51,7 @@ def make_model(architecture: str, dtype: torch.dtype, device: str, **changes: An
 
 def make_cache(model: DenseModel) -> KVCache:
     config = model.config
-    return KVCache(config.num_layers, 20, PAGE, config.num_kv_heads, config.head_dim, model.dtype, model.device)
+    return KVCache(config.cache_specs(), 20, PAGE, model.dtype, model.device)
 
 
 @torch.no_grad()
@@ -62,14 +63,14 @@ def run_texts(model: DenseModel, impl: str, steps: int = 6) -> torch.Tensor:
     for chunks in ([(0, 33), (0, 7)], [(33, 9), (7, 20)]):
         ids = torch.cat([tokens[row, start : start + length] for row, (start, length) in enumerate(chunks)])
         positions = torch.cat([torch.arange(start, start + length) for start, length in chunks])
-        hidden = model(ids.to(device), positions.to(device), PrefillAttention(cache, chunks, PAGES))
-        outs.append(model.logits(hidden))
+        hidden = model(ids.to(device), positions.to(device), prefill_attention(cache, chunks, PAGES))
+        outs.append(model.compute_logits(hidden))
     table = torch.tensor([*PAGES, [0, 0, 0, 0]], device=device)
     for step in range(steps):
         positions = torch.tensor([42 + step, 27 + step, 0])
         ids = torch.stack([tokens[0, positions[0]], tokens[1, positions[1]], torch.tensor(0)])
-        attention = DecodeAttention(cache, table, positions.to(device), impl)
-        outs.append(model.logits(model(ids.to(device), positions.to(device), attention))[:2])
+        attention = decode_attention(cache, table, positions.to(device), impl)
+        outs.append(model.compute_logits(model(ids.to(device), positions.to(device), attention))[:2])
     return torch.cat(outs).float().cpu()
 
 
@@ -98,7 +99,7 @@ def test_a_captured_step_follows_tokens_pages_and_updated_weights(impl: str) -> 
     table = torch.tensor(PAGES, device="cuda")
 
     def step() -> torch.Tensor:
-        return model.logits(model(ids, positions, DecodeAttention(cache, table, positions, impl)))
+        return model.compute_logits(model(ids, positions, decode_attention(cache, table, positions, impl)))
 
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):

@@ -12,11 +12,13 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from engine.attention import DecodeAttention, KVCache, PrefillAttention
+from engine.attention.kv_cache import KVCache
 from engine.errors import ModelError
 from engine.layers import HeadNorm, RMSNorm
 from engine.loader.weights import load_dummy, load_hf_folder
 from engine.models import DenseModel, build_model, config_from_dict
+from engine.models.interface import ForwardContext
+from tests.support.attention import decode_attention, prefill_attention
 
 TOLERANCE = 1e-3
 PAGE = 8
@@ -90,7 +92,7 @@ def reference_model(case: Case, folder: Path) -> transformers.PreTrainedModel:
 
 def make_cache(model: DenseModel, pages: int = 24, dtype: torch.dtype = torch.float32) -> KVCache:
     config = model.config
-    return KVCache(config.num_layers, pages, PAGE, config.num_kv_heads, config.head_dim, dtype, "cpu")
+    return KVCache(config.cache_specs(), pages, PAGE, dtype, "cpu")
 
 
 def tiny(architecture: str = "LlamaForCausalLM", **changes: Any) -> DenseModel:
@@ -129,14 +131,16 @@ def test_logits_equal_transformers_in_prefill_and_decode(name: str, tmp_path: Pa
 
     tokens = torch.cat([text[:length] for text, length in zip(texts, lengths, strict=True)])
     positions = torch.cat([torch.arange(length) for length in lengths])
-    hidden = model(tokens, positions, PrefillAttention(cache, [(0, length) for length in lengths], pages))
-    worst = (model.logits(hidden) - torch.cat([e[:n] for e, n in zip(expected, lengths, strict=True)])).abs().max()
+    hidden = model(tokens, positions, prefill_attention(cache, [(0, length) for length in lengths], pages))
+    worst = (
+        (model.compute_logits(hidden) - torch.cat([e[:n] for e, n in zip(expected, lengths, strict=True)])).abs().max()
+    )
 
     table = torch.tensor([*pages, [0] * 8])
     for step in range(20):
         at = torch.tensor([lengths[0] + step, lengths[1] + step, 0])
         tokens = torch.tensor([texts[0][at[0]], texts[1][at[1]], 0])
-        logits = model.logits(model(tokens, at, DecodeAttention(cache, table, at)))
+        logits = model.compute_logits(model(tokens, at, decode_attention(cache, table, at)))
         for row in (0, 1):
             worst = max(worst, (logits[row] - expected[row][at[row]]).abs().max())
     assert float(worst) < TOLERANCE
@@ -163,8 +167,8 @@ def test_bfloat16_rounds_as_transformers_does(tmp_path: Path) -> None:
     text = torch.randint(0, VOCAB, (30,))
     expected = reference(text[None]).logits[0].float()
     cache = make_cache(model, dtype=torch.bfloat16)
-    hidden = model(text, torch.arange(30), PrefillAttention(cache, [(0, 30)], [[1, 2, 3, 4]]))
-    error = (model.logits(hidden).float() - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt()
+    hidden = model(text, torch.arange(30), prefill_attention(cache, [(0, 30)], [[1, 2, 3, 4]]))
+    error = (model.compute_logits(hidden).float() - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt()
     assert float(error) < 0.02
 
 
@@ -197,11 +201,11 @@ def test_chunked_prefill_equals_whole_prefill(sizes: tuple[int, ...]) -> None:
     model, pages, total = tiny("Qwen3ForCausalLM"), [5, 2, 9, 1], 32
     tokens, positions = torch.randint(0, VOCAB, (total,)), torch.arange(total)
     whole_cache, chunk_cache = make_cache(model), make_cache(model)
-    whole = model(tokens, positions, PrefillAttention(whole_cache, [(0, total)], [pages]))
+    whole = model(tokens, positions, prefill_attention(whole_cache, [(0, total)], [pages]))
     start, outs = 0, []
     for size in sizes:
         rows = slice(start, start + size)
-        outs.append(model(tokens[rows], positions[rows], PrefillAttention(chunk_cache, [(start, size)], [pages])))
+        outs.append(model(tokens[rows], positions[rows], prefill_attention(chunk_cache, [(start, size)], [pages])))
         start += size
     torch.testing.assert_close(torch.cat(outs), whole, atol=1e-4, rtol=0)
     for layer in range(2):
@@ -216,7 +220,7 @@ def test_padded_rows_write_only_the_scratch_page() -> None:
         pages.normal_()
     before = [pages.clone() for pages in (*cache.k, *cache.v)]
     tokens = torch.zeros(4, dtype=torch.int64)
-    hidden = model(tokens, tokens, DecodeAttention(cache, torch.zeros(4, 3, dtype=torch.int64), tokens))
+    hidden = model(tokens, tokens, decode_attention(cache, torch.zeros(4, 3, dtype=torch.int64), tokens))
     assert torch.isfinite(hidden).all()
     for old, new in zip(before, (*cache.k, *cache.v), strict=True):
         assert torch.equal(old[1:], new[1:])
@@ -232,9 +236,9 @@ def test_a_rows_logits_do_not_depend_on_its_neighbours() -> None:
     cache = make_cache(model)
     for pages in (*cache.k, *cache.v):
         pages.normal_()
-    first = model(ids, at, DecodeAttention(cache, table, at))
+    first = model(ids, at, decode_attention(cache, table, at))
     ids[1:], at[1:] = torch.tensor([90, 3]), torch.tensor([15, 12])
-    second = model(ids, at, DecodeAttention(cache, table, at))
+    second = model(ids, at, decode_attention(cache, table, at))
     assert torch.equal(first[0], second[0])
     assert not torch.equal(first[1], second[1])
 
@@ -263,21 +267,21 @@ def test_a_decode_step_has_few_ops_and_no_host_sync(architecture: str, limit: in
     cache = make_cache(model, dtype=dtype)
     ids, at, table = torch.tensor([1, 2]), torch.tensor([3, 9]), torch.tensor([[1, 2], [3, 4]])
     with _OpLog() as step:
-        model.logits(model(ids, at, DecodeAttention(cache, table, at)))
+        model.compute_logits(model(ids, at, decode_attention(cache, table, at)))
     # ops that can't be captured: host reads, tensors from Python values, data-dependent shapes
     assert not {"_local_scalar_dense", "item", "lift_fresh", "nonzero", "repeat_interleave"} & set(step.names)
     cos, sin = model.rope(at)
     with _OpLog() as layer:
-        model.layer(1, model.embed_tokens(ids), (cos, sin), DecodeAttention(cache, table, at))
+        model.layer(1, model.embed(ids), ForwardContext((cos, sin), decode_attention(cache, table, at)))
     with _OpLog() as attention:
-        DecodeAttention(cache, table, at)
+        decode_attention(cache, table, at)
     assert len(layer.names) - len(attention.names) - 1 <= limit  # 1: the embedding
 
 
 def test_a_tied_head_shares_the_embedding_storage() -> None:
     tied, untied = tiny(tie_word_embeddings=True), tiny()
-    assert tied.head.weight.data_ptr() == tied.embed.weight.data_ptr()
-    assert untied.head.weight.data_ptr() != untied.embed.weight.data_ptr()
+    assert tied.lm_head.weight.data_ptr() == tied.embedding.weight.data_ptr()
+    assert untied.lm_head.weight.data_ptr() != untied.embedding.weight.data_ptr()
     assert "lm_head.weight" not in tied.weight_slots()
     assert "lm_head.weight" in untied.weight_slots()
 
@@ -297,7 +301,7 @@ def test_linears_can_be_replaced_in_place() -> None:
     before = model.layers[1].mlp.down(torch.ones(1, 48)).clone()
     names = [name for name, _, _ in model.linears()]
     assert names[:4] == ["layers.0.attn.qkv", "layers.0.attn.o", "layers.0.mlp.gate_up", "layers.0.mlp.down"]
-    assert len(names) == 8 and [name for name, _, _ in model.linears(include_head=True)][-1] == "head"
+    assert len(names) == 8 and [name for name, _, _ in model.linears(include_head=True)][-1] == "lm_head"
     for _, parent, attribute in list(model.linears()):
         setattr(parent, attribute, Doubled(getattr(parent, attribute)))
     assert torch.equal(model.layers[1].mlp.down(torch.ones(1, 48)), 2 * before)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from engine.attention import DecodeAttention, KVCache, PrefillAttention
+from engine.attention.kv_cache import KVCache
 from engine.checkpoint.gguf_file import GGUFFile
 from engine.checkpoint.gguf_model import GGUFModel
 from engine.checkpoint.source import ModelSource, resolve_model
@@ -18,6 +18,7 @@ from engine.layers.int4 import int4_available
 from engine.loader.cpu_formats import load_gguf
 from engine.models import DenseModel
 from engine.text.tokenizer import Tokenizer
+from tests.support.attention import decode_attention, prefill_attention
 
 CHATS = [
     "What is the capital of France, and what is it known for?",
@@ -52,7 +53,7 @@ def float32(source: ModelSource) -> DenseModel:
 
 def make_cache(model: DenseModel, pages: int) -> KVCache:
     config = model.config
-    return KVCache(config.num_layers, pages, PAGE, config.num_kv_heads, config.head_dim, model.dtype, "cpu")
+    return KVCache(config.cache_specs(), pages, PAGE, model.dtype, "cpu")
 
 
 @torch.inference_mode()
@@ -62,14 +63,14 @@ def greedy(model: DenseModel, prompts: list[list[int]], count: int) -> list[list
     tables = [list(range(1 + row * PAGES_EACH, 1 + (row + 1) * PAGES_EACH)) for row in range(len(prompts))]
     outputs: list[list[int]] = []
     for prompt, table in zip(prompts, tables, strict=True):
-        attention = PrefillAttention(kv, [(0, len(prompt))], [table])
+        attention = prefill_attention(kv, [(0, len(prompt))], [table])
         hidden = model(torch.tensor(prompt), torch.arange(len(prompt)), attention)
-        outputs.append([int(model.logits(hidden[-1:]).argmax())])
+        outputs.append([int(model.compute_logits(hidden[-1:]).argmax())])
     page_table = torch.tensor(tables)
     for step in range(count - 1):
         positions = torch.tensor([len(prompt) + step for prompt in prompts])
         last = torch.tensor([output[-1] for output in outputs])
-        logits = model.logits(model(last, positions, DecodeAttention(kv, page_table, positions)))
+        logits = model.compute_logits(model(last, positions, decode_attention(kv, page_table, positions)))
         for output, token in zip(outputs, logits.argmax(dim=1).tolist(), strict=True):
             output.append(token)
     return outputs
@@ -125,9 +126,9 @@ def loss_in_chunks(model: DenseModel, ids: list[int], chunk: int) -> float:
     logits = []
     for start in range(0, len(ids) - 1, chunk):
         part = ids[start : min(start + chunk, len(ids) - 1)]
-        attention = PrefillAttention(kv, [(start, len(part))], [table])
+        attention = prefill_attention(kv, [(start, len(part))], [table])
         hidden = model(torch.tensor(part), torch.arange(start, start + len(part)), attention)
-        logits.append(model.logits(hidden).float())
+        logits.append(model.compute_logits(hidden).float())
     return float(F.cross_entropy(torch.cat(logits), torch.tensor(ids[1:])))
 
 

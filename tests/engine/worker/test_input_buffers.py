@@ -22,10 +22,10 @@ LAYOUT = Layout(ROWS, PAGES)
 class Device:
     """The decode state, its DecodeInputs, and a simulated decode step in which each row's token becomes `token + 1`."""
 
-    def __init__(self, staged: bool):
-        self.buffers = decode_buffers(LAYOUT, 4, 10, torch.float32, torch.device("cpu"))
+    def __init__(self) -> None:
+        self.buffers = decode_buffers(LAYOUT, ROWS, 4, 10, torch.float32, torch.device("cpu"))
         self.state: SlotState = LAYOUT.views(self.buffers["state"])
-        self.inputs = DecodeInputs(self.buffers["state"], LAYOUT, PAGE_SIZE, staged=staged)
+        self.inputs = DecodeInputs(LAYOUT, PAGE_SIZE)
 
     def step(self, bucket: int) -> None:
         slots = self.state.slots[:bucket]
@@ -38,10 +38,13 @@ class Device:
         return self._sent
 
     def load(self, batch: Batch, bucket: int) -> None:
-        before = self.buffers["state"].clone()
-        self.inputs.load(batch, bucket)
-        now = self.buffers["state"]
-        self._sent = [(place, int(now[place])) for place in (now != before).nonzero().flatten().tolist()]
+        changes = self.inputs.changes(batch, bucket)
+        self._sent: list[tuple[int, int]] = []
+        if changes is not None:
+            indices, values = torch.from_numpy(changes)
+            assert len(indices.unique()) == len(indices)
+            self.buffers["state"].index_copy_(0, indices, values)
+            self._sent = sorted(zip(indices.tolist(), values.tolist(), strict=True))
 
 
 def a_request(name: str, slot: int, pages: list[int], length: int) -> Request:
@@ -69,11 +72,11 @@ def check(state: SlotState, requests: list[Request], bucket: int) -> None:
             assert (slot, position) == (request.slot + 1, request.num_computed)
             assert state.last_tokens[slot] == request.token_ids[position]
             used = position // PAGE_SIZE + 1
-            assert state.page_table[slot, :used].tolist() == request.page_tables[0][:used]
+            assert state.page_tables[0, slot, :used].tolist() == request.page_tables[0][:used]
         else:
             assert slot == position == 0
     assert state.last_tokens[0] == 0
-    assert state.page_table[0].tolist() == [0] * PAGES, "padding refers to pages of requests"
+    assert state.page_tables[0, 0].tolist() == [0] * PAGES, "padding refers to pages of requests"
 
 
 STEPS = st.lists(
@@ -86,9 +89,9 @@ STEPS = st.lists(
 
 
 @settings(max_examples=150, deadline=None)
-@given(steps=STEPS, staged=st.booleans())
-def test_after_any_sequence_of_steps_the_state_equals_a_naive_fill(steps, staged):
-    device = Device(staged)
+@given(steps=STEPS)
+def test_after_any_sequence_of_steps_the_state_equals_a_naive_fill(steps):
+    device = Device()
     live: dict[int, Request] = {}
     for slots, what, random in steps:
         for slot in slots:
@@ -121,7 +124,8 @@ def test_after_any_sequence_of_steps_the_state_equals_a_naive_fill(steps, staged
             device.buffers.restore(saved)
         if what == "invalidate":
             device.buffers["state"].fill_(random.randint(1, 99))  # something else wrote there
-            device.inputs.invalidate()
+            device.buffers["state"].zero_()
+            device.inputs.reset()
         bucket = BUCKETS.round_up(len(requests))
         batch = batch_of(requests)
         device.load(batch, bucket)
@@ -143,9 +147,8 @@ def advance(device: Device, requests: list[Request], bucket: int) -> None:
         request.num_computed += 1
 
 
-@pytest.mark.parametrize("staged", [True, False])
-def test_a_step_of_the_same_batch_sends_only_pages_that_it_comes_to_need(staged):
-    device = Device(staged)
+def test_a_step_of_the_same_batch_sends_only_pages_that_it_comes_to_need():
+    device = Device()
     one, two = a_request("one", 3, [5, 6], 7), a_request("two", 0, [7], 3)
     advance(device, [one, two], 4)
     advance(device, [one, two], 4)  # neither token is known to the host
@@ -158,9 +161,8 @@ def test_a_step_of_the_same_batch_sends_only_pages_that_it_comes_to_need(staged)
     check(device.state, [], 0)
 
 
-@pytest.mark.parametrize("staged", [True, False])
-def test_a_row_that_leaves_moves_the_others_but_none_of_their_pages(staged):
-    device = Device(staged)
+def test_a_row_that_leaves_moves_the_others_but_none_of_their_pages():
+    device = Device()
     requests = [a_request(f"{i}", i, [2 * i + 1, 2 * i + 2], 3 + i) for i in range(4)]
     advance(device, requests, 4)
     advance(device, requests[1:], 4)
@@ -170,9 +172,8 @@ def test_a_row_that_leaves_moves_the_others_but_none_of_their_pages(staged):
     assert device.state.slots[:1].tolist() == [4]
 
 
-@pytest.mark.parametrize("staged", [True, False])
-def test_a_reused_slot_gets_the_new_requests_token_and_pages_at_the_same_position(staged):
-    device = Device(staged)
+def test_a_reused_slot_gets_the_new_requests_token_and_pages_at_the_same_position():
+    device = Device()
     advance(device, [a_request("old", 2, [3, 4], 5)], 1)
     new = a_request("new", 2, [8, 9], 6)  # its token is at the position of the old request's next one
     new.token_ids[5] = 77
@@ -182,17 +183,17 @@ def test_a_reused_slot_gets_the_new_requests_token_and_pages_at_the_same_positio
 
 
 def test_a_token_that_neither_device_nor_host_knows_is_an_error_not_a_guess():
-    device = Device(staged=True)
+    device = Device()
     request = a_request("a", 0, [1], 2)
     advance(device, [request], 1)
-    device.inputs.invalidate()
+    device.inputs.reset()
     with pytest.raises(IndexError):
         device.load(batch_of([request]), 1)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8])
 def test_the_buffers_are_the_shapes_that_the_decode_site_reads(rows):
-    buffers = decode_buffers(LAYOUT, 16, 32, torch.bfloat16, torch.device("cpu"))
+    buffers = decode_buffers(LAYOUT, ROWS, 16, 32, torch.bfloat16, torch.device("cpu"))
     shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in buffers.view(rows).items()}
     assert shapes == {
         "state": ((8 + 8 + 9 + 9 * PAGES,), torch.int64),
@@ -200,6 +201,6 @@ def test_the_buffers_are_the_shapes_that_the_decode_site_reads(rows):
         "next_tokens": ((rows,), torch.int64),
     }  # fmt: skip
     parts = LAYOUT.views(buffers["state"])
-    assert [tuple(part.shape) for part in parts] == [(8,), (8,), (9,), (9, PAGES)]
+    assert [tuple(part.shape) for part in parts] == [(8,), (8,), (9,), (1, 9, PAGES)]
     buffers["state"].copy_(torch.arange(LAYOUT.size))
     assert torch.cat([part.reshape(-1) for part in parts]).tolist() == list(range(LAYOUT.size))

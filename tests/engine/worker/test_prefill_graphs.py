@@ -9,13 +9,15 @@ import torch
 
 from tests.support.kernels import DEVICE, DTYPE, relative_error  # isort: skip  (before what imports triton)
 
-from engine.attention.backend import PrefillAttention
 from engine.attention.kv_cache import KVCache
-from engine.models.fused_dense import FusedDense
+from engine.attention.triton import TritonBackend
+from engine.sampling.greedy import GreedySampler
 from engine.scheduling.batch import PrefillChunk
 from engine.worker.decode_graphs import model_addresses
-from engine.worker.prefill_graphs import Prefill
+from engine.worker.model_runner import chunk_input
+from engine.worker.prefill_graphs import PrefillBuckets, PrefillStep
 from tests.engine.kernels.test_decode_step import TOLERANCE, small_model
+from tests.support.attention import prefill_attention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,52 +28,78 @@ pytestmark = [
 
 def chunk(slot: int, start: int, length: int, is_last: bool, pages: list[int]) -> PrefillChunk:
     tokens = [(7 * place + 13 * slot + 3) % 512 for place in range(start + length)]
-    return PrefillChunk(SimpleNamespace(slot=slot, page_tables=[pages], token_ids=tokens), start, length, is_last, 0)
+    request = SimpleNamespace(
+        slot=slot, page_tables=[pages], token_ids=tokens, params=SimpleNamespace(prompt_logprobs=None)
+    )
+    return PrefillChunk(request, start, length, is_last, 0)
 
 
-def test_a_padded_bucket_gives_what_the_plain_model_gives():
-    model = small_model()
+@pytest.mark.parametrize("kernels", ["fused", "torch"])
+@pytest.mark.parametrize("dtype", [DTYPE, torch.float32], ids=str)
+def test_a_padded_bucket_gives_what_the_plain_model_gives(kernels, dtype):
+    if kernels == "fused" and dtype == torch.float32 and DTYPE != dtype:
+        pytest.skip("fused kernels compute 16-bit models")
+    model = small_model(dtype)
     config = model.config
-    caches = [KVCache(config.num_layers, 24, 16, config.num_kv_heads, config.head_dim, DTYPE, DEVICE) for _ in range(2)]
+    caches = [KVCache(config.cache_specs(), 24, 16, dtype, DEVICE) for _ in range(2)]
     past = torch.randn(24, 16, config.num_kv_heads, config.head_dim)
     for cache in caches:
         for layer in range(config.num_layers):
             cache.k[layer].copy_(past)
             cache.v[layer].copy_(past.flip(0))
             cache.k[layer][0], cache.v[layer][0] = 0, 0
-    last_tokens = torch.full((9,), 77, dtype=torch.int64, device=DEVICE)
-    prefill = Prefill(FusedDense(model, caches[0], 8, 64), last_tokens, 8, 64, 128)
+    last_tokens = torch.tensor([0] + [77] * 8, device=DEVICE)
+    out = torch.empty(8, config.vocab_size, dtype=dtype, device=DEVICE)
+    next_tokens = torch.empty(8, dtype=torch.int64, device=DEVICE)
+    buckets = PrefillBuckets(8, 64, 8, 1)
+    prefill = PrefillStep(
+        model.fused(8, 64) if kernels == "fused" else model,
+        TritonBackend(caches[0], 8),
+        GreedySampler(8, config.vocab_size, torch.device(DEVICE)),
+        buckets,
+        last_tokens,
+        out,
+        next_tokens,
+    )
     chunks = [chunk(2, 0, 5, True, [3, 4]), chunk(0, 20, 9, False, [5, 6, 7]), chunk(5, 16, 1, True, [8, 9])]
+    tolerance = 4 * TOLERANCE if dtype == DTYPE else 1e-4
     with torch.inference_mode():
-        prefill.load(chunks, 64)
-        [part] = prefill.site(model_addresses(model, caches[0])).parts
-        part(**prefill.buffers.view(64))
-        logits, chosen = prefill.buffers["logits"][:3], prefill.buffers["next_tokens"][:3]
-        attention = PrefillAttention(
-            caches[1], [(one.start, one.length) for one in chunks], [one.request.page_tables[0] for one in chunks]
-        )
+        site = prefill.site(model_addresses(model, caches[0]))
+        prefill.load(buckets.layout(64).fill(chunks, 64))
+        [part] = site.parts
+        part(**site.buffers.view(64))
         spans = [(one.request.token_ids, range(one.start, one.start + one.length)) for one in chunks]
         tokens = torch.tensor([ids[place] for ids, span in spans for place in span], device=DEVICE)
         places = torch.tensor([place for _, span in spans for place in span], device=DEVICE)
-        hidden = model(tokens, places, attention)
-        assert relative_error(logits, model.logits(hidden[[4, 13, 14]])) < 4 * TOLERANCE
-        assert relative_error(model.norm(prefill.buffers["hidden"][:15]), hidden) < 4 * TOLERANCE
-    assert torch.equal(chosen, logits.float().argmax(-1))
+        attention = prefill_attention(
+            caches[1], [(one.start, one.length) for one in chunks], [one.request.page_tables[0] for one in chunks]
+        )
+        hidden = model.forward(tokens, places, attention)
+        wanted = model.compute_logits(hidden[[4, 13, 14]])
+        found = prefill.outputs([chunk_input(one) for one in chunks])
+        assert relative_error(out[:3], wanted) < tolerance
+        assert relative_error(found.hidden, hidden) < tolerance
+    assert torch.equal(next_tokens[:3], out[:3].float().argmax(-1))
+    assert torch.equal(found.logits, out[[0, 2]]) and torch.equal(found.next_tokens, next_tokens[[0, 2]])
     # only chunks that end their prompts write a token, and padding writes to no request's pages
-    assert last_tokens.tolist() == [77, 77, 77, int(chosen[0]), 77, 77, int(chosen[2]), 77, 77]
+    assert last_tokens.tolist() == [0, 77, 77, int(next_tokens[0]), 77, 77, int(next_tokens[2]), 77, 77]
     for layer in range(config.num_layers):
-        assert relative_error(caches[0].k[layer], caches[1].k[layer]) < 4 * TOLERANCE
-        assert not caches[0].k[layer][0].any()
+        assert relative_error(caches[0].k[layer][1:], caches[1].k[layer][1:]) < tolerance
+    graph_logits = found.logits.clone()
     with torch.inference_mode():
-        eager_hidden, eager_logits, eager_chosen = prefill.run_eager(chunks)
-    assert relative_error(eager_logits, logits) < 4 * TOLERANCE and len(eager_hidden) == 15 and len(eager_chosen) == 3
+        eager = prefill.run_eager(buckets.exact_layout(3).fill(chunks, 15), [chunk_input(one) for one in chunks])
+    assert relative_error(eager.logits, graph_logits) < tolerance and len(eager.hidden) == 15
 
 
 def test_chunk_capacity_follows_the_bucket_and_max_tokens_is_a_bucket():
-    model = small_model()
-    cache = KVCache(2, 8, 16, 2, 32, DTYPE, DEVICE)
-    prefill = Prefill(FusedDense(model, cache, 4, 300), torch.zeros(5, dtype=torch.int64, device=DEVICE), 4, 300, 64)
-    assert prefill.buckets.sizes == (64, 128, 192, 256, 300)
-    assert [prefill.layout(size).num_chunks for size in prefill.buckets.sizes] == [4] * 5
-    wide = Prefill(FusedDense(model, cache, 64, 1024), torch.zeros(65, dtype=torch.int64, device=DEVICE), 64, 1024, 64)
-    assert [wide.layout(size).num_chunks for size in (64, 256, 512, 1024)] == [8, 8, 16, 32]
+    few, wide = PrefillBuckets(4, 300, 4, 1), PrefillBuckets(64, 1024, 4, 1)
+    assert few.sizes.sizes == (64, 128, 192, 256, 300)
+    assert [few.num_chunks(size) for size in few.sizes.sizes] == [4] * 5
+    assert [wide.num_chunks(size) for size in (64, 256, 512, 1024)] == [16, 16, 32, 64]
+
+
+@pytest.mark.parametrize(("tokens", "chunks", "bucket"), [(60, 3, 64), (60, 17, 320), (1000, 64, 1024), (65, 1, 128)])
+def test_a_step_takes_the_smallest_bucket_that_holds_its_tokens_and_chunks(tokens, chunks, bucket):
+    buckets = PrefillBuckets(64, 1024, 4, 1)
+    assert buckets.choose(tokens, chunks) == bucket
+    assert buckets.sizes.round_up(buckets.rows(tokens, bucket)) == bucket

@@ -1,0 +1,84 @@
+"""The interface of attention backends, and what a backend declares to support.
+
+A backend attends over the paged KV cache of one model. The worker asks it for the attention of a step, `decode` or
+`prefill`, and passes the result to the model's layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from engine.attention.cache_spec import CacheSpec
+from engine.attention.kv_cache import KVCache
+from engine.attention.metadata import DecodeMetadata, PrefillMetadata
+
+if TYPE_CHECKING:
+    from engine.kernels.paged_decode import NormRope  # imports triton, which is installed only with CUDA
+
+Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer index, q [T, H, D], k [T, KV, D], v [T, KV, D]) -> [T, H * D]; writes k and v into the cache first."""
+
+
+class FusedAttention(Protocol):
+    """An Attention that can also take a layer's raw projections, for backends with `Support.fuses_rotary`."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+
+    def attend_raw(self, layer: int, q: Tensor, k: Tensor, v: Tensor, norm_rope: NormRope, out: Tensor) -> None:
+        """Apply head norms and rotary embedding, append the keys and values, and write attention to `out` [T, H * D].
+
+        q [T, KV, H/KV, D], k and v [T, KV, D] are views of one projection; q may be overwritten.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Support:
+    """What a backend supports.
+
+    - devices, dtypes: types of device and of the KV cache.
+    - max_head_dim: largest head size.
+    - dynamic_lengths: decode reads lengths from device memory, so that one graph serves any context. Otherwise each
+      context bucket is a graph variant.
+    - captures_prefill: prefill needs no host values, so it can be captured. Decode always can.
+    - fuses_rotary: attention can apply head norms and rotary embedding itself (see `FusedAttention`).
+    """
+
+    devices: frozenset[str]
+    dtypes: frozenset[torch.dtype]
+    max_head_dim: int
+    dynamic_lengths: bool
+    captures_prefill: bool
+    fuses_rotary: bool
+
+    def missing(self, specs: Sequence[CacheSpec], dtype: torch.dtype, device: torch.device) -> str | None:
+        """Return what these layers need and the backend doesn't support; None if nothing."""
+        if device.type not in self.devices:
+            return f"device {device.type}"
+        if dtype not in self.dtypes:
+            return f"dtype {str(dtype).removeprefix('torch.')}"
+        if (head_dim := max(spec.head_dim for spec in specs)) > self.max_head_dim:
+            return f"head size {head_dim} (at most {self.max_head_dim})"
+        return None
+
+
+class AttentionBackend(Protocol):
+    """Attention over one KV cache. Calls stay on one stream: steps share scratch memory."""
+
+    name: ClassVar[str]
+    support: ClassVar[Support]
+
+    def __init__(self, kv: KVCache, max_rows: int) -> None:
+        """Attend over `kv`, in decode steps of up to `max_rows` rows."""
+
+    def decode(self, metadata: DecodeMetadata) -> Attention:
+        """Return the attention of a decode step. Uses tensor operations only, so that a step can be captured."""
+        ...
+
+    def prefill(self, metadata: PrefillMetadata) -> Attention:
+        """Return the attention of a step of prompt chunks."""
+        ...

@@ -1,0 +1,32 @@
+"""Choose the attention backend of a model by what the backends support."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.attention.cache_spec import CacheSpec
+from engine.attention.interface import AttentionBackend
+from engine.attention.sdpa import SdpaBackend
+from engine.errors import ConfigError
+
+
+def backends() -> tuple[type[AttentionBackend], ...]:
+    """Return the backends that can be imported here, the fastest first."""
+    if not torch.cuda.is_available():
+        return (SdpaBackend,)
+    from engine.attention.triton import TritonBackend  # triton is installed only with CUDA
+
+    return (TritonBackend, SdpaBackend)
+
+
+def choose_backend(specs: Sequence[CacheSpec], dtype: torch.dtype, device: torch.device) -> type[AttentionBackend]:
+    """Return the first backend that supports these layers. Raises ConfigError, listing what each one lacks."""
+    problems = []
+    for backend in backends():
+        lacking = backend.support.missing(specs, dtype, device)
+        if lacking is None:
+            return backend
+        problems.append(f"{backend.name}: no support for {lacking}")
+    raise ConfigError(f"no attention backend fits this model: {'; '.join(problems)}")

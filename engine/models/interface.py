@@ -1,0 +1,127 @@
+"""The interface of a model: what the worker calls in a step, and what loading, updates and memory sizing need.
+
+Shapes: T tokens, h hidden size, H query heads, KV key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from engine.attention.cache_spec import CacheSpec
+from engine.attention.interface import Attention
+from engine.distributed.collectives import TensorParallelCollectives
+from engine.errors import ModelError
+from engine.layers.weight_slot import Slot
+from engine.models.config import ModelConfig
+
+
+class ForwardContext:
+    """What the layers of one forward pass share.
+
+    - rope: the model's own rotary values, from `Model.rope`.
+    - attention: attention over the KV cache.
+    - rows: int64 [T], 0 for padding tokens; None if there is no padding.
+    """
+
+    def __init__(self, rope: tuple[Tensor, ...], attention: Attention, rows: Tensor | None = None):
+        self.rope, self.attention, self._rows = rope, attention, rows
+        self._valid: Tensor | None = None
+
+    @property
+    def valid(self) -> Tensor | None:
+        """Bool [T], False for padding tokens; None if there is no padding."""
+        if self._valid is None and self._rows is not None:
+            self._valid = self._rows != 0
+        return self._valid
+
+
+class TileMaxima(NamedTuple):
+    """The largest logit of each tile of the vocabulary, float32 [N, tiles], and its token, int32 [N, tiles].
+
+    Ties go to the first token; a NaN counts as infinity.
+    """
+
+    values: Tensor
+    tokens: Tensor
+
+
+class Model(ABC):
+    """A decoder that the engine runs. Its tensors stay at fixed addresses.
+
+    A step calls `embed`, `rope`, every `layer` and a head, as one graph or with one graph per layer, so each must be
+    capturable on the model's device: no host reads, no shapes that depend on data. `max_len` bounds positions.
+    """
+
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+    max_len: int
+    collectives: TensorParallelCollectives | None = None
+    """The collectives of a tensor-parallel step that wait on the device, to abandon them if a rank is lost."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that holds every parameter and buffer that a step reads."""
+        assert isinstance(self, nn.Module)
+        return self
+
+    def cache_specs(self) -> tuple[CacheSpec, ...]:
+        """Return what each decoder layer stores, in layer order."""
+        return self.config.cache_specs()
+
+    def fused(self, max_rows: int, max_tokens: int) -> Model:
+        """Return a model that computes the same with fused kernels on CUDA, on this model's tensors.
+
+        It serves decode steps of up to max_rows rows and prefills of up to max_tokens tokens. Raises ModelError if
+        there are no such kernels for this model.
+        """
+        raise ModelError(f"{self.config.architecture} has no fused kernels")
+
+    @abstractmethod
+    def embed(self, tokens: Tensor, index: Tensor | None = None) -> Tensor:
+        """Return the embedding [T, h] of token ids int64 [T], or of `tokens[index]` if `index` int64 [T] is given."""
+
+    @abstractmethod
+    def rope(self, positions: Tensor) -> tuple[Tensor, ...]:
+        """Return the rotary values of positions int64 [T] for `ForwardContext.rope`."""
+
+    @abstractmethod
+    def layer(self, index: int, hidden: Tensor, context: ForwardContext) -> Tensor:
+        """Run decoder layer `index` on hidden [T, h]. Returns a new tensor, or `hidden` itself if changed in place."""
+
+    @abstractmethod
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [N, vocab] of hidden [N, h] after the last layer, in the model's dtype. Applies the last norm.
+
+        With tensor parallelism every rank gets all columns.
+        """
+
+    def head(self, hidden: Tensor, logits: Tensor, *, after_layer: bool) -> TileMaxima | None:
+        """Write the logits of hidden [N, h] to `logits` [N, vocab].
+
+        Returns their maxima by tile if they are a by-product, in memory that the next call overwrites. `after_layer`:
+        hidden is what `layer` returned last, not a selection of its rows.
+        """
+        logits.copy_(self.compute_logits(hidden))
+        return None
+
+    @abstractmethod
+    def weight_slots(self) -> dict[str, Slot]:
+        """Map Hugging Face tensor names to the storage of this rank, for loading, updates and export."""
+
+    def close(self) -> None:  # noqa: B027 (most models change nothing)
+        """Undo what the model changed outside itself. The model can't be used afterwards."""
+
+    def forward(self, tokens: Tensor, positions: Tensor, attention: Attention, rows: Tensor | None = None) -> Tensor:
+        """Token ids and positions int64 [T] -> hidden [T, h] after the last layer, before its norm.
+
+        `attention` writes this step's keys and values. `rows`: see ForwardContext.
+        """
+        hidden, context = self.embed(tokens), ForwardContext(self.rope(positions), attention, rows)
+        for index in range(self.config.num_layers):
+            hidden = self.layer(index, hidden, context)
+        return hidden

@@ -1,0 +1,80 @@
+"""A step as the worker executes it: plain arrays and numbers, which can be sent to another process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from engine.protocol.request import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SlotAssignment:
+    """A slot is given to a request. `output_ids` are the tokens that it generated before a preemption."""
+
+    slot: int
+    params: SamplingParams
+    seed: int
+    prompt_ids: list[int]
+    output_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeInput:
+    """Rows that advance by one token.
+
+    - slots, positions: per row, its slot and the position of its newest token.
+    - bucket: the padded number of rows.
+    - variant: the keyword values of the graph's key.
+    - changes: int64 [2, n], indices into the decode state and the values to write there; None if nothing changed.
+    """
+
+    slots: list[int]
+    positions: list[int]
+    bucket: int
+    variant: dict[str, Any]
+    changes: np.ndarray | None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScoring:
+    """Prompt logprobs to compute: of `targets`, the tokens after the chunk's first ones, `top_count` others each."""
+
+    request_id: str
+    targets: list[int]
+    top_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkInput:
+    """A row that advances by `length` tokens from position `start`. `is_last`: a token is sampled after it."""
+
+    slot: int
+    start: int
+    length: int
+    is_last: bool
+    scoring: PromptScoring | None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillInput:
+    """Prompt chunks.
+
+    - bucket: the padded number of tokens; None: the chunks run eager, without padding.
+    - packed: the int64 input tensor of that size, see PackedLayout.
+    """
+
+    chunks: list[ChunkInput]
+    bucket: int | None
+    packed: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """One step: slots to assign first, then the decodes, then the prefill chunks."""
+
+    admitted: list[SlotAssignment] = field(default_factory=list)
+    decode: DecodeInput | None = None
+    prefill: PrefillInput | None = None
