@@ -17,7 +17,8 @@ import torch
 
 _address = torch.Tensor.data_ptr
 _GEOMETRY = (torch.Tensor.size, torch.Tensor.stride, attrgetter("dtype"))
-PARTS = 4
+PARTS = 4  # slices of a partial check
+GEOMETRY_PARTS = 32  # slices of the geometry in a check of all addresses
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +103,8 @@ class _WatchedTensors(_WatchedValues):
         super().add(owner, prefix)
         self._geometry += [_geometry_of(value) for value in owner.values() if value is not None]
 
-    def same_geometry(self, part: int | None) -> bool:
-        """Return whether shapes, strides and dtypes of the tensors (of that slice) are those recorded."""
-        selected = slice(None) if part is None else slice(part, None, PARTS)
+    def same_geometry(self, selected: slice) -> bool:
+        """Return whether shapes, strides and dtypes of the selected tensors are those recorded."""
         try:
             tensors = list(map(getitem, self._owners[selected], self._keys[selected]))
             current = list(zip(*(map(read, tensors) for read in _GEOMETRY), strict=True))
@@ -165,13 +165,14 @@ class AddressBook:
         """Return whether no tensor moved or changed its geometry, and no submodule was replaced.
 
         With `part`, check only that slice of PARTS. With `geometry_part`, check all addresses but only that slice of
-        the geometry. Loops in C, because it runs at step boundaries.
+        GEOMETRY_PARTS of the geometry. Loops in C, because it runs at step boundaries.
         """
-        return (
-            self._tensors.unchanged(part)
-            and self._modules.unchanged(part)
-            and self._tensors.same_geometry(geometry_part if part is None else part)
-        )
+        geometry = slice(None)
+        if part is not None:
+            geometry = slice(part, None, PARTS)
+        elif geometry_part is not None:
+            geometry = slice(geometry_part, None, GEOMETRY_PARTS)
+        return self._tensors.unchanged(part) and self._modules.unchanged(part) and self._tensors.same_geometry(geometry)
 
     def has_its_modules(self) -> bool:
         """Return whether every submodule is still present and the same object."""

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils._pytree import tree_map
 
-from graph_cache.addresses import PARTS, AddressBook, Moved
+from graph_cache.addresses import GEOMETRY_PARTS, PARTS, AddressBook, Moved
 from graph_cache.backends import backend_for
 from graph_cache.buckets import Buckets
 from graph_cache.buffers import BufferSpec, StaticBuffers
@@ -100,7 +100,8 @@ class GraphCache:
         self._dropped: dict[GraphKey, str] = {}  # keys whose graph was dropped, with the reason
         self._plans: dict[tuple, Plan] = {}
         self._pending: list[GraphKey] | None = None
-        self._address_part = 0  # the slice of addresses that the last partial check compared
+        self._address_books: list[tuple[AddressBook, list[str]]] = []  # with the names of the sites that share it
+        self._checks = 0  # address checks so far: they select the slices of partial checks
         self.pool_bytes = 0
 
     # ---- sites -----------------------------------------------------------------------------------------------------
@@ -115,6 +116,12 @@ class GraphCache:
         if site.name in self._sites:
             raise GraphConfigError(f"a site named {site.name!r} is registered already: give each site its own name")
         self._sites[site.name] = site
+        for book in site.address_books:
+            sharing = next((sites for known, sites in self._address_books if known is book), None)
+            if sharing is None:
+                self._address_books.append((book, [site.name]))
+            else:
+                sharing.append(site.name)
         self._pending = None
         return site
 
@@ -387,18 +394,20 @@ class GraphCache:
         """Compare watched tensors with their state at capture, and drop the graphs of every site with a difference.
 
         Check everything after any event that can move storage. At step boundaries, pass `geometry=False` while the
-        device is busy with a step: all addresses, and a quarter of the shapes, strides and dtypes in turn. Otherwise
+        device is busy with a step: all addresses, and one of GEOMETRY_PARTS slices of the geometry in turn. Otherwise
         pass `whole=False`, which compares a quarter of everything: after a step the tensors are out of the CPU cache
         and an address costs 400 ns. Returns everything that moved.
         """
         moved: list[Moved] = []
-        self._address_part = (self._address_part + 1) % PARTS
-        for site in self._sites.values():
-            part = None if whole else self._address_part
-            if not site.addresses.unchanged(part, geometry_part=None if geometry else self._address_part):
-                moved += site.addresses.moved()
-                site.addresses.accept()
-                self.invalidate(STALE, site.name)
+        self._checks += 1
+        part = None if whole else self._checks % PARTS
+        geometry_part = None if geometry else self._checks % GEOMETRY_PARTS
+        for book, sites in self._address_books:
+            if not book.unchanged(part, geometry_part=geometry_part):
+                moved += book.moved()
+                book.accept()
+                for site in sites:
+                    self.invalidate(STALE, site)
         if moved:
             logger.error(
                 "%d tensors moved under their graphs, which were dropped: %s", len(moved), "; ".join(map(str, moved))

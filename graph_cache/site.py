@@ -31,6 +31,8 @@ class OutputLabel(NamedTuple):
 class Site:
     """One captured callable, or consecutive parts of one.
 
+    `addresses` holds what the parts read beside the buffers; sites may share one book, which is then checked once.
+
     `parts` are called in order as `part(**buffers, **variant)` on views of `buffers`: one part under scope `block`, one
     per layer under `layer`, each with its own graph. A part may write into its buffers; tensors returned by the last
     part are copied into output buffers that all buckets share. `variants` lists the keyword values that are part of the
@@ -65,8 +67,9 @@ class Site:
         self.variants: tuple[Variant, ...] = tuple(freeze_variant(dict(variant)) for variant in variants)
         warm = variants if warm_variants is None else warm_variants
         self.warm_variants: tuple[Variant, ...] = tuple(freeze_variant(dict(variant)) for variant in warm)
-        self.addresses = addresses if addresses is not None else AddressBook()
-        self.addresses.watch(buffers.tensors, prefix=f"{name}.buffers.")
+        own = AddressBook()
+        own.watch(buffers.tensors, prefix=f"{name}.buffers.")
+        self.address_books = (own,) if addresses is None else (own, addresses)
         self.generators = tuple(generators)
         self._outputs: dict[OutputLabel, torch.Tensor] = {}
         # By key: the structure of the results and their output buffers.

@@ -157,7 +157,7 @@ def address_check(loop: EngineLoop, step_ms: float) -> dict[str, float]:
     )
     added = statistics.median(taken["checked"]) - statistics.median(taken["plain"])
     return {
-        "tensors": len(site.addresses),
+        "tensors": sum(map(len, site.address_books)),
         "host_ms": round(host_ms, 4),
         "added_share_of_step": round(added / step_ms, 4),
     }

@@ -29,7 +29,7 @@ Part = Callable[..., None]
 
 def decode_site(
     step: DecodeStep,
-    kv: KVCache,
+    addresses: AddressBook,
     buffers: StaticBuffers,
     buckets: Buckets,
     *,
@@ -52,7 +52,7 @@ def decode_site(
         phase="decode",
         variants=[{"context": width} for width in contexts] or [{}],
         warm_variants=[{"context": width} for width in warm_contexts] or [{}],
-        addresses=model_addresses(step.model, kv),
+        addresses=addresses,
     )
 
 

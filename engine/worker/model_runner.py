@@ -74,13 +74,15 @@ class ModelRunner:
         self.cache = GraphCache(
             config.graph_config(), device, capture_on_miss=config.warmup == "lazy", manifest=manifest
         )
+        addresses = model_addresses(self.step_model, self.kv)  # one book for all sites: it is checked once
+        addresses.watch(self.buffers.tensors, prefix="buffers.")  # prefill writes them too
         greedy = GreedySampler(max_rows, spec.vocab_size, device)
         has_dynamic_lengths = self.attention.support.dynamic_lengths
         self.contexts = () if has_dynamic_lengths else context_buckets(config.max_model_len, config.page_size)
         self.site = self.cache.add_site(
             decode_site(
                 DecodeStep(self.step_model, self.attention, greedy, layout),
-                self.kv,
+                addresses,
                 self.buffers,
                 Buckets.for_limit(config.max_num_seqs, config.graph_buckets),
                 scope=self.cache.config.inference_cuda_graph_scope,
@@ -98,7 +100,7 @@ class ModelRunner:
             self.buffers["next_tokens"],
         )
         if self.attention.support.captures_prefill:
-            self.cache.add_site(self.prefill.site(model_addresses(self.step_model, self.kv)))
+            self.cache.add_site(self.prefill.site(addresses))
         self.sampling = Sampler(
             config.max_num_seqs,
             spec.vocab_size,

@@ -148,7 +148,7 @@ class PrefillStep:
     def site(self, addresses: AddressBook) -> Site:
         """Build the site for the graph cache: the packed step at each token bucket.
 
-        `addresses` are those of the model and the KV cache; the site adds its own.
+        `addresses` are those of the model, the KV cache and the outputs.
         """
         model, sizes = self._model, self._buckets.sizes
         layout = self._buckets.layout(sizes.max)
@@ -159,10 +159,6 @@ class PrefillStep:
             },
             sizes.max,
             model.device,
-        )
-        addresses.watch(
-            {"last_tokens": self._last_tokens, "logits": self._logits, "next_tokens": self._next_tokens},
-            prefix="prefill.",
         )
         return Site(SITE, [self._part], self._static, sizes, phase="prefill", addresses=addresses)
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from graph_cache import (
     BATCH,
+    AddressBook,
     Buckets,
     BufferSpec,
     GraphCache,
@@ -341,3 +342,19 @@ def test_a_failed_capture_raises_when_must_capture_is_set():
     with pytest.raises(CaptureError, match="depends on data"):
         cache.warm()
     assert cache.stats.failed_captures.total() == 0 and not cache.pool.capturing
+
+
+def test_sites_that_share_an_address_book_both_lose_their_graphs_when_a_tensor_moves():
+    weight = {"w": torch.ones(4)}
+    book = AddressBook()
+    book.watch(weight)
+    cache = GraphCache()
+    for name in ("one", "two"):
+        buffers = StaticBuffers({"x": BufferSpec(("batch", 4), torch.float32)}, 2, "cpu")
+        cache.add_site(Site(name, [lambda x: x * weight["w"]], buffers, Buckets((2,)), addresses=book))
+    cache.warm()
+    assert not cache.check_addresses() and cache.plan("one", 2).is_graph and cache.plan("two", 2).is_graph
+    weight["w"] = torch.ones(4)
+    assert [moved.name for moved in cache.check_addresses()] == ["w"]
+    assert not cache.plan("one", 2).is_graph and not cache.plan("two", 2).is_graph
+    assert not cache.check_addresses()

@@ -57,7 +57,7 @@ def logits_of(path: Path, token_ids: list[int]) -> torch.Tensor:
     kv = KVCache(config.cache_specs(), 4, 16, torch.float32, "cpu")
     with torch.inference_mode():
         attention = prefill_attention(kv, [(0, len(token_ids))], [[1, 2, 3]])
-        return model.logits(model(torch.tensor(token_ids), torch.arange(len(token_ids)), attention))
+        return model.compute_logits(model(torch.tensor(token_ids), torch.arange(len(token_ids)), attention))
 
 
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_1])

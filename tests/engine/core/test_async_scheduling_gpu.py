@@ -61,11 +61,11 @@ def test_gpu_decode_is_enqueued_without_waiting_for_the_device(model, kind):
             loop.step()
         execute, outputs = loop.runner.execute, []
 
-        def watched(batch):
-            assert batch.decodes and not batch.prefills
+        def watched(step):
+            assert step.decode and not step.prefill
             torch.cuda.set_sync_debug_mode("error")  # raises at any call that waits for the device
             try:
-                outputs.append(execute(batch))
+                outputs.append(execute(step))
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             return outputs[-1]

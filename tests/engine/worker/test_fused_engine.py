@@ -69,13 +69,17 @@ def test_gpu_fused_log_probabilities_match_float32(model):
     assert fused < 1.5 * plain + 1e-3 and fused < 0.05
 
 
-def test_gpu_more_chunks_than_a_graph_takes_run_eager_and_are_counted(model):
-    with Engine(EngineConfig(model=model, **(SETTINGS | {"dtype": "bfloat16"}))) as engine:
-        short = [[5, 6, 7 + index] for index in range(12)]
+@pytest.mark.parametrize(
+    "options", [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "kernels": "torch"}, {"dtype": "float32"}]
+)
+def test_gpu_any_number_of_short_prompts_replays_graphs(model, options):
+    settings = SETTINGS | {"num_pages": 2000, "max_num_seqs": 600, "max_num_batched_tokens": 2048} | options
+    with Engine(EngineConfig(model=model, **settings)) as engine:
+        short = [[5, 6, 7 + index % 180] for index in range(500)]
         outputs = engine.generate(prompt_token_ids=short, sampling_params=GREEDY)
         fallbacks = dict(engine.stats().graphs["fallbacks"])
     assert all(len(output.token_ids) == 24 for output in outputs)
-    assert fallbacks == {("prefill", "prefill", "more_chunks_than_a_graph_takes"): 1}
+    assert fallbacks == {}
 
 
 def test_gpu_more_rows_than_split_products_take_have_the_tokens_of_few(model):
