@@ -28,6 +28,7 @@ from benchmarks.timing import capture
 
 if find_spec("triton"):  # PyTorch for CPUs comes without it, and --help works there
     from engine.distributed.one_shot_all_reduce import OneShotAllReduce
+    from engine.kernels.linear_weight import LinearWeight
     from engine.kernels.small_batch_gemm import Scratch, linear
 
 NEEDS = "2 GPUs"
@@ -91,7 +92,7 @@ def rank_main(rank: int, folder: str, sizes: list[int]) -> None:
         scratch = Scratch(rows, rows, WIDTH, WIDTH, 32768, DTYPE, device)
 
         def layer(index: int, out: Tensor, add: bool, x: Tensor = x, scratch: Scratch = scratch) -> None:
-            linear(x, weights[index], out, scratch, add=add)
+            linear(x, LinearWeight.plain(weights[index]), out, scratch, add=add)
 
         found = {
             name: micros(fn, torch.zeros(rows, WIDTH, device=device, dtype=DTYPE))

@@ -25,6 +25,7 @@ from benchmarks.shapes import SHAPES
 from benchmarks.timing import copy_bandwidth, graph_us
 
 if find_spec("triton"):  # PyTorch for CPUs comes without it, and --help works there
+    from engine.kernels.linear_weight import LinearWeight
     from engine.kernels.small_batch_gemm import WIDE, LaunchConfig, Scratch, choose_config, linear, suits_library
 
 NEEDS = "1 GPU"
@@ -95,7 +96,7 @@ def launch(case: Case, pick: LaunchConfig, buffers: dict[str, Any], layer: int) 
     """One layer's product as the engine would launch it with this tile."""
     linear(
         buffers["x"],
-        buffers["w"][layer % len(buffers["w"])],
+        LinearWeight.plain(buffers["w"][layer % len(buffers["w"])]),
         buffers["out"],
         buffers["scratch"],
         norm=buffers["norm"] if case.norm else None,

@@ -15,8 +15,12 @@ from torch import Tensor
 
 from engine.kernels.greedy import tile_maxima
 from engine.kernels.launch import SHARED_BYTES, launch_options, overlaps
+from engine.kernels.linear_weight import PLAIN_FORMATS, LinearWeight
 from engine.kernels.small_batch_gemm_kernels import matrix_kernel, vector_kernel
 from engine.kernels.step_kernels import gate_kernel, norm_kernel
+
+FORMATS = tuple(PLAIN_FORMATS.values())
+"""Weight formats that `linear` supports."""
 
 TILE_OUTPUTS = 64
 MAX_SPLITS = 4
@@ -176,7 +180,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
 
 def linear(
     x: Tensor,
-    weight: Tensor,
+    weight: LinearWeight,
     out: Tensor,
     scratch: Scratch,
     *,
@@ -193,7 +197,7 @@ def linear(
 ) -> int:
     """Write y = rms_norm(x) Wᵀ + bias to `out` [M, n] and return the number of tiles along n.
 
-    x [M, k] and W [n, k] are contiguous.
+    x [M, k] and W [n, k] are contiguous. Raises ModelError if the weight's format is not one of FORMATS.
 
     - `norm`: weight of the RMSNorm; None uses x directly.
     - `gated`: W is [2n, k] with the rows of the gate first, and y is silu(gate) * up.
@@ -208,8 +212,10 @@ def linear(
     """
     rows, inputs = x.shape
     outputs = out.shape[1]
+    matrix = weight.weight
+    weight.require(FORMATS, f"the linear layer of {list(matrix.shape)}")
     if pick is None and suits_library(rows, outputs, inputs, gated):
-        return _linear_cublas(x, weight, out, scratch, norm, eps, bias, gated, add, best)
+        return _linear_cublas(x, matrix, out, scratch, norm, eps, bias, gated, add, best)
     pick = pick or choose_config(rows, outputs, inputs, gated)
     tiles = triton.cdiv(outputs, pick.tile_outputs)
     pdl = overlaps(x)
@@ -226,7 +232,7 @@ def linear(
     if pick.tile_rows == 0:
         vector_kernel[(tiles,)](
             x,
-            weight,
+            matrix,
             x if norm is None else norm,
             x if bias is None else bias,
             out,
@@ -250,7 +256,7 @@ def linear(
     half_norm = next_norm is not None and half_normed(rows, outputs, inputs, out.dtype) > 0
     matrix_kernel[(tiles, pick.splits, triton.cdiv(rows, pick.tile_rows))](
         x,
-        weight,
+        matrix,
         x if bias is None else bias,
         out,
         scratch.best,

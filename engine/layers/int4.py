@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.errors import ModelError
+from engine.kernels.linear_weight import LinearWeight
 from engine.layers.weight_slot import Slot, WeightSlot
 
 GROUP = 32
@@ -115,6 +116,11 @@ class Int4Linear(nn.Module):
             return F.linear(x, self.weight, self.bias)
         out = _int4_product(x, self.packed, self.scales)
         return out if self.bias is None else out.add_(self.bias)
+
+    @property
+    def linear_weight(self) -> LinearWeight:
+        """The weight as kernels read it, in the layouts of `pack_codes` and `pack_scales`."""
+        return LinearWeight(self.packed, "int4", self.scales)
 
     def load_codes(self, codes: Tensor, scale: Tensor, zero: Tensor) -> None:
         """Set the whole weight in place: codes uint8 [N, K] in 0..15, scale and zero [N, K / 32] of any float dtype."""

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.kernels.linear_weight import LinearWeight
 from engine.layers.weight_slot import WeightSlot
 
 
@@ -26,6 +27,11 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
+
+    @property
+    def linear_weight(self) -> LinearWeight:
+        """The weight as kernels read it."""
+        return LinearWeight.plain(self.weight)
 
     def slots(self, prefix: str) -> dict[str, WeightSlot]:
         """Map Hugging Face names (`prefix.q_proj.weight`, `….bias`) to row ranges of the fused storage."""

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from engine.kernels.linear_weight import LinearWeight
 from engine.megatron.weight_layout import Slot
 from engine.models.config import ModelConfig
 from engine.models.dense_tensors import HeadLayout, LayerTensors
@@ -46,16 +47,16 @@ class MegatronTensors:
         attention, mlp = layer.self_attention, layer.mlp
         return LayerTensors(
             input_norm=_norm_weight(layer.input_layernorm, attention.linear_qkv),
-            qkv=attention.linear_qkv.weight,
+            qkv=LinearWeight.plain(attention.linear_qkv.weight),
             qkv_bias=_bias(attention.linear_qkv),
             q_norm=getattr(attention.q_layernorm, "weight", None),
             k_norm=getattr(attention.k_layernorm, "weight", None),
-            o=attention.linear_proj.weight,
+            o=LinearWeight.plain(attention.linear_proj.weight),
             o_bias=_bias(attention.linear_proj),
             post_norm=_norm_weight(layer.pre_mlp_layernorm, mlp.linear_fc1),
-            gate_up=mlp.linear_fc1.weight,
+            gate_up=LinearWeight.plain(mlp.linear_fc1.weight),
             gate_up_bias=_bias(mlp.linear_fc1),
-            down=mlp.linear_fc2.weight,
+            down=LinearWeight.plain(mlp.linear_fc2.weight),
             down_bias=_bias(mlp.linear_fc2),
         )
 
@@ -69,10 +70,10 @@ class MegatronTensors:
         return weight
 
     @property
-    def head(self) -> Tensor:
+    def head(self) -> LinearWeight:
         weight = self.embedding if self._gpt.share_embeddings_and_output_weights else self._gpt.output_layer.weight
         # With several ranks, padding columns are cut when the logits are gathered.
-        return weight if self.group is not None else weight[: self.config.vocab_size]
+        return LinearWeight.plain(weight if self.group is not None else weight[: self.config.vocab_size])
 
 
 def _norm_weight(norm: nn.Module, following: nn.Module) -> Tensor | None:

@@ -104,7 +104,7 @@ def _unreadable_parameters(model: MegatronDecoder, tensors: MegatronTensors) -> 
     named = [
         (f"{name} of layer {index}", tensor)
         for index in range(model.config.num_layers)
-        for name, tensor in tensors.layer(index)._asdict().items()
+        for name, tensor in tensors.layer(index).named_tensors()
         if tensor is not None or name not in _OPTIONAL_TENSORS
     ]
     named += [("the final norm", tensors.norm), ("the embedding", tensors.embedding)]
@@ -119,9 +119,11 @@ def _unreadable_parameters(model: MegatronDecoder, tensors: MegatronTensors) -> 
 
 def _unread_parameters(gpt: nn.Module, tensors: MegatronTensors) -> list[str]:
     """List parameters that the kernels don't read, although the model may compute with them."""
-    layers = [tensor for index in range(len(gpt.decoder.layers)) for tensor in tensors.layer(index)]
+    layers = [tensor for index in range(len(gpt.decoder.layers)) for _, tensor in tensors.layer(index).named_tensors()]
     read = {
-        tensor.data_ptr() for tensor in (*layers, tensors.norm, tensors.embedding, tensors.head) if tensor is not None
+        tensor.data_ptr()
+        for tensor in (*layers, tensors.norm, tensors.embedding, tensors.head.weight)
+        if tensor is not None
     }
     return [
         f"{name} is a parameter that a plain decoder doesn't have"

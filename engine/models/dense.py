@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from engine.attention.interface import Attention
 from engine.errors import ModelError
+from engine.kernels.linear_weight import LinearWeight
 from engine.layers.linear import Embedding, Linear
 from engine.layers.norm import HeadNorm, RMSNorm
 from engine.layers.rotary import RotaryTable, rotate
@@ -183,7 +184,8 @@ class DenseModel(Model, nn.Module):
     def linears(self, include_head: bool = False) -> Iterator[tuple[str, nn.Module, str]]:
         """Yield (name, parent module, attribute) of each projection, to replace it with another weight format.
 
-        A replacement is called as `parent.attribute(x)` and must have `slots(prefix)`. The head comes last, only with
+        A replacement is called as `parent.attribute(x)` and must have `slots(prefix)` and, for fused kernels,
+        `linear_weight`. The head comes last, only with
         `include_head`; a tied head's parameter is the embedding's.
         """
         for index, layer in enumerate(self.layers):
@@ -217,16 +219,16 @@ class NativeTensors:
         attn, mlp = layer.attn, layer.mlp
         return LayerTensors(
             input_norm=layer.input_norm.weight,
-            qkv=attn.qkv.weight,
+            qkv=attn.qkv.linear_weight,
             qkv_bias=attn.qkv.bias,
             q_norm=None if attn.qk_norm is None else attn.qk_norm.q_weight,
             k_norm=None if attn.qk_norm is None else attn.qk_norm.k_weight,
-            o=attn.o.weight,
+            o=attn.o.linear_weight,
             o_bias=attn.o.bias,
             post_norm=layer.post_norm.weight,
-            gate_up=mlp.gate_up.weight,
+            gate_up=mlp.gate_up.linear_weight,
             gate_up_bias=mlp.gate_up.bias,
-            down=mlp.down.weight,
+            down=mlp.down.linear_weight,
             down_bias=mlp.down.bias,
         )
 
@@ -239,5 +241,5 @@ class NativeTensors:
         return self._model.norm.weight
 
     @property
-    def head(self) -> Tensor:
-        return self._model.lm_head.weight
+    def head(self) -> LinearWeight:
+        return self._model.lm_head.linear_weight

@@ -5,12 +5,14 @@ Defines the tensors' names and the layout of heads in a fused QKV projection.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from engine.kernels.linear_weight import LinearWeight
 from engine.layers.weight_slot import Slot
 from engine.models.config import ModelConfig
 
@@ -46,21 +48,31 @@ class HeadLayout(NamedTuple):
 class LayerTensors(NamedTuple):
     """The parameters of a decoder layer; None: the layer has no such parameter.
 
-    Matrices are [outputs, inputs]. `gate_up` has the gate's rows first; the rows of `qkv` follow the HeadLayout.
+    `gate_up` has the gate's rows first; the rows of `qkv` follow the HeadLayout.
     """
 
     input_norm: Tensor
-    qkv: Tensor
+    qkv: LinearWeight
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
-    o: Tensor
+    o: LinearWeight
     o_bias: Tensor | None
     post_norm: Tensor
-    gate_up: Tensor
+    gate_up: LinearWeight
     gate_up_bias: Tensor | None
-    down: Tensor
+    down: LinearWeight
     down_bias: Tensor | None
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Yield (name, tensor) of every parameter; the scale of a quantised weight is `qkv.scale` and so on."""
+        for name, value in self._asdict().items():
+            if not isinstance(value, LinearWeight):
+                yield name, value
+                continue
+            yield name, value.weight
+            if value.scale is not None:
+                yield f"{name}.scale", value.scale
 
 
 class DenseTensors(Protocol):
@@ -97,8 +109,17 @@ class DenseTensors(Protocol):
         """Weight of the final norm, [h]."""
 
     @property
-    def head(self) -> Tensor:
+    def head(self) -> LinearWeight:
         """LM head weight [vocab of this rank, h]."""
+
+
+def require_formats(tensors: DenseTensors, supported: Collection[str]) -> None:
+    """Raise ModelError for the first linear layer whose weight format is not in `supported`."""
+    for index in range(tensors.config.num_layers):
+        for name, value in tensors.layer(index)._asdict().items():
+            if isinstance(value, LinearWeight):
+                value.require(supported, f"{name} of layer {index}")
+    tensors.head.require(supported, "the LM head")
 
 
 class FusableModel(Protocol):

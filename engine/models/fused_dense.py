@@ -25,11 +25,12 @@ from torch import Tensor, nn
 from engine.attention.interface import FusedAttention
 from engine.distributed.collectives import TensorParallelCollectives
 from engine.kernels.launch import launch_options, overlaps
+from engine.kernels.linear_weight import LinearWeight
 from engine.kernels.paged_decode import NormRope
-from engine.kernels.small_batch_gemm import Scratch, half_normed, linear
+from engine.kernels.small_batch_gemm import FORMATS, Scratch, half_normed, linear
 from engine.kernels.step_kernels import embed_kernel
 from engine.layers.weight_slot import Slot
-from engine.models.dense_tensors import FusableModel, LayerTensors
+from engine.models.dense_tensors import FusableModel, LayerTensors, require_formats
 from engine.models.interface import ForwardContext, Model, TileMaxima
 
 
@@ -38,12 +39,14 @@ class FusedDense(Model):
 
     All methods launch on the current stream with grids that depend only on shapes, and never synchronize with the
     host: safe to capture. Use one stream for all calls, since they share scratch. With tensor parallelism all ranks
-    must make the same calls. Attention must be a FusedAttention.
+    must make the same calls. Attention must be a FusedAttention. Raises ModelError if the kernels can't read a
+    weight's format.
     """
 
     def __init__(self, model: FusableModel, max_rows: int, max_tokens: int):
         config, device, dtype = model.config, model.device, model.dtype
         self._model, self.tensors = model, model.tensors()
+        require_formats(self.tensors, FORMATS)
         self.config, self.dtype, self.device, self.max_len = config, dtype, device, model.max_len
         self.heads, self.eps, self.depth = self.tensors.heads, config.rms_norm_eps, config.num_layers
         width = config.intermediate_size
@@ -55,8 +58,8 @@ class FusedDense(Model):
         self._scratch = Scratch(
             tokens, max_rows, config.hidden_size, max(self.heads.width, 2 * width), config.vocab_size, dtype, device
         )
-        group = self.tensors.group
-        self.collectives = None if group is None else TensorParallelCollectives(group, max_rows, self.tensors.head)
+        group, head = self.tensors.group, self.tensors.head.weight
+        self.collectives = None if group is None else TensorParallelCollectives(group, max_rows, head)
 
     @property
     def module(self) -> nn.Module:
@@ -130,7 +133,7 @@ class FusedDense(Model):
         return hidden
 
     def _add_linear(
-        self, hidden: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, next_norm: Tensor, buffer_index: int
+        self, hidden: Tensor, x: Tensor, weight: LinearWeight, bias: Tensor | None, next_norm: Tensor, buffer_index: int
     ) -> None:
         """Add x Wᵀ + bias to hidden [T, h], all-reduced over the ranks; only the first rank adds the bias."""
         if self.collectives is None:

@@ -11,6 +11,7 @@ from tests.support.kernels import DEVICE, DTYPE, INTERPRETED, relative_error  # 
 from engine.attention.kv_cache import KVCache
 from engine.attention.metadata import DecodeMetadata
 from engine.attention.triton import TritonBackend
+from engine.kernels.linear_weight import LinearWeight
 from engine.kernels.small_batch_gemm import LaunchConfig, Scratch, choose_config, half_normed, linear
 from engine.models import config_from_dict
 from engine.models.dense import DenseModel
@@ -63,7 +64,8 @@ def test_linear_equals_float64(rows, outputs, inputs, form):
     wanted = expected(x, weight, norm, bias, gated, out if form == "added" else None)
     scratch = scratch_for(rows, outputs, inputs)
     for _ in range(2 if form != "added" else 1):  # twice: the first launch must reset the arrival counts
-        linear(x, weight, out, scratch, norm=norm, eps=1e-6, bias=bias, gated=gated, add=form == "added")
+        matrix = LinearWeight.plain(weight)
+        linear(x, matrix, out, scratch, norm=norm, eps=1e-6, bias=bias, gated=gated, add=form == "added")
     assert relative_error(out, wanted) < TOLERANCE
 
 
@@ -74,7 +76,7 @@ def test_split_k_sum_does_not_depend_on_the_arrival_order(splits):
     scratch, out = scratch_for(rows, outputs, inputs), torch.empty(rows, outputs, device=DEVICE, dtype=DTYPE)
     runs = []
     for _ in range(3):
-        linear(x, weight, out, scratch, gated=True, pick=LaunchConfig(32, 64, 64, splits, 4, 2))
+        linear(x, LinearWeight.plain(weight), out, scratch, gated=True, pick=LaunchConfig(32, 64, 64, splits, 4, 2))
         runs.append(out.clone())
     assert relative_error(runs[0], expected(x, weight, None, None, True, None)) < TOLERANCE
     assert torch.equal(runs[0], runs[1]) and torch.equal(runs[1], runs[2])
@@ -116,8 +118,9 @@ def test_outliers_before_a_norm_stay_finite_in_float16():
     norm = torch.full((hidden,), 4.0, dtype=torch.float16, device=DEVICE)
     x, residual, out = (torch.zeros(rows, hidden, dtype=torch.float16, device=DEVICE) for _ in range(3))
     residual[:, 7] = 30000.0
-    linear(x, weight, residual, scratch, add=True, next_norm=norm)
-    linear(residual, weight, out, scratch, norm=norm, eps=1e-6, squares=half_normed(rows, hidden, hidden, x.dtype))
+    linear(x, LinearWeight.plain(weight), residual, scratch, add=True, next_norm=norm)
+    squares = half_normed(rows, hidden, hidden, x.dtype)
+    linear(residual, LinearWeight.plain(weight), out, scratch, norm=norm, eps=1e-6, squares=squares)
     assert relative_error(out, expected(residual, weight, norm, None, False, None)) < 2e-3
 
 

@@ -30,15 +30,15 @@ def logits_from(tensors: DenseTensors, ids: torch.Tensor) -> torch.Tensor:
 
     for index in range(tensors.config.num_layers):
         layer = tensors.layer(index)
-        q, k, v = heads.cut(F.linear(norm(hidden, layer.input_norm), layer.qkv, layer.qkv_bias))
+        q, k, v = heads.cut(F.linear(norm(hidden, layer.input_norm), layer.qkv.weight, layer.qkv_bias))
         q, k = rotate(norm(q, layer.q_norm)), rotate(norm(k, layer.k_norm))
         q, k, v = q.flatten(1, 2), *(x.repeat_interleave(heads.heads // heads.kv_heads, 1) for x in (k, v))
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1).flatten(1)
-        hidden = hidden + F.linear(attended, layer.o, layer.o_bias)
-        gate, up = F.linear(norm(hidden, layer.post_norm), layer.gate_up, layer.gate_up_bias).chunk(2, -1)
-        hidden = hidden + F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
-    return F.linear(norm(hidden, tensors.norm), tensors.head)
+        hidden = hidden + F.linear(attended, layer.o.weight, layer.o_bias)
+        gate, up = F.linear(norm(hidden, layer.post_norm), layer.gate_up.weight, layer.gate_up_bias).chunk(2, -1)
+        hidden = hidden + F.linear(F.silu(gate) * up, layer.down.weight, layer.down_bias)
+    return F.linear(norm(hidden, tensors.norm), tensors.head.weight)
 
 
 @pytest.mark.parametrize(
@@ -67,9 +67,9 @@ def test_dense_tensors_follow_replaced_parameters():
     model = gpt()
     tensors = MegatronModel(model).tensors()
     fc1 = model.decoder.layers[1].mlp.linear_fc1
-    assert tensors.layer(1).gate_up is fc1.weight
+    assert tensors.layer(1).gate_up.weight is fc1.weight
     fc1.weight = torch.nn.Parameter(fc1.weight.data.clone())
-    assert tensors.layer(1).gate_up is fc1.weight
+    assert tensors.layer(1).gate_up.weight is fc1.weight
 
 
 @pytest.mark.parametrize("by_group", [False, True])
@@ -179,7 +179,7 @@ def test_attached_training_graphs_keep_a_model_fusable():
 def test_the_head_omits_vocabulary_padding():
     model = gpt()
     megatron_model = MegatronModel(model, vocab_size=90)
-    head = megatron_model.tensors().head
+    head = megatron_model.tensors().head.weight
     assert head.shape == (90, 32) and head.data_ptr() == model.output_layer.weight.data_ptr()
 
 
