@@ -1,11 +1,28 @@
-"""Model layers: RMSNorm, rotary embedding, fused linear layers and their weight slots.
+"""Model layers: RMSNorm, rotary embedding, fused and tensor-parallel linear layers, and their weight slots.
 
 Layers are independent of requests, KV pages and checkpoint files.
 """
 
+from engine.kernels.linear_weight import LinearWeight
 from engine.layers.linear import Embedding, Linear
 from engine.layers.norm import HeadNorm, RMSNorm
+from engine.layers.parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, VocabParallelHead
 from engine.layers.rotary import RopeScaling, RotaryTable, rotate
-from engine.layers.weight_slot import WeightSlot
+from engine.layers.weight_slot import PartSlot, WeightSlot
 
-__all__ = ["Embedding", "HeadNorm", "Linear", "RMSNorm", "RopeScaling", "RotaryTable", "WeightSlot", "rotate"]
+__all__ = [
+    "ColumnParallelLinear",
+    "Embedding",
+    "HeadNorm",
+    "Linear",
+    "LinearWeight",
+    "PartSlot",
+    "RMSNorm",
+    "RopeScaling",
+    "RotaryTable",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "VocabParallelHead",
+    "WeightSlot",
+    "rotate",
+]

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.kernels.linear_weight import LinearWeight
-from engine.layers.weight_slot import WeightSlot
+from engine.layers.weight_slot import Slot, WeightSlot
 
 
 class Linear(nn.Module):
@@ -33,8 +33,11 @@ class Linear(nn.Module):
         """The weight as kernels read it."""
         return LinearWeight.plain(self.weight)
 
-    def slots(self, prefix: str) -> dict[str, WeightSlot]:
+    def slots(self, prefix: str) -> dict[str, Slot]:
         """Map Hugging Face names (`prefix.q_proj.weight`, `….bias`) to row ranges of the fused storage."""
+        return {**self._row_slots(prefix)}
+
+    def _row_slots(self, prefix: str) -> dict[str, WeightSlot]:
         slots: dict[str, WeightSlot] = {}
         start = 0
         for name, rows in self.parts.items():
@@ -58,6 +61,6 @@ class Embedding(nn.Module):
     def forward(self, token_ids: Tensor) -> Tensor:
         return F.embedding(token_ids, self.weight)
 
-    def slots(self, prefix: str) -> dict[str, WeightSlot]:
+    def slots(self, prefix: str) -> dict[str, Slot]:
         """Map the table's Hugging Face name to its slot."""
         return {f"{prefix}.weight": WeightSlot(self.weight)}

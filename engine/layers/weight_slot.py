@@ -5,6 +5,7 @@ Layers create the slots; loader/weights.py writes to them.
 
 from __future__ import annotations
 
+from math import prod
 from typing import Protocol
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 
 class Slot(Protocol):
-    """The storage of one checkpoint tensor, as in `weight_slots`; WeightSlot is the usual implementation."""
+    """The storage of one checkpoint tensor, or of this rank's part of it; WeightSlot is the usual implementation."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -58,3 +59,37 @@ class WeightSlot:
     def read(self) -> Tensor:
         """Return the stored tensor; it aliases the storage, so the next write changes it."""
         return self.target
+
+
+class PartSlot:
+    """The storage of this rank's part of a checkpoint tensor.
+
+    `target` is a view of a parameter, which may have another shape than the part. `shape` is that of the whole tensor;
+    the part begins at index `start` of dimension `dim`. `write` takes the whole tensor, `read` returns the part.
+    """
+
+    def __init__(self, target: Tensor, shape: tuple[int, ...], dim: int, start: int):
+        self.target, self.shape, self.dim, self.start = target, shape, dim, start
+        others = prod(shape[:dim] + shape[dim + 1 :])
+        self.part = (*shape[:dim], target.numel() // others, *shape[dim + 1 :])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The storage dtype, to which `write` converts."""
+        return self.target.dtype
+
+    def write(self, tensor: Tensor) -> None:
+        """Copy this rank's part of the whole `tensor` (any floating dtype, any device) in place.
+
+        Reads only that part: of a tensor that maps a file, the other pages stay on disk.
+        """
+        with torch.no_grad():
+            self.target.copy_(self.part_of(tensor).reshape(self.target.shape))
+
+    def part_of(self, tensor: Tensor) -> Tensor:
+        """Return the part of the whole `tensor` that is stored here, as a view."""
+        return tensor.narrow(self.dim, self.start, self.part[self.dim])
+
+    def read(self) -> Tensor:
+        """Return this rank's part: an alias if its rows are contiguous, a copy if they are interleaved with others."""
+        return self.target.reshape(self.part)

@@ -110,8 +110,11 @@ def quantize_model(model: DenseModel, keep_dense: bool | None = None) -> None:
     """Quantise the projections of a loaded bfloat16 CPU model to int4 in place, layer by layer. Lossy.
 
     For full-precision checkpoints when int4 was requested explicitly. Embedding and head are not quantised. Parameter
-    addresses change, so call it before graphs are captured. `keep_dense` None: decide by KEEP_DENSE_BYTES.
+    addresses change, so call it before graphs are captured. `keep_dense` None: decide by KEEP_DENSE_BYTES. Raises
+    ModelError for a shard of a tensor-parallel model.
     """
+    if model.parallel.size > 1:
+        raise ModelError("int4 weights can't be split over tensor-parallel ranks; use cpu_weight_format bf16 or fp32")
     keep = _dense_copies_fit(model) if keep_dense is None else keep_dense
     for _, parent, attribute in model.linears():
         old: Linear = getattr(parent, attribute)

@@ -6,16 +6,18 @@ never holds a second copy of the model.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
 from engine.errors import ModelError, WeightUpdateError
-from engine.layers.weight_slot import Slot
+from engine.layers.weight_slot import Slot, WeightSlot
 from engine.models.config import ModelConfig
 from engine.models.dense import DenseModel
 from engine.models.registry import build_model, config_from_folder, read_json_object
@@ -28,16 +30,20 @@ LISTED_PROBLEMS = 20
 
 
 def load_hf_folder(
-    folder: str | Path, dtype: torch.dtype, device: torch.device | str, max_len: int | None = None
+    folder: str | Path,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    max_len: int | None = None,
+    parallel: TensorParallel = SINGLE_RANK,
 ) -> tuple[ModelConfig, DenseModel]:
-    """Load a folder in Hugging Face layout into a new model on `device`.
+    """Load a folder in Hugging Face layout into a new model on `device`, or into this rank's shard of one.
 
-    max_len bounds positions (default: the model's context length). On return every parameter was read exactly once.
-    Raises ModelError naming the file for an invalid folder.
+    max_len bounds positions (default: the model's context length). On return every parameter was read exactly once; a
+    rank reads only the parts of the files that it stores. Raises ModelError naming the file for an invalid folder.
     """
     config = config_from_folder(folder)
     shards = safetensors_files(folder)
-    model = build_model(config, dtype, device, max_len)
+    model = build_model(config, dtype, device, max_len, parallel)
     load_weights(model, iterate_shards(shards), str(folder))
     return config, model
 
@@ -114,23 +120,42 @@ def load_weights(model: DenseModel, tensors: Iterable[tuple[str, Tensor]], sourc
             problems.append(problem)
         unfilled.pop(name, None)
     if head is not None and EMBEDDING not in unfilled:
-        problems += _tied_problem(head, slots[EMBEDDING].read())
+        problems += _tied_head_problem(head, slots[EMBEDDING])
     problems += [f"{name} is missing" for name in unfilled]
     if problems:
         raise ModelError(f"{source} does not fit {model.config.architecture}: {_join_problems(problems)}")
 
 
-def load_dummy(model: DenseModel, seed: int = 0) -> None:
+class LoadableModel(Protocol):
+    """A model whose weights can be written: DenseModel, or a Megatron model."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def weight_slots(self) -> Mapping[str, Slot]: ...
+
+
+def load_dummy(model: LoadableModel, seed: int = 0) -> None:
     """Fill the model with random weights: norms 1, all others normal with standard deviation 0.02.
 
-    The same seed gives the same weights on the same type of device; a CPU's and a GPU's differ.
+    Each whole tensor is generated on the model's device from the seed and its name, so the values of a shard do not
+    depend on the number of ranks. A CPU's and a GPU's values differ.
     """
-    generator = torch.Generator(model.device).manual_seed(seed)
-    for name, tensor in model.named_weights():
-        if name.endswith("norm.weight"):
-            tensor.fill_(1.0)
+    for name, slot in model.weight_slots().items():
+        if type(slot) is WeightSlot:
+            _fill_dummy(name, slot.target, seed)  # in place: a copy of a large embedding would take memory
         else:
-            tensor.normal_(0.0, 0.02, generator=generator)
+            whole = torch.empty(slot.shape, dtype=slot.dtype, device=model.device)
+            _fill_dummy(name, whole, seed)
+            slot.write(whole)
+
+
+def _fill_dummy(name: str, tensor: Tensor, seed: int) -> None:
+    if name.endswith("norm.weight"):
+        tensor.fill_(1.0)
+    else:
+        generator = torch.Generator(tensor.device).manual_seed(seed ^ zlib.crc32(name.encode()))
+        tensor.normal_(0.0, 0.02, generator=generator)
 
 
 def stage_update(
@@ -174,7 +199,7 @@ def stage_update(
         if EMBEDDING in staged or head.shape != slot.shape:
             problems += _tied_problem(head, staged.get(EMBEDDING, slot.read()))
         else:
-            problems += _tied_problem(slot.part_of(head), slot.read())
+            problems += _tied_head_problem(head, slot)
     if complete:
         problems += [f"{name} is missing" for name in slots if name not in staged]
     if not staged and not problems:
@@ -217,6 +242,11 @@ def _tied_problem(head: Tensor, embedding: Tensor) -> list[str]:
     if head.shape == embedding.shape and torch.equal(head.to(embedding), embedding):
         return []
     return [f"{TIED_HEAD} differs from {EMBEDDING}, but the config ties them (tie_word_embeddings)"]
+
+
+def _tied_head_problem(head: Tensor, slot: Slot) -> list[str]:
+    """Check a tied model's whole head against the stored embedding, of which a rank may hold a part."""
+    return _tied_problem(slot.part_of(head) if head.shape == slot.shape else head, slot.read())
 
 
 def _join_problems(problems: list[str]) -> str:

@@ -7,50 +7,17 @@ names of the norms (local spec and Transformer Engine), and a padded vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from engine.errors import ModelError
-from engine.layers.weight_slot import Slot, WeightSlot
+from engine.layers.weight_slot import PartSlot, Slot, WeightSlot
 from engine.loader.weights import EMBEDDING, LISTED_PROBLEMS, TIED_HEAD
 
 EMBEDDING_PARAMETER = "embedding.word_embeddings.weight"
 HEAD_PARAMETER = "output_layer.weight"
-
-
-class PartSlot:
-    """Slot for this rank's part of a checkpoint tensor.
-
-    `target` is a view of the parameter, which may have another shape than the part. `shape` is that of the whole
-    tensor; the part begins at index `start` of dimension `dim`. `write` takes the whole tensor, `read` returns the
-    part.
-    """
-
-    def __init__(self, target: Tensor, shape: tuple[int, ...], dim: int, start: int):
-        self.target, self.shape, self.dim, self.start = target, shape, dim, start
-        others = prod(shape[:dim] + shape[dim + 1 :])
-        self.part = (*shape[:dim], target.numel() // others, *shape[dim + 1 :])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype to which written tensors are converted."""
-        return self.target.dtype
-
-    def write(self, tensor: Tensor) -> None:
-        """Copy this rank's part of the whole `tensor` (any floating dtype, any device) in place."""
-        with torch.no_grad():
-            self.target.copy_(self.part_of(tensor).reshape(self.target.shape))
-
-    def part_of(self, tensor: Tensor) -> Tensor:
-        """Return the part of the whole `tensor` that is stored here, as a view."""
-        return tensor.narrow(self.dim, self.start, self.part[self.dim])
-
-    def read(self) -> Tensor:
-        """Return this rank's part: an alias if its rows are contiguous, a copy if they are interleaved with others."""
-        return self.target.reshape(self.part)
 
 
 def weight_slots(

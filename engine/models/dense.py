@@ -10,18 +10,20 @@ Shapes: T tokens, h hidden size, H query heads, KV key/value heads, D head size.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.attention.interface import Attention
+from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
 from engine.errors import ModelError
 from engine.kernels.linear_weight import LinearWeight
-from engine.layers.linear import Embedding, Linear
 from engine.layers.norm import HeadNorm, RMSNorm
+from engine.layers.parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, VocabParallelHead
 from engine.layers.rotary import RotaryTable, rotate
-from engine.layers.weight_slot import Slot, WeightSlot
+from engine.layers.weight_slot import Slot
 from engine.models.config import ModelConfig
 from engine.models.dense_tensors import DenseTensors, HeadLayout, LayerTensors
 from engine.models.interface import ForwardContext, Model
@@ -30,19 +32,30 @@ from engine.models.interface import ForwardContext, Model
 class SelfAttention(nn.Module):
     """Projections, head norms and RoPE around an `attention` callable: normed hidden [T, h] -> [T, h]."""
 
-    def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device, parallel: TensorParallel
+    ):
         super().__init__()
         self.index = index
-        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        q_rows, kv_rows = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        self.qkv = Linear(
+        self.heads, self.kv_heads = config.num_heads // parallel.size, config.num_kv_heads // parallel.size
+        self.head_dim = config.head_dim
+        q_rows, kv_rows = config.num_heads * self.head_dim, config.num_kv_heads * self.head_dim
+        self.qkv = ColumnParallelLinear(
             {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows},
             config.hidden_size,
             bias=config.attention_bias,
             dtype=dtype,
             device=device,
+            parallel=parallel,
         )
-        self.o = Linear({"o_proj": config.hidden_size}, q_rows, bias=config.output_bias, dtype=dtype, device=device)
+        self.o = RowParallelLinear(
+            {"o_proj": config.hidden_size},
+            q_rows,
+            bias=config.output_bias,
+            dtype=dtype,
+            device=device,
+            parallel=parallel,
+        )
         self.qk_norm = None
         if config.qk_norm:
             self.qk_norm = HeadNorm(self.heads, self.kv_heads, self.head_dim, config.rms_norm_eps, dtype, device)
@@ -57,8 +70,8 @@ class SelfAttention(nn.Module):
         out = attention(self.index, qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :])
         return self.o(out)
 
-    def slots(self, prefix: str) -> dict[str, WeightSlot]:
-        slots = {**self.qkv.slots(prefix), **self.o.slots(prefix)}
+    def slots(self, prefix: str) -> dict[str, Slot]:
+        slots: dict[str, Slot] = {**self.qkv.slots(prefix), **self.o.slots(prefix)}
         if self.qk_norm is not None:
             slots |= self.qk_norm.slots(prefix)
         return slots
@@ -67,35 +80,41 @@ class SelfAttention(nn.Module):
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)), with gate and up in one GEMM: normed hidden [T, h] -> [T, h]."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device):
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, parallel: TensorParallel):
         super().__init__()
         width, hidden, bias = config.intermediate_size, config.hidden_size, config.mlp_bias
-        self.gate_up = Linear({"gate_proj": width, "up_proj": width}, hidden, bias=bias, dtype=dtype, device=device)
-        self.down = Linear({"down_proj": hidden}, width, bias=bias, dtype=dtype, device=device)
+        self.gate_up = ColumnParallelLinear(
+            {"gate_proj": width, "up_proj": width}, hidden, bias=bias, dtype=dtype, device=device, parallel=parallel
+        )
+        self.down = RowParallelLinear(
+            {"down_proj": hidden}, width, bias=bias, dtype=dtype, device=device, parallel=parallel
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.down(F.silu(gate) * up)
 
-    def slots(self, prefix: str) -> dict[str, WeightSlot]:
+    def slots(self, prefix: str) -> dict[str, Slot]:
         return {**self.gate_up.slots(prefix), **self.down.slots(prefix)}
 
 
 class DecoderLayer(nn.Module):
     """Attention and MLP, each with a pre-norm and a residual connection: hidden [T, h] -> hidden [T, h]."""
 
-    def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device, parallel: TensorParallel
+    ):
         super().__init__()
         self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
-        self.attn = SelfAttention(config, index, dtype, device)
+        self.attn = SelfAttention(config, index, dtype, device, parallel)
         self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
-        self.mlp = GatedMLP(config, dtype, device)
+        self.mlp = GatedMLP(config, dtype, device, parallel)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
         hidden = hidden + self.attn(self.input_norm(hidden), cos, sin, attention)
         return hidden + self.mlp(self.post_norm(hidden))
 
-    def slots(self, prefix: str) -> dict[str, WeightSlot]:
+    def slots(self, prefix: str) -> dict[str, Slot]:
         return {
             **self.input_norm.slots(f"{prefix}.input_layernorm"),
             **self.attn.slots(f"{prefix}.self_attn"),
@@ -108,10 +127,21 @@ class DenseModel(Model, nn.Module):
     """A dense decoder with uninitialised parameters on `device`; loader/weights.py fills them through `weight_slots`.
 
     max_len bounds positions: the length of the RoPE table (default: the config's context_length). Parameters don't
-    require gradients. Raises ModelError if max_len exceeds the sliding window, as windowed attention is not supported.
+    require gradients. With several ranks in `parallel` it is this rank's shard: all ranks must make the same calls, and
+    `self.config` has the attention heads, KV heads and MLP columns of one rank.
+
+    Raises ModelError if max_len exceeds the sliding window, as windowed attention is not supported, or if heads or MLP
+    columns can't be split evenly.
     """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str, max_len: int | None = None):
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        max_len: int | None = None,
+        parallel: TensorParallel = SINGLE_RANK,
+    ):
         super().__init__()
         device = torch.device(device)
         max_len = config.context_length if max_len is None else max_len
@@ -120,21 +150,22 @@ class DenseModel(Model, nn.Module):
                 f"this model attends within a sliding window of {config.sliding_window} tokens, which is "
                 f"not supported; set max_model_len to at most {config.sliding_window} (found {max_len})"
             )
-        self.config, self.dtype, self.device, self.max_len = config, dtype, device, max_len
-        self.embedding = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        self.layers = nn.ModuleList(DecoderLayer(config, i, dtype, device) for i in range(config.num_layers))
+        self.config, self.parallel = rank_config(config, parallel.size), parallel
+        self.dtype, self.device, self.max_len = dtype, device, max_len
+        self.embedding = VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, dtype=dtype, device=device, parallel=parallel
+        )
+        self.layers = nn.ModuleList(DecoderLayer(config, i, dtype, device, parallel) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
-        self.lm_head = self._make_head()
+        self.lm_head = VocabParallelHead(
+            config.vocab_size,
+            config.hidden_size,
+            dtype=dtype,
+            device=device,
+            parallel=parallel,
+            tied=self.embedding.weight if config.tie_word_embeddings else None,
+        )
         self.rotary = RotaryTable(config.head_dim, config.rope_theta, config.rope_scaling, max_len, dtype, device)
-
-    def _make_head(self) -> Linear:
-        config = self.config
-        # a tied head uses the embedding's parameter, so it needs no storage
-        device = torch.device("meta") if config.tie_word_embeddings else self.device
-        head = Linear({"lm_head": config.vocab_size}, config.hidden_size, bias=False, dtype=self.dtype, device=device)
-        if config.tie_word_embeddings:
-            head.weight = self.embedding.weight
-        return head
 
     def fused(self, max_rows: int, max_tokens: int) -> Model:
         from engine.models.fused_dense import FusedDense  # imports triton, which is installed only with CUDA
@@ -195,15 +226,36 @@ class DenseModel(Model, nn.Module):
             yield "lm_head", self, "lm_head"
 
 
+def rank_config(config: ModelConfig, ranks: int) -> ModelConfig:
+    """Return `config` with the attention heads, KV heads and MLP columns of one of `ranks` tensor-parallel ranks.
+
+    Raises ModelError that lists every size that is not a multiple of `ranks`.
+    """
+    sizes = {
+        "num_heads": "attention heads",
+        "num_kv_heads": "key and value heads",
+        "intermediate_size": "MLP columns",
+    }
+    problems = [
+        f"its {getattr(config, name)} {text} are not a multiple of {ranks}"
+        for name, text in sizes.items()
+        if getattr(config, name) % ranks
+    ]
+    if problems:
+        raise ModelError(
+            f"this {config.architecture} can't be split with tensor_parallel_size={ranks}: {'; '.join(problems)}"
+        )
+    return config if ranks == 1 else replace(config, **{name: getattr(config, name) // ranks for name in sizes})
+
+
 class NativeTensors:
     """DenseTensors of a DenseModel."""
-
-    group = None
-    first_token = 0
 
     def __init__(self, model: DenseModel):
         config = model.config
         self._model, self.config = model, config
+        self.group = model.parallel.group if model.parallel.size > 1 else None
+        self.first_token = model.embedding.vocab_part.first
         self.heads = HeadLayout(config.num_heads, config.num_kv_heads, config.head_dim, by_group=False)
 
     @property

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
 from engine.errors import ModelError
 from engine.models.config import Family, Fields, ModelConfig, read_model_config
 from engine.models.dense import DenseModel
@@ -101,11 +102,18 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def build_model(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, max_len: int | None = None
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    max_len: int | None = None,
+    parallel: TensorParallel = SINGLE_RANK,
 ) -> DenseModel:
-    """Create an uninitialised DenseModel of `config`. Raises ModelError if it can't be allocated."""
+    """Create an uninitialised DenseModel of `config`, or this rank's shard of one.
+
+    Raises ModelError if it can't be allocated or split.
+    """
     try:
-        return DenseModel(config, dtype, device, max_len)
+        return DenseModel(config, dtype, device, max_len, parallel)
     except (RuntimeError, MemoryError) as error:
         raise ModelError(
             f"{config.architecture} with {config.num_layers} layers of width {config.hidden_size} in {dtype} can't be "

@@ -1,0 +1,164 @@
+"""Tensor-parallel layers: each rank holds and computes a part of a linear layer or of the vocabulary.
+
+With one rank they are the plain layers of linear.py. A checkpoint tensor's slot takes the whole tensor and writes this
+rank's part of it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
+from engine.errors import ModelError
+from engine.layers.linear import Embedding, Linear
+from engine.layers.weight_slot import PartSlot, Slot, WeightSlot
+
+
+class ColumnParallelLinear(Linear):
+    """Linear layer whose outputs are split: x [T, inputs] -> this rank's 1 / size of the outputs of each part.
+
+    `parts` gives whole sizes. Every part is split by itself, so a rank of a fused QKV projection has its q rows, then
+    its k rows, then its v rows. Raises ModelError if a part is not divisible by the number of ranks.
+    """
+
+    def __init__(
+        self,
+        parts: dict[str, int],
+        inputs: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        parallel: TensorParallel = SINGLE_RANK,
+    ):
+        own = {name: divide(rows, parallel, f"{name} with {rows} outputs") for name, rows in parts.items()}
+        super().__init__(own, inputs, bias=bias, dtype=dtype, device=device)
+        self.parallel = parallel
+
+    def slots(self, prefix: str) -> dict[str, Slot]:
+        """Map Hugging Face names to this rank's rows of the fused storage."""
+        return {name: split_slot(slot, 0, self.parallel) for name, slot in self._row_slots(prefix).items()}
+
+
+class RowParallelLinear(Linear):
+    """Linear layer whose inputs are split: this rank's x [T, inputs / size] -> y [T, outputs], summed over the ranks.
+
+    `inputs` is the whole size. Every rank stores the bias, and only the first adds it. Raises ModelError if `inputs` is
+    not divisible by the number of ranks.
+    """
+
+    def __init__(
+        self,
+        parts: dict[str, int],
+        inputs: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        parallel: TensorParallel = SINGLE_RANK,
+    ):
+        own = divide(inputs, parallel, f"{', '.join(parts)} with {inputs} inputs")
+        super().__init__(parts, own, bias=bias, dtype=dtype, device=device)
+        self.parallel = parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.parallel.all_reduce(F.linear(x, self.weight, self.bias if self.parallel.is_first else None))
+
+    def slots(self, prefix: str) -> dict[str, Slot]:
+        """Map Hugging Face names to this rank's columns of the weight, and to the whole bias."""
+        return {
+            name: split_slot(slot, 1, self.parallel) if name.endswith(".weight") else slot
+            for name, slot in self._row_slots(prefix).items()
+        }
+
+
+class VocabParallelEmbedding(Embedding):
+    """Embedding table whose rows are split: token ids [T] int64 -> hidden [T, h], on every rank.
+
+    Each rank stores the rows of `vocab_part`; padding rows are zero and belong to no slot.
+    """
+
+    def __init__(
+        self,
+        vocab: int,
+        hidden: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        parallel: TensorParallel = SINGLE_RANK,
+    ):
+        self.vocab, self.vocab_part = vocab, parallel.vocab_part(vocab)
+        super().__init__(self.vocab_part.rows, hidden, dtype=dtype, device=device)
+        self.parallel = parallel
+        self.weight.data[self.vocab_part.used :].zero_()
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        if self.parallel.size == 1:
+            return F.embedding(token_ids, self.weight)
+        local_ids = token_ids - self.vocab_part.first
+        is_local = (local_ids >= 0) & (local_ids < self.vocab_part.used)
+        hidden = F.embedding(local_ids * is_local, self.weight).masked_fill_(~is_local.unsqueeze(1), 0)
+        return self.parallel.all_reduce(hidden)
+
+    def slots(self, prefix: str) -> dict[str, Slot]:
+        """Map the table's Hugging Face name to this rank's rows."""
+        return {f"{prefix}.weight": _vocab_slot(self.weight, self.vocab, self.parallel)}
+
+
+class VocabParallelHead(Linear):
+    """LM head whose rows are split: hidden [N, h] -> logits [N, vocab], gathered on every rank without padding.
+
+    `tied`: the weight of a VocabParallelEmbedding of the same vocabulary and ranks, which the head then uses.
+    """
+
+    def __init__(
+        self,
+        vocab: int,
+        hidden: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        parallel: TensorParallel = SINGLE_RANK,
+        tied: torch.nn.Parameter | None = None,
+    ):
+        part = parallel.vocab_part(vocab)
+        device = device if tied is None else torch.device("meta")  # a tied head needs no storage of its own
+        super().__init__({"lm_head": part.rows}, hidden, bias=False, dtype=dtype, device=device)
+        self.vocab, self.parallel = vocab, parallel
+        if tied is None:
+            self.weight.data[part.used :].zero_()
+        else:
+            self.weight = tied
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.parallel.gather_columns(F.linear(x, self.weight), self.vocab)
+
+    def slots(self, prefix: str) -> dict[str, Slot]:
+        """Map the weight's Hugging Face name to this rank's rows."""
+        return {f"{prefix}.lm_head.weight": _vocab_slot(self.weight, self.vocab, self.parallel)}
+
+
+def divide(size: int, parallel: TensorParallel, what: str) -> int:
+    """Return a rank's share of `size`. Raises ModelError, with `what` as the subject, if it is not a whole number."""
+    if size % parallel.size:
+        raise ModelError(f"{what} can't be split over {parallel.size} tensor-parallel ranks")
+    return size // parallel.size
+
+
+def split_slot(slot: WeightSlot, dim: int, parallel: TensorParallel) -> Slot:
+    """Return the slot of a whole tensor that is split evenly along `dim`; `slot` holds this rank's part."""
+    if parallel.size == 1:
+        return slot
+    shape = list(slot.shape)
+    start = parallel.rank * shape[dim]
+    shape[dim] *= parallel.size
+    return PartSlot(slot.target, tuple(shape), dim, start)
+
+
+def _vocab_slot(weight: Tensor, vocab: int, parallel: TensorParallel) -> Slot:
+    if parallel.size == 1:
+        return WeightSlot(weight)
+    part = parallel.vocab_part(vocab)
+    return PartSlot(weight.data[: part.used], (vocab, weight.shape[1]), 0, part.first)
