@@ -13,6 +13,7 @@ from torch import nn
 from engine.checkpoint.source import ModelSource
 from engine.config import EngineConfig, ResolvedConfig, cache_folder
 from engine.core.loop import EngineLoop
+from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
 from engine.errors import ConfigError, ModelError
 from engine.loader.cpu_formats import choose_cpu_format, format_dtype, gguf_config, load_gguf, quantize_model
 from engine.loader.weights import load_dummy, load_hf_folder
@@ -149,11 +150,18 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype,
     weight_format: str,
+    parallel: TensorParallel = SINGLE_RANK,
 ) -> DenseModel:
+    """Build the model, or this rank's shard of it, with the weights of `source` or random ones.
+
+    Raises ModelError if the files don't fit the model, and for a GGUF file with several ranks.
+    """
     if config.load_format == "dummy":
-        model = build_model(model_config, dtype, device, config.max_model_len)
+        model = build_model(model_config, dtype, device, config.max_model_len, parallel)
         load_dummy(model, config.seed)
     elif source.kind == "gguf":
+        if parallel.size > 1:
+            raise ModelError(f"{source.name} is a GGUF file, which can't be split over {parallel.size} ranks")
         return load_gguf(
             source.path,
             dtype=config.dtype,
@@ -162,7 +170,7 @@ def load_model(
             max_len=config.max_model_len,
         )[1]
     else:
-        _, model = load_hf_folder(source.path, dtype, device, config.max_model_len)
+        _, model = load_hf_folder(source.path, dtype, device, config.max_model_len, parallel)
     if weight_format == "int4":
         quantize_model(model)
     return model

@@ -26,15 +26,13 @@ from engine.client.transport import ProcessTransport
 from engine.errors import ConfigError, EngineDead, ModelError, RequestError, WeightUpdateError
 from engine.executor.build import build_loop
 from engine.executor.leader import LoopCall, LoopFingerprint, _picklable_log_format, _run_while_ranks_live
-from engine.executor.shard import load_random
 from engine.executor.worker_group import WorkerGroup
 from engine.executor.worker_main import execute_calls
-from engine.megatron.model import MegatronModel
 from engine.protocol.request import EngineRequest
 from engine.scheduling.scheduler import SchedulerInvariantError
 from server.cli.flags import server_config
 from server.cli.main import build_parser
-from tests.engine.megatron.checkpoints import checkpoint, gpt_for
+from tests.engine.megatron.checkpoints import checkpoint
 from tests.support.megatron_models import gpt
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -298,11 +296,7 @@ def test_an_embedded_engine_accepts_whole_tensors_and_its_workers_end_with_it(mo
     assert found["updated"] == single_process(Engine(engine_config(model_folder))) != found["first"]
     assert "nothing.weight" in found["refusal"] and found["refused"] == found["first"]
     assert "update_weights" in found["sharing"] and "failed in step: KeyboardInterrupt" in found["dead"]
-    model = gpt_for(model_folder)
-    megatron_model = MegatronModel(model)
-    load_random(megatron_model.weight_slots(), 3, megatron_model.device)
-    megatron_model.close()
-    assert found["first"] == single_process(Engine(EngineConfig(graph_manifest="none"), model=model))
+    assert found["first"] == single_process(Engine(EngineConfig(**values | {"tensor_parallel_size": 1})))
 
 
 def test_a_busy_worker_exits_soon_after_rank_0_closes_the_pipe(tmp_path):
