@@ -299,6 +299,41 @@ def test_an_embedded_engine_accepts_whole_tensors_and_its_workers_end_with_it(mo
     assert found["first"] == single_process(Engine(EngineConfig(**values | {"tensor_parallel_size": 1})))
 
 
+WITHOUT_MEGATRON = """
+import json, sys
+from engine import Engine, EngineConfig, SamplingParams
+
+settings, prompts = json.loads(sys.argv[1])
+greedy = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+with Engine(EngineConfig(**settings)) as engine:
+    outputs = engine.generate(prompt_token_ids=prompts, sampling_params=greedy)
+    print(json.dumps([list(output.token_ids) for output in outputs]))
+assert "megatron" not in sys.modules
+"""
+
+
+def test_no_rank_imports_megatron(model_folder, tmp_path):
+    """Shadow megatron by a package that can't be imported; the workers inherit the path of rank 0."""
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron" / "__init__.py").write_text("raise RuntimeError('megatron was imported')")
+    values = {"model": str(model_folder), "cpu_weight_format": "fp32", "num_threads": 1, "graph_manifest": "none"}
+    found = []
+    for ranks in (1, 2):
+        arguments = json.dumps([values | {"tensor_parallel_size": ranks}, PROMPTS])
+        path = os.pathsep.join((str(tmp_path), str(ROOT)))
+        process = subprocess.run(
+            [sys.executable, "-c", WITHOUT_MEGATRON, arguments],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": path},
+            timeout=120,
+        )
+        assert process.returncode == 0, process.stderr
+        found.append(json.loads(process.stdout))
+    assert found[0] == found[1]
+
+
 def test_a_busy_worker_exits_soon_after_rank_0_closes_the_pipe(tmp_path):
     rendezvous_folder = tmp_path / "rendezvous"
     rendezvous_folder.mkdir()

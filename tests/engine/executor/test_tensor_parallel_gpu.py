@@ -44,7 +44,7 @@ MODEL = {
     "eos_token_id": 0,
 }
 
-# One GPU runs the same Megatron model with tensor_parallel_size 1, so the two runs differ only in the split.
+# One GPU runs the same code with tensor_parallel_size 1, so the two runs differ only in the split.
 SCRIPT = """
 import json, os, signal, sys, tempfile, time
 from engine.config import EngineConfig

@@ -11,6 +11,7 @@ from tests.support.kernels import DEVICE, DTYPE, INTERPRETED, relative_error  # 
 from engine.attention.kv_cache import KVCache
 from engine.attention.metadata import DecodeMetadata
 from engine.attention.triton import TritonBackend
+from engine.errors import ModelError
 from engine.kernels.linear_weight import LinearWeight
 from engine.kernels.small_batch_gemm import LaunchConfig, Scratch, choose_config, half_normed, linear
 from engine.models import config_from_dict
@@ -122,6 +123,13 @@ def test_outliers_before_a_norm_stay_finite_in_float16():
     squares = half_normed(rows, hidden, hidden, x.dtype)
     linear(residual, LinearWeight.plain(weight), out, scratch, norm=norm, eps=1e-6, squares=squares)
     assert relative_error(out, expected(residual, weight, norm, None, False, None)) < 2e-3
+
+
+def test_a_weight_in_another_format_is_refused():
+    scratch, x, out = scratch_for(2, 64, 64), random(2, 64), random(2, 64)
+    packed = LinearWeight(torch.zeros(64, 32, dtype=torch.uint8, device=DEVICE), "int4", random(2, 64))
+    with pytest.raises(ModelError, match=r"the linear layer of \[64, 32\] stores its weight in format 'int4'"):
+        linear(x, packed, out, scratch)
 
 
 def small_model(dtype: torch.dtype = DTYPE, **options) -> DenseModel:

@@ -1,4 +1,4 @@
-"""Fused kernels on a GPTModel's parameters: equal bits to the native model, and equal results on two ranks."""
+"""Fused kernels on a GPTModel's parameters: equal bits to the native model; both split over two ranks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ import torch.multiprocessing
 from engine.attention.kv_cache import KVCache
 from engine.attention.metadata import DecodeMetadata, PrefillMetadata
 from engine.attention.triton import TritonBackend
+from engine.distributed.tensor_parallel import TensorParallel
 from engine.megatron.config import gpt_model_arguments, transformer_config_values
 from engine.megatron.model import MegatronModel
+from engine.models.dense import DenseModel
 from engine.models.interface import ForwardContext
 from engine.sampling.greedy import GreedySampler
 from engine.worker.input_buffers import Layout
@@ -97,6 +99,16 @@ def megatron_model(case: str, ranks: int, device: torch.device) -> MegatronModel
     return found
 
 
+def native_shard(case: str, rank: int, ranks: int, group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Build this rank's shard of the native model."""
+    model = native_model(case)
+    found = DenseModel(model.config, DTYPE, device, parallel=TensorParallel(rank, ranks, group))
+    weights = dict(model.named_weights())
+    for name, slot in found.weight_slots().items():
+        slot.write(weights[name])
+    return found
+
+
 def rank(index: int, ranks: int, case: str, folder: str) -> None:
     """Body of each spawned process."""
     device = torch.device("cpu") if INTERPRETED else torch.device("cuda", index)
@@ -111,6 +123,7 @@ def rank(index: int, ranks: int, case: str, folder: str) -> None:
     split_tensors(ranks)
     torch.save(run_fused(megatron_model(case, ranks, device)), f"{folder}/{index}")
     forget_groups()
+    torch.save(run_fused(native_shard(case, index, ranks, dist.group.WORLD, device)), f"{folder}/native.{index}")
     dist.destroy_process_group()
 
 
@@ -133,8 +146,9 @@ def test_fused_kernels_match_the_native_model_bit_for_bit(one_rank, case):
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_compute_the_same_as_one(tmp_path, case):
     torch.multiprocessing.spawn(rank, (2, case, str(tmp_path)), nprocs=2)
-    first, second = (torch.load(tmp_path / str(index)) for index in range(2))
     wanted = run_fused(native_model(case))
-    for name, tensor in wanted.items():
-        assert torch.equal(first[name], second[name]), name  # else ranks would sample different tokens
-        assert relative_error(first[name], tensor) < 8 * TOLERANCE, name
+    for model in ("", "native."):
+        first, second = (torch.load(tmp_path / f"{model}{index}") for index in range(2))
+        for name, tensor in wanted.items():
+            assert torch.equal(first[name], second[name]), name  # else ranks would sample different tokens
+            assert relative_error(first[name], tensor) < 8 * TOLERANCE, (model, name)
