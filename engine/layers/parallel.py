@@ -89,10 +89,10 @@ class VocabParallelEmbedding(Embedding):
         device: torch.device,
         parallel: TensorParallel = SINGLE_RANK,
     ):
-        self.vocab, self.vocab_part = vocab, parallel.vocab_part(vocab)
-        super().__init__(self.vocab_part.rows, hidden, dtype=dtype, device=device)
-        self.parallel = parallel
-        self.weight.data[self.vocab_part.used :].zero_()
+        part = parallel.vocab_part(vocab)
+        super().__init__(part.rows, hidden, dtype=dtype, device=device)
+        self.vocab, self.vocab_part, self.parallel = vocab, part, parallel
+        self.weight.data[part.used :].zero_()
 
     def forward(self, token_ids: Tensor) -> Tensor:
         if self.parallel.size == 1:
