@@ -117,6 +117,7 @@ def paged_decode(
     new_kv: tuple[torch.Tensor, torch.Tensor] | None = None,
     slots: torch.Tensor | None = None,
     rotation: NormRope | None = None,
+    window: int | None = None,
     num_splits: int | None = None,
     tiling: Tiling | None = None,
     out: torch.Tensor | None = None,
@@ -133,6 +134,8 @@ def paged_decode(
       before it attends.
     - `slots`: int64 [b].
     - `rotation`: q and the new keys are raw projections; norm and rotate them first.
+    - `window`: attend only to the last `window` keys, the newest included. Earlier pages are not read, their page-table
+      entries may be 0.
     - `out`: contiguous [b, H, D]; None allocates it in q's dtype.
     - `workspace`: from `decode_workspace` for the same shapes and `num_splits`; None allocates it.
 
@@ -140,6 +143,7 @@ def paged_decode(
     match.
     """
     _, page_size, kv_heads, _ = k_cache.shape
+    check_window(window)
     q = by_kv_head(q, kv_heads)
     batch, _, group, dim = q.shape
     heads = kv_heads * group
@@ -179,6 +183,7 @@ def paged_decode(
         SPLITS_PAD=MAX_SPLITS, APPEND=new_kv is not None,
         PRECISION="tf32x3" if k_cache.dtype == torch.float32 else "ieee",  # three TF32 passes give float32 accuracy
         BY_SLOT=slots is not None, NORM=norm_rope.q_norm is not None, ROPE=rotation is not None, PDL=pdl,
+        WINDOW=window or 0,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, **launch_options(pdl),
     )  # fmt: skip
     return out
@@ -244,6 +249,12 @@ def by_kv_head(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
             f"multiple of {kv_heads}, or [T, {kv_heads}, H/{kv_heads}, D]; found {tuple(q.shape)}"
         )
     return q.unflatten(1, (kv_heads, q.shape[1] // kv_heads))
+
+
+def check_window(window: int | None) -> None:
+    """Raise ValueError if `window` is a number below 1."""
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}; give the number of keys that a query reads, at least 1, or None for all")
 
 
 def _splits(q: torch.Tensor, max_keys: int, tiling: Tiling, num_splits: int | None) -> Splits:

@@ -112,7 +112,7 @@ def decode_kernel(
     q_row, q_group, q_head, k_row, k_head, v_row, v_head, cache_page, cache_slot, cache_head, table_row,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLITS_PAD: tl.constexpr, APPEND: tl.constexpr, PRECISION: tl.constexpr,
-    BY_SLOT: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, PDL: tl.constexpr,
+    BY_SLOT: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, PDL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -123,11 +123,17 @@ def decode_kernel(
 
     length = tl.load(positions_ptr + row).to(tl.int32) + 1
     blocks = tl.cdiv(length, BLOCK)
+    if WINDOW > 0:  # splits cover only blocks that hold a key of the window
+        first_key = tl.maximum(length - WINDOW, 0)
+        first_block = first_key // BLOCK
+        blocks -= first_block
     blocks_each = tl.maximum(tl.cdiv(blocks, max_splits), min_blocks)
     active = tl.cdiv(blocks, blocks_each)
     if split >= active:
         return
     start = split * blocks_each * BLOCK
+    if WINDOW > 0:
+        start += first_block * BLOCK
     end = tl.minimum(start + blocks_each * BLOCK, length)
 
     group = tl.arange(0, GROUP_PAD)
@@ -167,13 +173,15 @@ def decode_kernel(
     for block_start in range(start, end, BLOCK):
         key_index = block_start + keys
         in_range = key_index < end
+        if WINDOW > 0:
+            in_range &= key_index >= first_key
         kv_offsets = (page.to(tl.int64) * cache_page + (key_index % PAGE) * cache_slot)[:, None] + dims[None, :]
         page = tl.load(table + (key_index + BLOCK) // PAGE, mask=key_index + BLOCK < end, other=0)
         if DIM == DIM_PAD:
             k = tl.load(k_base + kv_offsets)
         else:
             k = tl.load(k_base + kv_offsets, mask=dim_ok[None, :], other=0.0)
-        # a stale slot may hold NaN and 0 * NaN would poison the sum, so values past the end are read as zero
+        # a stale slot may hold NaN and 0 * NaN would poison the sum, so values out of range are read as zero
         v = tl.load(v_base + kv_offsets, mask=in_range[:, None] & dim_ok[None, :], other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
         scores = tl.where(in_range[None, :], scores, float("-inf"))

@@ -9,37 +9,43 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 from torch import Tensor
 
-from engine.kernels.paged_decode import _LOG2_E, NormRope
-from engine.kernels.paged_prefill_kernels import norm_rope_kernel, prefill_kernel
-
-BLOCK_KEYS = 64
-"""Keys per loop iteration of a program."""
+from engine.kernels.paged_decode import _LOG2_E, NormRope, by_kv_head, check_window
+from engine.kernels.paged_prefill_kernels import append_kernel, norm_rope_kernel, prefill_kernel
 
 FULL_DEVICE_PROGRAMS = 256
 """With this many programs any device is full, so each may use the large tile."""
 
 
 class Tile(NamedTuple):
-    """Queries of one program: `rows` in total; each token contributes `pack` query heads that share a KV head."""
+    """Queries of one program: `rows` in total; each token contributes `pack` query heads that share a KV head.
+
+    `block_keys` is the number of keys per loop iteration.
+    """
 
     rows: int
     pack: int
     warps: int
     stages: int
+    block_keys: int = 64
 
 
-def choose_tile(tokens: int, heads: int, group: int, dim: int) -> Tile:
-    """Return the tile; depends only on shapes.
+def choose_tile(tokens: int, heads: int, group: int, dim: int, itemsize: int = 2) -> Tile:
+    """Return the tile for elements of `itemsize` bytes; depends only on shapes.
 
-    Packed heads load their keys once, and a tile of fewer tokens wastes less work above the diagonal.
+    Packed heads load their keys once, and a tile of fewer tokens wastes less work above the diagonal. Tiles of large
+    heads have fewer keys, so that accumulators stay in registers. Float32 has no exact tensor core instruction: small
+    tiles keep its unrolled multiplications in registers. All tiles fit `SHARED_BYTES` with heads of up to 256.
     """
     pack = min(group & -group, 4)
-    stages = 3 if dim <= 128 else 2
+    if itemsize > 2:
+        return Tile(32, pack, 8, 2, 16)
+    stages, block_keys = (3, 64) if dim <= 128 else (2, 32)
     large = heads // pack * triton.cdiv(tokens, 128 // pack) >= FULL_DEVICE_PROGRAMS
-    return Tile(128, pack, 8, stages) if large else Tile(64, pack, 4, stages)
+    return Tile(128, pack, 8, stages, block_keys) if large else Tile(64, pack, 4, stages, block_keys)
 
 
 class VarlenLayout(NamedTuple):
@@ -97,6 +103,37 @@ def norm_rope_append(
     )  # fmt: skip
 
 
+def append_kv(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, rows: Tensor, positions: Tensor
+) -> None:
+    """Write keys and values k, v [T, KV, D] to their pages: token t to `positions[t]` of page-table row `rows[t]`.
+
+    k and v are as attention reads them, normed and rotated; their rows may be strided. Caches are
+    [pages, page_size, KV, D], page_table [rows, P], rows and positions [T]. Row 0 marks padding tokens, which write
+    nothing. One launch, no host read. Raises ValueError if shapes do not match.
+    """
+    tokens, (_, page_size, kv_heads, dim) = len(k), k_cache.shape
+    if k.shape != (tokens, kv_heads, dim) or v.shape != k.shape or not k.stride(-1) == v.stride(-1) == 1:
+        raise ValueError(
+            f"k and v must be [T, {kv_heads}, {dim}] with a dense last dimension, found {tuple(k.shape)} and "
+            f"{tuple(v.shape)} with strides {k.stride()} and {v.stride()}"
+        )
+    if v_cache.shape != k_cache.shape or v_cache.stride() != k_cache.stride() or k_cache.stride(-1) != 1:
+        raise ValueError(
+            f"v_cache must match k_cache in shape and strides, found {tuple(v_cache.shape)} and {tuple(k_cache.shape)}"
+        )
+    if rows.shape != (tokens,) or positions.shape != (tokens,):
+        raise ValueError(
+            f"rows and positions must be [{tokens}], found {tuple(rows.shape)} and {tuple(positions.shape)}"
+        )
+    append_kernel[(tokens,)](
+        k, v, k_cache, v_cache, page_table, rows, positions, *k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3],
+        page_table.stride(0),
+        HEADS=kv_heads, HEADS_PAD=triton.next_power_of_2(kv_heads), DIM=dim, DIM_PAD=triton.next_power_of_2(dim),
+        PAGE=page_size, num_warps=4,
+    )  # fmt: skip
+
+
 def paged_prefill(
     q: Tensor,
     k_cache: Tensor,
@@ -106,26 +143,38 @@ def paged_prefill(
     scale: float,
     out: Tensor,
     tile: Tile | None = None,
+    window: int | None = None,
 ) -> Tensor:
-    """Write causal attention of rotated queries q [T, KV, H/KV, D] over their sequences' pages to out [T, H * D].
+    """Write causal attention of rotated queries q [T, H, D] over their sequences' pages to out [T, H * D].
 
-    A query at position p reads keys 0..p from the pages, which must already hold the keys of its own chunk. Rows of
-    padding tokens are not written. Returns `out`. One launch with a grid fixed by T and C; no host read.
+    q may also be [T, KV, H/KV, D], if the query groups are strided; its dtype is that of the caches. Float32 is
+    computed in float32, without TF32.
+
+    A query at position p reads keys 0..p from the pages, which must already hold the keys of its own chunk. With a
+    `window` it reads keys p - window + 1..p: earlier pages are not read, their page-table entries may be 0.
+
+    Rows of padding tokens are not written. Returns `out`. One launch with a grid fixed by T and C; no host read.
+    Raises ValueError if shapes, dtypes or the window are not as described.
     """
     _, page_size, kv_heads, dim = k_cache.shape
+    q = by_kv_head(q, kv_heads)
     tokens, group = len(q), q.shape[2]
     heads = kv_heads * group
+    check_window(window)
+    if q.dtype != k_cache.dtype or v_cache.dtype != k_cache.dtype:
+        raise ValueError(f"q and the caches must have one dtype, found {q.dtype}, {k_cache.dtype} and {v_cache.dtype}")
     if out.shape != (tokens, heads * dim) or not out.is_contiguous():
         raise ValueError(f"out must be contiguous [{tokens}, {heads * dim}], found {tuple(out.shape)}")
     chunks = len(layout.ends)
-    tile = tile or choose_tile(tokens, heads, group, dim)
+    tile = tile or choose_tile(tokens, heads, group, dim, q.element_size())
     # the last tile of a chunk may be partial: at most one extra tile per chunk
     tiles = triton.cdiv(tokens, tile.rows // tile.pack) + chunks
     prefill_kernel[(heads // tile.pack, tiles)](
         q, k_cache, v_cache, page_table, layout.ends, layout.starts, layout.slots, out, chunks, scale * _LOG2_E,
         *q.stride()[:3], *k_cache.stride()[:3], page_table.stride(0),
         HEADS=heads, GROUP=group, PACKED_HEADS=tile.pack, DIM=dim, DIM_PAD=max(16, triton.next_power_of_2(dim)),
-        PAGE=page_size, CHUNKS_PAD=triton.next_power_of_2(chunks), ROWS=tile.rows, BLOCK=BLOCK_KEYS,
+        PAGE=page_size, CHUNKS_PAD=triton.next_power_of_2(chunks), ROWS=tile.rows, BLOCK=tile.block_keys,
+        WINDOW=window or 0, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",  # 16-bit products ignore it
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out

@@ -11,6 +11,9 @@ import triton.language as tl
 
 from engine.kernels.paged_decode_kernels import _norm_rope
 
+LOWEST = tl.constexpr(-1e30)
+"""Stands for the maximum of no scores: finite, and below any score of finite queries and keys."""
+
 
 @triton.jit
 def norm_rope_kernel(
@@ -47,11 +50,36 @@ def norm_rope_kernel(
 
 
 @triton.jit
+def append_kernel(
+    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, table_ptr, rows_ptr, positions_ptr,
+    k_token, k_head, v_token, v_head, cache_page, cache_slot, cache_head, table_row,
+    HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """Write one token's keys and values [HEADS, DIM] to its page; a padding token (row 0) writes nothing."""
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows_ptr + token)
+    if row > 0:
+        position = tl.load(positions_ptr + token)
+        heads, dims = tl.arange(0, HEADS_PAD)[:, None], tl.arange(0, DIM_PAD)[None, :]
+        mask = (heads < HEADS) & (dims < DIM)
+        k = tl.load(k_ptr + token * k_token + heads * k_head + dims, mask=mask)
+        v = tl.load(v_ptr + token * v_token + heads * v_head + dims, mask=mask)
+        page = tl.load(table_ptr + row * table_row + position // PAGE).to(tl.int64)
+        target = page * cache_page + (position % PAGE) * cache_slot + heads * cache_head + dims
+        tl.store(k_cache_ptr + target, k.to(k_cache_ptr.dtype.element_ty), mask=mask)
+        tl.store(v_cache_ptr + target, v.to(v_cache_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _attend(
-    acc, row_sum, row_max, q, k_base, v_base, table, positions, first, last, end, scale_log2, cache_page, cache_slot,
-    DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
+    acc, row_sum, row_max, q, k_base, v_base, table, positions, first, last, begin, end, scale_log2, cache_page,
+    cache_slot, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add keys first..last to a running softmax; last - first is a multiple of BLOCK unless MASKED.
+
+    MASKED blocks mask per query the keys after it and, if WINDOW > 0, those that its window has left. `begin` is the
+    first key that any query of the tile sees, `end` follows the last one.
 
     Page numbers of a block are loaded one iteration ahead: otherwise the pipeline could not prefetch the keys, whose
     addresses depend on them.
@@ -67,20 +95,27 @@ def _attend(
         mask = dims < DIM
         if MASKED:  # a stale slot may hold NaN, and 0 * NaN would poison the sum
             mask = (key_positions < end)[:, None] & mask
+            if WINDOW > 0:
+                mask = (key_positions >= begin)[:, None] & mask
         if MASKED or DIM < DIM_PAD:
             k = tl.load(k_base + offsets, mask=mask, other=0.0)
             v = tl.load(v_base + offsets, mask=mask, other=0.0)
         else:
             k = tl.load(k_base + offsets)
             v = tl.load(v_base + offsets)
-        scores = tl.dot(q, tl.trans(k)) * scale_log2
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
         if MASKED:
-            scores = tl.where(key_positions[None, :] <= positions[:, None], scores, float("-inf"))
+            seen = key_positions[None, :] <= positions[:, None]
+            if WINDOW > 0:
+                seen &= key_positions[None, :] > positions[:, None] - WINDOW
+            scores = tl.where(seen, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
+        if MASKED and WINDOW > 0:  # a query that sees no key yet has -inf here, and -inf - -inf is NaN
+            new_max = tl.maximum(new_max, LOWEST)
         weights = tl.exp2(scores - new_max[:, None])
         rescale = tl.exp2(row_max - new_max)
         row_sum = row_sum * rescale + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None])
+        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
         row_max = new_max
     return acc, row_sum, row_max
 
@@ -90,11 +125,13 @@ def prefill_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, table_ptr, ends_ptr, starts_ptr, slots_ptr, out_ptr, chunks, scale_log2,
     q_row, q_group, q_head, cache_page, cache_slot, cache_head, table_row,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PACKED_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    PAGE: tl.constexpr, CHUNKS_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    PAGE: tl.constexpr, CHUNKS_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attention of ROWS / PACKED_HEADS tokens of one chunk, each with PACKED_HEADS heads that share a KV head.
 
-    Tokens of chunk c end before ends[c]; starts[c] tokens of its sequence precede them.
+    Tokens of chunk c end before ends[c]; starts[c] tokens of its sequence precede them. With WINDOW > 0 a query sees
+    the WINDOW keys up to its own position, and blocks that no query of the tile sees are skipped.
     """
     chunk_ids = tl.arange(0, CHUNKS_PAD)
     chunk_ends = tl.load(ends_ptr + chunk_ids, mask=chunk_ids < chunks, other=0).to(tl.int32)
@@ -129,13 +166,26 @@ def prefill_kernel(
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
+    if WINDOW > 0:
+        positions = tl.minimum(positions, key_end - 1)  # rows past the chunk see a key too: no 0 / 0
+        key_begin = tl.maximum(num_past + first_query + 1 - WINDOW, 0)
+        first_block = key_begin // BLOCK * BLOCK
+        # before this key, some query's window has passed the block
+        unmasked_begin = tl.minimum(tl.cdiv(tl.maximum(key_end - WINDOW, 0), BLOCK) * BLOCK, unmasked_end)
+        acc, row_sum, row_max = _attend(
+            acc, row_sum, row_max, q, k_base, v_base, table, positions, first_block, unmasked_begin, key_begin, key_end,
+            scale_log2, cache_page, cache_slot, DIM, DIM_PAD, PAGE, BLOCK, True, WINDOW, PRECISION,
+        )  # fmt: skip
+    else:
+        key_begin = 0
+        unmasked_begin = 0
     acc, row_sum, row_max = _attend(
-        acc, row_sum, row_max, q, k_base, v_base, table, positions, 0, unmasked_end, key_end, scale_log2,
-        cache_page, cache_slot, DIM, DIM_PAD, PAGE, BLOCK, False,
+        acc, row_sum, row_max, q, k_base, v_base, table, positions, unmasked_begin, unmasked_end, key_begin, key_end,
+        scale_log2, cache_page, cache_slot, DIM, DIM_PAD, PAGE, BLOCK, False, WINDOW, PRECISION,
     )  # fmt: skip
     acc, row_sum, row_max = _attend(
-        acc, row_sum, row_max, q, k_base, v_base, table, positions, unmasked_end, key_end, key_end, scale_log2,
-        cache_page, cache_slot, DIM, DIM_PAD, PAGE, BLOCK, True,
+        acc, row_sum, row_max, q, k_base, v_base, table, positions, unmasked_end, key_end, key_begin, key_end,
+        scale_log2, cache_page, cache_slot, DIM, DIM_PAD, PAGE, BLOCK, True, WINDOW, PRECISION,
     )  # fmt: skip
     out = out_ptr + (token * HEADS + head)[:, None] * DIM + dims[None, :]
     tl.store(out, (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty), mask=mask)

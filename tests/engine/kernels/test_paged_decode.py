@@ -26,13 +26,14 @@ DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat1
 MAX_LENGTH = 200 if INTERPRETED else 4096
 
 
-def reference(q, k_cache, v_cache, page_table, positions, scale):
-    """Attention of each row over keys 0..position, in float64: [b, H, D]."""
+def reference(q, k_cache, v_cache, page_table, positions, scale, window=None):
+    """Attention of each row over keys 0..position, or the last `window` of them, in float64: [b, H, D]."""
     rows = []
     for i, position in enumerate(positions.tolist()):
         kv_heads, dim = k_cache.shape[2:]
-        k = k_cache[page_table[i].long()].reshape(-1, kv_heads, dim)[: position + 1].double()
-        v = v_cache[page_table[i].long()].reshape(-1, kv_heads, dim)[: position + 1].double()
+        seen = slice(0 if window is None else max(position + 1 - window, 0), position + 1)
+        k = k_cache[page_table[i].long()].reshape(-1, kv_heads, dim)[seen].double()
+        v = v_cache[page_table[i].long()].reshape(-1, kv_heads, dim)[seen].double()
         grouped = q[i].double().view(kv_heads, -1, dim)
         weights = (torch.einsum("kgd,nkd->kgn", grouped, k) * scale).softmax(-1)
         rows.append(torch.einsum("kgn,nkd->kgd", weights, v).reshape(-1, dim))
@@ -91,7 +92,8 @@ def new_rows(case, seed=5):
 @pytest.mark.interpretable
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim"), [(16, 8, 128), (32, 8, 128), (9, 3, 64), (4, 4, 64), (8, 1, 32), (6, 2, 48)]
+    ("heads", "kv_heads", "dim"),
+    [(16, 8, 128), (32, 8, 128), (9, 3, 64), (4, 4, 64), (8, 1, 32), (6, 2, 48), (8, 4, 256)],
 )
 def test_decode_equals_reference_for_random_lengths(device, dtype, heads, kv_heads, dim):
     lengths = torch.randint(1, MAX_LENGTH + 1, (3 if INTERPRETED else 7,), generator=torch.Generator().manual_seed(dim))
@@ -108,6 +110,36 @@ def test_every_split_count_gives_the_same_attention_at_block_boundaries(device, 
     found = decode(case, num_splits=splits, tiling=pd.Tiling(16, 4, 3), out=out)
     assert found is out
     assert relative_error(out, expected(case)) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.interpretable
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 1, 32), (3, 1, 80), (4, 2, 256)])
+@pytest.mark.parametrize("splits", [None, 1, 5])
+@pytest.mark.parametrize("window", [1, 50, 1000])
+def test_rows_attend_within_the_window_only(device, dtype, heads, kv_heads, dim, splits, window):
+    lengths = [1, 16, 17, 66, MAX_LENGTH, 0]
+    case = make_case(device, lengths, heads, kv_heads, dim, dtype, seed=window)
+    case.k_cache[0], case.v_cache[0] = float("nan"), float("nan")
+    for row, length in enumerate(lengths):  # release and poison what is before the window
+        first = max(length - window, 0)
+        for page in case.page_table[row, : first // PAGE].tolist():
+            case.k_cache[page], case.v_cache[page] = float("nan"), float("nan")
+        case.page_table[row, : first // PAGE] = 0
+        page = case.page_table[row, first // PAGE]
+        case.k_cache[page, : first % PAGE], case.v_cache[page, : first % PAGE] = float("nan"), float("nan")
+    k, v = new_rows(case)
+    found = decode(case, new_kv=(k, v), num_splits=splits, window=window)
+    wanted = reference(case.q, case.k_cache, case.v_cache, case.page_table, case.positions, case.scale, window)
+    assert torch.isfinite(wanted).all()  # the padded row reads only the key that it wrote to the scratch page
+    assert relative_error(found, wanted) < TOLERANCE[dtype]
+
+
+@pytest.mark.interpretable
+def test_a_window_below_one_is_rejected(device):
+    case = make_case(device, [30], 4, 2, 64, torch.float32)
+    with pytest.raises(ValueError, match="window is 0"):
+        decode(case, window=0)
 
 
 @pytest.mark.interpretable
