@@ -11,7 +11,7 @@ from engine.attention.interface import FusedAttention, Support
 from engine.attention.kv_cache import KVCache
 from engine.attention.metadata import DecodeMetadata, PrefillMetadata
 from engine.kernels.paged_decode import DecodeScratch, DecodeWorkspace, NormRope, by_kv_head, paged_decode
-from engine.kernels.paged_prefill import VarlenLayout, norm_rope_append, paged_prefill
+from engine.kernels.paged_prefill import VarlenLayout, append_kv, norm_rope_append, paged_prefill
 
 
 class TritonBackend:
@@ -77,6 +77,7 @@ class TritonDecode:
             new_kv=(k, v),
             slots=metadata.rows,
             rotation=norm_rope,
+            window=spec.window,
             out=out,
             workspace=self._backend.workspace(q, page_table),
         )
@@ -90,11 +91,11 @@ class TritonPrefill:
         self._layout = VarlenLayout(
             metadata.positions, metadata.token_rows, metadata.ends, metadata.starts, metadata.rows
         )
-        self._slots: dict[int, Tensor] = {}  # by cache group: where each token's keys and values go
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        kv = self._kv
-        kv.write(layer, self._slots_of(kv.group_of[layer]), k, v)
+        kv, metadata = self._kv, self._metadata
+        table = metadata.page_tables[kv.group_of[layer]]
+        append_kv(k, v, kv.k[layer], kv.v[layer], table, metadata.token_rows, metadata.positions)
         out = torch.zeros(len(q), q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)  # padding rows stay 0
         self._attend(layer, by_kv_head(q, kv.kv_heads), out)
         return out
@@ -107,11 +108,4 @@ class TritonPrefill:
     def _attend(self, layer: int, q: Tensor, out: Tensor) -> None:
         kv = self._kv
         spec, table = kv.specs[layer], self._metadata.page_tables[kv.group_of[layer]]
-        paged_prefill(q, kv.k[layer], kv.v[layer], table, self._layout, spec.softmax_scale, out)
-
-    def _slots_of(self, group: int) -> Tensor:
-        if group not in self._slots:
-            size, metadata = self._kv.page_size, self._metadata
-            pages = metadata.page_tables[group][metadata.token_rows, metadata.positions // size]
-            self._slots[group] = pages * size + metadata.positions % size
-        return self._slots[group]
+        paged_prefill(q, kv.k[layer], kv.v[layer], table, self._layout, spec.softmax_scale, out, window=spec.window)

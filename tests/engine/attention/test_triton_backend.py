@@ -1,0 +1,47 @@
+"""The Triton backend against the SDPA backend: layers with and without a window, packed prefill and decode."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.kernels import DEVICE, relative_error  # isort: skip  (before what imports triton)
+
+from engine.attention.cache_spec import FullAttentionSpec, SlidingWindowSpec
+from engine.attention.kv_cache import KVCache
+from tests.support.attention import backend_for, decode_attention, prefill_metadata
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.interpretable,
+    pytest.mark.filterwarnings("default::DeprecationWarning"),  # raised by Triton: ast, numpy scalars
+]
+PAGE, HEADS, DIM, WINDOW = 4, 4, 32, 6
+FULL = FullAttentionSpec(kv_heads=2, head_dim=DIM, scale=0.1)
+SPECS = [FULL, SlidingWindowSpec(kv_heads=2, head_dim=DIM, scale=0.1, size=WINDOW)]
+PAGES = [[9, 2, 5, 1], [3, 7, 4, 6]]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layer", [0, 1], ids=["full", "window"])
+def test_prefill_and_decode_equal_sdpa(layer):
+    caches = {name: KVCache(SPECS, 12, PAGE, torch.float32, DEVICE) for name in ("sdpa", "triton")}
+    generator = torch.Generator().manual_seed(0)
+    for chunks in ([(0, 5), (0, 3)], [(5, 7), (3, 9)]):
+        count = sum(length for _, length in chunks)
+        qkv = torch.randn(count + 2, HEADS + 4, DIM, generator=generator).to(DEVICE)
+        q, k, v = qkv.split((HEADS, 2, 2), 1)
+        metadata = {name: prefill_metadata(cache, chunks, PAGES, padding=2) for name, cache in caches.items()}
+        found = backend_for(caches["triton"], "triton").prefill(metadata["triton"])(layer, q, k, v)
+        wanted = backend_for(caches["sdpa"], "sdpa").prefill(metadata["sdpa"])(layer, q, k, v)
+        assert relative_error(found[:count], wanted[:count]) < 1e-5
+        assert not found[count:].any()
+    table = torch.tensor([*PAGES, [0] * 4], device=DEVICE)
+    for step in range(3):
+        qkv = torch.randn(3, HEADS + 4, DIM, generator=generator).to(DEVICE)
+        positions = torch.tensor([12 + step, 12 + step, 0], device=DEVICE)
+        outs = [
+            decode_attention(caches[name], table, positions, name)(layer, *qkv.split((HEADS, 2, 2), 1))
+            for name in caches
+        ]
+        assert relative_error(outs[1], outs[0]) < 1e-5
