@@ -6,7 +6,7 @@ Backends whose attention reads host values run the same step eager, without padd
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -41,39 +41,42 @@ class PackedLayout(NamedTuple):
 
     - [4, num_chunks]: per chunk, the number of tokens up to its end, the number of tokens before it in its sequence,
       the index of its last token in the step, and the `last_tokens` entry for its next token (0: none).
-    - [groups, num_chunks + 1, pages_per_chunk]: page tables of each cache group; row 0 is padding.
     - [tokens, 3]: per token, its id, its position and its page table row.
+    - [num_chunks + 1, groups, pages_per_chunk]: page tables, last because only those of the step's chunks are uploaded;
+      row 0 is padding.
     """
 
     num_chunks: int
     pages_per_chunk: int
     groups: int
 
-    @property
-    def table_start(self) -> int:
-        """Offset of the page tables."""
-        return 4 * self.num_chunks
+    def size(self, tokens: int, chunks: int) -> int:
+        """Return the number of elements of a step of `tokens` tokens with the page tables of its first `chunks`."""
+        return self._table_start(tokens) + (chunks + 1) * self.groups * self.pages_per_chunk
 
-    @property
-    def token_start(self) -> int:
-        """Offset of the per-token part."""
-        return self.table_start + self.groups * (self.num_chunks + 1) * self.pages_per_chunk
+    def split(self, packed: Any, tokens: int) -> tuple[Any, Any, Any]:
+        """Return views of the parts of a tensor or array: [4, num_chunks], [tokens, 3] and the page tables."""
+        start = self._table_start(tokens)
+        return (
+            packed[: 4 * self.num_chunks].reshape(4, self.num_chunks),
+            packed[4 * self.num_chunks : start].reshape(tokens, 3),
+            packed[start:].reshape(-1, self.groups, self.pages_per_chunk),
+        )
+
+    def _table_start(self, tokens: int) -> int:
+        return 4 * self.num_chunks + 3 * tokens
 
     def fill(self, chunks: Sequence[PrefillChunk], tokens: int) -> np.ndarray:
-        """Create the host array of a step of `tokens` tokens, padding included."""
-        packed = np.zeros(self.token_start + 3 * tokens, np.int64)
-        per_chunk = packed[: self.table_start].reshape(4, self.num_chunks)
-        tables = packed[self.table_start : self.token_start].reshape(
-            self.groups, self.num_chunks + 1, self.pages_per_chunk
-        )
-        per_token = packed[self.token_start :].reshape(tokens, 3)
+        """Create the host array of a step of `tokens` tokens, padding included, with its chunks' page tables."""
+        packed = np.zeros(self.size(tokens, len(chunks)), np.int64)
+        per_chunk, per_token, tables = self.split(packed, tokens)
         start = 0
         for index, chunk in enumerate(chunks):
             end = start + chunk.length
             entry = chunk.request.slot + 1 if chunk.is_last else 0
             per_chunk[:, index] = end, chunk.start, end - 1, entry
             for group, pages in enumerate(chunk.request.page_tables):
-                tables[group, index + 1, : len(pages)] = pages
+                tables[index + 1, group, : len(pages)] = pages
             per_token[start:end, 0] = chunk.request.token_ids[chunk.start : chunk.start + chunk.length]
             per_token[start:end, 1] = np.arange(chunk.start, chunk.start + chunk.length)
             per_token[start:end, 2] = index + 1
@@ -154,7 +157,7 @@ class PrefillStep:
         layout = self._buckets.layout(sizes.max)
         self._static = StaticBuffers(
             {
-                "packed": BufferSpec((layout.token_start + 3 * sizes.max,), torch.int64),
+                "packed": BufferSpec((layout.size(sizes.max, layout.num_chunks),), torch.int64),
                 "hidden": BufferSpec((BATCH, model.config.hidden_size), model.dtype, pad=None),
             },
             sizes.max,
@@ -183,12 +186,13 @@ class PrefillStep:
         spans = [(chunk.start, chunk.length) for chunk in chunks]
         inputs = upload(torch.from_numpy(packed), self._model.device)
         layout = self._buckets.exact_layout(len(chunks))
-        hidden = self._forward(layout, inputs, spans)
+        hidden = self._forward(layout, inputs, sum(chunk.length for chunk in chunks), spans)
         ended = _ended(chunks)
         logits, next_tokens = self._logits[: len(ended)], self._next_tokens[: len(ended)]
         if ended:
             index = ids_to(self._model.device, ended)
-            _, _, last_rows, entries = inputs[: layout.table_start].view(4, -1).index_select(1, index)
+            per_chunk, _, _ = layout.split(inputs, len(hidden))
+            _, _, last_rows, entries = per_chunk.index_select(1, index)
             self._sample(hidden, last_rows, entries, logits, next_tokens)
         return PrefillOutput(hidden, logits, next_tokens)
 
@@ -200,21 +204,23 @@ class PrefillStep:
 
     def _part(self, packed: Tensor, hidden: Tensor) -> None:
         layout = self._buckets.layout(len(hidden))
-        chunks = layout.num_chunks
-        inputs = packed[: layout.token_start + 3 * len(hidden)]
-        hidden.copy_(self._forward(layout, inputs, None))
-        _, _, last_rows, entries = inputs[: layout.table_start].view(4, chunks)
+        chunks, tokens = layout.num_chunks, len(hidden)
+        inputs = packed[: layout.size(tokens, chunks)]
+        hidden.copy_(self._forward(layout, inputs, tokens, None))
+        (_, _, last_rows, entries), _, _ = layout.split(inputs, tokens)
         self._sample(hidden, last_rows, entries, self._logits[:chunks], self._next_tokens[:chunks])
 
-    def _forward(self, layout: PackedLayout, packed: Tensor, spans: Sequence[tuple[int, int]] | None) -> Tensor:
-        chunks = layout.num_chunks
-        ends, starts, _, _ = packed[: layout.table_start].view(4, chunks)
-        tables = packed[layout.table_start : layout.token_start].view(layout.groups, chunks + 1, layout.pages_per_chunk)
-        tokens, positions, rows = packed[layout.token_start :].view(-1, 3).t().contiguous()
+    def _forward(
+        self, layout: PackedLayout, packed: Tensor, tokens: int, spans: Sequence[tuple[int, int]] | None
+    ) -> Tensor:
+        (ends, starts, _, _), per_token, tables = layout.split(packed, tokens)
+        ids, positions, rows = per_token.t().contiguous()
         attention = self._attention.prefill(
-            PrefillMetadata(tables, positions, rows, ends, starts, self._rows[:chunks], spans)
+            PrefillMetadata(
+                tables.transpose(0, 1), positions, rows, ends, starts, self._rows[: layout.num_chunks], spans
+            )
         )
-        return self._model.forward(tokens, positions, attention, rows)
+        return self._model.forward(ids, positions, attention, rows)
 
     def _sample(self, hidden: Tensor, last_rows: Tensor, entries: Tensor, logits: Tensor, next_tokens: Tensor) -> None:
         maxima = self._model.head(hidden.index_select(0, last_rows), logits, after_layer=False)
