@@ -84,7 +84,7 @@ class StepFinisher:
 
         Its next step may already be enqueued and write NaN to those pages again, so zeroing is enqueued after it.
         """
-        pages = [page for table in request.page_tables for page in table]
+        pages = request.held_pages()
         error = NOT_FINITE.format(position=len(request.token_ids), prompt=request.prompt_len)
         self.end(
             request,

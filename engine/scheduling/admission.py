@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from engine.errors import ConfigError, PromptTooLong
+from engine.scheduling.cache_groups import CacheGroups, Windows, check_windows
 from engine.scheduling.page_pool import InvariantError, PagePool
 from engine.scheduling.prefix_cache import PrefixCache, PrefixChain
 from engine.scheduling.request import Request
@@ -29,6 +30,8 @@ class SchedulerConfig:
 
     - max_waiting: requests that wait for a slot.
     - max_prefill_chunks: prefill chunks in one step.
+    - groups: the model's cache groups, for each the attention window in tokens, None for full attention. Empty for a
+      model without paged layers. A model with recurrent state, which no page holds, must run without a prefix cache.
     """
 
     max_num_seqs: int
@@ -36,8 +39,10 @@ class SchedulerConfig:
     max_model_len: int
     max_waiting: int | None = None
     max_prefill_chunks: int | None = None
+    groups: Windows = (None,)
 
     def __post_init__(self) -> None:
+        check_windows(self.groups)
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_waiting", "max_prefill_chunks"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -52,34 +57,46 @@ class SchedulerConfig:
 class QueuedRequest:
     """The scheduler's private state of a request, beside the Request that the loop sees."""
 
-    __slots__ = ("chain", "final_pages", "final_tokens", "key", "preemptions", "registered", "request")
+    __slots__ = ("chain", "final_pages", "final_tokens", "key", "pages_until", "preemptions", "registered", "request")
 
     def __init__(self, request: Request, key: tuple[int, float, int], final_tokens: int, final_pages: int):
         self.request = request
         self.key = key  # (priority, arrival, order of add): unique; the sort key of both queues
         self.final_tokens = final_tokens  # number of tokens with stored KV when it ends at its maximum length
-        self.final_pages = final_pages
+        self.final_pages = final_pages  # number of pages it holds at most when it ends there
+        self.pages_until = 0  # its tables need no change to decode at positions below this
         self.chain: PrefixChain | None = None
         self.registered = 0  # number of leading pages that were added to the prefix cache or came from it
         self.preemptions = 0
 
     @property
     def pages_remaining(self) -> int:
-        """Pages that the request may still allocate while it runs."""
-        return self.final_pages - len(self.request.page_tables[0])
+        """Pages that the request may still take from the pool while it runs, less those that leave their windows."""
+        request = self.request
+        held = sum(map(len, request.page_tables)) - sum(request.num_freed)
+        return max(0, self.final_pages - held)
 
 
 class Admission:
     """Admission rules over one page pool and, optionally, its prefix cache."""
 
-    def __init__(self, pool: PagePool, prefix_cache: PrefixCache | None, max_model_len: int):
+    def __init__(self, pool: PagePool, prefix_cache: PrefixCache | None, config: SchedulerConfig):
         self.pool = pool
         self.prefix_cache = prefix_cache
-        self.max_model_len = max_model_len
+        self.max_model_len = config.max_model_len
+        self.groups = CacheGroups(config.groups, pool.page_size, config.max_num_batched_tokens)
+        if prefix_cache is not None and prefix_cache.groups != config.groups:
+            raise ConfigError(f"groups={config.groups} differ from the prefix cache's groups={prefix_cache.groups}")
+        self._pool_tokens = self.groups.tokens_in(pool.capacity, config.max_model_len)
+        if not self._pool_tokens:
+            raise ConfigError(
+                f"num_pages={pool.num_pages} is too small for {len(config.groups)} cache groups: give at least "
+                f"{self.groups.max_pages(1) + 1}, as page 0 is the scratch page"
+            )
 
     def token_limit(self, request: Request) -> int:
         """Return the maximum length of `request`; see Scheduler.token_limit."""
-        limit = min(self.max_model_len, self.pool.capacity * self.pool.page_size + 1)
+        limit = min(self.max_model_len, self._pool_tokens + 1)
         max_tokens = request.params.max_tokens
         return limit if max_tokens is None else min(limit, request.prompt_len + max_tokens)
 
@@ -88,46 +105,55 @@ class Admission:
         self._check_fits(request)
         final_tokens = max(request.prompt_len, self.token_limit(request) - 1)
         key = (request.priority, request.arrival_time, order)
-        return QueuedRequest(request, key, final_tokens, self.pool.pages_for(final_tokens))
+        return QueuedRequest(request, key, final_tokens, self.groups.decode_pages(final_tokens))
 
-    def pages_now(self, entry: QueuedRequest) -> int:
-        """Return the pages needed on admission: for all tokens so far and, unless it ends first, the next."""
-        return self.pool.pages_for(min(len(entry.request.token_ids) + 1, entry.final_tokens))
+    def table_lengths(self, entry: QueuedRequest, computed: int) -> list[int]:
+        """Return each group's page table length on admission with `computed` tokens cached.
 
-    def matched_pages(self, entry: QueuedRequest, weight_version: str) -> list[int]:
-        """Return the cached pages of the request's prefix, without referencing them. Renews the entry's stale chain.
+        The tables hold all tokens so far and, unless the request ends first, the next; in a window group, as many of
+        them as its prefill ever needs at once.
+        """
+        return self.groups.table_lengths(computed, min(len(entry.request.token_ids) + 1, entry.final_tokens))
 
-        Empty for a request with prompt_logprobs, which needs every prompt token computed.
+    def matched_tables(self, entry: QueuedRequest, weight_version: str) -> list[list[int]]:
+        """Return the page tables of the request's cached prefix, without referencing their pages.
+
+        Renews the entry's stale chain. The tables are empty for a request with prompt_logprobs, which needs every
+        prompt token computed.
         """
         if self.prefix_cache is None:
-            return []
+            return [[] for _ in self.groups.windows]
         if entry.chain is None or not self.prefix_cache.is_current(entry.chain):
             entry.chain = self.prefix_cache.chain(weight_version)
         if entry.request.params.prompt_logprobs is not None:
-            return []
+            return [[] for _ in self.groups.windows]
         return self.prefix_cache.lookup(entry.chain, entry.request.token_ids)
 
-    def shortfall(self, entry: QueuedRequest, matched: Sequence[int], others: Sequence[QueuedRequest]) -> int:
+    def shortfall(self, entry: QueuedRequest, matched: Sequence[Sequence[int]], others: Sequence[QueuedRequest]) -> int:
         """Return how many pages are missing to admit `entry` beside `others`; it fits at 0 or below.
 
         Beside others a reserve must be free as well: for each request including `entry`, the pages it may still
-        allocate, up to one page, doubled each time `entry` was preempted. This avoids preempting it again a few tokens
-        later; after enough preemptions it waits until it can run to its end. Without others there is no reserve.
+        allocate, up to one page per group, doubled each time `entry` was preempted. This avoids preempting it again a
+        few tokens later; after enough preemptions it waits until it can run to its end. Without others there is no
+        reserve.
         """
-        needed = self.pages_now(entry) - len(matched)
-        idle_matched = sum(1 for page in matched if self.pool.ref_count(page) == 0)
+        kept = [page for table in matched for page in table if page]
+        computed = len(matched[0]) * self.pool.page_size if matched else 0
+        held = sum(self.table_lengths(entry, computed)) - sum(self.groups.first_needed(computed))
+        needed = held - len(kept)
+        idle_matched = sum(1 for page in kept if self.pool.ref_count(page) == 0)
         missing = needed - (self.pool.num_free - idle_matched)
         if not others:
             return missing
-        share = 1 << min(entry.preemptions, _MAX_DOUBLINGS)
+        share = len(self.groups.windows) << min(entry.preemptions, _MAX_DOUBLINGS)
         if missing + share * (len(others) + 1) <= 0:
             return 0  # the largest possible reserve is free: no need to sum the exact one
-        reserve = min(entry.final_pages - self.pages_now(entry), share)
+        reserve = min(max(0, entry.final_pages - held), share)
         reserve += sum(min(other.pages_remaining, share) for other in others)
         return missing + reserve
 
     def victims(
-        self, entry: QueuedRequest, matched: Sequence[int], running: Sequence[QueuedRequest], slot_free: bool
+        self, entry: QueuedRequest, matched: Sequence[Sequence[int]], running: Sequence[QueuedRequest], slot_free: bool
     ) -> list[QueuedRequest] | None:
         """Return which of `running` (in order) to preempt for `entry`, or None if preemption can't make it fit.
 
@@ -138,19 +164,16 @@ class Admission:
         missing = self.shortfall(entry, matched, ahead)
         selected: list[QueuedRequest] = []
         released: Counter[int] = Counter()  # references that `selected` drop; the last one frees a page
-        kept = set(matched)
+        kept = {page for table in matched for page in table}
         for other in reversed(running):
             if missing <= 0 and (slot_free or selected):
                 break
             if other.key[0] <= entry.key[0]:
                 return None
             selected.append(other)
-            released.update(other.request.page_tables[0])
-            missing -= sum(
-                1
-                for page in other.request.page_tables[0]
-                if released[page] == self.pool.ref_count(page) and page not in kept
-            )
+            pages = other.request.held_pages()
+            released.update(pages)
+            missing -= sum(1 for page in pages if released[page] == self.pool.ref_count(page) and page not in kept)
         return selected if missing <= 0 and (slot_free or selected) else None
 
     def _check_fits(self, request: Request) -> None:
@@ -163,7 +186,7 @@ class Admission:
                 f"{summary} exceed the context of {self.max_model_len} tokens: shorten the prompt or lower max_tokens",
                 param=param,
             )
-        pages = self.pool.pages_for(max(prompt, total - 1))
+        pages = self.groups.max_pages(max(prompt, total - 1))
         if pages > self.pool.capacity:
             raise PromptTooLong(
                 f"{summary} need {pages} pages of {self.pool.page_size} tokens, the whole KV cache has "

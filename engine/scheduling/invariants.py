@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from engine.scheduling.admission import QueuedRequest
+from engine.scheduling.cache_groups import CacheGroups
 from engine.scheduling.page_pool import PagePool
 from engine.scheduling.request import RequestState
 
@@ -48,18 +49,29 @@ def slot_problems(free_slots: Sequence[int], running: Sequence[QueuedRequest], m
     return [f"free and held slots are {dict(seen)}, expected each of 0..{max_num_seqs - 1} once"]
 
 
-def page_problems(pool: PagePool, running: Sequence[QueuedRequest]) -> list[str]:
-    """Check that each page's reference count matches its running requests, and that each request has enough pages."""
+def page_problems(pool: PagePool, groups: CacheGroups, running: Sequence[QueuedRequest]) -> list[str]:
+    """Check that each page's reference count matches its running requests, and that each request has enough pages.
+
+    Counts all groups' tables, so a page in two of them must have two references.
+    """
     found = []
     held: Counter[int] = Counter()
     for entry in running:
         request = entry.request
-        [table] = request.page_tables
-        held.update(table)
-        if len(set(table)) != len(table):
-            found.append(f"{request!r} holds a page twice: {table}")
-        if not pool.pages_for(request.num_computed) <= len(table) <= entry.final_pages:
-            found.append(f"{request!r} must hold pages for its computed tokens and at most {entry.final_pages}")
+        if not len(request.page_tables) == len(request.num_freed) == len(groups.windows):
+            found.append(f"{request!r} must have {len(groups.windows)} page tables")
+            continue
+        pages = request.held_pages()
+        held.update(pages)
+        if len(set(pages)) != len(pages):
+            found.append(f"{request!r} holds a page twice: {pages}")
+        least, most = pool.pages_for(request.num_computed), pool.pages_for(entry.final_tokens)
+        first_needed = groups.first_needed(request.num_computed)
+        for group, (table, freed) in enumerate(zip(request.page_tables, request.num_freed, strict=True)):
+            if not least <= len(table) <= most:
+                found.append(f"{request!r} must have {least} to {most} pages in group {group}, it has {len(table)}")
+            if any(table[:freed]) or not all(table[freed:]) or freed > first_needed[group]:
+                found.append(f"{request!r} freed {freed} pages, not those before its window, in group {group}: {table}")
     for page in range(pool.num_pages):
         if pool.ref_count(page) != held[page]:
             found.append(f"page {page} has {pool.ref_count(page)} references, running requests hold {held[page]}")

@@ -1,7 +1,7 @@
 """The prefix cache: maps prefixes to full KV pages, so that prompts with the same beginning share keys and values.
 
-A page's key is a digest of (its parent's digest, its tokens). The first parent is a digest of the salt, so equal keys
-mean equal prefixes under equal weights. Not thread-safe: the engine loop's thread owns it.
+A page's key in its cache group is a digest of (its parent's digest, its tokens). The first parent is a digest of the
+salt, so equal keys mean equal prefixes under equal weights. Not thread-safe: the engine loop's thread owns it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
+from engine.errors import ConfigError
+from engine.scheduling.cache_groups import Windows, check_windows, pages_before
 from engine.scheduling.page_pool import PagePool
 
 
@@ -38,21 +40,33 @@ class PrefixChain:
 
 
 class PrefixCache:
-    """The cached pages of one pool. `queries` and `hits` count prompt tokens looked up and found, never reset."""
+    """The cached pages of one pool, for one or more cache groups.
 
-    def __init__(self, pool: PagePool):
+    A prefix of k pages is found if every group has the pages that the next query reads: a full group all k, a window
+    group those of the last window - 1 tokens. `queries` and `hits` count prompt tokens looked up and found, never
+    reset. Only paged keys and values are cached: don't use it for models with recurrent state.
+    """
+
+    def __init__(self, pool: PagePool, groups: Windows = (None,)):
+        check_windows(groups)
+        if not groups:
+            raise ConfigError(
+                "groups=() is invalid with a prefix cache: without paged layers there is nothing to share"
+            )
         self.pool = pool
+        self.groups = groups
         self.queries = 0
         self.hits = 0
         self.evictions = 0
         self.generation = 0
-        self._page_of: dict[bytes, int] = {}
-        self._digest_of: dict[int, bytes] = {}
+        self._page_of: list[dict[bytes, int]] = [{} for _ in groups]
+        self._key_of: dict[int, tuple[int, bytes]] = {}  # page -> (group, digest)
+        self._pages_before = [None if window is None else pages_before(window, pool.page_size) for window in groups]
         pool.on_evict = self._evicted
 
     def __len__(self) -> int:
         """Number of cached pages, referenced or idle."""
-        return len(self._page_of)
+        return len(self._key_of)
 
     def chain(self, salt: str) -> PrefixChain:
         """Create the chain of one sequence. Sequences with different salts (weight versions) never share pages."""
@@ -62,70 +76,102 @@ class PrefixCache:
         """Whether the chain was created after the last `reset`."""
         return chain.generation == self.generation
 
-    def lookup(self, chain: PrefixChain, token_ids: Sequence[int]) -> list[int]:
-        """Return the pages of the longest cached prefix of `token_ids`, without referencing or counting them.
+    def lookup(self, chain: PrefixChain, token_ids: Sequence[int]) -> list[list[int]]:
+        """Return the page tables, one per group, of the longest cached prefix of `token_ids`.
 
-        At least one token is left to compute, because its logits are needed.
+        They are equally long; entries that lie before a group's window are 0. The pages are neither referenced nor
+        counted. At least one token is left to compute, because its logits are needed.
         """
-        pages: list[int] = []
-        if not self.is_current(chain):
-            return pages
-        for index in range((len(token_ids) - 1) // self.pool.page_size):
-            page = self._page_of.get(chain.digest(index, token_ids, self.pool.page_size))
-            if page is None:
-                break
-            pages.append(page)
-        return pages
+        size = self.pool.page_size
+        length = (len(token_ids) - 1) // size if self.is_current(chain) else 0
+        tables: list[list[int]] = [[] for _ in self.groups]
+        for table, page_of, before in zip(tables, self._page_of, self._pages_before, strict=True):
+            if before is None:
+                for index in range(length):
+                    page = page_of.get(chain.digest(index, token_ids, size))
+                    if page is None:
+                        break
+                    table.append(page)
+                length = len(table)
+        while (gap := self._last_gap(chain, token_ids, length)) is not None:
+            length = gap  # every longer prefix needs the missing entry, too
+        for table, page_of, before in zip(tables, self._page_of, self._pages_before, strict=True):
+            del table[length:]
+            if before is not None:
+                start = max(0, length - before)
+                table += [0] * start
+                table += [page_of[chain.digest(index, token_ids, size)] for index in range(start, length)]
+        return tables
 
-    def acquire(self, pages: Sequence[int]) -> None:
+    def acquire(self, tables: Sequence[Sequence[int]]) -> None:
         """Reference the pages that `lookup` returned. Call it before any allocation; the caller frees them."""
-        self.pool.acquire(pages)
+        for table in tables:
+            self.pool.acquire([page for page in table if page])
 
     def record_lookup(self, queried: int, hit: int) -> None:
         """Count a lookup that was used, in tokens. Separate from `lookup`, which a blocked request repeats."""
         self.queries += queried
         self.hits += hit
 
-    def match(self, token_ids: Sequence[int], salt: str) -> list[int]:
+    def match(self, token_ids: Sequence[int], salt: str) -> list[list[int]]:
         """Look up, reference and count in one call; the caller frees the returned pages."""
-        pages = self.lookup(self.chain(salt), token_ids)
-        self.acquire(pages)
-        self.record_lookup(len(token_ids), len(pages) * self.pool.page_size)
-        return pages
+        tables = self.lookup(self.chain(salt), token_ids)
+        self.acquire(tables)
+        self.record_lookup(len(token_ids), len(tables[0]) * self.pool.page_size)
+        return tables
 
-    def insert(self, chain: PrefixChain, token_ids: Sequence[int], pages: Sequence[int], start: int, stop: int) -> None:
-        """Cache pages[start:stop] of the sequence `token_ids`; each must be referenced, full and computed.
+    def insert(
+        self, chain: PrefixChain, token_ids: Sequence[int], tables: Sequence[Sequence[int]], start: int, stop: int
+    ) -> None:
+        """Cache entries [start, stop) of each group's page table; each page must be referenced, full and computed.
 
-        If a prefix is already cached, its page stays and the given one remains private. Does nothing for a chain
-        created before a `reset`.
+        Entries that are 0 are skipped. If a group has already cached a prefix, its page stays and the given one remains
+        private. Does nothing for a chain created before a `reset`.
         """
         if not self.is_current(chain):
             return
         for index in range(start, stop):
             digest = chain.digest(index, token_ids, self.pool.page_size)
-            if digest not in self._page_of:
-                self.pool.keep(pages[index])
-                self._page_of[digest] = pages[index]
-                self._digest_of[pages[index]] = digest
+            for group, (table, page_of) in enumerate(zip(tables, self._page_of, strict=True)):
+                page = table[index]
+                if page and digest not in page_of:
+                    self.pool.keep(page)
+                    page_of[digest] = page
+                    self._key_of[page] = group, digest
 
     def reset(self) -> None:
         """Drop all entries and start a new generation. Referenced pages stay with their requests, but aren't shared."""
-        for page in self._digest_of:
+        for page in self._key_of:
             self.pool.discard(page)
-        self._page_of.clear()
-        self._digest_of.clear()
+        for page_of in self._page_of:
+            page_of.clear()
+        self._key_of.clear()
         self.generation += 1
 
     def problems(self) -> list[str]:
         """Describe every inconsistency within the cache or with its pool; empty if there is none."""
         found = []
-        if {page: digest for digest, page in self._page_of.items()} != self._digest_of:
-            found.append("the prefix cache's two maps disagree")
+        keys = {page: (group, digest) for group, of in enumerate(self._page_of) for digest, page in of.items()}
+        if keys != self._key_of or len(keys) != sum(map(len, self._page_of)):
+            found.append("the prefix cache's maps disagree")
         kept = self.pool.kept_pages()
-        if kept != self._digest_of.keys():
-            found.append(f"pages kept but not cached, or the reverse: {sorted(kept ^ self._digest_of.keys())}")
+        if kept != self._key_of.keys():
+            found.append(f"pages kept but not cached, or the reverse: {sorted(kept ^ self._key_of.keys())}")
         return found
 
+    def _last_gap(self, chain: PrefixChain, token_ids: Sequence[int], length: int) -> int | None:
+        """Return an entry that a window group needs for a prefix of `length` pages and lacks, or None.
+
+        It is the last such entry of its group, so no prefix between it and `length` is complete either.
+        """
+        for page_of, before in zip(self._page_of, self._pages_before, strict=True):
+            if before is not None:
+                for index in range(length - 1, max(0, length - before) - 1, -1):
+                    if chain.digest(index, token_ids, self.pool.page_size) not in page_of:
+                        return index
+        return None
+
     def _evicted(self, page: int) -> None:
-        del self._page_of[self._digest_of.pop(page)]
+        group, digest = self._key_of.pop(page)
+        del self._page_of[group][digest]
         self.evictions += 1

@@ -78,7 +78,7 @@ class RequestProgress:
         """Add the pages filled by this batch to the prefix cache, which ignores those started before a reset.
 
         `computed` is taken from the batch, not from `num_computed`, which includes steps enqueued since: a page is
-        cached only when all its tokens are known.
+        cached only when all its tokens are known. Pages that left their windows before are not cached.
         """
         if self._prefix_cache is None:
             return
@@ -86,5 +86,5 @@ class RequestProgress:
         full = computed // self._page_size
         if full > entry.registered:
             assert entry.chain is not None  # created at admission
-            self._prefix_cache.insert(entry.chain, request.token_ids, request.page_tables[0], entry.registered, full)
+            self._prefix_cache.insert(entry.chain, request.token_ids, request.page_tables, entry.registered, full)
             entry.registered = full

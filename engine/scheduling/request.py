@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Set
+from itertools import zip_longest
 
 from engine.errors import EngineError
 from engine.protocol.request import EngineRequest, TokenLogprob
@@ -44,7 +45,9 @@ class Request:
     - length: number of tokens, including those in flight: computed by an enqueued step and not read yet.
     - num_computed: number of leading tokens with keys and values in its pages once all enqueued work is done.
     - page_tables: per cache group, the pages of the request: entry i holds tokens [i * page_size, (i + 1) * page_size).
-      Empty without a slot.
+      Empty without a slot. During a lease tables only grow at their ends and get zeros at their beginnings.
+    - num_freed: per cache group, the number of leading table entries that are 0 (the scratch page), because no later
+      query of the group's window reads them. It only grows during a lease; always 0 for full attention.
     - slot: index in [0, max_num_seqs) while running, else None.
     - lease: a new number, from a counter that increments, each time the request gets a slot; 0 without a slot. Batches
       record it, so that a result of an earlier run of the request is recognised as stale and dropped.
@@ -61,6 +64,7 @@ class Request:
         self.num_computed = 0
         self.length = self.prompt_len
         self.page_tables: list[list[int]] = []
+        self.num_freed: list[int] = []
         self.slot: int = None  # type: ignore[assignment]  # int to its readers, which see running requests only
         self.lease = 0
         self.max_length = 0
@@ -87,10 +91,6 @@ class Request:
         self._state = new
 
     @property
-    def num_freed(self) -> list[int]:
-        return [0]  # replaced when window groups free pages
-
-    @property
     def priority(self) -> int:
         return self.request.priority
 
@@ -113,9 +113,15 @@ class Request:
         """The sampled tokens known to the host, as a copy."""
         return self.token_ids[self.prompt_len :]
 
+    def held_pages(self) -> list[int]:
+        """Return the pages of all groups in the order of their positions, without the entries that are 0."""
+        if len(self.page_tables) == 1:
+            return self.page_tables[0][self.num_freed[0] :]
+        return [page for entries in zip_longest(*self.page_tables, fillvalue=0) for page in entries if page]
+
     def __repr__(self) -> str:
         return (
             f"Request({self.request_id!r}, {self._state.value}, prompt={self.prompt_len}, output={self.output_len}, "
             f"in_flight={self.length - len(self.token_ids)}, computed={self.num_computed}, slot={self.slot}, "
-            f"pages={[len(table) for table in self.page_tables]})"
+            f"pages={len(self.held_pages())})"
         )

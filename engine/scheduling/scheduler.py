@@ -2,9 +2,10 @@
 
 Requests are ordered by (priority, arrival, order of `add`) everywhere. A step takes running decodes first, then
 partially prefilled prompts, then new requests, under one token budget. A request is admitted only with pages for all
-its tokens so far, so a prefill never stalls half-way. A decode that finds no free page preempts the last request in
-order, which keeps its place in the queue and is recomputed. The first request in order is never preempted for another,
-so there is always progress. Works on plain integers, no tensors. Not thread-safe: the engine loop's thread owns it.
+its tokens so far (in a cache group with a window: for the largest chunk and the window before it), so a prefill never
+stalls half-way. A request that finds no free page preempts the last request in order, which keeps its place in the
+queue and is recomputed. The first request in order is never preempted for another, so there is always progress. Works
+on plain integers, no tensors. Not thread-safe: the engine loop's thread owns it.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Scheduler:
         self.prompt_tokens = 0  # of all requests admitted so far
         self.ended: Counter[str] = Counter()  # finish reason -> requests
         self._clock = clock
-        self._admission = Admission(pool, prefix_cache, config.max_model_len)
+        self._admission = Admission(pool, prefix_cache, config)
         self._entries: dict[str, QueuedRequest] = {}
         self._waiting: list[QueuedRequest] = []  # both queues are sorted by key
         self._running: list[QueuedRequest] = []
@@ -209,7 +210,7 @@ class Scheduler:
 
     def problems(self) -> list[str]:
         """Describe every broken invariant of queues, slots, pages and prefix cache. O(pages); for checks."""
-        found = self.pool.problems() + page_problems(self.pool, self._running)
+        found = self.pool.problems() + page_problems(self.pool, self._admission.groups, self._running)
         found += queue_problems(self._entries, self._waiting, self._running)
         found += slot_problems(self._free_slots, self._running, self.config.max_num_seqs)
         return found + (self.prefix_cache.problems() if self.prefix_cache is not None else [])
@@ -235,9 +236,8 @@ class Scheduler:
             raise SchedulerInvariantError("not idle: " + "; ".join(found))
 
     def _schedule_decodes(self, batch: Batch) -> list[QueuedRequest]:
-        """Add the decodes to `batch` in order, each with a page for its token. Returns the requests in prefill."""
-        page_size = self.pool.page_size
-        running, decodes = self._running, batch.decodes
+        """Add the decodes to `batch` in order, each with pages for its token. Returns the requests in prefill."""
+        running, decodes, has_windows = self._running, batch.decodes, self._admission.groups.has_windows
         prefilling: list[QueuedRequest] = []
         index = 0
         while index < len(running):  # preemption removes entries from the end of `running`
@@ -248,10 +248,11 @@ class Scheduler:
             if length >= request.max_length and length > len(request.token_ids):
                 pass  # the token in flight is its last
             elif remaining == 1:
-                if computed < len(request.page_tables[0]) * page_size or self._allocate_next_page(entry, batch):
+                if computed < entry.pages_until or self._update_pages(entry, batch):
                     decodes.append(request)
             elif remaining > 1:
-                prefilling.append(entry)
+                if not has_windows or self._update_pages(entry, batch):
+                    prefilling.append(entry)
             else:
                 raise SchedulerInvariantError(
                     f"{request!r} has nothing to compute: it got no token from complete() and was not finished"
@@ -259,19 +260,51 @@ class Scheduler:
             index += 1
         return prefilling
 
-    def _allocate_next_page(self, entry: QueuedRequest, batch: Batch) -> bool:
-        """Allocate a decode's next page, preempting from the end of the queue; False if the decode was preempted."""
-        if entry.pages_remaining <= 0:
+    def _update_pages(self, entry: QueuedRequest, batch: Batch) -> bool:
+        """Free a running request's pages that left their windows and allocate those of its next tokens.
+
+        Preempts from the end of the queue for them; returns False if the request itself was preempted. Pages that the
+        prefix cache will take when their step completes stay until then, unless the pool lacks pages.
+        """
+        request, pool, groups = entry.request, self.pool, self._admission.groups
+        if request.length > entry.final_tokens:
             raise SchedulerInvariantError(
-                f"{entry.request!r} exceeds its limit of {self.token_limit(entry.request)} tokens: it must end there"
+                f"{request!r} exceeds its limit of {self.token_limit(request)} tokens: it must end there"
             )
-        while not self.pool.num_free:
+        free_before = pool.num_free
+        if groups.has_windows:
+            self._free_outside_windows(request, entry.registered if self.prefix_cache is not None else None)
+        lengths = groups.table_lengths(request.num_computed, request.length)
+        missing = [max(0, n - len(table)) for n, table in zip(lengths, request.page_tables, strict=True)]
+        needed = sum(missing)
+        if needed > pool.num_free and groups.has_windows:
+            self._free_outside_windows(request)
+        while needed > pool.num_free:
             victim = self._running[-1]
             self._preempt(victim, batch)
             if victim is entry:
                 return False
-        entry.request.page_tables[0] += self.pool.allocate(1)
+        for table, count in zip(request.page_tables, missing, strict=True):
+            table += pool.allocate(count)
+        decodes = request.length - request.num_computed == 1
+        entry.pages_until = pool.pages_for(request.length) * pool.page_size if decodes else 0
+        if pool.num_free > free_before:
+            self._blocked_head = None
         return True
+
+    def _free_outside_windows(self, request: Request, limit: int | None = None) -> None:
+        """Free pages that no query at `num_computed` or later reads, below table entry `limit`; the entries become 0.
+
+        Enqueued steps may still read or write these pages. That is safe: a page is reused first by the step that is
+        being scheduled, which the device runs after them, and that step's own queries read no freed entry.
+        """
+        for group, first in enumerate(self._admission.groups.first_needed(request.num_computed)):
+            start, stop = request.num_freed[group], first if limit is None else min(first, limit)
+            if stop > start:
+                table = request.page_tables[group]
+                self.pool.free(table[start:stop])
+                table[start:stop] = [0] * (stop - start)
+                request.num_freed[group] = stop
 
     def _admit_urgent(self, batch: Batch) -> None:
         """Admit requests of higher priority than a running one, preempting it if slots or pages are short."""
@@ -279,7 +312,7 @@ class Scheduler:
             head, last = self._waiting[0], self._running[-1]
             if head is self._blocked_head or head.key[0] >= last.key[0] or self._budget_left_for(head) <= 0:
                 return
-            matched = self._admission.matched_pages(head, self.weight_version)
+            matched = self._admission.matched_tables(head, self.weight_version)
             victims = self._admission.victims(head, matched, self._running, bool(self._free_slots))
             if victims is None:
                 self._blocked_head = head
@@ -304,7 +337,7 @@ class Scheduler:
             head = self._waiting[0]
             if head.request in batch.preempted:  # re-admitting it would take back the pages it just freed
                 return
-            matched = self._admission.matched_pages(head, self.weight_version)
+            matched = self._admission.matched_tables(head, self.weight_version)
             if self._admission.shortfall(head, matched, self._running) > 0:
                 if not self._running:  # it must fit an idle pool, so it would wait forever
                     raise SchedulerInvariantError(f"{head.request!r} doesn't fit an idle engine: {self.problems()}")
@@ -322,22 +355,28 @@ class Scheduler:
         limit = self.config.max_prefill_chunks
         return limit is not None and len(batch.prefills) >= limit
 
-    def _admit(self, entry: QueuedRequest, matched: list[int], batch: Batch) -> None:
+    def _admit(self, entry: QueuedRequest, matched: list[list[int]], batch: Batch) -> None:
         """Move the head of the waiting queue to the running one, with a slot, a new lease and pages for its tokens."""
-        request = entry.request
+        request, pool = entry.request, self.pool
+        num_matched = len(matched[0]) if matched else 0
+        computed = num_matched * pool.page_size
         if self.prefix_cache is not None:
             self.prefix_cache.acquire(matched)  # before `allocate`, which could evict them
-        fresh = self.pool.allocate(self._admission.pages_now(entry) - len(matched))
+        lengths = self._admission.table_lengths(entry, computed)
+        fresh = [pool.allocate(length - num_matched) for length in lengths]
         del self._waiting[0]
         insort(self._running, entry, key=_ORDER_KEY)
         request.state = RequestState.RUNNING
-        request.page_tables = [matched + fresh]
+        request.page_tables = [found + new for found, new in zip(matched, fresh, strict=True)]
+        request.num_freed = self._admission.groups.first_needed(computed)
         request.slot = heappop(self._free_slots)
         self._last_lease += 1
         request.lease = self._last_lease
-        request.num_computed = len(matched) * self.pool.page_size
+        request.num_computed = computed
         request.weight_version = self.weight_version
-        entry.registered = len(matched)
+        entry.registered = num_matched
+        has_windows = self._admission.groups.has_windows
+        entry.pages_until = 0 if has_windows else max(lengths, default=0) * pool.page_size
         if request.first_scheduled_time is None:  # count a request once, not again when it is recomputed
             request.first_scheduled_time = self._clock()
             request.cached_tokens = request.num_computed
@@ -366,9 +405,10 @@ class Scheduler:
         A token in flight is dropped. If the request runs again, it is sampled again from the same seed and position.
         """
         request = entry.request
-        self.pool.free(request.page_tables[0])
+        self.pool.free(request.held_pages())
         heappush(self._free_slots, request.slot)
         request.page_tables = []
+        request.num_freed = []
         request.slot = None  # type: ignore[assignment]  # see Request
         request.lease = request.num_computed = 0
         request.length = len(request.token_ids)

@@ -11,7 +11,7 @@ SIZE = 4
 def stored(cache: PrefixCache, token_ids: list[int], salt: str = "v1") -> list[int]:
     """Allocate pages for `token_ids`, cache the full ones and free all of them. Returns the pages."""
     pages = cache.pool.allocate(cache.pool.pages_for(len(token_ids)))
-    cache.insert(cache.chain(salt), token_ids, pages, 0, len(token_ids) // SIZE)
+    cache.insert(cache.chain(salt), token_ids, [pages], 0, len(token_ids) // SIZE)
     cache.pool.free(pages)
     return pages
 
@@ -24,38 +24,38 @@ def cache() -> PrefixCache:
 def test_match_returns_the_pages_of_the_shared_prefix_referenced(cache):
     pages = stored(cache, list(range(12)))
     found = cache.match([*range(8), 99, 98, 97, 96, 95], "v1")
-    assert found == pages[:2]
+    assert found == [pages[:2]]
     assert [cache.pool.ref_count(page) for page in pages] == [1, 1, 0]
 
 
 @pytest.mark.parametrize(("length", "pages"), [(3, 0), (4, 0), (5, 1), (8, 1), (9, 2), (12, 2), (13, 3)])
 def test_match_leaves_at_least_one_token_to_compute(cache, length, pages):
     stored(cache, list(range(12)))
-    assert len(cache.match(list(range(length)), "v1")) == pages
+    assert len(cache.match(list(range(length)), "v1")[0]) == pages
 
 
 def test_same_page_after_another_prefix_does_not_match(cache):
     stored(cache, [1, 2, 3, 4, 5, 6, 7, 8])
-    assert cache.match([9, 9, 9, 9, 5, 6, 7, 8, 0], "v1") == []
-    assert cache.match([5, 6, 7, 8, 0], "v1") == []
+    assert cache.match([9, 9, 9, 9, 5, 6, 7, 8, 0], "v1") == [[]]
+    assert cache.match([5, 6, 7, 8, 0], "v1") == [[]]
 
 
 def test_other_weights_never_match(cache):
     stored(cache, list(range(8)), salt="v1")
-    assert cache.match(list(range(9)), "v2") == []
-    assert len(cache.match(list(range(9)), "v1")) == 2
+    assert cache.match(list(range(9)), "v2") == [[]]
+    assert len(cache.match(list(range(9)), "v1")[0]) == 2
 
 
 def test_reset_empties_the_cache_and_refuses_pages_begun_before(cache):
     tokens = list(range(8))
     chain = cache.chain("v1")
     pages = cache.pool.allocate(2)
-    cache.insert(chain, tokens, pages, 0, 1)
+    cache.insert(chain, tokens, [pages], 0, 1)
     cache.reset()
-    assert len(cache) == 0 and cache.match(tokens, "v1") == []
-    cache.insert(chain, tokens, pages, 1, 2)
+    assert len(cache) == 0 and cache.match(tokens, "v1") == [[]]
+    cache.insert(chain, tokens, [pages], 1, 2)
     assert len(cache) == 0
-    assert cache.lookup(chain, tokens) == []
+    assert cache.lookup(chain, tokens) == [[]]
     cache.pool.free(pages)
     assert cache.pool.num_free == 16 and cache.problems() == []
 
@@ -66,15 +66,15 @@ def test_reset_separates_two_runs_under_the_same_version(cache):
     cache.reset()
     cache.reset()
     page = cache.pool.allocate(1)
-    cache.insert(old, list(range(4)), page, 0, 1)
-    assert cache.match(list(range(5)), "v1") == []
+    cache.insert(old, list(range(4)), [page], 0, 1)
+    assert cache.match(list(range(5)), "v1") == [[]]
 
 
 def test_duplicate_prefix_keeps_the_first_page_and_leaves_the_second_private(cache):
     first = stored(cache, list(range(8)))
     second = cache.pool.allocate(2)
-    cache.insert(cache.chain("v1"), list(range(8)), second, 0, 2)
-    assert cache.match(list(range(9)), "v1") == first
+    cache.insert(cache.chain("v1"), list(range(8)), [second], 0, 2)
+    assert cache.match(list(range(9)), "v1") == [first]
     cache.pool.free(second)
     assert cache.pool.allocate(1)[0] in second and cache.evictions == 0
 
@@ -82,11 +82,11 @@ def test_duplicate_prefix_keeps_the_first_page_and_leaves_the_second_private(cac
 def test_eviction_takes_the_least_recently_used_prefix_from_its_end(cache):
     old = stored(cache, list(range(16)))
     young = stored(cache, list(range(100, 116)))
-    cache.pool.free(cache.match(list(range(17)), "v1"))  # used again: now the most recent of the two
+    cache.pool.free(cache.match(list(range(17)), "v1")[0])  # used again: now the most recent of the two
     cache.pool.allocate(8 + 1)
     assert cache.evictions == 1
-    assert len(cache.lookup(cache.chain("v1"), list(range(17)))) == len(old)
-    assert cache.lookup(cache.chain("v1"), list(range(100, 117))) == young[:3]
+    assert len(cache.lookup(cache.chain("v1"), list(range(17)))[0]) == len(old)
+    assert cache.lookup(cache.chain("v1"), list(range(100, 117))) == [young[:3]]
 
 
 def test_pages_in_use_are_never_evicted(cache):
@@ -101,9 +101,9 @@ def test_evicted_parent_computed_again_finds_its_children(cache):
     first, second = stored(cache, list(range(8)))
     cache.pool.acquire([second])
     cache.pool.free(cache.pool.allocate(15))
-    assert cache.evictions == 1 and cache.lookup(cache.chain("v1"), list(range(9))) == []
+    assert cache.evictions == 1 and cache.lookup(cache.chain("v1"), list(range(9))) == [[]]
     again = stored(cache, list(range(4)))
-    assert cache.lookup(cache.chain("v1"), list(range(9))) == [*again, second]
+    assert cache.lookup(cache.chain("v1"), list(range(9))) == [[*again, second]]
 
 
 def test_queries_and_hits_count_tokens(cache):
@@ -117,7 +117,7 @@ def test_queries_and_hits_count_tokens(cache):
 def test_any_version_name_makes_a_salt(cache):
     # Names come over HTTP: JSON can contain a lone surrogate, which strict UTF-8 can't encode.
     stored(cache, list(range(4)), salt="\ud800")
-    assert len(cache.match(list(range(5)), "\ud800")) == 1
+    assert len(cache.match(list(range(5)), "\ud800")[0]) == 1
 
 
 def test_problems_names_a_page_that_the_pool_keeps_and_the_cache_does_not(cache):

@@ -2,7 +2,8 @@
 
 Like a model, the simulation writes a value into every page that depends on the token, the weights and all values before
 it. A page that is shared wrongly, allocated twice, left unwritten, or reused across weight versions then shows up as a
-wrong value, and a preempted request must still produce the tokens it produces alone.
+wrong value, and a preempted request must still produce the tokens it produces alone. Each cache group writes its own
+values, and a query reads those of its group's window through the page tables.
 """
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine.errors import PromptTooLong, QueueFull
 from engine.protocol.request import EngineRequest, SamplingParams
 from engine.scheduling.batch import Batch
-from engine.scheduling.page_pool import PagePool
+from engine.scheduling.page_pool import SCRATCH_PAGE, PagePool
 from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.request import Request, RequestState
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -29,6 +30,16 @@ def value_after(value: int, token: int, weights: int) -> int:
 
 def sampled(value: int) -> int:
     return value % VOCAB
+
+
+def most_pages(groups: tuple[int | None, ...], page_size: int, max_chunk: int, num_tokens: int) -> int:
+    """Return the most pages that a request needs at once on its way to `num_tokens` stored tokens."""
+    total = 0
+    for window in groups:
+        read = num_tokens if window is None else min(num_tokens, window - 1 + max_chunk)
+        touched = max(len({(first + k) // page_size for k in range(read)}) for first in range(page_size))
+        total += min(touched, -(-num_tokens // page_size))
+    return total
 
 
 def tokens_of(batch: Batch) -> int:
@@ -51,13 +62,15 @@ class Simulation:
         async_scheduling: bool = False,
     ):
         self.async_scheduling = async_scheduling
+        self.groups = config.groups
         self.in_flight: list[tuple[Batch, list[Request], list[int]]] = []
         self.last_sampled: dict[Request, int] = {}  # the token that the device sampled last
         self.pool = PagePool(num_pages, page_size)
-        self.cache = PrefixCache(self.pool) if cached else None
+        self.cache = PrefixCache(self.pool, config.groups) if cached else None
         self.scheduler = Scheduler(config, self.pool, self.cache, weight_version="0")
         self.weights = 0
-        self.cells: dict[tuple[int, int], int] = {}
+        self.cells: dict[tuple[int, int], tuple[int, int]] = {}  # (page, offset) -> (group, value)
+        self.uploaded: dict[Request, tuple[int, list[list[int]], list[int]]] = {}  # lease, page tables, num_freed
         self.values: dict[Request, list[int]] = {}  # expected page contents of each running request
         self.first_weights: dict[Request, int] = {}
         self.accepted: list[Request] = []
@@ -85,6 +98,7 @@ class Simulation:
         self.check_batch(batch)
         work = [(request, request.num_computed, 1, True) for request in batch.decodes]
         work += [(chunk.request, chunk.start, chunk.length, chunk.is_last) for chunk in batch.prefills]
+        self.upload()
         self.write(batch.admitted, work)
         new_tokens = [sampled(self.values[request][-1]) for request, _, _, is_last in work if is_last]
         self.last_sampled |= zip((request for request, _, _, is_last in work if is_last), new_tokens, strict=True)
@@ -109,6 +123,21 @@ class Simulation:
                 if request.slot is not None and len(request.token_ids) >= self.scheduler.token_limit(request):
                     self.scheduler.finish(request, RequestState.FINISHED, "length")
 
+    def upload(self) -> None:
+        """Send the changes of page tables that `num_freed` and the tables' lengths announce."""
+        for request in self.scheduler.requests():
+            if request.slot is None:
+                continue
+            lease, tables, freed = self.uploaded.get(request, (0, [], []))
+            if lease != request.lease:
+                tables, freed = [[] for _ in self.groups], [0 for _ in self.groups]
+            for group, table in enumerate(tables):
+                table += request.page_tables[group][len(table) :]
+                now = request.num_freed[group]
+                table[freed[group] : now] = [0] * (now - freed[group])
+            assert tables == request.page_tables
+            self.uploaded[request] = request.lease, tables, list(request.num_freed)
+
     def write(self, admitted: list[Request], work: list[tuple[Request, int, int, bool]]) -> None:
         size = self.pool.page_size
         for request in admitted:
@@ -125,12 +154,16 @@ class Simulation:
                 known = position < len(request.token_ids)
                 token = request.token_ids[position] if known else self.last_sampled[request]
                 values.append(value_after(values[-1], token, self.weights))
-                self.cells[request.page_tables[0][position // size], position % size] = values[-1]
+                for group, table in enumerate(request.page_tables):
+                    assert table[position // size] != SCRATCH_PAGE
+                    self.cells[table[position // size], position % size] = group, values[-1]
         # After all writes: a layer stores KV for the whole batch before attention.
         for request, start, length, _ in work:
-            for position in range(start + length):
-                cell = self.cells.get((request.page_tables[0][position // size], position % size))
-                assert cell == self.values[request][position + 1], f"{request!r} reads wrong KV at {position}"
+            for group, (window, table) in enumerate(zip(self.groups, request.page_tables, strict=True)):
+                for position in range(0 if window is None else max(0, start - window + 1), start + length):
+                    cell = self.cells.get((table[position // size], position % size))
+                    expected = group, self.values[request][position + 1]
+                    assert cell == expected, f"{request!r} reads wrong KV at {position} in group {group}"
 
     def check_batch(self, batch) -> None:
         scheduler, config = self.scheduler, self.scheduler.config
@@ -144,9 +177,8 @@ class Simulation:
         assert all(request.state is RequestState.PREEMPTED for request in batch.preempted)
         assert len(set(batch.preempted)) == len(batch.preempted)
         assert all(request.num_computed == request.length - 1 for request in batch.decodes)
-        assert all(
-            request.num_computed < len(request.page_tables[0]) * self.pool.page_size for request in batch.decodes
-        )
+        size = self.pool.page_size
+        assert all(r.num_computed < len(table) * size for r in batch.decodes for table in r.page_tables)
         for chunk in batch.prefills:
             left = len(chunk.request.token_ids) - chunk.start
             assert chunk.start == chunk.request.num_computed and 1 <= chunk.length <= left
@@ -168,6 +200,7 @@ class Simulation:
             # A request is preempted at most num_preemptions times, so with more free pages the head must be admitted.
             share = 1 << min(self.scheduler.num_preemptions, 16)
             need = self.pool.pages_for(len(waiting[0].token_ids) + 1) + (len(running) + 1) * share
+            need *= len(self.groups)
             assert need > self.pool.num_free, f"{waiting[0]!r} waits though it would fit"
 
     def drain(self) -> None:
@@ -194,6 +227,9 @@ class Simulation:
                 value = value_after(value, token, self.weights)
 
 
+GROUPS = st.one_of(
+    st.just((None,)), st.lists(st.none() | st.integers(1, 12), min_size=1, max_size=3).map(tuple), st.just((None, 5))
+)
 SHARED = [0, 1, 2, 2, 1, 0, 0, 1, 2, 2, 1, 0]
 REQUESTS = st.fixed_dictionaries(
     {
@@ -218,13 +254,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_model_len=st.integers(12, 40),
         cached=st.booleans(),
         async_scheduling=st.booleans(),
+        groups=GROUPS,
     )
-    def start(self, num_pages, page_size, max_num_seqs, spare_tokens, max_model_len, cached, async_scheduling):
+    def start(self, num_pages, page_size, max_num_seqs, spare_tokens, max_model_len, cached, async_scheduling, groups):
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + spare_tokens,
             max_model_len=max_model_len,
             max_waiting=MAX_WAITING,
+            groups=groups,
         )
         self.sim = Simulation(num_pages, page_size, config, cached, async_scheduling)
 
@@ -238,7 +276,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs)
         total = len(prompt) + (1 if max_tokens is None else max_tokens)
         stored = max(len(prompt), total - 1)
-        fits = total <= sim.scheduler.config.max_model_len and stored <= sim.pool.capacity * sim.pool.page_size
+        config = sim.scheduler.config
+        pages = most_pages(config.groups, sim.pool.page_size, config.max_num_batched_tokens, stored)
+        fits = total <= config.max_model_len and pages <= sim.pool.capacity
         if not fits:
             with pytest.raises(PromptTooLong):
                 sim.add(prompt, priority, params, float(arrival))
@@ -310,9 +350,9 @@ TestSchedulerMachine.settings = settings(
 )
 
 
-def overload(num_requests: int, num_pages: int, cached: bool) -> Simulation:
+def overload(num_requests: int, num_pages: int, cached: bool, groups: tuple[int | None, ...] = (None,)) -> Simulation:
     """Add requests at once that fit alone but not together."""
-    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32, max_model_len=64)
+    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32, max_model_len=64, groups=groups)
     sim = Simulation(num_pages, 4, config, cached)
     for number in range(num_requests):
         prompt = [(number * 7 + k * k) % VOCAB for k in range(4 + number % 9)]
@@ -321,8 +361,9 @@ def overload(num_requests: int, num_pages: int, cached: bool) -> Simulation:
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_overload_ends_with_the_same_tokens_and_little_recomputation(cached):
-    sim = overload(num_requests=24, num_pages=31, cached=cached)
+@pytest.mark.parametrize(("groups", "num_pages"), [((None,), 31), ((None, 9), 45), ((30,), 28), ((20, None, 5), 80)])
+def test_overload_ends_with_the_same_tokens_and_little_recomputation(cached, groups, num_pages):
+    sim = overload(24, num_pages, cached, groups)
     sim.drain()
     sim.check_outputs()
     assert all(request.output_len == 40 for request in sim.accepted)
