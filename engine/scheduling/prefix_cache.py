@@ -60,13 +60,13 @@ class PrefixCache:
         self.evictions = 0
         self.generation = 0
         self._page_of: list[dict[bytes, int]] = [{} for _ in groups]
-        self._key_of: dict[int, tuple[int, bytes]] = {}  # page -> (group, digest)
+        self._digest_of: dict[int, bytes] = {}  # for the pages of all groups
         self._pages_before = [None if window is None else pages_before(window, pool.page_size) for window in groups]
         pool.on_evict = self._evicted
 
     def __len__(self) -> int:
         """Number of cached pages, referenced or idle."""
-        return len(self._key_of)
+        return len(self._digest_of)
 
     def chain(self, salt: str) -> PrefixChain:
         """Create the chain of one sequence. Sequences with different salts (weight versions) never share pages."""
@@ -130,33 +130,33 @@ class PrefixCache:
         """
         if not self.is_current(chain):
             return
-        for index in range(start, stop):
-            digest = chain.digest(index, token_ids, self.pool.page_size)
-            for group, (table, page_of) in enumerate(zip(tables, self._page_of, strict=True)):
-                page = table[index]
-                if page and digest not in page_of:
+        for group, page_of in enumerate(self._page_of):
+            table = tables[group]
+            for index in range(start, stop):
+                digest = chain.digest(index, token_ids, self.pool.page_size)
+                if digest not in page_of and (page := table[index]):
                     self.pool.keep(page)
                     page_of[digest] = page
-                    self._key_of[page] = group, digest
+                    self._digest_of[page] = digest
 
     def reset(self) -> None:
         """Drop all entries and start a new generation. Referenced pages stay with their requests, but aren't shared."""
-        for page in self._key_of:
+        for page in self._digest_of:
             self.pool.discard(page)
         for page_of in self._page_of:
             page_of.clear()
-        self._key_of.clear()
+        self._digest_of.clear()
         self.generation += 1
 
     def problems(self) -> list[str]:
         """Describe every inconsistency within the cache or with its pool; empty if there is none."""
         found = []
-        keys = {page: (group, digest) for group, of in enumerate(self._page_of) for digest, page in of.items()}
-        if keys != self._key_of or len(keys) != sum(map(len, self._page_of)):
+        digests = {page: digest for page_of in self._page_of for digest, page in page_of.items()}
+        if digests != self._digest_of or len(digests) != sum(map(len, self._page_of)):
             found.append("the prefix cache's maps disagree")
         kept = self.pool.kept_pages()
-        if kept != self._key_of.keys():
-            found.append(f"pages kept but not cached, or the reverse: {sorted(kept ^ self._key_of.keys())}")
+        if kept != self._digest_of.keys():
+            found.append(f"pages kept but not cached, or the reverse: {sorted(kept ^ self._digest_of.keys())}")
         return found
 
     def _last_gap(self, chain: PrefixChain, token_ids: Sequence[int], length: int) -> int | None:
@@ -172,6 +172,8 @@ class PrefixCache:
         return None
 
     def _evicted(self, page: int) -> None:
-        group, digest = self._key_of.pop(page)
-        del self._page_of[group][digest]
+        digest = self._digest_of.pop(page)
+        for page_of in self._page_of:
+            if page_of.get(digest) == page:
+                del page_of[digest]
         self.evictions += 1

@@ -56,6 +56,8 @@ class Scheduler:
         self.ended: Counter[str] = Counter()  # finish reason -> requests
         self._clock = clock
         self._admission = Admission(pool, prefix_cache, config)
+        self._groups = self._admission.groups
+        self._one_page_each = [1] * len(config.groups)
         self._entries: dict[str, QueuedRequest] = {}
         self._waiting: list[QueuedRequest] = []  # both queues are sorted by key
         self._running: list[QueuedRequest] = []
@@ -210,7 +212,7 @@ class Scheduler:
 
     def problems(self) -> list[str]:
         """Describe every broken invariant of queues, slots, pages and prefix cache. O(pages); for checks."""
-        found = self.pool.problems() + page_problems(self.pool, self._admission.groups, self._running)
+        found = self.pool.problems() + page_problems(self.pool, self._groups, self._running)
         found += queue_problems(self._entries, self._waiting, self._running)
         found += slot_problems(self._free_slots, self._running, self.config.max_num_seqs)
         return found + (self.prefix_cache.problems() if self.prefix_cache is not None else [])
@@ -237,7 +239,7 @@ class Scheduler:
 
     def _schedule_decodes(self, batch: Batch) -> list[QueuedRequest]:
         """Add the decodes to `batch` in order, each with pages for its token. Returns the requests in prefill."""
-        running, decodes, has_windows = self._running, batch.decodes, self._admission.groups.has_windows
+        running, decodes, has_windows = self._running, batch.decodes, self._groups.has_windows
         prefilling: list[QueuedRequest] = []
         index = 0
         while index < len(running):  # preemption removes entries from the end of `running`
@@ -261,36 +263,43 @@ class Scheduler:
         return prefilling
 
     def _update_pages(self, entry: QueuedRequest, batch: Batch) -> bool:
-        """Free a running request's pages that left their windows and allocate those of its next tokens.
+        """Allocate the pages of a running request's next tokens, and free those that left their windows.
 
-        Preempts from the end of the queue for them; returns False if the request itself was preempted. Pages that the
-        prefix cache will take when their step completes stay until then, unless the pool lacks pages.
+        Preempts from the end of the queue for them; returns False if the request itself was preempted.
         """
-        request, pool, groups = entry.request, self.pool, self._admission.groups
+        request, pool = entry.request, self.pool
         if request.length > entry.final_tokens:
             raise SchedulerInvariantError(
                 f"{request!r} exceeds its limit of {self.token_limit(request)} tokens: it must end there"
             )
-        free_before = pool.num_free
-        if groups.has_windows:
-            self._free_outside_windows(request, entry.registered if self.prefix_cache is not None else None)
-        lengths = groups.table_lengths(request.num_computed, request.length)
-        missing = [max(0, n - len(table)) for n, table in zip(lengths, request.page_tables, strict=True)]
+        missing = self._slide_windows(entry) if self._groups.has_windows else self._one_page_each
         needed = sum(missing)
-        if needed > pool.num_free and groups.has_windows:
-            self._free_outside_windows(request)
         while needed > pool.num_free:
             victim = self._running[-1]
             self._preempt(victim, batch)
             if victim is entry:
                 return False
-        for table, count in zip(request.page_tables, missing, strict=True):
-            table += pool.allocate(count)
-        decodes = request.length - request.num_computed == 1
+        for group, count in enumerate(missing):
+            request.page_tables[group] += pool.allocate(count)
+        decodes = request.num_computed + 1 == request.length
         entry.pages_until = pool.pages_for(request.length) * pool.page_size if decodes else 0
-        if pool.num_free > free_before:
-            self._blocked_head = None
         return True
+
+    def _slide_windows(self, entry: QueuedRequest) -> list[int]:
+        """Free a request's pages that left their windows. Returns per group how many pages its next tokens need.
+
+        Pages that the prefix cache will take when their step completes stay until then, unless the pool lacks pages.
+        """
+        request, pool = entry.request, self.pool
+        num_free = pool.num_free
+        self._free_outside_windows(request, entry.registered if self.prefix_cache is not None else None)
+        lengths = self._groups.table_lengths(request.num_computed, request.length)
+        missing = [max(0, n - len(table)) for n, table in zip(lengths, request.page_tables, strict=True)]
+        if sum(missing) > pool.num_free:
+            self._free_outside_windows(request)
+        if pool.num_free - sum(missing) > num_free:
+            self._blocked_head = None
+        return missing
 
     def _free_outside_windows(self, request: Request, limit: int | None = None) -> None:
         """Free pages that no query at `num_computed` or later reads, below table entry `limit`; the entries become 0.
@@ -298,7 +307,7 @@ class Scheduler:
         Enqueued steps may still read or write these pages. That is safe: a page is reused first by the step that is
         being scheduled, which the device runs after them, and that step's own queries read no freed entry.
         """
-        for group, first in enumerate(self._admission.groups.first_needed(request.num_computed)):
+        for group, first in enumerate(self._groups.first_needed(request.num_computed)):
             start, stop = request.num_freed[group], first if limit is None else min(first, limit)
             if stop > start:
                 table = request.page_tables[group]
@@ -368,14 +377,14 @@ class Scheduler:
         insort(self._running, entry, key=_ORDER_KEY)
         request.state = RequestState.RUNNING
         request.page_tables = [found + new for found, new in zip(matched, fresh, strict=True)]
-        request.num_freed = self._admission.groups.first_needed(computed)
+        request.num_freed = self._groups.first_needed(computed)
         request.slot = heappop(self._free_slots)
         self._last_lease += 1
         request.lease = self._last_lease
         request.num_computed = computed
         request.weight_version = self.weight_version
         entry.registered = num_matched
-        has_windows = self._admission.groups.has_windows
+        has_windows = self._groups.has_windows
         entry.pages_until = 0 if has_windows else max(lengths, default=0) * pool.page_size
         if request.first_scheduled_time is None:  # count a request once, not again when it is recomputed
             request.first_scheduled_time = self._clock()
