@@ -108,6 +108,15 @@ def test_request_whose_freed_pages_are_shared_preempts_the_last_in_order():
     scheduler.idle_check()
 
 
+def test_urgent_request_counts_the_pages_of_all_its_victims_groups():
+    scheduler = make(pages=8, groups=(None, 9))
+    add(scheduler, "low", 8, max_tokens=3, priority=1)
+    step(scheduler)
+    add(scheduler, "high", 8, max_tokens=3)
+    batch = step(scheduler)
+    assert names(batch.preempted) == ["low"] and names(batch.admitted) == ["high"]
+
+
 def test_model_without_paged_layers_needs_no_pages():
     scheduler = make(pages=1, groups=(), cached=False)
     request = add(scheduler, "a", 100, max_tokens=30)
@@ -228,6 +237,15 @@ def test_freed_window_pages_are_found_by_a_later_prompt():
     second = add(scheduler, "b", [*range(32), 99, 98], max_tokens=2)
     step(scheduler)
     assert second.cached_tokens == 32 and second.num_freed == [0, 6]
+
+
+def test_end_of_a_prefix_is_evicted_in_all_groups_before_its_beginning():
+    scheduler = make(pages=8, groups=(None, 64))
+    add(scheduler, "a", list(range(16)), max_tokens=1)
+    step(scheduler)
+    scheduler.pool.free(scheduler.pool.allocate(4))
+    [full, window] = scheduler.prefix_cache.match(list(range(17)), "")
+    assert len(full) == len(window) == 2
 
 
 # --- config ---
