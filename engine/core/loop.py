@@ -68,13 +68,15 @@ class EngineLoop:
         self.manifest = manifest
         self.weight_version = info.weight_version
         pool = PagePool(config.num_pages, config.page_size)
-        self.prefix_cache = PrefixCache(pool) if config.enable_prefix_caching else None
+        groups = tuple(group.window for group in runner.kv.groups)
+        self.prefix_cache = PrefixCache(pool, groups) if config.enable_prefix_caching else None
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_model_len=config.max_model_len,
                 max_prefill_chunks=runner.prefill_buckets.max_chunks,
+                groups=groups,
             ),
             pool,
             self.prefix_cache,

@@ -180,11 +180,11 @@ class DecodeInputs:
         values: list[int] = []
         for row in np.flatnonzero(self._num_pages[slots] * size <= positions).tolist():
             tables, slot = batch.decodes[row].page_tables, batch.decodes[row].slot
-            num_written, num_pages = int(self._num_pages[slot]), len(tables[0])
+            num_written, num_pages = int(self._num_pages[slot]), min(map(len, tables))  # all hold this position
             for group, pages in enumerate(tables):
                 start = self._table_start(group, slot)
                 indices += range(start + num_written, start + num_pages)
-                values += pages[num_written:]
+                values += pages[num_written:num_pages]
             self._num_pages[slot] = num_pages
         if indices:
             self._write(indices, values)
