@@ -204,3 +204,21 @@ def test_the_buffers_are_the_shapes_that_the_decode_site_reads(rows):
     assert [tuple(part.shape) for part in parts] == [(8,), (8,), (9,), (1, 9, PAGES)]
     buffers["state"].copy_(torch.arange(LAYOUT.size))
     assert torch.cat([part.reshape(-1) for part in parts]).tolist() == list(range(LAYOUT.size))
+
+
+def test_tables_of_two_groups_may_differ_in_length_and_lose_their_beginnings():
+    layout = Layout(ROWS, PAGES, 2)
+    buffers = decode_buffers(layout, ROWS, 4, 10, torch.float32, torch.device("cpu"))
+    inputs = DecodeInputs(layout, PAGE_SIZE, (None, PAGE_SIZE))
+    state = layout.views(buffers["state"])
+    request = a_request("one", 3, [5, 6], PAGE_SIZE)  # the full group has the next page already
+    request.page_tables, request.num_freed = [[5, 6], [7]], [0, 0]
+    for tables, freed in (([[5, 6], [7]], [0, 0]), ([[5, 6], [7, 8]], [0, 0]), ([[5, 6], [0, 8]], [0, 1])):
+        request.page_tables, request.num_freed = tables, freed
+        indices, values = torch.from_numpy(inputs.changes(batch_of([request]), 1))
+        buffers["state"].index_copy_(0, indices, values)
+        used = request.num_computed // PAGE_SIZE + 1
+        for group, table in enumerate(tables):
+            assert state.page_tables[group, 4, :used].tolist() == table[:used]
+        inputs.advance()
+        request.num_computed += 1
