@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from graph_cache.addresses import AddressBook, Moved
     from graph_cache.buckets import Buckets, default_ladder
     from graph_cache.buffers import BATCH, BufferSpec, StaticBuffers
-    from graph_cache.cache import Borrowed, GraphCache
+    from graph_cache.cache import GraphCache, Ran
+    from graph_cache.capture_state import CaptureState, CaptureStatus
     from graph_cache.config import GraphConfig
     from graph_cache.errors import (
         CaptureError,
@@ -37,7 +38,8 @@ _EXPORTS = {
     "addresses": ("AddressBook", "Moved"),
     "buckets": ("Buckets", "default_ladder"),
     "buffers": ("BATCH", "BufferSpec", "StaticBuffers"),
-    "cache": ("Borrowed", "GraphCache"),
+    "cache": ("GraphCache", "Ran"),
+    "capture_state": ("CaptureState", "CaptureStatus"),
     "config": ("GraphConfig",),
     "errors": (
         "CaptureError",
@@ -61,11 +63,12 @@ _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in nam
 __all__ = [
     "BATCH",
     "AddressBook",
-    "Borrowed",
     "Buckets",
     "BufferSpec",
     "CaptureError",
     "CaptureRefused",
+    "CaptureState",
+    "CaptureStatus",
     "GraphCache",
     "GraphClosed",
     "GraphConfig",
@@ -79,6 +82,7 @@ __all__ = [
     "ManifestError",
     "Moved",
     "Plan",
+    "Ran",
     "RunnerState",
     "SignatureMismatch",
     "Site",

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch.utils._pytree import tree_map
@@ -20,12 +20,11 @@ from graph_cache.addresses import GEOMETRY_PARTS, PARTS, AddressBook, Moved
 from graph_cache.backends import backend_for
 from graph_cache.buckets import Buckets
 from graph_cache.buffers import BufferSpec, StaticBuffers
+from graph_cache.capture_state import CaptureState, CaptureStatus
 from graph_cache.config import GraphConfig
 from graph_cache.errors import CaptureError, GraphConfigError
 from graph_cache.keys import (
     ABOVE_MAX,
-    CAPTURE_FAILED,
-    EVICTED,
     GRAPHS_OFF,
     NOT_CAPTURED,
     STALE,
@@ -45,11 +44,26 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Borrowed(Generic[T]):
-    """Results that alias static memory and are overwritten by the next run. Call `copy()` to keep them."""
+class Ran(NamedTuple, Generic[T]):
+    """Result of `GraphCache.run`: what ran, and the results.
 
+    `reason` says why the run was eager; None if a graph was replayed. `value` holds the results. They alias static
+    memory and are overwritten by the next run: call `copy()` to keep them.
+    """
+
+    key: GraphKey
+    reason: str | None
     value: T
+
+    @property
+    def is_graph(self) -> bool:
+        """Whether a graph was replayed."""
+        return self.reason is None
+
+    @property
+    def bucket(self) -> int:
+        """Number of rows that ran, padding included."""
+        return self.key.bucket
 
     def copy(self) -> T:
         """Return the results in newly allocated memory."""
@@ -58,18 +72,36 @@ class Borrowed(Generic[T]):
 
 @dataclass
 class CacheEntry:
-    """A key's graphs, one per part, or the reason why its capture failed."""
+    """The capture of a key and its graphs, one per part."""
 
     key: GraphKey
+    state: CaptureState = field(default_factory=CaptureState)
     runners: list[GraphRunner] = field(default_factory=list)
-    failure: str | None = None
-    replays: int = 0
     real_rows: int = 0
     nbytes: int = 0
 
-    @property
-    def captured(self) -> bool:
-        return self.failure is None
+    def drop(self, cause: CaptureStatus) -> None:
+        """Destroy the graphs, or forget the failure."""
+        _close(self.runners)
+        self.runners, self.real_rows, self.nbytes = [], 0, 0
+        self.state.drop(cause)
+
+    def row(self) -> dict[str, Any]:
+        """Return the entry as a row of plain values."""
+        key, runners, replays = self.key, self.runners, self.state.replays
+        return {
+            "site": key.site,
+            "scope": key.scope,
+            "phase": key.phase,
+            "bucket": key.bucket,
+            "statics": dict(key.variant),
+            "padded_rows": replays * key.bucket - self.real_rows,
+            "graphs": len(runners),
+        } | self.state.row(
+            engine=runners[0].engine if runners else "",
+            nbytes=self.nbytes,
+            capture_seconds=sum(runner.capture_seconds for runner in runners),
+        )
 
 
 class GraphCache:
@@ -96,8 +128,7 @@ class GraphCache:
         self.stats = CacheStats()
         self.enabled = self.config.captures_inference
         self._sites: dict[str, Site] = {}
-        self._entries: dict[GraphKey, CacheEntry] = {}
-        self._dropped: dict[GraphKey, str] = {}  # keys whose graph was dropped, with the reason
+        self._entries: dict[GraphKey, CacheEntry] = {}  # of keys whose capture was tried at least once
         self._plans: dict[tuple, Plan] = {}
         self._pending: list[GraphKey] | None = None
         self._address_books: list[tuple[AddressBook, list[str]]] = []  # with the names of the sites that share it
@@ -191,44 +222,51 @@ class GraphCache:
         if bucket is None:
             return Plan(site.name, rows, None, None, ABOVE_MAX, variant)
         key = site.key(bucket, variant)
-        reason: str | None
-        if not self.enabled:
-            reason = GRAPHS_OFF
-        elif not site.serves(variant):
-            reason = UNKNOWN_VARIANT
-        elif key in self._entries:
-            reason = None if self._entries[key].captured else CAPTURE_FAILED
-        else:
-            reason = self._dropped.get(key, NOT_CAPTURED)
-        return Plan(site.name, rows, bucket, key, reason, variant)
+        return Plan(site.name, rows, bucket, key, self._eager_reason(site, key), variant)
 
-    def run(self, plan: Plan) -> Borrowed[Any]:
+    def _eager_reason(self, site: Site, key: GraphKey) -> str | None:
+        """Return why a run of this key is eager now; None if it replays a graph."""
+        if not self.enabled:
+            return GRAPHS_OFF
+        if not site.serves(key.variant):
+            return UNKNOWN_VARIANT
+        entry = self._entries.get(key)
+        return NOT_CAPTURED if entry is None else entry.state.fallback_reason
+
+    def _may_capture(self, key: GraphKey) -> bool:
+        """Whether this key has neither a graph nor a failed capture."""
+        entry = self._entries.get(key)
+        return entry is None or entry.state.may_capture
+
+    def run(self, plan: Plan) -> Ran[Any]:
         """Run a plan on its site's static buffers, which the caller has loaded, and count it.
 
-        A plan may be kept and run again; it is re-evaluated if graphs were captured or dropped since. Returns results
-        cut to the plan's rows, which the next run overwrites. A failed capture is logged and counted, and the call runs
-        eager.
+        A plan may be kept and run again; it is re-evaluated if graphs were captured or dropped since. Returns what ran,
+        with results cut to the plan's rows, which the next run overwrites. A failed capture is logged and counted, and
+        the call runs eager.
         """
         site = self._sites[plan.site]
         if plan.bucket is None or plan.key is None:
             raise GraphConfigError(f"{plan.rows} rows exceed every bucket of site {plan.site!r}: use run_unpadded")
         entry = self._entries.get(plan.key)
-        if entry is None and self.capture_on_miss and self.enabled and site.serves(plan.key.variant):
-            entry = self._capture_for(plan.key)
-        if entry is not None and entry.captured:
+        if self.capture_on_miss and (entry is None or entry.state.may_capture):
+            if self.enabled and site.serves(plan.key.variant):
+                entry = self._capture_for(plan.key)
+        reason: str | None = None
+        if entry is not None and entry.state.captured:
             for runner in entry.runners:
                 runner.replay()
-            entry.replays += 1
+            entry.state.replays += 1
             entry.real_rows += plan.rows
             self.stats.replays[site.name, site.scope, site.phase, plan.bucket] += len(entry.runners)
             if self.manifest is not None:
                 self.manifest.replayed(plan.key)
         else:
             site.run_eager(plan.key)
-            reason = self.plan(site.name, plan.rows, **dict(plan.key.variant)).reason
-            self.stats.fallbacks[site.name, site.phase, reason or NOT_CAPTURED] += 1
+            reason = self._eager_reason(site, plan.key) or NOT_CAPTURED
+            self.stats.fallbacks[site.name, site.phase, reason] += 1
         self._observe(site, plan.rows, plan.bucket - plan.rows, plan.key.variant)
-        return Borrowed(site.outputs(plan.key, plan.rows))
+        return Ran(plan.key, reason, site.outputs(plan.key, plan.rows))
 
     def run_unpadded(self, plan: Plan, tensors: Mapping[str, torch.Tensor]) -> Any:
         """Run a plan that fits no bucket eagerly on `tensors`, without padding, and count it.
@@ -272,7 +310,7 @@ class GraphCache:
             first, *rest = site.warm_keys()
             used = [key for key in self._used_keys(site) if key != first and key not in rest]
             order += [first, *(self.manifest.order(rest + used) if self.manifest else rest)]
-        return [key for key in order if key not in self._entries]
+        return [key for key in order if self._may_capture(key)]
 
     def _used_keys(self, site: Site) -> list[GraphKey]:
         """Return keys beyond the warm ones that traffic of an earlier run used and that this site still serves."""
@@ -295,7 +333,7 @@ class GraphCache:
         todo = list(self.pending() if wanted is None else wanted)
         with self.pool.session():
             for done, key in enumerate(todo, 1):
-                if key not in self._entries:
+                if self._may_capture(key):
                     self._capture(key, "warmup")
                 if progress is not None:
                     progress(done, len(todo), key)
@@ -306,14 +344,14 @@ class GraphCache:
         Returns False if nothing was pending.
         """
         todo = self.pending() if key is None else [key]
-        if todo:
+        if todo and self._may_capture(todo[0]):
             self._capture(todo[0], "background")
         return bool(todo)
 
     def warm_ratio(self) -> float:
         """Return the share of the keys to capture ahead that are captured or failed; 1.0 if there are none."""
         wanted = sum(len(site.warm_keys()) for site in self._sites.values()) if self.enabled else 0
-        missing = sum(key not in self._entries for site in self._sites.values() for key in site.warm_keys())
+        missing = sum(self._may_capture(key) for site in self._sites.values() for key in site.warm_keys())
         return 1.0 - missing / wanted if wanted else 1.0
 
     def _capture_for(self, key: GraphKey) -> CacheEntry:
@@ -323,20 +361,21 @@ class GraphCache:
         """
         site = self._sites[key.site]
         largest = site.key(site.buckets.max, key.variant)
-        if largest not in self._entries:
+        if self._may_capture(largest):
             self._capture(largest, "miss")
-        return self._entries[key] if key in self._entries else self._capture(key, "miss")
+        return self._capture(key, "miss") if self._may_capture(key) else self._entries[key]
 
     def _capture(self, key: GraphKey, reason: str) -> CacheEntry:
         """Capture a key's parts on dummy rows, and restore the buffers' contents. A failure is kept in the entry."""
         site, started = self._sites[key.site], time.perf_counter()
-        entry = CacheEntry(key)
+        entry = self._entries.get(key) or CacheEntry(key)
+        state, runners = entry.state, []
         with self.pool.session(), torch.inference_mode():
             saved = site.buffers.snapshot(site.buffers.max_rows)
             site.buffers.fill_dummy()
             try:
                 # A site's first capture loads modules lazily; a new shape then needs one run to select its kernels.
-                known = any(other.site == key.site for other in self._entries)
+                known = any(one.key.site == key.site and not one.state.may_capture for one in self._entries.values())
                 for body in site.bodies(key):
                     runner = GraphRunner(
                         body,
@@ -345,23 +384,26 @@ class GraphCache:
                         generators=site.generators,
                         warmup_runs=1 if known else None,
                     )
-                    entry.runners.append(runner)
+                    runners.append(runner)
                     runner.capture()
             except CaptureError as error:
                 logger.error("capture of %s failed; this key will run eager: %s", key, error)
-                self._drop(entry)
+                _close(runners)
                 if self.must_capture:
                     raise
-                entry.failure = str(error)
+                state.fail(error)
                 self.stats.capture_failed(site.name, site.scope, error)
             except BaseException:
-                self._drop(entry)
+                _close(runners)
                 raise
             finally:
                 site.buffers.restore(saved)
-        if entry.captured:
-            entry.nbytes = max((runner.nbytes for runner in entry.runners), default=0)
-            self.stats.captures[site.name, site.scope, self._dropped.pop(key, reason)] += 1
+        if not state.failed:
+            counted = reason if state.status is CaptureStatus.PENDING else state.status.value
+            entry.runners = runners
+            entry.nbytes = max((runner.nbytes for runner in runners), default=0)
+            state.succeed()
+            self.stats.captures[site.name, site.scope, counted] += 1
             self.stats.observe_capture(time.perf_counter() - started)
             if self.manifest is not None:
                 self.manifest.captured(site.name, site.phase, key.bucket)
@@ -420,66 +462,45 @@ class GraphCache:
         Keys whose capture failed are dropped too, so that they are tried again. Returns the number of dropped keys;
         only graphs are counted, under `reason`.
         """
-        return self._drop_where(lambda key: site is None or key.site == site, STALE, reason)
+        return self._drop_where(lambda key: site is None or key.site == site, CaptureStatus.STALE, reason)
 
     def evict(self, key: GraphKey) -> bool:
         """Drop one graph and free its memory. Returns False if there was none."""
-        dropped = self._drop_where(lambda other: other == key, EVICTED, None)
+        dropped = self._drop_where(lambda other: other == key, CaptureStatus.EVICTED, None)
         self._trim()
         return bool(dropped)
 
     def clear(self) -> None:
         """Drop every graph and free their memory. The pool stays, and the same keys can be captured again."""
-        self._drop_where(lambda key: True, EVICTED, None)
+        self._drop_where(lambda key: True, CaptureStatus.EVICTED, None)
         self._trim()
 
     def _trim(self) -> None:
         self.pool.trim()
         self.pool_bytes = self.pool.nbytes()
 
-    def _drop_where(self, matches: Callable[[GraphKey], bool], plan_reason: str, counted_reason: str | None) -> int:
-        found = [entry for key, entry in self._entries.items() if matches(key)]
+    def _drop_where(self, matches: Callable[[GraphKey], bool], cause: CaptureStatus, counted_reason: str | None) -> int:
+        found = [entry for key, entry in self._entries.items() if matches(key) and not entry.state.may_capture]
+        graphs = sum(entry.state.captured for entry in found)
         self.pool.backend.synchronize()  # a graph may still be running
         for entry in found:
-            if entry.captured:
-                self._dropped[entry.key] = plan_reason
-            self._drop(entry)
-            del self._entries[entry.key]
+            entry.drop(cause)
         if counted_reason is not None:
-            self.stats.invalidations[counted_reason] += sum(entry.captured for entry in found)
+            self.stats.invalidations[counted_reason] += graphs
         self._graphs_changed()
         return len(found)
-
-    def _drop(self, entry: CacheEntry) -> None:
-        for runner in entry.runners:
-            runner.close()
-        entry.runners = []
 
     # ---- reports ---------------------------------------------------------------------------------------------------
 
     def table(self) -> list[dict[str, Any]]:
         """Return the cache as rows of plain values: one per key that is pending, captured or failed."""
-        wanted = dict.fromkeys(self.pending())
-        rows = []
-        for key in [*self._entries, *(key for key in wanted if key not in self._entries)]:
-            entry = self._entries.get(key)
-            captured = entry is not None and entry.captured
-            runners = entry.runners if entry else []
-            rows.append(
-                {
-                    "site": key.site,
-                    "scope": key.scope,
-                    "phase": key.phase,
-                    "bucket": key.bucket,
-                    "statics": dict(key.variant),
-                    "state": "captured" if captured else "failed" if entry else self._dropped.get(key, NOT_CAPTURED),
-                    "replays": entry.replays if entry else 0,
-                    "padded_rows": entry.replays * key.bucket - entry.real_rows if entry else 0,
-                    "bytes": entry.nbytes if entry else 0,
-                    "capture_seconds": round(sum(runner.capture_seconds for runner in runners), 6),
-                    "engine": runners[0].engine if runners else "",
-                    "graphs": len(runners),
-                    "failure": entry.failure if entry else None,
-                }
-            )
+        entries = {key: entry for key, entry in list(self._entries.items()) if not entry.state.may_capture}
+        for key in self.pending():
+            entries.setdefault(key, self._entries.get(key) or CacheEntry(key))
+        rows = [entry.row() for entry in entries.values()]
         return sorted(rows, key=lambda row: (row["site"], row["phase"], row["bucket"], str(row["statics"])))
+
+
+def _close(runners: Iterable[GraphRunner]) -> None:
+    for runner in runners:
+        runner.close()

@@ -17,7 +17,8 @@ UNKNOWN_VARIANT = "unknown_variant"
 CAPTURE_FAILED = "capture_failed"
 STALE = "stale_address"
 EVICTED = "evicted"
-REASONS = (GRAPHS_OFF, ABOVE_MAX, NOT_CAPTURED, UNKNOWN_VARIANT, CAPTURE_FAILED, STALE, EVICTED)
+WARMING_UP = "warming_up"  # training only
+REASONS = (GRAPHS_OFF, ABOVE_MAX, NOT_CAPTURED, UNKNOWN_VARIANT, CAPTURE_FAILED, STALE, EVICTED, WARMING_UP)
 
 
 @dataclass(frozen=True, slots=True)

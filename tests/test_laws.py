@@ -26,7 +26,7 @@ PACKAGES = ("server", "engine", "graph_cache")
 CAPTURE_FILE = "graph_cache/backends/cuda.py"
 PURE_FILES = tuple(
     f"graph_cache/{name}.py"
-    for name in ("config", "refusals", "errors", "buckets", "tuner", "manifest", "keys", "validation")
+    for name in ("config", "refusals", "errors", "buckets", "tuner", "manifest", "keys", "capture_state", "validation")
 )
 
 # Lowest first. Packages and modules on one floor do not import each other.

@@ -238,9 +238,8 @@ class ModelRunner:
         if step.changes is not None:
             indices, values = upload(torch.from_numpy(step.changes), self.device)
             self.buffers["state"].index_copy_(0, indices, values)
-        self.cache.run(self.cache.plan(SITE, rows, **step.variant))
-        executed = self.cache.plan(SITE, rows, **step.variant)  # again, because a miss may have captured a graph
-        output.graph_bucket = executed.bucket if executed.is_graph else None
+        ran = self.cache.run(self.cache.plan(SITE, rows, **step.variant))
+        output.graph_bucket = ran.bucket if ran.is_graph else None
         tokens = self.buffers["next_tokens"][:rows]
         if self.sampling.needs_sampler(step.slots):
             positions = [position + 1 for position in step.positions]

@@ -166,7 +166,6 @@ class AttachedModule:
         self.carry = part.carry
         if part.carry is not None:
             self.eager = lambda *args, call=self.eager, **kwargs: part.carry.gather(call, args, kwargs)
-        self.refused: set[Hashable] = set()  # call signatures with a failed capture
         self.uncopied_pair: Any = None  # the pair that returns its gradients uncopied; others copy
         self.reread_parameters()
         self.submodules = list(self.scope.modules())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,10 +16,11 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
-from graph_cache import keys
 from graph_cache.addresses import AddressBook
 from graph_cache.backends.base import Backend
+from graph_cache.capture_state import CaptureState, CaptureStatus
 from graph_cache.errors import CaptureError
+from graph_cache.keys import CAPTURE_FAILED, STALE
 from graph_cache.pool import GraphPool
 from graph_cache.runner import GraphRunner
 from graph_cache.stats import CacheStats
@@ -45,17 +45,16 @@ from graph_cache.training.side_effects import constant_numbers, current_numbers,
 logger = logging.getLogger(__name__)
 
 SCOPE = "full_iteration"
-WARMING = "warming_up"
-FAILED = "capture_failed"
 MAX_SETTINGS = 4  # graphs that differ only in optimizer settings
-MAX_WARMING = 64  # signatures counted towards a capture at a time; each holds its arguments' values
+MAX_WARMING = 64  # signatures without a graph at a time; each holds its arguments' values
 
 
 class _IterationGraph:
     """Graph of one call signature: static arguments, results, and gradients before and after the step."""
 
-    def __init__(self, key: CallKey, tensors: Sequence[Tensor]):
+    def __init__(self, key: CallKey, tensors: Sequence[Tensor], state: CaptureState):
         self.key = key
+        self.state = state
         self.inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
         self.addresses = AddressBook()
         self.extra_state: set[str] = set()  # names of tensors outside modules
@@ -104,16 +103,15 @@ class CapturedIteration:
         self._warmup_steps = max(1, warmup_steps)
         self._generators = tuple(generators)
         self._memory = pool.new_memory()
-        self._warmup_calls: Counter[IterationSignature] = Counter()
+        self._states: dict[IterationSignature, CaptureState] = {}
         self._captured: dict[IterationSignature, _IterationGraph] = {}
-        self._failed: set[IterationSignature] = set()
         # Weak: a step may create new modules at every call.
         self._modules: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
         self._floats: dict[int, tuple[str, ...]] = {}  # module id -> names of float attributes
         # Optimizers that step inside, in order of their first step.
         self._optimizers: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._inspected = self._compiled = self._warned = False
+        self._inspected = self._compiled = self._warned = self._ran_eager = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one iteration."""
@@ -130,20 +128,31 @@ class CapturedIteration:
         if captured is not None and self._addresses_unchanged(captured):
             return self._replay(captured, tensors)
         self._warn_of_settings(signature)
-        if signature in self._failed or self._warmup_calls[signature] < self._warmup_steps:
-            self._count_warming(signature)
-            self._stats.fallbacks[self.name, SCOPE, FAILED if signature in self._failed else WARMING] += 1
+        state = self._states.get(signature) or self._add_state(signature)
+        if not state.may_capture:
+            self._stats.fallbacks[self.name, SCOPE, state.fallback_reason] += 1
+            state.count_warmup()
             return self._eager(args, kwargs)
-        return self._capture(signature, key, tensors, args, kwargs)
+        return self._capture(signature, state, key, tensors, args, kwargs)
 
     def clear(self) -> None:
-        """Drop all graphs and release their memory. Known signatures are captured again at their next call."""
+        """Drop all graphs and release their memory.
+
+        Known signatures, those with a failed capture included, are captured again at their next call.
+        """
+        self._drop_all(CaptureStatus.EVICTED)
+        for state in self._states.values():
+            if state.failed:
+                state.drop(CaptureStatus.EVICTED)
+
+    def _drop_all(self, cause: CaptureStatus) -> None:
         for signature in list(self._captured):
-            self._drop(signature)
+            self._drop(signature, cause)
         self._pool.trim()
 
-    def _drop(self, signature: IterationSignature) -> None:
+    def _drop(self, signature: IterationSignature, cause: CaptureStatus) -> None:
         captured = self._captured.pop(signature)
+        captured.state.drop(cause)
         for parameter, grad in captured.grads_after:
             if grad is not None and parameter.grad is grad:
                 parameter.grad = grad.clone()
@@ -152,13 +161,12 @@ class CapturedIteration:
     def table(self) -> list[dict[str, Any]]:
         """Return a row of plain values for every graph."""
         return [
-            {
-                "module": self.name,
-                "instance": index,
-                "engine": captured.runner.engine,
-                "bytes": captured.runner.nbytes,
-                "capture_seconds": round(captured.runner.capture_seconds, 6),
-            }
+            {"module": self.name, "instance": index}
+            | captured.state.row(
+                engine=captured.runner.engine,
+                nbytes=captured.runner.nbytes,
+                capture_seconds=captured.runner.capture_seconds,
+            )
             for index, captured in enumerate(self._captured.values())
         ]
 
@@ -251,17 +259,23 @@ class CapturedIteration:
         found = {id(parameter): parameter for parameter in self._all_parameters()}
         return [parameter for parameter in found.values() if parameter.requires_grad or parameter.grad is not None]
 
-    def _count_warming(self, signature: IterationSignature) -> None:
-        finished = len(self._captured) + len(self._failed)
-        if signature not in self._warmup_calls and len(self._warmup_calls) >= MAX_WARMING + finished:
+    def _add_state(self, signature: IterationSignature) -> CaptureState:
+        """Add a signature. If there are too many without a graph, forget those first."""
+        waiting = [known for known, state in self._states.items() if not (state.captured or state.failed)]
+        if len(waiting) >= MAX_WARMING:
             logger.warning(
                 "%s: %d call signatures, none frequent enough to be captured: a shape or value of an argument, "
                 "a number in a module attribute, or an optimizer setting keeps changing",
                 self.name,
-                len(self._warmup_calls) - finished,
+                len(waiting),
             )
-            self._warmup_calls.clear()
-        self._warmup_calls[signature] += 1
+            self._forget(waiting)
+        state = self._states[signature] = CaptureState(self._warmup_steps)
+        return state
+
+    def _forget(self, signatures: Sequence[IterationSignature]) -> None:
+        for signature in signatures:
+            del self._states[signature]
 
     def _addresses_unchanged(self, captured: _IterationGraph) -> bool:
         """Whether all state that this graph reads is still in place. If not, drop all graphs for recapture."""
@@ -274,15 +288,17 @@ class CapturedIteration:
             self.name,
             "; ".join(map(str, moved)),
         )
-        self._stats.invalidations[keys.STALE] += 1
-        self.clear()
+        self._stats.invalidations[STALE] += 1
+        self._drop_all(CaptureStatus.STALE)
         if not captured.addresses.has_its_modules() or set(self._extra_state) != captured.extra_state:
-            self._warmup_calls.clear()  # eager calls must register modules and recreate lost state
+            # Warm up again: eager calls must register modules and recreate lost state.
+            self._forget([signature for signature, state in self._states.items() if not state.failed])
         return False
 
     def _eager(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run the step, and register the modules that it runs."""
-        if self._warmup_calls.total() == 1:  # first call: the capture stream can't use memory cached for other streams
+        if not self._ran_eager:  # first call: the capture stream can't use memory cached for other streams
+            self._ran_eager = True
             self._pool.trim()
         handle = None if self._compiled else register_module_forward_pre_hook(self._register_module)
         try:
@@ -297,6 +313,7 @@ class CapturedIteration:
     def _capture(
         self,
         signature: IterationSignature,
+        state: CaptureState,
         key: CallKey,
         tensors: Sequence[Tensor],
         args: tuple,
@@ -306,7 +323,7 @@ class CapturedIteration:
         self._pool.trim()  # the graph can't use memory cached by eager steps
         parameters = self._parameters()
         with torch.inference_mode(False):  # a replay can't write to inference tensors
-            captured = _IterationGraph(key, tensors)
+            captured = _IterationGraph(key, tensors, state)
             before = _InitialGrads(parameters, self._pool.backend)
 
         def body() -> None:
@@ -323,15 +340,15 @@ class CapturedIteration:
         except CaptureError as error:
             before.restore()
             logger.error("capture of %s failed, it will run eager: %s", self.name, error)
-            self._failed.add(signature)
+            state.fail(error)
             self._stats.capture_failed(self.name, SCOPE, error)
-            self._stats.fallbacks[self.name, SCOPE, FAILED] += 1
+            self._stats.fallbacks[self.name, SCOPE, CAPTURE_FAILED] += 1
             return self._eager(args, kwargs)
         captured.runner = runner
         captured.grads_after = [(parameter, parameter.grad) for parameter in parameters]
         captured.grads_before = before.read()
         for other in self._superseded_by(signature):
-            self._drop(other)
+            self._drop(other, CaptureStatus.EVICTED)
         for root in self._roots:
             captured.addresses.watch(root, prefix=f"{type(root).__name__}.")
             captured.addresses.watch(MainGrads(root), prefix=f"{type(root).__name__}.main_grad of ")
@@ -339,6 +356,7 @@ class CapturedIteration:
             captured.addresses.watch(OptimizerState(optimizer), prefix=f"{type(optimizer).__name__}.")
         captured.addresses.watch(self._extra_state)
         captured.extra_state = set(self._extra_state)
+        state.succeed()
         self._captured[signature] = captured
         self._stats.captures[self.name, SCOPE, "recorded"] += 1
         self._stats.observe_capture(runner.capture_seconds)
@@ -353,6 +371,7 @@ class CapturedIteration:
         grads: list[Any] = [parameter.grad for parameter, _ in captured.grads_before]  # none is None, by the signature
         load([static for _, static in captured.grads_before], grads)
         captured.runner.replay()
+        captured.state.replays += 1
         self._stats.replays[self.name, SCOPE, "iteration", 1] += 1
         for parameter, grad in captured.grads_after:
             parameter.grad = grad

@@ -10,13 +10,14 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from graph_cache.capture_state import CaptureState
 from graph_cache.errors import CaptureError
 from graph_cache.training.attached import AttachedModule, ModuleState
 from graph_cache.training.call import CallKey, Expected, is_sparse
@@ -46,9 +47,13 @@ class Sample:
 
 @dataclass
 class CapturedCall:
-    """A captured pair of graphs, and the checks whether it serves a call."""
+    """A captured pair of graphs, and the checks whether it serves a call.
+
+    `capture` is the state of its signature's capture, which all pairs of the signature in this step share.
+    """
 
     pair: GraphedCall
+    capture: CaptureState
     owner: AttachedModule
     state: ModuleState
     expected: Expected
@@ -81,12 +86,15 @@ class CapturedCall:
 
 
 class MicrobatchGraphs:
-    """Pairs of graphs of one microbatch on one model chunk, in memory that no other microbatch uses."""
+    """Pairs of graphs of one microbatch on one model chunk, in memory that no other microbatch uses.
 
-    def __init__(self, context: CaptureContext, chunk: int):
+    `states` holds the state of each recorded signature's capture.
+    """
+
+    def __init__(self, context: CaptureContext, chunk: int, states: Mapping[CallSignature, CaptureState]):
         self.chunk = chunk
         self.order: ReplayOrder[CallSignature, CapturedCall] = ReplayOrder()
-        self._context = context
+        self._context, self._states = context, states
         self._memory = context.pool.new_memory()
         self._retired = False
         self._samples: list[Sample] = []
@@ -104,6 +112,12 @@ class MicrobatchGraphs:
     def entries(self) -> Iterator[CapturedCall]:
         """Iterate over the captured calls."""
         return (entry for entry in self.order.pairs if entry is not None)
+
+    def captured(self) -> Iterator[tuple[CallSignature, CapturedCall]]:
+        """Iterate over the captured calls with their signatures."""
+        for index, entry in enumerate(self.order.pairs):
+            if entry is not None:
+                yield self.order.signature(index), entry
 
     def find(self, signature: CallSignature) -> int | None:
         """Return the index of a pair that may serve this signature now, or None."""
@@ -176,7 +190,7 @@ class MicrobatchGraphs:
             if not self.order.serves(index):
                 continue
             # Also skip calls with parameters that were frozen or unfrozen since recording.
-            if signature in owner.refused or not owner.differs_only_in_modes(state):
+            if self._states[signature].failed or not owner.differs_only_in_modes(state):
                 self.order.remove(index)
                 continue
             with owner.with_modes(state):
@@ -237,7 +251,7 @@ class MicrobatchGraphs:
                 }
 
     def _capture_forward(self, index: int, sample: Sample) -> None:
-        owner, key, state = self.order.signature(index)
+        owner, key, state = signature = self.order.signature(index)
         inputs: list[Tensor] = []
         aliased_inputs: list[tuple[int, int]] = []
         for recorded, source, tensor_signature in zip(sample.tensors, sample.sources, key.tensors, strict=True):
@@ -252,7 +266,8 @@ class MicrobatchGraphs:
             inputs.append(static.requires_grad_(tensor_signature[4]))
         pair = GraphedCall(owner, key, inputs, self._context, self._memory)
         rows = key.tensors[0][0][0] if key.tensors and key.tensors[0][0] else 1
-        entry = CapturedCall(pair, owner, state, sample.expected, (owner.name, SCOPE, "forward", rows), aliased_inputs)
+        label = (owner.name, SCOPE, "forward", rows)
+        entry = CapturedCall(pair, self._states[signature], owner, state, sample.expected, label, aliased_inputs)
         self.order.pairs[index] = entry
         pair.capture_forward()
         entry.is_tensor = pair.result.is_tensor
@@ -298,7 +313,7 @@ class MicrobatchGraphs:
                 exc_info=not isinstance(error, CaptureError),
             )
             self._context.stats.capture_failed(owner.name, SCOPE, error)
-            owner.refused.add(signature)
+            self._states[signature].fail(error)
             self.order.remove(index)
             entry, self.order.pairs[index] = self.order.pairs[index], None
             if entry is not None:

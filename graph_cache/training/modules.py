@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graph_cache.capture_state import CaptureState, CaptureStatus
 from graph_cache.errors import GraphConfigError
+from graph_cache.keys import CAPTURE_FAILED, STALE, WARMING_UP
 from graph_cache.training.attached import AttachedModule, Attachment, Watched
 from graph_cache.training.autograd import Lease, probe, replay
 from graph_cache.training.call import Result, flatten_call, input_refusal
@@ -27,13 +29,10 @@ from graph_cache.training.recorded_step import RecordedStep
 
 logger = logging.getLogger(__name__)
 
-WARMING = "warming_up"
 UNSEEN = "unseen_signature"
 NO_INSTANCE = "no_free_instance"
-FAILED = "capture_failed"
 HOOKS = "hooks_inside"
 NO_GRAD = "no_gradient"
-STALE = "stale_address"
 SAVED_TENSOR_HOOKS = "saved_tensor_hooks"
 OTHER_PARAMETERS = "other_parameters"
 # Recorded steps with graphs, and call signatures that are counted towards a recording.
@@ -57,8 +56,9 @@ class TrainingGraphs:
         self._warmup_steps = max(1, warmup_rounds)
         self._recorded_steps: list[RecordedStep] = []
         self._recording: RecordedStep | None = None
-        self._steps_seen: Counter[CallSignature] = Counter()  # steps in which an unserved signature occurred
-        self._unserved: set[CallSignature] = set()  # unserved signatures of this step
+        # The capture that calls of a signature without a free pair count towards. Warm-up runs are steps.
+        self._states: dict[CallSignature, CaptureState] = {}
+        self._unserved: set[CaptureState] = set()  # those with calls in this step
         self._outstanding = 0  # eager and recorded calls that await their backward
         self._busy = False  # inside a capture or an attached module: nested modules run eager
 
@@ -87,12 +87,15 @@ class TrainingGraphs:
         self.clear()
 
     def clear(self) -> None:
-        """Drop all graphs once their outstanding backwards are done; the next steps warm up again."""
+        """Drop all graphs once their outstanding backwards are done; the next steps warm up again.
+
+        Failed captures are tried again.
+        """
         for recorded in self._recorded_steps:
             recorded.retire()
         self._recorded_steps = []
         self._recording = None
-        self._steps_seen.clear()
+        self._states.clear()
         self._unserved.clear()
         self.job.pool.trim()
 
@@ -145,8 +148,9 @@ class TrainingGraphs:
         if reason := input_refusal(tensors, self.job.pool.backend.device):
             return self._eager(attached, args, kwargs, reason, track_backward=True)
         signature = (attached, key, attached.state)
-        if signature in attached.refused:
-            return self._eager(attached, args, kwargs, FAILED)
+        state = self._states.get(signature)
+        if state is not None and state.failed:
+            return self._eager(attached, args, kwargs, CAPTURE_FAILED)
         for recorded in list(self._recorded_steps):
             found = recorded.find(signature, tensors)
             if found is None:
@@ -159,10 +163,11 @@ class TrainingGraphs:
             return self._replay(recorded.current, index, entry, tensors)
         if attached.hooks_inside:
             return self._eager(attached, args, kwargs, HOOKS)
-        self._unserved.add(signature)
-        if self._steps_seen[signature] >= self._warmup_steps - 1 and self._may_record():
+        state = self._states.setdefault(signature, CaptureState(self._warmup_steps))
+        self._unserved.add(state)
+        if state.warmup_left <= 1 and self._may_record():  # the last warm-up step is recorded
             return self._record(self._recording, signature, tensors, args, kwargs)
-        reason = UNSEEN if self._recorded_steps else WARMING
+        reason = UNSEEN if self._recorded_steps else WARMING_UP
         if any(recorded.knows(signature) for recorded in self._recorded_steps):
             reason = NO_INSTANCE  # recorded as further graphs if later steps need them too
         return self._eager(attached, args, kwargs, reason, track_backward=True)
@@ -170,7 +175,7 @@ class TrainingGraphs:
     def _may_record(self) -> bool:
         """Start recording in this step, unless MAX_RECORDED_STEPS have graphs. Return whether it records."""
         if self._recording is None and len(self._recorded_steps) < MAX_RECORDED_STEPS:
-            self._recording = RecordedStep(self.job)
+            self._recording = RecordedStep(self.job, self._states)
             if len(self._recorded_steps) == MAX_RECORDED_STEPS - 1:
                 logger.warning(
                     "%d recorded steps have graphs, the limit; other steps run eager: pad inputs to fewer shapes",
@@ -191,13 +196,15 @@ class TrainingGraphs:
         self._watched.refresh()
         for recorded in list(self._recorded_steps):
             self._drop_if_moved(recorded)
-        self._steps_seen.update(self._unserved)
+        for state in self._unserved:
+            state.count_warmup()
         self._unserved.clear()
-        if len(self._steps_seen) > MAX_CALL_SIGNATURES:  # shapes that never recur
-            self._steps_seen.clear()
         if self._recording is not None:
             recorded, self._recording = self._recording, None
             self._capture(recorded)
+        if len(self._states) > MAX_CALL_SIGNATURES:  # shapes that never recur
+            for signature in [signature for signature, state in self._states.items() if not state.failed]:
+                del self._states[signature]
 
     def _drop_if_moved(self, recorded: RecordedStep) -> bool:
         """Drop these graphs if any state that they read has moved. Return whether they were dropped."""
@@ -210,6 +217,9 @@ class TrainingGraphs:
         logger.error("%d tensors moved under training graphs, which were dropped: %s", len(moved), "; ".join(moved))
         self.stats.invalidations[STALE] += 1
         self._recorded_steps.remove(recorded)
+        for signature, state in recorded.captured_states().items():
+            state.drop(CaptureStatus.STALE, self._warmup_steps)
+            self._states.setdefault(signature, state)
         recorded.retire()
 
     def _capture(self, recorded: RecordedStep) -> None:
@@ -222,8 +232,8 @@ class TrainingGraphs:
         finally:
             self._busy = False
         self._recorded_steps.append(recorded)
-        for signature in recorded.signatures():
-            del self._steps_seen[signature]
+        for signature in recorded.captured_states():
+            self._states.pop(signature).succeed()
 
     def _eager(
         self, attached: AttachedModule, args: tuple, kwargs: dict[str, Any], reason: str, track_backward: bool = False
@@ -267,6 +277,7 @@ class TrainingGraphs:
             lease.end()
             raise
         entry.owner.after_replay()
+        entry.capture.replays += 1
         self.stats.replays[entry.label] += 1
         return outputs[0] if entry.is_tensor else entry.pair.result.build(outputs)
 
@@ -280,7 +291,7 @@ class TrainingGraphs:
     ) -> Any:
         """Run eager and record the call. An index is reused as it would be in a replay."""
         attached = signature[0]
-        self.stats.fallbacks[attached.name, "forward", WARMING] += 1
+        self.stats.fallbacks[attached.name, "forward", WARMING_UP] += 1
         graphs, index = recorded.record(signature, tensors, args, kwargs)
         try:
             result, outputs = Result.of(self._run_eager(attached, args, kwargs))
@@ -304,15 +315,15 @@ class TrainingGraphs:
         return result.build(outputs)
 
     def table(self) -> list[dict[str, Any]]:
-        """Return a row of plain values for every pair of graphs."""
+        """Return a row of plain values for every pair of graphs.
+
+        State, replays and failure are those of the call signature, which a step's pairs of one signature share.
+        """
         return [
-            {
-                "module": entry.pair.name,
-                "instance": index,
-                "engine": entry.pair.engine,
-                "bytes": entry.pair.nbytes,
-                "capture_seconds": round(entry.pair.capture_seconds, 6),
-            }
+            {"module": entry.pair.name, "instance": index}
+            | entry.capture.row(
+                engine=entry.pair.engine, nbytes=entry.pair.nbytes, capture_seconds=entry.pair.capture_seconds
+            )
             for recorded in self._recorded_steps
             for index, entry in enumerate(recorded.entries())
         ]

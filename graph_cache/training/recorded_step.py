@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor
 
 from graph_cache.addresses import AddressBook
+from graph_cache.capture_state import CaptureState
 from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.compiled import without_compiling
 from graph_cache.training.microbatch_graphs import CallSignature, CapturedCall, MicrobatchGraphs
@@ -24,14 +25,17 @@ logger = logging.getLogger(__name__)
 
 
 class RecordedStep:
-    """Graphs of the microbatches of one step. `current` belongs to the microbatch of the latest forward."""
+    """Graphs of the microbatches of one step. `current` belongs to the microbatch of the latest forward.
 
-    def __init__(self, context: CaptureContext):
+    `states` holds the state of each recorded signature's capture, in which failures are recorded.
+    """
+
+    def __init__(self, context: CaptureContext, states: Mapping[CallSignature, CaptureState]):
         self.graphs_of_microbatches: list[MicrobatchGraphs] = []
         self.current: MicrobatchGraphs | None = None
         self.addresses = AddressBook()
         self._ambient_checks: list[Callable[[], bool]] = []
-        self._context = context
+        self._context, self._states = context, states
 
     @property
     def awaiting(self) -> int:
@@ -49,9 +53,14 @@ class RecordedStep:
         """Whether any graphs serve this signature, free or not."""
         return any(graphs.order.knows(signature) for graphs in self.graphs_of_microbatches)
 
-    def signatures(self) -> set[CallSignature]:
-        """Return all call signatures that the graphs serve."""
-        return set().union(*(graphs.order.signatures() for graphs in self.graphs_of_microbatches))
+    def captured_states(self) -> dict[CallSignature, CaptureState]:
+        """Return the states of the captures by signature, without those of which a pair failed."""
+        return {
+            signature: entry.capture
+            for graphs in self.graphs_of_microbatches
+            for signature, entry in graphs.captured()
+            if not entry.capture.failed
+        }
 
     def entries(self) -> list[CapturedCall]:
         """Return the captured calls, by microbatch."""
@@ -94,7 +103,7 @@ class RecordedStep:
                     return graphs, index
         target, chunk = connected or self.current, signature[0].chunk
         if target is None or (connected is None and (target.chunk != chunk or target.order.knows(signature))):
-            target = MicrobatchGraphs(self._context, chunk)
+            target = MicrobatchGraphs(self._context, chunk, self._states)
             self.graphs_of_microbatches.append(target)
         self.current = target
         index = target.find_recorded(signature, tensors)

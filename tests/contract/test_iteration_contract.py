@@ -53,6 +53,29 @@ def test_a_changed_number_of_microbatches_or_shape_never_replays_a_stale_graph(p
     assert holder[0].table() == []
 
 
+def test_clearing_tries_a_failed_capture_again_without_another_warm_up(pool, device):
+    _, graphed = twins(mlp, device)
+    stats, reads = CacheStats(), [True]
+
+    def step(x):
+        loss = graphed(x).pow(2).mean()
+        return loss * (2.0 if reads and loss.item() > 1e9 else 1.0)
+
+    run, x = iteration_of(pool, stats, step), batches(1, device)[0][0]
+    for _ in range(6):
+        run(x)
+    reads.clear()
+    run(x)
+    assert stats.failed_captures.total() == 1 and run.table() == []
+    warmed = stats.fallbacks["iteration", "full_iteration", "warming_up"]
+    run.clear()
+    for _ in range(3):
+        run(x)
+    row = run.table()[0]
+    assert (row["state"], row["replays"], row["failure"]) == ("captured", 2, None)
+    assert stats.fallbacks["iteration", "full_iteration", "warming_up"] == warmed
+
+
 def test_a_step_that_reads_on_the_host_runs_eager(pool, device):
     eager, graphed = twins(mlp, device)
     stats = CacheStats()

@@ -210,6 +210,29 @@ def test_an_exception_inside_capture_disables_only_that_module(pool, device):
     assert not pool.capturing and not pool.warming
 
 
+def test_clearing_tries_a_failed_capture_again(pool, device):
+    class Reads(nn.Linear):
+        reads = True
+
+        def forward(self, x):
+            y = super().forward(x)
+            return y * (2.0 if self.reads and y.sum().item() > 1e9 else 1.0)
+
+    eager, graphed = twins(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Reads(WIDTH, WIDTH)), device)
+    graphs, stats = attached(graphed, ["0", "1"], pool)
+    data = batches(5, device, micro=1)
+    assert_same(train(graphed, data), train(eager, data))
+    assert [row["module"] for row in graphs.table()] == ["0"]
+    graphed[1].reads = False
+    assert_same(train(graphed, data), train(eager, data))
+    assert [row["module"] for row in graphs.table()] == ["0"]  # the failure stays until the graphs are cleared
+    graphs.clear()
+    assert_same(train(graphed, data), train(eager, data))
+    rows = {row["module"]: (row["state"], row["replays"], row["failure"]) for row in graphs.table()}
+    assert rows == {name: ("captured", 3, None) for name in ("0", "1")}
+    assert stats.failed_captures == {("1", "module"): 1}
+
+
 def test_a_second_backward_through_one_forward_is_refused(pool, device):
     _, graphed = twins(mlp, device)
     graphs, _ = attached(graphed, ["0"], pool)

@@ -68,6 +68,45 @@ def test_plans_are_remembered_until_graphs_come_or_go():
     assert cache.invalidate("test") == 0 and cache.stats.invalidations == {"test": 2}
 
 
+def test_a_run_says_what_ran():
+    cache, _ = graphed(lambda x: x * 2, buckets=(2, 4), capture_on_miss=False)
+    plan = cache.plan("fn", 3)
+    eager = cache.run(plan)
+    assert (eager.key, eager.bucket, eager.is_graph, eager.reason) == (plan.key, 4, False, "not_captured")
+    cache.capture_on_miss = True
+    replayed = cache.run(plan)  # the plan says eager, but the miss captures
+    assert not plan.is_graph and replayed.is_graph and replayed.reason is None and replayed.value.shape == (3, WIDTH)
+    cache.capture_on_miss = False
+    cache.invalidate("test")
+    assert cache.run(plan).reason == "stale_address"
+
+
+def test_a_run_says_that_its_capture_failed():
+    cache, _ = graphed(lambda x: x * x.sum().item(), buckets=(2,))
+    ran = cache.run(cache.plan("fn", 2))
+    assert (ran.is_graph, ran.reason) == (False, "capture_failed")
+
+
+def test_a_dropped_graph_that_fails_to_capture_again_is_pending_after_the_next_drop():
+    refuse = []
+    cache, _ = graphed(lambda x: x * (x.sum().item() if refuse else 2), buckets=(2,))
+    cache.warm()
+    cache.evict(cache.plan("fn", 2).key)
+    refuse.append(True)
+    assert [cache.run(cache.plan("fn", 2)).reason for _ in range(2)] == ["capture_failed"] * 2
+    refuse.clear()
+    assert cache.evict(cache.plan("fn", 2).key)
+    assert cache.plan("fn", 2).reason == "not_captured" and cache.run(cache.plan("fn", 2)).is_graph
+    assert cache.table()[0]["failure"] is None and cache.table()[0]["replays"] == 1
+
+
+def test_a_key_with_a_graph_is_not_captured_again():
+    cache, _ = graphed(lambda x: x * 2, buckets=(2,))
+    cache.warm()
+    assert cache.warm_next(cache.plan("fn", 2).key)
+    assert cache.stats.captures.total() == 1
+
+
 def test_invalidating_one_site_leaves_the_others():
     cache, _ = graphed(lambda x: x + 1)
     cache.graphed("other", lambda x: x * 2, INPUT, buckets=(2,))

@@ -23,13 +23,15 @@ from graph_cache.adapters.transformer_engine.order import GraphSlots, assign_slo
 from graph_cache.adapters.transformer_engine.preserved_state import FIRST_MICROBATCH, PreservedState
 from graph_cache.adapters.transformer_engine.samples import CapturedLayer, choose_samples, static_inputs
 from graph_cache.addresses import AddressBook
+from graph_cache.capture_state import CaptureState, CaptureStatus
 from graph_cache.errors import CaptureError, GraphConfigError
+from graph_cache.keys import STALE, WARMING_UP
 from graph_cache.training.attached import Hook, Part, Watched
 from graph_cache.training.autograd import Lease
 from graph_cache.training.call import Result, flatten_call
 from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.compiled import without_compiling
-from graph_cache.training.modules import FAILED, HOOKS, NO_GRAD, NO_INSTANCE, STALE, UNSEEN, WARMING
+from graph_cache.training.modules import HOOKS, NO_GRAD, NO_INSTANCE, UNSEEN
 from graph_cache.training.parameter_aliases import ADDED, MainGrads
 
 logger = logging.getLogger(__name__)
@@ -83,6 +85,7 @@ class TransformerEngineGraphs:
         self._input_slots = assign_slots(order)
         self._chunks = range(1 + max(chunk for chunk, _, _ in self._input_slots))
         self._warmup_rounds = max(1, warmup_rounds)
+        self._state = CaptureState(self._warmup_rounds)  # one capture for all layers; warm-up runs are steps
         self._caches_weights = caches_weights
         self._paused = paused
         holders, parts = holders or {}, [Part(*part) for part in layers]
@@ -102,15 +105,15 @@ class TransformerEngineGraphs:
         self._steps = 0
         self._outstanding = 0  # eager calls whose backward has not run yet
         self._busy = False  # inside a capture or a layer; nested layers run eagerly
-        self._forget()
+        self._forget(CaptureStatus.EVICTED)
 
-    def _forget(self) -> None:
+    def _forget(self, cause: CaptureStatus) -> None:
+        self._state.drop(cause, self._warmup_rounds)
         self._graph_set: GraphSet | None = None
         self._graph_slots: GraphSlots | None = None
         self._addresses = AddressBook()
         self._capture_seconds = 0.0
-        self._warm_steps = 0
-        self._recorded_this_step = self._failed = self._replays_cache_weights = False
+        self._recorded_this_step = self._replays_cache_weights = False
         self._last_weights_new: bool | None = None
         self._run_order: dict[Layer, None] = {}  # layers with recorded calls, in the order of their first call
         for layer in self._layers:
@@ -163,15 +166,15 @@ class TransformerEngineGraphs:
         """Run eagerly. Before the capture, record the call."""
         if layer.attached.hooks_inside:
             return self._run_eager(layer, args, kwargs, HOOKS)
-        if self._graph_set is not None or self._failed:
-            return self._run_eager(layer, args, kwargs, FAILED if self._failed else UNSEEN)
+        if self._state.captured or self._state.failed:
+            return self._run_eager(layer, args, kwargs, self._state.fallback_reason or UNSEEN)
         key, tensors = flatten_call(args, layer_kwargs, layer.attached.module.training)
         if not layer.attached.wants_gradients(tensors):
             return self._run_eager(layer, args, kwargs, NO_GRAD)
         record = layer.calls.record(key, tensors, args, layer_kwargs, self._maker.precision())
         if record is not None and not self._recorded_this_step:
             self._hold_accumulators()
-        value = self._run_eager(layer, args, kwargs, WARMING)
+        value = self._run_eager(layer, args, kwargs, WARMING_UP)
         found = Result.of(value)[1]
         if record is not None:
             self._recorded_this_step = True
@@ -235,6 +238,7 @@ class TransformerEngineGraphs:
         layer.clear_first_microbatch()
         setattr(node, REPLAY_ATTRIBUTE, (id(graph_slots), graph_index))
         node.register_prehook(BackwardHook(layer.name, graph_index, on_backward, graph_slots.release))
+        self._state.replays += 1
         self.job.stats.replays[layer.label] += 1
         return value
 
@@ -267,12 +271,12 @@ class TransformerEngineGraphs:
                 "dropped Transformer Engine's graphs because memory that they read was replaced: %s", "; ".join(moved)
             )
             self.job.stats.invalidations[STALE] += 1
-            self.clear()
+            self._drop(CaptureStatus.STALE)
         self._steps += 1
         if self._recorded_this_step:
-            self._warm_steps += 1
+            self._state.count_warmup()
             self._recorded_this_step = False
-        if self._graph_set is None and not self._failed and self._warm_steps >= self._warmup_rounds:
+        if self._state.may_capture:
             self._capture()
 
     def _hold_accumulators(self) -> None:
@@ -299,7 +303,7 @@ class TransformerEngineGraphs:
                 modules.append(layer.captured_layer(sample, len(chunks[layer.chunk]), nondiff_outputs))
                 chunks[layer.chunk].append(layer)
         if not modules:  # all layers got hooks since they were recorded
-            self._forget()
+            self._forget(CaptureStatus.EVICTED)
             return
         self._hold_accumulators()
         self.job.pool.trim()  # memory cached by eager steps can't be used by the graphs' pool
@@ -308,13 +312,13 @@ class TransformerEngineGraphs:
             graph_set, added = self._make_graphs(chunks, modules)
         except CaptureError as error:
             logger.error("the capture by Transformer Engine failed, layers will run eagerly: %s", error)
-            self._failed = True
+            self._state.fail(error)
             for layer in self._layers:
                 self.job.stats.capture_failed(layer.name, SCOPE, error)
         finally:
             self._busy = False
             self._accumulators = {}  # replays and eager calls don't need them
-        if self._failed:  # outside `except`: the error no longer references memory of the capture
+        if self._state.failed:  # outside `except`: the error no longer references memory of the capture
             self.job.pool.trim()
             return
         self._capture_seconds = time.perf_counter() - started
@@ -367,6 +371,7 @@ class TransformerEngineGraphs:
 
     def _install(self, graph_set: GraphSet, chunks: Sequence[Sequence[Layer]], added: set[int]) -> None:
         """Serve calls from these graphs from now on."""
+        self._state.succeed()
         self._graph_set, self._graph_slots = graph_set, GraphSlots(self._order, [len(chunk) for chunk in chunks])
         slot_of = {(chunk, microbatch): slot for chunk, microbatch, slot in self._input_slots}
         for chunk, layers in enumerate(chunks):
@@ -390,8 +395,11 @@ class TransformerEngineGraphs:
 
     def clear(self) -> None:
         """Drop all graphs; the next steps warm up again. A backward that is still outstanding raises."""
+        self._drop(CaptureStatus.EVICTED)
+
+    def _drop(self, cause: CaptureStatus) -> None:
         graph_set = self._graph_set
-        self._forget()
+        self._forget(cause)
         if graph_set is not None:
             graph_set.close()
             self.job.pool.trim()
@@ -406,17 +414,19 @@ class TransformerEngineGraphs:
         self._layers = []
 
     def table(self) -> list[dict[str, Any]]:
-        """Return one row per pair of graphs. Bytes and seconds are the capture's totals divided evenly."""
+        """Return one row per pair of graphs.
+
+        State and replays are those of the whole capture; bytes and seconds are its totals divided evenly.
+        """
         if self._graph_set is None:
             return []
         pairs = [(layer, microbatch) for layer in self._layers for microbatch in range(len(layer.graphs))]
         return [
-            {
-                "module": layer.name,
-                "instance": microbatch,
-                "engine": self._graph_set.engine,
-                "bytes": self._graph_set.nbytes // len(pairs),
-                "capture_seconds": round(self._capture_seconds / len(pairs), 6),
-            }
+            {"module": layer.name, "instance": microbatch}
+            | self._state.row(
+                engine=self._graph_set.engine,
+                nbytes=self._graph_set.nbytes // len(pairs),
+                capture_seconds=self._capture_seconds / len(pairs),
+            )
             for layer, microbatch in pairs
         ]
