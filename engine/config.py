@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.errors import ConfigError
+from graph_cache.adapters.megatron.config import MegatronGraphConfig
 from graph_cache.buckets import Buckets
 from graph_cache.config import GraphConfig
 from graph_cache.errors import GraphConfigError
@@ -112,7 +113,7 @@ class EngineConfig:
         if self.graph_buckets is not None:
             object.__setattr__(self, "graph_buckets", tuple(self.graph_buckets))
             self._check_buckets(self.graph_buckets)
-        impl = self.graph_config().cuda_graph_impl
+        impl = self.megatron_graph_config().cuda_graph_impl
         if self.mode == "inference" and impl not in ("none", "local"):
             raise ConfigError(
                 f"cuda_graph_impl={impl!r} only captures training, so inference would run without "
@@ -137,11 +138,15 @@ class EngineConfig:
             raise ConfigError(f"graph_buckets={','.join(map(str, sizes))}: {error}") from error
 
     def graph_config(self) -> GraphConfig:
-        """Return these settings as a GraphConfig. Raises GraphConfigError for a combination it rejects."""
+        """Return the graph settings of the core. Raises GraphConfigError for a combination that is not supported."""
+        return self.megatron_graph_config().graph_config()
+
+    def megatron_graph_config(self) -> MegatronGraphConfig:
+        """Return the graph settings in Megatron's vocabulary, with defaults resolved and combinations checked."""
         training = self.mode == "training"
         default_scope = "block" if self.cuda_graph_impl == "local" and not training else "none"
         scope = self.inference_cuda_graph_scope or default_scope
-        return GraphConfig(
+        return MegatronGraphConfig(
             cuda_graph_impl=self.cuda_graph_impl,
             inference_cuda_graph_scope=scope,
             cuda_graph_modules=self.cuda_graph_modules,
@@ -160,7 +165,7 @@ class EngineConfig:
         """
         training = overrides.get("mode") == "training"
         # `attach` and `capture_forward_backward` check the RNG state tracker themselves.
-        graphs = GraphConfig.from_megatron(
+        graphs = MegatronGraphConfig.from_megatron(
             source,
             training=training,
             **({"inference_cuda_graph_scope": "none", "use_cudagraphable_rng": True} if training else {}),

@@ -93,10 +93,10 @@ class TrainingEngine:
                 to the tokens of the batch, so that all batches have one call signature. Batches with more documents
                 are not padded. None pads nothing.
         """
-        if self._graph_config.cuda_graph_impl not in ("local", "transformer_engine"):
+        if self._graph_config.training_captures not in ("native", "transformer_engine"):
             raise ConfigError(
                 f"attach() captures modules, for cuda_graph_impl='local' or 'transformer_engine'; found "
-                f"{self._graph_config.cuda_graph_impl!r}. Use capture_iteration() for a whole iteration"
+                f"{self.config.cuda_graph_impl!r}. Use capture_iteration() for a whole iteration"
             )
         if self._modules is not None:
             raise ConfigError("a model is already attached; call detach() first")
@@ -106,10 +106,10 @@ class TrainingEngine:
         pool = self._pool_for(next(parameter for one in models for parameter in one.parameters()).device)
         all_generators = (*generators, *found.generators, *(own for one in models for own in _generators_of(one)))
         context = CaptureContext(pool, self.stats, self._registered(pool, all_generators), found.state)
-        if self._graph_config.cuda_graph_impl == "transformer_engine":
+        if self._graph_config.training_captures == "transformer_engine":
             self._modules = self._transformer_engine_graphs(models, found, context, microbatches)
         else:
-            graphs = TrainingGraphs(context, warmup_rounds=self._graph_config.cuda_graph_warmup_steps)
+            graphs = TrainingGraphs(context, warmup_rounds=self._graph_config.warmup_steps)
             graphs.attach(found)
             self._modules = graphs
         if packed is not None:
@@ -133,7 +133,7 @@ class TrainingEngine:
 
             settings = next(one.config for model in models for one in model.modules() if hasattr(one, "config"))
             plan = stage_plan(
-                found.parts, models, settings, self._graph_config.cuda_graph_modules, microbatches, installed_version()
+                found.parts, models, settings, self._graph_config.modules, microbatches, installed_version()
             )
             parts, order, holders, caches = plan.parts, plan.order, plan.holders, plan.caches_weights
             during_capture = megatron_capture_flags
@@ -149,7 +149,7 @@ class TrainingEngine:
             context,
             holders=holders,
             fired=found.fired,
-            warmup_rounds=self._graph_config.cuda_graph_warmup_steps,
+            warmup_rounds=self._graph_config.warmup_steps,
             caches_weights=caches,
             paused=paused,
         )
@@ -172,7 +172,7 @@ class TrainingEngine:
             from graph_cache.adapters.megatron.attachment import attachment  # imports megatron, which is installed
 
             named = None if modules is None else self._named_parts(models, modules)
-            return attachment(models, self._graph_config, named)
+            return attachment(models, self.config.megatron_graph_config(), named)
         return Attachment(self._named_parts(models, modules))
 
     def _named_parts(self, models: Sequence[nn.Module], modules: Iterable[str] | None) -> list[Part]:
@@ -231,10 +231,9 @@ class TrainingEngine:
         generators: Sequence[torch.Generator],
     ) -> Iteration:
         """Create an iteration with `make` and register it."""
-        if self._graph_config.cuda_graph_impl not in ("local", "full_iteration"):
+        if self._graph_config.training_captures not in ("native", "iteration"):
             raise ConfigError(
-                f"{method}() needs cuda_graph_impl='full_iteration' or 'local'; found "
-                f"{self._graph_config.cuda_graph_impl!r}"
+                f"{method}() needs cuda_graph_impl='full_iteration' or 'local'; found {self.config.cuda_graph_impl!r}"
             )
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -245,7 +244,7 @@ class TrainingEngine:
             self.stats,
             name=name,
             generators=self._registered(pool, generators),
-            warmup_steps=self._graph_config.cuda_graph_warmup_steps,
+            warmup_steps=self._graph_config.warmup_steps,
         )
         self._iterations.append(iteration)
         return iteration
@@ -294,7 +293,7 @@ class TrainingEngine:
         self._iterations = []
 
     def _paths(self, model: Any) -> list[str]:
-        wanted = self._graph_config.cuda_graph_modules
+        wanted = self._graph_config.modules
         mapping = model.cuda_graph_modules() if hasattr(model, "cuda_graph_modules") else None
         if mapping is None:
             if wanted:

@@ -120,7 +120,7 @@ class GraphCache:
         capture_on_miss: bool = True,
         manifest: Manifest | None = None,
     ):
-        self.config = config or GraphConfig(cuda_graph_impl="local", inference_cuda_graph_scope="block", training=False)
+        self.config = config or GraphConfig()
         self.pool = pool or GraphPool(backend_for(device))
         self.capture_on_miss = capture_on_miss
         self.must_capture = False  # raise on a failed capture: ranks must capture alike

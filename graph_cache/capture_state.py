@@ -4,15 +4,16 @@ Every capture has one CaptureState: a bucket's graphs (`cache.py`), the graphs o
 (`training/modules.py`), a training iteration (`training/iteration.py`), and the graphs of a pipeline stage
 (`adapters/transformer_engine/graphs.py`).
 
-                count_warmup()                 succeed()
-      WARMING ------------------> PENDING -------------------> CAPTURED
-         ^                        |  ^                            |
-         |                 fail() |  | drop()                     | drop()
-         | drop(warmup_runs)      v  |                            v
-    from every state              FAILED <---- fail() ---- STALE, EVICTED ---- succeed() ----> CAPTURED
+    WARMING                   count_warmup(), last run     ->  PENDING
+    PENDING, STALE, EVICTED   succeed()                    ->  CAPTURED
+    PENDING, STALE, EVICTED   fail(reason)                 ->  FAILED
+    CAPTURED                  drop(STALE or EVICTED)       ->  STALE or EVICTED
+    FAILED                    drop(cause)                  ->  PENDING
+    any                       drop(cause, warmup_runs > 0) ->  WARMING
 
-PENDING, STALE and EVICTED may capture. FAILED may not until `drop`: the same call would fail again. A refused capture,
-of an operation that a graph cannot contain, is FAILED with the refusal as its reason. Pure Python.
+PENDING, STALE and EVICTED may capture at the next run. FAILED may not until `drop`, since the same call would fail
+again. A refused capture, of an operation that a graph cannot contain, is FAILED with the refusal as its reason. Pure
+Python.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ class Shard:
 
 def _without_cpu_graphs(config: EngineConfig, device: torch.device) -> EngineConfig:
     """Disable graphs on a CPU: the CPU tape can't record gloo collectives."""
-    if device.type != "cpu" or config.graph_config().inference_cuda_graph_scope == "none":
+    if device.type != "cpu" or not config.graph_config().captures_inference:
         return config
     logger.warning(
         "tensor_parallel_size=%d on a CPU: its collectives can't be captured there, so all steps run eager",

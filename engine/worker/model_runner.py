@@ -85,7 +85,7 @@ class ModelRunner:
                 addresses,
                 self.buffers,
                 Buckets.for_limit(config.max_num_seqs, config.graph_buckets),
-                scope=self.cache.config.inference_cuda_graph_scope,
+                scope=self.cache.config.inference_scope,
                 contexts=self.contexts,
                 warm_contexts=[width for width in self.contexts if width <= WARM_CONTEXT] or self.contexts[:1],
             )

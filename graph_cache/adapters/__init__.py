@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # settings of an adapter are read without torch
+    from torch import nn
 
 
 def is_megatron(model: nn.Module) -> bool:

@@ -142,7 +142,7 @@ def test_background_serves_eager_on_the_padded_batch_until_captured(pool, device
 
 def test_graphs_off_runs_eager_with_a_reason(pool, device):
     model = net(device)
-    config = GraphConfig(cuda_graph_impl="none", training=False)
+    config = GraphConfig(inference_scope="none")
     cache = GraphCache(config, pool=pool)
     run = cache.graphed("net", lambda x: model(x), INPUT, buckets=(4,))
     cache.warm()

@@ -179,7 +179,7 @@ def test_training_mode_rejects_unsupported_calls_and_settings():
     with pytest.raises(ConfigError, match="mode 'training'"):
         engine.generate(prompts=["a"])
     with pytest.raises(ConfigError, match="NaN|nan"):
-        from graph_cache import GraphConfig
+        from graph_cache.adapters.megatron.config import MegatronGraphConfig as GraphConfig
         from graph_cache.errors import GraphConfigError
 
         try:

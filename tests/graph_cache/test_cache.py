@@ -252,7 +252,7 @@ def test_a_callable_that_rejects_noise_is_checked_on_padding_only():
 
 
 def test_graphs_off_in_the_configuration_capture_nothing_even_on_a_miss():
-    config = GraphConfig(cuda_graph_impl="local", inference_cuda_graph_scope="none")
+    config = GraphConfig(inference_scope="none")
     cache, run = graphed(lambda x: x * 2, config=config)
     run(x=torch.ones(2, WIDTH))
     assert not cache.warm_next() and cache.warm_ratio() == 1.0

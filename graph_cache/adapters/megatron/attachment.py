@@ -15,10 +15,10 @@ from megatron.core.transformer.moe import moe_utils
 from torch import Tensor, nn
 
 from graph_cache.adapters.megatron.ambient_state import MegatronAmbientState
+from graph_cache.adapters.megatron.config import MegatronGraphConfig
 from graph_cache.adapters.megatron.packed import register_packed_sequences
 from graph_cache.adapters.megatron.parts import layers_of, parts_of
 from graph_cache.adapters.megatron.schedule import delayed_wgrad_in_graphs
-from graph_cache.config import GraphConfig
 from graph_cache.errors import GraphConfigError
 from graph_cache.training.attached import AmbientState, AttachedModule, Attachment, Hook, Part
 
@@ -33,7 +33,9 @@ ROUTING_REPLAY_ERROR = (
 FP4_MIN_CAPABILITY = (10, 0)  # the compute capability of the first GPUs with fp4
 
 
-def attachment(models: Sequence[nn.Module], config: GraphConfig, parts: Sequence[Part] | None = None) -> Attachment:
+def attachment(
+    models: Sequence[nn.Module], config: MegatronGraphConfig, parts: Sequence[Part] | None = None
+) -> Attachment:
     """Check a model or its chunks and describe the capture. `parts`: what to capture (None: by the configuration).
     Call it after wrapping the model for data parallelism.
 
@@ -52,7 +54,7 @@ def attachment(models: Sequence[nn.Module], config: GraphConfig, parts: Sequence
     return Attachment(parts, generators(), AuxLosses(), is_param_gather, _ambient_state(settings.values()))
 
 
-def _capturable(config: GraphConfig) -> list[str]:
+def _capturable(config: MegatronGraphConfig) -> list[str]:
     """Return the requested modules without those that this capture implementation does not support."""
     modules = list(config.cuda_graph_modules)
     if config.cuda_graph_impl == "transformer_engine" and PREPROCESS in modules:
@@ -64,7 +66,7 @@ def _capturable(config: GraphConfig) -> list[str]:
     return modules
 
 
-def check_config(model_config: Any, config: GraphConfig) -> None:
+def check_config(model_config: Any, config: MegatronGraphConfig) -> None:
     """Raise GraphConfigError if a model's TransformerConfig is incompatible with Encore's graphs."""
     impl = getattr(model_config, "cuda_graph_impl", "none")
     if impl != "none":
@@ -72,8 +74,8 @@ def check_config(model_config: Any, config: GraphConfig) -> None:
             f"the model was built with cuda_graph_impl={impl!r}, so Megatron captures it itself: "
             "build it with 'none', and give the setting to Encore's EngineConfig"
         )
-    # Apply Megatron's own rules by building the equivalent GraphConfig.
-    GraphConfig.from_megatron(
+    # Apply Megatron's own rules by building the equivalent MegatronGraphConfig.
+    MegatronGraphConfig.from_megatron(
         model_config,
         cuda_graph_impl=config.cuda_graph_impl,
         cuda_graph_scope=None,

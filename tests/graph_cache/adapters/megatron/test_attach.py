@@ -17,8 +17,8 @@ from torch.utils import _pytree
 from engine import Engine, EngineConfig
 from engine.errors import ConfigError
 from graph_cache.adapters.megatron.attachment import attachment, check_config, register_packed_sequences
+from graph_cache.adapters.megatron.config import MegatronGraphConfig as GraphConfig
 from graph_cache.adapters.megatron.parts import parts_of
-from graph_cache.config import GraphConfig
 from graph_cache.errors import GraphConfigError
 from tests.support.megatron_models import config, gpt, loss_of, tokens
 

@@ -10,9 +10,9 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from graph_cache.adapters.megatron.attachment import attachment
+from graph_cache.adapters.megatron.config import MegatronGraphConfig as GraphConfig
 from graph_cache.adapters.megatron.moe_dispatch import DISPATCHER_ATTRIBUTES, eager_reason
 from graph_cache.adapters.megatron.parts import parts_of
-from graph_cache.config import GraphConfig
 from tests.graph_cache.adapters.megatron import loops
 from tests.graph_cache.adapters.megatron.test_attach import assert_same, train, training
 from tests.support.megatron_models import EXPERTS, FIXED, gpt, loss_of, tokens

@@ -12,7 +12,7 @@ from graph_cache.errors import GraphConfigError
 
 
 class GraphSettings(Protocol):
-    """The fields of GraphConfig that the rules read."""
+    """The fields of MegatronGraphConfig that the rules read."""
 
     @property
     def cuda_graph_impl(self) -> str: ...
