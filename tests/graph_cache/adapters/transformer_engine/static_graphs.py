@@ -57,7 +57,7 @@ class StaticGraphs:
 
     def __init__(self, plan: CapturePlan):
         self.valid: set[StaticCall] = set()  # calls with intact activations
-        self.recent_backwards: list[StaticCall] = []  # calls with intact input gradients, oldest first
+        self.recent_gradients: list[list[Tensor]] = []  # intact input gradients of backwards, oldest first
         self.closed = 0
         self.current = True
         microbatches = len(plan.samples) // max(1, len(plan.modules))
@@ -92,10 +92,10 @@ class StaticGraphs:
     def overwrite_memory(self, call: StaticCall, kind: str) -> None:
         """Invalidate the memory that this graph overwrites."""
         self.valid &= call.alive_at_capture[kind] | {call}
-        for older in self.recent_backwards[:-1]:
-            for grad in older.input_grads:
+        for older in self.recent_gradients[:-1]:
+            for grad in older:
                 grad.fill_(float("nan"))
-        self.recent_backwards = self.recent_backwards[-1:]
+        self.recent_gradients = self.recent_gradients[-1:]
 
     def are_current(self) -> bool:
         return self.current
@@ -112,7 +112,6 @@ class StaticCall:
         self.module = module
         self.statics = statics
         self.alive_at_capture: dict[str, set[StaticCall]] = {}
-        self.input_grads: list[Tensor] = []
         self.outputs: list[Tensor] = []
         self.weight_gradients = 0
 
@@ -167,9 +166,10 @@ class StaticCall:
         if self not in self.graphs.valid:
             found = [torch.full_like(tensor, float("nan")) for tensor in wanted]
         inputs = sum(tensor.requires_grad for tensor in self.statics.values())
-        self.input_grads = [grad.clone() for grad in found[:inputs] if grad is not None]
-        self.graphs.recent_backwards.append(self)
-        rest = iter([*self.input_grads, *found[inputs:]])
+        # A list per run, not per call: the same call may run its backward twice in a row.
+        input_grads = [grad.clone() for grad in found[:inputs] if grad is not None]
+        self.graphs.recent_gradients.append(input_grads)
+        rest = iter([*input_grads, *found[inputs:]])
         tensors = (*self.statics.values(), *self.module.parameters())
         return [next(rest) if tensor.requires_grad else None for tensor in tensors]
 
