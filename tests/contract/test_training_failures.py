@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from graph_cache.errors import CaptureRefused, GraphConfigError, GraphError
+from graph_cache.training import modules
 from tests.contract.training_models import WIDTH, assert_same, attached, batches, mlp, train, twins
 
 
@@ -208,6 +209,23 @@ def test_an_exception_inside_capture_disables_only_that_module(pool, device):
     assert stats.fallbacks["1", "forward", "capture_failed"] == 3
     assert len(graphs.table()) == 2
     assert not pool.capturing and not pool.warming
+
+
+def test_a_failure_outlives_signatures_that_never_recur(pool, device, monkeypatch):
+    class Reads(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * (2.0 if len(x) == 4 and x.sum().item() > 1e9 else 1.0)
+
+    monkeypatch.setattr(modules, "MAX_CALL_SIGNATURES", 2)
+    graphed = nn.Sequential(Reads(WIDTH, WIDTH)).to(device)
+    graphs, stats = attached(graphed, ["0"], pool)
+    train(graphed, batches(5, device, micro=1))
+    for rows in range(5, 11):
+        train(graphed, batches(1, device, micro=1, rows=rows))
+    train(graphed, batches(5, device, micro=1))
+    assert stats.failed_captures == {("0", "module"): 1}
+    train(graphed, batches(5, device, micro=1, rows=5))  # forgotten ones warm up again
+    assert len(graphs.table()) == 1
 
 
 def test_clearing_tries_a_failed_capture_again(pool, device):
