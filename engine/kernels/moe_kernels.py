@@ -1,0 +1,111 @@
+"""Device code of the mixture-of-experts kernels; moe.py launches it.
+
+An entry is a pair of token and routing choice: entry t * top_k + j is the j-th expert of token t.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sort_kernel(experts, order, starts, entries, E: tl.constexpr, BLOCK: tl.constexpr):
+    """Sort entries by expert, stable: one program per expert finds and fills its range of `order`.
+
+    experts [entries]: -1 for an entry without expert, which gets no place. Writes order [entries] int32 and
+    starts [E + 1] int32: expert e's entries are order[starts[e]:starts[e + 1]].
+    """
+    expert = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK)
+    smaller = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, entries, BLOCK):
+        ids = tl.load(experts + first + lanes, mask=first + lanes < entries, other=-1)
+        smaller += ((ids >= 0) & (ids < expert)).to(tl.int32)
+    place = tl.sum(smaller, 0)
+    tl.store(starts + expert, place)
+    for first in range(0, entries, BLOCK):
+        ids = tl.load(experts + first + lanes, mask=first + lanes < entries, other=-1)
+        own = (ids == expert).to(tl.int32)
+        tl.store(order + place + tl.cumsum(own, 0) - own, first + lanes, mask=ids == expert)
+        place += tl.sum(own, 0)
+    if expert == E - 1:
+        tl.store(starts + E, place)
+
+
+@triton.jit
+def expert_gemm_kernel(
+    x,
+    weight,
+    out,
+    order,
+    starts,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    TOP_K: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GATED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Multiply each expert's entries by its matrix, with float32 accumulation.
+
+    - GATED: out[place] = silu(x[token] W_gateᵀ) * (x[token] W_upᵀ), with W [E, 2N, K] and x [tokens, K]; `place` is the
+      entry's place in `order`.
+    - else: out[entry] = x[place] Wᵀ, with W [E, N, K].
+
+    Axis 0 counts tiles of BM places, expert by expert; its programs beyond the last tile exit. Axis 1: tiles of BN
+    columns.
+    """
+    tile = tl.program_id(0)
+    ids = tl.arange(0, E_PAD)
+    begins = tl.load(starts + ids, mask=ids < E, other=0)
+    tiles = (tl.load(starts + ids + 1, mask=ids < E, other=0) - begins + BM - 1) // BM
+    if tile >= tl.sum(tiles, 0):
+        return
+    expert = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)
+    tile_in_expert = tile - tl.sum(tl.where(ids < expert, tiles, 0), 0)
+    places = tl.load(starts + expert) + tile_in_expert * BM + tl.arange(0, BM)
+    is_row = places < tl.load(starts + expert + 1)
+    entries = tl.load(order + places, mask=is_row, other=0)
+    sources = entries // TOP_K if GATED else places
+    columns = tl.program_id(1) * BN + tl.arange(0, BN)
+    depth = tl.arange(0, BK)
+    x_rows = x + sources.to(tl.int64)[:, None] * K
+    rows_per_expert = 2 * N if GATED else N
+    w_rows = weight + (expert.to(tl.int64) * rows_per_expert + columns)[None, :] * K
+    total = tl.zeros([BM, BN], tl.float32)
+    total_up = tl.zeros([BM, BN], tl.float32)
+    for start in range(0, K, BK):
+        k = start + depth
+        a = tl.load(x_rows + k[None, :], mask=is_row[:, None] & (k < K)[None, :], other=0.0)
+        in_weight = (columns < N)[None, :] & (k < K)[:, None]
+        b = tl.load(w_rows + k[:, None], mask=in_weight, other=0.0)
+        total = tl.dot(a, b, total, input_precision=PRECISION)
+        if GATED:
+            b_up = tl.load(w_rows + N * K + k[:, None], mask=in_weight, other=0.0)
+            total_up = tl.dot(a, b_up, total_up, input_precision=PRECISION)
+    if GATED:
+        total = total * tl.sigmoid(total) * total_up
+    targets = places if GATED else entries
+    at = out + targets.to(tl.int64)[:, None] * N + columns[None, :]
+    tl.store(at, total.to(out.dtype.element_ty), mask=is_row[:, None] & (columns < N)[None, :])
+
+
+@triton.jit
+def combine_kernel(x, weights, experts, out, TOP_K: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr):
+    """Sum each token's entries times their weights, in float32 and routing order: x [tokens * TOP_K, H] -> out.
+
+    Entries without expert are not read; they count as 0.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for choice in range(TOP_K):
+        entry = token * TOP_K + choice
+        has_expert = tl.load(experts + entry) >= 0
+        row = tl.load(x + entry * H + columns, mask=columns < tl.where(has_expert, H, 0), other=0.0)
+        weight = tl.where(has_expert, tl.load(weights + entry), 0.0)
+        total += weight * row.to(tl.float32)
+    tl.store(out + token * H + columns, total.to(out.dtype.element_ty), mask=columns < H)
