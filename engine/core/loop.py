@@ -251,7 +251,8 @@ class EngineLoop:
         Raises WeightUpdateError, with the old weights unchanged, if any name, shape or value is invalid.
         """
         _check_version(version)
-        written = stage_update(self.runner.model.weight_slots(), weights)
+        model = self.runner.model
+        written = stage_update(model.weight_slots(), model.split_stacked(weights))
         self.weights_changed(version)
         return written
 

@@ -105,7 +105,7 @@ def load_weights(model: DenseModel, tensors: Iterable[tuple[str, Tensor]], sourc
     unfilled = dict.fromkeys(slots)
     problems: list[str] = []
     head: Tensor | None = None
-    for name, tensor in tensors:
+    for name, tensor in model.split_stacked(tensors):
         if _is_rotary_buffer(name):
             continue
         if name == TIED_HEAD and name not in slots:

@@ -6,6 +6,7 @@ Shapes: T tokens, h hidden size, H query heads, KV key/value heads, D head size.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -112,6 +113,10 @@ class Model(ABC):
     @abstractmethod
     def weight_slots(self) -> dict[str, Slot]:
         """Map Hugging Face tensor names to the storage of this rank, for loading, updates and export."""
+
+    def split_stacked(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        """Return checkpoint tensors under the names of `weight_slots`: tensors that stack several become views."""
+        return tensors
 
     def close(self) -> None:  # noqa: B027 (most models change nothing)
         """Undo what the model changed outside itself. The model can't be used afterwards."""
