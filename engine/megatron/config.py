@@ -107,6 +107,8 @@ def _same_frequencies(model: nn.Module, config: ModelConfig) -> bool:
 def _unsupported(config: ModelConfig) -> list[str]:
     """List the features for which Megatron-Core has no setting."""
     problems: list[str] = []
+    if type(config) is not ModelConfig:
+        problems.append("it is not a dense decoder, and only those are translated")
     biases = (config.attention_bias, config.output_bias, config.mlp_bias)
     if biases not in ((False, False, False), (True, False, False), (True, True, True)):
         problems.append(

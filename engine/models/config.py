@@ -88,6 +88,11 @@ class ModelConfig:
         length = min(length, MAX_CONTEXT)
         return length if self.sliding_window is None else min(length, self.sliding_window)
 
+    @property
+    def mlp_activations(self) -> int:
+        """Elements per token that the widest MLP holds at once, beside its input."""
+        return 3 * self.intermediate_size
+
     def cache_specs(self) -> tuple[CacheSpec, ...]:
         """Return what each decoder layer stores, in layer order."""
         return (FullAttentionSpec(kv_heads=self.num_kv_heads, head_dim=self.head_dim),) * self.num_layers

@@ -155,7 +155,9 @@ class DenseModel(Model, nn.Module):
         self.embedding = VocabParallelEmbedding(
             config.vocab_size, config.hidden_size, dtype=dtype, device=device, parallel=parallel
         )
-        self.layers = nn.ModuleList(DecoderLayer(config, i, dtype, device, parallel) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            self.make_layer(config, i, dtype, device, parallel) for i in range(config.num_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
         self.lm_head = VocabParallelHead(
             config.vocab_size,
@@ -166,6 +168,15 @@ class DenseModel(Model, nn.Module):
             tied=self.embedding.weight if config.tie_word_embeddings else None,
         )
         self.rotary = RotaryTable(config.head_dim, config.rope_theta, config.rope_scaling, max_len, dtype, device)
+
+    def make_layer(
+        self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device, parallel: TensorParallel
+    ) -> nn.Module:
+        """Create decoder layer `index`: a DecoderLayer, or another module that `layer` calls and that has `slots`.
+
+        `config` is that of the whole model.
+        """
+        return DecoderLayer(config, index, dtype, device, parallel)
 
     def fused(self, max_rows: int, max_tokens: int) -> Model:
         from engine.models.fused_dense import FusedDense  # imports triton, which is installed only with CUDA

@@ -1,15 +1,16 @@
 """Registry of supported architectures; builds configs and models.
 
-To add a dense architecture, add a row to FAMILIES; any other type of model needs a class beside DenseModel.
+To add a dense architecture, add a row to FAMILIES. Any other needs an entry in ENTRIES, with the config's reader and
+the model's class.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +18,7 @@ from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
 from engine.errors import ModelError
 from engine.models.config import Family, Fields, ModelConfig, read_model_config
 from engine.models.dense import DenseModel
+from engine.models.qwen3_moe import QWEN3_MOE, Qwen3MoeModel, read_qwen3_moe_config
 
 FAMILIES = (
     Family(architecture="LlamaForCausalLM", model_type="llama", mlp_bias_key=True),
@@ -47,21 +49,36 @@ FAMILIES = (
 )
 
 
+class Entry(NamedTuple):
+    """A supported architecture: what its config.json doesn't state, the reader of that file, and the model's class.
+
+    `read_config` takes the arguments of `read_model_config`, `model` those of DenseModel.
+    """
+
+    family: Family
+    read_config: Callable[[Mapping[str, Any], Family, str], ModelConfig] = read_model_config
+    model: Callable[..., DenseModel] = DenseModel
+
+
+ENTRIES = (*map(Entry, FAMILIES), Entry(QWEN3_MOE, read_qwen3_moe_config, Qwen3MoeModel))
+
+
 def supported_architectures() -> tuple[str, ...]:
     """Return the supported architecture names, as in `architectures` of a config.json."""
-    return tuple(family.architecture for family in FAMILIES)
+    return tuple(entry.family.architecture for entry in ENTRIES)
 
 
-def find_family(values: Mapping[str, Any], where: str) -> Family:
-    """Return the family for a config.json's content, by `architectures` or, if absent, by `model_type`.
+def find_entry(values: Mapping[str, Any], where: str) -> Entry:
+    """Return the entry for a config.json's content, by `architectures` or, if absent, by `model_type`.
 
     Raises ModelError if it is not supported.
     """
     named = values.get("architectures")
     names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
-    for family in FAMILIES:
+    for entry in ENTRIES:
+        family = entry.family
         if family.architecture in names or (not names and values.get("model_type") == family.model_type):
-            return family
+            return entry
     requested = ", ".join(names) or values.get("model_type") or "(none named)"
     raise ModelError(
         f"{where}: architecture {requested} is not supported; supported are {', '.join(supported_architectures())}"
@@ -70,7 +87,8 @@ def find_family(values: Mapping[str, Any], where: str) -> Family:
 
 def config_from_dict(values: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
     """Build a ModelConfig from a config.json's content; `where` names the file in errors. Raises ModelError."""
-    return read_model_config(values, find_family(values, where), where)
+    entry = find_entry(values, where)
+    return entry.read_config(values, entry.family, where)
 
 
 def config_from_folder(folder: str | Path) -> ModelConfig:
@@ -108,12 +126,13 @@ def build_model(
     max_len: int | None = None,
     parallel: TensorParallel = SINGLE_RANK,
 ) -> DenseModel:
-    """Create an uninitialised DenseModel of `config`, or this rank's shard of one.
+    """Create the uninitialised model of `config`, or this rank's shard of one.
 
     Raises ModelError if it can't be allocated or split.
     """
+    model = next((entry.model for entry in ENTRIES if entry.family.architecture == config.architecture), DenseModel)
     try:
-        return DenseModel(config, dtype, device, max_len, parallel)
+        return model(config, dtype, device, max_len, parallel)
     except (RuntimeError, MemoryError) as error:
         raise ModelError(
             f"{config.architecture} with {config.num_layers} layers of width {config.hidden_size} in {dtype} can't be "

@@ -83,7 +83,7 @@ def step_bytes(model: ModelConfig, seqs: int, batched: int, dtype: torch.dtype) 
     heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     split = 4096 * max(model.hidden_size, 2 * model.intermediate_size)  # split-K GEMMs: 4 float32 sums of 256 rows
     return split + dtype.itemsize * (
-        batched * (4 * model.hidden_size + heads + 3 * model.intermediate_size) + 4 * seqs * model.vocab_size
+        batched * (4 * model.hidden_size + heads + model.mlp_activations) + 4 * seqs * model.vocab_size
     )
 
 

@@ -228,6 +228,7 @@ def test_supported_architectures_are_named() -> None:
         "MistralForCausalLM",
         "Qwen2ForCausalLM",
         "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
     )
 
 
