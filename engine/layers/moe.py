@@ -109,7 +109,8 @@ class MoE(nn.Module):
         """`valid` bool [T]: False for padding rows; None: there are none."""
         weights, experts = self.router(x)
         if valid is not None:
-            experts = torch.where(valid.unsqueeze(1), experts, NO_EXPERT)
+            # not torch.where, which copies the constant from the host: a capture on CUDA would be refused
+            experts = experts.masked_fill(valid.logical_not().unsqueeze(1), NO_EXPERT)
         return self.experts(x, weights, experts)
 
     def slots(self, prefix: str) -> dict[str, WeightSlot]:

@@ -137,15 +137,19 @@ def test_a_padded_step_gives_what_the_exact_one_gives(device: str) -> None:
     for parameter in model.parameters():
         parameter.mul_(10.0 if parameter.dim() > 1 else 1.0)
     backend = "triton" if device == "cuda" else "sdpa"
+    routed: list[torch.Tensor] = []
+    model.layers[2].mlp.experts.register_forward_pre_hook(lambda _, inputs: routed.append(inputs[2]))
     outs = []
     for padding in (0, 1):
         cache = make_cache(model)
         ids, at, rows = torch.zeros(3, 3 + padding, dtype=torch.int64, device=device)
-        ids[:3], at[:3], rows[:3] = (torch.tensor(part) for part in ([11, 42, 7], [0, 0, 0], [1, 2, 3]))
+        ids[:3], rows[:3] = torch.tensor([11, 42, 7]), torch.tensor([1, 2, 3])
         table = torch.tensor([[5], [3], [8], [0]][: 3 + padding], device=device)
         hidden = model(ids, at, decode_attention(cache, table, at, backend), rows)
         outs.append(model.compute_logits(hidden[:3]))
     torch.testing.assert_close(outs[0], outs[1], atol=1e-5, rtol=0)
+    assert routed[1][3].tolist() == [-1, -1, -1]
+    assert torch.equal(routed[0], routed[1][:3])
 
 
 # ---- weights -------------------------------------------------------------------------------------------------------
