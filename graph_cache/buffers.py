@@ -48,18 +48,29 @@ class BufferSpec:
 class StaticBuffers(Mapping[str, torch.Tensor]):
     """Named buffers sized for `max_rows`; as a mapping, the full tensors by name.
 
-    Two sites may share one object. Every returned view aliases the same storage, whose address never changes.
+    Two sites may share one object. Every returned view aliases the same storage, whose address never changes. `tensors`
+    gives existing tensors to use as buffers, such as another site's outputs; the others are allocated.
     """
 
-    def __init__(self, specs: Mapping[str, BufferSpec], max_rows: int, device: torch.device | str):
+    def __init__(
+        self,
+        specs: Mapping[str, BufferSpec],
+        max_rows: int,
+        device: torch.device | str,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+    ):
         self.specs = dict(specs)
         self.max_rows = max_rows
         self.device = torch.device(device)
+        existing = dict(tensors or {})
         self._tensors = {
-            name: torch.full(spec.resolve(max_rows), spec.pad or 0, dtype=spec.dtype, device=device)
+            name: existing[name]
+            if name in existing
+            else torch.full(spec.resolve(max_rows), spec.pad or 0, dtype=spec.dtype, device=device)
             for name, spec in self.specs.items()
         }
         self._views: dict[int, dict[str, torch.Tensor]] = {}
+        self.signature(max_rows, tuple(existing)).check(existing, what=f"buffers of {max_rows} rows")
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -103,21 +103,25 @@ def sample_truncated(
     """
     vocab_size = z.shape[1]
     count = min(vocab_size, max_top_k or CANDIDATES)
-    sampled, complete = _sample_ranked(z, weights, top_k, top_p, min_p, u, count)
+    sampled, complete = sample_ranked(z, weights, top_k, top_p, min_p, u, count)
     if count == vocab_size or max_top_k or bool(complete.all()):
         return sampled
     rows = (~complete).nonzero().squeeze(1)
-    wide, _ = _sample_ranked(z[rows], weights[rows], top_k[rows], top_p[rows], min_p[rows], u[rows], vocab_size)
+    wide, _ = sample_ranked(z[rows], weights[rows], top_k[rows], top_p[rows], min_p[rows], u[rows], vocab_size)
     sampled.token_ids[rows] = wide.token_ids
     sampled.kept[rows] = wide.kept
     sampled.total[rows] = wide.total
     return sampled
 
 
-def _sample_ranked(
+def sample_ranked(
     z: Tensor, weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, u: Tensor, count: int
 ) -> tuple[SampledTokens, Tensor]:
-    """Sample from the `count` best; also return bool [b]: whether all kept tokens are known to be among them."""
+    """Sample like `sample_truncated` from the `count` best tokens, without a host read.
+
+    Also returns bool [b]: whether all kept tokens are known to be among them, which holds for a top-k of at most
+    `count` and for a `count` of V.
+    """
     ids = ranked(z, count)
     ranked_weights = weights.gather(1, ids)
     cumulative = ranked_weights.cumsum(dim=1)

@@ -27,11 +27,15 @@ class TokenCounts:
         """Bytes of device memory that the counts take; 0 before a slot is tracked."""
         return 0 if self._counts is None else self._counts.nbytes
 
-    def track(self, slot: int, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> None:
-        """Reset a slot's counts to these tokens."""
+    def allocate(self) -> Tensor:
+        """Return the counts int32 [max_num_seqs, vocab_size]; allocate them if no slot was tracked before."""
         if self._counts is None:
             self._counts = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
-        row = self._counts[slot].zero_()
+        return self._counts
+
+    def track(self, slot: int, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> None:
+        """Reset a slot's counts to these tokens."""
+        row = self.allocate()[slot].zero_()
         row[ids_to(self._device, prompt_ids)] = 1
         outputs = ids_to(self._device, output_ids)
         row.index_add_(0, outputs, torch.full_like(outputs, 2, dtype=torch.int32))
@@ -44,8 +48,7 @@ class TokenCounts:
         """
         if self._counts is None:
             raise ValueError("no slot is tracked")
-        added = (token_ids >= 0).to(torch.int32) * 2
-        self._counts.index_put_((slots, token_ids.clamp(min=0)), added, accumulate=True)
+        count_tokens(self._counts, slots, token_ids)
 
     def penalise(
         self, logits: Tensor, slots: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
@@ -57,8 +60,18 @@ class TokenCounts:
         """
         if self._counts is None:
             raise ValueError("no slot is tracked")
-        counts = self._counts[slots]
-        repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-        out = torch.where(counts > 0, repeated, logits)
-        occurrences = (counts >> 1).to(torch.float32)
-        return out.sub_(frequency * occurrences).sub_(presence * (occurrences > 0))
+        return penalised_logits(logits, self._counts[slots], repetition, frequency, presence)
+
+
+def count_tokens(counts: Tensor, slots: Tensor, token_ids: Tensor) -> None:
+    """Count one output token per slot in counts int32 [slots, V]; a token of -1 is ignored. Can be captured."""
+    added = (token_ids >= 0).to(torch.int32) * 2
+    counts.index_put_((slots, token_ids.clamp(min=0)), added, accumulate=True)
+
+
+def penalised_logits(logits: Tensor, counts: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor) -> Tensor:
+    """Return penalised logits float32 [b, V] from the rows' counts int32 [b, V]. See `TokenCounts.penalise`."""
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    out = torch.where(counts > 0, repeated, logits)
+    occurrences = (counts >> 1).to(torch.float32)
+    return out.sub_(frequency * occurrences).sub_(presence * (occurrences > 0))

@@ -3,22 +3,30 @@
 Keeps the sampling state of running requests. Order: repetition penalty, frequency and presence penalties, logit bias,
 the min_tokens mask, temperature, top-k, top-p, min-p (Hugging Face's order), all in float32. Temperature and later
 steps are in engine/sampling/selection.py.
+
+`Sampler.sample` does only the work that the batch needs, and uploads it. The engine samples with
+engine/worker/sampling_graphs.py instead: the same tokens from `Sampler.table`, by operations that a graph can contain.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.errors import RequestError
+from engine.kernels.slot_columns import NUM_FLOATS
 from engine.protocol.request import SamplingParams, TokenLogprob, mix64
 from engine.sampling.logprobs import prompt_logprobs, raw_logprobs
-from engine.sampling.ops import uniform
+from engine.sampling.ops import CANDIDATES, uniform
 from engine.sampling.penalties import TokenCounts
 from engine.sampling.selection import NUM_COLUMNS, UNIFORM, Pending, SamplingMethod, TokenSelector, put_rows, rows_of
+from engine.sampling.slot_sampling import ANY_NUMBER, TOP_K_ONLY, UNTRUNCATED, sample_slots
+from engine.sampling.slot_table import SlotTable
 from engine.utils.async_copy import ids_to, upload
 
 __all__ = ["SampleResult", "Sampler", "prompt_logprobs"]
@@ -39,9 +47,14 @@ class _Slot:
     bias: tuple[Tensor, Tensor] | None = None  # ids int64 [m] and values float32 [m] on the host
 
     @property
+    def is_adjusted(self) -> bool:
+        """Whether penalties, bias or the min_tokens mask change the row's logits."""
+        return bool(self.penalised or self.min_tokens or self.bias is not None)
+
+    @property
     def is_argmax(self) -> bool:
         """Whether argmax of the raw logits is enough for this row."""
-        return self.method.is_argmax and not (self.penalised or self.min_tokens or self.bias is not None)
+        return self.method.is_argmax and not self.is_adjusted
 
 
 _INACTIVE = _Slot()
@@ -104,7 +117,15 @@ class Sampler:
         self.counts = TokenCounts(max_num_seqs, vocab_size, self.device)
         # One extra row: index -1 is the greedy row of inactive entries.
         self._slots = [_INACTIVE] * (max_num_seqs + 1)
-        self._sampler_slots: set[int] = set()  # slots that need more than argmax
+        # Slots by what they need, so that a step looks at sets instead of rows.
+        self._sampler_slots: set[int] = set()  # more than argmax
+        self._sampled: set[int] = set()  # another token than the argmax of unmodified logits
+        self._adjusted: set[int] = set()  # penalties, bias or the min_tokens mask
+        self._masked: set[int] = set()  # the min_tokens mask
+        self._truncated: set[int] = set()  # top-k or top-p
+        self._wide: set[int] = set()  # a truncation that may keep more than CANDIDATES tokens
+        self._scored: set[int] = set()  # log-probabilities
+        self.table = SlotTable(max_num_seqs, vocab_size, len(self._eos_token_ids), self.device)
         self._row_params = torch.zeros(max_num_seqs + 1, NUM_COLUMNS + 3, dtype=torch.float64)
         self._keys = torch.zeros(max_num_seqs + 1, dtype=torch.int64)
 
@@ -146,19 +167,105 @@ class Sampler:
             dtype=torch.float64,
         )  # fmt: skip
         self._keys[slot] = mix64(seed)
-        (self._sampler_slots.discard if self._slots[slot].is_argmax else self._sampler_slots.add)(slot)
+        self._classify(slot)
+        state = self._slots[slot]
+        full, truncated = (0.0, params.temperature) if method.truncated else (params.temperature, 0.0)
+        self.table.set(
+            slot,
+            [full, truncated, method.top_k, params.top_p, params.min_p, params.repetition_penalty,
+             params.frequency_penalty, params.presence_penalty] if slot in self._sampled else [0.0] * NUM_FLOATS,
+            key=mix64(seed) if method.random else 0,
+            penalised=penalised,
+            adjusted_argmax=state.is_adjusted and not method.random,
+            bias=state.bias,
+            banned=banned,
+            banned_until=state.prompt_len + state.min_tokens,
+        )  # fmt: skip
         if penalised:
             self.counts.track(slot, prompt_ids, output_ids)
+
+    def _classify(self, slot: int) -> None:
+        """Put the slot in the sets of what it needs."""
+        state = self._slots[slot]
+        method = state.method
+        for slots, belongs in (
+            (self._sampler_slots, not state.is_argmax),
+            (self._sampled, method.random or state.is_adjusted),
+            (self._adjusted, state.is_adjusted),
+            (self._masked, state.min_tokens > 0),
+            (self._truncated, method.random and method.truncated),
+            (self._wide, method.random and method.truncated and not 0 < method.top_k <= CANDIDATES),
+            (self._scored, method.logprobs is not None),
+        ):
+            (slots.add if belongs else slots.discard)(slot)
 
     def clear_slot(self, slot: int) -> None:
         """Release a slot."""
         self._check_slot(slot)
         self._slots[slot] = _INACTIVE
-        self._sampler_slots.discard(slot)
+        self._classify(slot)
 
     def needs_sampler(self, slots: Iterable[int]) -> bool:
         """Return False if argmax of the logits is enough for all of these slots and none needs logprobs."""
         return bool(self._sampler_slots) and not self._sampler_slots.isdisjoint(slots)
+
+    def variant(self, slots: Sequence[int]) -> dict[str, Any] | None:
+        """Return what `sample_slots` must do for these slots, as its keywords; None if argmax is enough for all."""
+        if self._sampled.isdisjoint(slots):
+            return None
+        processors = not self._adjusted.isdisjoint(slots)
+        if self._truncated.isdisjoint(slots):
+            return {"processors": processors, "limits": UNTRUNCATED}
+        has_wide = self._selector.is_fused or not self._wide.isdisjoint(slots)
+        return {"processors": processors, "limits": ANY_NUMBER if has_wide else TOP_K_ONLY}
+
+    @property
+    def variants(self) -> list[dict[str, Any]]:
+        """All keywords that `variant` can return."""
+        limits = (UNTRUNCATED, ANY_NUMBER) if self._selector.is_fused else (UNTRUNCATED, TOP_K_ONLY, ANY_NUMBER)
+        return [{"processors": processors, "limits": limit} for processors in (False, True) for limit in limits]
+
+    def slot_sampling(self) -> Callable[..., None]:
+        """Return `sample_slots` on this sampler's slots: with the Triton kernels, or with torch."""
+        tensors = self.table.tensors(self.counts)
+        if self._selector.is_fused:
+            return partial(self._selector.kernels.sample_slots, tensors)
+        return partial(sample_slots, tensors, chunk_rows=self._selector.chunk_rows)
+
+    def lift_min_tokens(self, slots: Sequence[int], positions: Sequence[int]) -> None:
+        """Lift the min_tokens mask of slots that have enough tokens; argmax may then be enough for them."""
+        if self._masked.isdisjoint(slots):
+            return
+        for slot, position in zip(slots, positions, strict=True):
+            state = self._slots[slot]
+            if state.min_tokens and position - state.prompt_len >= state.min_tokens:
+                state.min_tokens = 0
+                self._classify(slot)
+
+    def logprobs_of(self, logits: Tensor, slots: Sequence[int]) -> Callable[[Tensor], list[Pending]] | None:
+        """Prepare log-probabilities for logits [b, V]: returns a function of the sampled tokens int64 [b], or None.
+
+        Call it before the tokens are sampled, because penalties then count them too.
+        """
+        if self._scored.isdisjoint(slots):
+            return None
+        rows = [i for i, slot in enumerate(slots) if slot in self._scored]
+        states = [self._slots[slots[i]] for i in rows]
+        if self._raw:
+            all_states = [self._slots[slot] for slot in slots]
+            return lambda token_ids: self._raw_logprobs(logits, token_ids, all_states)
+        row_params = upload(self._row_params[[slots[i] for i in rows]], self.device)
+        penalised = [j for j, state in enumerate(states) if state.penalised]
+        tracked = ids_to(self.device, [slots[rows[j]] for j in penalised]) if penalised else None
+        x = self._adjust_logits(rows_of(logits, rows), penalised, tracked, states, row_params)
+
+        def complete(token_ids: Tensor) -> list[Pending]:
+            pending = self._selector.score(
+                x, row_params, [state.method for state in states], rows_of(token_ids, rows)
+            )
+            return [([rows[j] for j in part], logprobs) for part, logprobs in pending]
+
+        return complete
 
     def sample(self, logits: Tensor, slots: Sequence[int] | Tensor, positions: Sequence[int] | Tensor) -> SampleResult:
         """Choose one token per row, and count it as an output of its slot.
@@ -178,7 +285,7 @@ class Sampler:
         row_params[:, UNIFORM] = uniform(self._keys[index], torch.tensor(positions, dtype=torch.int64))
         row_params = upload(row_params, self.device)
         states = [self._slots[slot] for slot in slots]
-        self._lift_min_tokens(slots, states, positions)
+        self.lift_min_tokens(slots, positions)
         raw = logits[: len(slots)]
         penalised = [i for i, state in enumerate(states) if state.penalised]
         tracked = ids_to(self.device, [slots[i] for i in penalised]) if penalised else None
@@ -202,14 +309,6 @@ class Sampler:
             (rows, raw_logprobs(rows_of(raw, rows), rows_of(token_ids, rows), [top_counts[i] for i in rows]))
             for rows in self._selector.split(list(top_counts))
         ]
-
-    def _lift_min_tokens(self, slots: list[int], states: list[_Slot], positions: list[int]) -> None:
-        """Lift the min_tokens mask of slots that have enough tokens; argmax may then be enough for them."""
-        for slot, state, position in zip(slots, states, positions, strict=True):
-            if state.min_tokens and position - state.prompt_len >= state.min_tokens:
-                state.min_tokens = 0
-                if state.is_argmax:
-                    self._sampler_slots.discard(slot)
 
     def _adjust_logits(
         self, raw: Tensor, penalised: list[int], tracked: Tensor | None, states: list[_Slot], row_params: Tensor

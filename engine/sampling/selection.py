@@ -71,7 +71,12 @@ class TokenSelector:
         self._raw = raw
         self.chunk_rows = max(1, _CHUNK_LOGITS[device.type == "cuda"] // vocab_size)
         """Maximum number of rows per chunk."""
-        self._kernels: Any = _kernels(device.type == "cuda" if fused is None else fused)  # a module or None
+        self.kernels: Any = _kernels(device.type == "cuda" if fused is None else fused)  # a module or None
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the Triton kernels sample rows."""
+        return self.kernels is not None
 
     def method_for(self, params: SamplingParams) -> SamplingMethod:
         """Return how to sample a request. Depends only on its parameters, so the batch does not affect its tokens."""
@@ -79,7 +84,7 @@ class TokenSelector:
         random = not params.is_greedy
         return SamplingMethod(
             random=random,
-            fused=random and params.logprobs is None and self._kernels is not None,
+            fused=random and params.logprobs is None and self.kernels is not None,
             top_k=top_k,
             truncated=top_k > 0 or params.top_p < 1.0,
             min_p=params.min_p > 0.0,
@@ -99,7 +104,7 @@ class TokenSelector:
 
     def warm_up(self, logits: Tensor, columns: int) -> None:
         """Compile the kernels for logits like these [rows, V] and row parameters [rows, columns]."""
-        if self._kernels is not None:
+        if self.kernels is not None:
             zeros = torch.zeros(1, columns, dtype=torch.float64, device=self._device)  # temperature 0
             for x in (logits[:1], logits[:1].to(torch.float32)):  # unmodified and adjusted logits
                 for truncated in (False, True):
@@ -124,19 +129,36 @@ class TokenSelector:
         )
         return put_rows(token_ids, torch_rows, chosen), pending
 
+    def score(
+        self, x: Tensor, row_params: Tensor, methods: Sequence[SamplingMethod], token_ids: Tensor
+    ) -> list[Pending]:
+        """Return the log-probabilities that the methods request for tokens int64 [b] chosen from x [b, V] before.
+
+        Arguments as for `select`; a token is -1 where none could be chosen.
+        """
+        return self._sample_torch(x, row_params, list(range(len(methods))), methods, token_ids)[1]
+
     def _sample_fused(self, x: Tensor, row_params: Tensor, token_ids: Tensor, truncated: bool) -> None:
         """Sample with the kernels, into token_ids int64 [b], the fused rows of x [b, V] that are (not) truncated."""
         column = row_params.unbind(1)
         if truncated:
             limits = (column[c] for c in (_TOP_K, _TOP_P, _MIN_P))
-            self._kernels.sample_truncated_rows(x, column[_TRUNCATED_TEMPERATURE], *limits, column[UNIFORM], token_ids)
+            self.kernels.sample_truncated_rows(x, column[_TRUNCATED_TEMPERATURE], *limits, column[UNIFORM], token_ids)
         else:
-            self._kernels.sample_rows(x, column[_FULL_TEMPERATURE], column[_MIN_P], column[UNIFORM], token_ids)
+            self.kernels.sample_rows(x, column[_FULL_TEMPERATURE], column[_MIN_P], column[UNIFORM], token_ids)
 
     def _sample_torch(
-        self, x: Tensor, row_params: Tensor, rows: list[int], methods: Sequence[SamplingMethod]
+        self,
+        x: Tensor,
+        row_params: Tensor,
+        rows: list[int],
+        methods: Sequence[SamplingMethod],
+        chosen: Tensor | None = None,
     ) -> tuple[Tensor, list[Pending]]:
-        """Like `select`, with torch, for these rows: x and row_params hold only them, `methods` the whole batch."""
+        """Like `select`, with torch, for these rows: x and row_params hold only them, `methods` the whole batch.
+
+        Log-probabilities are those of the tokens `chosen`, if given.
+        """
         x = x.to(torch.float32, memory_format=torch.contiguous_format)
         best, token_ids = x.max(dim=1)
         pending: list[Pending] = []
@@ -149,6 +171,7 @@ class TokenSelector:
                 rows_of(row_params, chunk),
                 [rows[j] for j in chunk],
                 [row_methods[j] for j in chunk],
+                None if chosen is None else rows_of(chosen, chunk),
             )
             token_ids = put_rows(token_ids, chunk, sampled)
             pending += logprobs
@@ -171,11 +194,12 @@ class TokenSelector:
         row_params: Tensor,
         rows: list[int],
         chunk_methods: list[SamplingMethod],
+        chosen: Tensor | None,
     ) -> tuple[Tensor, list[Pending]]:
         """Return tokens int64 [b] of one chunk, and the log-probabilities of its rows that request them.
 
         x float32 [b, V], its maxima best and best_ids [b], row_params and chunk_methods belong to the rows `rows` of
-        the batch, which are all sampled in the same way.
+        the batch, which are all sampled in the same way. Log-probabilities are those of the tokens `chosen`, if given.
         """
         z = (x - best.unsqueeze(1)).div_(row_params[:, _TEMPERATURE].to(torch.float32).unsqueeze(1))
         weights = weights_of(z)
@@ -191,7 +215,7 @@ class TokenSelector:
         if self._raw or not top_counts:
             return sampled.token_ids, []
         # Mark rows without a finite maximum with the token -1, as in the batch.
-        token_ids = torch.where(torch.isfinite(best), sampled.token_ids, -1)
+        token_ids = torch.where(torch.isfinite(best), sampled.token_ids if chosen is None else chosen, -1)
         logprob_rows = list(top_counts)
         logprobs = DeviceLogprobs.of(
             rows_of(z, logprob_rows),

@@ -28,6 +28,7 @@ from engine.worker.decode_graphs import SITE, DecodeStep, decode_site, model_add
 from engine.worker.input_buffers import DecodeInputs, Layout, decode_buffers
 from engine.worker.prefill_graphs import SITE as PREFILL_SITE
 from engine.worker.prefill_graphs import PrefillBuckets, PrefillStep
+from engine.worker.sampling_graphs import SamplingStep
 from engine.worker.sizing import WARM_CONTEXT, context_buckets
 from engine.worker.step_input import ChunkInput, DecodeInput, PrefillInput, PromptScoring, SlotAssignment, StepInput
 from graph_cache.buckets import Buckets
@@ -108,7 +109,16 @@ class ModelRunner:
             eos_token_ids=eos_token_ids,
             logprobs_mode=config.logprobs_mode,
         )
-        self.sampling.warm_up(self.buffers["logits"])
+        self.sampling_step = SamplingStep(
+            self.cache,
+            self.sampling,
+            self.buffers["logits"],
+            self.buffers["next_tokens"],
+            self.state.last_tokens,
+            self.site.buckets,
+        )
+        if device.type == "cuda":
+            self.sampling_step.warm_up()
         # Two results per step in flight: the tokens of its decodes and of its prefills.
         self.ring = HostRing(self.cache.pool.backend, config.max_num_seqs, torch.int64, depth=2 * MAX_STEPS_IN_FLIGHT)
         self._in_flight: list[AsyncStepOutput] = []
@@ -242,8 +252,11 @@ class ModelRunner:
         output.graph_bucket = ran.bucket if ran.is_graph else None
         tokens = self.buffers["next_tokens"][:rows]
         if self.sampling.needs_sampler(step.slots):
+            # The step advanced the positions: they are those of the tokens to sample.
+            state = self.buffers["state"][: 2 * self.config.max_num_seqs].view(2, -1)
+            self.sampling_step.load(state[:, : step.bucket])
             positions = [position + 1 for position in step.positions]
-            tokens = self._sample(self.buffers["logits"][:rows], step.slots, positions, 0, output)
+            output.samples.append((0, self.sampling_step.run(step.slots, positions)))
         output.tickets.append(self.ring.push(tokens))
 
     def _prefill(self, step: PrefillInput, output: AsyncStepOutput) -> None:
@@ -265,19 +278,15 @@ class ModelRunner:
             return
         slots = [chunk.slot for chunk in ended]
         if self.sampling.needs_sampler(slots):
+            if len(ended) < len(chunks) and step.bucket is not None:  # copies: move them to the first rows
+                self.buffers["logits"][: len(ended)].copy_(logits)
+                self.buffers["next_tokens"][: len(ended)].copy_(next_tokens)
             positions = [chunk.start + chunk.length for chunk in ended]
-            next_tokens = self._sample(logits, slots, positions, output.num_decodes, output)
+            self.sampling_step.load(ids_to(self.device, [[slot + 1 for slot in slots], positions]))
+            sampled = self.sampling_step.run(slots, positions)
+            output.samples.append((output.num_decodes, sampled))
+            next_tokens = sampled.token_ids
         output.tickets.append(self.ring.push(next_tokens))
-
-    def _sample(
-        self, logits: Tensor, slots: list[int], positions: list[int], first_row: int, output: AsyncStepOutput
-    ) -> Tensor:
-        """Sample from logits [len(slots), vocab], write the tokens to `last_tokens`, and return them."""
-        sampled = self.sampling.sample(logits, slots, positions)
-        entries = ids_to(self.device, [slot + 1 for slot in slots])
-        self.state.last_tokens.index_copy_(0, entries, sampled.token_ids.clamp(min=0))
-        output.samples.append((first_row, sampled))
-        return sampled.token_ids
 
     def _score_prompt(self, scoring: PromptScoring, hidden: Tensor, output: AsyncStepOutput) -> None:
         """Compute the logprobs of prompt tokens from hidden [T, h], in slices to keep logits small."""

@@ -1,0 +1,36 @@
+"""The layout of the sampling parameters that captured sampling reads from device memory.
+
+One row per slot, 8 bytes per column: float64 columns hold the bits of the number. Shared by the kernels and the torch
+implementation in engine/sampling.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+# float64 columns. At most one of the two temperatures is above 0: both are 0 for a row that takes the argmax.
+FULL_TEMPERATURE, TRUNCATED_TEMPERATURE, TOP_K, TOP_P, MIN_P, REPETITION, FREQUENCY, PRESENCE = range(8)
+NUM_FLOATS = 8
+# int64 columns. KEY: mix64(seed). PENALISED and ADJUSTED_ARGMAX are flags: the row has penalties; the row takes the
+# argmax of logits that penalties, bias or bans changed. Bans apply to positions below BANNED_UNTIL.
+KEY, PENALISED, ADJUSTED_ARGMAX, NUM_BIASED, NUM_BANNED, BANNED_UNTIL = range(NUM_FLOATS, NUM_FLOATS + 6)
+NUM_COLUMNS = NUM_FLOATS + 6
+
+
+class SlotTensors(NamedTuple):
+    """Device tensors of all slots. Slot s is row s + 1; row 0 is padding and stays 0, which means argmax.
+
+    - values int64 [slots + 1, NUM_COLUMNS].
+    - bias_ids int32 and bias_values float32 [slots + 1, B]: the first NUM_BIASED entries of a row are in use; the
+      others are id 0 and -0.0, which added to a logit changes nothing.
+    - banned_ids int32 [slots + 1, M]: the first NUM_BANNED entries are in use; the others repeat the first.
+    - counts int32 [slots, vocab_size]: token counts as in engine/sampling/penalties.py; slot s is row s.
+    """
+
+    values: Tensor
+    bias_ids: Tensor
+    bias_values: Tensor
+    banned_ids: Tensor
+    counts: Tensor
