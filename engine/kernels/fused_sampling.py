@@ -1,17 +1,22 @@
 """Sample tokens on CUDA in a few launches that read the logits two or three times, without a copy or a sort.
 
-Implements `sample_full` and `sample_truncated` of engine/sampling/ops.py; exp and division are as exact as torch's.
-Device code: sampling_kernels.py and top_k_top_p_kernels.py. Imports triton: import this module only on CUDA (or under
+Implements `sample_full` and `sample_truncated` of engine/sampling/ops.py, and `sample_slots` of
+engine/sampling/slot_sampling.py; exp and division are as exact as torch's. Device code: sampling_kernels.py,
+top_k_top_p_kernels.py and slot_sampling_kernels.py. Imports triton: import this module only on CUDA (or under
 TRITON_INTERPRET=1).
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 from torch import Tensor
 
+from engine.kernels import slot_sampling_kernels as slot_kernels
 from engine.kernels.sampling_kernels import sample_kernel, tile_max_kernel, tile_sum_kernel
+from engine.kernels.slot_columns import SlotTensors
 from engine.kernels.top_k_top_p_kernels import BINS, gather_kernel, histogram_kernel, sample_truncated_kernel
 
 TILE = 4096
@@ -34,13 +39,8 @@ def sample_rows(
     are float64 [b] with equal strides: columns of one matrix. Writes -1 for a row that holds a NaN or +inf, or only
     -inf. Grids depend only on shapes and the host never waits, so the call can be captured.
     """
-    param_stride = _common_stride(temperature=temperature, min_p=min_p, u=u)
-    logits, tile_max, tile_sums, tile_args, row_args = _launch_tile_max(logits, temperature, tile)
-    (rows, tiles), strides = tile_max.shape, (logits.stride(0), param_stride)
-    tile_sum_kernel[(tiles, rows)](logits, temperature, min_p, tile_max, tile_sums, *strides, **tile_args, **row_args)
-    sample_kernel[(rows,)](
-        logits, temperature, min_p, u, tile_max, tile_sums, token_ids, *strides, **tile_args, **row_args
-    )
+    _common_stride(temperature=temperature, min_p=min_p, u=u)
+    _sample_full(_launch_tile_max(logits, temperature, tile), temperature, min_p, u, token_ids)
 
 
 def sample_truncated_rows(
@@ -59,9 +59,107 @@ def sample_truncated_rows(
     `tile` is at least 32. `candidates` is the maximum number of tokens gathered per row. Neither affects the result.
     """
     columns = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "u": u}
-    param_stride = _common_stride(**columns)
-    logits, tile_max, tile_sums, tile_args, row_args = _launch_tile_max(logits, temperature, tile)
-    (rows, tiles), strides = tile_max.shape, (logits.stride(0), param_stride)
+    _common_stride(**columns)
+    _sample_truncated(_launch_tile_max(logits, temperature, tile), columns, token_ids, candidates)
+
+
+def sample_slots(
+    slots_of: SlotTensors,
+    logits: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    next_tokens: Tensor,
+    last_tokens: Tensor,
+    *,
+    processors: bool,
+    limits: str,
+    hash_constants: tuple[int, int, int],
+) -> None:
+    """Sample like `sample_slots` of engine/sampling/slot_sampling.py; `limits` other than "none" are alike here.
+
+    `hash_constants` are those of `uniform` in engine/sampling/ops.py.
+
+    Programs of rows that argmax is enough for, and of padding, return at once. Only `processors` makes a float32 copy
+    of the active rows' logits.
+    """
+    (rows, vocab_size), device = logits.shape, logits.device
+    values, floats = slots_of.values, slots_of.values.view(torch.float64)
+    row_params = torch.empty(rows, slot_kernels.NUM_ROW_COLUMNS, dtype=torch.float64, device=device)
+    slot_kernels.row_params_kernel[(rows,)](
+        values, floats, slots, positions, row_params, *hash_constants, PROCESSORS=processors, num_warps=1
+    )
+    column = row_params.unbind(1)
+    if processors:
+        logits = _adjust(slots_of, logits, row_params, slots, positions)
+    launch = _launch_tile_max(logits, column[slot_kernels.ACTIVE], TILE)
+    min_p, u = column[slot_kernels.MIN_P], column[slot_kernels.UNIFORM]
+    _sample_full(launch, column[slot_kernels.FULL], min_p, u, next_tokens)
+    if limits != "none":
+        columns = {
+            "temperature": column[slot_kernels.TRUNCATED],
+            "top_k": column[slot_kernels.TOP_K],
+            "top_p": column[slot_kernels.TOP_P],
+            "min_p": min_p,
+            "u": u,
+        }
+        _sample_truncated(launch, columns, next_tokens, CANDIDATES)
+    if processors:
+        slot_kernels.argmax_kernel[(rows,)](
+            logits, row_params, launch.tile_max, next_tokens, **launch.tile_args, **launch.row_args
+        )
+    slot_kernels.finish_kernel[(rows,)](
+        row_params, values, slots, next_tokens, last_tokens, slots_of.counts,
+        V=vocab_size, PROCESSORS=processors, num_warps=1,
+    )  # fmt: skip
+
+
+def _adjust(slots_of: SlotTensors, logits: Tensor, row_params: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+    """Return logits float32 [b, V] after penalties, logit bias and bans; rows that are not active are undefined.
+
+    A mask of allowed tokens (int32 [b, V / 32], with a flag per row) would be applied last.
+    """
+    (rows, vocab_size), values = logits.shape, slots_of.values
+    x = torch.empty(rows, vocab_size, dtype=torch.float32, device=logits.device)
+    slot_kernels.penalise_kernel[(triton.cdiv(vocab_size, TILE), rows)](
+        logits, row_params, values, values.view(torch.float64), slots, slots_of.counts, x, logits.stride(0),
+        V=vocab_size, TILE=TILE, num_warps=_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+    for kernel, inputs, width in (
+        (slot_kernels.bias_kernel, (slots_of.bias_ids, slots_of.bias_values), slots_of.bias_ids.shape[1]),
+        (slot_kernels.ban_kernel, (positions, slots_of.banned_ids), slots_of.banned_ids.shape[1]),
+    ):
+        kernel[(rows,)](x, row_params, values, slots, *inputs, V=vocab_size, WIDTH=width, BLOCK=256, num_warps=4)
+    return x
+
+
+class _Launch(NamedTuple):
+    """Arguments common to the launches that sample the rows of `logits`, whose rows are dense.
+
+    tile_max float32 [rows, tiles] holds the maximum of each tile; tile_sums is an uninitialised int64 [rows, tiles].
+    tile_args describe one tile, row_args the tiles of a row.
+    """
+
+    logits: Tensor
+    tile_max: Tensor
+    tile_sums: Tensor
+    tile_args: dict[str, Any]
+    row_args: dict[str, Any]
+
+
+def _sample_full(launch: _Launch, temperature: Tensor, min_p: Tensor, u: Tensor, token_ids: Tensor) -> None:
+    logits, tile_max, tile_sums, tile_args, row_args = launch
+    (rows, tiles), strides = tile_max.shape, (logits.stride(0), temperature.stride(0))
+    tile_sum_kernel[(tiles, rows)](logits, temperature, min_p, tile_max, tile_sums, *strides, **tile_args, **row_args)
+    sample_kernel[(rows,)](
+        logits, temperature, min_p, u, tile_max, tile_sums, token_ids, *strides, **tile_args, **row_args
+    )
+
+
+def _sample_truncated(launch: _Launch, columns: dict[str, Tensor], token_ids: Tensor, candidates: int) -> None:
+    """Launch the kernels of `sample_truncated_rows`; `columns` are its parameters in order."""
+    logits, tile_max, tile_sums, tile_args, row_args = launch
+    temperature, top_k = columns["temperature"], columns["top_k"]
+    (rows, tiles), strides = tile_max.shape, (logits.stride(0), temperature.stride(0))
     bin_counts = torch.zeros(rows, BINS + 1, dtype=torch.int32, device=logits.device)
     sort_keys = torch.empty(rows, candidates, dtype=torch.int64, device=logits.device)
     limit_args = {"MAX_CANDIDATES": candidates, "ID_BITS": (logits.shape[1] - 1).bit_length()}
@@ -72,29 +170,22 @@ def sample_truncated_rows(
         logits, temperature, top_k, tile_max, bin_counts, sort_keys, *strides, **tile_args, **row_args, **limit_args
     )
     for all_logits, pass_tile, warps in PASSES:
-        tile_args |= {"TILE": pass_tile, "num_warps": warps}
+        tile_args = tile_args | {"TILE": pass_tile, "num_warps": warps}
         sample_truncated_kernel[(rows,)](
             logits, *columns.values(), tile_max, tile_sums, bin_counts, sort_keys, token_ids, *strides,
             **tile_args, **row_args, **limit_args, ALL_LOGITS=all_logits,
         )  # fmt: skip
 
 
-def _common_stride(**columns: Tensor) -> int:
+def _common_stride(**columns: Tensor) -> None:
     strides = {column.stride(0) for column in columns.values()}
     if len(strides) > 1:
         names = ", ".join(columns)
         raise ValueError(f"{names} must have equal strides; found {sorted(strides)}: give columns of one matrix")
-    return strides.pop()
 
 
-def _launch_tile_max(
-    logits: Tensor, temperature: Tensor, tile: int
-) -> tuple[Tensor, Tensor, Tensor, dict[str, int], dict[str, int]]:
-    """Launch the first kernel of both samplers.
-
-    Returns the logits with dense rows, the maximum of each tile float32 [rows, tiles], an uninitialised int64
-    [rows, tiles] for the tiles' sums, and the launch arguments that describe one tile and the tiles of a row.
-    """
+def _launch_tile_max(logits: Tensor, active: Tensor, tile: int) -> _Launch:
+    """Launch the first kernel of all samplers, for rows where `active` float64 [rows] is above 0."""
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     rows, vocab_size = logits.shape
@@ -102,8 +193,8 @@ def _launch_tile_max(
     # No more threads than logits: tl.histogram may count a value once per thread that holds a copy of it.
     tile_args = {"V": vocab_size, "TILE": tile, "num_warps": max(1, min(_WARPS, tile // 32))}
     tile_max = torch.empty(rows, tiles, dtype=torch.float32, device=logits.device)
-    tile_max_kernel[(tiles, rows)](logits, temperature, tile_max, logits.stride(0), temperature.stride(0), **tile_args)
-    return (
+    tile_max_kernel[(tiles, rows)](logits, active, tile_max, logits.stride(0), active.stride(0), **tile_args)
+    return _Launch(
         logits,
         tile_max,
         tile_max.new_empty(rows, tiles, dtype=torch.int64),

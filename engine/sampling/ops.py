@@ -19,7 +19,8 @@ from engine.protocol.request import GOLDEN, MIX_1, MIX_2
 
 CANDIDATES = 1024  # best tokens ranked at first; a nucleus that exceeds them is ranked again in full
 
-_TWO_64 = 2**64
+HASH_CONSTANTS = tuple(value - 2**64 if value >> 63 else value for value in (GOLDEN, MIX_1, MIX_2))
+"""The constants of `uniform` as int64."""
 
 
 def uniform(keys: Tensor, positions: Tensor) -> Tensor:
@@ -29,15 +30,12 @@ def uniform(keys: Tensor, positions: Tensor) -> Tensor:
     has no state to restore after a preemption, and other rows cannot advance it. Keys are `mix64(seed)`, so that the
     streams of seeds 1, 2, 3 start far apart. Relies on int64 wrap-around. All operations can be captured.
     """
-    x = keys + (positions + 1) * _int64(GOLDEN)
-    x = (x ^ _shift_right(x, 30)) * _int64(MIX_1)
-    x = (x ^ _shift_right(x, 27)) * _int64(MIX_2)
+    golden, mix_1, mix_2 = HASH_CONSTANTS
+    x = keys + (positions + 1) * golden
+    x = (x ^ _shift_right(x, 30)) * mix_1
+    x = (x ^ _shift_right(x, 27)) * mix_2
     x = x ^ _shift_right(x, 31)
     return _shift_right(x, 11).to(torch.float64) * 2.0**-53
-
-
-def _int64(unsigned: int) -> int:
-    return unsigned - _TWO_64 if unsigned >> 63 else unsigned
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:

@@ -22,7 +22,7 @@ from engine.errors import RequestError
 from engine.kernels.slot_columns import NUM_FLOATS
 from engine.protocol.request import SamplingParams, TokenLogprob, mix64
 from engine.sampling.logprobs import prompt_logprobs, raw_logprobs
-from engine.sampling.ops import CANDIDATES, uniform
+from engine.sampling.ops import CANDIDATES, HASH_CONSTANTS, uniform
 from engine.sampling.penalties import TokenCounts
 from engine.sampling.selection import NUM_COLUMNS, UNIFORM, Pending, SamplingMethod, TokenSelector, put_rows, rows_of
 from engine.sampling.slot_sampling import ANY_NUMBER, TOP_K_ONLY, UNTRUNCATED, sample_slots
@@ -229,7 +229,7 @@ class Sampler:
         """Return `sample_slots` on this sampler's slots: with the Triton kernels, or with torch."""
         tensors = self.table.tensors(self.counts)
         if self._selector.is_fused:
-            return partial(self._selector.kernels.sample_slots, tensors)
+            return partial(self._selector.kernels.sample_slots, tensors, hash_constants=HASH_CONSTANTS)
         return partial(sample_slots, tensors, chunk_rows=self._selector.chunk_rows)
 
     def lift_min_tokens(self, slots: Sequence[int], positions: Sequence[int]) -> None:

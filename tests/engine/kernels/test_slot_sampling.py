@@ -1,0 +1,116 @@
+"""Sampling from slots with the Triton kernels: the tokens and counts of the same step in torch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.support.kernels import DEVICE, INTERPRETED  # isort: skip  (before what imports triton)
+
+from engine.kernels import fused_sampling
+from engine.kernels.slot_sampling_kernels import NUM_ROW_COLUMNS, UNIFORM, row_params_kernel
+from engine.protocol.request import SamplingParams, mix64
+from engine.sampling import ops
+from engine.sampling.sampler import Sampler
+from tests.support.sampling_cases import UNTOUCHED, assert_nearly_all_equal, random_logits
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.interpretable,
+    pytest.mark.filterwarnings("default::DeprecationWarning"),  # raised by Triton: ast, numpy scalars
+]
+ROWS = 22 if INTERPRETED else 400
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+PARAMS = [
+    SamplingParams(),
+    SamplingParams(temperature=0.6, min_p=0.05),
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.6, top_k=20, top_p=0.95),
+    SamplingParams(top_p=0.9),
+    SamplingParams(temperature=0.0, logprobs=2),
+    SamplingParams(temperature=1.5, presence_penalty=1.0, repetition_penalty=1.3, logit_bias={5: 30.0, 6: 30.0}),
+    SamplingParams(temperature=3.0, min_tokens=500, max_tokens=None, stop_token_ids=list(range(90))),
+    SamplingParams(temperature=0.0, frequency_penalty=0.7, logit_bias={i: float(i % 7) for i in range(97)}),
+    SamplingParams(temperature=0.0, min_tokens=3, max_tokens=None, stop_token_ids=list(range(96))),
+    SamplingParams(temperature=2.0, top_k=5, logit_bias={7: 9.0}),
+]
+
+
+def sampler_with(params, rows, vocab_size, *, fused):
+    sampler = Sampler(rows, vocab_size, DEVICE, eos_token_ids=(2,), fused=fused)
+    for slot in range(rows):
+        sampler.set_slot(slot, params[slot % len(params)], slot, [1, 2, 3], [4, 5])
+    return sampler
+
+
+def step(sampler, logits, slots, positions):
+    """Run the step for rows of these slots (-1: padding); returns next_tokens and last_tokens."""
+    next_tokens = torch.full((len(slots),), UNTOUCHED, device=DEVICE)
+    last_tokens = torch.full((sampler.max_num_seqs + 1,), UNTOUCHED, device=DEVICE)
+    variant = sampler.variant(slots)
+    if variant is not None:
+        entries, at = (torch.tensor(values, device=DEVICE) for values in ([slot + 1 for slot in slots], positions))
+        sampler.slot_sampling()(logits[: len(slots)], entries, at, next_tokens, last_tokens, **variant)
+    return next_tokens, last_tokens
+
+
+@pytest.mark.parametrize(
+    "params",
+    [PARAMS, PARAMS[:3], PARAMS[3:6], PARAMS[6:10]],
+    ids=["mixed", "untruncated", "truncated", "adjusted"],
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tokens_and_counts_equal_those_of_torch(params, dtype):
+    vocab_size = 97
+    logits = random_logits(ROWS, vocab_size, dtype)
+    logits[1, 3], logits[4, 50], logits[7] = math.nan, math.inf, -math.inf
+    before = logits.clone()
+    slots = [-1 if row % 10 == 9 else (row * 7) % ROWS if ROWS % 7 else row for row in range(ROWS)]
+    ours, theirs = (sampler_with(params, ROWS, vocab_size, fused=fused) for fused in (True, False))
+    for position in range(5, 9):
+        found, found_last = step(ours, logits, slots, [position] * ROWS)
+        wanted, wanted_last = step(theirs, logits, slots, [position] * ROWS)
+        assert_nearly_all_equal(found, wanted)
+        assert_nearly_all_equal(found_last, wanted_last)
+        if torch.equal(found, wanted):
+            assert ours.counts.allocate().equal(theirs.counts.allocate())
+    assert logits.nan_to_num().equal(before.nan_to_num())
+
+
+def test_row_is_sampled_the_same_in_every_batch():
+    rows, vocab_size = len(PARAMS), 5000
+    logits = random_logits(rows, vocab_size, torch.float16)
+    wanted, _ = step(sampler_with(PARAMS, rows, vocab_size, fused=True), logits, list(range(rows)), [5] * rows)
+    for seed in range(3):
+        slots = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))[: 2 + 4 * seed].tolist()
+        sampler = sampler_with(PARAMS, rows, vocab_size, fused=True)  # a new one: penalties count earlier tokens
+        assert step(sampler, logits[slots], slots, [5] * len(slots))[0].equal(wanted[slots])
+
+
+def test_kernel_hashes_the_same_random_numbers_as_torch():
+    seeds = [0, 1, -1, 2**63 - 1, -(2**63), 12345]
+    sampler = Sampler(len(seeds), 8, DEVICE, fused=True)
+    for slot, seed in enumerate(seeds):
+        sampler.set_slot(slot, SamplingParams(), seed, [])
+    positions = torch.tensor([0, 1, 17, 2**40, 2**31, 131072], device=DEVICE)
+    values, out = sampler.table.values, torch.zeros(len(seeds), NUM_ROW_COLUMNS, dtype=torch.float64, device=DEVICE)
+    entries = torch.arange(1, len(seeds) + 1, device=DEVICE)
+    row_params_kernel[(len(seeds),)](
+        values, values.view(torch.float64), entries, positions, out, *ops.HASH_CONSTANTS, PROCESSORS=False
+    )
+    keys = torch.tensor([mix64(seed) for seed in seeds], device=DEVICE)
+    assert out[:, UNIFORM].equal(ops.uniform(keys, positions))
+
+
+@pytest.mark.parametrize("tile", [32, fused_sampling.TILE])
+def test_first_of_equal_maxima_is_chosen(monkeypatch, tile):
+    monkeypatch.setattr(fused_sampling, "TILE", tile)
+    logits = torch.zeros(3, 99, device=DEVICE)
+    logits[0, [40, 70, 98]] = 2.0
+    logits[1, [96, 98]] = 1.0
+    params = [SamplingParams(temperature=0.0, logit_bias={50: -1.0})]
+    found, last = step(sampler_with(params, 3, 99, fused=True), logits, [0, 1, 2], [5, 5, 5])
+    assert found.tolist() == last[1:].tolist() == [40, 96, 0]
