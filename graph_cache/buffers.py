@@ -49,7 +49,8 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
     """Named buffers sized for `max_rows`; as a mapping, the full tensors by name.
 
     Two sites may share one object. Every returned view aliases the same storage, whose address never changes. `tensors`
-    gives existing tensors to use as buffers, such as another site's outputs; the others are allocated.
+    gives existing tensors to use as buffers, such as another site's outputs; the others are allocated. Raises
+    SignatureMismatch if one of them does not match its spec.
     """
 
     def __init__(
@@ -63,6 +64,13 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         self.max_rows = max_rows
         self.device = torch.device(device)
         existing = dict(tensors or {})
+        if existing:
+            found_on = torch.empty(0, device=device).device  # with an index, as the tensors have
+            wanted = {
+                name: TensorSignature(self.specs[name].resolve(max_rows), self.specs[name].dtype, found_on)
+                for name in existing
+            }
+            Signature(wanted).check(existing, what=f"buffers of {max_rows} rows")
         self._tensors = {
             name: existing[name]
             if name in existing
@@ -70,7 +78,6 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
             for name, spec in self.specs.items()
         }
         self._views: dict[int, dict[str, torch.Tensor]] = {}
-        self.signature(max_rows, tuple(existing)).check(existing, what=f"buffers of {max_rows} rows")
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -260,9 +260,7 @@ class Sampler:
         x = self._adjust_logits(rows_of(logits, rows), penalised, tracked, states, row_params)
 
         def complete(token_ids: Tensor) -> list[Pending]:
-            pending = self._selector.score(
-                x, row_params, [state.method for state in states], rows_of(token_ids, rows)
-            )
+            pending = self._selector.score(x, row_params, [state.method for state in states], rows_of(token_ids, rows))
             return [([rows[j] for j in part], logprobs) for part, logprobs in pending]
 
         return complete

@@ -21,6 +21,7 @@ SETTINGS = {
     "dtype": "float32", "num_threads": 1, "max_num_seqs": 8, "max_model_len": 256, "graph_buckets": (8,),
     "graph_manifest": "none",
 }  # fmt: skip
+SAMPLING_VARIANTS = 6  # graphs of the sampling step per bucket, on a CPU
 MANY = [[10 + i, 20 + i, 30 + i] for i in range(8)]  # a full batch: no padding
 PROMPTS = ([5, 9, 200, 31, 7], [17], list(range(3, 40)), [250, 8, 8, 8, 100, 44, 61, 2], [300, 1])
 

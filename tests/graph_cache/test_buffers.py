@@ -34,6 +34,17 @@ def test_buffers_start_as_padding_and_those_without_as_zeros():
     assert list(buffers) == list(SPECS) and len(buffers) == 4
 
 
+def test_existing_tensors_become_buffers_if_they_match():
+    out = torch.full((4, 2), 5.0)
+    buffers = StaticBuffers(SPECS, 4, "cpu", tensors={"out": out})
+    assert buffers["out"] is out and out.eq(5.0).all()
+    buffers.view(2)["out"].zero_()
+    assert not out[:2].any()
+    for wrong in (torch.zeros(3, 2), torch.zeros(4, 2, dtype=torch.int64)):
+        with pytest.raises(SignatureMismatch, match="out"):
+            StaticBuffers(SPECS, 4, "cpu", tensors={"out": wrong})
+
+
 def test_every_bucket_is_a_view_at_the_same_address():
     buffers = StaticBuffers(SPECS, 8, "cpu")
     for name in ("ids", "x", "out"):

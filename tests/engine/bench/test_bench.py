@@ -22,6 +22,7 @@ from engine.bench.measure import (
 )
 from engine.errors import ConfigError, EngineError
 from server.cli import main as cli
+from tests.engine.lively import SAMPLING_VARIANTS
 
 
 @pytest.fixture
@@ -51,14 +52,16 @@ def test_a_run_prints_a_table_and_writes_the_same_json(
     report, shown = json.loads(out.read_text()), capsys.readouterr().out
     assert [row["batch"] for row in report["batches"]] == [3, 1]
     assert all(row["tokens_per_second"] > 0 and row["first_token_ms"] > 0 for row in report["batches"])
-    assert report["graphs"]["captured"] == 3 and report["graphs"]["pool_bytes"] > 0  # buckets 1, 2 and 3
+    # The decode step at buckets 1, 2 and 3, and each variant of the sampling step.
+    captured = 3 + 3 * SAMPLING_VARIANTS
+    assert report["graphs"]["captured"] == captured and report["graphs"]["pool_bytes"] > 0
     assert report["decode"]["hit_rate"] == 1.0
     assert report["mixed"]["requests"] == 5
     assert {"date", "commit", "cpu", "torch", "threads", "command", "model"} <= report.keys()
     assert report["command"].startswith("encore bench --model ") and report["threads"] == 1
     for row in report["batches"]:
         assert f"{row['replay_against_eager']['replay_ms']:.3f}" in shown
-    assert "3 captured" in shown and "mixed" in shown
+    assert f"{captured} captured" in shown and "mixed" in shown
 
 
 def test_without_graphs_every_step_runs_eager(tiny_model: Path, tmp_path: Path) -> None:
@@ -119,7 +122,7 @@ def test_replay_and_eager_are_timed_on_the_bucket_of_the_batch(engine: Engine) -
     found = replay_against_eager(engine, 3, 8, repeats=2)
     assert found["bucket"] == 4 and found["replay_ms"] > 0 and found["eager_ms"] > 0
     assert found["speedup"] == pytest.approx(found["eager_ms"] / found["replay_ms"], rel=0.05)
-    assert graph_summary(engine)["captured"] == 2
+    assert graph_summary(engine)["captured"] == 2 + 2 * SAMPLING_VARIANTS
 
 
 def test_comparing_with_eager_does_not_change_later_answers(tiny_model: Path) -> None:

@@ -238,7 +238,8 @@ def test_a_capture_between_steps_does_not_change_the_step_in_flight(async_loop, 
             events.setdefault(event.request_id, []).append(event)
         loop.runner.cache.warm_next()
     assert [tokens(events[f"{i}"]) for i in range(5)] == [reference.greedy(prompt, 20) for prompt in PROMPTS]
-    assert loop.stats().warm["captured"] == 4
+    captures = dict(loop.stats().graphs["captures"])
+    assert captures["decode", "block", "background"] == 4
 
 
 # ---- new weights, failures and interruptions -----------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 
 from engine.protocol.request import EngineRequest
 from graph_cache.errors import CaptureError
-from tests.engine.lively import MANY, PROMPTS, greedy
+from tests.engine.lively import MANY, PROMPTS, SAMPLING_VARIANTS, greedy
 
 LADDER = (1, 2, 4, 8)
 LAYERS = 2
@@ -17,6 +17,10 @@ LAYERS = 2
 
 def counters(engine, name) -> Counter:
     return Counter(dict(engine.stats().graphs[name]))
+
+
+def decode_graphs(engine) -> list[dict]:
+    return [row for row in engine.graphs() if row["site"] == "decode"]
 
 
 def tokens_of(outputs) -> list[list[int]]:
@@ -61,7 +65,7 @@ def test_a_layer_scoped_step_replays_a_graph_per_layer_and_two_more(make_engine)
     engine = make_engine(inference_cuda_graph_scope="layer")
     engine.generate(prompt_token_ids=PROMPTS[0], sampling_params=greedy(11))
     assert counters(engine, "replays") == {("decode", "layer", "decode", 8): 10 * (LAYERS + 2)}
-    [row] = engine.graphs()
+    [row] = decode_graphs(engine)
     assert (row["scope"], row["graphs"], row["replays"]) == ("layer", LAYERS + 2, 10)
 
 
@@ -78,10 +82,12 @@ def test_every_warm_up_serves_the_right_tokens(make_engine, reference, warmup, s
 
 def test_full_captures_everything_before_the_first_request_and_nothing_after(make_engine):
     engine = make_engine(warmup="full", graph_buckets=LADDER)
-    assert engine.stats().warm == {"mode": "full", "captured": 4, "pending": 0, "ratio": 1.0}
-    assert counters(engine, "captures") == {("decode", "block", "warmup"): 4}
+    sampling = 4 * SAMPLING_VARIANTS
+    assert engine.stats().warm == {"mode": "full", "captured": 4 + sampling, "pending": 0, "ratio": 1.0}
+    expected = {("decode", "block", "warmup"): 4, ("sampling", "block", "warmup"): sampling}
+    assert counters(engine, "captures") == expected
     staggered(engine)
-    assert counters(engine, "captures").total() == 4
+    assert counters(engine, "captures") == expected
     assert not [labels for labels in counters(engine, "fallbacks") if labels[0] == "decode"]
 
 
@@ -98,7 +104,8 @@ def test_background_answers_while_captures_are_pending_and_ends_with_none(make_e
     engine = make_engine(warmup="background", graph_buckets=LADDER, max_model_len=1024)
     loop = engine.loop
     wanted = loop.stats().warm["pending"]
-    assert wanted == 4 * 3  # contexts of 256, 512 and 1024
+    decode, sampling = 4 * 3, 4 * SAMPLING_VARIANTS  # contexts of 256, 512 and 1024
+    assert wanted == decode + sampling
     loop.add(EngineRequest(request_id="a", prompt_token_ids=list(PROMPTS[0]), params=greedy(200)))
     tokens, pending, captured = [], [], []
     while loop.has_work:
@@ -115,7 +122,10 @@ def test_background_answers_while_captures_are_pending_and_ends_with_none(make_e
     assert loop.stats().warm == {"mode": "background", "captured": wanted, "pending": 0, "ratio": 1.0}
     assert staggered(engine) == expected_staggered(reference)
     assert counters(engine, "fallbacks")["decode", "decode", "not_captured"] == eager
-    assert counters(engine, "captures") == {("decode", "block", "background"): wanted}
+    assert counters(engine, "captures") == {
+        ("decode", "block", "background"): decode,
+        ("sampling", "block", "background"): sampling,
+    }
 
 
 def test_crossing_a_context_bucket_does_not_change_the_tokens(make_engine, reference):
@@ -124,7 +134,10 @@ def test_crossing_a_context_bucket_does_not_change_the_tokens(make_engine, refer
     output = engine.generate(prompt_token_ids=[prompt, [5]], sampling_params=[greedy(16), greedy(16)])
     assert tokens_of(output) == [reference.greedy(prompt, 16), reference.greedy([5], 16)]
     # The single prompt token of [5] is a decode in the same step as the long prompt's prefill; then both decode.
-    assert {row["statics"]["context"]: row["replays"] for row in engine.graphs() if row["replays"]} == {256: 9, 512: 7}
+    assert {row["statics"]["context"]: row["replays"] for row in decode_graphs(engine) if row["replays"]} == {
+        256: 9,
+        512: 7,
+    }
 
 
 def test_a_restart_warms_what_earlier_traffic_used(make_engine, tmp_path):
@@ -133,7 +146,8 @@ def test_a_restart_warms_what_earlier_traffic_used(make_engine, tmp_path):
     first.generate(prompt_token_ids=[9] * 1030, sampling_params=greedy(4))
     first.close()
     second = make_engine(**settings, warmup="full")
-    captured = {(row["bucket"], row["statics"]["context"]) for row in second.graphs() if row["state"] == "captured"}
+    rows = [row for row in decode_graphs(second) if row["state"] == "captured"]
+    captured = {(row["bucket"], row["statics"]["context"]) for row in rows}
     ahead = {(bucket, context) for bucket in (2, 8) for context in (256, 512, 1024)}
     assert captured - ahead == {(2, 2048)}
     assert ahead <= captured
@@ -149,7 +163,7 @@ def test_dummy_runs_of_warm_up_and_capture_are_not_counted(make_engine):
     for name in ("replays", "fallbacks", "real_tokens", "padded_tokens", "batch_rows"):
         assert stats.graphs[name] == [], name
     assert stats.steps == stats.generation_tokens == stats.prompt_tokens == 0
-    assert [row["replays"] for row in engine.graphs()] == [0] * 4
+    assert [row["replays"] for row in decode_graphs(engine)] == [0] * 4
 
 
 @pytest.mark.parametrize("warmup", ["lazy", "full"])
@@ -210,7 +224,7 @@ def test_a_capture_that_fails_is_counted_and_the_step_runs_eager(make_engine, re
     assert staggered(engine) == expected_staggered(reference)
     assert counters(engine, "failed_captures") == {("decode", "block"): 1}  # tried once, not at every step
     assert counters(engine, "fallbacks")[("decode", "decode", "capture_failed")] == 20
-    [row] = engine.graphs()
+    [row] = decode_graphs(engine)
     assert row["state"] == "failed" and "refused by the test" in row["failure"]
     assert "refused by the test" in caplog.text
 
@@ -225,7 +239,8 @@ def test_dropped_graphs_give_their_memory_back_and_are_captured_again(make_engin
         engine.warm()
         assert engine.stats().graphs["pool_bytes"] == before
         assert staggered(engine) == expected_staggered(reference)
-    assert counters(engine, "captures") == {("decode", "block", "warmup"): 4, ("decode", "block", "evicted"): 12}
+    captures = {labels: count for labels, count in counters(engine, "captures").items() if labels[0] == "decode"}
+    assert captures == {("decode", "block", "warmup"): 4, ("decode", "block", "evicted"): 12}
 
 
 def test_warming_between_requests_leaves_no_old_rows_in_the_padding(make_engine, reference):

@@ -12,6 +12,7 @@ import safetensors.torch
 import torch
 
 from server.observability.logs import FIELDS
+from tests.engine.lively import SAMPLING_VARIANTS
 from tests.server.conftest import running, tiny_config
 from tests.server.http.test_bodies import error_of
 
@@ -31,7 +32,11 @@ def server(tiny_model, tmp_path_factory):
         yield handle
 
 
+GRAPHS = 2 * (1 + SAMPLING_VARIANTS)  # buckets 1 and 2: the decode step, and each variant of the sampling step
+
+
 def captured(server):
+    """Number of captured graphs."""
     return sum(row["state"] == "captured" for row in server.http.get("/graphs").json()["graphs"])
 
 
@@ -50,13 +55,13 @@ def test_graphs_are_dropped_and_recaptured_without_a_request(server):
     server.wait(lambda: 'reason="asked"' in server.http.get("/metrics").text, "the count")
     assert server.metric("encore_graph_invalidations_total", reason="asked") == dropped
     pending = server.answer("/graphs/warm", None)["pending"]
-    assert pending == 2  # buckets 1 and 2
+    assert pending == GRAPHS
     server.wait(lambda: captured(server) >= pending, "the captures")
     server.wait(lambda: server.http.get("/ready").json()["warm"]["pending"] == 0, "readiness to show it")
     assert server.answer("/graphs/warm", None) == {"pending": 0}
     answer = server.answer("/graphs/recapture", None)
-    assert answer["dropped"] >= 2 and answer["pending"] == 2
-    server.wait(lambda: captured(server) == 2, "the captures")
+    assert answer["dropped"] >= GRAPHS and answer["pending"] == GRAPHS
+    server.wait(lambda: captured(server) == GRAPHS, "the captures")
     assert text(server) == expected
 
 
