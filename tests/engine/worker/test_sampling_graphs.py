@@ -291,7 +291,7 @@ def test_a_miss_runs_the_same_code_eager_and_is_counted():
 
 
 def test_graphs_that_are_off_run_eager():
-    off = GraphConfig(cuda_graph_impl="none", training=False)
+    off = GraphConfig(inference_scope="none")
     rig = Rig(40, config=off)
     rig.set_slots(VARIED)
     rig.check(random_logits(8, 40), list(range(8)), [5] * 8)
