@@ -186,7 +186,7 @@ class DenseModel(Model, nn.Module):
     def embed(self, tokens: Tensor, index: Tensor | None = None) -> Tensor:
         return self.embedding(tokens if index is None else tokens.index_select(0, index))
 
-    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def rope(self, positions: Tensor) -> tuple[Tensor, ...]:
         """Positions int64 [T] -> (cos, sin), each [T, 1, D]."""
         return self.rotary(positions)
 

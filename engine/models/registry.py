@@ -18,6 +18,7 @@ from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
 from engine.errors import ModelError
 from engine.models.config import Family, Fields, ModelConfig, read_model_config
 from engine.models.dense import DenseModel
+from engine.models.gemma3 import GEMMA3, Gemma3Model, read_gemma3_config
 from engine.models.qwen3_moe import QWEN3_MOE, Qwen3MoeModel, read_qwen3_moe_config
 
 FAMILIES = (
@@ -60,7 +61,11 @@ class Entry(NamedTuple):
     model: Callable[..., DenseModel] = DenseModel
 
 
-ENTRIES = (*map(Entry, FAMILIES), Entry(QWEN3_MOE, read_qwen3_moe_config, Qwen3MoeModel))
+ENTRIES = (
+    *map(Entry, FAMILIES),
+    Entry(QWEN3_MOE, read_qwen3_moe_config, Qwen3MoeModel),
+    Entry(GEMMA3, read_gemma3_config, Gemma3Model),
+)
 
 
 def supported_architectures() -> tuple[str, ...]:

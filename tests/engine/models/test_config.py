@@ -229,6 +229,7 @@ def test_supported_architectures_are_named() -> None:
         "Qwen2ForCausalLM",
         "Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM",
+        "Gemma3ForCausalLM",
     )
 
 

@@ -42,6 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
     "qwen3-tied": {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True},
+    "gemma3": {"architectures": ["Gemma3ForCausalLM"], "sliding_window_pattern": 2},
     "qwen3-even": {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 98, "num_key_value_heads": 4},
 }
 EMBED, HEAD, DOWN = "model.embed_tokens.weight", "lm_head.weight", "model.layers.1.mlp.down_proj.weight"
