@@ -116,7 +116,7 @@ def test_every_split_count_gives_the_same_attention_at_block_boundaries(device, 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 1, 32), (3, 1, 80), (4, 2, 256)])
 @pytest.mark.parametrize("splits", [None, 1, 5])
-@pytest.mark.parametrize("window", [1, 50, 1000])
+@pytest.mark.parametrize("window", [1, 50] if INTERPRETED else [50, 1000])
 def test_rows_attend_within_the_window_only(device, dtype, heads, kv_heads, dim, splits, window):
     lengths = [1, 16, 17, 66, MAX_LENGTH, 0]
     case = make_case(device, lengths, heads, kv_heads, dim, dtype, seed=window)
