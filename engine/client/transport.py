@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing
+import pickle
 import queue
 import socket
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
-from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple, Protocol
 
 from engine.client.event_codec import ReportSplitter, encode_events
@@ -23,7 +21,8 @@ from engine.config import EngineConfig
 from engine.errors import EngineDead, EngineError
 from engine.protocol.messages import Command, Dead, Events, Ready, Report, Snapshot, Stop
 from engine.utils.openmp import limit_openmp_spinning
-from engine.utils.processes import ignore_stop_signals, log_format, set_up_child_log, start_ignoring_stop_signals
+from engine.utils.processes.child import ChildProcess
+from engine.utils.processes.log import log_format, set_up_child_log
 
 logger = logging.getLogger(__name__)
 OnReport = Callable[[Report], None]
@@ -147,16 +146,15 @@ class Outbox:
 
 
 class _Child(NamedTuple):
-    """A started engine process, this end of its pipe, and the threads that read and write there."""
+    """A started engine process, and the threads that read and write its pipe."""
 
-    process: BaseProcess
-    connection: Connection
+    process: ChildProcess
     reader: threading.Thread
     outbox: Outbox
 
 
 class ProcessTransport:
-    """Run the loop in a spawned process: its steps don't share an interpreter with HTTP, and a crash stays contained.
+    """Run the loop in a child process: its steps don't share an interpreter with HTTP, and a crash stays contained.
 
     With `routed`, reports come as AddressedReports, for an EngineRouter. `run` is the function that the process runs.
     """
@@ -173,34 +171,24 @@ class ProcessTransport:
         return self._child.process.pid if self._child else None
 
     def start(self, on_report: OnReport) -> None:
-        context = multiprocessing.get_context("spawn")
-        connection, child_end = context.Pipe(duplex=True)
-        process = context.Process(
-            target=_run_in_child,
-            name="encore-engine",
-            daemon=True,
-            args=(self._config, child_end, self._routed, self._run, *log_format()),
+        process = ChildProcess(
+            "the engine process", _run_in_child, self._config, self._routed, self._run, *log_format()
         )
-        start_ignoring_stop_signals(process)
-        child_end.close()  # else the pipe would stay open after the child exits
-        reader = threading.Thread(
-            target=self._read, args=(process, connection, on_report), daemon=True, name="encore-reports"
-        )
-        self._child = _Child(process, connection, reader, Outbox(connection, "encore-commands"))
+        reader = threading.Thread(target=self._read, args=(process, on_report), daemon=True, name="encore-reports")
+        self._child = _Child(process, reader, Outbox(process.pipe, "encore-commands"))
         reader.start()
 
-    def _read(self, process: BaseProcess, connection: Connection, on_report: OnReport) -> None:
+    def _read(self, process: ChildProcess, on_report: OnReport) -> None:
         last = None
         try:
             while not isinstance(last, Dead):
-                last = connection.recv()
+                last = process.pipe.recv()
                 self._accepts_commands = self._accepts_commands or isinstance(last, Ready)
                 self._has_ended = isinstance(last, Dead)
                 on_report(last)
         except (EOFError, OSError):
             self._has_ended = True
-            process.join(1.0)
-            on_report(Dead(f"the engine process ended with exit code {process.exitcode}"))
+            on_report(Dead(process.exit_reason()))
         except Exception as error:  # without this report, later ones are not reliable either: end the process
             logger.exception("can't read a report of the engine process")
             self._has_ended = True
@@ -211,7 +199,7 @@ class ProcessTransport:
         """Queue a command. Never blocks, even if the pipe is full because the child is in a long step or hangs."""
         if self._child is None or self._has_ended:
             raise EngineDead("the engine process has ended")
-        self._child.outbox.put(ForkingPickler.dumps(command))
+        self._child.outbox.put(pickle.dumps(command, pickle.HIGHEST_PROTOCOL))
 
     def kill(self) -> None:
         """Kill the child, if there is one. A Dead report follows as for any other exit."""
@@ -221,34 +209,25 @@ class ProcessTransport:
     def stop(self, timeout: float) -> None:
         if self._child is None:
             return
-        process, connection, reader, outbox = self._child
-        if process.is_alive() and self._accepts_commands:
+        process, reader, outbox = self._child
+        if self._accepts_commands:
             try:
                 self.send(Stop())
             except EngineDead as error:
                 logger.debug("nothing to stop: %s", error)
-            process.join(timeout)
-        if process.is_alive():
-            if self._accepts_commands:
-                logger.error("the engine process did not end within %.0f s; it is killed", timeout)
+        else:
             process.kill()
-            process.join()
+        process.stop(timeout)
         outbox.close()
         reader.join(1.0)
-        connection.close()
+        process.pipe.close()
 
 
 def _run_in_child(
-    config: EngineConfig,
-    connection: Connection,
-    routed: bool,
-    run: Run,
-    formatter: logging.Formatter | None,
-    log_level: int,
+    connection: Connection, config: EngineConfig, routed: bool, run: Run, formatter: bytes, log_level: int
 ) -> None:
     """Main function of the engine process. It runs until its parent sends Stop or dies."""
     limit_openmp_spinning()
-    ignore_stop_signals()
     set_up_child_log(formatter, log_level)
     splitter = ReportSplitter() if routed else None
 

@@ -26,7 +26,7 @@ _ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "TORCH_N
 def join_ranks(rendezvous: str, rank: int, size: int, device: torch.device) -> TensorParallel:
     """Initialise torch.distributed over all ranks, NCCL on a GPU and gloo on a CPU, and connect them.
 
-    `rendezvous` is the path of a file. It must be the same for all ranks, must not exist yet, and must stay until
+    `rendezvous` is the path of a file. It must be the same for all ranks, be empty or not exist yet, and stay until
     `leave_ranks`. `device` is this rank's. Blocks until all ranks have joined.
     """
     if device.type == "cuda":

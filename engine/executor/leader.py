@@ -13,7 +13,6 @@ import functools
 import gc
 import logging
 import os
-import pickle
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,7 +31,7 @@ from engine.executor.worker_group import DeviceReady, LoopReady, WeightsLoaded, 
 from engine.loader.weights import READABLE_DTYPES
 from engine.protocol.messages import Command, Report, TokenEvent
 from engine.protocol.request import EngineRequest
-from engine.utils.processes import log_format
+from engine.utils.processes.log import log_format
 from graph_cache.keys import GraphKey
 from graph_cache.manifest import Manifest
 
@@ -105,9 +104,7 @@ def start_leader(config: EngineConfig, source: ModelSource, eos_token_ids: tuple
     plan = plan_shards(config, source, eos_token_ids)
     workers, shard = WorkerGroup(plan.ranks - 1), None
     try:
-        workers.send_each(
-            [StartRank(plan, rank, workers.rendezvous, _picklable_log_format()) for rank in range(1, plan.ranks)]
-        )
+        workers.send_each([StartRank(plan, rank, workers.rendezvous, log_format()) for rank in range(1, plan.ranks)])
         shard = Shard(plan, 0)
         workers.wait_for(DeviceReady)  # a worker without a usable device fails before other ranks wait for it
         _run_while_ranks_live(workers, lambda: shard.join(workers.rendezvous))
@@ -152,19 +149,6 @@ def _run_while_ranks_live(workers: WorkerGroup, function: Callable[[], T]) -> T:
     if errors:
         raise errors[0]
     return values[0]
-
-
-def _picklable_log_format() -> tuple[bytes, int]:
-    """Return this process's log formatter, pickled, and its level.
-
-    The formatter is pickled separately because workers may not be able to import its class.
-    """
-    formatter, level = log_format()
-    try:
-        return pickle.dumps(formatter), level
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        logger.debug("the workers log in the default format: %s", error)
-        return pickle.dumps(None), level
 
 
 class LeaderLoop(EngineLoop):

@@ -1,22 +1,15 @@
 """Entry point of a worker process (rank 1 and up): load one shard, then replicate the calls of rank 0.
 
-worker_group.py runs it as `python -m engine.executor.worker_main FD FOLDER`: the file descriptor of the pipe to rank 0,
-and the folder that holds the rendezvous file. The process exits when rank 0 tells it to, when rank 0 dies, or when its
-loop state differs from rank 0's.
+The process exits when rank 0 tells it to, when rank 0 dies, or when its loop state differs from rank 0's.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
+import io
 import logging
 import os
-import pickle
-import select
-import shutil
 import sys
-import threading
-import time
 from multiprocessing.connection import Connection
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -24,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from engine.errors import EngineError
 from engine.executor.worker_group import DeviceReady, LoopReady, RankFailed, WeightsLoaded
 from engine.utils.openmp import limit_openmp_spinning
-from engine.utils.processes import ignore_stop_signals, set_up_child_log
+from engine.utils.processes.log import set_up_child_log
 
 if TYPE_CHECKING:  # they import torch, which must come after limit_openmp_spinning()
     from engine.core.loop import EngineLoop
@@ -32,16 +25,10 @@ if TYPE_CHECKING:  # they import torch, which must come after limit_openmp_spinn
 
 logger = logging.getLogger(__name__)
 
-ORPHAN_SECONDS = 1.0  # without rank 0 a step may block forever, so a running one gets this long
-POLL_SECONDS = 1.0
 
-
-def main() -> None:
-    """Run until rank 0 stops this worker or dies."""
-    ignore_stop_signals()
+def main(pipe: Connection, rendezvous: io.FileIO) -> None:
+    """Run until rank 0 stops this worker or dies. `rendezvous` stays open because rank 0 sends its path."""
     limit_openmp_spinning()
-    pipe, folder = Connection(int(sys.argv[1])), sys.argv[2]
-    threading.Thread(target=_exit_with_parent, args=(pipe.fileno(), os.getppid(), folder), daemon=True).start()
     exit_code = 1
     try:
         serve_rank(pipe)
@@ -52,8 +39,6 @@ def main() -> None:
         logger.exception("this rank failed")
         pipe.send(RankFailed(f"{type(error).__name__}: {error}", error if isinstance(error, EngineError) else None))
     finally:
-        if _has_hung_up(pipe.fileno()):
-            shutil.rmtree(folder, ignore_errors=True)  # rank 0 is dead and can't do it
         logging.shutdown()
         sys.stderr.flush()
         # Skip interpreter shutdown: exit handlers of libraries can hang, and there is nothing left to save.
@@ -63,7 +48,9 @@ def main() -> None:
 def serve_rank(pipe: Connection) -> None:
     """Build this rank's loop and execute calls until rank 0 sends None. Raises EOFError if rank 0 dies."""
     start = pipe.recv()  # unpickling imports torch
-    _set_up_log(start.rank, *start.log)
+    formatter, level = start.log
+    set_up_child_log(formatter, level, f"rank {start.rank}: ")
+    logger.debug("rank %d, process %d", start.rank, os.getpid())
     from engine.core.loop import EngineLoop
     from engine.executor.shard import Shard
 
@@ -112,32 +99,3 @@ def _call(loop: EngineLoop, call: LoopCall, pipe: Connection) -> Any:
         count, version = call.args
         return loop.update_weights([pipe.recv() for _ in range(count)], version)
     return attrgetter(call.method)(loop)(*call.args)
-
-
-def _exit_with_parent(fd: int, parent: int, folder: str) -> None:
-    """Exit ORPHAN_SECONDS after rank 0 closes the pipe or dies, even if the main thread is blocked."""
-    while os.getppid() == parent and not _has_hung_up(fd, POLL_SECONDS):
-        pass
-    time.sleep(ORPHAN_SECONDS)
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(1)
-
-
-def _has_hung_up(fd: int, seconds: float = 0.0) -> bool:
-    """Return whether the other end of the pipe is closed, waiting up to `seconds` for it."""
-    poll = select.poll()
-    poll.register(fd, 0)  # no events requested: POLLHUP is always reported
-    return bool(poll.poll(seconds * 1000))
-
-
-def _set_up_log(rank: int, pickled_formatter: bytes, level: int) -> None:
-    """Log to the same stream and in the same format as rank 0, with the rank as a prefix."""
-    formatter = None
-    with contextlib.suppress(AttributeError, ImportError):  # the formatter's class may exist only in rank 0's program
-        formatter = pickle.loads(pickled_formatter)
-    set_up_child_log(formatter, level, prefix=f"rank {rank}: ")
-    logger.debug("rank %d, process %d", rank, os.getpid())
-
-
-if __name__ == "__main__":
-    main()

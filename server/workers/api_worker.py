@@ -1,15 +1,16 @@
 """The process of one API worker: serves HTTP on the shared port and reaches the engine through a pipe.
 
 Workers ignore stop signals. The main process receives them and sends DRAIN or STOP through the command pipe. A worker
-also exits when that pipe closes, that is, when the main process has ended.
+also exits when that pipe closes.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
+import io
 import logging
 import logging.config
+import mmap
 import socket
 import time
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ import uvloop
 from engine.client.async_client import EngineClient
 from engine.client.router import RouterTransport
 from engine.errors import EngineDead
-from engine.utils.processes import ignore_stop_signals
 from server.app import create_app
 from server.config import ServerConfig
 from server.http.connections import OpenConnections
@@ -42,7 +42,8 @@ class WorkerSettings:
 
     `number` is unique to the process; `row` is its row of shared counters, which it takes over from its predecessor.
     `is_replacement`: the server serves already, so accept no connection before this worker can serve too.
-    `start_time`: the server's start (time.time). `commands`: pipe that delivers DRAIN and STOP.
+    `start_time`: the server's start (time.time). `engine`: this worker's end of its pipe to the EngineRouter. `memory`:
+    the file of the shared counters.
     """
 
     config: ServerConfig
@@ -53,20 +54,18 @@ class WorkerSettings:
     listener: socket.socket
     keys: Keys
     engine: Connection
-    commands: Connection
-    memory: ctypes.Array
+    memory: io.FileIO
 
 
-def main(settings: WorkerSettings) -> None:
-    """Serve until the main process sends DRAIN or STOP."""
-    ignore_stop_signals()
+def main(commands: Connection, settings: WorkerSettings) -> None:
+    """Serve until the main process sends DRAIN or STOP through `commands`."""
     logging.config.dictConfig(log_settings(settings.config.log_level, settings.config.log_format))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(settings))
+        runner.run(_serve(commands, settings))
 
 
-async def _serve(settings: WorkerSettings) -> None:
-    counters = SharedCounters(settings.memory, settings.row)
+async def _serve(commands: Connection, settings: WorkerSettings) -> None:
+    counters = SharedCounters(mmap.mmap(settings.memory.fileno(), 0), settings.row)
     client = EngineClient(settings.config.engine, RouterTransport(settings.engine), client=settings.number)
     app = create_app(client, settings.config, keys=settings.keys, counters=counters, start_time=settings.start_time)
     connections = OpenConnections(counters)
@@ -78,13 +77,13 @@ async def _serve(settings: WorkerSettings) -> None:
 
     def on_command() -> None:
         try:
-            command = settings.commands.recv_bytes()
+            command = commands.recv_bytes()
         except (EOFError, OSError):  # the main process has ended
             command = STOP
-            loop.remove_reader(settings.commands.fileno())
+            loop.remove_reader(commands.fileno())
         server.request_shutdown(force=command == STOP)
 
-    loop.add_reader(settings.commands.fileno(), on_command)
+    loop.add_reader(commands.fileno(), on_command)
     service.before_ready = freeze_memory
     tasks = [asyncio.create_task(_heartbeat(counters))]
     if may_accept is not None:

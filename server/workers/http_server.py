@@ -21,7 +21,7 @@ from typing import Any
 import uvicorn
 
 from engine.errors import ConfigError
-from engine.utils.processes import STOP_SIGNALS
+from engine.utils.processes.signals import STOP_SIGNALS
 from server.config import ServerConfig
 from server.http.connections import OpenConnections, limited_protocol
 from server.serving.service import Service

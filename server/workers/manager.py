@@ -7,17 +7,13 @@ hang. It serves no requests itself, so its work can't delay a stream. `launch.py
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
-import multiprocessing
+import mmap
 import os
 import signal
 import socket
 import time
-from contextlib import ExitStack
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 
 from engine.client.async_client import STOP_SECONDS
 from engine.client.router import EngineRouter
@@ -25,7 +21,8 @@ from engine.client.supervisor import RestartPolicy, Supervisor
 from engine.client.transport import ProcessTransport, Run, run_loop
 from engine.errors import EngineDead
 from engine.protocol.messages import Dead, Ready, Report
-from engine.utils.processes import STOP_SIGNALS, start_ignoring_stop_signals
+from engine.utils.processes.child import ChildProcess, anonymous_file
+from engine.utils.processes.signals import STOP_SIGNALS
 from server.config import ServerConfig
 from server.http.keys import Keys
 from server.observability.shared_counters import ROW_DOUBLES, SharedCounters
@@ -85,8 +82,7 @@ class _WorkerSlot:
 
     row: int
     number: int = -1
-    process: BaseProcess | None = None
-    commands: Connection | None = None
+    process: ChildProcess | None = None
     start_at: float | None = 0.0
     heartbeat: float = 0.0
     silent_seconds: float = 0.0
@@ -105,9 +101,8 @@ class WorkerManager:
     ):
         self._config, self._listener, self._keys = config, listener, keys
         self._policy = policy or RestartPolicy()
-        self._context = multiprocessing.get_context("spawn")
-        self._memory: ctypes.Array = self._context.RawArray(ctypes.c_double, config.api_workers * ROW_DOUBLES)
-        self._counters = SharedCounters(self._memory)
+        self._memory = anonymous_file("encore-counters", config.api_workers * ROW_DOUBLES * 8)
+        self._counters = SharedCounters(mmap.mmap(self._memory.fileno(), 0))
         self._slots = [_WorkerSlot(row) for row in range(config.api_workers)]
         self._router = EngineRouter(Supervisor(lambda: ProcessTransport(config.engine, routed=True, run=run_engine)))
         self._next_number = 0
@@ -138,8 +133,9 @@ class WorkerManager:
             for slot in self._slots:
                 if slot.process is not None:
                     slot.process.kill()
-                    slot.process.join()
+                    slot.process.wait()
             await asyncio.to_thread(self._router.stop, STOP_SECONDS)
+            self._memory.close()
         if self._failure is not None:
             raise self._failure
 
@@ -155,11 +151,11 @@ class WorkerManager:
         self._exit_deadline = time.monotonic() + grace
         for slot in self._slots:
             slot.start_at = None
-            if slot.process is not None and slot.commands is not None:
+            if slot.process is not None:
                 if not self._counters.row_gauge(slot.row, api_worker.HEARTBEAT):
                     slot.process.kill()  # still loading: it would not read the command for seconds
                 try:
-                    slot.commands.send_bytes(command)
+                    slot.process.pipe.send_bytes(command)
                 except OSError as error:  # it has exited; supervision will notice
                     log.debug("API worker %d does not accept commands: %s", slot.number, error)
 
@@ -176,10 +172,10 @@ class WorkerManager:
         now = time.monotonic()
         elapsed, self._last_check = min(now - self._last_check, 2 * WATCH_SECONDS), now
         for slot in self._slots:
-            if slot.process is not None and not slot.process.is_alive():
-                self._on_worker_exit(slot, now, f"ended with exit code {slot.process.exitcode}")
+            if slot.process is not None and slot.process.exit_code is not None:
+                self._on_worker_exit(slot, now, slot.process.exit_reason())
             elif slot.process is not None and self._must_be_killed(slot, now, elapsed):
-                log.error("API worker %d does not respond and is killed", slot.number)
+                log.error("%s does not respond and is killed", slot.process.name)
                 slot.process.kill()
             if slot.process is None and slot.start_at is not None and now >= slot.start_at:
                 self._start_worker(slot)
@@ -192,11 +188,8 @@ class WorkerManager:
         slot.number, slot.start_at, slot.heartbeat, slot.silent_seconds = self._next_number, None, 0.0, 0.0
         self._next_number += 1
         try:
-            # Close the worker's pipe ends in this process: else its pipes would stay open after it exits.
-            with ExitStack() as worker_ends:
-                engine = worker_ends.enter_context(self._router.connect(slot.number))
-                commands, slot.commands = self._context.Pipe(duplex=False)
-                worker_ends.enter_context(commands)
+            # Close the worker's end of the pipe in this process: else the pipe would stay open after the worker's exit.
+            with self._router.connect(slot.number) as engine:
                 settings = api_worker.WorkerSettings(
                     config=self._config,
                     number=slot.number,
@@ -206,31 +199,24 @@ class WorkerManager:
                     listener=self._listener,
                     keys=self._keys,
                     engine=engine,
-                    commands=commands,
                     memory=self._memory,
                 )
-                process = self._context.Process(
-                    target=api_worker.main, args=(settings,), name=f"encore-api-worker-{slot.number}", daemon=True
-                )
-                start_ignoring_stop_signals(process)
+                slot.process = ChildProcess(f"API worker {slot.number}", api_worker.main, settings)
         except OSError as error:  # too many processes or open files; the other workers keep serving
-            self._on_worker_exit(slot, time.monotonic(), f"could not be started: {error}")
-        else:
-            slot.process = process
+            self._on_worker_exit(slot, time.monotonic(), f"API worker {slot.number} could not be started: {error}")
 
     def _on_worker_exit(self, slot: _WorkerSlot, now: float, reason: str) -> None:
-        slot.process = None
-        if slot.commands is not None:
-            slot.commands.close()
+        if slot.process is not None:
+            slot.process.pipe.close()
+            slot.process = None
         self._counters.reset_gauges(slot.row)  # releases the queue capacity that it held
         if self._exit_deadline is not None:
             return
         recent = sum(now - then < self._policy.window_seconds for then in self._replacement_times)
         if recent >= self._policy.max_restarts:
             log.error(
-                "API worker %d %s; it is not replaced because workers were already replaced %d times within %.0f s: "
+                "%s; it is not replaced because workers were already replaced %d times within %.0f s: "
                 "find the cause in the log, then restart the server",
-                slot.number,
                 reason,
                 recent,
                 self._policy.window_seconds,
@@ -241,7 +227,7 @@ class WorkerManager:
             return
         self._replacement_times.append(now)
         slot.start_at = now + self._policy.delay(recent)
-        log.error("API worker %d %s; it is being replaced", slot.number, reason)
+        log.error("%s; it is being replaced", reason)
 
     def _must_be_killed(self, slot: _WorkerSlot, now: float, elapsed: float) -> bool:
         heartbeat = self._counters.row_gauge(slot.row, api_worker.HEARTBEAT)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -13,6 +12,7 @@ import httpx
 import pytest
 
 from engine.protocol.messages import EngineStats
+from engine.utils.processes.child import running_children
 from server.observability.shared_counters import SharedCounters, SharedHistogram
 from server.pages.status import DOCUMENT
 from server.serving.status_board import HISTORY_STEPS, SERIES, History, graph_summary, quantile
@@ -73,7 +73,7 @@ def test_a_long_engine_step_does_not_block_the_page(start_server):
     server = start_server(in_process=False)
     assert shown(server)["graphs"]["buckets"]
 
-    [engine] = multiprocessing.active_children()
+    [engine] = running_children()
     os.kill(engine.pid, signal.SIGSTOP)
     try:
         time.sleep(1.1)  # the cached table is outdated

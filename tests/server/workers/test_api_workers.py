@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
 import os
 import resource
 import shutil
@@ -23,6 +22,7 @@ import pytest
 
 from engine.client.supervisor import RestartPolicy
 from engine.config import EngineConfig
+from engine.utils.processes.child import running_children
 from server.config import ServerConfig
 from server.http.keys import Keys
 from server.workers.http_server import listen
@@ -44,18 +44,12 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 def children(pid: int) -> list[int]:
-    """Child processes started by any thread, without Python's resource tracker."""
+    """Child processes started by any thread."""
     found = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):  # a thread or child that has just ended
             found += [int(child) for child in (task / "children").read_text().split()]
-    return [child for child in found if not _is_tracker(child)]
-
-
-def _is_tracker(pid: int) -> bool:
-    with suppress(FileNotFoundError, ProcessLookupError):
-        return "resource_tracker" in Path(f"/proc/{pid}/cmdline").read_text()
-    return False
+    return found
 
 
 def api_workers(server: Serving) -> list[int]:
@@ -263,8 +257,7 @@ def test_a_signal_to_the_process_group_during_startup_exits_cleanly(tiny_model, 
 
 def worker_pids() -> list[int]:
     """Process ids of the API workers started by this process."""
-    found = multiprocessing.active_children()
-    return [one.pid for one in found if one.name.startswith("encore-api-worker")]
+    return [child.pid for child in running_children() if child.name.startswith("API worker")]
 
 
 async def until(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import threading
 import time
 
 import httpx
 
+from engine.utils.processes.child import running_children
 from tests.server.conftest import RunningServer
 
 LONG = {"max_new_tokens": 4000, "ignore_eos": True}
@@ -15,7 +15,7 @@ SHORT = {"text": "red", "sampling_params": {"max_new_tokens": 4, "ignore_eos": T
 
 
 def kill_engine() -> None:
-    [engine] = multiprocessing.active_children()
+    [engine] = running_children()
     engine.kill()
 
 
