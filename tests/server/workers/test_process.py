@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -170,11 +171,16 @@ def test_a_missing_model_is_exit_status_2_and_is_named(start: Serve, tmp_path: P
 
 
 def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """Return the child processes started by any thread."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+            found += map(int, (task / "children").read_text().split())
+    return found
 
 
 def assert_gone(pids: list[int]) -> None:
-    """Wait until the processes have ended. Python's resource tracker ends a moment after its parent."""
+    """Wait until the processes have ended."""
     end = time.monotonic() + 5
     while any(alive(pid) for pid in pids):
         assert time.monotonic() < end, [Path(f"/proc/{pid}/cmdline").read_text() for pid in pids if alive(pid)]
