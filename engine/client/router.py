@@ -1,16 +1,17 @@
 """Share one engine between several clients: EngineRouter in the main process, RouterTransport in each client's.
 
-The router forwards commands to the engine and reports to the connected clients, and sends the current state to a client
-that connects later. Addressed reports are forwarded without unpickling them.
+The router forwards commands to the engine and reports to the connected clients as bytes, and sends the current state to
+a client that connects later. It decodes only the reports about the engine itself: Ready, Snapshot, Lost and Dead.
 """
 
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import pickle
 import threading
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from typing import Protocol
 
 from engine.client.counters import totals_after_exit
 from engine.client.transport import OnReport, Outbox, Transport
@@ -20,6 +21,13 @@ from engine.protocol.messages import AddressedReports, ClientDisconnected, Comma
 logger = logging.getLogger(__name__)
 
 
+class RoutedTransport(Transport, Protocol):
+    """A transport whose reports come as AddressedReports, and that takes commands pickled already."""
+
+    def forward(self, payload: bytes) -> None:
+        """Send a pickled command. Raises EngineDead if the loop has ended."""
+
+
 class EngineRouter:
     """Route commands and reports between one engine and clients in other processes.
 
@@ -27,7 +35,7 @@ class EngineRouter:
     other clients are not affected. Never reuse a client number, so that late tokens of an ended client are dropped.
     """
 
-    def __init__(self, transport: Transport):
+    def __init__(self, transport: RoutedTransport):
         self._transport = transport
         self._lock = threading.Lock()  # guards _outboxes and _latest, so that a new client misses no report
         self._outboxes: dict[int, Outbox] = {}
@@ -49,7 +57,7 @@ class EngineRouter:
 
     def connect(self, client: int) -> Connection:
         """Connect a new client and return its end of the pipe. Pass it to the client's process, then close it here."""
-        router_end, client_end = multiprocessing.get_context("spawn").Pipe(duplex=True)
+        router_end, client_end = Pipe(duplex=True)
         outbox = Outbox(router_end, f"encore-client-{client}")
         with self._lock:
             self._outboxes[client] = outbox
@@ -65,17 +73,17 @@ class EngineRouter:
         """Forward a client's commands to the engine until its pipe closes."""
         try:
             while True:
-                self._send(connection.recv())
+                self._forward(connection.recv_bytes())
         except (EOFError, OSError):
             with self._lock:
                 outbox = self._outboxes.pop(client, None)
             if outbox is not None:
                 outbox.close()
-            self._send(ClientDisconnected(client))
+            self._forward(_pickled(ClientDisconnected(client)))
 
-    def _send(self, command: Command) -> None:
+    def _forward(self, payload: bytes) -> None:
         try:
-            self._transport.send(command)
+            self._transport.forward(payload)
         except EngineDead as error:  # the Dead report reaches every client
             logger.debug("the engine takes no commands: %s", error)
 

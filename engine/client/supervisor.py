@@ -87,6 +87,12 @@ class Supervisor:
             raise EngineDead("no engine process was started")
         self._current.send(command)
 
+    def forward(self, payload: bytes) -> None:
+        """Send a pickled command, as `send`."""
+        if self._current is None:
+            raise EngineDead("no engine process was started")
+        self._current.forward(payload)
+
     def stop(self, timeout: float) -> None:
         self._stopping.set()
         if self._watcher.is_alive():

@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, Protocol
 
 from engine.client.event_codec import ReportSplitter, encode_events
+from engine.client.frames import decode_report, encode_report
 from engine.config import EngineConfig
 from engine.errors import EngineDead, EngineError
 from engine.protocol.messages import Command, Dead, Events, Ready, Report, Snapshot, Stop
@@ -182,7 +183,7 @@ class ProcessTransport:
         last = None
         try:
             while not isinstance(last, Dead):
-                last = process.pipe.recv()
+                last = decode_report(process.pipe.recv_bytes())
                 self._accepts_commands = self._accepts_commands or isinstance(last, Ready)
                 self._has_ended = isinstance(last, Dead)
                 on_report(last)
@@ -197,9 +198,13 @@ class ProcessTransport:
 
     def send(self, command: Command) -> None:
         """Queue a command. Never blocks, even if the pipe is full because the child is in a long step or hangs."""
+        self.forward(pickle.dumps(command, pickle.HIGHEST_PROTOCOL))
+
+    def forward(self, payload: bytes) -> None:
+        """Queue a pickled command, as `send`."""
         if self._child is None or self._has_ended:
             raise EngineDead("the engine process has ended")
-        self._child.outbox.put(pickle.dumps(command, pickle.HIGHEST_PROTOCOL))
+        self._child.outbox.put(payload)
 
     def kill(self) -> None:
         """Kill the child, if there is one. A Dead report follows as for any other exit."""
@@ -244,7 +249,7 @@ def _run_in_child(
         if splitter is not None:
             report = splitter.outgoing(report)
         try:
-            connection.send(report)
+            connection.send_bytes(encode_report(report))
         except (BrokenPipeError, OSError) as error:
             logger.debug("the parent process reads no reports: %s", error)
 

@@ -5,6 +5,7 @@ All messages are picklable plain data, used within one process or across two. Tr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -147,7 +148,7 @@ class Reply:
 class AddressedReports:
     """Reports for individual clients as (client index, pickled report) pairs; forwarded without unpickling."""
 
-    parcels: list[tuple[int, bytes]]
+    parcels: Sequence[tuple[int, bytes | memoryview]]
 
 
 @dataclass(frozen=True)
