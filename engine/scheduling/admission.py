@@ -26,10 +26,11 @@ class SchedulerInvariantError(InvariantError):
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of one scheduler, in sequences and tokens. With None there is no such limit.
+    """Limits of one scheduler, in sequences and tokens.
 
-    - max_waiting: requests that wait for a slot.
-    - max_prefill_chunks: prefill chunks in one step.
+    The waiting queue has no limit: the server bounds it before it tokenizes (`Service.admission`).
+
+    - max_prefill_chunks: prefill chunks in one step. None: no limit.
     - groups: the model's cache groups, for each the attention window in tokens, None for full attention. Empty for a
       model without paged layers. A model with recurrent state, which no page holds, must run without a prefix cache.
     """
@@ -37,13 +38,12 @@ class SchedulerConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-    max_waiting: int | None = None
     max_prefill_chunks: int | None = None
     groups: Windows = (None,)
 
     def __post_init__(self) -> None:
         check_windows(self.groups)
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_waiting", "max_prefill_chunks"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_prefill_chunks"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value} is invalid: give at least 1")

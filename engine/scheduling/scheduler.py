@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from operator import attrgetter
 
-from engine.errors import QueueFull, RequestError
+from engine.errors import RequestError
 from engine.scheduling.admission import Admission, QueuedRequest, SchedulerConfig, SchedulerInvariantError
 from engine.scheduling.batch import Batch, PrefillChunk
 from engine.scheduling.invariants import page_problems, queue_problems, slot_problems
@@ -99,8 +99,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a new request.
 
-        Raises PromptTooLong if it can never fit, QueueFull at max_waiting, and RequestError for an empty prompt or an
-        id in use. The scheduler is unchanged then.
+        Raises PromptTooLong if it can never fit, and RequestError for an empty prompt or an id in use. The scheduler is
+        unchanged then.
         """
         if request.request_id in self._entries:
             raise RequestError(f"request_id {request.request_id!r} is in use by a live request", param="request_id")
@@ -109,8 +109,6 @@ class Scheduler:
         if request.state is not RequestState.WAITING or request.page_tables or request.slot is not None:
             raise SchedulerInvariantError(f"{request!r} was already scheduled: give add() a new record")
         entry = self._admission.entry_for(request, self._added)
-        if self.config.max_waiting is not None and len(self._waiting) >= self.config.max_waiting:
-            raise QueueFull(f"{len(self._waiting)} requests are waiting, the limit is {self.config.max_waiting}")
         self._added += 1
         request.max_length = self.token_limit(request)
         self._entries[request.request_id] = entry

@@ -9,16 +9,13 @@ from engine.scheduling.scheduler import Scheduler, SchedulerConfig
 PAGE = 4
 
 
-def make(
-    pages=64, seqs=8, budget=64, context=256, max_waiting=None, cached=True, groups=(None,), **kwargs
-) -> Scheduler:
+def make(pages=64, seqs=8, budget=64, context=256, cached=True, groups=(None,), **kwargs) -> Scheduler:
     """Create a scheduler over a pool of `pages` usable pages of 4 tokens."""
     pool = PagePool(pages + 1, PAGE)
     config = SchedulerConfig(
         max_num_seqs=seqs,
         max_num_batched_tokens=budget,
         max_model_len=context,
-        max_waiting=max_waiting,
         groups=groups,
     )
     return Scheduler(config, pool, PrefixCache(pool, groups) if cached else None, **kwargs)

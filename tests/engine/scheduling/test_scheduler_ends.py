@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.errors import ConfigError, EngineError, QueueFull, RequestError
+from engine.errors import ConfigError, EngineError, RequestError
 from engine.scheduling.request import RequestState
 from engine.scheduling.scheduler import SchedulerConfig, SchedulerInvariantError
 from tests.engine.scheduling.steps import add, chunks, make, names, step
@@ -184,17 +184,6 @@ def test_slots_are_distinct_and_come_back():
     assert requests[3].slot == 1
 
 
-def test_queue_refuses_beyond_its_bound_and_keeps_what_it_has():
-    scheduler = make(seqs=1, max_waiting=2)
-    add(scheduler, "a", 2)
-    add(scheduler, "b", 2)
-    with pytest.raises(QueueFull, match="2 requests are waiting, the limit is 2"):
-        add(scheduler, "c", 2)
-    step(scheduler)
-    add(scheduler, "c", 2)
-    assert names(scheduler.requests()) == ["a", "b", "c"] and scheduler.num_waiting == 2
-
-
 def test_add_refuses_an_id_in_use_an_empty_prompt_and_a_used_record():
     scheduler = make()
     request = add(scheduler, "a", 2)
@@ -273,7 +262,7 @@ def test_leaked_page_that_blocks_an_idle_engine_is_an_error_not_a_hang():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"max_num_seqs": 0}, {"max_waiting": 0}, {"max_num_batched_tokens": 7, "max_num_seqs": 8}, {"max_model_len": -1}],
+    [{"max_num_seqs": 0}, {"max_num_batched_tokens": 7, "max_num_seqs": 8}, {"max_model_len": -1}],
 )
 def test_config_rejects_invalid_values(wrong):
     right = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 64}
