@@ -369,6 +369,14 @@ def test_what_is_lawful_is_left_alone(place, source):
     assert breaches(place, source) == []
 
 
+def test_no_file_has_the_markers_of_an_unresolved_merge():
+    marker = re.compile(rb"^(<<<<<<<|>>>>>>>)", re.MULTILINE)
+    folders = ("server", "engine", "graph_cache", "tests", "docs", "benchmarks", "deploy", "examples", "scripts")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    assert len(files) > 300
+    assert [str(path) for path in files if path.suffix != ".pyc" and marker.search(path.read_bytes())] == []
+
+
 @pytest.mark.parametrize("module", ["server.launch", "server.workers.api_worker", "server.workers.manager"])
 def test_processes_that_serve_http_never_load_torch(module):
     """torch would cost each of them seconds and hundreds of megabytes that only the engine's process needs."""

@@ -36,10 +36,8 @@ class KVCache:
         self.dtype, self.device = dtype, torch.device(device)
         shape = (num_pages, page_size, self.kv_heads, self.head_dim)
         depth = max(len(group.layers) for group in self.groups)
-        self.storage = [
-            (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
-            for _ in range(depth)
-        ]
+        keys, values = ([torch.zeros(shape, dtype=dtype, device=device) for _ in range(depth)] for _ in range(2))
+        self.storage = list(zip(keys, values, strict=True))
         place = {
             layer: (number, index)
             for number, group in enumerate(self.groups)
