@@ -14,10 +14,9 @@ from tqdm import tqdm
 
 from engine.checkpoint.source import resolve_model
 from engine.config import DEFAULT_MODEL, EngineConfig
-from engine.core.builder import build_megatron_loop
+from engine.core.builder import build_loop, build_megatron_loop
 from engine.core.loop import EngineLoop
 from engine.errors import ConfigError, EngineDead, RequestError, WeightUpdateError
-from engine.executor.build import build_loop
 from engine.loader.shared_weights import share_weights
 from engine.protocol.messages import EngineStats, ModelInfo
 from engine.protocol.outputs import RequestOutput

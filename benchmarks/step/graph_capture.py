@@ -25,8 +25,8 @@ from benchmarks import harness
 from benchmarks.shapes import SHAPES, write_shape
 from benchmarks.timing import synchronize, wall_ms
 from engine.config import EngineConfig
+from engine.core.builder import build_loop
 from engine.core.loop import EngineLoop
-from engine.executor.build import build_loop
 from engine.protocol.request import EngineRequest, SamplingParams
 
 NEEDS = "CPU or 1 GPU"

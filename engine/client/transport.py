@@ -48,7 +48,7 @@ def run_loop(config: EngineConfig, receive: Callable[[float], Command | None], s
     """Build a loop and serve until it ends. Every exit path sends exactly one Dead."""
     try:
         from engine.checkpoint.source import resolve_model
-        from engine.executor.build import build_loop  # imports torch, which only the process with the loop needs
+        from engine.core.builder import build_loop  # imports torch, which only the process with the loop needs
         from engine.text.tokenizer import Tokenizer
         from engine.utils.progress import WarmProgress
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections import Counter
 
 from engine.errors import EngineError
+from engine.executor.interface import Executor
 from engine.protocol.request import EngineRequest, FinishReason, TokenEvent
 from engine.scheduling.batch import Batch
 from engine.scheduling.request import Request, RequestState
 from engine.scheduling.scheduler import Scheduler
 from engine.worker.async_output import StepResult
-from engine.worker.model_runner import ModelRunner
 
 NOT_FINITE = (
     "the model's logits are not finite (NaN or infinity) at position {position} of this request, "
@@ -24,9 +24,9 @@ NOT_FINITE = (
 class StepFinisher:
     """Applies step results to the scheduler and collects `events` for the loop to return."""
 
-    def __init__(self, scheduler: Scheduler, runner: ModelRunner):
+    def __init__(self, scheduler: Scheduler, executor: Executor):
         self.scheduler = scheduler
-        self.runner = runner
+        self.executor = executor
         self.events: list[TokenEvent] = []
         self.generated_tokens = 0  # tokens appended to requests
         self.ended: Counter[str] = Counter()
@@ -91,7 +91,7 @@ class StepFinisher:
             RequestState.FAILED,
             TokenEvent(request_id=request.request_id, finish_reason="error", error=error, graph_bucket=bucket),
         )
-        self.runner.zero_pages([page for page in pages if not self.scheduler.pool.ref_count(page)])
+        self.executor.call("zero_pages", [page for page in pages if not self.scheduler.pool.ref_count(page)])
 
     def _finish(self, request: Request, event: TokenEvent, reason: FinishReason) -> None:
         event.finish_reason = reason
@@ -111,10 +111,8 @@ class StepFinisher:
         )
 
     def end(self, request: Request, state: RequestState, event: TokenEvent) -> None:
-        """End a live request: emit its final event, clear its sampling state and free its slot and pages."""
+        """End a live request: emit its final event and free its slot and pages."""
         self._emit(request, event)
-        if request.slot is not None:
-            self.runner.sampling.clear_slot(request.slot)
         reason = event.finish_reason or state.value
         self.scheduler.finish(request, state, reason)
         self.ended[reason] += 1

@@ -1,6 +1,6 @@
-"""The engine loop: receives commands, runs steps and sends reports, on the only thread that uses the device.
+"""The engine loop: receives commands, runs steps and sends reports, on the only thread that uses the executor.
 
-`step()` is the hot path: schedule a batch, enqueue it on the device, then read and finish a step. That is the same
+`step()` is the hot path: schedule a batch, submit it to the executor, then read and finish a step. That is the same
 step or, with async scheduling, the one before it, which the device completed while this one was being enqueued.
 """
 
@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 
-from engine.config import ResolvedConfig
 from engine.core.finish import StepFinisher
 from engine.core.operations import Operations
-from engine.errors import EngineError, RequestError
-from engine.loader.weights import stage_update
+from engine.errors import EngineDead, EngineError, RequestError
+from engine.executor.interface import Executor
 from engine.protocol.messages import (
     Abort,
     Ask,
@@ -28,7 +27,6 @@ from engine.protocol.messages import (
     Dead,
     EngineStats,
     Events,
-    ModelInfo,
     Reply,
     Report,
     Snapshot,
@@ -45,7 +43,6 @@ from engine.worker.async_output import MAX_STEPS_IN_FLIGHT, AsyncStepOutput
 from engine.worker.model_runner import ModelRunner
 from graph_cache.errors import ManifestError
 from graph_cache.keys import GraphKey
-from graph_cache.manifest import Manifest
 
 logger = logging.getLogger(__name__)
 
@@ -57,33 +54,35 @@ MAX_CONSECUTIVE_FAILURES = 3
 
 
 class EngineLoop:
-    """The scheduler, runner and live requests of one model. Not thread-safe. `serve` runs it until a Stop command."""
+    """The scheduler and live requests of one model, whose steps an executor runs.
 
-    fatal_failures = MAX_CONSECUTIVE_FAILURES  # this many failed steps in a row end the loop
+    Not thread-safe. `serve` runs it until a Stop command.
+    """
 
-    def __init__(self, config: ResolvedConfig, runner: ModelRunner, info: ModelInfo, manifest: Manifest | None = None):
-        self.config = config
-        self.runner = runner
-        self.info = info
-        self.manifest = manifest
-        self.weight_version = info.weight_version
+    def __init__(self, executor: Executor):
+        self.executor = executor
+        worker = executor.worker
+        self.config, self.info = worker.config, worker.info
+        self.manifest = worker.runner.cache.manifest
+        self.weight_version = self.info.weight_version
+        config = self.config
         pool = PagePool(config.num_pages, config.page_size)
-        groups = tuple(group.window for group in runner.kv.groups)
+        groups = tuple(group.window for group in worker.runner.kv.groups)
         self.prefix_cache = PrefixCache(pool, groups) if config.enable_prefix_caching else None
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_model_len=config.max_model_len,
-                max_prefill_chunks=runner.prefill_buckets.max_chunks,
+                max_prefill_chunks=worker.runner.prefill_buckets.max_chunks,
                 groups=groups,
             ),
             pool,
             self.prefix_cache,
             weight_version=self.weight_version,
         )
-        self.finisher = StepFinisher(self.scheduler, runner)
-        self._eos = frozenset(info.eos_token_ids)
+        self.finisher = StepFinisher(self.scheduler, executor)
+        self._eos = frozenset(self.info.eos_token_ids)
         self._max_unread_steps = MAX_STEPS_IN_FLIGHT - 1 if config.async_scheduling else 0  # when step() returns
         self._in_flight: deque[tuple[Batch, AsyncStepOutput]] = deque()  # enqueued, not yet read; oldest first
         self._steps = self._failures = 0
@@ -98,6 +97,11 @@ class EngineLoop:
         self._next_capture = 0.0
         self._next_save = time.monotonic() + MANIFEST_SECONDS
         self._save_failed = False  # the last save of the manifest did, and the log says so
+
+    @property
+    def runner(self) -> ModelRunner:
+        """Rank 0's model runner, for reports."""
+        return self.executor.worker.runner
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
@@ -141,13 +145,14 @@ class EngineLoop:
         finished.
         """
         if self._storage_may_have_moved:
-            self.runner.cache.check_addresses()
+            self.executor.call("check_addresses")
             self._storage_may_have_moved = False
         batch = self.scheduler.schedule()
         failure = self._execute(batch)
         self.drain(self._max_unread_steps if batch and failure is None else 0)
         if failure is not None:
             self._fail_batch(batch, failure)
+        self.executor.check()  # results that were computed without a lost rank are invalid
         self._steps += bool(batch)
         events, self.finisher.events = self.finisher.events, []
         return events
@@ -158,11 +163,13 @@ class EngineLoop:
             for request in batch.admitted:
                 request.prompt_scores = []  # drop partial scores of a prefill that was preempted
             if batch:
-                output = self.runner.execute(self.runner.prepare(batch))
+                output = self.executor.submit(batch)
                 self.scheduler.dispatch(batch)
                 self._in_flight.append((batch, output))
+        except EngineDead:
+            raise
         except BaseException as error:
-            self.runner.reset_after_failure()
+            self.executor.recover(error)
             if isinstance(error, Exception):
                 return error
             self.scheduler.preempt_all()  # interrupted with the device's progress unknown: recompute everything
@@ -189,7 +196,8 @@ class EngineLoop:
     def _fail_batch(self, batch: Batch, error: Exception) -> None:
         """Fail the requests of a batch that raised. The error goes to their callers, the log and `stats`.
 
-        Raises the error again if the batch was empty or `fatal_failures` steps failed in a row.
+        Raises the error again if the batch was empty or MAX_CONSECUTIVE_FAILURES steps failed in a row, and EngineDead
+        if the executor can't continue.
         """
         logger.error(
             "a step failed; its %d requests fail with it", len(batch.decodes) + len(batch.prefills), exc_info=error
@@ -197,11 +205,10 @@ class EngineLoop:
         self._in_flight = deque(step for step in self._in_flight if step[0] is not batch)
         self._last_error = f"{type(error).__name__}: {error}"
         self._failures += 1
-        if not batch or self._failures >= self.fatal_failures:
+        if not batch or self._failures >= MAX_CONSECUTIVE_FAILURES:
             raise error
-        self.runner.reset_after_failure()
-        # Include requests admitted without a chunk in this step: their slot may still hold the sampling state of its
-        # previous request.
+        self.executor.recover(error)
+        # Include requests admitted without a chunk in this step: the workers may not have their sampling parameters.
         involved = dict.fromkeys((*batch.decodes, *(chunk.request for chunk in batch.prefills), *batch.admitted))
         for request in involved:
             if not request.state.is_final:
@@ -221,7 +228,12 @@ class EngineLoop:
         self, progress: Callable[[int, int, Any], None] | None = None, wanted: Sequence[GraphKey] | None = None
     ) -> None:
         """Capture the graphs in `wanted`, or by default every missing graph of the warm-up plan."""
-        self.runner.cache.warm(progress, wanted)
+        keys = list(self.runner.cache.pending() if wanted is None else wanted)
+        with self.runner.cache.pool.session():  # one for all captures
+            for done, key in enumerate(keys, 1):
+                self.executor.call("warm", [key])
+                if progress is not None:
+                    progress(done, len(keys), key)
 
     def capture_between_steps(self) -> bool:
         """Capture one missing graph of the warm-up plan; returns whether one was captured.
@@ -243,7 +255,12 @@ class EngineLoop:
 
     def capture_next(self, key: GraphKey | None = None) -> bool:
         """Capture the graph of `key`, or by default one missing graph of the plan. Returns False if none is missing."""
-        return self.runner.cache.warm_next(key)
+        if key is None:
+            key = next(iter(self.runner.cache.pending()), None)
+        if key is None:
+            return False
+        self.executor.call("capture", key)
+        return True
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: str) -> int:
         """Write new weights in place; graphs stay valid. Returns the number of tensors written.
@@ -251,8 +268,14 @@ class EngineLoop:
         Raises WeightUpdateError, with the old weights unchanged, if any name, shape or value is invalid.
         """
         _check_version(version)
-        model = self.runner.model
-        written = stage_update(model.weight_slots(), model.split_stacked(weights))
+        written = self.executor.update_weights(weights)
+        self.weights_changed(version)
+        return written
+
+    def load_weights(self, path: str, version: str) -> int:
+        """As `update_weights`, from a safetensors file or a folder of them."""
+        _check_version(version)
+        written = self.executor.load_weights(path)
         self.weights_changed(version)
         return written
 
@@ -263,7 +286,7 @@ class EngineLoop:
         self.scheduler.preempt_all()
         self.scheduler.set_weight_version(version)
         self.weight_version = version
-        self.runner.cache.check_addresses()
+        self.executor.call("check_addresses")
 
     def graphs(self) -> list[dict[str, Any]]:
         """Return the graph cache's table, one dict of plain values per graph."""
@@ -333,18 +356,17 @@ class EngineLoop:
             self._save_failed = True
 
     def close(self) -> None:
-        """Drop the graphs and release the model. The loop can't be used afterwards."""
-        self.runner.cache.clear()
-        self.runner.model.close()
+        """Close the workers: drop the graphs and release the model. The loop can't be used afterwards."""
+        self.executor.close()
 
     # ---- as a service ----------------------------------------------------------------------------------------------
 
     def serve(self, receive: Callable[[float], Command | None], send: Callable[[Report], None]) -> None:
         """Process commands and run steps until a Stop command. `receive(timeout)` returns the next command or None.
 
-        The last report is always a Dead, also after an error, which it then names.
+        The last report is always a Dead, also after an error, which it then names. Closes the loop.
         """
-        reason, next_report, captures = "", 0.0, None
+        reason, is_lost, next_report, captures = "", False, 0.0, None
         gc.collect()
         try:
             while True:
@@ -352,6 +374,7 @@ class EngineLoop:
                     # Keep the garbage collector off the long-lived objects of model and graphs: walking them would
                     # stall a step for 100 ms. Freeze again after each capture, because captures unfreeze.
                     gc.freeze()
+                self.executor.check()
                 busy = self.has_work
                 command = receive(0.0 if busy else IDLE_SECONDS)
                 with self.runner.cache.pool.turn():
@@ -376,10 +399,13 @@ class EngineLoop:
                     self.save_manifest()
         except Exception as error:
             logger.exception("the engine loop failed")
-            reason = f"{type(error).__name__}: {error}"
+            reason, is_lost = f"{type(error).__name__}: {error}", isinstance(error, EngineDead)
         finally:
             try:
-                self.abort([request.request_id for request in self.scheduler.requests()])
+                if is_lost:  # the Dead below ends the requests; their last results are invalid
+                    self.drop_events()
+                else:
+                    self.abort([request.request_id for request in self.scheduler.requests()])
                 self.save_manifest()
                 if self.finisher.events:
                     send(Events(self.finisher.events))
@@ -388,6 +414,7 @@ class EngineLoop:
                 reason = reason or f"{type(error).__name__}: {error}"
             gc.unfreeze()
             send(Dead(reason))
+            self.close()
 
     def _handle_command(self, command: Command, send: Callable[[Report], None]) -> None:
         if isinstance(command, Submit):

@@ -6,14 +6,13 @@ Each runs on the loop's thread between two steps and returns plain values.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from engine.errors import ModelError, RequestError, WeightUpdateError
-from engine.loader.weights import iterate_safetensors, iterate_shards
+from engine.errors import RequestError
+from engine.executor.interface import Executor
 from engine.worker.model_runner import ModelRunner
 
 ASKED = "asked"  # invalidation reason of graphs that an operator dropped
@@ -22,10 +21,13 @@ ASKED = "asked"  # invalidation reason of graphs that an operator dropped
 class ControlledLoop(Protocol):
     """The part of EngineLoop that operations use."""
 
-    runner: ModelRunner
+    executor: Executor
     warm_requested: bool
 
-    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: str) -> int: ...
+    @property
+    def runner(self) -> ModelRunner: ...
+
+    def load_weights(self, path: str, version: str) -> int: ...
 
 
 class Operations:
@@ -43,21 +45,14 @@ class Operations:
 
     def invalidate(self) -> int:
         """Drop every graph; the warm-up mode decides when each is captured again. Returns the number dropped."""
-        return self._loop.runner.cache.invalidate(ASKED)
+        return self._loop.executor.call("invalidate", ASKED)
 
     def load_weights(self, path: str, version: str) -> int:
         """Update the weights from a safetensors file or a folder of them. Returns the number of tensors written.
 
         Raises WeightUpdateError if the files can't be read or don't match the model; the old weights stay in use.
         """
-        source = Path(path)
-        try:
-            if not source.exists():
-                raise ModelError(f"{path!r} does not exist: give a safetensors file or folder on the server's machine")
-            tensors = iterate_safetensors(source) if source.is_dir() else iterate_shards([source])
-            return self._loop.update_weights(tensors, version)
-        except ModelError as error:
-            raise WeightUpdateError(str(error)) from error
+        return self._loop.load_weights(path, version)
 
     def profile_start(self) -> None:
         """Start recording all CPU and GPU operations. Costs time and memory until `profile_stop`."""

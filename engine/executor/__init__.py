@@ -1,1 +1,1 @@
-"""Run an engine in one process, or in one process per tensor-parallel rank."""
+"""Executors: run each step, and every other operation of a worker, on all ranks."""

@@ -5,51 +5,40 @@ Each worker runs worker_main.py and is connected by a pipe. The loss of a worker
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import logging
 import os
-import pickle
+import queue
 import tempfile
-from dataclasses import dataclass
+import time
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, TypeVar
 
 from engine.errors import EngineDead, EngineError
+from engine.executor.messages import PackedMessage
+from engine.executor.reports import (
+    HEARTBEAT_SECONDS,
+    DeviceReady,
+    Heartbeat,
+    RankFailed,
+    Reply,
+    WeightsLoaded,
+    WorkerReady,
+)
 from engine.utils.processes.child import ChildProcess, anonymous_file
 from engine.utils.processes.group import ProcessGroup
 
 logger = logging.getLogger(__name__)
 
+POLL_SECONDS = 0.1
 STOP_SECONDS = 2.5  # a worker told to stop may take this long before it is killed
+SILENCE_SECONDS = 60.0  # a worker without a heartbeat for this long hangs: it is stopped, or its interpreter is blocked
 
 
-@dataclass(frozen=True)
-class DeviceReady:
-    """The worker has its device and is about to join the rendezvous."""
-
-
-@dataclass(frozen=True)
-class WeightsLoaded:
-    """The worker has loaded its weights and has memory for `num_pages` KV pages."""
-
-    num_pages: int
-
-
-@dataclass(frozen=True)
-class LoopReady:
-    """The worker has built its loop and waits for calls."""
-
-
-@dataclass(frozen=True)
-class RankFailed:
-    """The worker failed and exits. `error` is set if the user can fix the cause."""
-
-    reason: str
-    error: EngineError | None = None
-
-
-Message = TypeVar("Message", DeviceReady, WeightsLoaded, LoopReady)
+Message = TypeVar("Message", DeviceReady, WeightsLoaded, WorkerReady)
 
 
 class WorkerGroup(ProcessGroup):
@@ -61,6 +50,7 @@ class WorkerGroup(ProcessGroup):
 
     def __init__(self, count: int):
         self._file, self.rendezvous = _rendezvous_file()
+        self._replies: queue.SimpleQueue[tuple[ChildProcess, Reply]] = queue.SimpleQueue()
         super().__init__(functools.partial(self._start, rank) for rank in range(1, count + 1))
 
     def _start(self, rank: int) -> ChildProcess:
@@ -72,21 +62,40 @@ class WorkerGroup(ProcessGroup):
     def broadcast(self, message: Any) -> None:
         """Send a message to every worker. Raises EngineDead if one is lost."""
         self.check()
-        payload = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        for child in self.children:
-            self._send(child, payload)
+        with PackedMessage(message) as packed:
+            for child in self.children:
+                self._send(child, packed)
 
     def send_each(self, messages: list[Any]) -> None:
         """Send each worker its own message, in order of rank. Raises EngineDead if one is lost."""
         self.check()
         for child, message in zip(self.children, messages, strict=True):
-            self._send(child, pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+            with PackedMessage(message) as packed:
+                self._send(child, packed)
 
-    def _send(self, child: ChildProcess, payload: bytes) -> None:
+    def _send(self, child: ChildProcess, packed: PackedMessage) -> None:
         try:
-            child.pipe.send_bytes(payload)
+            packed.send(child.pipe)
         except OSError as error:
             raise EngineDead(self.pending_failure() or self.fail(child.exit_reason())) from error
+
+    def replies(self, number: int) -> dict[int, EngineError]:
+        """Wait until every worker has answered call `number`, and return the errors by rank.
+
+        Raises EngineDead if a worker is lost meanwhile.
+        """
+        ranks = {child: rank for rank, child in enumerate(self.children, 1)}
+        errors: dict[int, EngineError] = {}
+        while ranks:
+            self.check()
+            with contextlib.suppress(queue.Empty):
+                child, reply = self._replies.get(timeout=POLL_SECONDS)
+                if reply.number != number:
+                    raise EngineDead(self.fail(f"{child.name} answered call {reply.number}, {number} was expected"))
+                rank = ranks.pop(child)
+                if reply.error is not None:
+                    errors[rank] = reply.error
+        return errors
 
     def wait_for(self, message_type: type[Message]) -> list[Message]:
         """Receive one message of this type from each worker and return them in order of rank.
@@ -106,9 +115,33 @@ class WorkerGroup(ProcessGroup):
 
     # ---- failures --------------------------------------------------------------------------------------------------
 
-    def describe_failure(self, child: ChildProcess) -> str:
-        message = _receive(child)
-        return message.reason if isinstance(message, RankFailed) else f"{child.name} sent {message!r} unexpectedly"
+    def _watch(self) -> None:
+        """Read the workers' messages, and fail the group if one ends, fails or hangs."""
+        silence = dict.fromkeys(
+            self.children, 0.0
+        )  # seconds; not a time, because this process may have been stopped too
+        while self.failure is None and not self._is_ending:
+            began = time.monotonic()
+            ready = wait([child.pipe for child in self.children], HEARTBEAT_SECONDS)
+            elapsed = min(time.monotonic() - began, HEARTBEAT_SECONDS)
+            for child in self.children:
+                if child.pipe in ready:
+                    silence[child] = 0.0
+                    self._handle(child, _receive(child))
+                else:
+                    silence[child] += elapsed
+                    if silence[child] > SILENCE_SECONDS and not self._is_ending:
+                        self.fail(f"{child.name} has not answered for {SILENCE_SECONDS:.0f} s and is killed")
+                        child.kill()  # gloo and a full pipe block until its process ends
+
+    def _handle(self, child: ChildProcess, message: Any) -> None:
+        """Handle a message of a worker that serves calls."""
+        if isinstance(message, Reply):
+            self._replies.put((child, message))
+        elif isinstance(message, RankFailed) and not self._is_ending:
+            self.fail(message.reason)
+        elif not isinstance(message, Heartbeat) and not self._is_ending:
+            self.fail(f"{child.name} sent {message!r} unexpectedly")
 
     def poll(self) -> None:
         """Raise a worker's EngineError, or EngineDead, if a worker has exited. For use before `watch`."""
@@ -141,7 +174,6 @@ class WorkerGroup(ProcessGroup):
 
     def kill(self) -> None:
         super().kill()
-        self._file.close()
         if not self.rendezvous.startswith("/proc/"):
             Path(self.rendezvous).unlink(missing_ok=True)
 
@@ -157,7 +189,10 @@ def _receive(child: ChildProcess) -> Any:
 def _rendezvous_file() -> tuple[io.FileIO, str]:
     """Return an empty file and its path for every rank, which inherits the descriptor under the same number."""
     if os.path.isdir("/proc/self/fd"):
-        file = anonymous_file("encore-rendezvous")  # vanishes with the last rank, also if all are killed
-        return file, f"/proc/self/fd/{file.fileno()}"
+        with anonymous_file("encore-rendezvous") as file:  # vanishes with the last rank, also if all are killed
+            # Not closed before this process ends: a process group's store opens the path once more when it is freed,
+            # which a reference may delay, and the number could be another file's by then.
+            fd = os.dup(file.fileno())
+        return io.FileIO(fd, "r+b", closefd=False), f"/proc/self/fd/{fd}"
     fd, path = tempfile.mkstemp(prefix="encore-ranks-")
     return io.FileIO(fd, "r+b"), path

@@ -1,6 +1,6 @@
-"""Entry point of a worker process (rank 1 and up): load one shard, then replicate the calls of rank 0.
+"""Entry point of a worker process (rank 1 and up): build a worker, then execute the calls that rank 0 sends.
 
-The process exits when rank 0 tells it to, when rank 0 dies, or when its loop state differs from rank 0's.
+The process exits when rank 0 tells it to, when rank 0 dies, or when its state differs from rank 0's.
 """
 
 from __future__ import annotations
@@ -11,17 +11,16 @@ import logging
 import os
 import sys
 from multiprocessing.connection import Connection
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import EngineError
-from engine.executor.worker_group import DeviceReady, LoopReady, RankFailed, WeightsLoaded
+from engine.errors import EngineError, WeightUpdateError
+from engine.executor.reports import DeviceReady, RankFailed, Reply, Reports, WeightsLoaded, WorkerReady
 from engine.utils.openmp import limit_openmp_spinning
 from engine.utils.processes.log import set_up_child_log
 
 if TYPE_CHECKING:  # they import torch, which must come after limit_openmp_spinning()
-    from engine.core.loop import EngineLoop
-    from engine.executor.leader import LoopCall
+    from engine.executor.messages import Call
+    from engine.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -29,15 +28,15 @@ logger = logging.getLogger(__name__)
 def main(pipe: Connection, rendezvous: io.FileIO) -> None:
     """Run until rank 0 stops this worker or dies. `rendezvous` stays open because rank 0 sends its path."""
     limit_openmp_spinning()
-    exit_code = 1
+    reports, exit_code = Reports(pipe), 1
     try:
-        serve_rank(pipe)
+        serve_rank(pipe, reports)
         exit_code = 0
     except EOFError:
         logger.debug("rank 0 has exited")
     except Exception as error:
         logger.exception("this rank failed")
-        pipe.send(RankFailed(f"{type(error).__name__}: {error}", error if isinstance(error, EngineError) else None))
+        reports.send(RankFailed(f"{type(error).__name__}: {error}", error if isinstance(error, EngineError) else None))
     finally:
         logging.shutdown()
         sys.stderr.flush()
@@ -45,57 +44,62 @@ def main(pipe: Connection, rendezvous: io.FileIO) -> None:
         os._exit(exit_code)
 
 
-def serve_rank(pipe: Connection) -> None:
-    """Build this rank's loop and execute calls until rank 0 sends None. Raises EOFError if rank 0 dies."""
-    start = pipe.recv()  # unpickling imports torch
-    formatter, level = start.log
-    set_up_child_log(formatter, level, f"rank {start.rank}: ")
-    logger.debug("rank %d, process %d", start.rank, os.getpid())
-    from engine.core.loop import EngineLoop
-    from engine.executor.shard import Shard
+def serve_rank(pipe: Connection, reports: Reports) -> None:
+    """Build this rank's worker and execute calls until rank 0 sends None. Raises EOFError if rank 0 dies."""
+    from engine.executor.messages import receive
+    from engine.worker.startup import WorkerStart
 
-    shard = Shard(start.plan, start.rank)
-    pipe.send(DeviceReady())
-    shard.join(start.rendezvous)
-    pipe.send(WeightsLoaded(shard.load()))
-    begin = pipe.recv()
-    loop = shard.loop(begin.num_pages, begin.manifest, EngineLoop)
-    loop.fatal_failures = 1  # a step that fails here may succeed on other ranks
-    pipe.send(LoopReady())
-    execute_calls(loop, pipe, start.rank)
-    loop.close()
-    shard.leave()
+    begin = receive(pipe)
+    formatter, level = begin.log
+    set_up_child_log(formatter, level, f"rank {begin.rank}: ")
+    logger.debug("rank %d, process %d", begin.rank, os.getpid())
+    start = WorkerStart(begin.plan, begin.rank)
+    reports.send(DeviceReady())
+    start.join(begin.rendezvous)
+    reports.send(WeightsLoaded(start.load()))
+    worker = start.build(receive(pipe).num_pages)
+    reports.send(WorkerReady())
+    reports.start_heartbeat()
+    execute_calls(worker, pipe, reports, begin.rank)
+    worker.close()
 
 
-def execute_calls(loop: EngineLoop, pipe: Connection, rank: int) -> None:
+def execute_calls(worker: Worker, pipe: Connection, reports: Reports, rank: int) -> None:
     """Execute the calls that rank 0 sends until it sends None.
 
-    Raises RuntimeError if this loop's fingerprint differs from rank 0's, and any error of a call that is not
-    recoverable.
+    Raises RuntimeError if a call is missing or this rank's state differs from rank 0's, and any error of a call except
+    the refusal of a weight update.
     """
-    from engine.executor.leader import RECOVERABLE_CALLS, LoopFingerprint
+    from engine.executor.messages import receive
+    from engine.executor.rank_state import StateTracker
 
-    fingerprint, captures = LoopFingerprint(loop), None
+    tracker, number, captures = StateTracker(worker), 0, None
     gc.collect()
-    while (call := pipe.recv()) is not None:
-        if call.fingerprint != fingerprint.read():
+    while (call := receive(pipe)) is not None:
+        state = tracker.state_after(call.state.steps)
+        if call.number != number or call.state != state:
             raise RuntimeError(
-                f"before {call.method} the state of rank {rank} is {fingerprint.read()}, of rank 0 {call.fingerprint}"
+                f"before call {call.number} ({call.method}) the state of rank {rank} is call {number}, {state}, "
+                f"of rank 0 {call.state}"
             )
+        number += 1
+        error = None
         try:
-            result = _call(loop, call, pipe)
-            if call.method == "step":
-                fingerprint.note(result)
-        except EngineError as error:
-            if call.method not in RECOVERABLE_CALLS:
-                raise
-            logger.debug("%s failed on this rank as on rank 0: %s", call.method, error)
-        if captures != (captures := loop.runner.cache.stats.captures.total()):
+            result = _execute(worker, call)
+            if call.method == "execute":
+                tracker.add(result)
+        except WeightUpdateError as refusal:
+            error = refusal
+        if call.has_reply:
+            reports.send(Reply(call.number, error))
+        elif error is not None:
+            raise error
+        if captures != (captures := worker.runner.cache.stats.captures.total()):
             gc.freeze()  # as on rank 0: a garbage collection during a step would delay all ranks
 
 
-def _call(loop: EngineLoop, call: LoopCall, pipe: Connection) -> Any:
-    if call.method == "update_weights":
-        count, version = call.args
-        return loop.update_weights([pipe.recv() for _ in range(count)], version)
-    return attrgetter(call.method)(loop)(*call.args)
+def _execute(worker: Worker, call: Call) -> Any:
+    if call.method != "stage_weights":
+        return getattr(worker, call.method)(*call.args)
+    [weights] = call.args
+    return worker.stage_weights([(name, tensor.open()) for name, tensor in weights])

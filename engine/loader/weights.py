@@ -158,19 +158,18 @@ def _fill_dummy(name: str, tensor: Tensor, seed: int) -> None:
         tensor.normal_(0.0, 0.02, generator=generator)
 
 
-def stage_update(
+def check_update(
     slots: Mapping[str, Slot],
     tensors: Iterable[tuple[str, Tensor]],
     *,
     complete: bool = False,
     check_finite: bool = False,
-) -> int:
-    """Replace weights in place, all or none, without changing addresses; return the number of tensors written.
+) -> dict[str, Tensor]:
+    """Check new weights for `write_update` and return them by name.
 
     `slots` is a model's `weight_slots()`. `tensors` yields (Hugging Face name, tensor) pairs of any floating dtype on
-    any device; a subset of the weights is accepted unless `complete`. All pairs are read and checked before the first
-    write, so the tensors must not change until this returns. `check_finite` also rejects NaN and infinity. Raises one
-    WeightUpdateError that lists every problem. Call it between steps, on the loop's thread.
+    any device; a subset of the weights is accepted unless `complete`. `check_finite` also rejects NaN and infinity.
+    Raises one WeightUpdateError that lists every problem.
     """
     staged: dict[str, Tensor] = {}
     problems: list[str] = []
@@ -206,8 +205,28 @@ def stage_update(
         problems.append("it has no tensors; was the iterable already consumed?")
     if problems:
         raise WeightUpdateError(f"weight update rejected, the old weights still serve: {_join_problems(problems)}")
+    return staged
+
+
+def write_update(slots: Mapping[str, Slot], staged: Mapping[str, Tensor]) -> None:
+    """Write tensors that `check_update` returned in place; addresses don't change. Call it between steps."""
     for name, tensor in staged.items():
         slots[name].write(tensor)
+
+
+def stage_update(
+    slots: Mapping[str, Slot],
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    complete: bool = False,
+    check_finite: bool = False,
+) -> int:
+    """Replace weights in place, all or none; return the number of tensors written. See `check_update`.
+
+    All pairs are read and checked before the first write, so the tensors must not change until this returns.
+    """
+    staged = check_update(slots, tensors, complete=complete, check_finite=check_finite)
+    write_update(slots, staged)
     return len(staged)
 
 

@@ -224,7 +224,6 @@ def test_a_reused_slot_drops_the_last_requests_parameters(make_engine, reference
     ):
         loop.add(request(name, PROMPTS[0], params))
         drain(loop)
-        assert not loop.runner.sampling.needs_sampler([0])
         loop.add(request("plain", PROMPTS[0], greedy(12)))
         events = drain(loop)["plain"]
         assert tokens(events) == reference.greedy(PROMPTS[0], 12)

@@ -10,28 +10,29 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from engine import Engine, EngineConfig, SamplingParams
 from engine.client.async_client import EngineClient
 from engine.client.supervisor import RestartPolicy, Supervisor
 from engine.client.transport import ProcessTransport
-from engine.errors import ConfigError, EngineDead, ModelError, RequestError, WeightUpdateError
-from engine.executor.build import build_loop
-from engine.executor.leader import LoopCall, LoopFingerprint, _run_while_ranks_live
+from engine.core.builder import build_loop
+from engine.errors import ConfigError, EngineDead, ModelError, WeightUpdateError
+from engine.executor.messages import Call, PackedMessage, RankState
+from engine.executor.multiproc import _run_while_ranks_live
+from engine.executor.reports import Reply, Reports
 from engine.executor.worker_group import WorkerGroup
 from engine.executor.worker_main import execute_calls
 from engine.protocol.request import EngineRequest
-from engine.scheduling.scheduler import SchedulerInvariantError
 from server.cli.flags import server_config
 from server.cli.main import build_parser
-from tests.engine.megatron.checkpoints import checkpoint
-from tests.support.megatron_models import gpt
 
 ROOT = Path(__file__).resolve().parents[3]
 PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9], [11] * 20, [40], [7, 8] * 9, [90, 3], [21, 22, 23]]
@@ -73,7 +74,25 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_model(path: Path, **changes: Any) -> Path:
-    checkpoint(path, "qwen3", **{"vocab_size": 97, "max_position_embeddings": 512} | changes)
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "eos_token_id": 2,
+    }
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(7)
+        model = Qwen3ForCausalLM(Qwen3Config(**sizes | changes))
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
+        model.save_pretrained(path)
     return path
 
 
@@ -230,7 +249,7 @@ def generate():
     return [list(one.token_ids) for one in engine.generate(prompt_token_ids=prompts, sampling_params=greedy)]
 
 engine = Engine(EngineConfig(**settings))
-found["pids"] = engine.loop.pids
+found["pids"] = list(engine.loop.executor.pids)
 found["first"] = generate()
 weights = dict(iterate_safetensors(other))
 try:
@@ -293,7 +312,7 @@ def test_an_embedded_engine_accepts_whole_tensors_and_its_workers_end_with_it(mo
 
     assert found["updated"] == single_process(Engine(engine_config(model_folder))) != found["first"]
     assert "nothing.weight" in found["refusal"] and found["refused"] == found["first"]
-    assert "update_weights" in found["sharing"] and "failed in step: KeyboardInterrupt" in found["dead"]
+    assert "update_weights" in found["sharing"] and "failed in execute: KeyboardInterrupt" in found["dead"]
     assert found["first"] == single_process(Engine(EngineConfig(**values | {"tensor_parallel_size": 1})))
 
 
@@ -332,31 +351,54 @@ def test_no_rank_imports_megatron(model_folder, tmp_path):
     assert found[0] == found[1]
 
 
-def test_a_worker_with_a_different_fingerprint_stops(model_folder):
-    loop = build_loop(engine_config(model_folder))
-    leader_end, worker_end = Pipe()
-    request = EngineRequest(request_id="a", prompt_token_ids=[1, 2], params=LONG, seed=0)
-    fingerprint = LoopFingerprint(loop)
-    for call in (LoopCall("add", (request,), fingerprint.read()), LoopCall("step", (), fingerprint.read()), None):
-        leader_end.send(call)
-    with pytest.raises(RuntimeError, match="before step the state of rank 3"):
-        execute_calls(loop, worker_end, 3)
-    assert loop.scheduler.num_waiting == 1
+def send(pipe: Connection, *calls: Call | None) -> None:
+    for call in calls:
+        with PackedMessage(call) as packed:
+            packed.send(pipe)
 
 
-def test_a_worker_ignores_errors_common_to_all_ranks_and_ends_on_any_other(model_folder):
-    first, other = build_loop(engine_config(model_folder)), build_loop(engine_config(model_folder))
+@pytest.mark.parametrize(
+    ("number", "state", "found"),
+    [
+        (2, RankState(0, 0, (0, 0, 0, 0)), "before call 2"),
+        (1, RankState(0, 0, (0, 0, 0, 5)), "before call 1"),
+        (1, RankState(0, 0, (1, 0, 0, 0)), "before call 1"),
+    ],
+    ids=["a call is missing", "other replays", "other weights"],
+)
+def test_a_worker_in_another_state_than_rank_0_stops(model_folder, number, state, found):
+    worker = build_loop(engine_config(model_folder, inference_cuda_graph_scope="none")).executor.worker
     leader_end, worker_end = Pipe()
-    fingerprint = LoopFingerprint(first)
-    for name, prompt in (("refused", [1, 97]), ("taken", [1, 2])):
-        request = EngineRequest(request_id=name, prompt_token_ids=prompt, params=LONG, seed=0)
-        leader_end.send(LoopCall("add", (request,), fingerprint.read()))
-        with suppress(RequestError):
-            first.add(request)
-    leader_end.send(LoopCall("idle_check", (), fingerprint.read()))
-    leader_end.send(None)
-    with pytest.raises(SchedulerInvariantError, match="'taken'"):
-        execute_calls(other, worker_end, 1)
+    send(leader_end, Call(0, RankState(0, 0, (0, 0, 0, 0)), "check_addresses", ()), Call(number, state, "zero", ()))
+    with pytest.raises(RuntimeError, match=rf"{found} \(zero\) the state of rank 3"):
+        execute_calls(worker, worker_end, Reports(worker_end), 3)
+
+
+def test_a_worker_compares_the_tokens_that_rank_0_has_read(model_folder):
+    loop = build_loop(engine_config(model_folder, inference_cuda_graph_scope="none"))
+    loop.add(EngineRequest(request_id="a", prompt_token_ids=[1, 2], params=LONG, seed=0))
+    step = loop.runner.prepare(loop.scheduler.schedule())
+    leader_end, worker_end = Pipe()
+    unread = RankState(0, 0, (0, 0, 0, 0))
+    send(leader_end, Call(0, unread, "execute", (step,)), Call(1, unread._replace(steps=1), "check_addresses", ()))
+    with pytest.raises(RuntimeError, match="before call 1"):
+        execute_calls(loop.executor.worker, worker_end, Reports(worker_end), 1)
+
+
+def test_a_worker_answers_a_refused_update_and_ends_on_any_other_error(model_folder):
+    worker = build_loop(engine_config(model_folder, inference_cuda_graph_scope="none")).executor.worker
+    leader_end, worker_end = Pipe()
+    state = RankState(0, 0, worker.state())
+    send(
+        leader_end,
+        Call(0, state, "stage_files", ("/nowhere",), has_reply=True),
+        Call(1, state, "discard_weights", (), has_reply=True),
+        Call(2, state, "capture", ("no key",)),
+    )
+    with pytest.raises(AttributeError):
+        execute_calls(worker, worker_end, Reports(worker_end), 1)
+    refused, discarded = leader_end.recv(), leader_end.recv()
+    assert refused.number == 0 and "does not exist" in str(refused.error) and discarded == Reply(1)
 
 
 @pytest.mark.parametrize(
@@ -381,10 +423,14 @@ def test_a_model_that_cannot_be_split_is_rejected_before_a_process_starts(model_
     gguf.write_bytes(b"GGUF")
     with pytest.raises((ModelError), match="folder in Hugging Face layout"):
         build_loop(engine_config(gguf, tensor_parallel_size=2))
-    with pytest.raises(ConfigError, match="initialised torch.distributed"):
-        Engine(engine_config(model_folder, tensor_parallel_size=2))
     with pytest.raises(ConfigError, match="leave it out"):
-        Engine(EngineConfig(tensor_parallel_size=2), model=gpt())
+        Engine(EngineConfig(tensor_parallel_size=2), model=torch.nn.Linear(1, 1))
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        with pytest.raises(ConfigError, match="initialised torch.distributed"):
+            Engine(engine_config(model_folder, tensor_parallel_size=2))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_serve_has_a_tensor_parallel_size_flag():

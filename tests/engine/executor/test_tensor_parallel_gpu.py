@@ -17,7 +17,7 @@ from benchmarks.shapes import write_shape
 from engine.checkpoint.source import resolve_model
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.executor.shard import plan_shards
+from engine.worker.startup import plan_workers
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [
@@ -44,27 +44,16 @@ MODEL = {
     "eos_token_id": 0,
 }
 
-# One GPU runs the same code with tensor_parallel_size 1, so the two runs differ only in the split.
 SCRIPT = """
-import json, os, signal, sys, tempfile, time
+import json, os, signal, sys, time
 from engine.config import EngineConfig
-from engine.core.loop import EngineLoop
+from engine.core.builder import build_loop
 from engine.errors import EngineDead
-from engine.executor.shard import Shard, plan_shards
-from engine.checkpoint.source import resolve_model
-from engine.executor.leader import start_leader
 from engine.protocol.request import EngineRequest, SamplingParams
 
 settings, kill_worker, greedy = json.loads(sys.argv[1])
-config = EngineConfig(**settings)
-source = resolve_model(config.model)
-shard = None
-if config.tensor_parallel_size == 1:
-    shard = Shard(plan_shards(config, source, ()), 0)
-    shard.join(os.path.join(tempfile.mkdtemp(), "meeting"))
-    loop = shard.loop(shard.load(), None, EngineLoop)
-else:
-    loop = start_leader(config, source)
+loop = build_loop(EngineConfig(**settings))
+pids = list(loop.executor.pids)
 loop.warm()
 texts = {}
 for number in range(12):
@@ -80,19 +69,17 @@ try:
             texts.setdefault(event.request_id, []).extend(event.token_ids)
         steps += 1
         if kill_worker and steps == 10:
-            os.kill(loop.pids[0], signal.SIGKILL)
+            os.kill(pids[0], signal.SIGKILL)
             killed = time.monotonic()
 except EngineDead as error:
     found["lost"] = str(error), time.monotonic() - killed
 graphs = loop.stats().graphs
-found |= {"texts": texts, "pids": getattr(loop, "pids", []), "fallbacks": graphs["fallbacks"],
+found |= {"texts": texts, "pids": pids, "fallbacks": graphs["fallbacks"],
           "replays": sum(count for _, count in graphs["replays"]), "failed": graphs["failed_captures"],
           "captures": sum(count for _, count in graphs["captures"])}
 print(json.dumps(found), flush=True)
 began = time.monotonic()
 loop.close()
-if shard is not None:
-    shard.leave()
 print(time.monotonic() - began, flush=True)
 """
 
@@ -191,7 +178,96 @@ def test_killing_a_worker_in_a_step_ends_the_other_ranks(folder):
     assert seconds < 10
 
 
+UPDATE = """
+import gc, json, os, signal, sys
+import torch
+from engine import Engine, EngineConfig, SamplingParams
+from engine.errors import EngineDead
+from engine.loader.weights import load_dummy
+from engine.models.registry import build_model, config_from_folder
+
+settings = json.loads(sys.argv[1])
+greedy = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+prompts = [[7 * number + 1] * (5 * number + 1) for number in range(6)]
+
+
+def generate(engine):
+    return [list(one.token_ids) for one in engine.generate(prompt_token_ids=prompts, sampling_params=greedy)]
+
+
+with Engine(EngineConfig(**settings | {"tensor_parallel_size": 1, "seed": 6})) as engine:
+    expected = generate(engine)
+engine = Engine(EngineConfig(**settings))
+found = {"before": generate(engine), "expected": expected}
+
+
+def update(seed, version):
+    model = build_model(config_from_folder(settings["model"]), torch.float32, "cuda:0")
+    load_dummy(model, seed)
+    engine.update_weights(model.named_weights(), version=version)
+
+
+def allocated():
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.ipc_collect()
+    return torch.cuda.memory_allocated(0)
+
+
+start = allocated()
+update(6, "new")
+found["kept"] = allocated() - start
+found["after"] = generate(engine)
+start = allocated()
+os.kill(engine.loop.executor.pids[0], signal.SIGSTOP)
+share = engine.loop.executor._share
+
+
+def share_and_kill(*args):
+    number = share(*args)
+    os.kill(engine.loop.executor.pids[0], signal.SIGKILL)
+    return number
+
+
+engine.loop.executor._share = share_and_kill
+try:
+    update(5, "lost")
+except EngineDead as error:
+    found["lost"] = str(error)
+found["kept_after_loss"] = allocated() - start
+print(json.dumps(found), flush=True)
+engine.close()
+"""
+
+
+def test_weights_on_a_gpu_are_read_there_and_their_memory_is_freed(folder):
+    settings = {
+        "model": str(folder),
+        "load_format": "dummy",
+        "seed": 5,
+        "dtype": "float32",
+        "device": "cuda:0",
+        "tensor_parallel_size": 2,
+        "max_num_seqs": 8,
+        "max_model_len": 512,
+        "num_pages": 400,
+        "graph_manifest": "none",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", UPDATE, json.dumps(settings)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        timeout=120,
+    )
+    found = json.loads(done.stdout)
+    assert found["before"] != found["after"] == found["expected"]
+    assert "rank 1 ended with exit code -9" in found["lost"]
+    assert found["kept"] == 0 and found["kept_after_loss"] == 0
+
+
 def test_more_ranks_than_gpus_are_rejected(folder):
     config = EngineConfig(model=str(folder), load_format="dummy", tensor_parallel_size=GPUS + 1)
     with pytest.raises(ConfigError, match=f"torch sees {GPUS} GPUs"):
-        plan_shards(config, resolve_model(str(folder)), ())
+        plan_workers(config, resolve_model(str(folder)))

@@ -1,0 +1,46 @@
+"""The executor of one rank: calls the worker directly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from engine.scheduling.batch import Batch
+from engine.worker.async_output import AsyncStepOutput
+from engine.worker.worker import Worker
+
+
+class UniprocExecutor:
+    """An Executor of one worker in this process. See Executor."""
+
+    pids = ()
+
+    def __init__(self, worker: Worker):
+        self.worker = worker
+
+    def submit(self, batch: Batch) -> AsyncStepOutput:
+        return self.worker.execute(self.worker.runner.prepare(batch))
+
+    def recover(self, error: BaseException) -> None:
+        self.worker.reset_after_failure()
+
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self.worker, method)(*args)
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> int:
+        count = self.worker.stage_weights(weights)
+        self.worker.commit_weights()
+        return count
+
+    def load_weights(self, path: str) -> int:
+        count = self.worker.stage_files(path)
+        self.worker.commit_weights()
+        return count
+
+    def check(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.worker.close()

@@ -1,0 +1,177 @@
+"""The worker: one device with its part of the model, and every operation that all ranks execute.
+
+A worker knows steps, weights and graphs. It knows no requests and no scheduling: those are in engine/core, above the
+executor, in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.config import ResolvedConfig
+from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
+from engine.errors import ModelError, WeightUpdateError
+from engine.loader.weights import check_update, iterate_safetensors, iterate_shards, write_update
+from engine.models.interface import Model
+from engine.protocol.messages import ModelInfo
+from engine.worker.async_output import AsyncStepOutput
+from engine.worker.model_runner import ModelRunner
+from engine.worker.step_input import StepInput
+from graph_cache.keys import GraphKey
+from graph_cache.manifest import Manifest
+
+FIRST_WEIGHT_VERSION = "initial"
+
+
+class Worker:
+    """One rank of the engine. Not thread-safe, except `abandon`.
+
+    With several ranks, all of them must make the same calls in the same order, as steps and captures hold collectives.
+
+    - config: all sizes resolved; the number of pages is the same on all ranks.
+    - name, weight_format: for reports.
+    - on_close: called last by `close`.
+    """
+
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        model: Model,
+        eos_token_ids: Sequence[int],
+        *,
+        name: str,
+        weight_format: str,
+        manifest: Manifest | None = None,
+        parallel: TensorParallel = SINGLE_RANK,
+        on_close: Callable[[], None] | None = None,
+    ):
+        self.config, self._parallel, self._on_close = config, parallel, on_close
+        self.runner = ModelRunner(config, model, eos_token_ids, manifest)
+        # If one rank ran a step eager because its capture failed, the others' graphs would wait for its collectives.
+        self.runner.cache.must_capture = parallel.size > 1
+        self.info = ModelInfo(
+            name=name,
+            architecture=model.config.architecture,
+            max_model_len=config.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            vocab_size=model.config.vocab_size,
+            eos_token_ids=tuple(eos_token_ids),
+            device=config.device,
+            dtype=config.dtype,
+            weight_format=weight_format,
+            weight_version=FIRST_WEIGHT_VERSION,
+            logprobs_mode=config.logprobs_mode,
+            graph_buckets=self.runner.site.buckets.sizes,
+        )
+        self._staged: dict[str, Tensor] = {}
+        self._num_weight_updates = 0
+        self._closed = False
+
+    def state(self) -> tuple[int, ...]:
+        """Return counters that are equal on all ranks: weight updates, captures, failed captures and replays."""
+        stats = self.runner.cache.stats
+        return (
+            self._num_weight_updates,
+            stats.captures.total(),
+            stats.failed_captures.total(),
+            stats.replays.total(),
+        )
+
+    # ---- steps -----------------------------------------------------------------------------------------------------
+
+    def execute(self, step: StepInput) -> AsyncStepOutput:
+        """Enqueue one step and return without waiting for it. See ModelRunner.execute."""
+        return self.runner.execute(step)
+
+    def reset_after_failure(self) -> None:
+        """Recover from a failed step: the next one takes all inputs from the host."""
+        self.runner.reset_after_failure()
+
+    def zero_pages(self, pages: Sequence[int]) -> None:
+        """Zero free KV pages that may hold NaN."""
+        self.runner.zero_pages(pages)
+
+    # ---- graphs ----------------------------------------------------------------------------------------------------
+
+    def warm(self, keys: Sequence[GraphKey]) -> None:
+        """Capture the missing graphs of `keys`, in order."""
+        self.runner.cache.warm(wanted=keys)
+
+    def capture(self, key: GraphKey) -> None:
+        """Capture one graph between steps."""
+        self.runner.cache.warm_next(key)
+
+    def invalidate(self, reason: str) -> int:
+        """Drop every graph; return the number dropped."""
+        return self.runner.cache.invalidate(reason)
+
+    def check_addresses(self) -> None:
+        """Drop the graphs that read storage which has moved."""
+        self.runner.cache.check_addresses()
+
+    # ---- weights ---------------------------------------------------------------------------------------------------
+
+    def stage_weights(self, weights: Iterable[tuple[str, Tensor]]) -> int:
+        """Check (Hugging Face name, whole tensor) pairs and keep them for `commit_weights`; return their number.
+
+        The tensors must not change until then. Raises WeightUpdateError, and keeps nothing, if any is invalid.
+        """
+        self._staged = {}
+        model = self.runner.model
+        self._staged = check_update(model.weight_slots(), model.split_stacked(weights))
+        return len(self._staged)
+
+    def stage_files(self, path: str) -> int:
+        """Stage the tensors of a safetensors file or a folder of them, which are read when they are written.
+
+        Raises WeightUpdateError if the files can't be read or don't match the model.
+        """
+        source = Path(path)
+        try:
+            if not source.exists():
+                raise ModelError(f"{path!r} does not exist: give a safetensors file or folder on the server's machine")
+            return self.stage_weights(iterate_safetensors(source) if source.is_dir() else iterate_shards([source]))
+        except ModelError as error:
+            raise WeightUpdateError(str(error)) from error
+
+    def commit_weights(self) -> None:
+        """Write this rank's part of the staged tensors in place; graphs stay valid."""
+        write_update(self.runner.model.weight_slots(), self._staged)
+        self._num_weight_updates += 1
+        self.discard_weights()
+
+    def discard_weights(self) -> None:
+        """Release the staged tensors."""
+        self._staged = {}
+
+    # ---- shutdown --------------------------------------------------------------------------------------------------
+
+    def abandon(self) -> None:
+        """Abort GPU work that waits for a lost rank; its results are invalid. May block: call it in its own thread.
+
+        Does nothing with gloo, where a broken connection raises at once.
+        """
+        group, device = self._parallel.group, self.runner.device
+        if group is None or device.type != "cuda":
+            return
+        torch.cuda.set_device(device)
+        collectives = self.runner.step_model.collectives
+        if collectives is not None:
+            collectives.abandon()
+        group.abort()
+
+    def close(self) -> None:
+        """Drop the graphs and release the model. The worker can't be used afterwards. Closing twice does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.runner.cache.clear()
+            self.runner.model.close()
+        finally:
+            if self._on_close is not None:
+                self._on_close()
