@@ -7,6 +7,7 @@ last process that uses it drops it or dies.
 
 from __future__ import annotations
 
+import io
 import mmap
 import os
 import pickle
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
+from engine.utils.processes.child import anonymous_file
 from engine.worker.startup import WorkerPlan
 
 SHARED_BYTES = 16 << 10  # a message with this much array data or more sends it in shared memory
@@ -116,27 +118,27 @@ class PackedMessage:
         body = pickle.dumps(message, 5, buffer_callback=buffers.append)
         parts = [buffer.raw() for buffer in buffers]
         sizes = [part.nbytes for part in parts]
-        self._fd = -1
+        self._file: io.FileIO | None = None
         is_shared = sum(sizes) >= SHARED_BYTES
         head = struct.pack(f"<?I{len(sizes)}Q", is_shared, len(sizes), *sizes)
         if is_shared:
             self._payload = head + body
-            self._fd = _write_shared(parts)
+            self._file = _write_shared(parts)
         else:
             self._payload = b"".join((head, *parts, body))
 
     def send(self, pipe: Connection) -> None:
         """Send the message. Raises OSError if the receiver has closed its end."""
         pipe.send_bytes(self._payload)
-        if self._fd >= 0:
+        if self._file is not None:
             with socket.fromfd(pipe.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-                socket.send_fds(sock, [b"\0"], [self._fd])
+                socket.send_fds(sock, [b"\0"], [self._file.fileno()])
 
     def close(self) -> None:
         """Release the shared memory; receivers that have the message keep theirs."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def __enter__(self) -> PackedMessage:
         return self
@@ -160,23 +162,23 @@ def receive(pipe: Connection) -> Any:
     return pickle.loads(rest, buffers=parts)
 
 
-def _write_shared(parts: Sequence[memoryview]) -> int:
-    """Copy the parts, each at a multiple of ALIGNMENT, to new shared memory and return its file descriptor."""
-    fd = os.memfd_create("encore-message", os.MFD_CLOEXEC)
+def _write_shared(parts: Sequence[memoryview]) -> io.FileIO:
+    """Copy the parts, each at a multiple of ALIGNMENT, to new shared memory and return its file."""
+    file = anonymous_file("encore-message")
     try:
         padded: list[Any] = []
         for part in parts:
             padded += [part, bytes(-part.nbytes % ALIGNMENT)]
         padded = [memoryview(part).cast("B") for part in padded if len(part)]
         while padded:
-            written = os.writev(fd, padded[:MAX_PARTS])
+            written = os.writev(file.fileno(), padded[:MAX_PARTS])
             while padded and written >= len(padded[0]):
                 written -= len(padded.pop(0))
             if written:
                 padded[0] = padded[0][written:]
-        return fd
+        return file
     except BaseException:
-        os.close(fd)
+        file.close()
         raise
 
 
