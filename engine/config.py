@@ -26,6 +26,7 @@ LOGPROBS_MODES = ("processed", "raw")
 LOAD_FORMATS = ("auto", "dummy")
 MODES = ("inference", "training")
 KERNELS = ("auto", "fused", "torch")
+MAX_SPECULATIVE_TOKENS = 16
 _POSITIVE_INTEGERS = (
     "max_model_len",
     "max_num_seqs",
@@ -45,6 +46,8 @@ class EngineConfig:
     - `model`: the default model's name, a local folder in Hugging Face layout, a `.gguf` file, or a hub name.
     - `seed`: base seed for requests without one in an offline engine; a server uses random seeds instead.
     - `async_scheduling`: enqueue each step before the previous step's tokens are read. Default: on a GPU only.
+    - `num_speculative_tokens`: draft tokens per request and step, proposed by prompt lookup (n-grams) and verified by
+      the model; texts are those without drafts. 0: none. Needs `async_scheduling` off, the default then.
     - `kernels`: how a GPU computes a step. "fused": the engine's own kernels; "torch": the model's layers around paged
       attention; "auto": fused for 16-bit weights on GPUs whose shared memory holds the tiles (Hopper).
     - `tensor_parallel_size`: GPUs of this host to split the model over, one process each (on a CPU: processes without
@@ -72,6 +75,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.85
     enable_prefix_caching: bool = True
     async_scheduling: bool | None = None
+    num_speculative_tokens: int = 0
     kernels: str = "auto"
 
     cuda_graph_impl: str = "local"
@@ -104,6 +108,11 @@ class EngineConfig:
                 continue
             if not is_whole_number(value, 1):
                 raise ConfigError(f"{name}={value!r} must be a whole number of at least 1")
+        if not is_whole_number(self.num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS):
+            raise ConfigError(
+                f"num_speculative_tokens={self.num_speculative_tokens!r} must be a whole number from 0 to "
+                f"{MAX_SPECULATIVE_TOKENS}"
+            )
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization} must be above 0 and at most 1")
         if not isinstance(self.model, str) or not self.model:

@@ -14,7 +14,7 @@ from engine.protocol.messages import EngineStats
 
 COUNTS = (
     "prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "prompt_tokens", "generation_tokens", "steps",
-    "idle_check_failures",
+    "idle_check_failures", "draft_tokens", "accepted_tokens",
 )  # fmt: skip
 GRAPH_COUNTS = (
     "replays", "fallbacks", "captures", "failed_captures", "invalidations", "real_tokens", "padded_tokens",

@@ -6,6 +6,7 @@ Every request ends exactly once, in `StepFinisher.end`.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from engine.errors import EngineError
 from engine.executor.interface import Executor
@@ -29,6 +30,7 @@ class StepFinisher:
         self.executor = executor
         self.events: list[TokenEvent] = []
         self.generated_tokens = 0  # tokens appended to requests
+        self.draft_tokens = self.accepted_tokens = 0  # drafts proposed, and those that sampling confirmed
         self.ended: Counter[str] = Counter()
 
     def finish_step(self, batch: Batch, result: StepResult) -> None:
@@ -40,13 +42,15 @@ class StepFinisher:
             scores = result.prompt_logprobs.get(chunk.request.request_id)
             if scores and chunk.request.lease == chunk.lease and not chunk.request.first_event_sent:
                 chunk.request.prompt_scores += scores
-        sampled, tokens = batch.sampled, result.tokens
+        sampled = batch.sampled
+        tokens, verified = result.tokens[: len(sampled)], self._accept_drafts(batch, result.tokens[len(sampled) :])
         self.scheduler.complete(
             batch,
             [
                 token if token >= 0 and request.generates_tokens else None
                 for (request, _), token in zip(sampled, tokens, strict=True)
             ],
+            verified,
         )
         bucket, decodes, logprobs = result.graph_bucket, len(batch.decodes), result.logprobs
         for row, ((request, lease), token) in enumerate(zip(sampled, tokens, strict=True)):
@@ -74,6 +78,42 @@ class StepFinisher:
                 self._finish(request, event, "length")
             else:
                 self._emit(request, event)
+
+        for draft_row, accepted in zip(batch.verifies, verified, strict=True):
+            if draft_row.request.lease == draft_row.lease:
+                self._finish_drafts(draft_row.request, accepted)
+
+    def _accept_drafts(self, batch: Batch, tokens: Sequence[int]) -> list[list[int]]:
+        """Return the tokens of each row with drafts, up to a stop token; none if the first is not finite."""
+        verified, start = [], 0
+        for row in batch.verifies:
+            accepted: list[int] = []
+            for token in row.accept(tokens[start : start + row.length]):
+                if token < 0:
+                    break
+                accepted.append(token)
+                if token in row.request.end_token_ids:
+                    break
+            verified.append(accepted)
+            start += row.length
+            self.draft_tokens += len(row.drafts)
+            self.accepted_tokens += max(0, len(accepted) - 1)
+        return verified
+
+    def _finish_drafts(self, request: Request, accepted: list[int]) -> None:
+        """Emit the tokens of a row with drafts, and end its request if the last of them does."""
+        if not accepted:
+            self._fail_row(request, None)
+            return
+        self.generated_tokens += len(accepted)
+        event, last = TokenEvent(request_id=request.request_id, token_ids=accepted), accepted[-1]
+        if last in request.end_token_ids:
+            event.stop_reason = last if last in request.params.stop_token_ids else None
+            self._finish(request, event, "stop")
+        elif request.max_length <= len(request.token_ids):
+            self._finish(request, event, "length")
+        else:
+            self._emit(request, event)
 
     def _can_stop(self, request: Request) -> bool:
         """Whether the request has more than min_tokens tokens, so that its last token may end it."""

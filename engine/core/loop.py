@@ -75,6 +75,8 @@ class EngineLoop:
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_model_len=config.max_model_len,
                 max_prefill_chunks=worker.runner.prefill_buckets.max_chunks,
+                num_speculative_tokens=config.num_speculative_tokens,
+                max_verify_tokens=worker.runner.max_verify_tokens,
                 groups=groups,
             ),
             pool,
@@ -199,9 +201,7 @@ class EngineLoop:
         Raises the error again if the batch was empty or MAX_CONSECUTIVE_FAILURES steps failed in a row, and EngineDead
         if the executor can't continue.
         """
-        logger.error(
-            "a step failed; its %d requests fail with it", len(batch.decodes) + len(batch.prefills), exc_info=error
-        )
+        logger.error("a step failed; its %d requests fail with it", len(batch.requests), exc_info=error)
         self._in_flight = deque(step for step in self._in_flight if step[0] is not batch)
         self._last_error = f"{type(error).__name__}: {error}"
         self._failures += 1
@@ -209,7 +209,7 @@ class EngineLoop:
             raise error
         self.executor.recover(error)
         # Include requests admitted without a chunk in this step: the workers may not have their sampling parameters.
-        involved = dict.fromkeys((*batch.decodes, *(chunk.request for chunk in batch.prefills), *batch.admitted))
+        involved = dict.fromkeys((*batch.requests, *batch.admitted))
         for request in involved:
             if not request.state.is_final:
                 self.finisher.end(
@@ -311,6 +311,8 @@ class EngineLoop:
             num_preemptions=scheduler.num_preemptions,
             prompt_tokens=scheduler.prompt_tokens,
             generation_tokens=self.finisher.generated_tokens,
+            draft_tokens=self.finisher.draft_tokens,
+            accepted_tokens=self.finisher.accepted_tokens,
             steps=self._steps,
             ended=dict(self.finisher.ended),
             graphs=graphs,

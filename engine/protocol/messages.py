@@ -42,6 +42,8 @@ class EngineStats:
     num_preemptions: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     steps: int = 0
     ended: dict[str, int] = field(default_factory=dict)
     graphs: dict[str, Any] = field(default_factory=dict)

@@ -115,6 +115,11 @@ class SamplingParams:
         object.__setattr__(self, name, value)
 
     @property
+    def has_penalties(self) -> bool:
+        """Whether a token's logits depend on the tokens before it beyond the model."""
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+    @property
     def is_greedy(self) -> bool:
         """Whether decoding is greedy: the most likely token, no random numbers."""
         return self.temperature == 0.0

@@ -148,9 +148,7 @@ class Sampler:
         """
         self._check_slot(slot)
         params.check_vocab(self.vocab_size)
-        penalised = (
-            params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
-        )
+        penalised = params.has_penalties
         banned = self._banned_ids(params)
         method = self._selector.method_for(params)
         self._slots[slot] = _Slot(

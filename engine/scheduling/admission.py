@@ -13,6 +13,7 @@ from itertools import takewhile
 
 from engine.errors import ConfigError, PromptTooLong
 from engine.scheduling.cache_groups import CacheGroups, Windows, check_windows
+from engine.scheduling.ngram_drafter import NgramIndex
 from engine.scheduling.page_pool import InvariantError, PagePool
 from engine.scheduling.prefix_cache import PrefixCache, PrefixChain
 from engine.scheduling.request import Request
@@ -31,6 +32,9 @@ class SchedulerConfig:
     The waiting queue has no limit: the server bounds it before it tokenizes (`Service.admission`).
 
     - max_prefill_chunks: prefill chunks in one step. None: no limit.
+    - num_speculative_tokens: draft tokens per request and step. Needs every step to be complete before the next is
+      scheduled.
+    - max_verify_tokens: tokens in the rows of one step that verify drafts.
     - groups: the model's cache groups, for each the attention window in tokens, None for full attention. Empty for a
       model without paged layers. A model with recurrent state, which no page holds, must run without a prefix cache.
     """
@@ -40,6 +44,8 @@ class SchedulerConfig:
     max_model_len: int
     max_prefill_chunks: int | None = None
     groups: Windows = (None,)
+    num_speculative_tokens: int = 0
+    max_verify_tokens: int = 0
 
     def __post_init__(self) -> None:
         check_windows(self.groups)
@@ -57,7 +63,9 @@ class SchedulerConfig:
 class QueuedRequest:
     """The scheduler's private state of a request, beside the Request that the loop sees."""
 
-    __slots__ = ("chain", "final_pages", "final_tokens", "key", "pages_until", "preemptions", "registered", "request")
+    __slots__ = (
+        "chain", "drafter", "final_pages", "final_tokens", "key", "pages_until", "preemptions", "registered", "request",
+    )  # fmt: skip
 
     def __init__(self, request: Request, key: tuple[int, float, int], final_tokens: int, final_pages: int):
         self.request = request
@@ -66,6 +74,7 @@ class QueuedRequest:
         self.final_pages = final_pages  # number of pages it holds at most when it ends there
         self.pages_until = 0  # its tables need no change to decode at positions below this
         self.chain: PrefixChain | None = None
+        self.drafter: NgramIndex | None = None  # of a request that may have draft tokens
         self.registered = 0  # number of leading pages that were added to the prefix cache or came from it
         self.preemptions = 0
 

@@ -42,8 +42,16 @@ class RequestProgress:
                 raise SchedulerInvariantError(f"{request!r} is not at position {chunk.start}, where its chunk starts")
             request.num_computed = chunk.start + chunk.length
             request.length += chunk.is_last
+        for row in batch.verifies:  # one token at least; `complete` knows how many
+            request = row.request
+            if request.lease != row.lease:
+                continue
+            if request.num_computed != row.start:
+                raise SchedulerInvariantError(f"{request!r} is not at position {row.start}, where its drafts start")
+            request.num_computed = row.start + 1
+            request.length = row.start + 2
 
-    def complete(self, batch: Batch, new_tokens: Sequence[int | None]) -> None:
+    def complete(self, batch: Batch, new_tokens: Sequence[int | None], verified: Sequence[Sequence[int]]) -> None:
         """See Scheduler.complete."""
         if batch.completed or not batch.dispatched:
             raise SchedulerInvariantError(
@@ -54,6 +62,8 @@ class RequestProgress:
         num_sampled = len(batch.decodes) + sum(chunk.is_last for chunk in batch.prefills)
         if len(new_tokens) != num_sampled:
             raise SchedulerInvariantError(f"got {len(new_tokens)} tokens for a batch that samples {num_sampled}")
+        if len(verified) != len(batch.verifies):
+            raise SchedulerInvariantError(f"got {len(verified)} results for {len(batch.verifies)} rows with drafts")
         batch.completed = True
         tokens, page_size = iter(new_tokens), self._page_size
         for request, position, lease, token in zip(batch.decodes, batch.positions, batch.leases, tokens, strict=False):
@@ -73,6 +83,14 @@ class RequestProgress:
                 else:
                     request.length -= chunk.is_last
                 self._register(request, chunk.start + chunk.length)
+
+        for row, accepted in zip(batch.verifies, verified, strict=True):
+            request = row.request
+            if request.lease == row.lease:
+                request.token_ids += accepted
+                request.length = len(request.token_ids)
+                request.num_computed = row.start + max(1, len(accepted))
+                self._register(request, request.num_computed)
 
     def _register(self, request: Request, computed: int) -> None:
         """Add the pages filled by this batch to the prefix cache, which ignores those started before a reset.

@@ -70,6 +70,10 @@ class Request:
         self.max_length = 0
         self.end_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
         self.generates_tokens = params.max_tokens != 0
+        # Drafts are sampled together, so the logits of one must not depend on the tokens sampled before it.
+        self.may_have_drafts = (
+            self.generates_tokens and params.logprobs is None and not params.min_tokens and not params.has_penalties
+        )
         self.prompt_scores: list[TokenLogprob | None] = []  # prompt logprobs of the chunks prefilled so far in this run
         self.first_event_sent = False
         self.cached_tokens = 0

@@ -19,8 +19,9 @@ from operator import attrgetter
 
 from engine.errors import RequestError
 from engine.scheduling.admission import Admission, QueuedRequest, SchedulerConfig, SchedulerInvariantError
-from engine.scheduling.batch import Batch, PrefillChunk
+from engine.scheduling.batch import Batch, PrefillChunk, VerifyRow
 from engine.scheduling.invariants import page_problems, queue_problems, slot_problems
+from engine.scheduling.ngram_drafter import NgramIndex
 from engine.scheduling.page_pool import PagePool
 from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.progress import RequestProgress
@@ -183,6 +184,8 @@ class Scheduler:
             self._admit_urgent(batch)
         prefilling = self._schedule_decodes(batch)
         budget = self.config.max_num_batched_tokens - len(batch.decodes)
+        if self.config.num_speculative_tokens:
+            budget = self._add_drafts(batch, budget)
         for entry in prefilling:
             if budget == 0 or self._is_full(batch):
                 break
@@ -200,13 +203,14 @@ class Scheduler:
         """
         self._progress.dispatch(batch)
 
-    def complete(self, batch: Batch, new_tokens: Sequence[int | None]) -> None:
-        """Append the tokens of a dispatched batch, one for each of `batch.sampled`, and cache the pages that are full.
+    def complete(self, batch: Batch, new_tokens: Sequence[int | None], verified: Sequence[Sequence[int]] = ()) -> None:
+        """Append the tokens of a dispatched batch and cache the pages that are full.
 
-        Requests that ended or were preempted meanwhile are skipped. A request whose token is None gets none and must be
-        finished before the next `schedule`. Checking stop conditions is left to the loop.
+        `new_tokens` has one token for each of `batch.sampled`, `verified` the accepted tokens of each of
+        `batch.verifies`. Requests that ended or were preempted meanwhile are skipped. A request that gets no token must
+        be finished before the next `schedule`. Checking stop conditions is left to the loop.
         """
-        self._progress.complete(batch, new_tokens)
+        self._progress.complete(batch, new_tokens, verified)
 
     def problems(self) -> list[str]:
         """Describe every broken invariant of queues, slots, pages and prefix cache. O(pages); for checks."""
@@ -259,6 +263,35 @@ class Scheduler:
                 )
             index += 1
         return prefilling
+
+    def _add_drafts(self, batch: Batch, budget: int) -> int:
+        """Turn decodes for which there are draft tokens into rows that verify them; return the budget left.
+
+        Drafts fill the pages that a request has anyway, so they never preempt another.
+        """
+        config, decodes = self.config, []
+        tokens_left = config.max_verify_tokens
+        for request in batch.decodes:
+            entry, start = self._entries[request.request_id], request.num_computed
+            count = min(
+                config.num_speculative_tokens,
+                entry.pages_until - start - 1,
+                request.max_length - request.length - 1,
+                budget,
+                tokens_left - 1,
+            )
+            drafts: list[int] = []
+            if count > 0 and request.may_have_drafts and request.length == len(request.token_ids):
+                entry.drafter = entry.drafter or NgramIndex()
+                drafts = entry.drafter.propose(request.token_ids, count)
+            if not drafts:
+                decodes.append(request)
+                continue
+            batch.verifies.append(VerifyRow(request, start, tuple(drafts), request.lease))
+            budget -= len(drafts)
+            tokens_left -= 1 + len(drafts)
+        batch.decodes = decodes
+        return budget
 
     def _update_pages(self, entry: QueuedRequest, batch: Batch) -> bool:
         """Allocate the pages of a running request's next tokens, and free those that left their windows.

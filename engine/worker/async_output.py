@@ -16,7 +16,8 @@ MAX_STEPS_IN_FLIGHT = 2  # one running on the device and one enqueued behind it
 class StepResult:
     """The results of one step on the host.
 
-    - tokens: the sampled token of each row of `Batch.sampled`; -1 if its logits were not finite.
+    - tokens: the sampled token of each row of `Batch.sampled`, then of each token of `Batch.verifies`; -1 if its
+      logits were not finite.
     - logprobs: by row, for requests with logprobs.
     - prompt_logprobs: by request id, for the prompt tokens scored in this step.
     - graph_bucket: bucket of the graph that ran the decodes; None if they ran eager.
@@ -33,7 +34,7 @@ class AsyncStepOutput:
 
     def __init__(self, num_decodes: int) -> None:
         self.num_decodes = num_decodes
-        self.tickets: list[Ticket] = []  # tokens of the decodes, then of the prefills
+        self.tickets: list[Ticket] = []  # tokens of the decodes, of the prefills, of the drafts
         self.samples: list[tuple[int, SampleResult]] = []  # (first row, result)
         self.prompt_scores: dict[str, list[DeviceLogprobs]] = {}
         self.graph_bucket: int | None = None

@@ -103,6 +103,15 @@ class DecodeInputs:
         self._num_pages[slot] = 0
         self._num_freed[:, slot] = 0
 
+    def forget_tokens(self, slots: Sequence[int]) -> None:
+        """Forget the slots' tokens and the current rows: another phase computes them, and the host knows the results.
+
+        Their next decodes take token and position from the host.
+        """
+        self._apply_advances()
+        self._token_positions[slots] = -1
+        self._leases = []
+
     def reset(self) -> None:
         """Forget everything: the state on the device was zeroed.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,18 +20,26 @@ from engine.config import ResolvedConfig
 from engine.errors import ConfigError, ModelError
 from engine.kernels.launch import SHARED_BYTES, fits
 from engine.models.interface import Model
+from engine.protocol.phase import Phase
 from engine.sampling.greedy import GreedySampler
 from engine.sampling.sampler import Sampler, prompt_logprobs
-from engine.scheduling.batch import Batch, PrefillChunk
+from engine.scheduling.batch import Batch, PrefillChunk, VerifyRow
 from engine.utils.async_copy import ids_to, upload
 from engine.worker.async_output import MAX_STEPS_IN_FLIGHT, AsyncStepOutput
 from engine.worker.decode_graphs import SITE, DecodeStep, decode_site, model_addresses
 from engine.worker.input_buffers import DecodeInputs, Layout, decode_buffers
-from engine.worker.prefill_graphs import SITE as PREFILL_SITE
-from engine.worker.prefill_graphs import PrefillBuckets, PrefillStep
+from engine.worker.packed_graphs import PackedBuckets, PackedOutput, PackedRow, PackedStep, prefill_row, verify_row
 from engine.worker.sampling_graphs import SamplingStep
 from engine.worker.sizing import WARM_CONTEXT, context_buckets
-from engine.worker.step_input import ChunkInput, DecodeInput, PrefillInput, PromptScoring, SlotAssignment, StepInput
+from engine.worker.step_input import (
+    ChunkInput,
+    DecodeInput,
+    PrefillInput,
+    PromptScoring,
+    SlotAssignment,
+    StepInput,
+    VerifyInput,
+)
 from graph_cache.buckets import Buckets
 from graph_cache.cache import GraphCache
 from graph_cache.host_ring import HostRing
@@ -39,6 +48,7 @@ from graph_cache.manifest import Manifest
 logger = logging.getLogger(__name__)
 
 PREFILL_EAGER = "phase_not_captured"
+MIN_VERIFY_TOKENS = 64  # room for drafts of a few requests, however small the batch
 PROMPT_LOGPROB_ROWS = 256  # rows of logits materialised at once for prompt logprobs
 
 
@@ -64,10 +74,14 @@ class ModelRunner:
         self.attention = choose_backend(self.kv.specs, dtype, device)(self.kv, config.max_num_seqs)
         pages = -(-config.max_model_len // config.page_size)
         layout = Layout(config.max_num_seqs, pages, len(self.kv.groups))
-        self.prefill_buckets = PrefillBuckets(
-            config.max_num_seqs, config.max_num_batched_tokens, pages, len(self.kv.groups)
+        self.prefill_buckets = PackedBuckets(
+            Phase.PREFILL, config.max_num_seqs, config.max_num_batched_tokens, pages, len(self.kv.groups)
         )
-        max_rows = max(config.max_num_seqs, self.prefill_buckets.max_chunks)
+        self.verify_buckets: PackedBuckets | None = None
+        if config.num_speculative_tokens:
+            tokens = min(config.max_num_batched_tokens, max(MIN_VERIFY_TOKENS, config.max_num_seqs))
+            self.verify_buckets = PackedBuckets(Phase.VERIFY, config.max_num_seqs, tokens, pages, len(self.kv.groups))
+        max_rows = max(config.max_num_seqs, self.prefill_buckets.max_chunks, self.max_verify_tokens)
         self.buffers = decode_buffers(layout, max_rows, spec.hidden_size, spec.vocab_size, dtype, device)
         self.state = layout.views(self.buffers["state"])
         self.inputs = DecodeInputs(layout, config.page_size, [group.window for group in self.kv.groups])
@@ -91,17 +105,20 @@ class ModelRunner:
                 warm_contexts=[width for width in self.contexts if width <= WARM_CONTEXT] or self.contexts[:1],
             )
         )
-        self.prefill = PrefillStep(
-            self.step_model,
-            self.attention,
-            greedy,
-            self.prefill_buckets,
-            self.state.last_tokens,
-            self.buffers["logits"],
-            self.buffers["next_tokens"],
-        )
-        if self.attention.support.captures_prefill:
-            self.cache.add_site(self.prefill.site(addresses))
+        self.packed_steps: dict[Phase, PackedStep] = {}
+        for buckets in (self.prefill_buckets, self.verify_buckets):
+            if buckets is not None:
+                step = self.packed_steps[buckets.phase] = PackedStep(
+                    self.step_model,
+                    self.attention,
+                    greedy,
+                    buckets,
+                    self.state.last_tokens,
+                    self.buffers["logits"],
+                    self.buffers["next_tokens"],
+                )
+                if self.attention.support.captures_prefill:
+                    self.cache.add_site(step.site(addresses))
         self.sampling = Sampler(
             config.max_num_seqs,
             spec.vocab_size,
@@ -115,12 +132,12 @@ class ModelRunner:
             self.buffers["logits"],
             self.buffers["next_tokens"],
             self.state.last_tokens,
-            self.site.buckets,
+            Buckets((*self.site.buckets.sizes, *self._verify_sizes())),
         )
         if device.type == "cuda":
             self.sampling_step.warm_up()
-        # Two results per step in flight: the tokens of its decodes and of its prefills.
-        self.ring = HostRing(self.cache.pool.backend, config.max_num_seqs, torch.int64, depth=2 * MAX_STEPS_IN_FLIGHT)
+        # Results per step in flight: the tokens of its decodes, of its prefills, and of its drafts.
+        self.ring = HostRing(self.cache.pool.backend, max_rows, torch.int64, depth=len(Phase) * MAX_STEPS_IN_FLIGHT)
         self._in_flight: list[AsyncStepOutput] = []
 
     def _fuse(self, dtype: torch.dtype) -> Model | None:
@@ -149,6 +166,17 @@ class ModelRunner:
             logger.info("using the model's own layers: %s", error)
             return None
 
+    @property
+    def max_verify_tokens(self) -> int:
+        """The most tokens in the rows of one step that verify drafts; 0 without speculative decoding."""
+        return 0 if self.verify_buckets is None else self.verify_buckets.sizes.max
+
+    def _verify_sizes(self) -> tuple[int, ...]:
+        """Return the row buckets that sampling after VERIFY needs beyond those of the decode step."""
+        if self.verify_buckets is None:
+            return ()
+        return tuple(size for size in self.verify_buckets.sizes.sizes if size > self.site.buckets.max)
+
     # ---- on the host -----------------------------------------------------------------------------------------------
 
     def prepare(self, batch: Batch) -> StepInput:
@@ -171,6 +199,7 @@ class ModelRunner:
             ],
             decode=self._prepare_decode(batch) if batch.decodes else None,
             prefill=self._prepare_prefill(batch.prefills) if batch.prefills else None,
+            verify=self._prepare_verify(batch.verifies) if batch.verifies else None,
         )
 
     def _prepare_decode(self, batch: Batch) -> DecodeInput:
@@ -189,18 +218,33 @@ class ModelRunner:
         return {"context": next(width for width in self.contexts if width >= longest)}
 
     def _prepare_prefill(self, chunks: Sequence[PrefillChunk]) -> PrefillInput:
-        tokens, bucket = sum(chunk.length for chunk in chunks), None
-        if self.attention.support.captures_prefill:
-            bucket = self.prefill_buckets.choose(tokens, len(chunks))
-        if bucket is None:
-            packed = self.prefill_buckets.exact_layout(len(chunks)).fill(chunks, tokens)
-        else:
-            packed = self.prefill_buckets.layout(bucket).fill(chunks, bucket)
+        bucket, packed = self._pack(self.prefill_buckets, [prefill_row(chunk) for chunk in chunks])
         ended = [chunk for chunk in chunks if chunk.is_last]
         self.inputs.set_sampled_positions(
             [chunk.request.slot for chunk in ended], [chunk.start + chunk.length for chunk in ended]
         )
         return PrefillInput([chunk_input(chunk) for chunk in chunks], bucket, packed)
+
+    def _prepare_verify(self, rows: Sequence[VerifyRow]) -> VerifyInput:
+        assert self.verify_buckets is not None
+        bucket, packed = self._pack(self.verify_buckets, [verify_row(row) for row in rows])
+        self.inputs.forget_tokens([row.request.slot for row in rows])
+        return VerifyInput(
+            slots=[row.request.slot for row in rows for _ in range(row.length)],
+            positions=[row.start + 1 + index for row in rows for index in range(row.length)],
+            spans=[(row.start, row.length) for row in rows],
+            bucket=bucket,
+            packed=packed,
+        )
+
+    def _pack(self, buckets: PackedBuckets, rows: Sequence[PackedRow]) -> tuple[int | None, np.ndarray]:
+        """Return the bucket, None for an eager step, and the packed input tensor."""
+        tokens, bucket = sum(len(row.tokens) for row in rows), None
+        if self.attention.support.captures_prefill:
+            bucket = buckets.choose(tokens, len(rows))
+        if bucket is None:
+            return None, buckets.exact_layout(len(rows)).fill(rows, tokens)
+        return bucket, buckets.layout(bucket).fill(rows, bucket)
 
     # ---- on the device ---------------------------------------------------------------------------------------------
 
@@ -219,6 +263,8 @@ class ModelRunner:
                 self._decode(step.decode, output)
             if step.prefill is not None:
                 self._prefill(step.prefill, output)
+            if step.verify is not None:
+                self._verify(step.verify, output)
             # For the next step, while a GPU is busy with this one.
             self.cache.check_addresses(whole=self.device.type == "cuda", geometry=False)
         self._in_flight.append(output)
@@ -260,33 +306,51 @@ class ModelRunner:
         output.tickets.append(self.ring.push(tokens))
 
     def _prefill(self, step: PrefillInput, output: AsyncStepOutput) -> None:
-        chunks, tokens = step.chunks, sum(chunk.length for chunk in step.chunks)
-        if step.bucket is None:
-            self.cache.count_eager(PREFILL_SITE, "prefill", tokens, PREFILL_EAGER)
-            hidden, logits, next_tokens = self.prefill.run_eager(step.packed, chunks)
-        else:
-            self.prefill.load(step.packed)
-            self.cache.run(self.cache.plan(PREFILL_SITE, self.prefill_buckets.rows(tokens, step.bucket)))
-            hidden, logits, next_tokens = self.prefill.outputs(chunks)
+        chunks = step.chunks
+        ended = [index for index, chunk in enumerate(chunks) if chunk.is_last]
+        spans = [(chunk.start, chunk.length) for chunk in chunks]
+        found = self._run_packed(Phase.PREFILL, step.bucket, step.packed, spans, ended)
         start = 0
         for chunk in chunks:
             if chunk.scoring is not None:
-                self._score_prompt(chunk.scoring, hidden[start : start + chunk.length], output)
+                self._score_prompt(chunk.scoring, found.hidden[start : start + chunk.length], output)
             start += chunk.length
-        ended = [chunk for chunk in chunks if chunk.is_last]
-        if not ended:
-            return
-        slots = [chunk.slot for chunk in ended]
+        if ended:
+            slots = [chunks[index].slot for index in ended]
+            positions = [chunks[index].start + chunks[index].length for index in ended]
+            self._sample_packed(slots, positions, found, output.num_decodes, output)
+
+    def _verify(self, step: VerifyInput, output: AsyncStepOutput) -> None:
+        rows = range(len(step.slots))
+        found = self._run_packed(Phase.VERIFY, step.bucket, step.packed, step.spans, rows)
+        # Requests with log-probabilities have no drafts, so the first row of the results doesn't matter.
+        self._sample_packed(step.slots, step.positions, found, 0, output)
+
+    def _run_packed(
+        self,
+        phase: Phase,
+        bucket: int | None,
+        packed: np.ndarray,
+        spans: Sequence[tuple[int, int]],
+        sampled: Sequence[int],
+    ) -> PackedOutput:
+        """Run rows of these (start, length); `sampled`: see PackedStep.outputs."""
+        step, tokens = self.packed_steps[phase], sum(length for _, length in spans)
+        if bucket is None:
+            self.cache.count_eager(phase.value, phase.value, tokens, PREFILL_EAGER)
+            return step.run_eager(packed, spans, sampled)
+        step.load(packed)
+        self.cache.run(self.cache.plan(phase.value, step.buckets.rows(tokens, bucket)))
+        return step.outputs(tokens, sampled)
+
+    def _sample_packed(
+        self, slots: list[int], positions: list[int], found: PackedOutput, first_row: int, output: AsyncStepOutput
+    ) -> None:
+        """Sample the rows of a packed step, the first ones of the logits buffer, and send their tokens to the host."""
         if self.sampling.needs_sampler(slots):
-            if len(ended) < len(chunks) and step.bucket is not None:  # copies: move them to the first rows
-                self.buffers["logits"][: len(ended)].copy_(logits)
-                self.buffers["next_tokens"][: len(ended)].copy_(next_tokens)
-            positions = [chunk.start + chunk.length for chunk in ended]
             self.sampling_step.load(ids_to(self.device, [[slot + 1 for slot in slots], positions]))
-            sampled = self.sampling_step.run(slots, positions)
-            output.samples.append((output.num_decodes, sampled))
-            next_tokens = sampled.token_ids
-        output.tickets.append(self.ring.push(next_tokens))
+            output.samples.append((first_row, self.sampling_step.run(slots, positions)))
+        output.tickets.append(self.ring.push(found.next_tokens))
 
     def _score_prompt(self, scoring: PromptScoring, hidden: Tensor, output: AsyncStepOutput) -> None:
         """Compute the logprobs of prompt tokens from hidden [T, h], in slices to keep logits small."""

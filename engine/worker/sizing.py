@@ -41,6 +41,12 @@ def resolve(config: EngineConfig, model: ModelConfig, device: torch.device, dtyp
     pages = config.num_pages or _affordable_pages(config, model, device, dtype, seqs, batched, context)
     if pages < 2:
         raise ConfigError(f"num_pages={pages}: page 0 is the scratch page, so at least 2 are needed")
+    speculates = config.num_speculative_tokens > 0
+    if speculates and config.async_scheduling:
+        raise ConfigError(
+            f"num_speculative_tokens={config.num_speculative_tokens} can't be combined with async_scheduling=True: "
+            "drafts follow the last token, which must have been read; leave one of them out"
+        )
     sizes = {
         "device": str(device),
         "dtype": str(dtype).removeprefix("torch."),
@@ -48,7 +54,7 @@ def resolve(config: EngineConfig, model: ModelConfig, device: torch.device, dtyp
         "max_num_seqs": seqs,
         "max_num_batched_tokens": batched,
         "num_pages": pages,
-        "async_scheduling": on_gpu if config.async_scheduling is None else config.async_scheduling,
+        "async_scheduling": on_gpu and not speculates if config.async_scheduling is None else config.async_scheduling,
     }
     return ResolvedConfig(**(vars(config) | sizes))
 

@@ -72,9 +72,26 @@ class PrefillInput:
 
 
 @dataclass(frozen=True, slots=True)
+class VerifyInput:
+    """Rows that compute their newest token and drafts after it, and sample a token after each.
+
+    - slots, positions: per computed token, its slot and the position of the token to sample.
+    - spans: (start, length) of each row.
+    - bucket, packed: see PrefillInput.
+    """
+
+    slots: list[int]
+    positions: list[int]
+    spans: list[tuple[int, int]]
+    bucket: int | None
+    packed: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
 class StepInput:
-    """One step: slots to assign first, then the decodes, then the prefill chunks."""
+    """One step: slots to assign first, then the decodes, the prefill chunks, and the drafts to verify."""
 
     admitted: list[SlotAssignment] = field(default_factory=list)
     decode: DecodeInput | None = None
     prefill: PrefillInput | None = None
+    verify: VerifyInput | None = None

@@ -215,6 +215,8 @@ class EngineCollector:
             "num_preemptions": ("Preempted sequences.", stats.num_preemptions),
             "prompt_tokens": ("Prompt tokens of scheduled requests.", stats.prompt_tokens),
             "generation_tokens": ("Generated tokens.", stats.generation_tokens),
+            "spec_decode_num_draft_tokens": ("Draft tokens of speculative decoding.", stats.draft_tokens),
+            "spec_decode_num_accepted_tokens": ("Draft tokens that sampling confirmed.", stats.accepted_tokens),
             "engine_steps": ("Engine steps.", stats.steps),
             "idle_check_failures": (
                 "Checks of an idle engine that found leaked pages or slots.",

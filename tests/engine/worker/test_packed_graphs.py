@@ -11,11 +11,11 @@ from tests.support.kernels import DEVICE, DTYPE, relative_error  # isort: skip  
 
 from engine.attention.kv_cache import KVCache
 from engine.attention.triton import TritonBackend
+from engine.protocol.phase import Phase
 from engine.sampling.greedy import GreedySampler
 from engine.scheduling.batch import PrefillChunk
 from engine.worker.decode_graphs import model_addresses
-from engine.worker.model_runner import chunk_input
-from engine.worker.prefill_graphs import PrefillBuckets, PrefillStep
+from engine.worker.packed_graphs import PackedBuckets, PackedRow, PackedStep, prefill_row
 from tests.engine.kernels.test_decode_step import TOLERANCE, small_model
 from tests.support.attention import prefill_attention
 
@@ -51,8 +51,8 @@ def test_a_padded_bucket_gives_what_the_plain_model_gives(kernels, dtype):
     last_tokens = torch.tensor([0] + [77] * 8, device=DEVICE)
     out = torch.empty(8, config.vocab_size, dtype=dtype, device=DEVICE)
     next_tokens = torch.empty(8, dtype=torch.int64, device=DEVICE)
-    buckets = PrefillBuckets(8, 64, 8, 1)
-    prefill = PrefillStep(
+    buckets = PackedBuckets(Phase.PREFILL, 8, 64, 8, 1)
+    prefill = PackedStep(
         model.fused(8, 64) if kernels == "fused" else model,
         TritonBackend(caches[0], 8),
         GreedySampler(8, config.vocab_size, torch.device(DEVICE)),
@@ -66,7 +66,7 @@ def test_a_padded_bucket_gives_what_the_plain_model_gives(kernels, dtype):
     with torch.inference_mode():
         site = prefill.site(model_addresses(model, caches[0]))
         site.buffers["packed"].fill_(10**9)  # the page tables of unused chunks keep the last step's contents
-        prefill.load(buckets.layout(64).fill(chunks, 64))
+        prefill.load(buckets.layout(64).fill([prefill_row(one) for one in chunks], 64))
         [part] = site.parts
         part(**site.buffers.view(64))
         spans = [(one.request.token_ids, range(one.start, one.start + one.length)) for one in chunks]
@@ -77,23 +77,59 @@ def test_a_padded_bucket_gives_what_the_plain_model_gives(kernels, dtype):
         )
         hidden = model.forward(tokens, places, attention)
         wanted = model.compute_logits(hidden[[4, 13, 14]])
-        found = prefill.outputs([chunk_input(one) for one in chunks])
         assert relative_error(out[:3], wanted) < tolerance
+        assert torch.equal(next_tokens[:3], out[:3].float().argmax(-1))
+        # only chunks that end their prompts write a token, and padding writes to no request's pages
+        assert last_tokens.tolist() == [0, 77, 77, int(next_tokens[0]), 77, 77, int(next_tokens[2]), 77, 77]
+        graph_logits, graph_tokens = out[[0, 2]].clone(), next_tokens[[0, 2]].clone()
+        found = prefill.outputs(15, [0, 2])
         assert relative_error(found.hidden, hidden) < tolerance
-    assert torch.equal(next_tokens[:3], out[:3].float().argmax(-1))
-    assert torch.equal(found.logits, out[[0, 2]]) and torch.equal(found.next_tokens, next_tokens[[0, 2]])
-    # only chunks that end their prompts write a token, and padding writes to no request's pages
-    assert last_tokens.tolist() == [0, 77, 77, int(next_tokens[0]), 77, 77, int(next_tokens[2]), 77, 77]
+    assert torch.equal(found.logits, graph_logits) and torch.equal(found.next_tokens, graph_tokens)
     for layer in range(config.num_layers):
         assert relative_error(caches[0].k[layer][1:], caches[1].k[layer][1:]) < tolerance
-    graph_logits = found.logits.clone()
+    packed = buckets.exact_layout(3).fill([prefill_row(one) for one in chunks], 15)
     with torch.inference_mode():
-        eager = prefill.run_eager(buckets.exact_layout(3).fill(chunks, 15), [chunk_input(one) for one in chunks])
+        eager = prefill.run_eager(packed, [(one.start, one.length) for one in chunks], [0, 2])
     assert relative_error(eager.logits, graph_logits) < tolerance and len(eager.hidden) == 15
 
 
+@pytest.mark.parametrize("kernels", ["fused", "torch"])
+def test_a_step_that_verifies_drafts_has_the_logits_after_every_token(kernels):
+    model = small_model()
+    config = model.config
+    kv = KVCache(config.cache_specs(), 24, 16, DTYPE, DEVICE)
+    last_tokens = torch.full((9,), 77, dtype=torch.int64, device=DEVICE)
+    out = torch.empty(16, config.vocab_size, dtype=DTYPE, device=DEVICE)
+    next_tokens = torch.empty(16, dtype=torch.int64, device=DEVICE)
+    buckets = PackedBuckets(Phase.VERIFY, 8, 16, 8, 1)
+    verify = PackedStep(
+        model.fused(8, 16) if kernels == "fused" else model,
+        TritonBackend(kv, 8),
+        GreedySampler(16, config.vocab_size, torch.device(DEVICE)),
+        buckets,
+        last_tokens,
+        out,
+        next_tokens,
+    )
+    ids = [(7 * place + 3) % 512 for place in range(30)]
+    rows = [PackedRow([[3, 4]], 20, ids[20:24], 0), PackedRow([[8]], 0, ids[:2], 0)]
+    with torch.inference_mode():
+        tokens, places = torch.tensor(ids[:24], device=DEVICE), torch.arange(24, device=DEVICE)
+        hidden = model.forward(tokens, places, prefill_attention(kv, [(0, 24)], [[3, 4]]))
+        wanted = model.compute_logits(hidden[[20, 21, 22, 23, 0, 1]])
+        site = verify.site(model_addresses(model, kv))
+        assert buckets.choose(6, 2) == 8 and site.phase == site.name == "verify"
+        verify.load(buckets.layout(8).fill(rows, 8))
+        [part] = site.parts
+        part(**site.buffers.view(8))
+        assert relative_error(verify.outputs(6, range(6)).logits, wanted) < 4 * TOLERANCE
+        eager = verify.run_eager(buckets.exact_layout(2).fill(rows, 6), [(20, 4), (0, 2)], range(6))
+        assert relative_error(eager.logits, wanted) < 4 * TOLERANCE
+    assert last_tokens[1:].tolist() == [77] * 8  # which drafts are accepted is decided later
+
+
 def test_chunk_capacity_follows_the_bucket_and_max_tokens_is_a_bucket():
-    few, wide = PrefillBuckets(4, 300, 4, 1), PrefillBuckets(64, 1024, 4, 1)
+    few, wide = PackedBuckets(Phase.PREFILL, 4, 300, 4, 1), PackedBuckets(Phase.PREFILL, 64, 1024, 4, 1)
     assert few.sizes.sizes == (64, 128, 192, 256, 300)
     assert [few.num_chunks(size) for size in few.sizes.sizes] == [4] * 5
     assert [wide.num_chunks(size) for size in (64, 256, 512, 1024)] == [16, 16, 32, 64]
@@ -101,6 +137,6 @@ def test_chunk_capacity_follows_the_bucket_and_max_tokens_is_a_bucket():
 
 @pytest.mark.parametrize(("tokens", "chunks", "bucket"), [(60, 3, 64), (60, 17, 320), (1000, 64, 1024), (65, 1, 128)])
 def test_a_step_takes_the_smallest_bucket_that_holds_its_tokens_and_chunks(tokens, chunks, bucket):
-    buckets = PrefillBuckets(64, 1024, 4, 1)
+    buckets = PackedBuckets(Phase.PREFILL, 64, 1024, 4, 1)
     assert buckets.choose(tokens, chunks) == bucket
     assert buckets.sizes.round_up(buckets.rows(tokens, bucket)) == bucket

@@ -1,4 +1,4 @@
-"""Prefill: prompt chunks packed into one varlen step, replayed as one graph per token bucket.
+"""Packed steps, for prompt chunks and for drafts to verify: varlen, replayed as one graph per token bucket.
 
 Backends whose attention reads host values run the same step eager, without padding.
 """
@@ -15,20 +15,22 @@ from torch import Tensor
 from engine.attention.interface import AttentionBackend
 from engine.attention.metadata import PrefillMetadata
 from engine.models.interface import Model
+from engine.protocol.phase import Phase
 from engine.sampling.greedy import GreedySampler
-from engine.scheduling.batch import PrefillChunk
+from engine.scheduling.batch import PrefillChunk, VerifyRow
 from engine.utils.async_copy import ids_to, upload
-from engine.worker.step_input import ChunkInput
 from graph_cache.addresses import AddressBook
 from graph_cache.buckets import Buckets
 from graph_cache.buffers import BATCH, BufferSpec, StaticBuffers
 from graph_cache.site import Site
 
-SITE = "prefill"
 TOKEN_BUCKETS = (*range(64, 1024, 64), *range(1024, 2048, 128), *range(2048, 4096, 512), *range(4096, 8193, 1024))
 """Token buckets below max_num_batched_tokens, which is a bucket too. They are dense at small sizes: under load, each
 request that ends is followed by one prompt of a few hundred tokens, so nearly every step pays for padding there.
 """
+
+VERIFY_BUCKETS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768)
+"""Token buckets of steps that verify drafts, below the largest."""
 
 MIN_CHUNKS, MAX_CHUNKS, TOKENS_PER_CHUNK = 16, 256, 16
 """A bucket holds one chunk per TOKENS_PER_CHUNK tokens, within these limits. Each is a row of the LM head's GEMM, used
@@ -66,30 +68,57 @@ class PackedLayout(NamedTuple):
     def _table_start(self, tokens: int) -> int:
         return 4 * self.num_chunks + 3 * tokens
 
-    def fill(self, chunks: Sequence[PrefillChunk], tokens: int) -> np.ndarray:
-        """Create the host array of a step of `tokens` tokens, padding included, with its chunks' page tables."""
-        packed = np.zeros(self.size(tokens, len(chunks)), np.int64)
+    def fill(self, rows: Sequence[PackedRow], tokens: int) -> np.ndarray:
+        """Create the host array of a step of `tokens` tokens, padding included, with its rows' page tables."""
+        packed = np.zeros(self.size(tokens, len(rows)), np.int64)
         per_chunk, per_token, tables = self.split(packed, tokens)
         start = 0
-        for index, chunk in enumerate(chunks):
-            end = start + chunk.length
-            entry = chunk.request.slot + 1 if chunk.is_last else 0
-            per_chunk[:, index] = end, chunk.start, end - 1, entry
-            for group, pages in enumerate(chunk.request.page_tables):
+        for index, row in enumerate(rows):
+            end = start + len(row.tokens)
+            per_chunk[:, index] = end, row.start, end - 1, row.entry
+            for group, pages in enumerate(row.page_tables):
                 tables[index + 1, group, : len(pages)] = pages
-            per_token[start:end, 0] = chunk.request.token_ids[chunk.start : chunk.start + chunk.length]
-            per_token[start:end, 1] = np.arange(chunk.start, chunk.start + chunk.length)
+            per_token[start:end, 0] = row.tokens
+            per_token[start:end, 1] = np.arange(row.start, row.start + len(row.tokens))
             per_token[start:end, 2] = index + 1
             start = end
-        per_chunk[0, len(chunks) :] = start  # unused chunks are empty: they end where the last one does
+        per_chunk[0, len(rows) :] = start  # unused chunks are empty: they end where the last one does
         return packed
 
 
-class PrefillBuckets:
-    """The token buckets of prefill, and how many chunks each holds."""
+class PackedRow(NamedTuple):
+    """Tokens of one sequence from position `start` on. `entry`: of `last_tokens`, for the greedy token after them."""
 
-    def __init__(self, max_chunks: int, max_tokens: int, pages_per_chunk: int, groups: int):
-        self.sizes = Buckets((*(size for size in TOKEN_BUCKETS if size < max_tokens), max_tokens))
+    page_tables: Sequence[Sequence[int]]
+    start: int
+    tokens: Sequence[int]
+    entry: int
+
+
+def prefill_row(chunk: PrefillChunk) -> PackedRow:
+    """Return a prompt chunk as a row."""
+    request, end = chunk.request, chunk.start + chunk.length
+    entry = request.slot + 1 if chunk.is_last else 0
+    return PackedRow(request.page_tables, chunk.start, request.token_ids[chunk.start : end], entry)
+
+
+def verify_row(row: VerifyRow) -> PackedRow:
+    """Return a request's newest token and its drafts as a row."""
+    request = row.request
+    return PackedRow(request.page_tables, row.start, (request.token_ids[row.start], *row.drafts), 0)
+
+
+class PackedBuckets:
+    """The token buckets of a phase's packed steps, and how many chunks each holds.
+
+    A step that verifies drafts has at least two tokens per chunk. One of prefill has room for fewer chunks, because
+    each is a row of logits.
+    """
+
+    def __init__(self, phase: Phase, max_chunks: int, max_tokens: int, pages_per_chunk: int, groups: int):
+        sizes = TOKEN_BUCKETS if phase is Phase.PREFILL else VERIFY_BUCKETS
+        self.phase = phase
+        self.sizes = Buckets((*(size for size in sizes if size < max_tokens), max_tokens))
         self._max_chunks, self._pages, self._groups = max_chunks, pages_per_chunk, groups
 
     @property
@@ -99,6 +128,8 @@ class PrefillBuckets:
 
     def num_chunks(self, bucket: int) -> int:
         """Return how many chunks a bucket holds."""
+        if self.phase is Phase.VERIFY:
+            return min(self._max_chunks, max(1, bucket // 2))
         return min(self._max_chunks, MAX_CHUNKS, max(MIN_CHUNKS, bucket // TOKENS_PER_CHUNK))
 
     def choose(self, tokens: int, chunks: int) -> int | None:
@@ -118,19 +149,20 @@ class PrefillBuckets:
         return PackedLayout(chunks, self._pages, self._groups)
 
 
-class PrefillOutput(NamedTuple):
-    """Hidden states [T, h] after the last layer; logits [C, vocab] and greedy tokens [C] of the C chunks that end."""
+class PackedOutput(NamedTuple):
+    """Hidden states [T, h] after the last layer; logits [N, vocab] and greedy tokens [N] of the sampled rows."""
 
     hidden: Tensor
     logits: Tensor
     next_tokens: Tensor
 
 
-class PrefillStep:
-    """Runs packed chunks on a model: captured over static buffers, or eager on new tensors.
+class PackedStep:
+    """Runs packed rows on a model: captured over static buffers, or eager on new tensors.
 
-    `logits` [rows, vocab] and `next_tokens` [rows] are the outputs of a captured step, and `last_tokens` gets each
-    finished prompt's greedy token.
+    In phase PREFILL a token may be sampled after the last token of each chunk, and `last_tokens` gets the greedy token
+    of those that end their prompt. In phase VERIFY one is sampled after every token. `logits` [rows, vocab] and
+    `next_tokens` [rows] are the outputs.
     """
 
     def __init__(
@@ -138,23 +170,24 @@ class PrefillStep:
         model: Model,
         attention: AttentionBackend,
         sampler: GreedySampler,
-        buckets: PrefillBuckets,
+        buckets: PackedBuckets,
         last_tokens: Tensor,
         logits: Tensor,
         next_tokens: Tensor,
     ):
-        self._model, self._attention, self._sampler, self._buckets = model, attention, sampler, buckets
+        self._model, self._attention, self._sampler, self.buckets = model, attention, sampler, buckets
         self._last_tokens, self._logits, self._next_tokens = last_tokens, logits, next_tokens
         self._rows = torch.arange(1, buckets.max_chunks + 1, device=model.device)
+        self._padding = torch.zeros(len(logits), dtype=torch.int64, device=model.device)
         self._static: StaticBuffers | None = None
 
     def site(self, addresses: AddressBook) -> Site:
-        """Build the site for the graph cache: the packed step at each token bucket.
+        """Build the site for the graph cache, named like the phase: the packed step at each token bucket.
 
         `addresses` are those of the model, the KV cache and the outputs.
         """
-        model, sizes = self._model, self._buckets.sizes
-        layout = self._buckets.layout(sizes.max)
+        model, sizes, phase = self._model, self.buckets.sizes, self.buckets.phase
+        layout = self.buckets.layout(sizes.max)
         self._static = StaticBuffers(
             {
                 "packed": BufferSpec((layout.size(sizes.max, layout.num_chunks),), torch.int64),
@@ -163,7 +196,7 @@ class PrefillStep:
             sizes.max,
             model.device,
         )
-        return Site(SITE, [self._part], self._static, sizes, phase="prefill", addresses=addresses)
+        return Site(phase.value, [self._part], self._static, sizes, phase=phase.value, addresses=addresses)
 
     def load(self, packed: np.ndarray) -> None:
         """Copy a bucket's inputs to the static buffers."""
@@ -171,30 +204,31 @@ class PrefillStep:
             upload(torch.from_numpy(packed), self._model.device), non_blocking=True
         )
 
-    def outputs(self, chunks: Sequence[ChunkInput]) -> PrefillOutput:
-        """Return the results of the last run on the static buffers, which the next run overwrites."""
-        hidden = self._buffers["hidden"][: sum(chunk.length for chunk in chunks)]
-        logits, next_tokens = self._logits[: len(chunks)], self._next_tokens[: len(chunks)]
-        ended = _ended(chunks)
-        if 0 < len(ended) < len(chunks):
-            index = ids_to(self._model.device, ended)
-            return PrefillOutput(hidden, logits.index_select(0, index), next_tokens.index_select(0, index))
-        return PrefillOutput(hidden, logits, next_tokens)
+    def outputs(self, tokens: int, rows: Sequence[int]) -> PackedOutput:
+        """Return the results of the last run on the static buffers for its first `tokens` tokens.
 
-    def run_eager(self, packed: np.ndarray, chunks: Sequence[ChunkInput]) -> PrefillOutput:
-        """Run chunks eager and without padding."""
-        spans = [(chunk.start, chunk.length) for chunk in chunks]
-        inputs = upload(torch.from_numpy(packed), self._model.device)
-        layout = self._buckets.exact_layout(len(chunks))
-        hidden = self._forward(layout, inputs, sum(chunk.length for chunk in chunks), spans)
-        ended = _ended(chunks)
-        logits, next_tokens = self._logits[: len(ended)], self._next_tokens[: len(ended)]
-        if ended:
-            index = ids_to(self._model.device, ended)
-            per_chunk, _, _ = layout.split(inputs, len(hidden))
-            _, _, last_rows, entries = per_chunk.index_select(1, index)
-            self._sample(hidden, last_rows, entries, logits, next_tokens)
-        return PrefillOutput(hidden, logits, next_tokens)
+        `rows` are the sampled rows wanted: indices of chunks or, in phase VERIFY, of tokens. They are moved to the
+        first rows of the outputs, which the next run overwrites.
+        """
+        count = len(rows)
+        logits, next_tokens = self._logits[:count], self._next_tokens[:count]
+        if list(rows) != list(range(count)):
+            index = ids_to(self._model.device, rows)
+            logits.copy_(self._logits.index_select(0, index))
+            next_tokens.copy_(self._next_tokens.index_select(0, index))
+        return PackedOutput(self._buffers["hidden"][:tokens], logits, next_tokens)
+
+    def run_eager(self, packed: np.ndarray, spans: Sequence[tuple[int, int]], rows: Sequence[int]) -> PackedOutput:
+        """Run rows of these (start, length) eager and without padding. `rows`: see `outputs`."""
+        inputs, tokens = upload(torch.from_numpy(packed), self._model.device), sum(length for _, length in spans)
+        layout = self.buckets.exact_layout(len(spans))
+        hidden = self._forward(layout, inputs, tokens, spans)
+        logits, next_tokens = self._logits[: len(rows)], self._next_tokens[: len(rows)]
+        if rows:
+            ends, entries = self._sampled(layout, inputs, tokens)
+            index = ids_to(self._model.device, rows)
+            self._sample(hidden, ends.index_select(0, index), entries.index_select(0, index), logits, next_tokens)
+        return PackedOutput(hidden, logits, next_tokens)
 
     @property
     def _buffers(self) -> StaticBuffers:
@@ -203,12 +237,19 @@ class PrefillStep:
         return self._static
 
     def _part(self, packed: Tensor, hidden: Tensor) -> None:
-        layout = self._buckets.layout(len(hidden))
-        chunks, tokens = layout.num_chunks, len(hidden)
-        inputs = packed[: layout.size(tokens, chunks)]
+        tokens = len(hidden)
+        layout = self.buckets.layout(tokens)
+        inputs = packed[: layout.size(tokens, layout.num_chunks)]
         hidden.copy_(self._forward(layout, inputs, tokens, None))
-        (_, _, last_rows, entries), _, _ = layout.split(inputs, tokens)
-        self._sample(hidden, last_rows, entries, self._logits[:chunks], self._next_tokens[:chunks])
+        ends, entries = self._sampled(layout, inputs, tokens)
+        self._sample(hidden, ends, entries, self._logits[: len(ends)], self._next_tokens[: len(ends)])
+
+    def _sampled(self, layout: PackedLayout, packed: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+        """Return the indices of the tokens after which one is sampled, and their entries of `last_tokens`."""
+        if self.buckets.phase is Phase.VERIFY:
+            return torch.arange(tokens, device=packed.device), self._padding[:tokens]
+        (_, _, ends, entries), _, _ = layout.split(packed, tokens)
+        return ends, entries
 
     def _forward(
         self, layout: PackedLayout, packed: Tensor, tokens: int, spans: Sequence[tuple[int, int]] | None
@@ -222,11 +263,6 @@ class PrefillStep:
         )
         return self._model.forward(ids, positions, attention, rows)
 
-    def _sample(self, hidden: Tensor, last_rows: Tensor, entries: Tensor, logits: Tensor, next_tokens: Tensor) -> None:
-        maxima = self._model.head(hidden.index_select(0, last_rows), logits, after_layer=False)
+    def _sample(self, hidden: Tensor, ends: Tensor, entries: Tensor, logits: Tensor, next_tokens: Tensor) -> None:
+        maxima = self._model.head(hidden.index_select(0, ends), logits, after_layer=False)
         self._sampler(logits, maxima, entries, None, self._last_tokens, next_tokens)
-
-
-def _ended(chunks: Sequence[ChunkInput]) -> list[int]:
-    """Return the indices of the chunks that end their prompt."""
-    return [index for index, chunk in enumerate(chunks) if chunk.is_last]
