@@ -91,6 +91,7 @@ def measure(options: dict[str, Any]) -> dict[str, float]:
     found["prefill_tokens_per_s"] = 32 * 1024 / statistics.median(seconds(32, 1024, 1) for _ in range(repeats))
     seconds(1, 512, 1)
     found["first_token_ms"] = 1e3 * statistics.median(seconds(1, 512, 1) for _ in range(3 * repeats))
+    found["eager_steps"] = sum(dict(engine.stats().graphs["fallbacks"]).values())  # a step that should have replayed
     return {name: round(value, 4) for name, value in found.items()}
 
 
@@ -116,8 +117,8 @@ def main(argv: Sequence[str]) -> int:
     first, last = runs[next(iter(trees))], runs[list(trees)[-1]]
     for figure in first[0]:
         medians = {name: statistics.median(one[figure] for one in found) for name, found in runs.items()}
-        ratio = statistics.median(one[figure] for one in last) / statistics.median(one[figure] for one in first)
-        report.add({"figure": figure} | medians | {"ratio": round(ratio, 4)})
+        before, after = (statistics.median(one[figure] for one in found) for found in (first, last))
+        report.add({"figure": figure} | medians | {"ratio": round(after / before, 4) if before else None})
     report.finish(runs=runs)
     return 0
 
