@@ -14,6 +14,7 @@ from engine.errors import ConfigError, ModelError
 from engine.layers.int4 import Int4Linear, fits_int4, int4_available
 from engine.layers.linear import Linear
 from engine.models import DenseModel, ModelConfig, build_model, config_from_dict
+from engine.models.interface import Model
 
 _FORMAT_OF_DTYPE = {"float32": "fp32", "bfloat16": "bf16"}
 _DTYPE_OF_FORMAT = {"fp32": torch.float32, "bf16": torch.bfloat16, "int4": torch.bfloat16}
@@ -77,7 +78,7 @@ def load_gguf(
     device: str | torch.device = "cpu",
     cpu_weight_format: str = "auto",
     max_len: int | None = None,
-) -> tuple[ModelConfig, DenseModel]:
+) -> tuple[ModelConfig, Model]:
     """Load a GGUF file into a new model on `device`.
 
     On a CPU, `choose_cpu_format` selects the format; elsewhere weights are dense in `dtype` (auto: bfloat16). In int4
@@ -94,7 +95,7 @@ def load_gguf(
         torch_dtype = _DTYPE_OF_FORMAT[chosen]
     model = build_model(config, torch_dtype, device, max_len)
     loaded: set[str] = set()
-    if chosen == "int4":
+    if chosen == "int4" and isinstance(model, DenseModel):  # GGUF files hold dense models only
         loaded = _fill_int4(model, source)
     try:
         slots = model.weight_slots()
@@ -106,13 +107,15 @@ def load_gguf(
     return config, model
 
 
-def quantize_model(model: DenseModel, keep_dense: bool | None = None) -> None:
+def quantize_model(model: Model, keep_dense: bool | None = None) -> None:
     """Quantise the projections of a loaded bfloat16 CPU model to int4 in place, layer by layer. Lossy.
 
     For full-precision checkpoints when int4 was requested explicitly. Embedding and head are not quantised. Parameter
     addresses change, so call it before graphs are captured. `keep_dense` None: decide by KEEP_DENSE_BYTES. Raises
-    ModelError for a shard of a tensor-parallel model.
+    ModelError for a shard of a tensor-parallel model, and for a model that is not a DenseModel.
     """
+    if not isinstance(model, DenseModel):
+        raise ModelError(f"{model.config.architecture} can't be quantised; use cpu_weight_format bf16 or fp32")
     if model.parallel.size > 1:
         raise ModelError("int4 weights can't be split over tensor-parallel ranks; use cpu_weight_format bf16 or fp32")
     keep = _dense_copies_fit(model) if keep_dense is None else keep_dense

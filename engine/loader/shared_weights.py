@@ -16,7 +16,7 @@ from engine.layers.weight_slot import Slot, WeightSlot
 
 
 class ServedModel(Protocol):
-    """A model of the engine: DenseModel or MegatronModel."""
+    """A model of the engine."""
 
     def weight_slots(self) -> Mapping[str, Slot]: ...
 

@@ -19,7 +19,7 @@ from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
 from engine.errors import ModelError, WeightUpdateError
 from engine.layers.weight_slot import Slot, WeightSlot
 from engine.models.config import ModelConfig
-from engine.models.dense import DenseModel
+from engine.models.interface import Model
 from engine.models.registry import build_model, config_from_folder, read_json_object
 from graph_cache.validation import did_you_mean
 
@@ -35,7 +35,7 @@ def load_hf_folder(
     device: torch.device | str,
     max_len: int | None = None,
     parallel: TensorParallel = SINGLE_RANK,
-) -> tuple[ModelConfig, DenseModel]:
+) -> tuple[ModelConfig, Model]:
     """Load a folder in Hugging Face layout into a new model on `device`, or into this rank's shard of one.
 
     max_len bounds positions (default: the model's context length). On return every parameter was read exactly once; a
@@ -95,7 +95,7 @@ def iterate_shards(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
                 yield name, tensor
 
 
-def load_weights(model: DenseModel, tensors: Iterable[tuple[str, Tensor]], source: str) -> None:
+def load_weights(model: Model, tensors: Iterable[tuple[str, Tensor]], source: str) -> None:
     """Write every tensor to its slot as it is read, and check that each slot is filled exactly once.
 
     Ignores rotary inv_freq buffers, and lm_head in a tied model if it equals the embedding. Raises one ModelError
@@ -127,7 +127,7 @@ def load_weights(model: DenseModel, tensors: Iterable[tuple[str, Tensor]], sourc
 
 
 class LoadableModel(Protocol):
-    """A model whose weights can be written: DenseModel, or a Megatron model."""
+    """A model whose weights can be written."""
 
     @property
     def device(self) -> torch.device: ...

@@ -1,14 +1,16 @@
 """Registry of supported architectures; builds configs and models.
 
 To add a dense architecture, add a row to FAMILIES. Any other needs an entry in ENTRIES, with the config's reader and
-the model's class.
+the model's class. Another package adds a family with an entry point in the group `encore.models`, which names an Entry;
+see docs/adding-a-model.md.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +21,10 @@ from engine.errors import ModelError
 from engine.models.config import Family, Fields, ModelConfig, read_model_config
 from engine.models.dense import DenseModel
 from engine.models.gemma3 import GEMMA3, Gemma3Model, read_gemma3_config
+from engine.models.interface import Model
 from engine.models.qwen3_moe import QWEN3_MOE, Qwen3MoeModel, read_qwen3_moe_config
+
+ENTRY_POINT_GROUP = "encore.models"
 
 FAMILIES = (
     Family(architecture="LlamaForCausalLM", model_type="llama", mlp_bias_key=True),
@@ -58,7 +63,7 @@ class Entry(NamedTuple):
 
     family: Family
     read_config: Callable[[Mapping[str, Any], Family, str], ModelConfig] = read_model_config
-    model: Callable[..., DenseModel] = DenseModel
+    model: Callable[..., Model] = DenseModel
 
 
 ENTRIES = (
@@ -68,26 +73,68 @@ ENTRIES = (
 )
 
 
+def installed_entries() -> tuple[Entry, ...]:
+    """Return the entries of other installed packages, in the order of their names.
+
+    Read from the installed packages at each call, so that every process of an engine finds the same ones. Raises
+    ModelError for an entry point that can't be imported or is no Entry, and for an architecture or model type that
+    another entry has.
+    """
+    found: list[Entry] = []
+    owner = {name: "the engine" for entry in ENTRIES for name in (entry.family.architecture, entry.family.model_type)}
+    for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: (point.name, point.value)):
+        entry = _load(point)
+        for name in (entry.family.architecture, entry.family.model_type):
+            if name in owner:
+                raise ModelError(f"{_where(point)} registers {name!r}, which {owner[name]} has already: rename one")
+            owner[name] = _where(point)
+        found.append(entry)
+    return tuple(found)
+
+
+def _load(point: EntryPoint) -> Entry:
+    try:
+        entry = point.load()
+    except Exception as error:  # any error of another package's module
+        raise ModelError(f"{_where(point)} can't be imported ({type(error).__name__}: {error})") from error
+    if not isinstance(entry, Entry):
+        raise ModelError(f"{_where(point)} is a {type(entry).__name__}: name an engine.models.registry.Entry")
+    return entry
+
+
+def _where(point: EntryPoint) -> str:
+    package = f" of {point.dist.name}" if point.dist is not None else ""
+    return f"entry point {point.name} = {point.value!r}{package} in group {ENTRY_POINT_GROUP!r}"
+
+
 def supported_architectures() -> tuple[str, ...]:
     """Return the supported architecture names, as in `architectures` of a config.json."""
-    return tuple(entry.family.architecture for entry in ENTRIES)
+    return tuple(entry.family.architecture for entry in (*ENTRIES, *installed_entries()))
 
 
 def find_entry(values: Mapping[str, Any], where: str) -> Entry:
     """Return the entry for a config.json's content, by `architectures` or, if absent, by `model_type`.
 
-    Raises ModelError if it is not supported.
+    The engine's own entries come first; other packages are looked up only for what those lack. Raises ModelError if it
+    is not supported.
     """
     named = values.get("architectures")
     names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
-    for entry in ENTRIES:
-        family = entry.family
-        if family.architecture in names or (not names and values.get("model_type") == family.model_type):
-            return entry
-    requested = ", ".join(names) or values.get("model_type") or "(none named)"
+    model_type = values.get("model_type")
+    entry = _match(ENTRIES, names, model_type) or _match(installed_entries(), names, model_type)
+    if entry is not None:
+        return entry
+    requested = ", ".join(names) or model_type or "(none named)"
     raise ModelError(
         f"{where}: architecture {requested} is not supported; supported are {', '.join(supported_architectures())}"
     )
+
+
+def _match(entries: Sequence[Entry], names: Sequence[str], model_type: Any) -> Entry | None:
+    for entry in entries:
+        if entry.family.architecture in names or (not names and model_type == entry.family.model_type):
+            return entry
+    return None
 
 
 def config_from_dict(values: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
@@ -130,12 +177,12 @@ def build_model(
     device: torch.device | str,
     max_len: int | None = None,
     parallel: TensorParallel = SINGLE_RANK,
-) -> DenseModel:
+) -> Model:
     """Create the uninitialised model of `config`, or this rank's shard of one.
 
     Raises ModelError if it can't be allocated or split.
     """
-    model = next((entry.model for entry in ENTRIES if entry.family.architecture == config.architecture), DenseModel)
+    model = find_entry({"architectures": [config.architecture]}, "the model's config").model
     try:
         return model(config, dtype, device, max_len, parallel)
     except (RuntimeError, MemoryError) as error:

@@ -24,7 +24,7 @@ from engine.loader.cpu_formats import choose_cpu_format, format_dtype, gguf_conf
 from engine.loader.weights import load_dummy, load_hf_folder
 from engine.megatron.model import MegatronModel
 from engine.models.config import ModelConfig
-from engine.models.dense import DenseModel
+from engine.models.interface import Model
 from engine.models.registry import build_model, config_from_folder
 from engine.worker.sizing import resolve
 from engine.worker.worker import Worker
@@ -125,7 +125,7 @@ class WorkerStart:
     def __init__(self, plan: WorkerPlan, rank: int = 0):
         self._plan, self._rank = plan, rank
         self._parallel = SINGLE_RANK
-        self._model: DenseModel | None = None
+        self._model: Model | None = None
         self._sized: ResolvedConfig | None = None
         self._manifest: Manifest | None = None
         self._previous_threads: int | None = None
@@ -268,7 +268,7 @@ def load_model(
     dtype: torch.dtype,
     weight_format: str,
     parallel: TensorParallel = SINGLE_RANK,
-) -> DenseModel:
+) -> Model:
     """Build the model, or this rank's shard of it, with the weights of `source` or random ones.
 
     Raises ModelError if the files don't fit the model, and for a GGUF file with several ranks.
