@@ -45,6 +45,8 @@ class EngineConfig:
     - `mode`: "training" makes an engine for a training job (docs/training.md), which uses the graph settings only.
     - `model`: the default model's name, a local folder in Hugging Face layout, a `.gguf` file, or a hub name.
     - `seed`: base seed for requests without one in an offline engine; a server uses random seeds instead.
+    - `enable_prefix_caching`: reuse KV pages of prompts with the same prefix. Default: unless the model has recurrent
+      state, which refuses True.
     - `async_scheduling`: enqueue each step before the previous step's tokens are read. Default: on a GPU only.
     - `num_speculative_tokens`: draft tokens per request and step, proposed by prompt lookup (n-grams) and verified by
       the model; texts are those without drafts. 0: none. Needs `async_scheduling` off, the default then.
@@ -73,7 +75,7 @@ class EngineConfig:
     page_size: int = 16
     num_pages: int | None = None
     gpu_memory_utilization: float = 0.85
-    enable_prefix_caching: bool = True
+    enable_prefix_caching: bool | None = None
     async_scheduling: bool | None = None
     num_speculative_tokens: int = 0
     kernels: str = "auto"
@@ -205,6 +207,7 @@ class ResolvedConfig(EngineConfig):
     max_num_seqs: int = field()
     max_num_batched_tokens: int = field()
     num_pages: int = field()
+    enable_prefix_caching: bool = field()
     async_scheduling: bool = field()
 
 

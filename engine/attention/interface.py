@@ -13,21 +13,25 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from engine.attention.cache_spec import CacheSpec
+from engine.attention.cache_spec import PagedSpec
 from engine.attention.kv_cache import KVCache
 from engine.attention.metadata import DecodeMetadata, PrefillMetadata
 
 if TYPE_CHECKING:
     from engine.kernels.paged_decode import NormRope  # imports triton, which is installed only with CUDA
 
-Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer index, q [T, H, D], k [T, KV, D], v [T, KV, D]) -> [T, H * D]; writes k and v into the cache first."""
+Attention = Callable[[int, Tensor, Tensor, Tensor | None], Tensor]
+"""(layer index, q [T, H, D], k [T, KV, D], v [T, KV, D]) -> [T, H * D]; writes k and v into the cache first.
+
+A layer with a LatentSpec gives its latent vectors as k [T, 1, width] and None as v, with q [T, H, width], and gets
+[T, H * value_width].
+"""
 
 
 class FusedAttention(Protocol):
     """An Attention that can also take a layer's raw projections, for backends with `Support.fuses_rotary`."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor | None) -> Tensor: ...
 
     def attend_raw(self, layer: int, q: Tensor, k: Tensor, v: Tensor, norm_rope: NormRope, out: Tensor) -> None:
         """Apply head norms and rotary embedding, append the keys and values, and write attention to `out` [T, H * D].
@@ -41,6 +45,7 @@ class Support:
     """What a backend supports.
 
     - devices, dtypes: types of device and of the KV cache.
+    - specs: types of cache specs.
     - max_head_dim: largest head size.
     - dynamic_lengths: decode reads lengths from device memory, so that one graph serves any context. Otherwise each
       context bucket is a graph variant.
@@ -50,18 +55,21 @@ class Support:
 
     devices: frozenset[str]
     dtypes: frozenset[torch.dtype]
+    specs: frozenset[type[PagedSpec]]
     max_head_dim: int
     dynamic_lengths: bool
     captures_prefill: bool
     fuses_rotary: bool
 
-    def missing(self, specs: Sequence[CacheSpec], dtype: torch.dtype, device: torch.device) -> str | None:
+    def missing(self, specs: Sequence[PagedSpec], dtype: torch.dtype, device: torch.device) -> str | None:
         """Return what these layers need and the backend doesn't support; None if nothing."""
         if device.type not in self.devices:
             return f"device {device.type}"
         if dtype not in self.dtypes:
             return f"dtype {str(dtype).removeprefix('torch.')}"
-        if (head_dim := max(spec.head_dim for spec in specs)) > self.max_head_dim:
+        if unknown := sorted({type(spec).__name__ for spec in specs if type(spec) not in self.specs}):
+            return f"layers with {', '.join(unknown)}"
+        if (head_dim := max((spec.head_dim for spec in specs), default=0)) > self.max_head_dim:
             return f"head size {head_dim} (at most {self.max_head_dim})"
         return None
 

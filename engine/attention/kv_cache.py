@@ -11,11 +11,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.attention.cache_spec import CacheSpec, group_layers
+from engine.attention.cache_spec import CacheSpec, LatentSpec, PagedSpec, group_layers, paged_layers
+from engine.errors import ModelError
 
 
 class KVCache:
     """Keys and values of all layers in pages: `.k[i]`, `.v[i]` are tensors [num_pages, page_size, kv_heads, head_dim].
+
+    A layer with a LatentSpec has only `.k[i]` [num_pages, page_size, 1, width]; `.v[i]` is a view of its values. A
+    layer with recurrent state has no pages: both are empty.
 
     `groups` are the layers that share a page table, and `.group_of[i]` is the group of layer i. A page belongs to one
     group, so layers of different groups share storage. Pages start zeroed. Storage has a fixed address; resizing needs
@@ -32,44 +36,66 @@ class KVCache:
     ):
         self.specs, self.groups = tuple(specs), group_layers(specs)
         self.num_layers, self.num_pages, self.page_size = len(specs), num_pages, page_size
-        self.kv_heads, self.head_dim = specs[0].kv_heads, specs[0].head_dim
+        self.paged = paged_layers(specs)
+        shapes = next((spec.token_shapes for spec in self.paged.values()), ())
+        self.kv_heads, self.head_dim = shapes[0] if shapes else (0, 0)
         self.dtype, self.device = dtype, torch.device(device)
-        shape = (num_pages, page_size, self.kv_heads, self.head_dim)
-        depth = max(len(group.layers) for group in self.groups)
-        keys, values = ([torch.zeros(shape, dtype=dtype, device=device) for _ in range(depth)] for _ in range(2))
-        self.storage = list(zip(keys, values, strict=True))
+        depth = max((len(group.layers) for group in self.groups), default=0)
+        each = (
+            [torch.zeros((num_pages, page_size, *shape), dtype=dtype, device=device) for _ in range(depth)]
+            for shape in shapes
+        )
+        self.storage = list(zip(*each, strict=True))
         place = {
             layer: (number, index)
             for number, group in enumerate(self.groups)
             for index, layer in enumerate(group.layers)
         }
-        self.group_of = [place[layer][0] for layer in range(self.num_layers)]
-        self.k = [self.storage[place[layer][1]][0] for layer in range(self.num_layers)]
-        self.v = [self.storage[place[layer][1]][1] for layer in range(self.num_layers)]
-        self.k_slots = [pages.view(-1, self.kv_heads, self.head_dim) for pages in self.k]
-        self.v_slots = [pages.view(-1, self.kv_heads, self.head_dim) for pages in self.v]
+        empty = torch.empty((0, page_size, self.kv_heads, self.head_dim), dtype=dtype, device=device)
+        self.group_of = [place[layer][0] if layer in place else -1 for layer in range(self.num_layers)]
+        self.k = [self.storage[place[layer][1]][0] if layer in place else empty for layer in range(self.num_layers)]
+        self.v = [self._values(layer, place[layer][1]) if layer in place else empty for layer in range(self.num_layers)]
+        self.k_slots = [pages.flatten(0, 1) for pages in self.k]
+        self.v_slots = [pages.flatten(0, 1) for pages in self.v]
+
+    def _values(self, layer: int, index: int) -> Tensor:
+        spec = self.paged[layer]
+        if isinstance(spec, LatentSpec):
+            return self.storage[index][0][..., : spec.value_width]
+        return self.storage[index][1]
+
+    def spec(self, layer: int) -> PagedSpec:
+        """Return what a layer stores. Raises ModelError for a layer with recurrent state, which has no attention."""
+        spec = self.paged.get(layer)
+        if spec is None:
+            raise ModelError(f"layer {layer} called attention, but its cache spec is {self.specs[layer]}")
+        return spec
 
     @property
     def nbytes(self) -> int:
         """Bytes of all pages in all layers."""
-        return sum(pages.nbytes for pair in self.storage for pages in pair)
+        return sum(pages.nbytes for tensors in self.storage for pages in tensors)
 
     def clear(self) -> None:
         """Zero all pages in place.
 
         Needed after weights that produced NaN: masked slots are multiplied by a weight of 0, and 0 * NaN is NaN.
         """
-        for pair in self.storage:
-            for pages in pair:
+        for tensors in self.storage:
+            for pages in tensors:
                 pages.zero_()
 
     def zero_pages(self, pages: Tensor) -> None:
         """Zero the pages with these numbers, int64 [n] on the cache's device."""
-        for pair in self.storage:
-            for storage in pair:
+        for tensors in self.storage:
+            for storage in tensors:
                 storage.index_fill_(0, pages, 0)
 
-    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store k, v [T, KV, D] at slots int64 [T] (page * page_size + offset); a repeated slot keeps any one."""
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor | None) -> None:
+        """Store k, v [T, KV, D] at slots int64 [T] (page * page_size + offset); a repeated slot keeps any one.
+
+        v is None for a layer with a LatentSpec.
+        """
         self.k_slots[layer].index_copy_(0, slots, k)
-        self.v_slots[layer].index_copy_(0, slots, v)
+        if v is not None:
+            self.v_slots[layer].index_copy_(0, slots, v)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.attention.cache_spec import FullAttentionSpec, LatentSpec, SlidingWindowSpec
 from engine.attention.interface import Attention, Support
 from engine.attention.kv_cache import KVCache
 from engine.attention.metadata import DecodeMetadata, PrefillMetadata
@@ -35,19 +36,26 @@ def decode_mask(positions: Tensor, width: int, dtype: torch.dtype, window: int |
     return mask if window is None else mask.masked_fill_(columns <= last - window, float("-inf"))
 
 
-def decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, flat_table: Tensor, mask: Tensor, scale: float) -> Tensor:
+def gather_layer(kv: KVCache, layer: int, table: Tensor) -> tuple[Tensor, Tensor]:
+    """Copy the pages of a layer in the order of table int64 [n]: keys and values [n * page_size, KV, D]."""
+    keys, spec = gather_pages(kv.k[layer], table), kv.spec(layer)
+    if isinstance(spec, LatentSpec):
+        return keys, keys[..., : spec.value_width]
+    return keys, gather_pages(kv.v[layer], table)
+
+
+def decode(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Attend with one query token per sequence to its pages; return [b, H * D].
 
-    q [b, H, D]; k_pages, v_pages [num_pages, page_size, KV, D]; flat_table int64 [b * P]; mask from `decode_mask` with
-    width P * page_size. The H / KV query heads of a KV head are passed as query length, so keys are never repeated.
+    q [b, H, D]; k, v [b * P * page_size, KV, D] from `gather_layer`; mask from `decode_mask` with width P * page_size.
+    The H / KV query heads of a KV head are passed as query length, so keys are never repeated.
     """
     batch, heads, head_dim = q.shape
-    kv_heads = k_pages.shape[2]
-    k = gather_pages(k_pages, flat_table).view(batch, -1, kv_heads, head_dim).transpose(1, 2)
-    v = gather_pages(v_pages, flat_table).view(batch, -1, kv_heads, head_dim).transpose(1, 2)
+    kv_heads = k.shape[1]
+    k, v = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in (k, v))
     grouped = q.reshape(batch, kv_heads, heads // kv_heads, head_dim)
     out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
-    return out.reshape(batch, heads * head_dim)
+    return out.reshape(batch, -1)
 
 
 def prefill_mask(
@@ -98,6 +106,7 @@ class SdpaBackend:
     support: ClassVar[Support] = Support(
         devices=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        specs=frozenset({FullAttentionSpec, SlidingWindowSpec, LatentSpec}),
         max_head_dim=1024,
         dynamic_lengths=False,
         captures_prefill=False,
@@ -131,11 +140,11 @@ class SdpaDecode:
             self._tables.append(rows.reshape(-1))
             self._masks.append(decode_mask(positions, width * kv.page_size, kv.dtype, group.window))
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        kv, group = self._kv, self._kv.group_of[layer]
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor | None) -> Tensor:
+        kv, group, spec = self._kv, self._kv.group_of[layer], self._kv.spec(layer)
         kv.write(layer, self._slots[group], k, v)
-        scale = kv.specs[layer].softmax_scale
-        return decode(q, kv.k[layer], kv.v[layer], self._tables[group], self._masks[group], scale)
+        keys, values = gather_layer(kv, layer, self._tables[group])
+        return decode(q, keys, values, self._masks[group], spec.softmax_scale)
 
 
 class SdpaPrefill:
@@ -158,17 +167,19 @@ class SdpaPrefill:
             return None
         return prefill_mask(start, length, self._kv.dtype, self._kv.device, window)
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        kv, group = self._kv, self._kv.group_of[layer]
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor | None) -> Tensor:
+        kv, group, spec = self._kv, self._kv.group_of[layer], self._kv.spec(layer)
         kv.write(layer, self._slots[group], k, v)
-        scale, outs, first = kv.specs[layer].softmax_scale, [], 0
+        if v is None:
+            assert isinstance(spec, LatentSpec)
+            v = k[..., : spec.value_width]
+        outs, first = [], 0
         for (start, length), table, mask in zip(self._spans, self._tables[group], self._masks[group], strict=True):
             rows = slice(first, first + length)
             first += length
             keys, values = k[rows], v[rows]
             if start:  # a chunk that starts at 0 needs no gather: all its keys are in k
                 used = table[: -(-(start + length) // kv.page_size)]
-                keys = gather_pages(kv.k[layer], used)[: start + length]
-                values = gather_pages(kv.v[layer], used)[: start + length]
-            outs.append(prefill(q[rows], keys, values, mask, scale))
+                keys, values = (x[: start + length] for x in gather_layer(kv, layer, used))
+            outs.append(prefill(q[rows], keys, values, mask, spec.softmax_scale))
         return outs[0] if len(outs) == 1 else torch.cat(outs)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.attention.cache_spec import CacheSpec
+from engine.attention.cache_spec import PagedSpec
 from engine.attention.interface import AttentionBackend
 from engine.attention.sdpa import SdpaBackend
 from engine.errors import ConfigError
@@ -21,7 +21,7 @@ def backends() -> tuple[type[AttentionBackend], ...]:
     return (TritonBackend, SdpaBackend)
 
 
-def choose_backend(specs: Sequence[CacheSpec], dtype: torch.dtype, device: torch.device) -> type[AttentionBackend]:
+def choose_backend(specs: Sequence[PagedSpec], dtype: torch.dtype, device: torch.device) -> type[AttentionBackend]:
     """Return the first backend that supports these layers. Raises ConfigError, listing what each one lacks."""
     problems = []
     for backend in backends():

@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from engine.attention.cache_spec import FullAttentionSpec, SlidingWindowSpec
 from engine.attention.interface import FusedAttention, Support
 from engine.attention.kv_cache import KVCache
 from engine.attention.metadata import DecodeMetadata, PrefillMetadata
@@ -24,6 +25,7 @@ class TritonBackend:
     support: ClassVar[Support] = Support(
         devices=frozenset({"cuda"}),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        specs=frozenset({FullAttentionSpec, SlidingWindowSpec}),
         max_head_dim=256,
         dynamic_lengths=True,
         captures_prefill=True,
@@ -46,7 +48,7 @@ class TritonBackend:
         If allocated during a capture, it would belong to that graph's memory pool alone.
         """
         if self._scratch is None:
-            self._scratch = DecodeScratch(self._max_rows, q, self._kv.k[0], page_table)
+            self._scratch = DecodeScratch(self._max_rows, q, self._kv.storage[0][0], page_table)
         return self._scratch.of(len(q))
 
 
@@ -56,7 +58,8 @@ class TritonDecode:
     def __init__(self, kv: KVCache, metadata: DecodeMetadata, backend: TritonBackend):
         self._kv, self._metadata, self._backend = kv, metadata, backend
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor | None) -> Tensor:
+        assert v is not None  # Support refuses latent layers
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self._launch(layer, by_kv_head(q, self._kv.kv_heads), k, v, None, out)
         return out.flatten(1)
@@ -66,7 +69,7 @@ class TritonDecode:
 
     def _launch(self, layer: int, q: Tensor, k: Tensor, v: Tensor, norm_rope: NormRope | None, out: Tensor) -> None:
         kv, metadata = self._kv, self._metadata
-        spec, page_table = kv.specs[layer], metadata.page_tables[kv.group_of[layer]]
+        spec, page_table = kv.spec(layer), metadata.page_tables[kv.group_of[layer]]
         paged_decode(
             q,
             kv.k[layer],
@@ -92,7 +95,8 @@ class TritonPrefill:
             metadata.positions, metadata.token_rows, metadata.ends, metadata.starts, metadata.rows
         )
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor | None) -> Tensor:
+        assert v is not None  # Support refuses latent layers
         kv, metadata = self._kv, self._metadata
         table = metadata.page_tables[kv.group_of[layer]]
         append_kv(k, v, kv.k[layer], kv.v[layer], table, metadata.token_rows, metadata.positions)
@@ -107,5 +111,5 @@ class TritonPrefill:
 
     def _attend(self, layer: int, q: Tensor, out: Tensor) -> None:
         kv = self._kv
-        spec, table = kv.specs[layer], self._metadata.page_tables[kv.group_of[layer]]
+        spec, table = kv.spec(layer), self._metadata.page_tables[kv.group_of[layer]]
         paged_prefill(q, kv.k[layer], kv.v[layer], table, self._layout, spec.softmax_scale, out, window=spec.window)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from engine.attention.cache_spec import CacheSpec
 from engine.attention.interface import Attention
+from engine.attention.recurrent_states import StepStates
 from engine.distributed.collectives import TensorParallelCollectives
 from engine.errors import ModelError
 from engine.layers.weight_slot import Slot
@@ -26,10 +27,17 @@ class ForwardContext:
     - rope: the model's own rotary values, from `Model.rope`.
     - attention: attention over the KV cache.
     - rows: int64 [T], 0 for padding tokens; None if there is no padding.
+    - states: the recurrent states of the step's sequences; None if no layer has any.
     """
 
-    def __init__(self, rope: tuple[Tensor, ...], attention: Attention, rows: Tensor | None = None):
-        self.rope, self.attention, self._rows = rope, attention, rows
+    def __init__(
+        self,
+        rope: tuple[Tensor, ...],
+        attention: Attention,
+        rows: Tensor | None = None,
+        states: StepStates | None = None,
+    ):
+        self.rope, self.attention, self._rows, self._states = rope, attention, rows, states
         self._valid: Tensor | None = None
 
     @property
@@ -38,6 +46,13 @@ class ForwardContext:
         if self._valid is None and self._rows is not None:
             self._valid = self._rows != 0
         return self._valid
+
+    @property
+    def states(self) -> StepStates:
+        """The recurrent states of the step's sequences. Raises ModelError if the cache specs list none."""
+        if self._states is None:
+            raise ModelError("a layer reads recurrent state, but cache_specs() has no RecurrentStateSpec")
+        return self._states
 
 
 class TileMaxima(NamedTuple):
@@ -121,12 +136,19 @@ class Model(ABC):
     def close(self) -> None:  # noqa: B027 (most models change nothing)
         """Undo what the model changed outside itself. The model can't be used afterwards."""
 
-    def forward(self, tokens: Tensor, positions: Tensor, attention: Attention, rows: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: Attention,
+        rows: Tensor | None = None,
+        states: StepStates | None = None,
+    ) -> Tensor:
         """Token ids and positions int64 [T] -> hidden [T, h] after the last layer, before its norm.
 
-        `attention` writes this step's keys and values. `rows`: see ForwardContext.
+        `attention` writes this step's keys and values. `rows`, `states`: see ForwardContext.
         """
-        hidden, context = self.embed(tokens), ForwardContext(self.rope(positions), attention, rows)
+        hidden, context = self.embed(tokens), ForwardContext(self.rope(positions), attention, rows, states)
         for index in range(self.config.num_layers):
             hidden = self.layer(index, hidden, context)
         return hidden

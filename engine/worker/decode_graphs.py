@@ -15,6 +15,7 @@ from torch import Tensor
 from engine.attention.interface import AttentionBackend
 from engine.attention.kv_cache import KVCache
 from engine.attention.metadata import DecodeMetadata
+from engine.attention.recurrent_states import RecurrentStates, StepStates
 from engine.models.interface import ForwardContext, Model
 from engine.sampling.greedy import GreedySampler
 from engine.worker.input_buffers import Layout
@@ -56,12 +57,14 @@ def decode_site(
     )
 
 
-def model_addresses(model: Model, kv: KVCache) -> AddressBook:
-    """Collect the tensors that a step reads by address, beside its site's static buffers: weights and KV cache."""
+def model_addresses(model: Model, kv: KVCache, states: RecurrentStates | None = None) -> AddressBook:
+    """Collect the tensors that a step reads by address, beside its site's static buffers: weights, KV cache, states."""
     addresses = AddressBook()
     addresses.watch(model.module, prefix="model.")
-    for index, (keys, values) in enumerate(kv.storage):
-        addresses.watch({"k": keys, "v": values}, prefix=f"kv.{index}.")
+    for index, tensors in enumerate(kv.storage):
+        addresses.watch(dict(zip("kv", tensors, strict=False)), prefix=f"kv.{index}.")
+    if states is not None:
+        addresses.watch({str(index): whole for index, whole in enumerate(states.storage)}, prefix="states.")
     return addresses
 
 
@@ -72,9 +75,16 @@ class DecodeStep:
     memory is reused by the next graph's replay, so each layer recomputes the rotary values and page metadata.
     """
 
-    def __init__(self, model: Model, attention: AttentionBackend, sampler: GreedySampler, layout: Layout):
+    def __init__(
+        self,
+        model: Model,
+        attention: AttentionBackend,
+        sampler: GreedySampler,
+        layout: Layout,
+        states: RecurrentStates | None = None,
+    ):
         self.model = model
-        self._attention, self._sampler, self._layout = attention, sampler, layout
+        self._attention, self._sampler, self._layout, self._states = attention, sampler, layout, states
 
     def run(self, state: Tensor, logits: Tensor, next_tokens: Tensor, context: int | None = None, **_: Any) -> None:
         """Run the whole step on the first rows of the buffers."""
@@ -110,7 +120,8 @@ class DecodeStep:
         views = self._layout.views(state)
         slots, positions = views.slots[:rows], views.positions[:rows]
         attention = self._attention.decode(DecodeMetadata(views.page_tables, slots, positions, context))
-        return ForwardContext(self.model.rope(positions), attention, slots)
+        states = None if self._states is None else StepStates(self._states, slots)
+        return ForwardContext(self.model.rope(positions), attention, slots, states)
 
     def _sample(self, state: Tensor, hidden: Tensor, logits: Tensor, next_tokens: Tensor) -> None:
         """Write the logits and greedy tokens to their buffers, and the next step's tokens and positions."""

@@ -5,6 +5,7 @@ Defines their memory layout and tracks what the device holds, so that a step upl
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -183,6 +184,9 @@ class DecodeInputs:
 
     def _write_pages(self, batch: Batch) -> None:
         """Write the new pages of rows that need more, and compute for how many steps the pages suffice."""
+        if not self._layout.groups:
+            self._steps_until_pages = sys.maxsize
+            return
         size, slots = self._page_size, self._slots
         positions = np.array(batch.positions, np.int64)
         indices: list[int] = []

@@ -14,7 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.attention.cache_spec import recurrent_layers
 from engine.attention.kv_cache import KVCache
+from engine.attention.recurrent_states import RecurrentStates
 from engine.attention.selection import choose_backend
 from engine.config import ResolvedConfig
 from engine.errors import ConfigError, ModelError
@@ -70,8 +72,10 @@ class ModelRunner:
         self.model = model
         self.device = device
         dtype = getattr(torch, config.dtype)
-        self.kv = KVCache(model.cache_specs(), config.num_pages, config.page_size, dtype, device)
-        self.attention = choose_backend(self.kv.specs, dtype, device)(self.kv, config.max_num_seqs)
+        specs = model.cache_specs()
+        self.kv = KVCache(specs, config.num_pages, config.page_size, dtype, device)
+        self.attention = choose_backend(list(self.kv.paged.values()), dtype, device)(self.kv, config.max_num_seqs)
+        self.states = RecurrentStates(specs, config.max_num_seqs, dtype, device) if recurrent_layers(specs) else None
         pages = -(-config.max_model_len // config.page_size)
         layout = Layout(config.max_num_seqs, pages, len(self.kv.groups))
         self.prefill_buckets = PackedBuckets(
@@ -89,14 +93,14 @@ class ModelRunner:
         self.cache = GraphCache(
             config.graph_config(), device, capture_on_miss=config.warmup == "lazy", manifest=manifest
         )
-        addresses = model_addresses(self.step_model, self.kv)  # one book for all sites: it is checked once
+        addresses = model_addresses(self.step_model, self.kv, self.states)  # one book for all sites: it is checked once
         addresses.watch(self.buffers.tensors, prefix="buffers.")  # prefill writes them too
         greedy = GreedySampler(max_rows, spec.vocab_size, device)
-        has_dynamic_lengths = self.attention.support.dynamic_lengths
+        has_dynamic_lengths = self.attention.support.dynamic_lengths or not self.kv.groups
         self.contexts = () if has_dynamic_lengths else context_buckets(config.max_model_len, config.page_size)
         self.site = self.cache.add_site(
             decode_site(
-                DecodeStep(self.step_model, self.attention, greedy, layout),
+                DecodeStep(self.step_model, self.attention, greedy, layout, self.states),
                 addresses,
                 self.buffers,
                 Buckets.for_limit(config.max_num_seqs, config.graph_buckets),
@@ -116,6 +120,7 @@ class ModelRunner:
                     self.state.last_tokens,
                     self.buffers["logits"],
                     self.buffers["next_tokens"],
+                    self.states,
                 )
                 if self.attention.support.captures_prefill:
                     self.cache.add_site(step.site(addresses))
@@ -259,6 +264,8 @@ class ModelRunner:
         with torch.inference_mode():
             for slot in step.admitted:
                 self.sampling.set_slot(slot.slot, slot.params, slot.seed, slot.prompt_ids, slot.output_ids)
+            if step.admitted and self.states is not None:
+                self.states.zero(ids_to(self.device, [slot.slot + 1 for slot in step.admitted]))
             if step.decode is not None:
                 self._decode(step.decode, output)
             if step.prefill is not None:
@@ -286,6 +293,7 @@ class ModelRunner:
         """Zero free pages and the scratch page, which may hold NaN.
 
         Attention multiplies masked positions by 0, and 0 * NaN would be NaN for the next request with these pages.
+        Recurrent states need no such call: they are zeroed when their slot is assigned.
         """
         self.kv.zero_pages(ids_to(self.device, [0, *pages]))
 

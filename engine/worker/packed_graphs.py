@@ -14,6 +14,7 @@ from torch import Tensor
 
 from engine.attention.interface import AttentionBackend
 from engine.attention.metadata import PrefillMetadata
+from engine.attention.recurrent_states import RecurrentStates, StepStates
 from engine.models.interface import Model
 from engine.protocol.phase import Phase
 from engine.sampling.greedy import GreedySampler
@@ -41,8 +42,9 @@ or not. A step with more chunks takes a larger bucket.
 class PackedLayout(NamedTuple):
     """Layout of a prefill step's inputs in one int64 tensor.
 
-    - [4, num_chunks]: per chunk, the number of tokens up to its end, the number of tokens before it in its sequence,
-      the index of its last token in the step, and the `last_tokens` entry for its next token (0: none).
+    - [5, num_chunks]: per chunk, the number of tokens up to its end, the number of tokens before it in its sequence,
+      the index of its last token in the step, the `last_tokens` entry for its next token (0: none), and the
+      entry of its recurrent states (0: none).
     - [tokens, 3]: per token, its id, its position and its page table row.
     - [num_chunks + 1, groups, pages_per_chunk]: page tables, last because only those of the step's chunks are uploaded;
       row 0 is padding.
@@ -57,16 +59,17 @@ class PackedLayout(NamedTuple):
         return self._table_start(tokens) + (chunks + 1) * self.groups * self.pages_per_chunk
 
     def split(self, packed: Any, tokens: int) -> tuple[Any, Any, Any]:
-        """Return views of the parts of a tensor or array: [4, num_chunks], [tokens, 3] and the page tables."""
-        start = self._table_start(tokens)
+        """Return views of the parts of a tensor or array: [5, num_chunks], [tokens, 3] and the page tables."""
+        start, table_size = self._table_start(tokens), self.groups * self.pages_per_chunk
+        tables = (len(packed) - start) // table_size if table_size else 0
         return (
-            packed[: 4 * self.num_chunks].reshape(4, self.num_chunks),
-            packed[4 * self.num_chunks : start].reshape(tokens, 3),
-            packed[start:].reshape(-1, self.groups, self.pages_per_chunk),
+            packed[: 5 * self.num_chunks].reshape(5, self.num_chunks),
+            packed[5 * self.num_chunks : start].reshape(tokens, 3),
+            packed[start:].reshape(tables, self.groups, self.pages_per_chunk),
         )
 
     def _table_start(self, tokens: int) -> int:
-        return 4 * self.num_chunks + 3 * tokens
+        return 5 * self.num_chunks + 3 * tokens
 
     def fill(self, rows: Sequence[PackedRow], tokens: int) -> np.ndarray:
         """Create the host array of a step of `tokens` tokens, padding included, with its rows' page tables."""
@@ -75,7 +78,7 @@ class PackedLayout(NamedTuple):
         start = 0
         for index, row in enumerate(rows):
             end = start + len(row.tokens)
-            per_chunk[:, index] = end, row.start, end - 1, row.entry
+            per_chunk[:, index] = end, row.start, end - 1, row.entry, row.state_entry
             for group, pages in enumerate(row.page_tables):
                 tables[index + 1, group, : len(pages)] = pages
             per_token[start:end, 0] = row.tokens
@@ -87,19 +90,23 @@ class PackedLayout(NamedTuple):
 
 
 class PackedRow(NamedTuple):
-    """Tokens of one sequence from position `start` on. `entry`: of `last_tokens`, for the greedy token after them."""
+    """Tokens of one sequence from position `start` on.
+
+    `entry`: of `last_tokens`, for the greedy token after them. `state_entry`: of the recurrent states. 0: none.
+    """
 
     page_tables: Sequence[Sequence[int]]
     start: int
     tokens: Sequence[int]
     entry: int
+    state_entry: int = 0
 
 
 def prefill_row(chunk: PrefillChunk) -> PackedRow:
     """Return a prompt chunk as a row."""
     request, end = chunk.request, chunk.start + chunk.length
-    entry = request.slot + 1 if chunk.is_last else 0
-    return PackedRow(request.page_tables, chunk.start, request.token_ids[chunk.start : end], entry)
+    slot, entry = request.slot + 1, request.slot + 1 if chunk.is_last else 0
+    return PackedRow(request.page_tables, chunk.start, request.token_ids[chunk.start : end], entry, slot)
 
 
 def verify_row(row: VerifyRow) -> PackedRow:
@@ -174,8 +181,10 @@ class PackedStep:
         last_tokens: Tensor,
         logits: Tensor,
         next_tokens: Tensor,
+        states: RecurrentStates | None = None,
     ):
         self._model, self._attention, self._sampler, self.buckets = model, attention, sampler, buckets
+        self._states = states
         self._last_tokens, self._logits, self._next_tokens = last_tokens, logits, next_tokens
         self._rows = torch.arange(1, buckets.max_chunks + 1, device=model.device)
         self._padding = torch.zeros(len(logits), dtype=torch.int64, device=model.device)
@@ -248,20 +257,21 @@ class PackedStep:
         """Return the indices of the tokens after which one is sampled, and their entries of `last_tokens`."""
         if self.buckets.phase is Phase.VERIFY:
             return torch.arange(tokens, device=packed.device), self._padding[:tokens]
-        (_, _, ends, entries), _, _ = layout.split(packed, tokens)
+        (_, _, ends, entries, _), _, _ = layout.split(packed, tokens)
         return ends, entries
 
     def _forward(
         self, layout: PackedLayout, packed: Tensor, tokens: int, spans: Sequence[tuple[int, int]] | None
     ) -> Tensor:
-        (ends, starts, _, _), per_token, tables = layout.split(packed, tokens)
+        (ends, starts, _, _, entries), per_token, tables = layout.split(packed, tokens)
         ids, positions, rows = per_token.t().contiguous()
         attention = self._attention.prefill(
             PrefillMetadata(
                 tables.transpose(0, 1), positions, rows, ends, starts, self._rows[: layout.num_chunks], spans
             )
         )
-        return self._model.forward(ids, positions, attention, rows)
+        states = None if self._states is None else StepStates(self._states, entries, ends, rows - 1)
+        return self._model.forward(ids, positions, attention, rows, states)
 
     def _sample(self, hidden: Tensor, ends: Tensor, entries: Tensor, logits: Tensor, next_tokens: Tensor) -> None:
         maxima = self._model.head(hidden.index_select(0, ends), logits, after_layer=False)

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 
 import torch
 
-from engine.attention.cache_spec import group_layers
+from engine.attention.cache_spec import group_layers, paged_layers, recurrent_layers
 from engine.config import EngineConfig, ResolvedConfig
 from engine.errors import ConfigError
 from engine.models.config import ModelConfig
@@ -22,6 +24,8 @@ CPU_KV_SHARE = 0.25  # of the machine's memory, if that is less than CPU_KV_BYTE
 GRAPH_RESERVE_BYTES = 1 << 30  # for graphs and activations beside the KV cache on a GPU
 FIRST_CONTEXT_BUCKET = 256
 WARM_CONTEXT = 1024
+
+logger = logging.getLogger(__name__)
 
 
 def resolve(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> ResolvedConfig:
@@ -47,6 +51,12 @@ def resolve(config: EngineConfig, model: ModelConfig, device: torch.device, dtyp
             f"num_speculative_tokens={config.num_speculative_tokens} can't be combined with async_scheduling=True: "
             "drafts follow the last token, which must have been read; leave one of them out"
         )
+    if speculates and (recurrent := recurrent_layers(model.cache_specs())):
+        raise ConfigError(
+            f"num_speculative_tokens={config.num_speculative_tokens} doesn't work with {model.architecture}: "
+            f"{len(recurrent)} of its layers have recurrent state, which can't go back to before a rejected draft; "
+            "leave it out"
+        )
     sizes = {
         "device": str(device),
         "dtype": str(dtype).removeprefix("torch."),
@@ -54,6 +64,7 @@ def resolve(config: EngineConfig, model: ModelConfig, device: torch.device, dtyp
         "max_num_seqs": seqs,
         "max_num_batched_tokens": batched,
         "num_pages": pages,
+        "enable_prefix_caching": _prefix_caching(config, model),
         "async_scheduling": on_gpu and not speculates if config.async_scheduling is None else config.async_scheduling,
     }
     return ResolvedConfig(**(vars(config) | sizes))
@@ -67,10 +78,38 @@ def _default_max_num_seqs(device: torch.device) -> int:
     return LARGE_CUDA_MAX_NUM_SEQS if total >= LARGE_CUDA_BYTES else CUDA_MAX_NUM_SEQS
 
 
+def _prefix_caching(config: EngineConfig, model: ModelConfig) -> bool:
+    """Return whether to cache prefixes. A page holds no recurrent state, so a model with such layers can't reuse any.
+
+    Raises ConfigError if such a model's configuration asks for it.
+    """
+    recurrent = recurrent_layers(model.cache_specs())
+    if not recurrent:
+        return config.enable_prefix_caching is not False
+    if config.enable_prefix_caching:
+        raise ConfigError(
+            f"enable_prefix_caching=True doesn't work with {model.architecture}: {len(recurrent)} of its layers have "
+            "recurrent state, which cached pages don't hold; leave it out"
+        )
+    if config.enable_prefix_caching is None:
+        logger.info("prefix caching is off: %s has layers with recurrent state", model.architecture)
+    return False
+
+
 def page_bytes(model: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
-    """Return the bytes of one page: keys and values in all layers of a cache group."""
-    depth = max(len(group.layers) for group in group_layers(model.cache_specs()))
-    return 2 * depth * page_size * model.num_kv_heads * model.head_dim * dtype.itemsize
+    """Return the bytes of one page: what all layers of a cache group store per token; 0 without paged layers."""
+    specs = model.cache_specs()
+    shapes = next((spec.token_shapes for spec in paged_layers(specs).values()), ())
+    depth = max((len(group.layers) for group in group_layers(specs)), default=0)
+    return depth * page_size * sum(map(math.prod, shapes)) * dtype.itemsize
+
+
+def state_bytes(model: ModelConfig, seqs: int, dtype: torch.dtype) -> int:
+    """Return the bytes of the recurrent states of `seqs` sequences and of padding rows."""
+    layers = recurrent_layers(model.cache_specs()).values()
+    return (seqs + 1) * sum(
+        math.prod(shape) * (spec.dtype or dtype).itemsize for spec in layers for shape in spec.shapes
+    )
 
 
 def pages_per_sequence(model: ModelConfig, page_size: int, context: int, batched: int) -> int:
@@ -102,7 +141,9 @@ def _affordable_pages(
     batched: int,
     context: int,
 ) -> int:
-    size = page_bytes(model, config.page_size, dtype)
+    size, states = page_bytes(model, config.page_size, dtype), state_bytes(model, seqs, dtype)
+    if not size:
+        return 2  # the fewest that a page pool has; no layer uses them
     needed = pages_per_sequence(model, config.page_size, context, batched)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -111,11 +152,14 @@ def _affordable_pages(
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         budget = min(CPU_KV_BYTES, int(memory * CPU_KV_SHARE))
+    budget -= states
     pages = min(1 + seqs * needed, budget // size)
     if pages <= needed:
+        beside = f" beside {states >> 20} MiB of recurrent states for max_num_seqs={seqs}" if states else ""
         raise ConfigError(
-            f"the KV cache has room for {max(0, pages - 1) * config.page_size} tokens ({budget >> 20} MiB), but one "
-            f"sequence can have {context}: lower max_model_len, or give num_pages"
+            f"the KV cache has room for {max(0, pages - 1) * config.page_size} tokens ({max(0, budget) >> 20} MiB"
+            f"{beside}), but one sequence can have {context}: lower max_model_len"
+            f"{' or max_num_seqs' if states else ''}, or give num_pages"
         )
     return pages
 

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
-from engine.attention.cache_spec import FullAttentionSpec, SlidingWindowSpec, group_layers
+from engine.attention.cache_spec import (
+    FullAttentionSpec,
+    LatentSpec,
+    RecurrentStateSpec,
+    SlidingWindowSpec,
+    group_layers,
+)
 from engine.attention.kv_cache import KVCache
 from engine.attention.sdpa import SdpaBackend
 from engine.attention.selection import choose_backend
@@ -176,3 +184,49 @@ def test_groups_have_equally_many_layers_so_that_any_page_fits_any_group() -> No
     assert groups == ((8, (0, 1)), (8, (3, 4)), (8, (6,)), (None, (2, 5)))
     with pytest.raises(ModelError, match="found 1 x 16, 2 x 16"):
         group_layers([full, FullAttentionSpec(kv_heads=1, head_dim=DIM)])
+    with pytest.raises(ModelError, match="found a latent vector of 8, 2 x 16"):
+        group_layers([full, LatentSpec(width=8, scale=1.0)])
+
+
+def test_recurrent_layers_are_in_no_group() -> None:
+    full, recurrent = FullAttentionSpec(kv_heads=2, head_dim=DIM), RecurrentStateSpec(shapes=((3,),))
+    assert group_layers([recurrent, full, recurrent, full]) == ((None, (1, 3)),)
+    assert group_layers([recurrent]) == ()
+    cache = KVCache([recurrent, full], 4, PAGE, torch.float32, "cpu")
+    assert cache.nbytes == 2 * 4 * PAGE * 2 * DIM * 4 and not cache.k[0].numel()
+    with pytest.raises(ModelError, match="layer 0 called attention, but its cache spec is RecurrentStateSpec"):
+        decode_attention(cache, torch.tensor([[1]]), torch.tensor([0]))(0, *rows(1, 2, 2))
+
+
+@pytest.mark.parametrize("value_width", [None, 5])
+def test_latent_layers_attend_to_one_vector_per_token(value_width: int | None) -> None:
+    torch.manual_seed(3)
+    heads, width, scale, values = 3, 8, 0.7, value_width or 8
+    cache = KVCache([LatentSpec(width=width, value_width=value_width, scale=scale)] * 2, 16, PAGE, torch.float32, "cpu")
+    assert cache.nbytes == 2 * 16 * PAGE * width * 4
+    for pages in cache.k:
+        pages.normal_(0.0, 30.0)
+    before = cache.k[0].clone()
+    q, latents = torch.randn(15, heads, width), torch.randn(15, 1, width)
+    pages, outs = [[9, 2, 5, 1]], []
+    for start, length in ((0, 5), (5, 7)):
+        part = slice(start, start + length)
+        outs.append(prefill_attention(cache, [(start, length)], pages)(1, q[part], latents[part], None))
+    for position in range(12, 15):
+        part = slice(position, position + 1)
+        attention = decode_attention(cache, torch.tensor(pages), torch.tensor([position]))
+        outs.append(attention(1, q[part], latents[part], None))
+    k = latents.squeeze(1).double()
+    scores = torch.einsum("lhd,sd->hls", q.double(), k) * scale
+    weights = scores.masked_fill(torch.ones(15, 15, dtype=torch.bool).triu(1), float("-inf")).softmax(-1)
+    expected = torch.einsum("hls,se->lhe", weights, k[:, :values]).reshape(15, -1)
+    torch.testing.assert_close(torch.cat(outs).double(), expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(cache.k[0], before) and torch.equal(cache.k[1][9], latents[:PAGE])
+
+
+def test_a_backend_names_the_specs_that_it_lacks() -> None:
+    support = dataclasses.replace(SdpaBackend.support, specs=frozenset({FullAttentionSpec, SlidingWindowSpec}))
+    latent, cpu = LatentSpec(width=8, scale=1.0), torch.device("cpu")
+    assert support.missing([latent], torch.float32, cpu) == "layers with LatentSpec"
+    assert support.missing([FullAttentionSpec(kv_heads=2, head_dim=DIM)], torch.float32, cpu) is None
+    assert SdpaBackend.support.missing([latent], torch.float32, cpu) is None

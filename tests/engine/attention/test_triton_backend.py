@@ -7,8 +7,9 @@ import torch
 
 from tests.support.kernels import DEVICE, relative_error  # isort: skip  (before what imports triton)
 
-from engine.attention.cache_spec import FullAttentionSpec, SlidingWindowSpec
+from engine.attention.cache_spec import FullAttentionSpec, LatentSpec, SlidingWindowSpec
 from engine.attention.kv_cache import KVCache
+from engine.attention.triton import TritonBackend
 from tests.support.attention import backend_for, decode_attention, prefill_metadata
 
 pytestmark = [
@@ -45,3 +46,8 @@ def test_prefill_and_decode_equal_sdpa(layer):
             for name in caches
         ]
         assert relative_error(outs[1], outs[0]) < 1e-5
+
+
+def test_latent_layers_are_left_to_another_backend():
+    found = TritonBackend.support.missing([LatentSpec(width=32, scale=1.0)], torch.bfloat16, torch.device("cuda"))
+    assert found == "layers with LatentSpec"

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 
 import pytest
 import torch
 
+from engine.attention.cache_spec import LatentSpec, RecurrentStateSpec
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.models.registry import config_from_folder
-from engine.worker.sizing import CPU_KV_BYTES, context_buckets, page_bytes, resolve
+from engine.worker.sizing import CPU_KV_BYTES, CPU_KV_SHARE, context_buckets, page_bytes, resolve, state_bytes
 
 CPU = torch.device("cpu")
 
@@ -77,6 +79,39 @@ def test_a_context_that_no_memory_holds_is_refused_with_what_to_do(model):
         resolved(huge, max_model_len=4096)
     assert "4096" in str(refused.value)
     assert resolved(huge, max_model_len=4096, num_pages=10).num_pages == 10
+
+
+def with_specs(model, *specs):
+    """Return the model's config with these cache specs."""
+    kind = type("ConfigWithSpecs", (type(model),), {"cache_specs": lambda self: specs})
+    return kind(**vars(model))
+
+
+def test_a_page_of_latents_holds_no_values(model):
+    latent = LatentSpec(width=24, scale=1.0)
+    assert page_bytes(with_specs(model, latent, latent), 16, torch.bfloat16) == 2 * 16 * 24 * 2
+
+
+def test_recurrent_states_take_their_memory_from_the_pages(model):
+    [full, _] = model.cache_specs()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    budget = min(CPU_KV_BYTES, int(memory * CPU_KV_SHARE))
+    settings = {"max_num_batched_tokens": 4096, "max_num_seqs": 4000, "max_model_len": 4096}
+    per_sequence = budget // 4001 // 2  # in elements of 2 bytes
+    small, large = (
+        with_specs(model, full, RecurrentStateSpec(shapes=((size,), (2, 3)), dtype=torch.bfloat16))
+        for size in (per_sequence // 4, per_sequence)
+    )
+    taken = 4001 * 2 * (per_sequence // 4 + 6)
+    assert state_bytes(small, 4000, torch.float32) == taken
+    assert resolved(small, **settings).num_pages == (budget - taken) // page_bytes(small, 16, torch.float32)
+    with pytest.raises(ConfigError, match="recurrent states for max_num_seqs=4000.*: lower max_model_len or max_num_s"):
+        resolved(large, **settings)
+
+
+def test_a_model_without_paged_layers_gets_no_pages(model):
+    state = RecurrentStateSpec(shapes=((4,),))
+    assert resolved(with_specs(model, state, state)).num_pages == 2
 
 
 @pytest.mark.parametrize(
