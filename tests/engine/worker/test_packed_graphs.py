@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from tests.support.kernels import DEVICE, DTYPE, relative_error  # isort: skip  (before what imports triton)
 
 from engine.attention.kv_cache import KVCache
+from engine.attention.recurrent_states import RecurrentStates
 from engine.attention.triton import TritonBackend
 from engine.protocol.phase import Phase
 from engine.sampling.greedy import GreedySampler
@@ -18,6 +20,7 @@ from engine.worker.decode_graphs import model_addresses
 from engine.worker.packed_graphs import PackedBuckets, PackedRow, PackedStep, prefill_row
 from tests.engine.kernels.test_decode_step import TOLERANCE, small_model
 from tests.support.attention import prefill_attention
+from tests.support.toy_models import ENTRY, ToyReference, read_config, write_toy
 
 pytestmark = [
     pytest.mark.gpu,
@@ -126,6 +129,52 @@ def test_a_step_that_verifies_drafts_has_the_logits_after_every_token(kernels):
         eager = verify.run_eager(buckets.exact_layout(2).fill(rows, 6), [(20, 4), (0, 2)], range(6))
         assert relative_error(eager.logits, wanted) < 4 * TOLERANCE
     assert last_tokens[1:].tolist() == [77] * 8  # which drafts are accepted is decided later
+
+
+@pytest.mark.parametrize("mixers", [("recurrent", "attention"), ("recurrent",)], ids=str)
+def test_a_padded_bucket_carries_recurrent_states_from_chunk_to_chunk(mixers, tmp_path):
+    weights = write_toy(tmp_path, mixers)
+    values = json.loads((tmp_path / "config.json").read_text())
+    model = ENTRY.model(read_config(values, ENTRY.family, "config.json"), torch.float32, DEVICE)
+    for name, slot in model.weight_slots().items():
+        slot.write(weights[name])
+    kv = KVCache(model.cache_specs(), 24, 16, torch.float32, DEVICE)
+    states = RecurrentStates(model.cache_specs(), 8, torch.float32, DEVICE)
+    out = torch.empty(8, model.config.vocab_size, device=DEVICE)
+    buckets = PackedBuckets(Phase.PREFILL, 8, 64, 8, len(kv.groups))
+    prefill = PackedStep(
+        model,
+        TritonBackend(kv, 8),
+        GreedySampler(8, model.config.vocab_size, torch.device(DEVICE)),
+        buckets,
+        torch.zeros(9, dtype=torch.int64, device=DEVICE),
+        out,
+        torch.empty(8, dtype=torch.int64, device=DEVICE),
+        states,
+    )
+    site = prefill.site(model_addresses(model, kv, states))
+    [part] = site.parts
+
+    def chunk_of(slot: int, start: int, length: int, is_last: bool) -> PrefillChunk:
+        one = chunk(slot, start, length, is_last, [2 * slot + 1, 2 * slot + 2])
+        one.request.token_ids = [token % 97 for token in one.request.token_ids]
+        one.request.page_tables = one.request.page_tables * len(kv.groups)
+        return one
+
+    wanted = ToyReference(weights, mixers)
+    steps = [
+        [chunk_of(2, 0, 5, False), chunk_of(0, 0, 9, True)],
+        [chunk_of(5, 0, 1, False), chunk_of(2, 5, 12, False)],
+        [chunk_of(2, 17, 1, True), chunk_of(5, 1, 20, True)],
+    ]
+    with torch.inference_mode():
+        for chunks in steps:
+            prefill.load(buckets.layout(64).fill([prefill_row(one) for one in chunks], 64))
+            part(**site.buffers.view(64))
+            for row, one in enumerate(chunks):
+                assert relative_error(out[row].cpu(), wanted.logits(one.request.token_ids)[-1]) < 1e-5
+    assert not any(whole[:, 0].any() for whole in states.storage)  # padding
+    assert not any(whole[:, [2, 4, 5, 7, 8]].any() for whole in states.storage)  # slots of no chunk
 
 
 def test_chunk_capacity_follows_the_bucket_and_max_tokens_is_a_bucket():
