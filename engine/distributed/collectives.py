@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -30,7 +31,7 @@ def gather_columns(local: Tensor, gathered: Tensor, out: Tensor, group: dist.Pro
 
 
 class TensorParallelCollectives:
-    """Collectives of one tensor-parallel group, for logits of up to max_rows rows from `head` [local vocab, h].
+    """Collectives of one tensor-parallel group, for float32 logits of up to max_rows rows from `head` [local vocab, h].
 
     Adding an all-reduced sum to hidden [T, h] takes two calls: write this rank's partial sum to the tensor returned by
     `all_reduce_into`, then call `all_reduce_shared`. Few rows use the one-shot all-reduce, which has lower latency than
@@ -41,8 +42,8 @@ class TensorParallelCollectives:
         self._group = group
         self.is_first = group.rank() == 0
         self._one_shot = _make_one_shot(group, head)
-        self._local_logits = head.new_empty(max_rows, len(head))
-        self._gathered = head.new_empty(group.size() * max_rows, len(head))
+        self._local_logits = head.new_empty(max_rows, len(head), dtype=torch.float32)
+        self._gathered = head.new_empty(group.size() * max_rows, len(head), dtype=torch.float32)
 
     def part(self, rows: int) -> Tensor:
         """Return the buffer for this rank's columns of the logits, [rows, local vocab]."""

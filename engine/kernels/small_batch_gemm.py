@@ -197,7 +197,8 @@ def linear(
 ) -> int:
     """Write y = rms_norm(x) Wᵀ + bias to `out` [M, n] and return the number of tiles along n.
 
-    x [M, k] and W [n, k] are contiguous. Raises ModelError if the weight's format is not one of FORMATS.
+    x [M, k] and W [n, k] are contiguous. `out` has their dtype, or is float32 to keep the sums as accumulated, without
+    `bias`, `gated` and `add`. Raises ModelError if the weight's format is not one of FORMATS.
 
     - `norm`: weight of the RMSNorm; None uses x directly.
     - `gated`: W is [2n, k] with the rows of the gate first, and y is silu(gate) * up.
@@ -306,8 +307,10 @@ def _linear_cublas(
             out.add_(bias)
     elif bias is not None:
         torch.addmm(bias, x, weight.T, out=product)
-    else:
+    elif product.dtype == x.dtype:
         torch.mm(x, weight.T, out=product)
+    else:
+        torch.mm(x, weight.T, out_dtype=product.dtype, out=product)
     width = out.shape[1]
     if gated:
         gate_kernel[(rows, triton.cdiv(width, 1024))](product, out, W=width, BLOCK=1024, PDL=pdl, **launch_options(pdl))

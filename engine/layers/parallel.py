@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
 from engine.errors import ModelError
+from engine.layers.float32_linear import linear_float32
 from engine.layers.linear import Embedding, Linear
 from engine.layers.weight_slot import PartSlot, Slot, WeightSlot
 
@@ -108,7 +109,7 @@ class VocabParallelEmbedding(Embedding):
 
 
 class VocabParallelHead(Linear):
-    """LM head whose rows are split: hidden [N, h] -> logits [N, vocab], gathered on every rank without padding.
+    """LM head whose rows are split: hidden [N, h] -> float32 logits [N, vocab], gathered on every rank without padding.
 
     `tied`: the weight of a VocabParallelEmbedding of the same vocabulary and ranks, which the head then uses.
     """
@@ -133,7 +134,7 @@ class VocabParallelHead(Linear):
             self.weight = tied
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.parallel.gather_columns(F.linear(x, self.weight), self.vocab)
+        return self.parallel.gather_columns(linear_float32(x, self.weight), self.vocab)
 
     def slots(self, prefix: str) -> dict[str, Slot]:
         """Map the weight's Hugging Face name to this rank's rows."""

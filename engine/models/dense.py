@@ -178,6 +178,10 @@ class DenseModel(Model, nn.Module):
         """
         return DecoderLayer(config, index, dtype, device, parallel)
 
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        return torch.float32
+
     def fused(self, max_rows: int, max_tokens: int) -> Model:
         from engine.models.fused_dense import FusedDense  # imports triton, which is installed only with CUDA
 

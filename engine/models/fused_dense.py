@@ -62,6 +62,10 @@ class FusedDense(Model):
         self.collectives = None if group is None else TensorParallelCollectives(group, max_rows, head)
 
     @property
+    def logits_dtype(self) -> torch.dtype:
+        return torch.float32
+
+    @property
     def module(self) -> nn.Module:
         return self._model.module
 
@@ -155,7 +159,7 @@ class FusedDense(Model):
         return self._partial_squares(rows, self.config.intermediate_size)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        return self._model.compute_logits(hidden)
+        return self._model.compute_logits(hidden).to(self.logits_dtype)
 
     def head(self, hidden: Tensor, logits: Tensor, *, after_layer: bool) -> TileMaxima | None:
         scratch, rows = self._scratch, len(hidden)

@@ -80,6 +80,14 @@ class Model(ABC):
     """The collectives of a tensor-parallel step that wait on the device, to abandon them if a rank is lost."""
 
     @property
+    def logits_dtype(self) -> torch.dtype:
+        """The dtype of the logits that `compute_logits` returns and for which `head` needs a buffer.
+
+        Float32 if the head's GEMM doesn't round its sums: see layers/float32_linear.py.
+        """
+        return self.dtype
+
+    @property
     def module(self) -> nn.Module:
         """The module that holds every parameter and buffer that a step reads."""
         assert isinstance(self, nn.Module)
@@ -111,13 +119,13 @@ class Model(ABC):
 
     @abstractmethod
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Return logits [N, vocab] of hidden [N, h] after the last layer, in the model's dtype. Applies the last norm.
+        """Return logits [N, vocab] of hidden [N, h] after the last layer, in `logits_dtype`. Applies the last norm.
 
         With tensor parallelism every rank gets all columns.
         """
 
     def head(self, hidden: Tensor, logits: Tensor, *, after_layer: bool) -> TileMaxima | None:
-        """Write the logits of hidden [N, h] to `logits` [N, vocab].
+        """Write the logits of hidden [N, h] to `logits` [N, vocab] of `logits_dtype`.
 
         Returns their maxima by tile if they are a by-product, in memory that the next call overwrites. `after_layer`:
         hidden is what `layer` returned last, not a selection of its rows.

@@ -54,18 +54,25 @@ class Layout(NamedTuple):
 
 
 def decode_buffers(
-    layout: Layout, max_rows: int, hidden_size: int, vocab_size: int, dtype: torch.dtype, device: torch.device
+    layout: Layout,
+    max_rows: int,
+    hidden_size: int,
+    vocab_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    logits_dtype: torch.dtype,
 ) -> StaticBuffers:
     """Create the decode site's static buffers. Prefill shares the outputs, which have `max_rows` rows.
 
     - state, int64 [layout.size]: see SlotState; all zeros means padding.
-    - hidden, [b, hidden_size]: passed between the parts of a layer-scoped step.
-    - logits [b, vocab_size] and next_tokens int64 [b]: outputs. A next token is -1 if the row's logits are not finite.
+    - hidden, `dtype` [b, hidden_size]: passed between the parts of a layer-scoped step.
+    - logits, `logits_dtype` [b, vocab_size], and next_tokens int64 [b]: outputs. A next token is -1 if the row's logits
+      are not finite.
     """
     specs = {
         "state": BufferSpec((layout.size,), torch.int64),
         "hidden": BufferSpec((BATCH, hidden_size), dtype, pad=None),
-        "logits": BufferSpec((BATCH, vocab_size), dtype, pad=None),
+        "logits": BufferSpec((BATCH, vocab_size), logits_dtype, pad=None),
         "next_tokens": BufferSpec((BATCH,), torch.int64, pad=None),
     }
     return StaticBuffers(specs, max_rows, device)

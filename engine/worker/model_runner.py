@@ -86,10 +86,12 @@ class ModelRunner:
             tokens = min(config.max_num_batched_tokens, max(MIN_VERIFY_TOKENS, config.max_num_seqs))
             self.verify_buckets = PackedBuckets(Phase.VERIFY, config.max_num_seqs, tokens, pages, len(self.kv.groups))
         max_rows = max(config.max_num_seqs, self.prefill_buckets.max_chunks, self.max_verify_tokens)
-        self.buffers = decode_buffers(layout, max_rows, spec.hidden_size, spec.vocab_size, dtype, device)
+        self.step_model = self._fuse(dtype) or model
+        self.buffers = decode_buffers(
+            layout, max_rows, spec.hidden_size, spec.vocab_size, dtype, device, self.step_model.logits_dtype
+        )
         self.state = layout.views(self.buffers["state"])
         self.inputs = DecodeInputs(layout, config.page_size, [group.window for group in self.kv.groups])
-        self.step_model = self._fuse(dtype) or model
         self.cache = GraphCache(
             config.graph_config(), device, capture_on_miss=config.warmup == "lazy", manifest=manifest
         )

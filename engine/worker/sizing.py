@@ -127,9 +127,8 @@ def step_bytes(model: ModelConfig, seqs: int, batched: int, dtype: torch.dtype) 
     """Estimate the bytes of a step's activations, for `batched` tokens and `seqs` rows of logits."""
     heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     split = 4096 * max(model.hidden_size, 2 * model.intermediate_size)  # split-K GEMMs: 4 float32 sums of 256 rows
-    return split + dtype.itemsize * (
-        batched * (4 * model.hidden_size + heads + model.mlp_activations) + 4 * seqs * model.vocab_size
-    )
+    logits = 3 * 4 * seqs * model.vocab_size  # float32: the step's, and two copies while sampling
+    return split + logits + dtype.itemsize * batched * (4 * model.hidden_size + heads + model.mlp_activations)
 
 
 def _affordable_pages(

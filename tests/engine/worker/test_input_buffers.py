@@ -23,7 +23,7 @@ class Device:
     """The decode state, its DecodeInputs, and a simulated decode step in which each row's token becomes `token + 1`."""
 
     def __init__(self) -> None:
-        self.buffers = decode_buffers(LAYOUT, ROWS, 4, 10, torch.float32, torch.device("cpu"))
+        self.buffers = decode_buffers(LAYOUT, ROWS, 4, 10, torch.float32, torch.device("cpu"), torch.float32)
         self.state: SlotState = LAYOUT.views(self.buffers["state"])
         self.inputs = DecodeInputs(LAYOUT, PAGE_SIZE)
 
@@ -193,11 +193,11 @@ def test_a_token_that_neither_device_nor_host_knows_is_an_error_not_a_guess():
 
 @pytest.mark.parametrize("rows", [1, 3, 8])
 def test_the_buffers_are_the_shapes_that_the_decode_site_reads(rows):
-    buffers = decode_buffers(LAYOUT, ROWS, 16, 32, torch.bfloat16, torch.device("cpu"))
+    buffers = decode_buffers(LAYOUT, ROWS, 16, 32, torch.bfloat16, torch.device("cpu"), torch.float32)
     shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in buffers.view(rows).items()}
     assert shapes == {
         "state": ((8 + 8 + 9 + 9 * PAGES,), torch.int64),
-        "hidden": ((rows, 16), torch.bfloat16), "logits": ((rows, 32), torch.bfloat16),
+        "hidden": ((rows, 16), torch.bfloat16), "logits": ((rows, 32), torch.float32),
         "next_tokens": ((rows,), torch.int64),
     }  # fmt: skip
     parts = LAYOUT.views(buffers["state"])
@@ -208,7 +208,7 @@ def test_the_buffers_are_the_shapes_that_the_decode_site_reads(rows):
 
 def test_tables_of_two_groups_may_differ_in_length_and_lose_their_beginnings():
     layout = Layout(ROWS, PAGES, 2)
-    buffers = decode_buffers(layout, ROWS, 4, 10, torch.float32, torch.device("cpu"))
+    buffers = decode_buffers(layout, ROWS, 4, 10, torch.float32, torch.device("cpu"), torch.float32)
     inputs = DecodeInputs(layout, PAGE_SIZE, (None, PAGE_SIZE))
     state = layout.views(buffers["state"])
     request = a_request("one", 3, [5, 6], PAGE_SIZE)  # the full group has the next page already
