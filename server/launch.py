@@ -49,7 +49,7 @@ def run(config: ServerConfig, run_engine: Run = run_loop) -> None:
 
 async def serve(config: ServerConfig, run_engine: Run = run_loop) -> None:
     """Do what `run` does, inside a running event loop, with this process as the only API worker."""
-    keys = Keys.load(config, os.environ)
+    keys = Keys.take(config, os.environ)
     listener = listen(config.host, config.port)  # before loading the model, so that a port in use fails at once
     try:
         raise_file_limit(config.max_connections + FILES_BESIDE_CONNECTIONS)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
 
 from starlette.datastructures import Headers
@@ -41,6 +41,14 @@ class Keys:
             [*_from_file(config.api_key_file), *_from_list(environ, API_KEYS)],
             [*_from_file(config.admin_key_file), *_from_list(environ, ADMIN_KEYS)],
         )
+
+    @classmethod
+    def take(cls, config: ServerConfig, environ: MutableMapping[str, str]) -> Keys:
+        """Load keys like `load` and remove them from `environ`, which processes started later would inherit."""
+        keys = cls.load(config, environ)
+        for name in (API_KEYS, ADMIN_KEYS):
+            environ.pop(name, None)
+        return keys
 
     def check(self, path: str, presented: str | None) -> None:
         """Check the `presented` key for `path`.

@@ -45,7 +45,7 @@ GRACE_SECONDS = DRAIN_RESPONSE_SECONDS + 10  # after the drain limit, before a w
 
 async def serve_workers(config: ServerConfig, run_engine: Run = run_loop) -> None:
     """Serve with `config.api_workers` API workers until a stop signal. Returns and raises as `launch.run` does."""
-    keys = Keys.load(config, os.environ)
+    keys = Keys.take(config, os.environ)
     listener = listen(config.host, config.port)
     try:
         listener.listen(backlog(config))

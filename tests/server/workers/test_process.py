@@ -162,6 +162,21 @@ async def test_a_port_in_use_fails_before_the_model_is_loaded(tiny_model: Path) 
             await asyncio.wait_for(serve(ServerConfig(engine=EngineConfig(model=str(tiny_model)), port=port)), 1)
 
 
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_keys_of_the_environment_do_not_reach_other_processes(start: Serve, tiny_model: Path, monkeypatch, workers):
+    monkeypatch.setenv("ENCORE_API_KEYS", "sk-qzvx-inference")
+    monkeypatch.setenv("ENCORE_ADMIN_KEYS", "sk-qzvx-admin")
+    process, url = started(start, tiny_model, "--http-workers", workers)
+    found = children(process.pid)
+    assert len(found) >= int(workers)
+    for pid in found:
+        assert b"sk-qzvx" not in Path(f"/proc/{pid}/environ").read_bytes()
+    assert httpx.get(url + "/v1/models").status_code == 401
+    assert httpx.get(url + "/v1/models", headers={"Authorization": "Bearer sk-qzvx-inference"}).status_code == 200
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
+
+
 def test_a_missing_model_is_exit_status_2_and_is_named(start: Serve, tmp_path: Path) -> None:
     process = start("--model", str(tmp_path / "missing"), "--port", "0")
     _, log = process.communicate(timeout=60)
