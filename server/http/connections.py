@@ -16,6 +16,7 @@ import sys
 import termios
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from server.http.errors import error_body
@@ -27,6 +28,8 @@ PROBES = tuple(f"GET {path} ".encode() for path in ("/health", "/ready", "/metri
 HEADER_BYTES = 64 * 1024
 FRAMING_BYTES = 64 * 1024  # limit for the chunk extensions and trailers of one body
 CHUNK_SIZE_BYTES = 20  # allowance per chunk: a size of 16 digits, and the line ends after it and after the chunk
+HALF_CLOSED_SECONDS = 0.1  # between probes of a client that closed its sending side
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 REFUSED_SECONDS = 1.0  # a refused connection may send its request for this long, to receive the reason
 ACCEPTING = "takes_connections"  # gauge, 1 while an API worker accepts connections
 
@@ -80,6 +83,8 @@ class LimitedProtocol(HttpToolsProtocol):
       reads them.
     - A connection whose client reads none of its pending response for `write_seconds` is reset, which aborts its
       request.
+    - A client that closes only its sending side gets the answers to its complete requests. See `eof_received`.
+    - Requests that can't be parsed get the error body of all other errors, and upgrades are ignored.
     """
 
     max_connections: int
@@ -88,6 +93,7 @@ class LimitedProtocol(HttpToolsProtocol):
     open_connections: OpenConnections
 
     _timer: asyncio.TimerHandle | None = None
+    _probe: asyncio.TimerHandle | None = None  # of a client that closed its sending side
     _over_limit = False
     _in_header = True
     _header_bytes = 0  # received of the current header
@@ -112,7 +118,7 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         self._header_bytes += len(data) if self._in_header else 0
         was_in_body, self._body_bytes, self._message_ended = not self._in_header, 0, False
-        super().data_received(data)
+        self._feed(data)
         if self.transport.is_closing():  # the parser refused it
             return
         if was_in_body and not self._message_ended:
@@ -138,6 +144,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._body_bytes += CHUNK_SIZE_BYTES
 
     def on_headers_complete(self) -> None:
+        if self._wants_upgrade():
+            return  # parsed again by `_feed_without_upgrade`
         self._header_too_long = sum(len(name) + len(value) for name, value in self.headers) > HEADER_BYTES
         if not self._header_too_long:
             self._in_header, self._framing_bytes = False, 0
@@ -149,6 +157,8 @@ class LimitedProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._wants_upgrade():
+            return
         self._in_header, self._header_bytes, self._message_ended = True, 0, True
         if not self._header_too_long:
             super().on_message_complete()
@@ -158,8 +168,64 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._over_limit:
             self.transport.close()
 
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """Keep the connection open if the client awaits answers: it may have closed its sending side only.
+
+        Closing both sides looks the same until something is written, and a request whose client left must be aborted.
+        So interim responses (100 Continue), which clients skip, are written until the response starts: the second one
+        fails if the client left.
+        """
+        self._stop_timer()
+        last = self.pipeline[0][0] if self.pipeline else self.cycle
+        if last is None or last.response_complete or last.more_body or self.transport.is_closing():
+            return None
+        if last.scope["http_version"] != "1.1":  # HTTP/1.0 has no interim responses
+            return None
+        last.keep_alive = False  # closes the connection after the last answer
+        self._probe_half_closed()
+        return True
+
+    def _probe_half_closed(self) -> None:
+        self._probe = None
+        if self.transport.is_closing():
+            return
+        if not self.cycle.response_started:
+            self.transport.write(CONTINUE)
+        self._probe = self.loop.call_later(HALF_CLOSED_SECONDS, self._probe_half_closed)
+
+    def _feed(self, data: bytes) -> None:
+        """Parse received data, like uvicorn's data_received, which drops the body of a request with an upgrade."""
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._wants_upgrade():
+                self._feed_without_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            log.info("a request is not valid HTTP")
+            self._refuse(400, "the request is not valid HTTP", "invalid_http", None)
+
+    def _wants_upgrade(self) -> bool:
+        """Return whether the header asks for another protocol. The parser skips the body of such a request."""
+        return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
+
+    def _feed_without_upgrade(self, rest: bytes) -> None:
+        """Parse the current request again without its upgrade, which no route offers, and then `rest`, its body."""
+        version = self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+        for name, value in self.headers:
+            if name == b"connection":
+                value = b",".join(token for token in value.split(b",") if token.strip().lower() != b"upgrade")
+            if name != b"upgrade":
+                lines.append(name + b": " + value)
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        self._feed(b"\r\n".join([*lines, b"", b""]) + rest)
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        if self._probe is not None:
+            self._probe.cancel()
         self._write_check.cancel()
         super().connection_lost(exc)
         self.open_connections.set(len(self.connections))
