@@ -17,6 +17,7 @@ from server.http.openapi import REFUSALS, answered_by
 from server.http.streaming import EventStream, event, merge, until_disconnect
 from server.routes.openai_answers import finite
 from server.schemas.generate import GenerateBody
+from server.schemas.requests import naming
 from server.schemas.responses import Generated
 from server.serving.service import Job, Service
 from server.serving.tokenization import Tokenization
@@ -31,9 +32,9 @@ async def generate(body: GenerateBody, request: Request) -> Response:
     tokens = service.tokens
     body.refuse_unsupported()
     prompts, as_list = body.prompts()
-    if not prompts:
-        raise RequestError("the list of prompts is empty: provide at least one", param="text")
     field = "text" if body.text is not None else "input_ids"
+    if not prompts:
+        raise RequestError("the list of prompts is empty: provide at least one", param=field)
     service.check_capacity(len(prompts), field)  # before building parameters and ids for a million prompts
     params = body.sampling(len(prompts))
     ids = body.ids(len(prompts), request.state.request_id)
@@ -41,10 +42,10 @@ async def generate(body: GenerateBody, request: Request) -> Response:
     as_list = as_list or num_sequences > 1
 
     async def submit() -> list[Job]:
-        jobs = [
-            await service.job(public_id, prompt, field, one, body.priority)
-            for public_id, prompt, one in zip(ids, prompts, params, strict=True)
-        ]
+        jobs = []
+        for number, (public_id, prompt, one) in enumerate(zip(ids, prompts, params, strict=True)):
+            with naming(body.sent_names(number)):
+                jobs.append(await service.job(public_id, prompt, field, one, body.priority))
         request.state.jobs += jobs  # for the access log
         return jobs
 

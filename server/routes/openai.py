@@ -17,7 +17,7 @@ from server.http.streaming import EventStream, event, merge, until_disconnect
 from server.routes import openai_answers as answers
 from server.routes.openai_chunks import ChatChunkChoices, ChunkChoices, ChunkWriter, CompletionChunkChoices, Head
 from server.schemas import responses as wire
-from server.schemas.requests import ChatBody, CompletionBody, OpenAISampling
+from server.schemas.requests import ChatBody, CompletionBody, OpenAISampling, naming
 from server.serving.service import Job, Service
 from server.serving.tokenization import Tokenization
 
@@ -63,10 +63,11 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     head = _head(service, request, body, "cmpl", "text_completion")
 
     async def submit() -> list[Job]:
-        jobs = [
-            await service.job(head["id"], prompt, "prompt", params, body.priority, body.add_special_tokens)
-            for prompt in prompts
-        ]
+        with naming(body.sent_names()):
+            jobs = [
+                await service.job(head["id"], prompt, "prompt", params, body.priority, body.add_special_tokens)
+                for prompt in prompts
+            ]
         request.state.jobs += jobs  # for the log
         return jobs
 
@@ -100,7 +101,8 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
 
     async def submit() -> list[Job]:
         ids = await service.tokens.chat(messages, body.add_generation_prompt)
-        jobs = [service.tokenized_job(head["id"], None, ids, "messages", params, body.priority)]
+        with naming(body.sent_names()):
+            jobs = [service.tokenized_job(head["id"], None, ids, "messages", params, body.priority)]
         request.state.jobs += jobs  # for the log
         return jobs
 

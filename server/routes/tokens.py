@@ -22,6 +22,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
     service: Service = request.app.state.service
     tokens = service.tokens
     service.check_model(body.model)
+    body.refuse_unsupported()
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("provide exactly one of prompt and messages", param="prompt")
     if body.prompt is not None:
@@ -32,7 +33,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
         "count": len(ids),
         "max_model_len": service.client.info().max_model_len,
         "tokens": ids,
-        "token_strs": [tokens.piece(token_id) for token_id in ids] if body.return_token_strs else None,
+        "token_strs": tokens.entries(ids) if body.return_token_strs else None,
     }
     return JSONResponse(answer)
 
@@ -43,6 +44,7 @@ async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     service: Service = request.app.state.service
     tokens = service.tokens
     service.check_model(body.model)
+    body.refuse_unsupported()
     if body.tokens:
         tokens.check(body.tokens, "tokens")
     return JSONResponse({"prompt": tokens.decode(body.tokens)})

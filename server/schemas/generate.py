@@ -1,7 +1,7 @@
 """Request body of POST /generate in SGLang's format, and the mapping of SGLang's names to SamplingParams.
 
-Unknown body fields are ignored. Unknown sampling parameters are refused, since a misspelt one would silently change
-the output.
+Unknown body fields are ignored. Fields of other APIs that would change the output are refused (foreign_fields.py).
+Unknown sampling parameters are refused too, since a misspelt one would silently change the output.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 from engine.errors import RequestError
 from engine.protocol.request import SamplingParams
 from engine.protocol.sampling_params import MAX_LOGPROBS
-from server.schemas.requests import RANGES, InputIds, Priority, Texts, Wire, is_objects
+from server.schemas.foreign_fields import FOREIGN_FIELDS, GENERATE, SAMPLING, json_schemas, refuse_foreign
+from server.schemas.requests import RANGES, InputIds, Priority, Texts, Wire, is_objects, naming
 
 _SGLANG_NAMES = {
     "max_new_tokens": "max_tokens",
@@ -22,8 +23,6 @@ _SGLANG_NAMES = {
     "sampling_seed": "seed",
     "no_stop_trim": "include_stop_str_in_output",
 }
-_SGLANG_IGNORED = frozenset({"spaces_between_special_tokens", "stream_interval"})
-_SGLANG_UNSUPPORTED = frozenset({"json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "custom_params"})
 
 
 def _sampling_schema() -> dict[str, Any]:
@@ -39,8 +38,7 @@ def _sampling_schema() -> dict[str, Any]:
     known["logit_bias"] = {"type": "object", **RANGES["logit_bias"]}
     known["prompt_logprobs"] = known["logprobs"]
     known |= {alias: known[name] for alias, name in _SGLANG_NAMES.items()}
-    known |= {name: {} for name in _SGLANG_IGNORED} | {name: {"type": "null"} for name in _SGLANG_UNSUPPORTED}
-    nullable = {name: {"anyOf": [schema, {"type": "null"}]} for name, schema in known.items()}
+    nullable = {name: {"anyOf": [schema, {"type": "null"}]} for name, schema in known.items()} | json_schemas(SAMPLING)
     one = {"type": "object", "properties": nullable, "additionalProperties": False}
     return {"anyOf": [one, {"type": "array", "items": one}, {"type": "null"}]}
 
@@ -57,10 +55,7 @@ Sampling = Annotated[Any, BeforeValidator(_sampling), WithJsonSchema(_sampling_s
 class GenerateBody(Wire):
     """Body of POST /generate, in SGLang's format."""
 
-    unsupported = {
-        "image_data": ([],), "audio_data": ([],), "video_data": ([],), "input_embeds": (), "lora_path": (),
-        "session_params": (), "custom_logit_processor": (), "return_hidden_states": (False,),
-    }  # fmt: skip
+    place = GENERATE
 
     text: Texts = None
     input_ids: InputIds = None
@@ -86,13 +81,25 @@ class GenerateBody(Wire):
         """Return one SamplingParams per prompt, for `count` prompts."""
         given = self.sampling_params or {}
         if isinstance(given, dict):
-            return [self._params(given)] * count
+            with naming(self.sent_names(0)):
+                return [self._params(given)] * count
         if len(given) != count:
             raise RequestError(
                 f"sampling_params has {len(given)} entries for {count} prompts; provide one for all or one per prompt",
                 param="sampling_params",
             )
-        return [self._params(each) for each in given]
+        params = []
+        for number, each in enumerate(given):
+            with naming(self.sent_names(number)):
+                params.append(self._params(each))
+        return params
+
+    def sent_names(self, number: int) -> dict[str, str]:
+        """Map names of the sampling parameters of prompt `number` to those that the body has, where they differ."""
+        given = self.sampling_params or {}
+        given = given if isinstance(given, dict) else given[number]
+        names = {ours: theirs for theirs, ours in _SGLANG_NAMES.items() if given.get(theirs) is not None}
+        return names | ({"logprobs": "top_logprobs_num"} if self.return_logprob else {})
 
     def ids(self, count: int, fallback: str) -> list[str]:
         """Return the public id of each prompt: from the client's rid, else from `fallback`."""
@@ -106,12 +113,11 @@ class GenerateBody(Wire):
         return [base] if count == 1 else [f"{base}-{index}" for index in range(count)]
 
     def _params(self, given: Mapping[str, Any]) -> SamplingParams:
+        refuse_foreign(SAMPLING, given, "sampling_params.")
         values: dict[str, Any] = {"max_tokens": 128}
         for name, value in given.items():
-            if name in _SGLANG_IGNORED or (name in _SGLANG_UNSUPPORTED and value is None):
+            if name in FOREIGN_FIELDS[SAMPLING]:
                 continue
-            if name in _SGLANG_UNSUPPORTED:
-                raise RequestError(f"sampling_params.{name} is not supported; remove it", param=name)
             ours = _SGLANG_NAMES.get(name, name)
             if ours != name and value is not None and given.get(ours) is not None:
                 raise RequestError(

@@ -1,13 +1,15 @@
 """Request bodies of the OpenAI, tokenize and weights routes, and their mapping to SamplingParams.
 
 Types are strict: a string is never a number. SamplingParams checks the ranges; the schemas only document them. Unknown
-fields of the OpenAI routes are ignored, since clients send many. Known but unsupported fields that would change the
-output are refused.
+fields of the OpenAI routes are ignored, since clients send many. Fields of other APIs that would change the output are
+refused (foreign_fields.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from typing import Annotated, Any, ClassVar
 
@@ -25,6 +27,15 @@ from engine.protocol.sampling_params import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     MAX_TOKENS,
+)
+from server.schemas.foreign_fields import (
+    CHAT,
+    COMPLETIONS,
+    DETOKENIZE,
+    STREAM_OPTIONS,
+    TOKENIZE,
+    json_schemas,
+    refuse_foreign,
 )
 
 _TEXT = {"type": "string"}
@@ -144,26 +155,51 @@ def _optional(name: str) -> Any:
     return Field(default=None, json_schema_extra=dict(RANGES[name]))
 
 
+def _add_foreign_fields(schema: dict[str, Any], model: type[Any]) -> None:
+    if model.place is not None:
+        schema.setdefault("properties", {}).update(json_schemas(model.place))
+
+
 class Wire(BaseModel):
-    """Base of request bodies: strict types, no NaN or infinity, and errors that don't repeat the input."""
+    """Base of request bodies: strict types, no NaN or infinity, and errors that don't repeat the input.
+
+    `place`: where the body's fields of other APIs are listed in foreign_fields.py.
+    """
 
     model_config = ConfigDict(
-        strict=True, extra="allow", allow_inf_nan=False, hide_input_in_errors=True, protected_namespaces=()
+        strict=True,
+        extra="allow",
+        allow_inf_nan=False,
+        hide_input_in_errors=True,
+        protected_namespaces=(),
+        json_schema_extra=_add_foreign_fields,
     )
 
-    # Unsupported fields that would change the output, with their neutral values, which are accepted.
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    place: ClassVar[str | None] = None
 
     def refuse_unsupported(self) -> None:
-        """Raise RequestError if an unsupported field has a value that would change the output."""
-        for name, neutral in self.unsupported.items():
-            value = (self.model_extra or {}).get(name)
-            if value is not None and value not in neutral:
-                raise RequestError(f"{name} is not supported; remove it", param=name)
+        """Raise RequestError if a field of another API has a value that would change the output."""
+        if self.place is not None:
+            refuse_foreign(self.place, self.model_extra or {})
+
+
+@contextmanager
+def naming(names: Mapping[str, str]) -> Iterator[None]:
+    """Make a RequestError raised inside name fields as the client sent them: `names` maps ours to the client's."""
+    try:
+        yield
+    except RequestError as error:
+        if not names:
+            raise
+        ours = "|".join(map(re.escape, names))
+        message = re.sub(rf"(?<![\w'\"])(?:{ours})(?![\w'\"])", lambda found: names[found[0]], str(error))
+        raise type(error)(message, param=names.get(error.param or "", error.param)) from error
 
 
 class StreamOptions(Wire):
     """Options of a stream: usage in a final chunk, and with `continuous_usage_stats` in every chunk."""
+
+    place = STREAM_OPTIONS
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -194,10 +230,15 @@ class OpenAISampling(Wire):
     stream_options: StreamOptions | None = None
     priority: Priority = 0
 
+    def sent_names(self) -> dict[str, str]:
+        """Map names of sampling parameters to the names under which this body has them, where they differ."""
+        return {}
+
     def _params(self, **overrides: Any) -> SamplingParams:
         names = SHARED_SAMPLING_FIELDS
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        return SamplingParams.from_dict(given | overrides)
+        with naming(self.sent_names()):
+            return SamplingParams.from_dict(given | overrides)
 
     @property
     def include_usage(self) -> bool:
@@ -224,37 +265,16 @@ SHARED_SAMPLING_FIELDS = (
 )  # fmt: skip
 
 
-# Parameters of vLLM and OpenAI that would change the output: refused, except with these neutral values.
-_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},), "use_beam_search": (False,), "length_penalty": (1, 1.0),
-    "early_stopping": (False,), "prompt_logprobs": (), "truncate_prompt_tokens": (), "allowed_token_ids": (),
-    "bad_words": ([],), "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (),
-    "structured_outputs": (), "logits_processors": ([],), "vllm_xargs": ({},), "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,), "kv_transfer_params": ({},), "prompt_embeds": (), "lora_path": (),
-    "spaces_between_special_tokens": (True,), "thinking_token_budget": (), "tools": ([],), "functions": ([],),
-    "function_call": ("none", "auto"), "tool_choice": ("none", "auto"),
-}  # fmt: skip
-
-
 class CompletionBody(OpenAISampling):
     """Body of POST /v1/completions."""
 
-    unsupported = {**_UNSUPPORTED, "suffix": ("",)}
+    place = COMPLETIONS
 
     prompt: Prompt
     echo: bool | None = None
     logprobs: int | None = _optional("logprobs")
     best_of: int | None = Field(default=None, description="must equal n")
     add_special_tokens: bool = True
-
-    def refuse_unsupported(self) -> None:
-        """Raise RequestError for unsupported fields and for max_completion_tokens, which only chats have."""
-        super().refuse_unsupported()
-        if (self.model_extra or {}).get("max_completion_tokens") is not None:
-            raise RequestError(
-                "max_completion_tokens is a parameter of /v1/chat/completions; use max_tokens here",
-                param="max_completion_tokens",
-            )
 
     def sampling(self) -> SamplingParams:
         """Return the sampling parameters. max_tokens defaults to 16, as in OpenAI's API."""
@@ -307,12 +327,7 @@ def conversation(messages: list[Message]) -> list[dict[str, Any]]:
 class ChatBody(OpenAISampling):
     """Body of POST /v1/chat/completions."""
 
-    unsupported = {
-        **_UNSUPPORTED, "audio": (), "modalities": (["text"],), "web_search_options": (),
-        "chat_template": (), "chat_template_kwargs": ({},), "continue_final_message": (False,), "echo": (False,),
-        "add_special_tokens": (False,), "documents": ([],), "reasoning_effort": ("none",), "verbosity": ("medium",),
-        "prediction": (),
-    }  # fmt: skip
+    place = CHAT
 
     messages: Messages
     max_completion_tokens: int | None = _optional("max_tokens")
@@ -327,6 +342,10 @@ class ChatBody(OpenAISampling):
             raise RequestError("top_logprobs requires logprobs=true", param="top_logprobs")
         return self._params(max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
 
+    def sent_names(self) -> dict[str, str]:
+        names = {"logprobs": "top_logprobs"}
+        return names if self.max_completion_tokens is None else names | {"max_tokens": "max_completion_tokens"}
+
     def conversation(self) -> list[dict[str, Any]]:
         """Return the messages for a chat template."""
         return conversation(self.messages)
@@ -335,12 +354,24 @@ class ChatBody(OpenAISampling):
 class TokenizeBody(Wire):
     """Body of POST /tokenize: a prompt, or a conversation."""
 
+    place = TOKENIZE
+
     model: Text | None = None
     prompt: Text | None = None
     messages: Messages | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool = False
+
+    def refuse_unsupported(self) -> None:
+        """Raise RequestError for fields that a chat request refuses, which would change the ids."""
+        super().refuse_unsupported()
+        if self.messages is not None and self.add_special_tokens and "add_special_tokens" in self.model_fields_set:
+            raise RequestError(
+                "add_special_tokens is not supported with messages: the chat template writes the special tokens; "
+                "remove it",
+                param="add_special_tokens",
+            )
 
     def conversation(self) -> list[dict[str, Any]]:
         """Return the messages for a chat template."""
@@ -349,6 +380,8 @@ class TokenizeBody(Wire):
 
 class DetokenizeBody(Wire):
     """Body of POST /detokenize."""
+
+    place = DETOKENIZE
 
     model: Text | None = None
     tokens: Annotated[Any, BeforeValidator(_tokens), WithJsonSchema({**_IDS, "minItems": 0})]

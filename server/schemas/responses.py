@@ -211,7 +211,7 @@ class Generated(Answer):
 
 
 class Tokenized(Answer):
-    """Response of /tokenize. `token_strs` is the text of each token, if requested."""
+    """Response of /tokenize. `token_strs` is the vocabulary entry of each token, if requested."""
 
     count: int
     max_model_len: int

@@ -78,6 +78,10 @@ class Tokenization:
         """Return the text of token ids, including special tokens; "" for a model without a tokenizer."""
         return "" if self._tokenizer is None else self._tokenizer.decode(ids, skip_special_tokens=False)
 
+    def entries(self, ids: Sequence[int]) -> list[str | None]:
+        """Return the vocabulary entry of each id, such as "Ġred"; None for ids that the tokenizer doesn't have."""
+        return [None] * len(ids) if self._tokenizer is None else self._tokenizer.convert_ids_to_tokens(ids)
+
     def piece(self, token_id: int) -> str:
         """Return the text of a single token. Cached, since logprobs repeat the same few tokens."""
         found = self._pieces.get(token_id)

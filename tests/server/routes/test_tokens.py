@@ -26,9 +26,40 @@ def test_a_conversation_is_tokenized_as_a_chat_request_is(server):
     assert server.answer("/tokenize", {"messages": messages, "add_generation_prompt": False})["count"] < count
 
 
-def test_token_strs_spell_the_tokens(server):
-    answer = server.answer("/tokenize", {"prompt": "red bird", "return_token_strs": True})
-    assert "".join(answer["token_strs"]) == "red bird" and len(answer["token_strs"]) == answer["count"]
+def test_token_strs_are_vocabulary_entries(server):
+    answer = server.answer("/tokenize", {"prompt": TEXT, "return_token_strs": True})
+    assert answer["token_strs"] == server.service.client.tokenizer.convert_ids_to_tokens(answer["tokens"])
+    assert any(entry.startswith("Ġ") for entry in answer["token_strs"]), "a space is spelt Ġ in this vocabulary"
+    messages = [{"role": "user", "content": "red"}]
+    strings = server.answer("/tokenize", {"messages": messages, "return_token_strs": True})["token_strs"]
+    assert strings[0] == "<|im_start|>"
+
+
+MESSAGES = [{"role": "user", "content": "red"}, {"role": "assistant", "content": "blue"}]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("continue_final_message", True),
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("tool_choice", "required"),
+        ("chat_template", "{{ messages }}"),
+        ("chat_template_kwargs", {"enable_thinking": False}),
+        ("documents", [{"text": "a"}]),
+        ("add_special_tokens", True),
+    ],
+)
+def test_tokenize_refuses_what_a_chat_refuses(server, field, value):
+    for route, options in (("/tokenize", {}), ("/v1/chat/completions", {"max_tokens": 1})):
+        response = server.post(route, {"messages": MESSAGES, field: value, **options})
+        assert error_of(response, 400)["param"] == field
+
+
+def test_add_special_tokens_is_for_prompts(server):
+    assert server.answer("/tokenize", {"prompt": "red", "add_special_tokens": True})["count"]
+    plain = server.answer("/tokenize", {"messages": MESSAGES})
+    assert server.answer("/tokenize", {"messages": MESSAGES, "add_special_tokens": False}) == plain
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,271 @@
+"""Request fields of OpenAI, vLLM and SGLang that this server doesn't implement: one table.
+
+The table decides which fields are refused and which are accepted without effect. It drives the checks, the schemas of
+/openapi.json and docs/compatibility.md:
+
+    python -m server.schemas.foreign_fields > docs/compatibility.md
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import RequestError
+
+COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
+SAMPLING = "sampling_params"  # of /generate
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+STREAM_OPTIONS = "stream_options"  # of the OpenAI routes
+PLACES = (COMPLETIONS, CHAT, STREAM_OPTIONS, GENERATE, SAMPLING, TOKENIZE, DETOKENIZE)
+
+_OPENAI = (COMPLETIONS, CHAT)
+_INFERENCE = (*_OPENAI, GENERATE)
+_CHATS = (CHAT, TOKENIZE)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Fields that would change the answer. They are refused, except null and the `neutral` values.
+
+    `instead` says what to send instead of removing the field. With `unless` (field, value) they have no effect if the
+    body has that value.
+    """
+
+    names: str
+    places: tuple[str, ...]
+    effect: str
+    neutral: tuple[Any, ...] = ()
+    instead: str = ""
+    unless: tuple[str, str] | None = None
+
+    def check(self, name: str, body: Mapping[str, Any], prefix: str = "") -> None:
+        """Raise RequestError if the field `name` of `body` has a value that would change the answer."""
+        value = body.get(name)
+        if value is None or _is_one_of(value, self.neutral):
+            return
+        if self.unless is not None and body.get(self.unless[0]) == self.unless[1]:
+            return
+        raise RequestError(f"{prefix}{name} is not supported; {self.instead or 'remove it'}", param=name)
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """Fields that can't change an answer. Any value is accepted."""
+
+    names: str
+    places: tuple[str, ...]
+    effect: str
+
+
+TABLE: tuple[Refused | Ignored, ...] = (
+    # Constraints on the output.
+    Refused("response_format", _OPENAI, "structured output", ({"type": "text"},)),
+    Refused("structured_outputs guided_json guided_regex guided_choice guided_grammar guided_decoding_backend",
+            _OPENAI, "structured output"),
+    Refused("json_schema regex ebnf structural_tag", (*_INFERENCE, SAMPLING), "structured output"),
+    Refused("stop_regex", (*_OPENAI, SAMPLING), "stop conditions"),
+    Refused("repetition_detection", _OPENAI, "stop conditions"),
+    Refused("allowed_token_ids", _OPENAI, "sampling"),
+    Refused("bad_words logits_processors", _OPENAI, "sampling", ([],)),
+    Refused("custom_logit_processor", _INFERENCE, "sampling"),
+    Refused("custom_params", (*_OPENAI, SAMPLING), "sampling", ({},)),
+    Refused("vllm_xargs", _OPENAI, "sampling", ({},)),
+    Refused("watermarking", _OPENAI, "watermarks"),
+    Refused("watermark", (*_INFERENCE, SAMPLING), "watermarks"),
+    # Search.
+    Refused("use_beam_search early_stopping", _OPENAI, "beam search", (False,)),
+    Refused("length_penalty", _OPENAI, "beam search", (1,)),
+    Refused("beam_width", (SAMPLING,), "beam search", (1,)),
+    Refused("best_of", (CHAT,), "beam search", (1,)),
+    # Names of other APIs for parameters that exist.
+    Refused("no_stop_trim", _OPENAI, "stop strings in the text", (False,),
+            instead="use include_stop_str_in_output"),
+    Refused("min_new_tokens", _OPENAI, "length", (0,), instead="use min_tokens"),
+    Refused("max_new_tokens", _OPENAI, "length", instead="use max_tokens"),
+    Refused("max_completion_tokens", (COMPLETIONS,), "length", instead="use max_tokens here"),
+    Refused("sampling_seed", _OPENAI, "seed", instead="use seed"),
+    # The prompt.
+    Refused("suffix", (COMPLETIONS,), "the prompt", ("",)),
+    Refused("echo", (CHAT,), "the prompt", (False,)),
+    Refused("add_special_tokens", (CHAT,), "the prompt", (False,)),
+    Refused("chat_template", _CHATS, "the prompt"),
+    Refused("chat_template_kwargs", _CHATS, "the prompt", ({},)),
+    Refused("continue_final_message", _CHATS, "the prompt", (False,)),
+    Refused("documents", _CHATS, "the prompt", ([],)),
+    Refused("input_ids", (CHAT,), "the prompt", instead="use /v1/completions or /generate for token ids"),
+    Refused("task", _CHATS, "the prompt"),
+    Refused("prompt_embeds", (COMPLETIONS,), "the prompt"),
+    Refused("input_embeds positional_embed_overrides multi_item_delimiter_indices token_indices_to_pool",
+            (GENERATE,), "the prompt"),
+    Refused("truncate_prompt_tokens truncation_side", _OPENAI, "the prompt"),
+    Refused("session_params", _INFERENCE, "the prompt"),
+    # Tools.
+    Refused("tools", (*_OPENAI, TOKENIZE), "tool calls", ([],), unless=("tool_choice", "none")),
+    Refused("tool_choice", (*_OPENAI, TOKENIZE), "tool calls", ("none", "auto")),
+    Refused("functions", _OPENAI, "tool calls", ([],), unless=("function_call", "none")),
+    Refused("function_call", _OPENAI, "tool calls", ("none", "auto")),
+    Refused("web_search_options", (CHAT,), "tool calls"),
+    # Reasoning.
+    Refused("reasoning_effort", _CHATS, "reasoning", ("none",)),
+    Refused("thinking", (CHAT,), "reasoning"),
+    Refused("thinking_token_budget", _OPENAI, "reasoning"),
+    Refused("max_thinking_tokens", (GENERATE,), "reasoning"),
+    Refused("require_reasoning", (GENERATE,), "reasoning", (False,)),
+    Refused("verbosity", (CHAT,), "reasoning", ("medium",)),
+    Ignored("include_reasoning separate_reasoning stream_reasoning", (CHAT,),
+            "the text is never split into reasoning and content"),
+    # Other media.
+    Refused("audio", (CHAT,), "other media"),
+    Refused("modalities", (CHAT,), "other media", (["text"],)),
+    Refused("modalities", (GENERATE,), "other media", ([], ["text"])),
+    Refused("image_data audio_data video_data mm_hashes mm_content_hashes", (GENERATE,), "other media", ([],)),
+    Refused("encoder_urls num_items_assigned", (GENERATE,), "other media", ([], {})),
+    Refused("need_wait_for_mm_inputs", (GENERATE,), "other media", (False,)),
+    Refused("use_audio_in_video", (CHAT, GENERATE), "other media", (False,)),
+    Refused("images_config mm_processor_kwargs", _INFERENCE, "other media", ({},)),
+    Refused("video_config", (CHAT, GENERATE), "other media", ({},)),
+    Refused("max_dynamic_patch min_dynamic_patch", (CHAT, GENERATE), "other media"),
+    Refused("image_max_dynamic_patch video_max_dynamic_patch", (GENERATE,), "other media"),
+    Refused("media_io_kwargs", _CHATS, "other media", ({},)),
+    Refused("mm_processor_kwargs", (TOKENIZE,), "other media", ({},)),
+    # Adapters.
+    Refused("lora_path", _INFERENCE, "adapters"),
+    Refused("lora_id", (GENERATE,), "adapters"),
+    # More values in the answer.
+    Refused("prompt_logprobs", _OPENAI, "values in the answer"),
+    Refused("logprob_token_ids token_ids_logprob", _INFERENCE, "values in the answer", ([],)),
+    Refused("sampling_logprobs_mode", _INFERENCE, "values in the answer"),
+    Refused("return_hidden_states return_routed_experts return_indexer_topk return_sampling_mask return_entropy "
+            "return_flat_raw_top_logprobs return_flat_raw_output_top_logprobs return_prompt_token_ids return_bytes",
+            _INFERENCE, "values in the answer", (False,)),
+    Ignored("return_flat_raw_top_logprobs_b64 routed_experts_start_len", _INFERENCE,
+            "the form of values that are refused"),
+    Refused("return_token_ids return_tokens_as_token_ids return_token_offsets return_weight_versions "
+            "return_cached_tokens_details return_spec_tokens_details return_mm_kwargs return_prompt_text "
+            "return_meta_info return_input_ids_in_sglext return_output_ids_in_sglext", _OPENAI,
+            "values in the answer", (False,)),
+    Ignored("routed_experts_prompt_start", _OPENAI, "the form of values that are refused"),
+    Ignored("mm_payload", _OPENAI, "the form of values that are refused"),
+    Refused("moderation", (CHAT,), "values in the answer"),
+    # The prefix cache, transfers and placement.
+    Refused("cache_salt extra_key", _INFERENCE, "isolation of the prefix cache"),
+    Refused("kv_transfer_params ec_transfer_params", _OPENAI, "transfers between servers", ({},)),
+    Refused("bootstrap_host bootstrap_port bootstrap_room", _INFERENCE, "transfers between servers"),
+    Refused("bootstrap_pair_key", (GENERATE,), "transfers between servers"),
+    Refused("background", (GENERATE,), "requests that outlive their connection", (False,)),
+    Ignored("data_parallel_rank routed_dp_rank disagg_prefill_dp_rank", _INFERENCE, "placement on a replica"),
+    Ignored("decode_tp_size routing_key kv_hints", (GENERATE,), "placement on a replica, hints for caches"),
+    Ignored("prompt_cache_key prompt_cache_retention prompt_cache_options", (CHAT,), "hints for caches"),
+    Ignored("prediction", (CHAT,), "a hint that makes an answer faster"),
+    # Bookkeeping.
+    Ignored("user", _OPENAI, "names the end user"),
+    Ignored("safety_identifier", (CHAT,), "names the end user"),
+    Ignored("metadata store service_tier", (CHAT,), "bookkeeping of OpenAI's platform"),
+    Ignored("parallel_tool_calls", _CHATS, "concerns tools, which are refused"),
+    Ignored("request_id", _OPENAI, "the request id: send the header X-Request-Id"),
+    Ignored("rid", _OPENAI, "the request id: send the header X-Request-Id"),
+    Ignored("session_id", _INFERENCE, "names a session in logs and routers"),
+    Ignored("custom_labels", (COMPLETIONS, GENERATE), "labels of metrics"),
+    Ignored("log_metrics no_logs conversation_id external_trace_header received_time http_worker_ipc", (GENERATE,),
+            "logs, metrics and traces"),
+    Ignored("stream_interval", (*_OPENAI, SAMPLING), "how many tokens an event of a stream holds"),
+    Ignored("include_obfuscation", (STREAM_OPTIONS,), "padding of events"),
+    Refused("spaces_between_special_tokens", _OPENAI, "detokenization", (True,)),
+    Ignored("spaces_between_special_tokens", (SAMPLING,), "detokenization of tokenizers that are not supported"),
+    Refused("skip_special_tokens", (DETOKENIZE,), "detokenization", (False,)),
+)  # fmt: skip
+
+
+def _by_place() -> dict[str, dict[str, Refused | Ignored]]:
+    found: dict[str, dict[str, Refused | Ignored]] = {place: {} for place in PLACES}
+    for entry in TABLE:
+        for place in entry.places:
+            for name in entry.names.split():
+                if name in found[place]:
+                    raise ValueError(f"{name} of {place} is in the table twice")
+                found[place][name] = entry
+    return found
+
+
+FOREIGN_FIELDS = _by_place()
+"""Place -> field -> its entry."""
+
+
+def refuse_foreign(place: str, body: Mapping[str, Any], prefix: str = "") -> None:
+    """Raise RequestError for the first field of the table that would change the answer. `prefix` precedes its name."""
+    known = FOREIGN_FIELDS[place]
+    for name in body:
+        entry = known.get(name)
+        if isinstance(entry, Refused):
+            entry.check(name, body, prefix)
+
+
+def json_schemas(place: str) -> dict[str, dict[str, Any]]:
+    """Return the JSON schema of each field of the table: any value, or only the values without effect."""
+    return {name: _json_schema(entry) for name, entry in FOREIGN_FIELDS[place].items()}
+
+
+def _json_schema(entry: Refused | Ignored) -> dict[str, Any]:
+    if isinstance(entry, Ignored):
+        return {"description": f"no effect: {entry.effect}"}
+    if entry.unless is not None:
+        name, value = entry.unless
+        return {"description": f"not supported: {entry.effect}; must be empty unless {name} is {value!r}"}
+    return {"enum": [None, *entry.neutral], "description": f"not supported: {entry.effect}"}
+
+
+def _is_one_of(value: Any, allowed: Iterable[Any]) -> bool:
+    """Return whether a JSON value equals one of `allowed`; unlike `in`, 1 is not True."""
+    return any(value == one and (type(value) is bool) == (type(one) is bool) for one in allowed)
+
+
+def document() -> str:
+    """Return docs/compatibility.md."""
+    lines = [
+        "# Fields of other APIs",
+        "",
+        "Request fields of OpenAI, vLLM and SGLang that Encore doesn't implement. "
+        "`python -m server.schemas.foreign_fields` writes this page from the table that the server uses.",
+        "",
+        "## Refused",
+        "",
+        "These would change the answer. They are a 400 that names the field, unless the value is `null` or one without "
+        "effect.",
+        "",
+        "| field | where | concerns | accepted values |",
+        "|---|---|---|---|",
+        *_rows(Refused),
+        "",
+        "## Accepted without effect",
+        "",
+        "These can't change an answer.",
+        "",
+        "| field | where | concerns |",
+        "|---|---|---|",
+        *_rows(Ignored),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _rows(kind: type[Refused] | type[Ignored]) -> list[str]:
+    rows = []
+    for entry in sorted((entry for entry in TABLE if isinstance(entry, kind)), key=lambda entry: entry.names):
+        names = ", ".join(f"`{name}`" for name in entry.names.split())
+        cells = [names, ", ".join(f"`{place}`" for place in entry.places), entry.effect]
+        if isinstance(entry, Refused):
+            cells.append(_accepted(entry))
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def _accepted(entry: Refused) -> str:
+    values = ", ".join(f"`{json.dumps(value)}`" for value in entry.neutral)
+    extra = [f"any if `{entry.unless[0]}` is `{json.dumps(entry.unless[1])}`"] if entry.unless else []
+    return "; ".join([*([values] if values else []), *extra, *([entry.instead] if entry.instead else [])])
+
+
+if __name__ == "__main__":
+    print(document(), end="")

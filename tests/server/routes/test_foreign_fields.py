@@ -1,0 +1,170 @@
+"""Fields of OpenAI, vLLM and SGLang that are not implemented: refused by name, or accepted without effect."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+
+from server.schemas.foreign_fields import (
+    CHAT,
+    COMPLETIONS,
+    DETOKENIZE,
+    FOREIGN_FIELDS,
+    GENERATE,
+    SAMPLING,
+    STREAM_OPTIONS,
+    TOKENIZE,
+    Ignored,
+    Refused,
+    document,
+)
+from server.schemas.generate import GenerateBody
+from server.schemas.requests import ChatBody, CompletionBody, DetokenizeBody, StreamOptions, TokenizeBody
+
+BODIES = {
+    COMPLETIONS: {"prompt": "red", "max_tokens": 3, "temperature": 0},
+    CHAT: {"messages": [{"role": "user", "content": "red"}], "max_tokens": 3, "temperature": 0},
+    GENERATE: {"text": "red", "sampling_params": {"max_new_tokens": 3, "temperature": 0}},
+    TOKENIZE: {"messages": [{"role": "user", "content": "red"}]},
+    DETOKENIZE: {"tokens": [5, 6]},
+}
+MODELS = {
+    COMPLETIONS: CompletionBody, CHAT: ChatBody, GENERATE: GenerateBody, TOKENIZE: TokenizeBody,
+    DETOKENIZE: DetokenizeBody, STREAM_OPTIONS: StreamOptions,
+}  # fmt: skip
+# Names of every request field of each API, by place, read from its source at the version in the file.
+FIELDS = json.loads(Path(__file__).with_name("request_fields.json").read_text())
+OTHERS = [(api, place) for api, places in FIELDS.items() for place in places if place != "version"]
+VALUE = {"an": "effect"}  # of no field's type, and neutral for none
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+
+def sent(place, name, value):
+    """Return the route and body of a request with one more field."""
+    if place == SAMPLING:
+        body = BODIES[GENERATE]
+        return GENERATE, body | {"sampling_params": body["sampling_params"] | {name: value}}
+    if place == STREAM_OPTIONS:
+        return CHAT, BODIES[CHAT] | {"stream": True, "stream_options": {name: value}}
+    return place, BODIES[place] | {name: value}
+
+
+def entries(kind):
+    found = FOREIGN_FIELDS.items()
+    return [(place, name) for place, known in found for name, entry in known.items() if isinstance(entry, kind)]
+
+
+def openai_fields():
+    from openai.types import completion_create_params as completion
+    from openai.types.chat import chat_completion_stream_options_param as stream_options
+    from openai.types.chat import completion_create_params as chat
+
+    names = lambda *types: {name for one in types for name in inspect.get_annotations(one)}  # noqa: E731
+    return {
+        COMPLETIONS: names(completion.CompletionCreateParamsBase, completion.CompletionCreateParamsStreaming),
+        CHAT: names(chat.CompletionCreateParamsBase, chat.CompletionCreateParamsStreaming),
+        STREAM_OPTIONS: names(stream_options.ChatCompletionStreamOptionsParam),
+    }
+
+
+def unaccounted(place, names):
+    return sorted(set(names) - set(MODELS[place].model_fields) - set(FOREIGN_FIELDS[place]))
+
+
+def test_every_field_of_openai_is_implemented_refused_or_listed_as_without_effect():
+    found = openai_fields()
+    assert {"user", "stop", "stream"} <= found[COMPLETIONS] and {"messages", "store"} <= found[CHAT]
+    assert {place: unaccounted(place, names) for place, names in found.items()} == dict.fromkeys(found, [])
+
+
+@pytest.mark.parametrize(("api", "place"), [one for one in OTHERS if one[1] != SAMPLING])
+def test_every_field_of_vllm_and_sglang_is_implemented_refused_or_listed_as_without_effect(api, place):
+    assert FIELDS[api]["version"] and len(FIELDS[api][place]) >= 2
+    assert unaccounted(place, FIELDS[api][place]) == []
+
+
+def test_every_sampling_parameter_of_sglang_is_implemented_refused_or_listed_as_without_effect(server):
+    """Here unknown names are refused too."""
+    for name in FIELDS["SGLang"][SAMPLING]:
+        response = server.post(*sent(SAMPLING, name, VALUE))
+        if isinstance(FOREIGN_FIELDS[SAMPLING].get(name), Ignored):
+            assert response.status_code == 200, name
+        else:
+            assert response.status_code == 400 and response.json()["error"]["param"] == name, response.text
+
+
+def test_no_field_is_both_implemented_and_in_the_table():
+    for place, model in MODELS.items():
+        assert not set(model.model_fields) & set(FOREIGN_FIELDS[place]), place
+
+
+@pytest.mark.parametrize(("place", "name"), entries(Refused))
+def test_a_field_that_would_change_the_answer_is_refused_by_name(server, place, name):
+    route, body = sent(place, name, VALUE)
+    response = server.post(route, body)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == name and f"{name} is not supported" in error["message"]
+    for neutral in (None, *FOREIGN_FIELDS[place][name].neutral):
+        route, body = sent(place, name, neutral)
+        response = server.post(route, body)
+        assert response.status_code == 200, (neutral, response.text)
+
+
+@pytest.mark.parametrize(("place", "name"), entries(Ignored))
+def test_a_field_that_can_not_change_the_answer_is_accepted(server, place, name):
+    route, body = sent(place, name, VALUE)
+    if place == STREAM_OPTIONS:
+        assert server.events(route, body)
+        return
+    plain = server.answer(route, BODIES[route])
+    found = server.answer(route, body)
+    assert text_of(found) == text_of(plain) and set(found) == set(plain)
+
+
+def text_of(answer):
+    if "choices" in answer:
+        choice = answer["choices"][0]
+        return choice.get("text") or choice["message"]
+    return answer.get("text") or answer["tokens"]
+
+
+def test_booleans_are_no_numbers_in_neutral_values(server):
+    assert server.post(COMPLETIONS, BODIES[COMPLETIONS] | {"length_penalty": True}).status_code == 400
+    assert server.post(COMPLETIONS, BODIES[COMPLETIONS] | {"length_penalty": 1.0}).status_code == 200
+    assert server.post(COMPLETIONS, BODIES[COMPLETIONS] | {"return_token_ids": 0}).status_code == 400
+
+
+@pytest.mark.parametrize("place", [COMPLETIONS, CHAT, TOKENIZE])
+def test_tools_with_tool_choice_none_are_served_as_if_none_were_listed(server, place):
+    plain, tools = server.answer(place, BODIES[place]), {"tools": [TOOL]}
+    found = server.answer(place, BODIES[place] | tools | {"tool_choice": "none", "parallel_tool_calls": True})
+    assert text_of(found) == text_of(plain) and found.get("usage") == plain.get("usage")
+    for choice in (None, "auto", "required", {"type": "function", "function": {"name": "f"}}):
+        response = server.post(place, BODIES[place] | tools | {"tool_choice": choice})
+        assert response.status_code == 400 and response.json()["error"]["param"] in ("tools", "tool_choice")
+
+
+def test_the_refusal_of_another_name_says_which_name_to_use(server):
+    response = server.post(COMPLETIONS, BODIES[COMPLETIONS] | {"max_new_tokens": 5})
+    assert response.json()["error"]["message"] == "max_new_tokens is not supported; use max_tokens"
+    response = server.post(GENERATE, BODIES[GENERATE] | {"sampling_params": {"regex": "a+"}})
+    assert response.json()["error"]["message"] == "sampling_params.regex is not supported; remove it"
+
+
+def test_the_schema_lists_the_fields(server):
+    schemas = server.http.get("/openapi.json").json()["components"]["schemas"]
+    for place, model in MODELS.items():
+        properties = schemas[model.__name__]["properties"]
+        assert set(FOREIGN_FIELDS[place]) <= set(properties)
+    assert schemas["ChatBody"]["properties"]["echo"]["enum"] == [None, False]
+    one = schemas["GenerateBody"]["properties"]["sampling_params"]["anyOf"][0]
+    assert one["properties"]["regex"]["enum"] == [None]
+
+
+def test_the_documentation_is_the_table():
+    path = Path(__file__).parents[3] / "docs" / "compatibility.md"
+    assert path.read_text() == document(), "run: python -m server.schemas.foreign_fields > docs/compatibility.md"
