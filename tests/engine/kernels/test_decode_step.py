@@ -70,6 +70,25 @@ def test_linear_equals_float64(rows, outputs, inputs, form):
     assert relative_error(out, wanted) < TOLERANCE
 
 
+@pytest.mark.parametrize("rows", [1, 3] if INTERPRETED else [1, 3, 24, 64, 200, 300])
+@pytest.mark.parametrize(("outputs", "inputs"), [(48, 80), (64, 128)] if INTERPRETED else [(1000, 328), (49152, 576)])
+def test_a_float32_output_is_not_rounded_and_its_argmax_is_exact(rows, outputs, inputs):
+    """The last output is the largest by less than a step of the 16-bit dtype: rounded, the first would be chosen."""
+    x, weight = random(rows, inputs), random(outputs, inputs, seed=1) / inputs**0.5
+    weight[0] = 4 * x.mean(0)
+    weight[-1] = weight[0]
+    weight[-1, 0] += x[0, 0].sign() * 2**-7
+    scratch, out = scratch_for(rows, outputs, inputs), torch.empty(rows, outputs, device=DEVICE)
+    tiles = linear(x, LinearWeight.plain(weight), out, scratch, best=True)
+    wanted = expected(x, weight, None, None, False, None)
+    assert relative_error(out, wanted) < 1e-5
+    if rows == 1:
+        assert out[0, -1] != out[0, 0] and out[0, -1].to(DTYPE) == out[0, 0].to(DTYPE)
+    values, tokens = scratch.maxima(rows, tiles)
+    chosen = tokens.gather(1, values.argmax(1, keepdim=True))[:, 0]
+    assert torch.equal(chosen.long(), wanted.argmax(1))
+
+
 @pytest.mark.parametrize("splits", [1, 2, 4])
 def test_split_k_sum_does_not_depend_on_the_arrival_order(splits):
     rows, outputs, inputs = 24, 128, 512
@@ -178,7 +197,7 @@ def test_fused_steps_equal_the_unfused_model(rows, architecture, dtype):
     state.positions[:rows] = torch.arange(rows).to(DEVICE) % 37 + 5
     state.last_tokens[1:] = torch.arange(rows + 1).to(DEVICE) * 7 % 512
     state.page_tables[0, 1:] = (torch.arange((rows + 1) * 4) + 1).view(rows + 1, 4).to(DEVICE)
-    logits, chosen = torch.empty(rows, 512, device=DEVICE, dtype=dtype), torch.empty(rows, dtype=torch.int64).to(DEVICE)
+    logits, chosen = torch.empty(rows, 512, device=DEVICE), torch.empty(rows, dtype=torch.int64).to(DEVICE)
     fused, attention = model.fused(rows, rows), TritonBackend(caches[0], rows)
     sampler = GreedySampler(rows, 512, torch.device(DEVICE))
     slots, positions = state.slots[:rows].clone(), state.positions[:rows].clone()
@@ -195,7 +214,8 @@ def test_fused_steps_equal_the_unfused_model(rows, architecture, dtype):
             plain = decode_attention(caches[1], state.page_tables[0, slots], positions)
             wanted = model.compute_logits(model.forward(tokens, positions, plain))
             assert relative_error(logits, wanted) < 4 * TOLERANCE
-            assert torch.equal(chosen, logits.float().argmax(-1))
+            assert fused.logits_dtype == model.logits_dtype == logits.dtype == wanted.dtype == torch.float32
+            assert torch.equal(chosen, logits.argmax(-1))
             tokens, positions = chosen.clone(), positions + 1
             assert torch.equal(state.last_tokens[slots], chosen) and torch.equal(state.positions[:rows], positions)
 
@@ -208,7 +228,7 @@ def test_padded_rows_do_not_advance_and_non_finite_logits_give_no_token():
     state.page_tables[0, 1, 0] = 3
     fused, sampler = model.fused(4, 4), GreedySampler(4, 512, torch.device(DEVICE))
     hidden = torch.ones(2, 64, device=DEVICE, dtype=DTYPE)
-    logits, chosen = torch.empty(2, 512, device=DEVICE, dtype=DTYPE), torch.empty(2, dtype=torch.int64).to(DEVICE)
+    logits, chosen = torch.empty(2, 512, device=DEVICE), torch.empty(2, dtype=torch.int64).to(DEVICE)
     hidden[0, 3] = float("nan")
     maxima = fused.head(hidden, logits, after_layer=False)
     sampler(logits, maxima, state.slots[:2], state.positions[:2], state.last_tokens, chosen)
