@@ -31,19 +31,19 @@ def gather_columns(local: Tensor, gathered: Tensor, out: Tensor, group: dist.Pro
 
 
 class TensorParallelCollectives:
-    """Collectives of one tensor-parallel group, for float32 logits of up to max_rows rows from `head` [local vocab, h].
+    """Collectives of one tensor-parallel group, for logits of up to max_rows rows from `head` [local vocab, h].
 
     Adding an all-reduced sum to hidden [T, h] takes two calls: write this rank's partial sum to the tensor returned by
     `all_reduce_into`, then call `all_reduce_shared`. Few rows use the one-shot all-reduce, which has lower latency than
     NCCL.
     """
 
-    def __init__(self, group: dist.ProcessGroup, max_rows: int, head: Tensor):
+    def __init__(self, group: dist.ProcessGroup, max_rows: int, head: Tensor, logits_dtype: torch.dtype):
         self._group = group
         self.is_first = group.rank() == 0
         self._one_shot = _make_one_shot(group, head)
-        self._local_logits = head.new_empty(max_rows, len(head), dtype=torch.float32)
-        self._gathered = head.new_empty(group.size() * max_rows, len(head), dtype=torch.float32)
+        self._local_logits = head.new_empty(max_rows, len(head), dtype=logits_dtype)
+        self._gathered = head.new_empty(group.size() * max_rows, len(head), dtype=logits_dtype)
 
     def part(self, rows: int) -> Tensor:
         """Return the buffer for this rank's columns of the logits, [rows, local vocab]."""

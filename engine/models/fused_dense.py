@@ -59,11 +59,14 @@ class FusedDense(Model):
             tokens, max_rows, config.hidden_size, max(self.heads.width, 2 * width), config.vocab_size, dtype, device
         )
         group, head = self.tensors.group, self.tensors.head.weight
-        self.collectives = None if group is None else TensorParallelCollectives(group, max_rows, head)
+        self.collectives = (
+            None if group is None else TensorParallelCollectives(group, max_rows, head, self.logits_dtype)
+        )
 
     @property
     def logits_dtype(self) -> torch.dtype:
-        return torch.float32
+        """The model's 16-bit dtype: float32 logits would double what the head writes and sampling reads."""
+        return self.dtype
 
     @property
     def module(self) -> nn.Module:

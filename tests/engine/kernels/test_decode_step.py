@@ -197,7 +197,7 @@ def test_fused_steps_equal_the_unfused_model(rows, architecture, dtype):
     state.positions[:rows] = torch.arange(rows).to(DEVICE) % 37 + 5
     state.last_tokens[1:] = torch.arange(rows + 1).to(DEVICE) * 7 % 512
     state.page_tables[0, 1:] = (torch.arange((rows + 1) * 4) + 1).view(rows + 1, 4).to(DEVICE)
-    logits, chosen = torch.empty(rows, 512, device=DEVICE), torch.empty(rows, dtype=torch.int64).to(DEVICE)
+    logits, chosen = torch.empty(rows, 512, device=DEVICE, dtype=dtype), torch.empty(rows, dtype=torch.int64).to(DEVICE)
     fused, attention = model.fused(rows, rows), TritonBackend(caches[0], rows)
     sampler = GreedySampler(rows, 512, torch.device(DEVICE))
     slots, positions = state.slots[:rows].clone(), state.positions[:rows].clone()
@@ -214,8 +214,8 @@ def test_fused_steps_equal_the_unfused_model(rows, architecture, dtype):
             plain = decode_attention(caches[1], state.page_tables[0, slots], positions)
             wanted = model.compute_logits(model.forward(tokens, positions, plain))
             assert relative_error(logits, wanted) < 4 * TOLERANCE
-            assert fused.logits_dtype == model.logits_dtype == logits.dtype == wanted.dtype == torch.float32
-            assert torch.equal(chosen, logits.argmax(-1))
+            assert fused.logits_dtype == logits.dtype and model.logits_dtype == wanted.dtype == torch.float32
+            assert torch.equal(chosen, logits.float().argmax(-1))
             tokens, positions = chosen.clone(), positions + 1
             assert torch.equal(state.last_tokens[slots], chosen) and torch.equal(state.positions[:rows], positions)
 
