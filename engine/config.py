@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +37,7 @@ _POSITIVE_INTEGERS = (
     "num_threads",
     "tensor_parallel_size",
 )
+_BOOLEANS = ("enable_prefix_caching", "async_scheduling")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,18 +112,27 @@ class EngineConfig:
                 continue
             if not is_whole_number(value, 1):
                 raise ConfigError(f"{name}={value!r} must be a whole number of at least 1")
+        for name in _BOOLEANS:
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, bool):
+                raise ConfigError(f"{name}={value!r} must be True or False")
+        if not is_whole_number(self.seed):
+            raise ConfigError(f"seed={self.seed!r} must be a whole number")
         if not is_whole_number(self.num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS):
             raise ConfigError(
                 f"num_speculative_tokens={self.num_speculative_tokens!r} must be a whole number from 0 to "
                 f"{MAX_SPECULATIVE_TOKENS}"
             )
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization} must be above 0 and at most 1")
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0.0 < share <= 1.0:
+            raise ConfigError(f"gpu_memory_utilization={share!r} must be a number above 0 and at most 1")
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model={self.model!r} must be a model name, a folder or a .gguf file")
         if self.tensor_parallel_size > 1:
             self._check_tensor_parallel()
         if self.graph_buckets is not None:
+            if isinstance(self.graph_buckets, str) or not isinstance(self.graph_buckets, Iterable):
+                raise ConfigError(f"graph_buckets={self.graph_buckets!r} must be a list of batch sizes")
             object.__setattr__(self, "graph_buckets", tuple(self.graph_buckets))
             self._check_buckets(self.graph_buckets)
         impl = self.megatron_graph_config().cuda_graph_impl
