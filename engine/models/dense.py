@@ -9,6 +9,7 @@ Shapes: T tokens, h hidden size, H query heads, KV key/value heads, D head size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -257,8 +258,10 @@ def rank_config(config: ModelConfig, ranks: int) -> ModelConfig:
         if getattr(config, name) % ranks
     ]
     if problems:
+        divisor = math.gcd(*(getattr(config, name) for name in sizes))
         raise ModelError(
-            f"this {config.architecture} can't be split with tensor_parallel_size={ranks}: {'; '.join(problems)}"
+            f"this {config.architecture} can't be split with tensor_parallel_size={ranks}: {'; '.join(problems)}. "
+            + (f"Give a divisor of {divisor}" if divisor > 1 else "Leave tensor_parallel_size out")
         )
     return config if ranks == 1 else replace(config, **{name: getattr(config, name) // ranks for name in sizes})
 

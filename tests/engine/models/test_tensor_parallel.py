@@ -194,11 +194,13 @@ def test_dummy_weights_do_not_depend_on_the_number_of_ranks(ranks: int) -> None:
     assert not torch.equal(weights[EMBED], weights[HEAD])  # each tensor has values of its own
 
 
-def test_a_model_that_cannot_be_split_names_every_size() -> None:
-    changes = {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 45}
+@pytest.mark.parametrize(("columns", "advice"), [(45, "Give a divisor of 3"), (43, "Leave tensor_parallel_size out")])
+def test_a_model_that_cannot_be_split_names_every_size(columns, advice) -> None:
+    changes = {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": columns}
     with pytest.raises(
         ModelError,
-        match="its 3 key and value heads are not a multiple of 2; its 45 MLP columns are not a multiple of 2",
+        match="its 3 key and value heads are not a multiple of 2; "
+        f"its {columns} MLP columns are not a multiple of 2. {advice}",
     ):
         empty_model("llama", TensorParallel(0, 2), **changes)
 
