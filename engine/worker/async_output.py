@@ -38,6 +38,7 @@ class AsyncStepOutput:
         self.samples: list[tuple[int, SampleResult]] = []  # (first row, result)
         self.prompt_scores: dict[str, list[DeviceLogprobs]] = {}
         self.graph_bucket: int | None = None
+        self._tokens: list[int] = []  # of the tickets read so far
         self._outcome: StepResult | Exception | None = None
 
     @property
@@ -62,9 +63,11 @@ class AsyncStepOutput:
         return outcome
 
     def _collect(self) -> StepResult:
-        result = StepResult(graph_bucket=self.graph_bucket)
-        for ticket in self.tickets:
-            result.tokens += ticket.read().tolist()
+        while self.tickets:  # a ticket is read once: an interrupted wait must go on with those that are left
+            tokens = self.tickets[0].read().tolist()
+            del self.tickets[0]
+            self._tokens += tokens
+        result = StepResult(self._tokens, graph_bucket=self.graph_bucket)
         for start, sampled in self.samples:  # after the tokens, because logprobs arrive later
             for row, logprob in enumerate(sampled.logprobs or ()):
                 if logprob is not None:

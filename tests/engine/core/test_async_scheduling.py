@@ -13,6 +13,7 @@ from engine.core.loop import EngineLoop
 from engine.errors import PromptTooLong
 from engine.loader.weights import iterate_safetensors
 from engine.protocol.request import TokenEvent
+from graph_cache.host_ring import HostRing
 from tests.engine.core.test_loop import ARRIVALS, SMALL, prompt_of
 from tests.engine.lively import MANY, PROMPTS, SETTINGS, drain, greedy, request, tokens
 
@@ -315,6 +316,28 @@ def test_an_interruption_of_a_step_loses_no_token_and_repeats_none(async_loop, r
         events += own
     for i, prompt in enumerate(PROMPTS):
         assert tokens(event for event in events if event.request_id == f"{i}") == reference.greedy(prompt, 20)
+
+
+def test_an_interruption_between_the_results_of_a_step_loses_no_token(async_loop, reference, monkeypatch):
+    loop = async_loop()
+    loop.add(request("a", PROMPTS[0], greedy(20)))
+    events = [event for _ in range(3) for event in loop.step()]
+    loop.add(request("b", PROMPTS[2], greedy(20)))
+    events += loop.step()  # a step with a decode and a prefill is in flight
+    read, calls = HostRing.read, itertools.count()
+
+    def interrupted(ring, ticket):
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        return read(ring, ticket)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(HostRing, "read", interrupted)
+        loop.step()
+    for own in drain(loop).values():
+        events += own
+    for name, prompt in (("a", PROMPTS[0]), ("b", PROMPTS[2])):
+        assert tokens(event for event in events if event.request_id == name) == reference.greedy(prompt, 20)
 
 
 def test_a_request_with_nan_logits_fails_while_its_next_step_runs_and_leaves_clean_pages(async_loop, reference):
