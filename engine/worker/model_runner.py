@@ -204,10 +204,29 @@ class ModelRunner:
                 )
                 for request in batch.admitted
             ],
+            fresh_pages=self._fresh_pages(batch) if self.contexts else [],
             decode=self._prepare_decode(batch) if batch.decodes else None,
             prefill=self._prepare_prefill(batch.prefills) if batch.prefills else None,
             verify=self._prepare_verify(batch.verifies) if batch.verifies else None,
         )
+
+    def _fresh_pages(self, batch: Batch) -> list[int]:
+        """Return the pages that this step begins and does not fill.
+
+        Attention over a padded context reads a page to its end. A request that was aborted or preempted in its prefill
+        may have left NaN there, which no sampled token has revealed.
+        """
+        size = self.config.page_size
+        spans = [(request, position, 1) for request, position in zip(batch.decodes, batch.positions, strict=True)]
+        spans += [(chunk.request, chunk.start, chunk.length) for chunk in batch.prefills]
+        spans += [(row.request, row.start, row.length) for row in batch.verifies]
+        ends = [(request, start, start + length) for request, start, length in spans]
+        return [
+            table[end // size]
+            for request, start, end in ends
+            if end % size and end // size * size >= start
+            for table in request.page_tables
+        ]
 
     def _prepare_decode(self, batch: Batch) -> DecodeInput:
         variant = self._variant(batch)
@@ -268,6 +287,8 @@ class ModelRunner:
                 self.sampling.set_slot(slot.slot, slot.params, slot.seed, slot.prompt_ids, slot.output_ids)
             if step.admitted and self.states is not None:
                 self.states.zero(ids_to(self.device, [slot.slot + 1 for slot in step.admitted]))
+            if step.fresh_pages:
+                self.zero_pages(step.fresh_pages)
             if step.decode is not None:
                 self._decode(step.decode, output)
             if step.prefill is not None:

@@ -89,9 +89,13 @@ class VerifyInput:
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """One step: slots to assign first, then the decodes, the prefill chunks, and the drafts to verify."""
+    """One step: slots to assign first, then the decodes, the prefill chunks, and the drafts to verify.
+
+    `fresh_pages`: pages to zero before, see `ModelRunner.prepare`.
+    """
 
     admitted: list[SlotAssignment] = field(default_factory=list)
+    fresh_pages: list[int] = field(default_factory=list)
     decode: DecodeInput | None = None
     prefill: PrefillInput | None = None
     verify: VerifyInput | None = None

@@ -340,6 +340,21 @@ def test_an_interruption_between_the_results_of_a_step_loses_no_token(async_loop
         assert tokens(event for event in events if event.request_id == name) == reference.greedy(prompt, 20)
 
 
+@pytest.mark.parametrize("end", ["abort", "preemption"])
+def test_a_prefill_that_ends_early_leaves_no_nan_for_the_next_request(async_loop, reference, end):
+    small = {"max_num_seqs": 1, "graph_buckets": (1,), "max_num_batched_tokens": 8, "max_model_len": 48}
+    loop = async_loop(num_pages=4, enable_prefix_caching=False, **small)
+    loop.runner.model.embedding.weight.data[319] = float("nan")
+    loop.add(request("a", [319, *range(2, 22)], greedy(4)))
+    loop.step()  # the first chunk writes NaN to a page, and no token is sampled
+    if end == "abort":
+        loop.abort(["a"])
+    loop.add(request("b", PROMPTS[0], greedy(20), priority=-1))
+    events = drain(loop)
+    assert tokens(events["b"]) == reference.greedy(PROMPTS[0], 20)
+    assert events["a"][-1].finish_reason == ("abort" if end == "abort" else "error")
+
+
 def test_a_request_with_nan_logits_fails_while_its_next_step_runs_and_leaves_clean_pages(async_loop, reference):
     loop = async_loop(num_pages=12, enable_prefix_caching=False)
     loop.add(request("a", PROMPTS[0], greedy(20)))
