@@ -268,6 +268,7 @@ class EngineLoop:
         Raises WeightUpdateError, with the old weights unchanged, if any name, shape or value is invalid.
         """
         _check_version(version)
+        self.drain()  # an interrupted wait must not separate new weights from `weights_changed`
         written = self.executor.update_weights(weights)
         self.weights_changed(version)
         return written
@@ -275,6 +276,7 @@ class EngineLoop:
     def load_weights(self, path: str, version: str) -> int:
         """As `update_weights`, from a safetensors file or a folder of them."""
         _check_version(version)
+        self.drain()  # an interrupted wait must not separate new weights from `weights_changed`
         written = self.executor.load_weights(path)
         self.weights_changed(version)
         return written

@@ -355,6 +355,22 @@ def test_a_prefill_that_ends_early_leaves_no_nan_for_the_next_request(async_loop
     assert events["a"][-1].finish_reason == ("abort" if end == "abort" else "error")
 
 
+def test_an_interrupted_weight_update_changes_no_weights(async_loop, reference, other_model, monkeypatch):
+    loop = async_loop()
+    loop.add(request("a", PROMPTS[0], greedy(20)))
+    events = [event for _ in range(4) for event in loop.step()]
+
+    def interrupted(ring, ticket):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(HostRing, "read", interrupted)
+        loop.update_weights(iterate_safetensors(other_model), "v2")
+    events += drain(loop)["a"]
+    assert tokens(events) == reference.greedy(PROMPTS[0], 20)
+    assert loop.weight_version == events[-1].weight_version != "v2"
+
+
 def test_a_request_with_nan_logits_fails_while_its_next_step_runs_and_leaves_clean_pages(async_loop, reference):
     loop = async_loop(num_pages=12, enable_prefix_caching=False)
     loop.add(request("a", PROMPTS[0], greedy(20)))
