@@ -149,6 +149,7 @@ class EngineLoop:
         if self._storage_may_have_moved:
             self.executor.call("check_addresses")
             self._storage_may_have_moved = False
+        self.drain(self._max_unread_steps)  # a step whose read was interrupted: only the device knows its tokens
         batch = self.scheduler.schedule()
         failure = self._execute(batch)
         self.drain(self._max_unread_steps if batch and failure is None else 0)

@@ -7,6 +7,7 @@ import pytest
 from engine import SamplingParams
 from engine.errors import ConfigError
 from engine.protocol.request import EngineRequest
+from graph_cache.host_ring import HostRing
 
 REPEATING = [[5, 6, 7, 8, 9] * 6, [11, 12, 13] * 9 + [11], list(range(20, 40)) * 2, [3, 4]]
 PARAMS = {
@@ -48,6 +49,24 @@ def test_accepted_drafts_save_steps(make_engine):
         stats = engine.stats()
         assert output.token_ids == [17] * 40
         assert stats.accepted_tokens == stats.draft_tokens > 25 and stats.steps < 20
+
+
+def test_an_interruption_of_a_step_with_drafts_loses_no_token(make_engine, monkeypatch):
+    always = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logit_bias={17: 90.0})
+    loop = make_engine(num_speculative_tokens=4).loop
+    loop.add(EngineRequest(request_id="a", prompt_token_ids=[3, 4], params=always))
+    events = [event for _ in range(6) for event in loop.step()]
+    assert loop.finisher.draft_tokens
+
+    def interrupted(ring, ticket):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(HostRing, "read", interrupted)
+        loop.step()
+    while loop.has_work:
+        events += loop.step()
+    assert [token for event in events for token in event.token_ids] == [17] * 40
 
 
 def test_a_request_can_be_aborted_between_steps_with_drafts(make_engine):
