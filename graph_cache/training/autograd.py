@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from graph_cache.errors import GraphError
 from graph_cache.training.graphed_call import GraphedCall
@@ -48,8 +47,19 @@ class Lease:
         self.end()
 
 
+DOUBLE_BACKWARD = (
+    "its gradient is differentiated again (create_graph=True), and the gradients that a graph returns have no history"
+)
+
+
 def _replay_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     call, lease = ctx.call, ctx.lease
+    if torch.is_grad_enabled():  # create_graph=True
+        call.refuse_double_backward()
+        raise GraphError(
+            f"{call.name}: {DOUBLE_BACKWARD}. Calls of this signature run eager from the next step on; they would have "
+            "from the start if this backward had occurred during warm-up"
+        )
     if lease.ended:
         raise GraphError(
             f"the backward of {call.name} was run twice: a graph's backward runs once per forward, because the next "
@@ -61,9 +71,6 @@ def _replay_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
             results[index] = results[index].clone()
     lease.end()
     return (None, None, *results)
-
-
-_replay_backward_once = once_differentiable(_replay_backward)
 
 
 class _Replay(torch.autograd.Function):
@@ -85,8 +92,7 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        # The once_differentiable guard costs as much as a replay, and double backward needs grad mode.
-        return _replay_backward_once(ctx, *grads) if torch.is_grad_enabled() else _replay_backward(ctx, *grads)
+        return _replay_backward(ctx, *grads)
 
 
 _REPLAY_NODE = _Replay._backward_cls
@@ -105,17 +111,22 @@ class _Probe(torch.autograd.Function):
     """Identity. Its backward ends a lease when the gradients of a call's outputs arrive."""
 
     @staticmethod
-    def forward(ctx: Any, lease: Lease, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.lease = lease
+    def forward(ctx: Any, lease: Lease, doubled: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.lease, ctx.doubled = lease, doubled
         ctx.set_materialize_grads(False)
         return tuple([tensor.detach() for tensor in tensors])  # no views: some reject in-place writes and detach_()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         ctx.lease.end()
-        return (None, *grads)
+        if torch.is_grad_enabled():
+            ctx.doubled()
+        return (None, None, *grads)
 
 
-def probe(lease: Lease, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the same tensors. The lease ends when their backward begins, or when their history is freed."""
-    return _Probe.apply(lease, *tensors)
+def probe(lease: Lease, tensors: Sequence[Tensor], doubled: Callable[[], None]) -> tuple[Tensor, ...]:
+    """Return the same tensors. The lease ends when their backward begins, or when their history is freed.
+
+    `doubled` is called if that backward has a history itself (create_graph=True).
+    """
+    return _Probe.apply(lease, doubled, *tensors)

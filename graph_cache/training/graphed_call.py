@@ -7,7 +7,7 @@ give their memory to later backwards of the same microbatch. The order of calls 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -37,6 +37,7 @@ class GraphedCall:
     """
 
     returns_uncopied = False
+    refuse_double_backward: Callable[[], None]  # set after the capture
 
     def __init__(
         self, owner: AttachedModule, key: CallKey, inputs: Sequence[Tensor], context: CaptureContext, memory: Memory

@@ -7,9 +7,10 @@ threads.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,14 +18,14 @@ import torch
 from torch import Tensor
 
 from graph_cache.capture_state import CaptureState, CaptureStatus
-from graph_cache.errors import GraphConfigError
+from graph_cache.errors import CaptureRefused, GraphConfigError
 from graph_cache.keys import CAPTURE_FAILED, STALE, WARMING_UP
 from graph_cache.training.attached import AttachedModule, Attachment, Watched
-from graph_cache.training.autograd import Lease, probe, replay
+from graph_cache.training.autograd import DOUBLE_BACKWARD, Lease, probe, replay
 from graph_cache.training.call import Result, flatten_call, input_refusal
 from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.compiled import keeping_history
-from graph_cache.training.microbatch_graphs import CallSignature, CapturedCall, MicrobatchGraphs
+from graph_cache.training.microbatch_graphs import SCOPE, CallSignature, CapturedCall, MicrobatchGraphs
 from graph_cache.training.recorded_step import RecordedStep
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,10 @@ OTHER_PARAMETERS = "other_parameters"
 MAX_RECORDED_STEPS, MAX_CALL_SIGNATURES = 64, 4096
 
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 class TrainingGraphs:
@@ -59,6 +64,7 @@ class TrainingGraphs:
         # The capture that calls of a signature without a free pair count towards. Warm-up runs are steps.
         self._states: dict[CallSignature, CaptureState] = {}
         self._unserved: set[CaptureState] = set()  # those with calls in this step
+        self._doubled: set[CallSignature] = set()  # captured, but with a backward that was differentiated again
         self._outstanding = 0  # eager and recorded calls that await their backward
         self._busy = False  # inside a capture or an attached module: nested modules run eager
 
@@ -97,6 +103,7 @@ class TrainingGraphs:
         self._recording = None
         self._states.clear()
         self._unserved.clear()
+        self._doubled.clear()
         self.job.pool.trim()
 
     # ---- calls -----------------------------------------------------------------------------------------------------
@@ -165,12 +172,13 @@ class TrainingGraphs:
             return self._eager(attached, args, kwargs, HOOKS)
         state = self._states.setdefault(signature, CaptureState(self._warmup_steps))
         self._unserved.add(state)
+        doubled = functools.partial(self._refuse_double_backward, signature)
         if state.warmup_left <= 1 and self._may_record():  # the last warm-up step is recorded
-            return self._record(self._recording, signature, tensors, args, kwargs)
+            return self._record(self._recording, signature, tensors, args, kwargs, doubled)
         reason = UNSEEN if self._recorded_steps else WARMING_UP
         if any(recorded.knows(signature) for recorded in self._recorded_steps):
             reason = NO_INSTANCE  # recorded as further graphs if later steps need them too
-        return self._eager(attached, args, kwargs, reason, track_backward=True)
+        return self._eager(attached, args, kwargs, reason, track_backward=True, doubled=doubled)
 
     def _may_record(self) -> bool:
         """Start recording in this step, unless MAX_RECORDED_STEPS have graphs. Return whether it records."""
@@ -194,6 +202,8 @@ class TrainingGraphs:
                 if any(entry.owner in changed for entry in recorded.entries()):
                     self._drop(recorded, [f"parameters of {attached.name}" for attached in changed])
         self._watched.refresh()
+        if self._doubled:
+            self._drop_doubled()
         for recorded in list(self._recorded_steps):
             self._drop_if_moved(recorded)
         for state in self._unserved:
@@ -232,15 +242,49 @@ class TrainingGraphs:
         finally:
             self._busy = False
         self._recorded_steps.append(recorded)
+        for signature, entry in recorded.captured():
+            entry.pair.refuse_double_backward = functools.partial(self._doubled.add, signature)
         for signature in recorded.captured_states():
             self._states.pop(signature).succeed()
 
+    def _refuse_double_backward(self, signature: CallSignature) -> None:
+        """Run calls of this signature eager from now on: their gradients need a history, which graphs don't return."""
+        state = self._states.get(signature)
+        if state is None or state.failed:
+            return
+        attached = signature[0]
+        logger.warning("%s runs eager: %s", attached.name, DOUBLE_BACKWARD)
+        if not state.may_capture:
+            state.drop(CaptureStatus.EVICTED)
+        state.fail(DOUBLE_BACKWARD)
+        self.stats.capture_failed(attached.name, SCOPE, CaptureRefused(DOUBLE_BACKWARD))
+
+    def _drop_doubled(self) -> None:
+        """Drop the steps with graphs of which a backward was differentiated again."""
+        for recorded in list(self._recorded_steps):
+            states = recorded.captured_states()
+            if not self._doubled.isdisjoint(states):
+                self._recorded_steps.remove(recorded)
+                for signature, state in states.items():
+                    state.drop(CaptureStatus.EVICTED, self._warmup_steps)
+                    self._states.setdefault(signature, state)
+                recorded.retire()
+        for signature in self._doubled:
+            self._refuse_double_backward(signature)
+        self._doubled.clear()
+
     def _eager(
-        self, attached: AttachedModule, args: tuple, kwargs: dict[str, Any], reason: str, track_backward: bool = False
+        self,
+        attached: AttachedModule,
+        args: tuple,
+        kwargs: dict[str, Any],
+        reason: str,
+        track_backward: bool = False,
+        doubled: Callable[[], None] = _nothing,
     ) -> Any:
         self.stats.fallbacks[attached.name, "forward", reason] += 1
         value = self._run_eager(attached, args, kwargs)
-        return self._track_backward(value) if track_backward else value
+        return self._track_backward(value, doubled) if track_backward else value
 
     def _run_eager(self, attached: AttachedModule, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run the eager forward. Attached modules inside it run eager as part of it."""
@@ -252,7 +296,7 @@ class TrainingGraphs:
         finally:
             self._busy = False
 
-    def _track_backward(self, value: Any) -> Any:
+    def _track_backward(self, value: Any, doubled: Callable[[], None]) -> Any:
         """Return the same value with its backward counted as outstanding: a step lasts until all backwards are done."""
         result, tensors = Result.of(value)
         indices = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
@@ -260,7 +304,7 @@ class TrainingGraphs:
             return value
         self._outstanding += 1
         lease = Lease(self._backward_done)
-        for index, tensor in zip(indices, probe(lease, [tensors[i] for i in indices]), strict=True):
+        for index, tensor in zip(indices, probe(lease, [tensors[i] for i in indices], doubled), strict=True):
             tensors[index] = tensor
         return result.build(tensors)
 
@@ -288,6 +332,7 @@ class TrainingGraphs:
         tensors: list[Tensor],
         args: tuple,
         kwargs: dict[str, Any],
+        doubled: Callable[[], None],
     ) -> Any:
         """Run eager and record the call. An index is reused as it would be in a replay."""
         attached = signature[0]
@@ -308,7 +353,7 @@ class TrainingGraphs:
                 self._outstanding -= 1
 
             for output_index, tensor in zip(
-                wanted, probe(Lease(backward_done, index), [outputs[i] for i in wanted]), strict=True
+                wanted, probe(Lease(backward_done, index), [outputs[i] for i in wanted], doubled), strict=True
             ):
                 outputs[output_index] = tensor
         graphs.record_outputs(index, outputs)

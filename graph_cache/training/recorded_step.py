@@ -55,12 +55,11 @@ class RecordedStep:
 
     def captured_states(self) -> dict[CallSignature, CaptureState]:
         """Return the states of the captures by signature, without those of which a pair failed."""
-        return {
-            signature: entry.capture
-            for graphs in self.graphs_of_microbatches
-            for signature, entry in graphs.captured()
-            if not entry.capture.failed
-        }
+        return {signature: entry.capture for signature, entry in self.captured() if not entry.capture.failed}
+
+    def captured(self) -> list[tuple[CallSignature, CapturedCall]]:
+        """Return the captured calls with their signatures, by microbatch."""
+        return [pair for graphs in self.graphs_of_microbatches for pair in graphs.captured()]
 
     def entries(self) -> list[CapturedCall]:
         """Return the captured calls, by microbatch."""
