@@ -167,15 +167,24 @@ class Copies:
 def reachable_leaves(output: Tensor, leaves: Sequence[Tensor]) -> set[int]:
     """Return the indices of the leaves that an output's autograd history reaches."""
     indices = {id(leaf): index for index, leaf in enumerate(leaves)}
-    if output.grad_fn is None:  # the output is a leaf
-        return {index for index, leaf in enumerate(leaves) if leaf is output}
-    found, seen, stack = set(), set(), [output.grad_fn]
+    return {indices[id(leaf)] for leaf in leaves_of([output]) if id(leaf) in indices}
+
+
+def leaves_of(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the leaves that require a gradient and that the history of these outputs reaches."""
+    found: dict[int, Tensor] = {}
+    seen, stack = set(), []
+    for output in outputs:
+        if output.grad_fn is not None:
+            stack.append(output.grad_fn)
+        elif output.requires_grad:
+            found[id(output)] = output
     while stack:
         node = stack.pop()
         if node in seen:
             continue
         seen.add(node)
-        if hasattr(node, "variable") and id(node.variable) in indices:
-            found.add(indices[id(node.variable)])
+        if hasattr(node, "variable"):  # a node that accumulates into a leaf
+            found[id(node.variable)] = node.variable
         stack += [next_node for next_node, _ in node.next_functions if next_node is not None]
-    return found
+    return list(found.values())

@@ -19,7 +19,14 @@ from graph_cache.runner import GraphRunner
 from graph_cache.training.attached import AttachedModule
 from graph_cache.training.call import CallKey, Result, autocast_as, is_sparse, lacks_memory, no_autocast, unflatten_call
 from graph_cache.training.capture_context import CaptureContext
-from graph_cache.training.gradients import Copies, GradientMemory, UncopiedGradients, reachable_leaves, storage_users
+from graph_cache.training.gradients import (
+    Copies,
+    GradientMemory,
+    UncopiedGradients,
+    leaves_of,
+    reachable_leaves,
+    storage_users,
+)
 from graph_cache.training.parameter_aliases import ADDED, MainGrads, ParameterAliases, trainable
 from graph_cache.training.side_effects import refuse_side_effects
 
@@ -167,6 +174,22 @@ class GraphedCall:
         if any(map(is_sparse, self.outputs)):
             raise CaptureRefused(
                 f"{self.name} returns a sparse tensor, which has no static memory: return a dense tensor"
+            )
+        self._refuse_undeclared_leaves()
+
+    def _refuse_undeclared_leaves(self) -> None:
+        """Refuse a trainable tensor that is neither a parameter of the module nor an argument: it gets no gradient.
+
+        Also finds a computed tensor with a history from before the call, whose leaves are undeclared too.
+        """
+        declared = {id(tensor) for tensor in (*self.inputs, *self._aliases.trainable)}
+        found = [leaf for leaf in leaves_of(self.outputs) if id(leaf) not in declared]
+        if found:
+            shapes = ", ".join(sorted({str(list(leaf.shape)) for leaf in found}))
+            raise CaptureRefused(
+                f"{self.name} depends on {len(found)} trainable tensors (of shape {shapes}) that are neither its "
+                "parameters nor arguments of this call, and a replay would give them no gradient: register them as "
+                "parameters, or pass them as arguments"
             )
 
     def _run_backward(self) -> None:
