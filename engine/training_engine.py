@@ -20,7 +20,7 @@ from graph_cache.adapters import is_megatron
 from graph_cache.backends import backend_for
 from graph_cache.pool import GraphPool
 from graph_cache.stats import CacheStats
-from graph_cache.training.attached import Attachment, Part
+from graph_cache.training.attached import Attachment, Part, is_data_parallel
 from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.iteration import CapturedIteration
 from graph_cache.training.modules import TrainingGraphs
@@ -293,6 +293,9 @@ class TrainingEngine:
         self._iterations = []
 
     def _paths(self, model: Any) -> list[str]:
+        """Return the paths to capture by default. A data-parallel wrapper stays outside: it reduces in its forward."""
+        if is_data_parallel(model) and isinstance(getattr(model, "module", None), nn.Module):
+            return [f"module.{path}" if path else "module" for path in self._paths(model.module)]
         wanted = self._graph_config.modules
         mapping = model.cuda_graph_modules() if hasattr(model, "cuda_graph_modules") else None
         if mapping is None:

@@ -109,6 +109,17 @@ class Attachment:
     surroundings: AmbientState | None = None
 
 
+DATA_PARALLEL = frozenset(("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"))
+
+
+def is_data_parallel(module: nn.Module) -> bool:
+    """Whether the module is a wrapper whose forward prepares the reduction of gradients, which a replay would skip.
+
+    By name, so that these packages are not imported. Megatron's wrapper has the same name as PyTorch's.
+    """
+    return any(base.__name__ in DATA_PARALLEL for base in type(module).__mro__)
+
+
 class InterceptedMethod:
     """Replacement for the method of an attached module. A deep copy of the module gets the original method."""
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from graph_cache.backends.base import Memory
 from graph_cache.errors import CaptureRefused
 from graph_cache.runner import GraphRunner
-from graph_cache.training.attached import AttachedModule
+from graph_cache.training.attached import AttachedModule, is_data_parallel
 from graph_cache.training.call import CallKey, Result, autocast_as, is_sparse, lacks_memory, no_autocast, unflatten_call
 from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.gradients import (
@@ -67,6 +67,7 @@ class GraphedCall:
         self._scope, self._aliases = owner.scope, ParameterAliases(owner.scope)
         self._forward, self._recreate_ambient_state = owner.eager, owner.recreate_ambient_state
         self._state = [*owner.scope.buffers(), *context.state.values()]
+        self._wrappers = sorted({type(module).__name__ for module in owner.submodules if is_data_parallel(module)})
         self._main_grads = list(MainGrads(owner.scope).values())
         # (storage, use count) of outputs while no output is referenced outside.
         self._baseline_users: list[tuple[int, int]] | None = None
@@ -163,6 +164,11 @@ class GraphedCall:
         ]
 
     def _run_forward(self) -> None:
+        if self._wrappers:
+            raise CaptureRefused(
+                f"{self.name} contains {', '.join(self._wrappers)}, whose forward prepares the reduction of gradients, "
+                "which a replay would skip: attach modules inside the wrapper"
+            )
         args, kwargs = unflatten_call(self.key, self.inputs)
         with (
             self._recreate_ambient_state(self.key.ambient_state),

@@ -1,6 +1,7 @@
 """One rank of a DistributedDataParallel job for test_training_ddp.py: compares eager and graphed training.
 
-`python ddp_worker.py RANK WORLD FILE [cuda]`; prints "same" and the number of replays, or fails.
+`python ddp_worker.py RANK WORLD FILE WHAT [cuda]`; prints "same" and the number of replays, or fails. WHAT is attached:
+`layers` of the wrapped model, the `default` of the wrapper, or the `wrapper` itself, which is refused.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ def train(model: DistributedDataParallel, rank: int, device: str) -> list[torch.
 
 
 def main() -> None:
-    rank, world, file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    on_gpu = len(sys.argv) > 4 and sys.argv[4] == "cuda"
+    rank, world, file, what = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+    on_gpu = sys.argv[5:] == ["cuda"]
     device = f"cuda:{rank}" if on_gpu else "cpu"
     if on_gpu:
         torch.cuda.set_device(rank)
@@ -75,7 +76,8 @@ def main() -> None:
     eager = DistributedDataParallel(copy.deepcopy(model), **options)
     graphed = DistributedDataParallel(copy.deepcopy(model), **options)
     engine = Engine(EngineConfig(mode="training", cuda_graph_warmup_steps=2))
-    engine.attach(graphed, modules=[f"module.layers.{index}" for index in range(3)])
+    layers = [f"module.layers.{index}" for index in range(3)]
+    engine.attach(graphed, modules={"layers": layers, "default": None, "wrapper": [""]}[what])
     graphed_values, eager_values = train(graphed, rank, device), train(eager, rank, device)
     wrong = [
         index
@@ -84,6 +86,8 @@ def main() -> None:
     ]
     if wrong:
         raise SystemExit(f"{len(wrong)} of {len(graphed_values)} values differ, the first at {wrong[0]}")
+    if what == "wrapper":
+        assert "contains DistributedDataParallel" in engine.graphs()[0]["failure"]
     replays = sum(row["replays"] for row in engine.graphs())
     engine.detach()
     dist.destroy_process_group()

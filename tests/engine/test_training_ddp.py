@@ -21,14 +21,18 @@ def outputs_of_two(worker, tmp_path, *extra):
     return outputs_of(commands, 120, env=environment)
 
 
-def run_ranks(tmp_path, *extra):
-    for output in outputs_of_two("ddp_worker.py", tmp_path, *extra):
-        # 16 forwards of 3 layers; each microbatch is a step, and the first two warm up.
-        assert output.split() == ["same", "42"]
+# 16 forwards of 3 layers or one model; each microbatch is a step, and the first two warm up.
+REPLAYS = {"layers": 42, "default": 14, "wrapper": 0}
 
 
-def test_two_processes_train_like_eager(tmp_path):
-    run_ranks(tmp_path)
+def run_ranks(tmp_path, what, *extra):
+    for output in outputs_of_two("ddp_worker.py", tmp_path, what, *extra):
+        assert output.split() == ["same", str(REPLAYS[what])]
+
+
+@pytest.mark.parametrize("what", REPLAYS)
+def test_two_processes_train_like_eager(tmp_path, what):
+    run_ranks(tmp_path, what)
 
 
 def test_a_collective_is_rejected_by_a_cpu_graph_and_runs_eager(tmp_path):
@@ -38,4 +42,4 @@ def test_a_collective_is_rejected_by_a_cpu_graph_and_runs_eager(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_train_like_eager(tmp_path):
-    run_ranks(tmp_path, "cuda")
+    run_ranks(tmp_path, "layers", "cuda")
