@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from graph_cache.addresses import AddressBook
+from graph_cache.audit import StorageAudit, storage_of
 from graph_cache.backends.base import Backend
 from graph_cache.capture_state import CaptureState, CaptureStatus
-from graph_cache.errors import CaptureError
+from graph_cache.errors import CaptureError, CaptureRefused
 from graph_cache.keys import CAPTURE_FAILED, STALE
 from graph_cache.pool import GraphPool
 from graph_cache.runner import GraphRunner
@@ -30,6 +31,7 @@ from graph_cache.training.call import (
     CallKey,
     Result,
     any_on_other_device,
+    autocast_as,
     flatten_call,
     is_sparse,
     lacks_memory,
@@ -38,14 +40,15 @@ from graph_cache.training.call import (
 )
 from graph_cache.training.compiled import is_compiled, reached_from, without_compiling
 from graph_cache.training.gradients import storage_users
+from graph_cache.training.host_state import HostState, Reads, Watch, reachable
 from graph_cache.training.optimizers import OptimizerState, observe_steps, settings_of
 from graph_cache.training.parameter_aliases import MainGrads
-from graph_cache.training.side_effects import constant_numbers, current_numbers, refuse_replaced_buffers
 
 logger = logging.getLogger(__name__)
 
 SCOPE = "full_iteration"
 MAX_SETTINGS = 4  # graphs that differ only in optimizer settings
+MAX_GRAPHS = 64  # graphs of one iteration; the least recently used is dropped for another
 MAX_WARMING = 64  # signatures without a graph at a time; each holds its arguments' values
 
 
@@ -60,6 +63,8 @@ class _IterationGraph:
         self.extra_state: set[str] = set()  # names of tensors outside modules
         self.result: Result | None = None
         self.outputs: list[Tensor] = []
+        self.outside: list[torch.UntypedStorage] = []  # other memory that the graph may read, kept alive
+        self.last_call = 0
         self.grads_before: list[tuple[nn.Parameter, Tensor]] = []
         self.grads_after: list[tuple[nn.Parameter, Tensor | None]] = []
         self.runner: GraphRunner | None = None
@@ -75,8 +80,9 @@ class CapturedIteration:
 
     - the structure of the arguments, shapes and dtypes of tensors, and every other value;
     - whether gradients are enabled;
-    - train/eval mode and floating-point attributes of each module that the step runs or takes as an argument;
-    - which parameters require a gradient, and which already have one;
+    - train/eval mode of each module that the step runs or takes as an argument;
+    - Python state that the step reads: attributes, closures and globals;
+    - which trainable tensors require a gradient, and which already have one;
     - settings of optimizers that step inside.
 
     Each signature runs eager `warmup_steps` times (at least once), then is captured. Graphs are dropped when
@@ -107,7 +113,12 @@ class CapturedIteration:
         self._captured: dict[IterationSignature, _IterationGraph] = {}
         # Weak: a step may create new modules at every call.
         self._modules: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
-        self._floats: dict[int, tuple[str, ...]] = {}  # module id -> names of float attributes
+        # Leaf tensors that the step trains and that no module has.
+        self._leaves: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        self._watch = Watch()
+        self._refusals: list[str] = []  # why the last observed eager call can't be replayed
+        self._outside: list[torch.UntypedStorage] = []  # other memory that it used
+        self._calls = 0
         # Optimizers that step inside, in order of their first step.
         self._optimizers: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -125,14 +136,16 @@ class CapturedIteration:
         self._discover_modules([value for value in key.values if isinstance(value, nn.Module)])
         signature = (key, self._state())
         captured = self._captured.get(signature)
+        self._calls += 1
         if captured is not None and self._addresses_unchanged(captured):
+            captured.last_call = self._calls
             return self._replay(captured, tensors)
         self._warn_of_settings(signature)
         state = self._states.get(signature) or self._add_state(signature)
         if not state.may_capture:
             self._stats.fallbacks[self.name, SCOPE, state.fallback_reason] += 1
             state.count_warmup()
-            return self._eager(args, kwargs)
+            return self._eager(args, kwargs, tensors=None if state.failed else tensors)
         return self._capture(signature, state, key, tensors, args, kwargs)
 
     def clear(self) -> None:
@@ -173,8 +186,8 @@ class CapturedIteration:
     def _state(self) -> tuple[Any, ...]:
         """Return the model state that a graph bakes in.
 
-        Module modes, requires_grad, which parameters have a gradient or share one, float attributes, and optimizer
-        settings.
+        Module modes, requires_grad, which parameters have a gradient or share one, Python state that the step reads,
+        and optimizer settings.
         """
         parameters, ids = self._all_parameters(), {id(None): 0}
         grads = [ids.setdefault(id(parameter.grad), len(ids)) for parameter in parameters]
@@ -183,7 +196,7 @@ class CapturedIteration:
             tuple([module.training for module in known]),
             tuple([parameter.requires_grad for parameter in parameters]),
             tuple(grads),
-            tuple(current_numbers(*self._floats_of(known))),
+            self._watch.signature(),
             tuple(map(settings_of, self._optimizers.values())),
         )
 
@@ -203,8 +216,8 @@ class CapturedIteration:
     def _discover_modules(self, modules: Sequence[nn.Module]) -> None:
         """Register the modules among the arguments, and detect compiled code.
 
-        A global pre-hook finds the other modules in eager calls. Compiled code would compile that hook in, so with
-        compiled code, modules reachable from the step function are registered instead.
+        Observed eager calls find the other modules. Compiled code can't be observed, so with compiled code, modules
+        reachable from the step function are registered instead.
         """
         new = [module for module in modules if id(module) not in self._modules]
         if not self._inspected:
@@ -217,16 +230,11 @@ class CapturedIteration:
             self._register_module(module)
             self._compiled |= any(map(is_compiled, module.modules()))
 
-    def _register_module(self, module: nn.Module, inputs: Any = None) -> None:
+    def _register_module(self, module: nn.Module) -> None:
         if id(module) not in self._modules:
             self._roots.add(module)
             for inner in module.modules():
                 self._modules[id(inner)] = inner
-                self._floats[id(inner)] = tuple(constant_numbers(inner))
-
-    def _floats_of(self, modules: Sequence[nn.Module]) -> tuple[list[dict[str, Any]], list[str]]:
-        found = [(vars(module), name) for module in modules for name in self._floats.get(id(module), ())]
-        return [owner for owner, _ in found], [name for _, name in found]
 
     def _register_optimizer(self, optimizer: Optimizer) -> None:
         self._optimizers.setdefault(id(optimizer), optimizer)
@@ -235,26 +243,37 @@ class CapturedIteration:
         """Return captured signatures that this one supersedes.
 
         - Signatures from before some module or optimizer was known: no call matches them again.
+        - The least recently used, if there are MAX_GRAPHS.
         - Of those that differ only in optimizer settings (a learning rate schedule), all but the last MAX_SETTINGS - 1.
         """
         (key, state), counts = signature, _known_counts(signature[1])
         outdated = [other for other in self._captured if other[0] == key and _known_counts(other[1]) != counts]
         same_but_settings = [other for other in self._captured if other[0] == key and other[1][:-1] == state[:-1]]
-        return list(dict.fromkeys([*outdated, *same_but_settings[: max(0, len(same_but_settings) + 1 - MAX_SETTINGS)]]))
+        superseded = [*outdated, *same_but_settings[: max(0, len(same_but_settings) + 1 - MAX_SETTINGS)]]
+        others = [other for other in self._captured if other not in superseded]
+        if len(others) >= MAX_GRAPHS:
+            superseded.append(min(others, key=lambda other: self._captured[other].last_call))
+            logger.warning(
+                "%s: %d graphs, the limit; the least recently used is dropped: pad inputs to fewer shapes",
+                self.name,
+                MAX_GRAPHS,
+            )
+        return list(dict.fromkeys(superseded))
 
     def _known_modules(self) -> list[nn.Module]:
         return [module for reference in self._modules.valuerefs() if (module := reference()) is not None]
 
-    def _all_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters of all known modules; a shared parameter occurs once per module."""
-        return [
+    def _all_parameters(self) -> list[Tensor]:
+        """Return the parameters of all known modules, once per module that has them, and other trained tensors."""
+        parameters: list[Tensor] = [
             parameter
             for module in self._known_modules()
             for parameter in module._parameters.values()
             if parameter is not None
         ]
+        return parameters + list(self._leaves.values())
 
-    def _parameters(self) -> list[nn.Parameter]:
+    def _parameters(self) -> list[Tensor]:
         """Return the parameters that require a gradient or have one, without duplicates."""
         found = {id(parameter): parameter for parameter in self._all_parameters()}
         return [parameter for parameter in found.values() if parameter.requires_grad or parameter.grad is not None]
@@ -295,20 +314,71 @@ class CapturedIteration:
             self._forget([signature for signature, state in self._states.items() if not state.failed])
         return False
 
-    def _eager(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run the step, and register the modules that it runs."""
+    def _eager(self, args: tuple, kwargs: dict[str, Any], tensors: Sequence[Tensor] | None = None) -> Any:
+        """Run the step. Given its tensor arguments, observe what it uses and changes."""
         if not self._ran_eager:  # first call: the capture stream can't use memory cached for other streams
             self._ran_eager = True
             self._pool.trim()
-        handle = None if self._compiled else register_module_forward_pre_hook(self._register_module)
-        try:
-            # On the capture stream: autograd ties grad accumulators to the stream of their first use.
-            with self._pool.backend.on_capture_stream(), observe_steps(self._register_optimizer):
-                result, outputs = Result.of(self._step(*args, **kwargs))
-        finally:
-            if handle is not None:
-                handle.remove()
+        observed = nullcontext() if tensors is None else self._observing(tensors)
+        # On the capture stream: autograd ties grad accumulators to the stream of their first use.
+        with self._pool.backend.on_capture_stream(), observe_steps(self._register_optimizer), observed:
+            result, outputs = Result.of(self._step(*args, **kwargs))
         return result.build([output.detach() for output in outputs])
+
+    @contextmanager
+    def _observing(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Observe an eager run: register what it uses, and record why a replay could differ from it."""
+        state = HostState(self._host_roots())
+        if self._compiled:  # compiled code bypasses the dispatcher, and profiling would compile it anew
+            yield
+            self._refusals = _describe_changes(state.changes(lambda tensor: True))
+            return
+        reads, audit = Reads(), StorageAudit()
+        with reads.observing(), audit:
+            yield
+        for module in reads.modules.values():
+            self._register_module(module)
+        arguments = {storage._cdata for tensor in tensors if (storage := storage_of(tensor)) is not None}
+        owned = {id(parameter) for module in self._known_modules() for parameter in module._parameters.values()}
+        for leaf in audit.leaves.values():
+            storage = storage_of(leaf)
+            if id(leaf) not in owned and (storage is None or storage._cdata not in arguments):
+                self._leaves[id(leaf)] = leaf
+        self._refusals = _describe_changes(
+            state.changes(lambda tensor: (storage := storage_of(tensor)) is None or storage._cdata in audit.outside)
+        )
+        declared = arguments | self._declared_storages()
+        other = [address for address in audit.outside if address not in declared]
+        self._outside = [audit.outside[address] for address in other]
+        if any(address in audit.computed for address in other):
+            self._refusals.append("uses a tensor that was computed from trainable tensors before the call")
+        casts = {torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
+        if any(audit.dtypes[address] & casts for address in other):
+            self._refusals.append("runs in an autocast region that holds casts of weights from before the call")
+        # Optimizers have settings in the signature of their own.
+        if self._watch.signature():  # the first run may create state that later runs only read
+            self._watch.exclude(state.changed)
+        self._watch.add(reachable(self._host_roots(), without=(Optimizer,)), reads.names)
+
+    def _host_roots(self) -> list[tuple[str, Any]]:
+        """Return the objects from which Python state is searched that the step reads or changes."""
+        modules = [(type(module).__name__, module) for module in self._roots]
+        optimizers = [(type(optimizer).__name__, optimizer) for optimizer in self._optimizers.values()]
+        return [("step", self._step), *modules, *optimizers]
+
+    def _declared_storages(self) -> set[int]:
+        """Return the addresses of storages that a graph watches or copies."""
+        modules = self._known_modules()
+        tensors = [
+            *self._all_parameters(),
+            *[parameter.grad for parameter in self._all_parameters()],
+            *[buffer for module in modules for buffer in module._buffers.values()],
+            *[tensor for optimizer in self._optimizers.values() for tensor in OptimizerState(optimizer).values()],
+            *[main_grad for root in self._roots for main_grad in MainGrads(root).values()],
+            *self._extra_state.values(),
+        ]
+        storages = [storage_of(tensor) for tensor in tensors if tensor is not None]
+        return {storage._cdata for storage in storages if storage is not None}
 
     def _capture(
         self,
@@ -327,9 +397,16 @@ class CapturedIteration:
             before = _InitialGrads(parameters, self._pool.backend)
 
         def body() -> None:
+            self._refuse(self._refusals)
             static_args, static_kwargs = unflatten_call(key, captured.inputs)
-            with torch.set_grad_enabled(key.grad), refuse_replaced_buffers(self.name, self._known_modules()):
-                captured.result, captured.outputs = Result.of(self._step(*static_args, **static_kwargs))
+            host_state = HostState(self._host_roots())
+            try:
+                with torch.set_grad_enabled(key.grad), autocast_as(key):
+                    captured.result, captured.outputs = Result.of(self._step(*static_args, **static_kwargs))
+                self._refuse(_describe_changes(host_state.changes(lambda tensor: False)))
+            except BaseException:
+                host_state.restore()
+                raise
 
         runner = GraphRunner(
             body, self._pool, statics=list, generators=self._generators, memory=self._memory, grad=True, checked=False
@@ -355,7 +432,9 @@ class CapturedIteration:
         for optimizer in self._optimizers.values():
             captured.addresses.watch(OptimizerState(optimizer), prefix=f"{type(optimizer).__name__}.")
         captured.addresses.watch(self._extra_state)
+        captured.addresses.watch(_Leaves(self._leaves), prefix="trained ")
         captured.extra_state = set(self._extra_state)
+        captured.outside, captured.last_call = self._outside, self._calls
         state.succeed()
         self._captured[signature] = captured
         self._stats.captures[self.name, SCOPE, "recorded"] += 1
@@ -376,6 +455,41 @@ class CapturedIteration:
         for parameter, grad in captured.grads_after:
             parameter.grad = grad
         return captured.result.build([output.detach().clone() for output in captured.outputs])
+
+
+    def _refuse(self, reasons: Sequence[str]) -> None:
+        if reasons:
+            raise CaptureRefused(f"{self.name} {'; '.join(reasons)}. A replay would not repeat this")
+
+
+def _describe_changes(names: Sequence[str]) -> list[str]:
+    """Return why changed Python state can't be replayed, as a list of at most one reason."""
+    if not names:
+        return []
+    return [
+        f"changes {', '.join(names)}: keep it outside the step, or in a tensor that is written in place (add_, copy_)"
+    ]
+
+
+class _Leaves(Mapping[str, Tensor]):
+    """Trained tensors that no module has, by number, looked up on each access. They are held weakly."""
+
+    def __init__(self, leaves: Mapping[int, Tensor]):
+        self._references = {
+            f"tensor {index}": weakref.ref(leaf) for index, leaf in enumerate(leaves.values()) if not lacks_memory(leaf)
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        leaf = self._references[name]()
+        if leaf is None:
+            raise KeyError(name)
+        return leaf
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._references)
+
+    def __len__(self) -> int:
+        return len(self._references)
 
 
 class _InitialGrads:
@@ -444,6 +558,6 @@ def _storage(grad: Tensor) -> int:
     return grad.untyped_storage()._cdata
 
 
-def _known_counts(state: tuple) -> tuple[int, int]:
-    """Return the numbers of known modules and optimizers."""
-    return len(state[0]), len(state[-1])
+def _known_counts(state: tuple) -> tuple[int, ...]:
+    """Return the numbers of known modules, trainable tensors, watched values and optimizers."""
+    return len(state[0]), len(state[1]), len(state[3]), len(state[4])

@@ -133,6 +133,13 @@ def test_every_replay_reads_the_gradients_present_before_its_call(pool, device, 
     assert not stats.failed_captures
 
 
+def unobserved():
+    """Return an object with a list `log` in which a step may leave values, unlike in a list of its closure."""
+    seen = threading.local()
+    seen.log = []
+    return seen
+
+
 def storages(model):
     return [StorageWeakRef(parameter.grad.untyped_storage()) for parameter in model.parameters()]
 
@@ -141,12 +148,12 @@ def storages(model):
 def test_a_step_that_clears_gradients_first_holds_no_old_gradient(pool, device, is_a_view):
     """Once cleared, neither the gradients nor copies of them are held."""
     model, stats = mlp().to(device), CacheStats()
-    optimizer, alive = torch.optim.SGD(model.parameters(), lr=RATE), []
+    optimizer, seen = torch.optim.SGD(model.parameters(), lr=RATE), unobserved()
 
     def step(x):
         inside = storages(model)
         optimizer.zero_grad()
-        alive.append(sum(not storage.expired() for storage in (*before, *inside)))
+        seen.log.append(sum(not storage.expired() for storage in (*seen.before, *inside)))
         loss = model(x).pow(2).mean()
         loss.backward()
         return loss.detach()
@@ -158,21 +165,21 @@ def test_a_step_that_clears_gradients_first_holds_no_old_gradient(pool, device, 
         for parameter, share in zip(model.parameters(), shares, strict=True):
             parameter.grad = share.view_as(parameter) if is_a_view else share.view_as(parameter).clone()
         del bucket, shares, parameter, share
-        before = storages(model)
+        seen.before = storages(model)
         run(x)
     assert sum(stats.captures.values()) == 1 and not stats.replays
-    assert alive == [0] * (WARMING + 1)
-    assert all(storage.expired() for storage in before)
+    assert seen.log == [0] * (WARMING + 1)
+    assert all(storage.expired() for storage in seen.before)
 
 
 @pytest.mark.parametrize("clears", ["first", "after_the_forward", "last", "never"])
 def test_a_capture_that_fails_leaves_gradients_as_they_were(pool, device, clears):
     """Gradients that the step cleared before anything ran stay cleared: it would clear them again."""
-    found, stats = [], CacheStats()
+    seen, stats = unobserved(), CacheStats()
 
     def job(model, run):
         def step(x):
-            found.append(sum(parameter.grad is not None for parameter in model.parameters()))
+            seen.log.append(sum(parameter.grad is not None for parameter in model.parameters()))
             if clears == "first":
                 model.zero_grad()
             loss = model(x).pow(2).mean()
@@ -194,9 +201,9 @@ def test_a_capture_that_fails_leaves_gradients_as_they_were(pool, device, clears
     ours = job(graphed, lambda step: iteration_of(pool, stats, step))
     assert stats.failed_captures
     everywhere = len(list(eager.parameters()))
-    ran_after_the_failure = found.pop(WARMING + 1)
+    ran_after_the_failure = seen.log.pop(WARMING + 1)
     assert ran_after_the_failure == (0 if clears == "first" else everywhere)
-    assert found == [everywhere] * (WARMING + 3)
+    assert seen.log == [everywhere] * (WARMING + 3)
     assert_same(ours, job(eager, lambda step: step))
 
 
@@ -245,7 +252,7 @@ def test_a_frozen_parameters_gradient_is_reread_on_replay(pool, device):
 
 def test_has_captured_reports_whether_anything_was_captured(pool, device):
     """Exact for the capturing thread. For other threads, and outside captures, the answer is 'maybe' (True)."""
-    model, answers = mlp().to(device), []
+    model, seen = mlp().to(device), unobserved()
     optimizer, has_captured = torch.optim.SGD(model.parameters(), lr=RATE), pool.backend.has_captured
 
     def step(x):
@@ -255,11 +262,11 @@ def test_has_captured_reports_whether_anything_was_captured(pool, device):
         thread.start()
         thread.join()
         x.add_(1)
-        answers.append((*before, has_captured()))
+        seen.log.append((*before, has_captured()))
         return x
 
     run = iteration_of(pool, CacheStats(), step)
-    for x, _ in batches(4, device):
+    for x, _ in batches(5, device):
         run(x)
-    assert answers == [(True, True, True)] * 2 + [(False, True, True)]
+    assert seen.log == [(True, True, True)] * 3 + [(False, True, True)]
     assert has_captured()

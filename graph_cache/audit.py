@@ -1,0 +1,135 @@
+"""Audit of a run: the memory from before the run that its operations read and write.
+
+A graph reads memory by address. Whatever a run uses besides its declared tensors must be found, kept alive and watched.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# Operations that write running statistics in training without declaring it in their schema.
+_BATCH_NORMS = frozenset(
+    (
+        "aten::batch_norm",
+        "aten::_batch_norm_impl_index",
+        "aten::native_batch_norm",
+        "aten::cudnn_batch_norm",
+        "aten::miopen_batch_norm",
+        "aten::instance_norm",
+    )
+)
+
+
+class StorageAudit(TorchDispatchMode):
+    """Dispatch mode that observes the operations of one or more runs.
+
+    Args:
+        saves: Save memory from before the run when it is first written, for `undo`.
+
+    Attributes:
+        outside: Storages that existed before the run and were read or written, by address of the storage object.
+        written: Addresses of those that were written.
+        leaves: Leaf tensors from before the run that require a gradient, by id.
+        computed: Of `outside`, those with autograd history: results from before the run.
+        dtypes: The dtypes in which each of `outside` was used.
+    """
+
+    def __init__(self, saves: bool = False):
+        super().__init__()
+        self.outside: dict[int, torch.UntypedStorage] = {}
+        self.written: set[int] = set()
+        self.leaves: dict[int, Tensor] = {}
+        self.computed: set[int] = set()
+        self.dtypes: dict[int, set[torch.dtype]] = {}
+        self._saves = saves
+        self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        # Weak references keep the addresses of storages made in the run from being reused.
+        self._made: dict[int, StorageWeakRef] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # True would import the compiler at the first operation
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        for tensor in inputs:
+            self._observe(tensor)
+        if any(tensor_type.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for tensor_type in types):
+            return NotImplemented  # a wrapper subclass: its operations on inner tensors are dispatched here next
+        for tensor in written_tensors(func, args, kwargs):
+            self._observe_write(tensor)
+        result = func(*args, **kwargs)
+        for tensor in tree_leaves(result):
+            storage = storage_of(tensor) if isinstance(tensor, Tensor) else None
+            if storage is not None and storage._cdata not in self.outside and storage._cdata not in self._made:
+                self._made[storage._cdata] = StorageWeakRef(storage)
+        return result
+
+    def _observe(self, tensor: Tensor) -> None:
+        storage = storage_of(tensor)
+        if storage is not None:
+            if storage._cdata in self._made:
+                return
+            if storage._cdata not in self.outside:
+                self.outside[storage._cdata] = storage
+                if tensor.grad_fn is not None:
+                    self.computed.add(storage._cdata)
+            self.dtypes.setdefault(storage._cdata, set()).add(tensor.dtype)
+        if tensor.is_leaf and tensor.requires_grad:
+            self.leaves[id(tensor)] = tensor
+
+    def _observe_write(self, tensor: Tensor) -> None:
+        storage = storage_of(tensor)
+        if storage is None or storage._cdata in self._made:
+            return
+        self.written.add(storage._cdata)
+        if self._saves and storage._cdata not in self._saved:
+            self._saved[storage._cdata] = storage, storage.clone()
+
+    def undo(self) -> None:
+        """Restore the memory that the runs overwrote."""
+        for storage, before in self._saved.values():
+            storage.copy_(before)
+
+    def forget_saved(self) -> None:
+        """Release the saved contents."""
+        self._saved.clear()
+
+
+def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """Return the tensor's storage, or None if it has none of its own (sparse, wrapper subclass)."""
+    if tensor.layout is not torch.strided:
+        return None
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def written_tensors(func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the arguments that this call writes, including running statistics that a schema does not declare."""
+    names = _written_arguments(func)
+    if not names:
+        return []
+    schema = func._schema.arguments
+    given = dict(zip((argument.name for argument in schema), args, strict=False)) | kwargs
+    if func._schema.name in _BATCH_NORMS and not (given.get("training") or given.get("use_input_stats")):
+        return []
+    found = [given.get(name) for name in names]
+    return [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+
+
+@functools.cache
+def _written_arguments(func: torch._ops.OpOverload) -> list[str]:
+    names = [
+        argument.name for argument in func._schema.arguments if argument.alias_info and argument.alias_info.is_write
+    ]
+    return names + ["running_mean", "running_var"] if func._schema.name in _BATCH_NORMS else names
