@@ -1,4 +1,8 @@
-"""Refuse `numpy()` and `tolist()` during recording: they read a CPU tensor without a dispatcher call.
+"""Refuse host reads during recording that read a CPU tensor without a dispatcher call.
+
+- Methods of tensors: `numpy()`, `tolist()`, `__dlpack__()`, and the conversions to numbers with which `torch.tensor`,
+  `new_tensor` and `LongTensor` read the tensors in a list.
+- TorchScript's `tolist()`.
 
 A tensor on a GPU cannot be read this way at all, or only with a synchronisation that ends a capture.
 """
@@ -15,10 +19,21 @@ import torch
 
 from graph_cache.errors import CaptureRefused
 
-HOST_READ_METHODS = ("numpy", "tolist")
+HOST_READ_METHODS = (
+    "numpy",
+    "tolist",
+    "__dlpack__",
+    "__bool__",
+    "__int__",
+    "__index__",
+    "__float__",
+    "__complex__",
+)
+SCRIPTED = (torch._C.ScriptFunction, torch._C.ScriptMethod)
 
 _allowed: dict[int, Callable[[torch.Tensor], bool]] = {}  # by id of the recording thread
 _originals: dict[str, Any] = {}  # attributes that other code has set on torch.Tensor itself
+_script_calls: dict[Any, Any] = {}  # the original `__call__` of TorchScript's types
 _lock = threading.Lock()
 
 
@@ -37,6 +52,9 @@ def refuse_host_reads(allowed: Callable[[torch.Tensor], bool]) -> Iterator[None]
             for name in HOST_READ_METHODS:
                 # Shadow the inherited methods: a TorchFunctionMode would disable fast paths of torch.nn.
                 setattr(torch.Tensor, name, _refusing_reader(name, getattr(torch.Tensor, name)))
+            for scripted in SCRIPTED:
+                _script_calls[scripted] = scripted.__call__
+                scripted.__call__ = _refusing_call(scripted.__call__)
         _allowed[thread_id] = allowed
     try:
         yield
@@ -44,6 +62,8 @@ def refuse_host_reads(allowed: Callable[[torch.Tensor], bool]) -> Iterator[None]
         with _lock:
             del _allowed[thread_id]
             if not _allowed:
+                for scripted in SCRIPTED:
+                    scripted.__call__ = _script_calls.pop(scripted)
                 for name in HOST_READ_METHODS:
                     if name in _originals:
                         setattr(torch.Tensor, name, _originals.pop(name))
@@ -63,3 +83,21 @@ def _refusing_reader(name: str, original: Callable[..., Any]) -> Callable[..., A
         return original(tensor, *args, **kwargs)
 
     return read
+
+
+def _refusing_call(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(scripted: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() in _allowed and _reads_a_list(scripted):
+            raise CaptureRefused(
+                f"{scripted.name}: this TorchScript code reads a tensor's values with tolist(), and a replay would "
+                "not read them again. Keep them in a tensor"
+            )
+        return original(scripted, *args, **kwargs)
+
+    return call
+
+
+def _reads_a_list(scripted: Any) -> bool:
+    """Return whether this TorchScript code, or code that it calls, contains `tolist()`."""
+    return bool(scripted.inlined_graph.findAllNodes("prim::tolist", recurse=True))

@@ -14,7 +14,44 @@ from graph_cache.errors import CaptureRefused
 from graph_cache.pool import GraphPool
 from graph_cache.runner import GraphRunner
 
+def scripted_list(x):
+    values: list[float] = x[0].tolist()
+    return values
+
+
+def calls_scripted_list(x):
+    return scripted_list(x)
+
+
+class Scripted(torch.nn.Module):
+    def forward(self, x):
+        values: list[float] = x[0].tolist()
+        return values
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("code", [scripted_list, calls_scripted_list, Scripted], ids=lambda code: code.__name__)
+def test_torch_script_that_reads_a_tensor_is_refused(code):
+    scripted = torch.jit.script(code() if isinstance(code, type) else code)
+    x = torch.ones(2, 3)
+    runner = GraphRunner(lambda: x.mul_(len(scripted(x))), GraphPool(backend_for("cpu")), statics=lambda: [x])
+    with pytest.raises(CaptureRefused, match="TorchScript"):
+        runner.capture()
+    assert scripted(x) == [1.0] * 3  # outside of captures it may
+
+
 READS = {
+    "tensor_of_tensors": lambda x: torch.tensor([x.sum(), x.sum()]),
+    "tensor_of_nested_tensors": lambda x: torch.tensor([[1.0, x.sum()]]),
+    "tensor_of_integers": lambda x: torch.tensor([x.sum().long()]),
+    "tensor_of_booleans": lambda x: torch.tensor([x.sum() > 1]),
+    "as_tensor": lambda x: torch.as_tensor([x.sum()]),
+    "asarray_of_torch": lambda x: torch.asarray([x.sum()]),
+    "new_tensor": lambda x: x.new_tensor([x.sum()]),
+    "legacy_constructor": lambda x: torch.LongTensor([x.sum().long(), x.sum().long()]),
+    "default_constructor": lambda x: torch.Tensor([x.sum()]),
+    "new": lambda x: x.new([x.sum()]),
+    "from_dlpack": lambda x: np.from_dlpack(x),
     "tolist": lambda x: x.tolist(),
     "numpy": lambda x: x.numpy(),
     "asarray": np.asarray,
