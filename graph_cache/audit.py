@@ -6,6 +6,7 @@ A graph reads memory by address. Whatever a run uses besides its declared tensor
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -94,14 +95,19 @@ class StorageAudit(TorchDispatchMode):
         if self._saves and storage._cdata not in self._saved:
             self._saved[storage._cdata] = storage, storage.clone()
 
+    def audited(self, fn: Callable[[], None]) -> Callable[[], None]:
+        """Return `fn` with its runs observed."""
+
+        def run() -> None:
+            with self:
+                fn()
+
+        return run
+
     def undo(self) -> None:
         """Restore the memory that the runs overwrote."""
         for storage, before in self._saved.values():
             storage.copy_(before)
-
-    def forget_saved(self) -> None:
-        """Release the saved contents."""
-        self._saved.clear()
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:

@@ -171,7 +171,7 @@ class GraphCache:
 
         Its results are copies. `watch` gives what `fn` reads besides its inputs, so that a moved tensor is detected.
         The returned function raises SignatureMismatch if its inputs differ from `inputs` in more than the number of
-        rows.
+        rows. A capture restores all memory that its runs write, such as the running statistics of a watched module.
         """
         sizes = Buckets(tuple(buckets))
         address_book = AddressBook()
@@ -186,6 +186,7 @@ class GraphCache:
                 sizes,
                 addresses=address_book,
                 generators=generators,
+                restores=True,
                 **site_options,
             )
         )
@@ -383,6 +384,7 @@ class GraphCache:
                         statics=lambda: site.static_tensors(key.bucket),
                         generators=site.generators,
                         warmup_runs=1 if known else None,
+                        restores=site.restores,
                     )
                     runners.append(runner)
                     runner.capture()

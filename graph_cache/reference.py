@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from graph_cache.audit import StorageAudit
+
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes per element -> dtype to compare as
 
 
@@ -16,18 +18,26 @@ class Reference:
     """State of the static tensors and generators before a run, and the tensors' values after it.
 
     `statics` lists the tensors that the run reads and writes. It may grow during the first run, which allocates
-    outputs; new tensors come last and have no earlier state.
+    outputs; new tensors come last and have no earlier state. `audit` has saved what else the runs overwrite.
     """
 
-    def __init__(self, statics: Callable[[], list[torch.Tensor]], generators: Sequence[torch.Generator]):
+    def __init__(
+        self,
+        statics: Callable[[], list[torch.Tensor]],
+        generators: Sequence[torch.Generator],
+        audit: StorageAudit | None = None,
+    ):
         self.generators = tuple(generators)
+        self._audit = audit
         self._statics = statics
         self._initial = [tensor.clone() for tensor in statics()]
         self._generator_states = [generator.get_state() for generator in self.generators]
         self._expected: list[torch.Tensor] = []
 
     def rewind(self) -> None:
-        """Restore static tensors and generators to their state before the run."""
+        """Restore static tensors, other memory that was written, and generators to their state before the run."""
+        if self._audit is not None:
+            self._audit.undo()
         for tensor, value in zip(self._statics(), self._initial, strict=False):
             tensor.copy_(value)
         for generator, state in zip(self.generators, self._generator_states, strict=True):
@@ -40,7 +50,7 @@ class Reference:
             for tensor in self._statics():
                 if tensor.is_floating_point():
                     tensor.copy_(torch.rand(tensor.shape, generator=noise))
-        return Reference(self._statics, self.generators)
+        return Reference(self._statics, self.generators, self._audit)
 
     def remember(self) -> None:
         """Record the current values of the static tensors as those that a correct replay leaves."""

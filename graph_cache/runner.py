@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import torch
 
+from graph_cache.audit import StorageAudit
 from graph_cache.backends.base import CapturedGraph, Memory
 from graph_cache.errors import CaptureError, GraphClosed
 from graph_cache.pool import GraphPool
@@ -31,7 +32,8 @@ class GraphRunner:
     """Capture `fn`, a call without arguments on static tensors, and replay it.
 
     `statics` lists the static tensors that a run reads and writes. A capture restores them and the generators; the CPU
-    backend compares its replay with them. `checked=False` skips the warm-up and the comparison.
+    backend compares its replay with them. `checked=False` skips the warm-up and the comparison. With `restores`, a
+    checked capture also restores all other memory that its runs write, for which it needs a copy of that memory.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class GraphRunner:
         memory: Memory | None = None,
         grad: bool = False,
         checked: bool = True,
+        restores: bool = False,
     ):
         if checked and warmup_runs is not None and warmup_runs < 1:
             raise CaptureError(f"warmup_runs={warmup_runs}: a checked capture needs at least 1 to compare with")
@@ -58,6 +61,7 @@ class GraphRunner:
         self._memory = pool.memory if memory is None else memory
         self._grad = grad
         self._checked = checked
+        self._restores = restores
         self._graph: CapturedGraph | None = None
 
     @property
@@ -82,12 +86,20 @@ class GraphRunner:
         mode = torch.enable_grad() if self._grad else torch.inference_mode()
         with self._pool.session(), mode:
             reference = None
+            fn = run = self._fn
             try:
+                if self._checked and self._restores:
+                    audit = StorageAudit(saves=True)
+                    run = audit.audited(self._fn)
+                    if self._pool.backend.capture_runs:
+                        fn = run
+                else:
+                    audit = None
                 if self._checked:
-                    reference = Reference(self._statics, self._all_generators())
-                    self._warm_up(reference)
+                    reference = Reference(self._statics, self._all_generators(), audit)
+                    self._warm_up(run, reference)
                 with self._pool.capture_flag():
-                    self._graph = self._pool.backend.capture(self._fn, self._memory, self._generators, reference)
+                    self._graph = self._pool.backend.capture(fn, self._memory, self._generators, reference)
             except BaseException as error:
                 self.close()
                 if isinstance(error, CaptureError) or not isinstance(error, Exception):
@@ -104,11 +116,11 @@ class GraphRunner:
         found = {id(generator): generator for generator in (self._pool.backend.default_generator, *self._generators)}
         return list(found.values())
 
-    def _warm_up(self, reference: Reference) -> None:
+    def _warm_up(self, run: Callable[[], None], reference: Reference) -> None:
         with self._pool.warmup_flag(), self._pool.backend.on_capture_stream():
             for _ in range(self._warmup_runs):
                 reference.rewind()
-                self._fn()
+                run()
             reference.remember()
             reference.rewind()
         self.state = RunnerState.WARM

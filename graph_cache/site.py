@@ -40,6 +40,9 @@ class Site:
 
     A returned tensor counts as batched, and is cut to the rows of a run, if its first dimension equalled the bucket at
     every bucket that ran so far.
+
+    With `restores`, a capture restores all memory that its runs write. It copies that memory first, so sites that write
+    large caches leave it out and direct their dummy runs to rows that no request uses.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Site:
         warm_variants: Sequence[Mapping[str, Any]] | None = None,
         addresses: AddressBook | None = None,
         generators: Sequence[torch.Generator] = (),
+        restores: bool = False,
     ):
         if buckets.max > buffers.max_rows:
             raise GraphConfigError(f"site {name!r}: bucket {buckets.max} exceeds {buffers.max_rows} rows of buffers")
@@ -71,6 +75,7 @@ class Site:
         own.watch(buffers.tensors, prefix=f"{name}.buffers.")
         self.address_books = (own,) if addresses is None else (own, addresses)
         self.generators = tuple(generators)
+        self.restores = restores
         self._outputs: dict[OutputLabel, torch.Tensor] = {}
         # By key: the structure of the results and their output buffers.
         self._result_layouts: dict[GraphKey, tuple[Any, list[OutputLabel]]] = {}
