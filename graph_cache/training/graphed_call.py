@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
+from graph_cache.audit import storage_of
 from graph_cache.backends.base import Memory
 from graph_cache.errors import CaptureRefused
 from graph_cache.runner import GraphRunner
@@ -53,6 +54,8 @@ class GraphedCall:
         self.key = key
         self.inputs = list(inputs)
         self.parameters = trainable(owner.scope)
+        # Storages that the forward uses besides its inputs, by address: kept alive, since graphs read them by address.
+        self.used: dict[int, torch.UntypedStorage] = {}
         self.result: Result | None = None
         self.outputs: list[Tensor] = []
         self.differentiable: list[int] = []  # indices of outputs with gradients
@@ -89,6 +92,7 @@ class GraphedCall:
             "memory": memory,
             "grad": True,
             "checked": pool.backend.capture_runs,
+            "restores": True,
         }
         self._forward_graph = GraphRunner(self._run_forward, pool, statics=self._forward_statics, **options)
         self._backward_graph = GraphRunner(self._run_backward, pool, statics=self._backward_statics, **options)
@@ -174,9 +178,11 @@ class GraphedCall:
             self._recreate_ambient_state(self.key.ambient_state),
             autocast_as(self.key),
             self._aliases,
-            refuse_side_effects(self.name, self._scope, self.inputs),
+            refuse_side_effects(self.name, self._scope, self.inputs, (args, kwargs)) as audit,
         ):
             self.result, self.outputs = Result.of(self._forward(*args, **kwargs))
+        inputs = {storage._cdata for tensor in self.inputs if (storage := storage_of(tensor)) is not None}
+        self.used = {address: storage for address, storage in audit.outside.items() if address not in inputs}
         if any(map(is_sparse, self.outputs)):
             raise CaptureRefused(
                 f"{self.name} returns a sparse tensor, which has no static memory: return a dense tensor"
@@ -335,6 +341,7 @@ class GraphedCall:
         self._forward_graph.close()
         self._backward_graph.close()
         self.inputs = self.outputs = self.grad_outputs = []
+        self.used = {}
         self.input_grads = self.parameter_grads = self._dummy_grads = self._static_grads = []
         (
             self._static_inputs,

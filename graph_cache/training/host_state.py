@@ -7,6 +7,7 @@ as the capture found it.
 from __future__ import annotations
 
 import functools
+import re
 import sys
 import types
 from collections import deque
@@ -29,6 +30,9 @@ RECORDS = frozenset(("types", "argparse", "collections", "dataclasses"))  # whos
 SKIPPED = frozenset((*sys.stdlib_module_names, "numpy", "graph_cache", "engine", "_pytest")) - RECORDS
 NOT_FOLLOWED = (Tensor, type, tuple, types.ModuleType, types.BuiltinFunctionType, types.MethodType, functools.partial)
 # Attributes of every module, which are watched elsewhere or are its registries.
+_REGISTRY = re.compile(r"\._(?:parameters|buffers|modules)\['([^']*)'\]")
+REGISTRIES = ("_parameters", "_buffers", "_modules")
+LIBRARIES = frozenset(("transformer_engine", "megatron"))
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 SKIPPED_PREFIXES = ("torch.distributed", "torch.utils.data", "torch.cuda", "torch._", "torch.profiler")
 
@@ -37,13 +41,15 @@ SKIPPED_PREFIXES = ("torch.distributed", "torch.utils.data", "torch.cuda", "torc
 class Namespace:
     """A container of named values: an object's attributes, a dictionary, a list, or a closure's cell.
 
-    `names` restricts a dictionary, such as a function's globals; None includes every name.
+    `names` restricts a dictionary, such as a function's globals; None includes every name. `is_library`: attributes of
+    a module whose library counts and caches in them, and whose adapter recreates what a forward reads.
     """
 
     path: str
     container: Any
     names: tuple[str, ...] | None = None
     is_attributes: bool = False
+    is_library: bool = False
 
     def read(self) -> dict[Any, Any]:
         """Return a copy of the values by name."""
@@ -88,17 +94,22 @@ class Namespace:
 class HostState:
     """Values of all Python state reachable from some roots, to find and undo what a run changes.
 
+    Without `libraries`, attributes of Megatron's and Transformer Engine's modules don't count; otherwise numbers and
+    tensors with history do.
+
     Attributes:
         namespaces: The reachable namespaces.
-        changed: (id of the container, key) of the values that `changes` found changed, allowed or not.
+        changed: (id of the container, key) of the values that `changes` found changed.
+        allowed: Those among them that replays update.
     """
 
-    def __init__(self, roots: Sequence[tuple[str, Any]]):
-        self.namespaces = reachable(roots)
+    def __init__(self, roots: Sequence[tuple[str, Any]], libraries: bool = True):
+        self.namespaces = [one for one in reachable(roots) if libraries or not one.is_library]
         self.changed: set[tuple[int, Any]] = set()
+        self.allowed: set[tuple[int, Any]] = set()
         self._before = [namespace.read() for namespace in self.namespaces]
         self._addresses = [
-            (namespace.name_of(key), value, value.data_ptr())
+            (namespace.name_of(key), value, value.data_ptr(), value.data)
             for namespace, values in zip(self.namespaces, self._before, strict=True)
             for key, value in values.items()
             if isinstance(value, Tensor) and _has_address(value)
@@ -115,20 +126,39 @@ class HostState:
             now = namespace.read()
             for key in [*before, *[key for key in now if key not in before]]:
                 old, new = before.get(key, _MISSING), now.get(key, _MISSING)
-                if same(old, new):
+                if same(old, new) or (namespace.is_library and not _is_state_of_a_library(old, new)):
                     continue
                 self.changed.add((id(namespace.container), key))
-                if not _updated_by_replays(old, new, was_read):
+                if _updated_by_replays(old, new, was_read):
+                    self.allowed.add((id(namespace.container), key))
+                else:
                     found.append(namespace.name_of(key))
-        found += [f"the memory of {name}" for name, tensor, address in self._addresses if tensor.data_ptr() != address]
-        return found
+        found += [
+            f"the memory of {name}" for name, tensor, address, _ in self._addresses if tensor.data_ptr() != address
+        ]
+        return [_REGISTRY.sub(r".\1", name) for name in found]
 
     def restore(self) -> None:
-        """Restore the values. Tensors that were moved stay where they are."""
+        """Restore all values, and the memory of tensors that was replaced."""
         for namespace, before in zip(self.namespaces, self._before, strict=True):
             now = namespace.read()
             if list(now) != list(before) or any(now[key] is not value for key, value in before.items()):
                 namespace.write(before)
+        for _, tensor, address, memory in self._addresses:
+            if tensor.data_ptr() != address:
+                tensor.data = memory
+
+    def restore_changed(self) -> None:
+        """Restore all values but those that replays update: results without history in place of unread tensors."""
+        allowed = [
+            (namespace, key, namespace.read()[key])
+            for namespace in self.namespaces
+            for key in list(namespace.read())
+            if (id(namespace.container), key) in self.allowed
+        ]
+        self.restore()
+        for namespace, key, value in allowed:
+            namespace.container[key] = value
 
 
 class _Missing:
@@ -184,7 +214,7 @@ def reachable(roots: Sequence[tuple[str, Any]], without: tuple[type, ...] = ()) 
             seen.add(id(value))
             for namespace in _namespaces_of(path, value):
                 found.append(namespace)
-                if not isinstance(namespace.container, set):
+                if not isinstance(namespace.container, set) and not namespace.is_library:
                     following += [(namespace.name_of(key), item) for key, item in namespace.read().items()]
             following += _constants_of(path, value)
         frontier = following
@@ -200,7 +230,14 @@ def _namespaces_of(path: str, value: Any) -> Iterator[Namespace]:
         yield Namespace(path, value)
     elif not isinstance(value, NOT_FOLLOWED) and not _is_skipped(value):
         attributes = getattr(value, "__dict__", None)
-        if isinstance(attributes, dict):
+        if isinstance(attributes, dict) and _is_library_module(value):
+            yield Namespace(path, attributes, is_attributes=True, is_library=True)
+            for name, item in attributes.items():
+                if name in REGISTRIES:
+                    yield Namespace(f"{path}.{name}", item)
+                elif isinstance(item, (dict, list)):
+                    yield Namespace(f"{path}.{name}", item, is_library=True)
+        elif isinstance(attributes, dict):
             yield Namespace(path, attributes, is_attributes=True)
 
 
@@ -222,6 +259,15 @@ def _global_names(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):  # a nested function or comprehension
             yield from _global_names(constant)
+
+
+def _is_library_module(value: Any) -> bool:
+    """Whether this is a module of a library whose adapter recreates its Python state: only its tensors count."""
+    return isinstance(value, nn.Module) and type(value).__module__.partition(".")[0] in LIBRARIES
+
+
+def _is_state_of_a_library(old: Any, new: Any) -> bool:
+    return type(old) in (int, float) or (isinstance(new, Tensor) and new.grad_fn is not None)
 
 
 def _is_skipped(value: Any) -> bool:
@@ -301,14 +347,20 @@ class Watch:
                 if (id(container), 0) not in self._known | self._excluded:
                     self._known.add((id(container), 0))
                     self._cells.append(container)
-            elif isinstance(container, (dict, list)):
+            elif isinstance(container, (dict, list)) and not namespace.path.endswith(REGISTRIES):
                 named = namespace.is_attributes or namespace.names is not None
                 for key, value in namespace.read().items():
-                    if named:
+                    if namespace.is_library:
+                        wanted = type(value) is float
+                    elif named:
                         wanted = key in names and key not in MODULE_ATTRIBUTES
                     else:
                         wanted = not isinstance(value, Tensor) and len(container) <= MAX_WATCHED_ITEMS
-                    if wanted and key in _keys_of(container) and (id(container), key) not in self._known | self._excluded:
+                    if (
+                        wanted
+                        and key in _keys_of(container)
+                        and (id(container), key) not in self._known | self._excluded
+                    ):
                         self._known.add((id(container), key))
                         self._owners.append(container)
                         self._keys.append(key)

@@ -328,7 +328,7 @@ class CapturedIteration:
     @contextmanager
     def _observing(self, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Observe an eager run: register what it uses, and record why a replay could differ from it."""
-        state = HostState(self._host_roots())
+        state = HostState(self._host_roots(), libraries=False)
         if self._compiled:  # compiled code bypasses the dispatcher, and profiling would compile it anew
             yield
             self._refusals = _describe_changes(state.changes(lambda tensor: True))
@@ -399,7 +399,7 @@ class CapturedIteration:
         def body() -> None:
             self._refuse(self._refusals)
             static_args, static_kwargs = unflatten_call(key, captured.inputs)
-            host_state = HostState(self._host_roots())
+            host_state = HostState(self._host_roots(), libraries=False)
             try:
                 with torch.set_grad_enabled(key.grad), autocast_as(key):
                     captured.result, captured.outputs = Result.of(self._step(*static_args, **static_kwargs))
@@ -455,7 +455,6 @@ class CapturedIteration:
         for parameter, grad in captured.grads_after:
             parameter.grad = grad
         return captured.result.build([output.detach().clone() for output in captured.outputs])
-
 
     def _refuse(self, reasons: Sequence[str]) -> None:
         if reasons:

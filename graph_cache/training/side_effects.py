@@ -1,86 +1,86 @@
-"""Detect, undo and refuse side effects of a forward at capture, since a replay would not repeat them.
-
-Checks a module's attributes, buffers and inputs. Parameters are handled by `parameter_aliases.py`.
-"""
+"""Detect, undo and refuse side effects of a forward at capture, since a replay would not repeat them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 
+from graph_cache.audit import StorageAudit, storage_of
 from graph_cache.errors import CaptureRefused
+from graph_cache.training.compiled import is_compiled
+from graph_cache.training.host_state import HostState
 
 
 @contextmanager
-def refuse_side_effects(name: str, scope: nn.Module, inputs: Sequence[Tensor]) -> Iterator[None]:
+def refuse_side_effects(
+    name: str, scope: nn.Module, inputs: Sequence[Tensor], arguments: Any
+) -> Iterator[StorageAudit]:
     """Check the block, which is the forward of `scope` on `inputs`, for side effects that a replay would skip.
 
-    Restores the modules and raises CaptureRefused after the block if the forward
+    Restores Python state and raises CaptureRefused after the block if the forward
 
-    - leaves a tensor with autograd history on a module: its gradient would go to the parameter aliases;
-    - replaces a buffer by another tensor, or changes a number in an attribute;
+    - changes an attribute, a buffer, a parameter, a list or a dictionary of the modules or the arguments. A result
+      without history may replace a tensor that the forward does not read;
     - writes to an input: the write would change the graph's static input, not the caller's tensor;
     - reads a tensor that a pre-hook computes and stores on the module: a graph would always read the first one.
+
+    Yields the audit of the forward. Compiled code bypasses the dispatcher, so the audit stays empty for it.
     """
-    modules = list(scope.modules())
-    hook_computed = _with_history(scope) if scope._forward_pre_hooks else {}
-    before = [(module, _with_history(module), numbers_of(module, (int, float))) for module in modules]
+    hook_computed = _with_history(scope) if scope._forward_pre_hooks else []
+    state = HostState([(type(scope).__name__, scope), ("arguments", arguments)])
     versions = [None if tensor.is_inference() else tensor._version for tensor in inputs]
-    found: list[str] = []
+    audit, compiled = StorageAudit(), any(map(is_compiled, scope.modules()))
     try:
-        with refuse_replaced_buffers(name, modules):
-            yield
+        with nullcontext() if compiled else audit:
+            yield audit
+        found = state.changes(lambda tensor: compiled or _was_used(tensor, audit.outside))
     finally:
-        for module, histories, numbers in before:
-            type_name = type(module).__name__
-            found += [
-                f"leaves a tensor with autograd history in {type_name}.{attribute}: return it"
-                for attribute in _restore_histories(module, histories)
-            ]
-            found += [
-                f"changes {type_name}.{attribute}: keep it in a buffer that is written in place"
-                for attribute, number in numbers.items()
-                if not _unchanged(vars(module).get(attribute), number)
-            ]
-            vars(module).update(numbers)
-    found += [f"reads {attribute}, which a hook computes before each call" for attribute in hook_computed]
-    found += [
+        state.restore_changed()
+    reasons = (
+        [f"changes {', '.join(found)}: return it, or keep it in a buffer that is written in place"] if found else []
+    )
+    reasons += [f"reads {attribute}, which a hook computes before each call" for attribute in hook_computed]
+    reasons += [
         f"writes to its argument {index} in place: return the result"
         for index, (tensor, version) in enumerate(zip(inputs, versions, strict=True))
-        if version is not None and tensor._version != version
+        if (version is not None and tensor._version != version) or _was_used(tensor, audit.written, unknown=False)
     ]
-    if found:
-        raise CaptureRefused(f"{name} {'; '.join(found)}. A replay would not repeat this")
+    if reasons:
+        raise CaptureRefused(f"{name} {'; '.join(reasons)}. A replay would not repeat this")
 
 
-@contextmanager
-def refuse_replaced_buffers(name: str, modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Restore the buffers and raise CaptureRefused if the block replaces a buffer by another tensor."""
-    before = [(module, dict(module._buffers)) for module in modules]
-    found: list[str] = []
-    try:
-        yield
-    finally:
-        for module, buffers in before:
-            found += [
-                f"{type(module).__name__}.{buffer}"
-                for buffer, value in buffers.items()
-                if module._buffers.get(buffer) is not value
-            ]
-            module._buffers.update(buffers)
-    if found:
-        raise CaptureRefused(
-            f"{name} replaces {', '.join(found)} by another tensor, which a replay would not repeat: "
-            "write to the buffer in place (copy_, add_)"
-        )
+def _was_used(tensor: Tensor, addresses: Container[int], unknown: bool = True) -> bool:
+    """Whether the tensor's storage is among these; `unknown` for a tensor without a storage of its own."""
+    storage = storage_of(tensor)
+    return unknown if storage is None else storage._cdata in addresses
 
 
-def numbers_of(module: nn.Module, types: tuple[type, ...]) -> dict[str, int | float]:
-    """Return the module's attributes of exactly these types."""
-    return {attribute: value for attribute, value in vars(module).items() if type(value) in types}
+class ReadAttributes(Mapping[str, Tensor]):
+    """Tensors in plain attributes of modules that a forward used, by name, looked up on each access."""
+
+    def __init__(self, scope: nn.Module, used: Container[int]):
+        self._places = {
+            f"{path}.{attribute}" if path else attribute: (vars(module), attribute)
+            for path, module in scope.named_modules()
+            for attribute, value in vars(module).items()
+            if isinstance(value, Tensor) and _was_used(value, used, unknown=False)
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        attributes, attribute = self._places[name]
+        value = attributes[attribute]
+        if not isinstance(value, Tensor):
+            raise KeyError(name)
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
 
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -94,7 +94,7 @@ def constant_numbers(module: nn.Module) -> list[str]:
     at every step without an effect on the forward.
     """
     rates = {"p", *DROPOUT_NAMES} if isinstance(module, DROPOUTS) else DROPOUT_NAMES
-    numbers = numbers_of(module, (int, float))
+    numbers = {name: value for name, value in vars(module).items() if type(value) in (int, float)}
     return [name for name, value in numbers.items() if type(value) is float or name in rates]
 
 
@@ -103,47 +103,10 @@ def current_numbers(owners: Sequence[dict[str, Any]], names: Sequence[str]) -> l
     return [value if type(value) in (float, int) else type(value) for value in map(dict.get, owners, names)]
 
 
-def _unchanged(value: Any, number: float) -> bool:
-    return value is number or (type(value) is type(number) and value == number)  # `is` covers NaN
-
-
-def _with_history(module: nn.Module) -> dict[str, Any]:
-    """Return attributes that are tensors with history (same object), or lists and dicts of such (copies)."""
-    found: dict[str, Any] = {}
-    for attribute, value in vars(module).items():
-        if isinstance(value, Tensor) and value.grad_fn is not None:
-            found[attribute] = value
-        elif isinstance(value, (list, dict)) and any(
-            isinstance(item, Tensor) and item.grad_fn is not None
-            for item in (value.values() if isinstance(value, dict) else value)
-        ):
-            found[attribute] = value.copy()
-    return found
-
-
-def _restore_histories(module: nn.Module, before: dict[str, Any]) -> list[str]:
-    """Restore attributes that hold another tensor with history than before, and return their names."""
-    now = _with_history(module)
-    changed = [attribute for attribute, value in now.items() if not _same(value, before.get(attribute))]
-    for attribute in changed:
-        value, previous = vars(module)[attribute], before.get(attribute)
-        if isinstance(value, list):
-            value[:] = previous or []
-        elif isinstance(value, dict):
-            value.clear()
-            value.update(previous or {})
-        elif previous is not None:
-            vars(module)[attribute] = previous
-        else:
-            del vars(module)[attribute]
-    return changed
-
-
-def _same(value: Any, other: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value is other
-    if type(value) is not type(other) or len(value) != len(other):
-        return False
-    if isinstance(value, list):
-        return all(item is other_item for item, other_item in zip(value, other, strict=True))
-    return all(key in other and other[key] is item for key, item in value.items())
+def _with_history(module: nn.Module) -> list[str]:
+    """Return the names of attributes that are tensors with history."""
+    return [
+        attribute
+        for attribute, value in vars(module).items()
+        if isinstance(value, Tensor) and value.grad_fn is not None
+    ]
