@@ -34,6 +34,11 @@ class Reference:
         self._generator_states = [generator.get_state() for generator in self.generators]
         self._expected: list[torch.Tensor] = []
 
+    @property
+    def restores_all(self) -> bool:
+        """Whether `rewind` restores all memory that the runs write, not only the static tensors."""
+        return self._audit is not None
+
     def rewind(self) -> None:
         """Restore static tensors, other memory that was written, and generators to their state before the run."""
         if self._audit is not None:
@@ -43,13 +48,18 @@ class Reference:
         for generator, state in zip(self.generators, self._generator_states, strict=True):
             generator.set_state(state)
 
-    def with_noise(self) -> Reference:
-        """Fill floating-point statics with fixed noise in [0, 1), and return a reference that starts from there."""
+    def with_noise(self, integers: bool = False) -> Reference:
+        """Fill floating-point statics with fixed noise in [0, 1), and return a reference that starts from there.
+
+        With `integers`, fill integer statics with 0 or 1 too, and boolean ones with True or False.
+        """
         noise = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for tensor in self._statics():
                 if tensor.is_floating_point():
                     tensor.copy_(torch.rand(tensor.shape, generator=noise))
+                elif integers and not tensor.is_complex():
+                    tensor.copy_(torch.randint(2, tensor.shape, generator=noise))
         return Reference(self._statics, self.generators, self._audit)
 
     def remember(self) -> None:

@@ -124,17 +124,20 @@ class CpuBackend:
     def _noise_reference(self, fn: Callable[[], None], reference: Reference) -> list[Reference]:
         """Run `fn` again from noise, as a second reference: padding rows are all alike and hide some errors.
 
-        Returns an empty list if the callable rejects noise. Integer tensors are unchanged, since they may be indices.
+        Returns an empty list if the callable rejects noise. Integers may be indices, so they stay unchanged if memory
+        that they address would not be restored, or if the callable rejects other ones.
         """
-        reference.rewind()
-        noisy = reference.with_noise()
-        try:
-            fn()
-        except Exception as error:
-            logger.debug("second check skipped, the callable rejects noise: %s", error)
-            return []
-        noisy.remember()
-        return [noisy]
+        for integers in (True, False) if reference.restores_all else (False,):
+            reference.rewind()
+            noisy = reference.with_noise(integers)
+            try:
+                fn()
+            except Exception as error:
+                logger.debug("second check skipped, the callable rejects noise: %s", error)
+                continue
+            noisy.remember()
+            return [noisy]
+        return []
 
     def _build_program(self, calls: list[Call], checks: list[Reference]) -> tuple[Callable[[], None], str]:
         try:
