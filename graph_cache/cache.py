@@ -6,9 +6,10 @@ cache; any thread may read its reports. Handles callables and tensors only, not 
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -22,11 +23,12 @@ from graph_cache.buckets import Buckets
 from graph_cache.buffers import BufferSpec, StaticBuffers
 from graph_cache.capture_state import CaptureState, CaptureStatus
 from graph_cache.config import GraphConfig
-from graph_cache.errors import CaptureError, GraphConfigError
+from graph_cache.errors import CaptureError, CaptureRefused, GraphConfigError
 from graph_cache.keys import (
     ABOVE_MAX,
     GRAPHS_OFF,
     NOT_CAPTURED,
+    OTHER_MODES,
     STALE,
     UNKNOWN_VARIANT,
     GraphKey,
@@ -79,6 +81,7 @@ class CacheEntry:
     runners: list[GraphRunner] = field(default_factory=list)
     real_rows: int = 0
     nbytes: int = 0
+    modes: Hashable = None
 
     def drop(self, cause: CaptureStatus) -> None:
         """Destroy the graphs, or forget the failure."""
@@ -170,6 +173,10 @@ class GraphCache:
         """Return a function of the same inputs, [rows, …] each, that runs `fn(**inputs)` from graphs.
 
         Its results are copies. `watch` gives what `fn` reads besides its inputs, so that a moved tensor is detected.
+        A call runs eager if modes differ from those at the capture: autocast, the default dtype, attention and matrix
+        product settings, and train or eval mode of a watched module. It runs eager on its rows alone, without padding,
+        if a result depends on other rows or has the batch in another dimension than the first.
+
         The returned function raises SignatureMismatch if its inputs differ from `inputs` in more than the number of
         rows. A capture restores all memory that its runs write, such as the running statistics of a watched module.
         """
@@ -191,13 +198,19 @@ class GraphCache:
             )
         )
         batched = next((label for label, spec in site.buffers.specs.items() if spec.batched), None)
+        modules = list(watch.modules()) if isinstance(watch, torch.nn.Module) else []
+        site.modes = functools.partial(_modes, device.type, modules)
 
         def call(**tensors: torch.Tensor) -> Any:
             first = tensors.get(batched) if batched is not None else None
             rows = first.shape[0] if isinstance(first, torch.Tensor) and first.dim() else sizes.max
             self.check_addresses()
             plan = self.plan(name, rows)
-            if plan.bucket is None:
+            site.check_rows()
+            if plan.key is not None and site.row_refusal and self.capture_on_miss and self.enabled:
+                self._capture_for(plan.key)  # refused, and counted as such
+                plan = self.plan(name, rows)
+            if plan.bucket is None or site.row_refusal:
                 site.buffers.check(tensors, rows)
                 return self.run_unpadded(plan, tensors)
             site.buffers.load(tensors, rows, plan.bucket)
@@ -254,7 +267,8 @@ class GraphCache:
             if self.enabled and site.serves(plan.key.variant):
                 entry = self._capture_for(plan.key)
         reason: str | None = None
-        if entry is not None and entry.state.captured:
+        other_modes = entry is not None and site.modes is not None and entry.modes != site.modes()
+        if entry is not None and entry.state.captured and not other_modes:
             for runner in entry.runners:
                 runner.replay()
             entry.state.replays += 1
@@ -264,7 +278,7 @@ class GraphCache:
                 self.manifest.replayed(plan.key)
         else:
             site.run_eager(plan.key)
-            reason = self._eager_reason(site, plan.key) or NOT_CAPTURED
+            reason = self._eager_reason(site, plan.key) or (OTHER_MODES if other_modes else NOT_CAPTURED)
             self.stats.fallbacks[site.name, site.phase, reason] += 1
         self._observe(site, plan.rows, plan.bucket - plan.rows, plan.key.variant)
         return Ran(plan.key, reason, site.outputs(plan.key, plan.rows))
@@ -388,6 +402,11 @@ class GraphCache:
                     )
                     runners.append(runner)
                     runner.capture()
+                if site.modes is not None:
+                    entry.modes = site.modes()
+                    site.check_rows()
+                    if site.row_refusal:
+                        raise CaptureRefused(f"{site.name}: {site.row_refusal}")
             except CaptureError as error:
                 logger.error("capture of %s failed; this key will run eager: %s", key, error)
                 _close(runners)
@@ -506,3 +525,19 @@ class GraphCache:
 def _close(runners: Iterable[GraphRunner]) -> None:
     for runner in runners:
         runner.close()
+
+
+def _modes(device_type: str, modules: Sequence[torch.nn.Module]) -> Hashable:
+    """Return the modes of the process and of these modules that a capture bakes in."""
+    autocast = torch.is_autocast_enabled(device_type)
+    return (
+        autocast and torch.get_autocast_dtype(device_type),
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+        torch.backends.cuda.cudnn_sdp_enabled(),
+        *[module.training for module in modules],
+    )

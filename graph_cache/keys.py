@@ -18,7 +18,18 @@ CAPTURE_FAILED = "capture_failed"
 STALE = "stale_address"
 EVICTED = "evicted"
 WARMING_UP = "warming_up"  # training only
-REASONS = (GRAPHS_OFF, ABOVE_MAX, NOT_CAPTURED, UNKNOWN_VARIANT, CAPTURE_FAILED, STALE, EVICTED, WARMING_UP)
+OTHER_MODES = "other_modes"
+REASONS = (
+    GRAPHS_OFF,
+    ABOVE_MAX,
+    NOT_CAPTURED,
+    UNKNOWN_VARIANT,
+    CAPTURE_FAILED,
+    STALE,
+    EVICTED,
+    WARMING_UP,
+    OTHER_MODES,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ Runs the callable on static buffers and stores its results. Capture policy and c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,9 @@ from graph_cache.buckets import Buckets
 from graph_cache.buffers import StaticBuffers
 from graph_cache.errors import GraphConfigError
 from graph_cache.keys import GraphKey, Variant, freeze_variant
+from graph_cache.row_check import check_rows
+
+logger = logging.getLogger(__name__)
 
 
 class OutputLabel(NamedTuple):
@@ -76,6 +80,11 @@ class Site:
         self.address_books = (own,) if addresses is None else (own, addresses)
         self.generators = tuple(generators)
         self.restores = restores
+        self.modes: Callable[[], Hashable] | None = None  # of a function made by `GraphCache.graphed`
+        # Of a checked site: whether each result has the batch first, and why padding would change a result.
+        self.batched_results: list[bool] | None = None
+        self.row_refusal = ""
+        self._rows_checked = False
         self._outputs: dict[OutputLabel, torch.Tensor] = {}
         # By key: the structure of the results and their output buffers.
         self._result_layouts: dict[GraphKey, tuple[Any, list[OutputLabel]]] = {}
@@ -114,6 +123,32 @@ class Site:
             for body in self.bodies(key):
                 body()
 
+    def check_rows(self) -> None:
+        """Find out, once, which results have the batch first, and whether padding would change a result."""
+        rows = self.buffers.max_rows
+        if (
+            self.batched_results is not None
+            or rows < 2
+            or not any(spec.batched for spec in self.buffers.specs.values())
+        ):
+            return
+        variant = dict(self.variants[0])
+        fewer = min(self.buckets.sizes[0], rows - 1)
+
+        def run(rows: int) -> Any:
+            result = None
+            for part in self.parts:
+                result = part(**self.buffers.view(rows), **variant)
+            return result
+
+        with torch.inference_mode():
+            try:
+                self.batched_results, self.row_refusal = check_rows(
+                    run, lambda rows: list(self.buffers.view(rows).values()), rows, fewer, self.generators
+                )
+            except Exception as error:  # it may reject noise, or other rows than those of its buckets
+                logger.debug("%s: rows are not checked: %s", self.name, error)
+
     def static_tensors(self, bucket: int) -> list[torch.Tensor]:
         """Return the buffers and outputs that a run at this bucket reads and writes, for comparison with eager."""
         outputs = [buffer[:bucket] if label.batched else buffer for label, buffer in self._outputs.items()]
@@ -145,6 +180,8 @@ class Site:
                     "tensors can be returned from a graph; make other values keywords of the key"
                 )
             batched = leaf.dim() > 0 and leaf.shape[0] == key.bucket
+            if self.batched_results is not None and index < len(self.batched_results):
+                batched = self.batched_results[index]
             if not batched:
                 self._unbatched.add((key.variant, index))
             shape = (self.buffers.max_rows, *leaf.shape[1:]) if batched else tuple(leaf.shape)

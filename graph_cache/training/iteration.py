@@ -145,7 +145,9 @@ class CapturedIteration:
         if not state.may_capture:
             self._stats.fallbacks[self.name, SCOPE, state.fallback_reason] += 1
             state.count_warmup()
-            return self._eager(args, kwargs, tensors=None if state.failed else tensors)
+            result = self._eager(args, kwargs, tensors=None if state.failed else tensors)
+            self._watch_more(signature)
+            return result
         return self._capture(signature, state, key, tensors, args, kwargs)
 
     def clear(self) -> None:
@@ -199,6 +201,14 @@ class CapturedIteration:
             self._watch.signature(),
             tuple(map(settings_of, self._optimizers.values())),
         )
+
+    def _watch_more(self, signature: IterationSignature) -> None:
+        """Count the warm-up of a signature for the same one with the Python state that its eager call has revealed."""
+        key, state = signature
+        now = (*state[:3], self._watch.signature(), *state[4:])
+        counts = len(self._known_modules()), len(self._all_parameters()), len(now[3]), len(self._optimizers)
+        if signature in self._states and now != state and counts == _known_counts(now):
+            self._states.setdefault((key, now), self._states.pop(signature))
 
     def _warn_of_settings(self, signature: IterationSignature) -> None:
         """Warn once if this signature differs from a captured one only in optimizer settings."""

@@ -1,0 +1,105 @@
+"""GraphCache: modes at the call, inputs that hide differences, and results that depend on padding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from graph_cache.buffers import BufferSpec
+from graph_cache.cache import GraphCache
+
+INPUT = {"x": BufferSpec(("batch", 4), torch.float32)}
+TOKENS = {"x": BufferSpec(("batch",), torch.int64)}
+
+
+def cache_of(pool, device):
+    return GraphCache(device=device, pool=pool)
+
+
+def reasons(cache):
+    return {labels[2] for labels, count in cache.stats.fallbacks.items() if count}
+
+
+@pytest.mark.parametrize("mode", ["autocast", "eval", "default_dtype", "precision"])
+def test_a_call_under_other_modes_than_the_capture_runs_eager(pool, device, mode):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).to(device).eval()
+
+    def fn(x):
+        return model(x).float() + torch.ones(4, device=x.device, dtype=torch.get_default_dtype())
+
+    cache = cache_of(pool, device)
+    run = cache.graphed("model", fn, INPUT, buckets=(2, 4), watch=model, generators=[pool.backend.default_generator])
+    x = torch.randn(3, 4, device=device)
+    run(x=x)
+    assert cache.stats.replays
+    before = sum(cache.stats.replays.values())
+    precision = torch.get_float32_matmul_precision()
+    try:
+        if mode == "eval":
+            model.train()
+        elif mode == "default_dtype":
+            torch.set_default_dtype(torch.float64)
+        elif mode == "precision":
+            torch.set_float32_matmul_precision("high" if precision != "high" else "highest")
+        with torch.autocast(device.type, torch.bfloat16, enabled=mode == "autocast"):
+            found = run(x=x)
+            if mode != "eval":  # dropout draws for padding rows too
+                with torch.no_grad():
+                    expected = fn(torch.cat([x, x.new_zeros(1, 4)]))[:3]
+                assert found.dtype == expected.dtype and torch.equal(found, expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_float32_matmul_precision(precision)
+    assert reasons(cache) == {"other_modes"} and sum(cache.stats.replays.values()) == before
+    model.eval()
+    run(x=x)
+    assert sum(cache.stats.replays.values()) == before + 1
+
+
+def test_a_counter_multiplied_by_a_token_is_found_out(pool):
+    if pool.backend.name != "cpu":
+        pytest.skip("only the CPU backend compares a replay with eager runs")
+    calls = []
+
+    def fn(x):
+        calls.append(x)
+        return x * len(calls)
+
+    cache = cache_of(pool, "cpu")
+    run = cache.graphed("counter", fn, TOKENS, buckets=(4,))
+    run(x=torch.ones(4, dtype=torch.int64))
+    assert cache.stats.failed_captures and not cache.stats.replays
+
+
+ROWS = {
+    "batch_second": lambda x: x.t().contiguous(),
+    "mean_over_rows": lambda x: x - x.mean(0),
+    "sum_over_rows": lambda x: x.sum(0),
+    "softmax_over_rows": lambda x: x.softmax(0),
+    "square": lambda x: x @ x.t(),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("warm", [False, True])
+def test_results_that_padding_would_change_are_computed_without_padding(pool, device, name, warm):
+    cache = cache_of(pool, device)
+    run = cache.graphed(name, ROWS[name], INPUT, buckets=(2, 4))
+    if warm:
+        cache.warm()
+    for rows in (1, 3, 4):
+        x = torch.randn(rows, 4, device=device)
+        assert torch.equal(run(x=x), ROWS[name](x))
+    assert reasons(cache) == {"capture_failed"} and not cache.stats.replays
+
+
+def test_a_constant_as_long_as_a_bucket_is_not_cut(pool, device):
+    table = torch.arange(4.0, device=device)
+    cache = cache_of(pool, device)
+    run = cache.graphed("constant", lambda x: (x * 2, table + 1), INPUT, buckets=(4,))
+    x = torch.randn(3, 4, device=device)
+    doubled, constant = run(x=x)
+    assert torch.equal(doubled, x * 2) and torch.equal(constant, table + 1)
+    assert cache.stats.replays
