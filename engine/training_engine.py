@@ -103,7 +103,7 @@ class TrainingEngine:
         models = [model] if isinstance(model, nn.Module) else list(model)
         found = self._attachment(models, modules)
         packed = None if packed_documents is None else self._packed_documents(models, packed_documents)
-        pool = self._pool_for(next(parameter for one in models for parameter in one.parameters()).device)
+        pool = self._pool_for(self._device_of(models))
         all_generators = (*generators, *found.generators, *(own for one in models for own in _generators_of(one)))
         context = CaptureContext(pool, self.stats, self._registered(pool, all_generators), found.state)
         if self._graph_config.training_captures == "transformer_engine":
@@ -116,6 +116,12 @@ class TrainingEngine:
             packed.begin()
         self._packed = packed
         return [part.name for part in found.parts]
+
+    def _device_of(self, models: Sequence[nn.Module]) -> torch.device:
+        """Return the device of the models' tensors; without any, that of the pool, or the default."""
+        tensors = (tensor for one in models for tensor in (*one.parameters(), *one.buffers()))
+        own = self._pool.backend.device if self._pool is not None else torch.get_default_device()
+        return next((tensor.device for tensor in tensors), own)
 
     def _transformer_engine_graphs(
         self, models: Sequence[nn.Module], found: Attachment, context: CaptureContext, microbatches: int | None

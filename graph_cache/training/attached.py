@@ -6,6 +6,7 @@ This file replaces the intercepted attribute of a module and restores it on deta
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -120,16 +121,37 @@ def is_data_parallel(module: nn.Module) -> bool:
     return any(base.__name__ in DATA_PARALLEL for base in type(module).__mro__)
 
 
+def _same(value: Any) -> Any:
+    """Return the value. Pickles name this function."""
+    return value
+
+
+def _call_eager(attached: AttachedModule, args: tuple, kwargs: dict[str, Any]) -> Any:
+    return attached.eager(*args, **kwargs)
+
+
 class InterceptedMethod:
     """Replacement for the method of an attached module. A deep copy of the module gets the original method."""
 
     def __init__(self, attached: AttachedModule, call: Callable[[Any, tuple, dict[str, Any]], Any]):
         self._attached, self._call = attached, call
+        functools.update_wrapper(self, attached.original)  # its name and signature, which some libraries inspect
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         carry = self._attached.carry
         value = self._call(self._attached, args, kwargs)
         return value if carry is None else carry.put(value, args, kwargs)
+
+    def __reduce__(self) -> Any:
+        """Pickle as the original method: a loaded module is not attached."""
+        attached = self._attached
+        if attached.before is not None:
+            return _same, (attached.before,)
+        return getattr, (attached.module, attached.method)
+
+    def release(self) -> None:
+        """Call the original method from now on: a wrapper that was put over this one stays in place."""
+        self._call = _call_eager
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         attached = self._attached
@@ -174,6 +196,8 @@ class AttachedModule:
         if isinstance(self.before, InterceptedMethod):
             raise GraphConfigError(f"{name} is already attached; detach it first")
         self.eager: Callable[..., Any] = getattr(module, self._attribute)
+        self.original = self.eager
+        self._interception: InterceptedMethod | None = None
         self.carry = part.carry
         if part.carry is not None:
             self.eager = lambda *args, call=self.eager, **kwargs: part.carry.gather(call, args, kwargs)
@@ -212,14 +236,19 @@ class AttachedModule:
 
     def take_over(self, call: Callable[[Any, tuple, dict[str, Any]], Any]) -> None:
         """Redirect calls of the module to `call(self, args, kwargs)`."""
-        setattr(self.module, self._attribute, InterceptedMethod(self, call))
+        self._interception = InterceptedMethod(self, call)
+        setattr(self.module, self._attribute, self._interception)
         if self.carry is not None:
             self.carry.begin()
 
     def give_back(self) -> None:
-        """Restore the module."""
+        """Restore the module. A wrapper that was put over the interception stays, and calls the original."""
         if self.carry is not None:
             self.carry.end()
+        if self._interception is not None:
+            self._interception.release()
+        if vars(self.module).get(self._attribute) is not self._interception:
+            return
         if self.before is None:
             delattr(self.module, self._attribute)
         else:

@@ -97,14 +97,13 @@ class _Replay(torch.autograd.Function):
 
 _REPLAY_NODE = _Replay._backward_cls
 
-# `Function.apply` without the functorch path, which walks all arguments in Python.
+# `Function.apply` without the functorch path, which walks all arguments in Python. Calls under transforms run eager.
 _apply = super(torch.autograd.Function, _Replay).apply
 
 
 def replay(call: GraphedCall, lease: Lease, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Replay the forward with these inputs, and return outputs with a history that replays the backward graph."""
-    apply = _Replay.apply if torch._C._are_functorch_transforms_active() else _apply
-    return apply(call, lease, *tensors, *call.parameters)
+    return _apply(call, lease, *tensors, *call.parameters)
 
 
 class _Probe(torch.autograd.Function):

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from graph_cache.capture_state import CaptureState, CaptureStatus
 from graph_cache.errors import CaptureRefused, GraphConfigError
@@ -36,9 +37,12 @@ HOOKS = "hooks_inside"
 NO_GRAD = "no_gradient"
 SAVED_TENSOR_HOOKS = "saved_tensor_hooks"
 OTHER_PARAMETERS = "other_parameters"
+TRANSFORM = "transform"
 # Recorded steps with graphs, and call signatures that are counted towards a recording.
 MAX_RECORDED_STEPS, MAX_CALL_SIGNATURES = 64, 4096
 
+_transforms_active = torch._C._are_functorch_transforms_active
+_tracing_state = torch._C._get_tracing_state
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
@@ -127,6 +131,8 @@ class TrainingGraphs:
         """Intercepted call. Fast path: within a step, a call that matches the next recorded one replays at once."""
         if self._busy:
             return attached.eager(*args, **kwargs)
+        if _transforms_active() or forward_ad._current_level >= 0 or _tracing_state() is not None:
+            return self._eager(attached, args, kwargs, TRANSFORM)
         if _saved_tensor_hooks(True) is not None:  # a checkpoint or offload around this needs eager's saved tensors
             return self._eager(attached, args, kwargs, SAVED_TENSOR_HOOKS)
         if torch.is_grad_enabled():

@@ -1,0 +1,118 @@
+"""What other code may do with an attached module: inspect, pickle, wrap and transform it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from engine import Engine, EngineConfig
+from tests.contract.training_models import WIDTH, attached, twins
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, scale: float = 1.0):
+        return self.second(torch.tanh(self.first(x))) * scale
+
+
+def warmed(device, pool, paths=("",)):
+    """Return an eager model, the same attached with graphs, and an input."""
+    eager, graphed = twins(Model, device)
+    graphs, stats = attached(graphed, list(paths), pool)
+    x = torch.randn(4, WIDTH, device=device)
+    for _ in range(4):
+        graphed(x).sum().backward()
+        graphed.zero_grad()
+    assert stats.replays
+    return eager, graphed, graphs, stats, x
+
+
+def test_the_signature_stays_visible(pool, device):
+    eager, graphed, graphs, _, _ = warmed(device, pool)
+    assert inspect.signature(graphed.forward) == inspect.signature(eager.forward)
+    assert graphed.forward.__name__ == "forward"
+    graphs.detach()
+    assert "forward" not in vars(graphed)
+
+
+@pytest.mark.parametrize("save", ["pickle", "torch_save"])
+def test_a_pickled_model_is_not_attached(pool, device, save):
+    eager, graphed, _, stats, x = warmed(device, pool)
+    if save == "pickle":
+        loaded = pickle.loads(pickle.dumps(graphed))
+    else:
+        file = io.BytesIO()
+        torch.save(graphed, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+    before = sum(stats.replays.values())
+    assert torch.equal(loaded(x), eager(x))
+    assert loaded.forward.__self__ is loaded and sum(stats.replays.values()) == before
+
+
+def functional_gradients(model, x):
+    parameters = dict(model.named_parameters())
+    loss = lambda given: torch.func.functional_call(model, given, (x,)).pow(2).mean()  # noqa: E731
+    return list(torch.func.grad(loss)(parameters).values())
+
+
+def forward_mode(model, x):
+    with torch.autograd.forward_ad.dual_level():
+        out = model(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
+        return [torch.autograd.forward_ad.unpack_dual(out).tangent.clone()]
+
+
+TRANSFORMS = {
+    "grad": functional_gradients,
+    "vmap": lambda model, x: [torch.func.vmap(model)(x.unsqueeze(1))],
+    "jvp": lambda model, x: list(torch.func.jvp(model, (x,), (torch.ones_like(x),))),
+    "vjp": lambda model, x: [torch.func.vjp(model, x)[0]],
+    "jacrev": lambda model, x: [torch.func.jacrev(model)(x)],
+    "forward_mode": forward_mode,
+    "trace": lambda model, x: [torch.jit.trace(model, (x,), check_trace=False)(x)],
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_run_eager(pool, device, name):
+    eager, graphed, _, stats, x = warmed(device, pool)
+    found, expected = TRANSFORMS[name](graphed, x), TRANSFORMS[name](eager, x)
+    assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+    assert stats.fallbacks["model", "forward", "transform"] >= 1
+
+
+def test_a_wrapper_over_an_attached_module_survives_detach(pool, device):
+    eager, graphed, graphs, stats, x = warmed(device, pool)
+    original, calls = graphed.forward, []
+
+    @functools.wraps(original)
+    def wrapper(*args, **kwargs):
+        calls.append(1)
+        return original(*args, **kwargs)
+
+    graphed.forward = wrapper
+    graphs.detach()
+    before = sum(stats.replays.values())
+    assert torch.equal(graphed(x), eager(x)) and calls == [1]
+    assert graphed.forward is wrapper and sum(stats.replays.values()) == before
+
+
+def test_a_module_without_parameters_can_be_attached():
+    engine = Engine(EngineConfig(mode="training", cuda_graph_warmup_steps=2))
+    model = nn.Sequential(nn.Tanh(), nn.Softplus())
+    engine.attach(model)
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    for _ in range(4):
+        model(x).sum().backward()
+    assert sum(row["replays"] for row in engine.graphs()) > 0
+    engine.detach()
