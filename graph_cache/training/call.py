@@ -52,12 +52,18 @@ class CallKey:
         return hash((constants, self.types, self.tensors, self.training, self.grad, self.autocast, self.ambient_state))
 
 
+def objects_of(key: CallKey) -> list[Any]:
+    """Return the arguments that are neither tensors nor constants."""
+    return [value for value in key.values if type(value) not in PLAIN and not _is_hashable_enum(value)]
+
+
 def _is_hashable_enum(value: Any) -> bool:
     return isinstance(value, enum.Enum) and isinstance(value, Hashable)
 
 
 NO_MEMORY = "argument_without_memory"  # reasons for an eager call
 ELSEWHERE = "argument_elsewhere"
+OBJECT = "object_argument"
 PLAIN_TENSOR_TYPES = (Tensor, nn.Parameter)  # other classes need the full check
 TENSOR = "<tensor>"  # placeholder of a tensor argument among the values
 

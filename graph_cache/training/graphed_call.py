@@ -28,6 +28,7 @@ from graph_cache.training.gradients import (
     reachable_leaves,
     storage_users,
 )
+from graph_cache.training.host_state import objects_with_tensors
 from graph_cache.training.parameter_aliases import ADDED, MainGrads, ParameterAliases, trainable
 from graph_cache.training.side_effects import refuse_side_effects
 
@@ -183,6 +184,11 @@ class GraphedCall:
             self.result, self.outputs = Result.of(self._forward(*args, **kwargs))
         inputs = {storage._cdata for tensor in self.inputs if (storage := storage_of(tensor)) is not None}
         self.used = {address: storage for address, storage in audit.outside.items() if address not in inputs}
+        if kinds := objects_with_tensors(self.result.leaves):
+            raise CaptureRefused(
+                f"{self.name} returns tensors inside {', '.join(kinds)}: return them in containers that "
+                "torch.utils._pytree knows, or register the type (register_dataclass)"
+            )
         if any(map(is_sparse, self.outputs)):
             raise CaptureRefused(
                 f"{self.name} returns a sparse tensor, which has no static memory: return a dense tensor"

@@ -282,6 +282,29 @@ def _contents(cell: types.CellType) -> list[Any]:
         return []
 
 
+def objects_with_tensors(values: Sequence[Any], without: tuple[type, ...] = ()) -> list[str]:
+    """Return the types of these values that are no tensors but refer to some. Functions are not followed."""
+    unfollowed = (types.FunctionType, types.MethodType, *without)
+    objects = [value for value in values if type(value) not in PLAIN and not isinstance(value, (Tensor, *unfollowed))]
+    return [
+        type(value).__name__
+        for value in objects
+        if any(
+            isinstance(item, Tensor)
+            for namespace in reachable([("", value)], without=unfollowed)
+            for item in _items(namespace.read().values())
+        )
+    ]
+
+
+def _items(values: Any) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (tuple, frozenset)):
+            yield from value
+        else:
+            yield value
+
+
 class Reads:
     """Names that code may read and modules whose methods ran, found by profiling a run."""
 

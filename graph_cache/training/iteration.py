@@ -28,6 +28,7 @@ from graph_cache.stats import CacheStats
 from graph_cache.training.call import (
     ELSEWHERE,
     NO_MEMORY,
+    OBJECT,
     CallKey,
     Result,
     any_on_other_device,
@@ -36,11 +37,12 @@ from graph_cache.training.call import (
     is_sparse,
     lacks_memory,
     load,
+    objects_of,
     unflatten_call,
 )
 from graph_cache.training.compiled import is_compiled, reached_from, without_compiling
 from graph_cache.training.gradients import storage_users
-from graph_cache.training.host_state import HostState, Reads, Watch, reachable
+from graph_cache.training.host_state import HostState, Reads, Watch, objects_with_tensors, reachable
 from graph_cache.training.optimizers import OptimizerState, observe_steps, settings_of
 from graph_cache.training.parameter_aliases import MainGrads
 
@@ -88,6 +90,9 @@ class CapturedIteration:
     Each signature runs eager `warmup_steps` times (at least once), then is captured. Graphs are dropped when
     parameters, buffers or main_grads move, or tensors of `state`, which the step reads or writes besides them. Returned
     tensors have no history and are copies after a replay. `.grad` is left as the step leaves it.
+
+    A step that changes Python state is refused. Without `checks_attributes`, only replaced buffers count, for a framework
+    whose counters the caller handles.
     """
 
     def __init__(
@@ -100,8 +105,10 @@ class CapturedIteration:
         warmup_steps: int = 3,
         generators: Sequence[torch.Generator] = (),
         state: Mapping[str, Tensor] | None = None,
+        checks_attributes: bool = True,
     ):
         self.name = name
+        self._checks_attributes = checks_attributes
         self._step = step
         self._extra_state = {} if state is None else state
         self._pool = pool
@@ -140,6 +147,9 @@ class CapturedIteration:
         if captured is not None and self._addresses_unchanged(captured):
             captured.last_call = self._calls
             return self._replay(captured, tensors)
+        if objects_with_tensors(objects_of(key), without=(nn.Module, Optimizer)):
+            self._stats.fallbacks[self.name, SCOPE, OBJECT] += 1
+            return self._eager(args, kwargs)
         self._warn_of_settings(signature)
         state = self._states.get(signature) or self._add_state(signature)
         if not state.may_capture:
@@ -338,7 +348,7 @@ class CapturedIteration:
     @contextmanager
     def _observing(self, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Observe an eager run: register what it uses, and record why a replay could differ from it."""
-        state = HostState(self._host_roots(), libraries=False)
+        state = self._host_state()
         if self._compiled:  # compiled code bypasses the dispatcher, and profiling would compile it anew
             yield
             self._refusals = _describe_changes(state.changes(lambda tensor: True))
@@ -369,6 +379,12 @@ class CapturedIteration:
         if self._watch.signature():  # the first run may create state that later runs only read
             self._watch.exclude(state.changed)
         self._watch.add(reachable(self._host_roots(), without=(Optimizer,)), reads.names)
+
+    def _host_state(self) -> HostState:
+        """Return the current Python state that a step must not change."""
+        if self._checks_attributes:
+            return HostState(self._host_roots(), libraries=False)
+        return HostState([(f"{type(module).__name__}._buffers", module._buffers) for module in self._known_modules()])
 
     def _host_roots(self) -> list[tuple[str, Any]]:
         """Return the objects from which Python state is searched that the step reads or changes."""
@@ -409,10 +425,12 @@ class CapturedIteration:
         def body() -> None:
             self._refuse(self._refusals)
             static_args, static_kwargs = unflatten_call(key, captured.inputs)
-            host_state = HostState(self._host_roots(), libraries=False)
+            host_state = self._host_state()
             try:
                 with torch.set_grad_enabled(key.grad), autocast_as(key):
                     captured.result, captured.outputs = Result.of(self._step(*static_args, **static_kwargs))
+                if kinds := objects_with_tensors(captured.result.leaves):
+                    self._refuse([f"returns tensors inside {', '.join(kinds)}: register the type with pytree"])
                 self._refuse(_describe_changes(host_state.changes(lambda tensor: False)))
             except BaseException:
                 host_state.restore()

@@ -23,9 +23,10 @@ from graph_cache.errors import CaptureRefused, GraphConfigError
 from graph_cache.keys import CAPTURE_FAILED, STALE, WARMING_UP
 from graph_cache.training.attached import AttachedModule, Attachment, Watched
 from graph_cache.training.autograd import DOUBLE_BACKWARD, Lease, probe, replay
-from graph_cache.training.call import Result, flatten_call, input_refusal
+from graph_cache.training.call import OBJECT, Result, flatten_call, input_refusal, objects_of
 from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.compiled import keeping_history
+from graph_cache.training.host_state import objects_with_tensors
 from graph_cache.training.microbatch_graphs import SCOPE, CallSignature, CapturedCall, MicrobatchGraphs
 from graph_cache.training.recorded_step import RecordedStep
 
@@ -40,6 +41,7 @@ OTHER_PARAMETERS = "other_parameters"
 TRANSFORM = "transform"
 # Recorded steps with graphs, and call signatures that are counted towards a recording.
 MAX_RECORDED_STEPS, MAX_CALL_SIGNATURES = 64, 4096
+MAX_OBJECTS = 8  # call signatures that differ only in objects among the arguments
 
 _transforms_active = torch._C._are_functorch_transforms_active
 _tracing_state = torch._C._get_tracing_state
@@ -69,6 +71,7 @@ class TrainingGraphs:
         self._states: dict[CallSignature, CaptureState] = {}
         self._unserved: set[CaptureState] = set()  # those with calls in this step
         self._doubled: set[CallSignature] = set()  # captured, but with a backward that was differentiated again
+        self._object_keys: Counter[tuple[AttachedModule, int]] = Counter()  # signatures that differ in objects only
         self._outstanding = 0  # eager and recorded calls that await their backward
         self._busy = False  # inside a capture or an attached module: nested modules run eager
 
@@ -108,6 +111,7 @@ class TrainingGraphs:
         self._states.clear()
         self._unserved.clear()
         self._doubled.clear()
+        self._object_keys.clear()
         self.job.pool.trim()
 
     # ---- calls -----------------------------------------------------------------------------------------------------
@@ -174,6 +178,8 @@ class TrainingGraphs:
                     continue
             recorded.current, index, entry = found
             return self._replay(recorded.current, index, entry, tensors)
+        if state is None and self._refuses_objects(signature):
+            return self._eager(attached, args, kwargs, OBJECT, track_backward=True)
         if attached.hooks_inside:
             return self._eager(attached, args, kwargs, HOOKS)
         state = self._states.setdefault(signature, CaptureState(self._warmup_steps))
@@ -185,6 +191,16 @@ class TrainingGraphs:
         if any(recorded.knows(signature) for recorded in self._recorded_steps):
             reason = NO_INSTANCE  # recorded as further graphs if later steps need them too
         return self._eager(attached, args, kwargs, reason, track_backward=True, doubled=doubled)
+
+    def _refuses_objects(self, signature: CallSignature) -> bool:
+        """Whether an object among the arguments keeps the call eager: it holds tensors, or is new at every call."""
+        attached, key, _ = signature
+        if not (objects := objects_of(key)):
+            return False
+        if objects_with_tensors(objects):
+            return True
+        self._object_keys[attached, hash(key)] += 1  # objects don't count in the hash
+        return self._object_keys[attached, hash(key)] > MAX_OBJECTS
 
     def _may_record(self) -> bool:
         """Start recording in this step, unless MAX_RECORDED_STEPS have graphs. Return whether it records."""

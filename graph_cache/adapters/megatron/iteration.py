@@ -151,6 +151,7 @@ class FullIteration:
             warmup_steps=self._warmup_steps,
             generators=(*self._generators, *tracked),
             state=AuxLosses(),
+            checks_attributes=False,  # Megatron counts microbatches and gradients in attributes
         )
         return self._iteration
 

@@ -1,0 +1,108 @@
+"""Objects among the arguments and results of a captured call: without tensors inside, or eager with a reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from graph_cache.stats import CacheStats
+from tests.contract.training_models import WIDTH, assert_same, attached, iteration_of, twins
+
+STEPS = 14
+
+
+@dataclass
+class Output:
+    hidden: torch.Tensor
+    loss: torch.Tensor | None = None
+
+
+@dataclass(eq=False)
+class Batch:
+    mask: torch.Tensor | None
+
+
+class Returns(nn.Linear):
+    def forward(self, x):
+        return Output(super().forward(x))
+
+
+class Takes(nn.Linear):
+    def forward(self, x, batch):
+        out = super().forward(x)
+        return out if batch.mask is None else out * batch.mask
+
+
+def job(model, loss_of, device):
+    generator, log = torch.Generator().manual_seed(3), []
+    for _ in range(STEPS):
+        model.zero_grad()
+        x = torch.randn(4, WIDTH, generator=generator).to(device)
+        loss = loss_of(model, x)
+        if loss.requires_grad:
+            loss.backward()
+        log.append([loss.detach().clone(), *[p.grad.clone() for p in model.parameters()]])
+    return log
+
+
+def test_a_result_in_an_unknown_container_keeps_a_module_eager(pool, device):
+    eager, graphed = twins(lambda: Returns(WIDTH, WIDTH), device)
+    _, stats = attached(graphed, [""], pool)
+    loss_of = lambda model, x: model(x).hidden.pow(2).mean()  # noqa: E731
+    assert_same(job(graphed, loss_of, device), job(eager, loss_of, device))
+    assert not stats.replays and "returns tensors inside Output" in stats.failures["model"]
+
+
+MASKS = {"tensors": lambda x: (x > 0).float(), "new_objects": lambda x: None}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_objects_that_hold_tensors_or_are_new_keep_a_module_eager(pool, device, name):
+    eager, graphed = twins(lambda: Takes(WIDTH, WIDTH), device)
+    graphs, stats = attached(graphed, [""], pool)
+    loss_of = lambda model, x: model(x, Batch(MASKS[name](x))).pow(2).mean()  # noqa: E731
+    assert_same(job(graphed, loss_of, device), job(eager, loss_of, device))
+    assert not stats.replays and stats.fallbacks["model", "forward", "object_argument"] >= STEPS - 8
+    assert len(graphs._states) <= 8  # noqa: SLF001  each holds its objects alive
+
+
+def test_one_object_without_tensors_is_part_of_the_signature(pool, device):
+    eager, graphed = twins(lambda: Takes(WIDTH, WIDTH), device)
+    _, stats = attached(graphed, [""], pool)
+    batch = Batch(None)
+    loss_of = lambda model, x: model(x, batch).pow(2).mean()  # noqa: E731
+    assert_same(job(graphed, loss_of, device), job(eager, loss_of, device))
+    assert sum(stats.replays.values()) == STEPS - 2
+
+
+@pytest.mark.parametrize("where", ["argument", "result"])
+def test_objects_with_tensors_keep_an_iteration_eager(pool, device, where):
+    eager, graphed = twins(lambda: Takes(WIDTH, WIDTH), device)
+    stats = CacheStats()
+
+    def step_of(model):
+        def step(x, batch):
+            out = model(x, batch)
+            loss = out.pow(2).mean()
+            loss.backward()
+            return Output(out.detach(), loss.detach()) if where == "result" else loss.detach()
+
+        return step
+
+    logs = []
+    for model in (graphed, eager):
+        step = iteration_of(pool, stats, step_of(model)) if model is graphed else step_of(model)
+        held = Batch(torch.ones(4, WIDTH, device=device) if where == "argument" else None)
+
+        def loss_of(model, x, step=step, held=held):
+            if held.mask is not None:
+                held.mask = (x > 0).float()
+            found = step(x, held)
+            return found.loss if where == "result" else found
+
+        logs.append(job(model, loss_of, device))
+    assert_same(*logs)
+    assert not stats.replays
