@@ -1,6 +1,7 @@
 """Check how the results of a callable depend on its rows, since a run on a bucket has padding rows.
 
-Results must have the batch as their first dimension or not depend on it, and no row may depend on another.
+Results must have the batch as their first dimension or not depend on it, and no row may depend on another. Callables
+that write caches at addresses from integer inputs are trusted: dummy rows have the same address there.
 """
 
 from __future__ import annotations
@@ -55,6 +56,10 @@ def check_rows(
             ]
             if others:
                 return batched, "; ".join(others)
+            integers = [tensor for tensor in inputs(rows) if not tensor.is_floating_point()]
+            own = {tensor.untyped_storage()._cdata for tensor in inputs(rows)}
+            if integers and audit.written - own:
+                return batched, ""  # rows may meet in memory that integers address, such as a cache: all pad alike
             start.rewind()
             start.with_noise()
             if not all(map(same_bits, first, _tensors(run(rows)))):

@@ -29,7 +29,7 @@ HOST_READ_METHODS = (
     "__float__",
     "__complex__",
 )
-SCRIPTED = (torch._C.ScriptFunction, torch._C.ScriptMethod)
+SCRIPTED: tuple[Any, ...] = (torch._C.ScriptFunction, torch._C.ScriptMethod)
 
 _allowed: dict[int, Callable[[torch.Tensor], bool]] = {}  # by id of the recording thread
 _originals: dict[str, Any] = {}  # attributes that other code has set on torch.Tensor itself

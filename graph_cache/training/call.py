@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import math
 import types
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -26,7 +27,7 @@ class CallKey:
     """Everything about a call that a capture bakes in: structure, non-tensor values, tensor signatures, modes.
 
     - `tensors`: (shape, strides, dtype, device, requires_grad) of each tensor argument, in order.
-    - `types`: type of each value, since 2, 2.0 and True compare equal but compute differently.
+    - `types`: type of each value, since 2, 2.0 and True compare equal but compute differently. NegativeZero for -0.0.
     - `ambient_state`: other state that a capture would bake in (see `AmbientState`).
     """
 
@@ -89,7 +90,7 @@ def flatten_call(
     key = CallKey(
         structure,
         values,
-        tuple(map(type, values)),
+        tuple(map(_type_of, values)),
         signatures,
         training,
         grad,
@@ -97,6 +98,14 @@ def flatten_call(
         ambient_state,
     )
     return key, tensors
+
+
+class NegativeZero(float):
+    """Stands for the type of -0.0, which equals 0.0 but computes differently."""
+
+
+def _type_of(value: Any) -> type:
+    return NegativeZero if type(value) is float and not value and math.copysign(1, value) < 0 else type(value)
 
 
 @functools.cache
@@ -196,6 +205,8 @@ class Expected:
             if value is TENSOR:
                 found.append(leaf)
             elif isinstance(leaf, Tensor) or type(leaf) is not expected_type or leaf != value:
+                return None
+            elif expected_type is float and not leaf and _type_of(leaf) is NegativeZero:
                 return None
         return found
 

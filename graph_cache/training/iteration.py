@@ -67,8 +67,8 @@ class _IterationGraph:
         self.outputs: list[Tensor] = []
         self.outside: list[torch.UntypedStorage] = []  # other memory that the graph may read, kept alive
         self.last_call = 0
-        self.grads_before: list[tuple[nn.Parameter, Tensor]] = []
-        self.grads_after: list[tuple[nn.Parameter, Tensor | None]] = []
+        self.grads_before: list[tuple[Tensor, Tensor]] = []
+        self.grads_after: list[tuple[Tensor, Tensor | None]] = []
         self.runner: GraphRunner | None = None
 
 
@@ -91,8 +91,8 @@ class CapturedIteration:
     parameters, buffers or main_grads move, or tensors of `state`, which the step reads or writes besides them. Returned
     tensors have no history and are copies after a replay. `.grad` is left as the step leaves it.
 
-    A step that changes Python state is refused. Without `checks_attributes`, only replaced buffers count, for a framework
-    whose counters the caller handles.
+    A step that changes Python state is refused. Without `checks_attributes`, only replaced buffers count, for a
+    framework whose counters the caller handles.
     """
 
     def __init__(
@@ -348,10 +348,11 @@ class CapturedIteration:
     @contextmanager
     def _observing(self, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Observe an eager run: register what it uses, and record why a replay could differ from it."""
-        state = self._host_state()
+        state = HostState(self._host_roots(), libraries=False)
         if self._compiled:  # compiled code bypasses the dispatcher, and profiling would compile it anew
             yield
-            self._refusals = _describe_changes(state.changes(lambda tensor: True))
+            changes = state.changes(lambda tensor: True)
+            self._refusals = _describe_changes(changes if self._checks_attributes else [])
             return
         reads, audit = Reads(), StorageAudit()
         with reads.observing(), audit:
@@ -364,9 +365,10 @@ class CapturedIteration:
             storage = storage_of(leaf)
             if id(leaf) not in owned and (storage is None or storage._cdata not in arguments):
                 self._leaves[id(leaf)] = leaf
-        self._refusals = _describe_changes(
-            state.changes(lambda tensor: (storage := storage_of(tensor)) is None or storage._cdata in audit.outside)
+        changes = state.changes(
+            lambda tensor: (storage := storage_of(tensor)) is None or storage._cdata in audit.outside
         )
+        self._refusals = _describe_changes(changes if self._checks_attributes else [])
         declared = arguments | self._declared_storages()
         other = [address for address in audit.outside if address not in declared]
         self._outside = [audit.outside[address] for address in other]
@@ -528,9 +530,9 @@ class _InitialGrads:
     `zero_grad`.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], backend: Backend):
+    def __init__(self, parameters: Sequence[Tensor], backend: Backend):
         # For each parameter [original gradient, gradient that the graph reads]; empty if it had none or it was freed.
-        self._grads: list[tuple[nn.Parameter, list[Tensor]]] = []
+        self._grads: list[tuple[Tensor, list[Tensor]]] = []
         self._weakrefs: list[weakref.ref[Tensor]] = []
         users: dict[int, int] = {}
         aliases: dict[int, tuple[Tensor, list[Tensor]]] = {}  # by id of the gradient, which parameters may share
@@ -555,7 +557,7 @@ class _InitialGrads:
         for parameter, held in self._grads:
             parameter.grad = held[0] if held else None
 
-    def read(self) -> list[tuple[nn.Parameter, Tensor]]:
+    def read(self) -> list[tuple[Tensor, Tensor]]:
         """Return the gradients that a graph may read, which must be loaded before every replay."""
         return [(parameter, held[-1]) for parameter, held in self._grads if held]
 

@@ -7,7 +7,7 @@ import enum
 import pytest
 import torch
 
-from graph_cache.training.call import CallKey, flatten_call
+from graph_cache.training.call import CallKey, Expected, flatten_call
 
 X = torch.zeros(2, 3)
 
@@ -86,3 +86,10 @@ def test_equal_keys_have_equal_hashes_for_all_value_types(make):
 def test_values_with_custom_equality_stay_equal():
     for one, other in ((LooseEnum.ONE, LooseEnum.TWO), (LooseString("x"), LooseString("y"))):
         assert key_of(value=one) == key_of(value=other) and hash(key_of(value=one)) == hash(key_of(value=other))
+
+
+def test_zero_and_negative_zero_are_different_values():
+    keys = [flatten_call((X, value), {}, True)[0] for value in (0.0, -0.0)]
+    assert keys[0] != keys[1] and keys[1] == flatten_call((X, -0.0), {}, True)[0]
+    assert Expected(keys[0], (X, 0.0), {}).tensors((X, -0.0), {}, True) is None
+    assert Expected(keys[0], (X, 0.0), {}).tensors((X, 0.0), {}, True) is not None
