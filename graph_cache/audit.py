@@ -63,7 +63,7 @@ class StorageAudit(TorchDispatchMode):
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         for tensor in inputs:
             self._observe(tensor)
-        if any(tensor_type.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for tensor_type in types):
+        if any(map(_is_wrapper, types)):
             return NotImplemented  # a wrapper subclass: its operations on inner tensors are dispatched here next
         for tensor in written_tensors(func, args, kwargs):
             self._observe_write(tensor)
@@ -110,9 +110,14 @@ class StorageAudit(TorchDispatchMode):
             storage.copy_(before)
 
 
+def _is_wrapper(tensor_type: Any) -> bool:
+    """Whether tensors of this type are made of others, on which their operations run."""
+    return tensor_type.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+
+
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     """Return the tensor's storage, or None if it has none of its own (sparse, wrapper subclass)."""
-    if tensor.layout is not torch.strided:
+    if tensor.layout is not torch.strided or _is_wrapper(type(tensor)):
         return None
     try:
         return tensor.untyped_storage()

@@ -71,6 +71,7 @@ class GraphedCall:
         self._scope, self._aliases = owner.scope, ParameterAliases(owner.scope)
         self._forward, self._recreate_ambient_state = owner.eager, owner.recreate_ambient_state
         self._state = [*owner.scope.buffers(), *context.state.values()]
+        self._ignored = [one for one in (owner.surroundings, owner.carry) if one is not None]
         self._wrappers = sorted({type(module).__name__ for module in owner.submodules if is_data_parallel(module)})
         self._main_grads = list(MainGrads(owner.scope).values())
         # (storage, use count) of outputs while no output is referenced outside.
@@ -179,7 +180,7 @@ class GraphedCall:
             self._recreate_ambient_state(self.key.ambient_state),
             autocast_as(self.key),
             self._aliases,
-            refuse_side_effects(self.name, self._scope, self.inputs, (args, kwargs)) as audit,
+            refuse_side_effects(self.name, self._scope, self.inputs, (args, kwargs), self._ignored) as audit,
         ):
             self.result, self.outputs = Result.of(self._forward(*args, **kwargs))
         inputs = {storage._cdata for tensor in self.inputs if (storage := storage_of(tensor)) is not None}

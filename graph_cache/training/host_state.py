@@ -103,8 +103,8 @@ class HostState:
         allowed: Those among them that replays update.
     """
 
-    def __init__(self, roots: Sequence[tuple[str, Any]], libraries: bool = True):
-        self.namespaces = [one for one in reachable(roots) if libraries or not one.is_library]
+    def __init__(self, roots: Sequence[tuple[str, Any]], libraries: bool = True, ignored: Sequence[Any] = ()):
+        self.namespaces = [one for one in reachable(roots, ignored=ignored) if libraries or not one.is_library]
         self.changed: set[tuple[int, Any]] = set()
         self.allowed: set[tuple[int, Any]] = set()
         self._before = [namespace.read() for namespace in self.namespaces]
@@ -198,13 +198,15 @@ def _has_address(tensor: Tensor) -> bool:
         return False
 
 
-def reachable(roots: Sequence[tuple[str, Any]], without: tuple[type, ...] = ()) -> list[Namespace]:
+def reachable(
+    roots: Sequence[tuple[str, Any]], without: tuple[type, ...] = (), ignored: Sequence[Any] = ()
+) -> list[Namespace]:
     """Return the namespaces reachable from these named values, up to DEPTH references, each once.
 
-    Objects of the types in `without` are not followed.
+    Objects of the types in `without` and those in `ignored` are not followed.
     """
     found: list[Namespace] = []
-    seen: set[int] = set()
+    seen = set(map(id, ignored))
     frontier = list(roots)
     for _ in range(DEPTH):
         following: list[tuple[str, Any]] = []

@@ -6,6 +6,7 @@ stream. Hooks stay on the real parameters, which receive the gradients that a re
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -86,6 +87,11 @@ class MainGrads(Mapping[str, Tensor]):
 
 
 def _refresh_flat_weights(module: nn.Module) -> None:
-    """Update the second list of parameters that recurrent modules keep beside the registry."""
+    """Update the second list of parameters that recurrent modules keep beside the registry, and their references.
+
+    A forward that finds other parameters than those referenced flattens them, which moves them on a GPU.
+    """
     if isinstance(module, nn.RNNBase):
-        module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+        weights = [getattr(module, name, None) for name in module._flat_weights_names]
+        module._flat_weights = weights
+        module._flat_weight_refs = [None if weight is None else weakref.ref(weight) for weight in weights]

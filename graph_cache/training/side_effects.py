@@ -16,7 +16,7 @@ from graph_cache.training.host_state import HostState
 
 @contextmanager
 def refuse_side_effects(
-    name: str, scope: nn.Module, inputs: Sequence[Tensor], arguments: Any
+    name: str, scope: nn.Module, inputs: Sequence[Tensor], arguments: Any, ignored: Sequence[Any] = ()
 ) -> Iterator[StorageAudit]:
     """Check the block, which is the forward of `scope` on `inputs`, for side effects that a replay would skip.
 
@@ -27,10 +27,11 @@ def refuse_side_effects(
     - writes to an input: the write would change the graph's static input, not the caller's tensor;
     - reads a tensor that a pre-hook computes and stores on the module: a graph would always read the first one.
 
-    Yields the audit of the forward. Compiled code bypasses the dispatcher, so the audit stays empty for it.
+    Objects in `ignored` may change: their state is recreated in other ways. Yields the audit of the forward. Compiled
+    code bypasses the dispatcher, so the audit stays empty for it.
     """
     hook_computed = _with_history(scope) if scope._forward_pre_hooks else []
-    state = HostState([(type(scope).__name__, scope), ("arguments", arguments)])
+    state = HostState([(type(scope).__name__, scope), ("arguments", arguments)], ignored=ignored)
     versions = [None if tensor.is_inference() else tensor._version for tensor in inputs]
     audit, compiled = StorageAudit(), any(map(is_compiled, scope.modules()))
     try:
