@@ -14,6 +14,7 @@ from graph_cache.errors import CaptureRefused
 from graph_cache.pool import GraphPool
 from graph_cache.runner import GraphRunner
 
+
 def scripted_list(x):
     values: list[float] = x[0].tolist()
     return values
