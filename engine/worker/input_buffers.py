@@ -190,7 +190,11 @@ class DecodeInputs:
             )
 
     def _write_pages(self, batch: Batch) -> None:
-        """Write the new pages of rows that need more, and compute for how many steps the pages suffice."""
+        """Write the new pages of rows that need more, and compute for how many steps the pages suffice.
+
+        A slot's first pages replace all those of its previous request. Attention over a padded context reads the whole
+        table, and another request that owns such a page now may have written NaN there: 0 * NaN is NaN.
+        """
         if not self._layout.groups:
             self._steps_until_pages = sys.maxsize
             return
@@ -205,6 +209,11 @@ class DecodeInputs:
                 start = self._table_start(group, slot)
                 indices += range(start + num_written, start + num_pages)
                 values += pages[num_written:num_pages]
+                if not num_written:
+                    rest = start + num_pages
+                    stale = np.flatnonzero(self._mirror[rest : start + self._layout.pages_per_slot]) + rest
+                    indices += stale.tolist()
+                    values += [0] * len(stale)
             self._num_pages[slot] = num_pages
         if indices:
             self._write(indices, values)

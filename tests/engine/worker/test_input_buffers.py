@@ -64,7 +64,7 @@ def batch_of(requests: list[Request]) -> Batch:
 
 
 def check(state: SlotState, requests: list[Request], bucket: int) -> None:
-    """Compare with a naive fill. A slot's page table beyond its request's pages is masked and may hold anything."""
+    """Compare with a naive fill. A slot's page table beyond its request's pages is 0."""
     for row in range(bucket):
         slot, position = int(state.slots[row]), int(state.positions[row])
         if row < len(requests):
@@ -72,7 +72,9 @@ def check(state: SlotState, requests: list[Request], bucket: int) -> None:
             assert (slot, position) == (request.slot + 1, request.num_computed)
             assert state.last_tokens[slot] == request.token_ids[position]
             used = position // PAGE_SIZE + 1
-            assert state.page_tables[0, slot, :used].tolist() == request.page_tables[0][:used]
+            table, known = state.page_tables[0, slot].tolist(), request.page_tables[0]
+            assert table[:used] == known[:used]
+            assert not any(table[len(known) :]), "attention over a padded context reads another request's page"
         else:
             assert slot == position == 0
     assert state.last_tokens[0] == 0
