@@ -197,12 +197,6 @@ class Sampler:
         ):
             (slots.add if belongs else slots.discard)(slot)
 
-    def clear_slot(self, slot: int) -> None:
-        """Release a slot."""
-        self._check_slot(slot)
-        self._slots[slot] = _INACTIVE
-        self._classify(slot)
-
     def needs_sampler(self, slots: Iterable[int]) -> bool:
         """Return False if argmax of the logits is enough for all of these slots and none needs logprobs."""
         return bool(self._sampler_slots) and not self._sampler_slots.isdisjoint(slots)

@@ -123,8 +123,6 @@ def test_a_reused_slot_keeps_nothing_of_its_last_request():
     params = SamplingParams(temperature=0.0, presence_penalty=1.0, logprobs=8)
     sampler = sampler_with(params, [0], [1, 2], 8)
     sampler.sample(logits, [1], [3])
-    sampler.clear_slot(1)
-    assert not sampler.needs_sampler([1])
     sampler.set_slot(1, params, 0, [0], [])
     assert len(set(sampler.sample(logits, [1], [1]).logprobs[0].top.values())) == 1
 

@@ -235,8 +235,6 @@ def test_min_tokens_ends_by_position_and_argmax_is_then_enough():
 def test_a_reused_slot_keeps_nothing_of_its_last_request():
     rig, logits = Rig(40), random_logits(1, 40)
     for params in (VARIED[6], VARIED[7], GREEDY, SamplingParams(), VARIED[7], VARIED[6], SamplingParams(top_k=2)):
-        rig.sampler.clear_slot(0)
-        rig.reference.clear_slot(0)
         rig.set_slots([params])
         rig.set_slots([SamplingParams(logit_bias={0: 0.5})], first=1)  # so that every batch takes the processors
         rig.check(logits.expand(2, 40), [0, 1], [5, 5])
