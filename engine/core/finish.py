@@ -71,14 +71,7 @@ class StepFinisher:
                 graph_bucket=bucket,
                 logprobs=[logprobs[row]] if row in logprobs else None,
             )
-            if token in request.end_token_ids and self._can_stop(request):
-                event.stop_reason = token if token in request.params.stop_token_ids else None
-                self._finish(request, event, "stop")
-            elif request.max_length <= len(request.token_ids):
-                self._finish(request, event, "length")
-            else:
-                self._emit(request, event)
-
+            self._emit_tokens(request, event)
         for draft_row, accepted in zip(batch.verifies, verified, strict=True):
             if draft_row.request.lease == draft_row.lease:
                 self._finish_drafts(draft_row.request, accepted)
@@ -101,13 +94,17 @@ class StepFinisher:
         return verified
 
     def _finish_drafts(self, request: Request, accepted: list[int]) -> None:
-        """Emit the tokens of a row with drafts, and end its request if the last of them does."""
+        """Emit the accepted tokens of a row with drafts, or fail its request if there is none."""
         if not accepted:
             self._fail_row(request, None)
             return
         self.generated_tokens += len(accepted)
-        event, last = TokenEvent(request_id=request.request_id, token_ids=accepted), accepted[-1]
-        if last in request.end_token_ids:
+        self._emit_tokens(request, TokenEvent(request_id=request.request_id, token_ids=accepted))
+
+    def _emit_tokens(self, request: Request, event: TokenEvent) -> None:
+        """Emit an event with tokens that were just appended, and end the request if the last of them does."""
+        last = event.token_ids[-1]
+        if last in request.end_token_ids and self._can_stop(request):
             event.stop_reason = last if last in request.params.stop_token_ids else None
             self._finish(request, event, "stop")
         elif request.max_length <= len(request.token_ids):
