@@ -199,7 +199,7 @@ class ModelRunner:
                     request.slot,
                     request.params,
                     request.seed,
-                    request.token_ids[: request.prompt_len],
+                    request.request.prompt_token_ids,
                     request.output_ids,
                 )
                 for request in batch.admitted
