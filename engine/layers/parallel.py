@@ -98,10 +98,8 @@ class VocabParallelEmbedding(Embedding):
     def forward(self, token_ids: Tensor) -> Tensor:
         if self.parallel.size == 1:
             return F.embedding(token_ids, self.weight)
-        local_ids = token_ids - self.vocab_part.first
-        is_local = (local_ids >= 0) & (local_ids < self.vocab_part.used)
-        hidden = F.embedding(local_ids * is_local, self.weight).masked_fill_(~is_local.unsqueeze(1), 0)
-        return self.parallel.all_reduce(hidden)
+        part = self.vocab_part
+        return self.parallel.all_reduce(embed_part(token_ids, self.weight[: part.used], part.first))
 
     def slots(self, prefix: str) -> dict[str, Slot]:
         """Map the table's Hugging Face name to this rank's rows."""
@@ -139,6 +137,13 @@ class VocabParallelHead(Linear):
     def slots(self, prefix: str) -> dict[str, Slot]:
         """Map the weight's Hugging Face name to this rank's rows."""
         return {f"{prefix}.lm_head.weight": _vocab_slot(self.weight, self.vocab, self.parallel)}
+
+
+def embed_part(token_ids: Tensor, table: Tensor, first: int) -> Tensor:
+    """Return the rows of token ids int64 [T] in a table of the tokens from `first` on: [T, h], 0 for other tokens."""
+    local_ids = token_ids - first
+    is_local = (local_ids >= 0) & (local_ids < len(table))
+    return F.embedding(local_ids * is_local, table).masked_fill_(~is_local.unsqueeze(1), 0)
 
 
 def divide(size: int, parallel: TensorParallel, what: str) -> int:

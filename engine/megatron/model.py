@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from engine.attention.interface import Attention
-from engine.distributed.collectives import gather_columns
+from engine.distributed.tensor_parallel import TensorParallel
 from engine.errors import ModelError
 from engine.megatron.fusable import fusable_tensors
 from engine.megatron.weight_layout import Slot, unwrapped, weight_slots
@@ -90,11 +90,12 @@ class MegatronModel(Model, nn.Module):
         gpt, hidden = self.gpt, self.gpt.decoder.final_layernorm(hidden)
         weight = gpt.shared_embedding_or_output_weight() if gpt.share_embeddings_and_output_weights else None
         local, _ = gpt.output_layer(hidden.unsqueeze(1), weight=weight, runtime_gather_output=False)
-        return self._gather_logits(local.squeeze(1))
+        # Megatron's own gather works on GPUs only.
+        return self._parallel().gather_columns(local.squeeze(1), self.config.vocab_size)[:, : self.config.vocab_size]
 
     def weight_slots(self) -> dict[str, Slot]:
         """Map Hugging Face tensor names to slots in this rank's parameters."""
-        return weight_slots(self.gpt, self.config.vocab_size, *_rank_of(self.gpt))
+        return weight_slots(self.gpt, self.config.vocab_size, *self._parallel()[:2])
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, tensor) for every weight of this rank."""
@@ -132,15 +133,10 @@ class MegatronModel(Model, nn.Module):
             for submodule in training:
                 submodule.training = True
 
-    def _gather_logits(self, local: Tensor) -> Tensor:
-        """Gather this rank's columns [N, n] to [N, vocab]. Megatron's own gather works on GPUs only."""
-        group, vocab = self.gpt.pg_collection.tp, self.config.vocab_size
-        if group.size() == 1:
-            return local[:, :vocab]
-        rows, width = local.shape
-        out = local.new_empty(rows, vocab)
-        gather_columns(local.contiguous(), local.new_empty(group.size() * rows, width), out, group)
-        return out
+    def _parallel(self) -> TensorParallel:
+        """Return this process's place among Megatron's tensor-parallel ranks."""
+        group = self.gpt.pg_collection.tp
+        return TensorParallel(group.rank(), group.size(), group)
 
     def _rotary_frequencies(self) -> Tensor:
         if self.device.type == "cpu":
@@ -155,12 +151,6 @@ class MegatronModel(Model, nn.Module):
             finally:
                 self.gpt.rotary_pos_emb = before
         return self.gpt.rotary_pos_emb(self.max_len).detach().clone()
-
-
-def _rank_of(gpt: Any) -> tuple[int, int]:
-    """Return this process's tensor-parallel rank and the number of ranks."""
-    group = gpt.pg_collection.tp
-    return group.rank(), group.size()
 
 
 def _config_of(gpt: nn.Module, vocab_size: int | None) -> ModelConfig:

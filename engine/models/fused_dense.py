@@ -29,6 +29,7 @@ from engine.kernels.linear_weight import LinearWeight
 from engine.kernels.paged_decode import NormRope
 from engine.kernels.small_batch_gemm import FORMATS, Scratch, half_normed, linear
 from engine.kernels.step_kernels import embed_kernel
+from engine.layers.parallel import embed_part
 from engine.layers.weight_slot import Slot
 from engine.models.dense_tensors import FusableModel, LayerTensors, require_formats
 from engine.models.interface import ForwardContext, Model, TileMaxima
@@ -186,9 +187,7 @@ class FusedDense(Model):
         table = self.tensors.embedding
         if self.collectives is None:
             return F.embedding(tokens, table)
-        local_ids = tokens - self.tensors.first_token
-        is_local = (local_ids >= 0) & (local_ids < len(table))
-        hidden = F.embedding(local_ids * is_local, table).masked_fill_(~is_local.unsqueeze(1), 0)
+        hidden = embed_part(tokens, table, self.tensors.first_token)
         self.collectives.all_reduce(hidden)
         return hidden
 
