@@ -46,13 +46,12 @@ def check_rows(
             fewer = _tensors(run(fewer_rows))
             if len(first) != len(fewer):
                 return [], f"the number of results depends on the rows: {len(first)} and {len(fewer)}"
-            batched = [
-                tensor.dim() > 0 and _changing(tensor, less) == [0] for tensor, less in zip(first, fewer, strict=True)
-            ]
+            changing = [_changing(tensor, less) for tensor, less in zip(first, fewer, strict=True)]
+            batched = [dimensions == [0] for dimensions in changing]
             others = [
-                f"result {index} has the batch in dimension {_changing(tensor, less)[-1]}, not first"
-                for index, (tensor, less) in enumerate(zip(first, fewer, strict=True))
-                if _changing(tensor, less) not in ([], [0])
+                f"result {index} has the batch in dimension {dimensions[-1]}, not first"
+                for index, dimensions in enumerate(changing)
+                if dimensions not in ([], [0])
             ]
             if others:
                 return batched, "; ".join(others)

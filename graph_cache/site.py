@@ -125,12 +125,11 @@ class Site:
 
     def check_rows(self) -> None:
         """Find out, once, which results have the batch first, and whether padding would change a result."""
+        if self._rows_checked:
+            return
+        self._rows_checked = True
         rows = self.buffers.max_rows
-        if (
-            self.batched_results is not None
-            or rows < 2
-            or not any(spec.batched for spec in self.buffers.specs.values())
-        ):
+        if rows < 2 or not any(spec.batched for spec in self.buffers.specs.values()):
             return
         variant = dict(self.variants[0])
         fewer = min(self.buckets.sizes[0], rows - 1)

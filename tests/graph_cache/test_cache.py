@@ -397,3 +397,21 @@ def test_sites_that_share_an_address_book_both_lose_their_graphs_when_a_tensor_m
     assert [moved.name for moved in cache.check_addresses()] == ["w"]
     assert not cache.plan("one", 2).is_graph and not cache.plan("two", 2).is_graph
     assert not cache.check_addresses()
+
+
+def test_rows_are_checked_once_also_if_the_callable_rejects_the_checks_inputs():
+    calls = []
+
+    def double(x):
+        calls.append(len(x))
+        if bool((x != 1).any()):
+            raise ValueError("only ones")
+        return x * 2
+
+    cache = GraphCache(GraphConfig(inference_scope="none"))
+    doubled = cache.graphed("double", double, {"x": BufferSpec(("batch", 3), torch.float32)}, buckets=(2, 4))
+    doubled(x=torch.ones(4, 3))
+    checks = len(calls)
+    for _ in range(5):
+        assert doubled(x=torch.ones(4, 3)).eq(2).all()
+    assert len(calls) == checks + 5
