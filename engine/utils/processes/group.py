@@ -55,12 +55,8 @@ class ProcessGroup:
         self._watcher = threading.Thread(target=self._watch, daemon=True, name="encore-group")
         self._watcher.start()
 
-    def describe_failure(self, child: ChildProcess) -> str:
-        """Return why a child has failed whose pipe has closed or has a message. A subclass may read the message."""
-        return child.exit_reason()
-
     def _watch(self) -> None:
-        reason = self.describe_failure(self.readable(self.children)[0])
+        reason = self.readable(self.children)[0].exit_reason()
         if not self._is_ending:
             self.fail(reason)
 
