@@ -25,8 +25,8 @@ from engine.models.dense import DenseModel
 from engine.models.interface import ForwardContext
 from engine.sampling.greedy import GreedySampler
 from engine.worker.input_buffers import Layout
-from graph_cache.adapters.megatron.model import empty_gpt_model, forget_groups, split_tensors
 from tests.engine.kernels.test_decode_step import TOLERANCE, small_model
+from tests.support.megatron_shards import empty_gpt_model, forget_groups, split_tensors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.interpretable, pytest.mark.filterwarnings("default")]
 

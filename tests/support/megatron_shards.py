@@ -1,4 +1,4 @@
-"""Build a Megatron-Core GPTModel from plain values, and set up its tensor-parallel process group.
+"""Shards of Megatron-Core GPTModels built from plain values, and Megatron's tensor-parallel process group.
 
 The model uses Megatron's local layer spec with a core attention in plain torch, no fused kernels, and uninitialized
 parameters. Checkpoints are loaded elsewhere.
