@@ -10,6 +10,7 @@ import pytest
 
 from engine import Engine, EngineConfig
 from tests.engine.lively import SETTINGS, Reference, write_lively_model
+from tests.support.engines import engines
 
 
 @pytest.fixture(scope="session")
@@ -38,18 +39,10 @@ def config(lively_model: Path) -> Callable[..., EngineConfig]:
 
 
 @pytest.fixture
-def make_engine(config: Callable[..., EngineConfig]) -> Iterator[Callable[..., Engine]]:
+def make_engine(lively_model: Path) -> Iterator[Callable[..., Engine]]:
     """Make engines with settings; each is checked for leaks and closed after the test."""
-    made: list[Engine] = []
-
-    def make(**settings: Any) -> Engine:
-        made.append(Engine(config(**settings)))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.idle_check()
-        engine.close()
+    with engines(model=str(lively_model)) as make:
+        yield make
 
 
 @pytest.fixture(scope="session")

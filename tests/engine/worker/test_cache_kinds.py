@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine import Engine, EngineConfig
+from engine import Engine
 from engine.errors import ConfigError
-from tests.engine.lively import SETTINGS, drain, greedy, request, tokens
+from tests.engine.lively import drain, greedy, request, tokens
+from tests.support.engines import DEVICES, engines
 from tests.support.installed import install_entry_point
 from tests.support.toy_models import ToyReference, write_toy
 
@@ -25,7 +26,6 @@ KINDS = {
 PROMPTS = ([5, 9, 90, 31, 7], [17], list(range(3, 40)), [50, 8, 8, 8, 60, 44, 61, 2], [70, 1])
 MANY = [[10 + i, 20 + i, 30 + i] for i in range(8)]
 SMALL = {"num_pages": 20, "max_model_len": 128}
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 Make = Callable[..., Engine]
 
@@ -34,20 +34,15 @@ Make = Callable[..., Engine]
 def make(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Make engines of a kind with settings; each is checked for leaks and closed after the test."""
     install_entry_point(monkeypatch, tmp_path / "site", "toy-mixer", "tests.support.toy_models:ENTRY")
-    made: list[Engine] = []
+    with engines(device=request.param) as make_engine:
 
-    def make(kind: str, **settings: Any) -> Engine:
-        folder = tmp_path / kind
-        if not folder.exists():
-            write_toy(folder, KINDS[kind])
-        changes = {"model": str(folder), "device": request.param} | settings
-        made.append(Engine(EngineConfig(**(SETTINGS | changes))))
-        return made[-1]
+        def make(kind: str, **settings: Any) -> Engine:
+            folder = tmp_path / kind
+            if not folder.exists():
+                write_toy(folder, KINDS[kind])
+            return make_engine(**({"model": str(folder)} | settings))
 
-    yield make
-    for engine in made:
-        engine.idle_check()
-        engine.close()
+        yield make
 
 
 @pytest.fixture(scope="module")

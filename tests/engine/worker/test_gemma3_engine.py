@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from engine import Engine, EngineConfig
-from tests.engine.lively import MANY, PROMPTS, SETTINGS, Reference, greedy
+from engine import Engine
+from tests.engine.lively import MANY, PROMPTS, Reference
+from tests.support.engines import DEVICES, engines, greedy_tokens
 from tests.support.gemma3 import WINDOW, write_lively_gemma3
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")  # from Triton: Python's ast, numpy scalars
@@ -33,25 +34,15 @@ def gemma_reference(folder: Path) -> Reference:
     return Reference(folder)
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=DEVICES)
 def make(request: pytest.FixtureRequest, folder: Path) -> Iterator[Callable[..., Engine]]:
     """Make engines with settings; each is checked for leaks and closed after the test."""
-    made: list[Engine] = []
-
-    def make(**settings: Any) -> Engine:
-        changes = {"model": str(folder), "device": request.param, "page_size": PAGE} | settings
-        made.append(Engine(EngineConfig(**(SETTINGS | changes))))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.idle_check()
-        engine.close()
+    with engines(model=str(folder), device=request.param, page_size=PAGE) as make:
+        yield make
 
 
 def tokens_of(engine: Engine, prompts: Any, count: int = COUNT) -> list[list[int]]:
-    outputs = engine.generate(prompt_token_ids=prompts, sampling_params=greedy(count))
-    return [output.token_ids for output in outputs]
+    return greedy_tokens(engine, prompts, count)
 
 
 @pytest.mark.parametrize("scope", ["none", "layer", "block"])

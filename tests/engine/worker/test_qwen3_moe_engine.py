@@ -11,7 +11,8 @@ import torch
 
 from engine import Engine, EngineConfig
 from engine.errors import ModelError, WeightUpdateError
-from tests.engine.lively import MANY, PROMPTS, SETTINGS, Reference, greedy
+from tests.engine.lively import MANY, PROMPTS, SETTINGS, Reference
+from tests.support.engines import DEVICES, engines, greedy_tokens
 from tests.support.qwen3_moe import write_lively_moe
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")  # from Triton: Python's ast, numpy scalars
@@ -31,25 +32,15 @@ def moe_reference(folder: Path) -> Reference:
     return Reference(folder)
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=DEVICES)
 def make(request: pytest.FixtureRequest, folder: Path) -> Iterator[Callable[..., Engine]]:
     """Make engines with settings; each is checked for leaks and closed after the test."""
-    made: list[Engine] = []
-
-    def make(**settings: Any) -> Engine:
-        changes = {"model": str(folder), "device": request.param} | settings
-        made.append(Engine(EngineConfig(**(SETTINGS | changes))))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.idle_check()
-        engine.close()
+    with engines(model=str(folder), device=request.param) as make:
+        yield make
 
 
 def tokens_of(engine: Engine, prompts: Any = PROMPTS, count: int = 20) -> list[list[int]]:
-    outputs = engine.generate(prompt_token_ids=prompts, sampling_params=greedy(count))
-    return [output.token_ids for output in outputs]
+    return greedy_tokens(engine, prompts, count)
 
 
 @pytest.mark.parametrize("scope", ["none", "layer", "block"])
