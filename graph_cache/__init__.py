@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from graph_cache.addresses import AddressBook, Moved
     from graph_cache.buckets import Buckets, default_ladder
+    from graph_cache.budget_tuner import TokenBudgets, tune_token_budgets
     from graph_cache.buffers import BATCH, BufferSpec, StaticBuffers
     from graph_cache.cache import GraphCache, Ran
     from graph_cache.capture_state import CaptureState, CaptureStatus
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from graph_cache.host_ring import HostRing, Ticket
     from graph_cache.keys import GraphKey, Plan
     from graph_cache.manifest import Manifest
+    from graph_cache.packed_tuner import PackedTuning, tune_packed
     from graph_cache.pool import GraphPool
     from graph_cache.runner import GraphRunner, RunnerState
     from graph_cache.site import Site
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 _EXPORTS = {
     "addresses": ("AddressBook", "Moved"),
     "buckets": ("Buckets", "default_ladder"),
+    "budget_tuner": ("TokenBudgets", "tune_token_budgets"),
     "buffers": ("BATCH", "BufferSpec", "StaticBuffers"),
     "cache": ("GraphCache", "Ran"),
     "capture_state": ("CaptureState", "CaptureStatus"),
@@ -52,6 +55,7 @@ _EXPORTS = {
     ),
     "keys": ("GraphKey", "Plan"),
     "manifest": ("Manifest",),
+    "packed_tuner": ("PackedTuning", "tune_packed"),
     "pool": ("GraphPool",),
     "host_ring": ("HostRing", "Ticket"),
     "runner": ("GraphRunner", "RunnerState"),
@@ -81,6 +85,7 @@ __all__ = [
     "Manifest",
     "ManifestError",
     "Moved",
+    "PackedTuning",
     "Plan",
     "Ran",
     "RunnerState",
@@ -88,8 +93,11 @@ __all__ = [
     "Site",
     "StaticBuffers",
     "Ticket",
+    "TokenBudgets",
     "default_ladder",
     "tune",
+    "tune_packed",
+    "tune_token_budgets",
 ]
 
 

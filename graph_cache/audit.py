@@ -6,14 +6,15 @@ A graph reads memory by address. Whatever a run uses besides its declared tensor
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from graph_cache.composites import DecomposingMode, is_composite
 
 # Operations that write running statistics in training without declaring it in their schema.
 _BATCH_NORMS = frozenset(
@@ -28,7 +29,7 @@ _BATCH_NORMS = frozenset(
 )
 
 
-class StorageAudit(TorchDispatchMode):
+class StorageAudit(DecomposingMode):
     """Dispatch mode that observes the operations of one or more runs.
 
     Args:
@@ -65,9 +66,11 @@ class StorageAudit(TorchDispatchMode):
             self._observe(tensor)
         if any(map(_is_wrapper, types)):
             return NotImplemented  # a wrapper subclass: its operations on inner tensors are dispatched here next
+        if is_composite(func):
+            return self.decompose(func, args, kwargs)
         for tensor in written_tensors(func, args, kwargs):
             self._observe_write(tensor)
-        result = func(*args, **kwargs)
+        result = self.run(func, args, kwargs)
         for tensor in tree_leaves(result):
             storage = storage_of(tensor) if isinstance(tensor, Tensor) else None
             if storage is not None and storage._cdata not in self.outside and storage._cdata not in self._made:
@@ -103,6 +106,14 @@ class StorageAudit(TorchDispatchMode):
                 fn()
 
         return run
+
+    def contents(self, without: Container[int]) -> dict[int, bytes]:
+        """Return what was written to, by address, except storages in `without`. Needs `saves`."""
+        return {
+            address: bytes(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).cpu().numpy())
+            for address, (storage, _) in self._saved.items()
+            if address not in without
+        }
 
     def undo(self) -> None:
         """Restore the memory that the runs overwrote."""

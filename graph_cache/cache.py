@@ -6,15 +6,16 @@ cache; any thread may read its reports. Handles callables and tensors only, not 
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
 from graph_cache.addresses import GEOMETRY_PARTS, PARTS, AddressBook, Moved
@@ -23,7 +24,8 @@ from graph_cache.buckets import Buckets
 from graph_cache.buffers import BufferSpec, StaticBuffers
 from graph_cache.capture_state import CaptureState, CaptureStatus
 from graph_cache.config import GraphConfig
-from graph_cache.errors import CaptureError, CaptureRefused, GraphConfigError
+from graph_cache.errors import CaptureError, GraphConfigError, SignatureMismatch
+from graph_cache.function_state import FunctionState
 from graph_cache.keys import (
     ABOVE_MAX,
     GRAPHS_OFF,
@@ -69,6 +71,8 @@ class Ran(NamedTuple, Generic[T]):
 
     def copy(self) -> T:
         """Return the results in newly allocated memory."""
+        if isinstance(self.value, torch.Tensor):
+            return cast(T, self.value.clone())
         return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, self.value)
 
 
@@ -133,7 +137,9 @@ class GraphCache:
         self._sites: dict[str, Site] = {}
         self._entries: dict[GraphKey, CacheEntry] = {}  # of keys whose capture was tried at least once
         self._plans: dict[tuple, Plan] = {}
-        self._pending: list[GraphKey] | None = None
+        self._pending: list[GraphKey] | None = None  # computed on demand, as are the next two
+        self._warm_ratio: float | None = None
+        self._captured: dict[tuple[str, str], int] | None = None
         self._address_books: list[tuple[AddressBook, list[str]]] = []  # with the names of the sites that share it
         self._checks = 0  # address checks so far: they select the slices of partial checks
         self.pool_bytes = 0
@@ -156,7 +162,7 @@ class GraphCache:
                 self._address_books.append((book, [site.name]))
             else:
                 sharing.append(site.name)
-        self._pending = None
+        self._clear_summaries()
         return site
 
     def graphed(
@@ -172,10 +178,13 @@ class GraphCache:
     ) -> Callable[..., Any]:
         """Return a function of the same inputs, [rows, …] each, that runs `fn(**inputs)` from graphs.
 
+        Inputs are given by name, or by position in the order of `inputs`.
+
         Its results are copies. `watch` gives what `fn` reads besides its inputs, so that a moved tensor is detected.
-        A call runs eager if modes differ from those at the capture: autocast, the default dtype, attention and matrix
-        product settings, and train or eval mode of a watched module. It runs eager on its rows alone, without padding,
-        if a result depends on other rows or has the batch in another dimension than the first.
+        A call runs eager if what the capture baked in differs: autocast, the settings in `torch_settings.py`, train or
+        eval mode and hooks of a watched module, and Python state that `fn` reads. It runs eager on its rows alone,
+        without padding, if `fn` changes Python state, or if a result depends on other rows or has the batch in another
+        dimension than the first.
 
         The returned function raises SignatureMismatch if its inputs differ from `inputs` in more than the number of
         rows. A capture restores all memory that its runs write, such as the running statistics of a watched module.
@@ -183,6 +192,7 @@ class GraphCache:
         sizes = Buckets(tuple(buckets))
         address_book = AddressBook()
         if watch is not None:
+            _refuse_uninitialized(name, watch)
             address_book.watch(watch)
         device = self.pool.backend.device
         site = self.add_site(
@@ -198,19 +208,27 @@ class GraphCache:
             )
         )
         batched = next((label for label, spec in site.buffers.specs.items() if spec.batched), None)
-        modules = list(watch.modules()) if isinstance(watch, torch.nn.Module) else []
-        site.modes = functools.partial(_modes, device.type, modules)
+        site.state = FunctionState(fn, watch, address_book, (*generators, self.pool.backend.default_generator))
+        names = list(site.buffers.specs)
 
-        def call(**tensors: torch.Tensor) -> Any:
+        def call(*values: torch.Tensor, **tensors: torch.Tensor) -> Any:
+            if values:
+                tensors = _by_name(name, names, values, tensors)
             first = tensors.get(batched) if batched is not None else None
             rows = first.shape[0] if isinstance(first, torch.Tensor) and first.dim() else sizes.max
             self.check_addresses()
             plan = self.plan(name, rows)
-            site.check_rows()
-            if plan.key is not None and site.row_refusal and self.capture_on_miss and self.enabled:
-                self._capture_for(plan.key)  # refused, and counted as such
-                plan = self.plan(name, rows)
-            if plan.bucket is None or site.row_refusal:
+            if plan.key not in site.observed and not site.refusal:
+                site.buffers.check(tensors, rows)
+                copies = {label: tensor.clone() for label, tensor in tensors.items()}
+                kept, value = site.observe(plan.key, lambda: site.run_unpadded(plan, copies), keeps=True)
+                if kept:  # what it changed stays: this was the call
+                    self._count_refused(plan)
+                    return value
+            site.check_rows([self.pool.backend.default_generator])
+            if site.refusal and plan.key is not None:
+                plan = self._count_refusal(plan)
+            if plan.bucket is None or site.refusal:
                 site.buffers.check(tensors, rows)
                 return self.run_unpadded(plan, tensors)
             site.buffers.load(tensors, rows, plan.bucket)
@@ -267,7 +285,7 @@ class GraphCache:
             if self.enabled and site.serves(plan.key.variant):
                 entry = self._capture_for(plan.key)
         reason: str | None = None
-        other_modes = entry is not None and site.modes is not None and entry.modes != site.modes()
+        other_modes = entry is not None and site.state is not None and entry.modes != site.state.current()
         if entry is not None and entry.state.captured and not other_modes:
             for runner in entry.runners:
                 runner.replay()
@@ -277,11 +295,15 @@ class GraphCache:
             if self.manifest is not None:
                 self.manifest.replayed(plan.key)
         else:
+            layout = site.layout(plan.key)
             site.run_eager(plan.key)
             reason = self._eager_reason(site, plan.key) or (OTHER_MODES if other_modes else NOT_CAPTURED)
             self.stats.fallbacks[site.name, site.phase, reason] += 1
         self._observe(site, plan.rows, plan.bucket - plan.rows, plan.key.variant)
-        return Ran(plan.key, reason, site.outputs(plan.key, plan.rows))
+        value = site.outputs(plan.key, plan.rows)
+        if other_modes and layout is not None:
+            site.set_layout(plan.key, layout)  # the graph still has its own results
+        return Ran(plan.key, reason, value)
 
     def run_unpadded(self, plan: Plan, tensors: Mapping[str, torch.Tensor]) -> Any:
         """Run a plan that fits no bucket eagerly on `tensors`, without padding, and count it.
@@ -291,12 +313,20 @@ class GraphCache:
         site = self._sites[plan.site]
         self.stats.fallbacks[site.name, site.phase, plan.reason or ABOVE_MAX] += 1
         self._observe(site, plan.rows, 0, plan.variant)
-        with torch.inference_mode():
-            given = site.buffers.unpadded(plan.rows) | dict(tensors)
-            result = None
-            for part in site.parts:
-                result = part(**given, **dict(plan.variant))
-        return result
+        return site.run_unpadded(plan, tensors)
+
+    def _count_refused(self, plan: Plan) -> None:
+        """Count a call that was observed and refused, with its failed capture."""
+        plan = self._count_refusal(plan)
+        site = self._sites[plan.site]
+        self.stats.fallbacks[site.name, site.phase, plan.reason or NOT_CAPTURED] += 1
+        self._observe(site, plan.rows, 0, plan.variant)
+
+    def _count_refusal(self, plan: Plan) -> Plan:
+        """Count the capture of a refused key as failed, once, and return the plan as it is then."""
+        if self.capture_on_miss and self.enabled and plan.key is not None:
+            self._capture_for(plan.key)
+        return self.plan(plan.site, plan.rows, **dict(plan.variant))
 
     def count_eager(self, site: str, phase: str, tokens: int, reason: str) -> None:
         """Count a step that ran eager outside `run`, such as a prefill without a graph, in the same counters."""
@@ -365,9 +395,11 @@ class GraphCache:
 
     def warm_ratio(self) -> float:
         """Return the share of the keys to capture ahead that are captured or failed; 1.0 if there are none."""
-        wanted = sum(len(site.warm_keys()) for site in self._sites.values()) if self.enabled else 0
-        missing = sum(self._may_capture(key) for site in self._sites.values() for key in site.warm_keys())
-        return 1.0 - missing / wanted if wanted else 1.0
+        if self._warm_ratio is None:
+            keys = [key for site in self._sites.values() for key in site.warm_keys()] if self.enabled else []
+            missing = sum(map(self._may_capture, keys))
+            self._warm_ratio = 1.0 - missing / len(keys) if keys else 1.0
+        return self._warm_ratio
 
     def _capture_for(self, key: GraphKey) -> CacheEntry:
         """Capture `key` on a miss, after the largest bucket of its variant.
@@ -389,6 +421,9 @@ class GraphCache:
             saved = site.buffers.snapshot(site.buffers.max_rows)
             site.buffers.fill_dummy()
             try:
+                if site.state is not None and key not in site.observed and not site.refusal:
+                    site.observe(key, lambda: site.run_bodies(key), keeps=False)
+                site.raise_if_refused()
                 # A site's first capture loads modules lazily; a new shape then needs one run to select its kernels.
                 known = any(one.key.site == key.site and not one.state.may_capture for one in self._entries.values())
                 for body in site.bodies(key):
@@ -401,12 +436,11 @@ class GraphCache:
                         restores=site.restores,
                     )
                     runners.append(runner)
-                    runner.capture()
-                if site.modes is not None:
-                    entry.modes = site.modes()
-                    site.check_rows()
-                    if site.row_refusal:
-                        raise CaptureRefused(f"{site.name}: {site.row_refusal}")
+                    site.capture(runner.capture)
+                if site.state is not None:
+                    entry.modes = site.state.current()
+                    site.check_rows([self.pool.backend.default_generator])
+                    site.raise_if_refused()
             except CaptureError as error:
                 logger.error("capture of %s failed; this key will run eager: %s", key, error)
                 _close(runners)
@@ -438,8 +472,11 @@ class GraphCache:
         Measuring the pool is too slow for every step.
         """
         self._plans.clear()
-        self._pending = None
+        self._clear_summaries()
         self.pool_bytes = self.pool.nbytes()
+
+    def _clear_summaries(self) -> None:
+        self._pending = self._warm_ratio = self._captured = None
 
     @property
     def capturing(self) -> bool:
@@ -504,6 +541,8 @@ class GraphCache:
         found = [entry for key, entry in self._entries.items() if matches(key) and not entry.state.may_capture]
         graphs = sum(entry.state.captured for entry in found)
         self.pool.backend.synchronize()  # a graph may still be running
+        for site in {entry.key.site for entry in found}:
+            self._sites[site].forget_refusal()
         for entry in found:
             entry.drop(cause)
         if counted_reason is not None:
@@ -512,6 +551,13 @@ class GraphCache:
         return len(found)
 
     # ---- reports ---------------------------------------------------------------------------------------------------
+
+    def captured_graphs(self) -> dict[tuple[str, str], int]:
+        """Return the number of captured keys by (site, scope). Cheaper than `table`."""
+        if self._captured is None:
+            captured = (key for key, entry in self._entries.items() if entry.state.captured)
+            self._captured = dict(Counter((key.site, key.scope) for key in captured))
+        return self._captured
 
     def table(self) -> list[dict[str, Any]]:
         """Return the cache as rows of plain values: one per key that is pending, captured or failed."""
@@ -527,17 +573,23 @@ def _close(runners: Iterable[GraphRunner]) -> None:
         runner.close()
 
 
-def _modes(device_type: str, modules: Sequence[torch.nn.Module]) -> Hashable:
-    """Return the modes of the process and of these modules that a capture bakes in."""
-    autocast = torch.is_autocast_enabled(device_type)
-    return (
-        autocast and torch.get_autocast_dtype(device_type),
-        torch.get_default_dtype(),
-        torch.get_float32_matmul_precision(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.backends.cuda.flash_sdp_enabled(),
-        torch.backends.cuda.mem_efficient_sdp_enabled(),
-        torch.backends.cuda.math_sdp_enabled(),
-        torch.backends.cuda.cudnn_sdp_enabled(),
-        *[module.training for module in modules],
-    )
+def _refuse_uninitialized(site: str, watch: torch.nn.Module | Mapping[str, torch.Tensor]) -> None:
+    tensors = watch.named_parameters() if isinstance(watch, torch.nn.Module) else watch.items()
+    names = [name for name, tensor in tensors if is_lazy(tensor)]
+    if names:
+        raise GraphConfigError(
+            f"site {site!r}: watch has parameters without a shape ({', '.join(names)}): call the module once before"
+        )
+
+
+def _by_name(
+    site: str, names: Sequence[str], values: Sequence[torch.Tensor], tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return all inputs of a call by name. Raises SignatureMismatch for too many of them, or one given twice."""
+    by_position = dict(zip(names, values, strict=False))
+    twice = [name for name in by_position if name in tensors]
+    if len(values) > len(names) or twice:
+        what = f"{twice[0]} by position and by name" if twice else f"{len(values)} inputs by position"
+        problem = f"site {site!r}: found {what}; its inputs are {', '.join(names)}"
+        raise SignatureMismatch(problem, [problem])
+    return by_position | dict(tensors)

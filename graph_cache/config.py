@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from graph_cache.errors import GraphConfigError
-from graph_cache.validation import did_you_mean, is_whole_number
+from graph_cache.validation import NamesFields, did_you_mean, is_whole_number
 
 INFERENCE_SCOPES = ("none", "layer", "block")
 TRAINING_CAPTURES = ("none", "native", "transformer_engine", "iteration")
 
 
 @dataclass(frozen=True, kw_only=True)
-class GraphConfig:
+class GraphConfig(NamesFields):
     """Select which graphs are captured.
 
     Args:

@@ -36,11 +36,13 @@ def check_rows(
     result; an empty string if it would not. All memory and generators are as before afterwards.
     """
     audit = StorageAudit(saves=True)
+    own = {tensor.untyped_storage()._cdata for tensor in inputs(rows)}
     start = Reference(lambda: list(inputs(rows)), generators, audit)
     try:
         with audit:
             start.with_noise()
             first = [tensor.clone() for tensor in _tensors(run(rows))]
+            state = audit.contents(own)
             start.rewind()
             start.with_noise()
             fewer = _tensors(run(fewer_rows))
@@ -56,7 +58,6 @@ def check_rows(
             if others:
                 return batched, "; ".join(others)
             integers = [tensor for tensor in inputs(rows) if not tensor.is_floating_point()]
-            own = {tensor.untyped_storage()._cdata for tensor in inputs(rows)}
             if integers and audit.written - own:
                 return batched, ""  # rows may meet in memory that integers address, such as a cache: all pad alike
             start.rewind()
@@ -69,6 +70,8 @@ def check_rows(
                 if tensor.is_floating_point() and tensor.dim() and tensor.shape[0] == rows:
                     tensor[-1].neg_().sub_(0.5)
             second = _tensors(run(rows))
+            if state != audit.contents(own):
+                return batched, "state that it writes depends on other rows, and would see padding"
             mixed = [
                 f"result {index}" + ("" if is_batched else ", which has no batch dimension,")
                 for index, (one, other, is_batched) in enumerate(zip(first, second, batched, strict=True))

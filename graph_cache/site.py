@@ -6,7 +6,7 @@ Runs the callable on static buffers and stores its results. Capture policy and c
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from graph_cache.addresses import AddressBook
 from graph_cache.buckets import Buckets
 from graph_cache.buffers import StaticBuffers
-from graph_cache.errors import GraphConfigError
-from graph_cache.keys import GraphKey, Variant, freeze_variant
+from graph_cache.errors import CaptureRefused, GraphConfigError
+from graph_cache.function_state import FunctionState
+from graph_cache.keys import GraphKey, Plan, Variant, freeze_variant
 from graph_cache.row_check import check_rows
 
 logger = logging.getLogger(__name__)
@@ -80,10 +81,11 @@ class Site:
         self.address_books = (own,) if addresses is None else (own, addresses)
         self.generators = tuple(generators)
         self.restores = restores
-        self.modes: Callable[[], Hashable] | None = None  # of a function made by `GraphCache.graphed`
-        # Of a checked site: whether each result has the batch first, and why padding would change a result.
+        self.state: FunctionState | None = None  # of a function made by `GraphCache.graphed`
+        self.observed: set[GraphKey | None] = set()  # keys of which a call was observed; None: above all buckets
+        # Of a checked site: whether each result has the batch first, and why it is never captured.
         self.batched_results: list[bool] | None = None
-        self.row_refusal = ""
+        self.refusal = ""
         self._rows_checked = False
         self._outputs: dict[OutputLabel, torch.Tensor] = {}
         # By key: the structure of the results and their output buffers.
@@ -120,12 +122,56 @@ class Site:
     def run_eager(self, key: GraphKey) -> None:
         """Run all parts eagerly on the static buffers at the key's bucket, as a graph of that key would."""
         with torch.inference_mode():
-            for body in self.bodies(key):
-                body()
+            self.run_bodies(key)
 
-    def check_rows(self) -> None:
-        """Find out, once, which results have the batch first, and whether padding would change a result."""
-        if self._rows_checked:
+    def run_bodies(self, key: GraphKey) -> None:
+        """Run all parts on the static buffers at the key's bucket."""
+        for body in self.bodies(key):
+            body()
+
+    def run_unpadded(self, plan: Plan, tensors: Mapping[str, torch.Tensor]) -> Any:
+        """Run all parts on `tensors`, and on new buffers that the callable writes if `tensors` lacks them."""
+        with torch.inference_mode():
+            given = self.buffers.unpadded(plan.rows) | dict(tensors)
+            result = None
+            for part in self.parts:
+                result = part(**given, **dict(plan.variant))
+        return result
+
+    def observe(self, key: GraphKey | None, run: Callable[[], Any], *, keeps: bool) -> tuple[bool, Any]:
+        """Observe a run at this key: find out what the function reads, and whether it can be captured.
+
+        Sets `refusal`. Returns whether the run's effects were kept, and its result; see `FunctionState.observe`.
+        """
+        assert self.state is not None
+        self.observed.add(key)
+        kept, value, self.refusal = self.state.observe(run, keeps=keeps)
+        return kept, value
+
+    def capture(self, capture: Callable[[], None]) -> None:
+        """Run a capture, and refuse it if it changes Python state."""
+        if self.state is None:
+            capture()
+            return
+        self.refusal = self.state.refused_changes(capture)
+        self.raise_if_refused()
+
+    def raise_if_refused(self) -> None:
+        """Raise CaptureRefused if this site is never captured."""
+        if self.refusal:
+            raise CaptureRefused(f"{self.name}: {self.refusal}")
+
+    def forget_refusal(self) -> None:
+        """Observe and check again: the function may have changed."""
+        self.refusal, self._rows_checked = "", False
+        self.observed.clear()
+
+    def check_rows(self, generators: Sequence[torch.Generator]) -> None:
+        """Find out, once, which results have the batch first, and whether padding would change a result.
+
+        `generators` are restored, with those of the site.
+        """
+        if self._rows_checked or self.refusal:
             return
         self._rows_checked = True
         rows = self.buffers.max_rows
@@ -140,18 +186,37 @@ class Site:
                 result = part(**self.buffers.view(rows), **variant)
             return result
 
-        with torch.inference_mode():
+        def check() -> None:
             try:
-                self.batched_results, self.row_refusal = check_rows(
-                    run, lambda rows: list(self.buffers.view(rows).values()), rows, fewer, self.generators
+                self.batched_results, self.refusal = check_rows(
+                    run,
+                    lambda rows: list(self.buffers.view(rows).values()),
+                    rows,
+                    fewer,
+                    (*self.generators, *generators),
                 )
             except Exception as error:  # it may reject noise, or other rows than those of its buckets
                 logger.debug("%s: rows are not checked: %s", self.name, error)
+
+        with torch.inference_mode():
+            if self.state is None:
+                check()
+            else:
+                changes = self.state.refused_changes(check)
+                self.refusal = self.refusal or changes
 
     def static_tensors(self, bucket: int) -> list[torch.Tensor]:
         """Return the buffers and outputs that a run at this bucket reads and writes, for comparison with eager."""
         outputs = [buffer[:bucket] if label.batched else buffer for label, buffer in self._outputs.items()]
         return list(self.buffers.view(bucket).values()) + outputs
+
+    def layout(self, key: GraphKey) -> tuple[Any, list[OutputLabel]] | None:
+        """Return the structure and labels of the results of the last run of a key, or None."""
+        return self._result_layouts.get(key)
+
+    def set_layout(self, key: GraphKey, layout: tuple[Any, list[OutputLabel]]) -> None:
+        """Set what `layout` returned."""
+        self._result_layouts[key] = layout
 
     def outputs(self, key: GraphKey, rows: int) -> Any:
         """Return the last run's results for a key, cut to `rows`, in the callable's own structure. They are aliases."""
@@ -164,7 +229,7 @@ class Site:
             if label.batched:
                 whole = whole[: key.bucket if (key.variant, label.leaf) in self._unbatched else rows]
             leaves.append(whole)
-        return tree_unflatten(leaves, structure)
+        return leaves[0] if structure.is_leaf() else tree_unflatten(leaves, structure)
 
     def _store_outputs(self, result: Any, key: GraphKey) -> None:
         """Copy returned tensors into the output buffers; the copies are captured too."""

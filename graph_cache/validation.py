@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 from collections.abc import Callable, Iterable
-from typing import TypeGuard
+from typing import Any, Self, TypeGuard
 
 
 def did_you_mean(word: object, known: Iterable[str], spell: Callable[[str], str] = str) -> str:
@@ -22,3 +24,19 @@ def is_whole_number(value: object, low: int | None = None, high: int | None = No
     if isinstance(value, bool) or not isinstance(value, int):
         return False
     return (low is None or value >= low) and (high is None or value <= high)
+
+
+class NamesFields:
+    """A base of dataclasses whose TypeError for an unknown keyword names the nearest field."""
+
+    def __new__(cls, *args: Any, **values: Any) -> Self:
+        known = _keywords(cls)  # type: ignore[arg-type]  # a class is hashable
+        if not values.keys() <= known:
+            unknown = next(name for name in values if name not in known)
+            raise TypeError(f"{cls.__name__} has no field {unknown!r}{did_you_mean(unknown, known)}")
+        return super().__new__(cls)
+
+
+@functools.cache
+def _keywords(cls: type) -> frozenset[str]:
+    return frozenset(inspect.signature(cls).parameters)

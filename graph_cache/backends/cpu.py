@@ -100,6 +100,7 @@ class CpuBackend:
         try:
             with recorder, refuse_host_reads(recorder.is_constant):
                 fn()
+                recorder.check_generators()
         except BaseException:
             recorder.undo()
             for generator, state in states:

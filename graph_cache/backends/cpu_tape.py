@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from graph_cache.backends.cpu_call_site import host_read_refusal
 from graph_cache.backends.cpu_out import out_overload_matches
+from graph_cache.composites import DecomposingMode, is_composite
 from graph_cache.errors import CaptureRefused
+from graph_cache.namespaces import state_of
 
 aten = torch.ops.aten
 MOVES_STORAGE = {"aten::resize_", "aten::set_", "aten::resize_as_"}
@@ -37,6 +39,11 @@ INDEXING = {
     "aten::index_put",
     "aten::_unsafe_index_put",
     "aten::_index_put_impl_",
+}
+# Operations whose kernels read a tensor on the host, to know an output's shape, and the index of that argument.
+HOST_READS = {
+    "aten::_pack_padded_sequence": 1,
+    "aten::_pad_packed_sequence": 1,
 }
 COLLECTIVES = ("c10d::", "_c10d_functional::")
 
@@ -89,7 +96,7 @@ class Tape:
     kept: dict[int, torch.UntypedStorage] = field(default_factory=dict)  # buffers that outlive the run, left in place
 
 
-class TapeRecorder(TorchDispatchMode):
+class TapeRecorder(DecomposingMode):
     """Dispatch mode that runs operations and records them. Use as a context manager, then read `tape`.
 
     Sees only what reaches the dispatcher; cpu_host_reads.py refuses reads that bypass it.
@@ -103,7 +110,8 @@ class TapeRecorder(TorchDispatchMode):
             {} if can_undo else None
         )
         # By C++ object: the dispatcher wraps a generator in a new Python object for every call.
-        self._generators = {generator._cdata for generator in generators}
+        self._generators = {generator._cdata: generator for generator in generators}
+        self._generator_states = self._read_generators()  # after the last recorded operation
         self._buffer_of: dict[int, int] = {}
         self._literals: set[int] = set()  # storages of tensors made from Python values
         self._constant_storages: set[int] = set()  # storages computed without outside tensors or randomness
@@ -119,12 +127,11 @@ class TapeRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(tensor_type.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for tensor_type in types):
             return NotImplemented  # a wrapper subclass: its operations on inner tensors are dispatched here next
-        if _is_composite(func):
+        if is_composite(func):
             # Under inference mode, composite operations are not decomposed. Decompose them, so that their inner
             # allocations are placed in the arena too. Use the C++ kernel that eager runs: the Python
             # decompositions for compilers round differently.
-            with self:
-                return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+            return self.decompose(func, args, kwargs)
         self._refuse(func, args, kwargs)
         lifted = func is aten.lift_fresh.default
         if lifted:
@@ -134,7 +141,11 @@ class TapeRecorder(TorchDispatchMode):
         input_storages = {tensor.untyped_storage()._cdata for tensor in inputs}
         if self._overwritten is not None:
             self._save_overwritten(self._overwritten, func, args, kwargs)
-        result = func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.check_generators()
+        result = self.run(func, args, kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._generator_states = self._read_generators()
         if lifted:
             self._literals.add(result.untyped_storage()._cdata)
         if torch.Tag.inplace_view in func.tags:
@@ -167,6 +178,17 @@ class TapeRecorder(TorchDispatchMode):
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._buffer_of and storage._cdata not in saved:
                     saved[storage._cdata] = storage, storage.clone()
+
+    def _read_generators(self) -> list[bytes]:
+        return list(map(state_of, self._generators.values()))
+
+    def check_generators(self) -> None:
+        """Raise CaptureRefused if the state of a generator was set since the last operation that used it."""
+        if self._generator_states != self._read_generators():
+            raise CaptureRefused(
+                "the state of a random generator is set (manual_seed, set_state, fork_rng, or a checkpoint), which a "
+                "replay would not repeat: pass preserve_rng_state=False to a checkpoint without random numbers"
+            )
 
     def undo(self) -> None:
         """Restore outside memory that the run overwrote."""
@@ -256,11 +278,11 @@ class TapeRecorder(TorchDispatchMode):
 
     def _refuse(self, func, args, kwargs) -> None:
         name = func._schema.name
+        index = HOST_READS.get(name)
+        if index is not None and not self.is_constant(args[index]):
+            raise CaptureRefused(host_read_refusal(str(func)))
         if name == "aten::_local_scalar_dense" or torch.Tag.data_dependent_output in func.tags:
-            raise CaptureRefused(
-                f"{func}: the host reads a tensor's value here, and a replay would not "
-                "read it again. Keep it in a tensor, or pass it as a keyword of the graph's key"
-            )
+            raise CaptureRefused(host_read_refusal(str(func)))
         if torch.Tag.dynamic_output_shape in func.tags and name not in INDEXING:
             raise CaptureRefused(f"{func}: its output shape depends on data, and a graph's shapes are fixed")
         if name.startswith(COLLECTIVES) and not _is_single_rank_all_reduce(name, args):
@@ -324,13 +346,6 @@ def _written_arguments(func: torch._ops.OpOverload) -> list[str]:
         argument.name for argument in func._schema.arguments if argument.alias_info and argument.alias_info.is_write
     ]
     return names + ["running_mean", "running_var"] if func is aten.native_batch_norm.default else names
-
-
-@functools.cache
-def _is_composite(func: torch._ops.OpOverload) -> bool:
-    """Return whether eager also runs this operation as other operations."""
-    registered = torch._C._dispatch_has_kernel_for_dispatch_key
-    return registered(func.name(), "CompositeImplicitAutograd") and not registered(func.name(), "CPU")
 
 
 def _is_single_rank_all_reduce(name: str, args: tuple) -> bool:

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_hooks
 
 from graph_cache.errors import GraphConfigError
+from graph_cache.host_reads import GLOBAL_HOOKS, Reads, Versions
+from graph_cache.host_state import ANY_CODE, HostState, reachable
 from graph_cache.training.compiled import COMPILED_CALL, is_compiled
 from graph_cache.training.side_effects import constant_numbers, current_numbers
 
@@ -28,12 +29,6 @@ logger = logging.getLogger(__name__)
 
 FORWARD = "forward"
 CHANGES_BEFORE_WARNING = 8
-GLOBAL_HOOKS = [
-    torch_hooks._global_forward_hooks,
-    torch_hooks._global_forward_pre_hooks,
-    torch_hooks._global_backward_hooks,
-    torch_hooks._global_backward_pre_hooks,
-]
 Hook = Callable[..., Any]
 
 
@@ -65,6 +60,9 @@ class AmbientState(Protocol):
 
 class SideOutput(Protocol):
     """Reproduce on replay the side outputs of a part: values that its forward stores outside its result."""
+
+    def take(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Return the arguments of a call, with values added that the forward reads elsewhere and `gather` removes."""
 
     def gather(self, call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Call, and return the result and the side outputs as a tree; arguments appear as placeholders."""
@@ -126,6 +124,15 @@ def _same(value: Any) -> Any:
     return value
 
 
+def _current_method(module: nn.Module, name: str) -> Callable[..., Any]:
+    """Return a method that is looked up at each call: other code may replace it on the class."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return getattr(type(module), name)(module, *args, **kwargs)
+
+    return call
+
+
 def _call_eager(attached: AttachedModule, args: tuple, kwargs: dict[str, Any]) -> Any:
     return attached.eager(*args, **kwargs)
 
@@ -139,6 +146,8 @@ class InterceptedMethod:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         carry = self._attached.carry
+        if carry is not None:
+            args, kwargs = carry.take(args, kwargs)
         value = self._call(self._attached, args, kwargs)
         return value if carry is None else carry.put(value, args, kwargs)
 
@@ -195,8 +204,8 @@ class AttachedModule:
             )
         if isinstance(self.before, InterceptedMethod):
             raise GraphConfigError(f"{name} is already attached; detach it first")
-        self.eager: Callable[..., Any] = getattr(module, self._attribute)
-        self.original = self.eager
+        self.original: Callable[..., Any] = getattr(module, self._attribute)
+        self.eager = _current_method(module, self._attribute) if self._is_class_method(self.original) else self.original
         self._interception: InterceptedMethod | None = None
         self.carry = part.carry
         if part.carry is not None:
@@ -218,9 +227,22 @@ class AttachedModule:
             )
         ]
         self.hooks += GLOBAL_HOOKS
+        # State of others: hooks run outside captures, and adapters recreate what they set.
+        self.ignored = [one for one in (surroundings, part.carry, *self.hooks) if one is not None]
+        self.ignored += [module._forward_hooks, module._forward_pre_hooks]
         floats = [(vars(module), name) for module in self.submodules for name in constant_numbers(module)]
         self.float_owners = [owner for owner, _ in floats]
         self.float_names = [name for _, name in floats]
+        # Python state that calls read, watched once a recorded call has shown it.
+        self.roots = [(type(module).__name__, self.scope)]
+        if not part.submodules:
+            self.roots.append((part.method, self.original))
+        self.ran: Reads | None = None
+        self.observed_calls = 0
+        self.versions = Versions()
+        # Compiled code would be compiled anew under a profiler. A data-parallel wrapper is never captured.
+        self._unobserved = compiled_in_place or any(map(is_compiled, self.submodules))
+        self._unobserved |= any(map(is_data_parallel, self.submodules))
         self._fired = fired
         self.surroundings = surroundings
         self._hooks_to_run: list[tuple[nn.Module, Hook]] = []
@@ -274,6 +296,7 @@ class AttachedModule:
             *trained,
             *[module.training for module in self.submodules],
             *current_numbers(self.float_owners, self.float_names),
+            self.versions.current(),
         )
 
     def _pre_hooks(self, module: nn.Module) -> dict[int, Hook]:
@@ -303,9 +326,17 @@ class AttachedModule:
         except KeyError:  # a parameter was removed
             return False
 
+    def has_stand_ins(self) -> bool:
+        """Whether plain tensors are in the place of parameters, as within a `functional_call`."""
+        return any(
+            parameter is not None and not isinstance(parameter, nn.Parameter)
+            for module in self.scope.modules()
+            for parameter in module._parameters.values()
+        )
+
     def differs_only_in_modes(self, state: ModuleState) -> bool:
         """Whether the current state differs from this one in train/eval modes at most."""
-        first, last = 1 + len(self.parameters), len(self.state) - len(self.float_owners)
+        first, last = 1 + len(self.parameters), len(self.state) - len(self.float_owners) - 1
         return (self.state[:first], self.state[last:]) == (state[:first], state[last:])
 
     @contextmanager
@@ -320,6 +351,28 @@ class AttachedModule:
         finally:
             for module, training in zip(self.submodules, before, strict=True):
                 module.training = training
+
+    @contextmanager
+    def observing(self) -> Iterator[list[str]]:
+        """Observe an eager call: watch the Python state that it reads from now on.
+
+        Yields a list, filled after the block, of what it changed that can't be undone, such as iterators.
+        """
+        irreversible: list[str] = []
+        if self._unobserved:
+            yield irreversible
+            return
+        self.observed_calls += 1
+        ran = ANY_CODE if self.ran is None else self.ran
+        reads, state = Reads(), HostState(self.roots, ignored=self.ignored, ran=ran)
+        with self.versions.extended() as versions:
+            with reads.observing():
+                yield irreversible
+            irreversible += state.irreversible()
+            self.ran = (self.ran or Reads()).merged(reads)
+            state.changes(lambda tensor: True)
+            versions.exclude(state.changed - state.created, made=bool(state.created))
+            versions.add(reachable(self.roots, ignored=self.ignored, ran=self.ran), self.ran)
 
     def ambient_state(self) -> Hashable:
         """Return the current ambient state of a call."""
@@ -402,6 +455,7 @@ class Watched:
             list(map(_requires_grad, self._parameters)),
             list(map(_training, self._submodules)),
             list(map(len, self._hooks)),
+            [attached.versions.current() for attached in self._modules],
             current_numbers(self._float_owners, self._float_names),
         )
         if now != self._seen:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from graph_cache.errors import GraphError
 from graph_cache.training.graphed_call import GraphedCall
+from graph_cache.training.layout import copy_of
 
 
 class Lease:
@@ -68,7 +69,7 @@ def _replay_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     results = call.replay_backward(grads)
     for index in ctx.cloned:
         if results[index] is not None:
-            results[index] = results[index].clone()
+            results[index] = copy_of(results[index])
     lease.end()
     return (None, None, *results)
 
@@ -106,26 +107,42 @@ def replay(call: GraphedCall, lease: Lease, tensors: Sequence[Tensor]) -> tuple[
     return _apply(call, lease, *tensors, *call.parameters)
 
 
+SeesGradients = Callable[[Sequence[Tensor | None]], None] | None
+
+
 class _Probe(torch.autograd.Function):
     """Identity. Its backward ends a lease when the gradients of a call's outputs arrive."""
 
     @staticmethod
-    def forward(ctx: Any, lease: Lease, doubled: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.lease, ctx.doubled = lease, doubled
+    def forward(
+        ctx: Any, lease: Lease, doubled: Callable[[], None], seen: SeesGradients, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.lease, ctx.doubled, ctx.seen = lease, doubled, seen
         ctx.set_materialize_grads(False)
         return tuple([tensor.detach() for tensor in tensors])  # no views: some reject in-place writes and detach_()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         ctx.lease.end()
+        if ctx.seen is not None:
+            ctx.seen(grads)
         if torch.is_grad_enabled():
             ctx.doubled()
-        return (None, None, *grads)
+        return (None, None, None, *grads)
 
 
-def probe(lease: Lease, tensors: Sequence[Tensor], doubled: Callable[[], None]) -> tuple[Tensor, ...]:
+def probe(
+    lease: Lease, tensors: Sequence[Tensor], doubled: Callable[[], None], seen: SeesGradients = None
+) -> tuple[Tensor, ...]:
     """Return the same tensors. The lease ends when their backward begins, or when their history is freed.
 
-    `doubled` is called if that backward has a history itself (create_graph=True).
+    `seen` is called with their gradients; a tensor that is given twice has one gradient, given twice. `doubled` is
+    called if the backward has a history itself (create_graph=True).
     """
-    return _Probe.apply(lease, doubled, *tensors)
+    different = {id(tensor): tensor for tensor in tensors}
+    if len(different) == len(tensors):
+        return _Probe.apply(lease, doubled, seen, *tensors)
+    indices = [list(different).index(id(tensor)) for tensor in tensors]
+    see_all = None if seen is None else lambda grads: seen([grads[index] for index in indices])
+    outputs = _Probe.apply(lease, doubled, see_all, *different.values())
+    return tuple([outputs[index] for index in indices])

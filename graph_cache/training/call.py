@@ -8,15 +8,18 @@ from __future__ import annotations
 import enum
 import functools
 import math
-import types
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from graph_cache.torch_settings import AUTOCAST_DEVICES, Autocast, Settings, autocast_state, recreated, settings
+from graph_cache.training.layout import copy_into, overlaps
+from graph_cache.training.reasons import ELSEWHERE, NO_MEMORY
 
 # Exact types only: a subclass may define its own equality.
 PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device))
@@ -28,6 +31,8 @@ class CallKey:
 
     - `tensors`: (shape, strides, dtype, device, requires_grad) of each tensor argument, in order.
     - `types`: type of each value, since 2, 2.0 and True compare equal but compute differently. NegativeZero for -0.0.
+    - `autocast`: see `autocast_state`.
+    - `settings`: PyTorch's global settings, which select kernels.
     - `ambient_state`: other state that a capture would bake in (see `AmbientState`).
     """
 
@@ -37,7 +42,8 @@ class CallKey:
     tensors: tuple[tuple, ...]
     training: bool
     grad: bool
-    autocast: tuple[bool, torch.dtype | None]
+    autocast: Autocast
+    settings: Settings
     ambient_state: Hashable = None
 
     def __hash__(self) -> int:
@@ -50,7 +56,8 @@ class CallKey:
         Other values are excluded: they may be unhashable, or define their own equality.
         """
         constants = tuple([value for value in self.values if type(value) in PLAIN or _is_hashable_enum(value)])
-        return hash((constants, self.types, self.tensors, self.training, self.grad, self.autocast, self.ambient_state))
+        modes = (self.training, self.grad, self.autocast, self.settings, self.ambient_state)
+        return hash((constants, self.types, self.tensors, *modes))
 
 
 def objects_of(key: CallKey) -> list[Any]:
@@ -62,9 +69,6 @@ def _is_hashable_enum(value: Any) -> bool:
     return isinstance(value, enum.Enum) and isinstance(value, Hashable)
 
 
-NO_MEMORY = "argument_without_memory"  # reasons for an eager call
-ELSEWHERE = "argument_elsewhere"
-OBJECT = "object_argument"
 PLAIN_TENSOR_TYPES = (Tensor, nn.Parameter)  # other classes need the full check
 TENSOR = "<tensor>"  # placeholder of a tensor argument among the values
 
@@ -94,7 +98,8 @@ def flatten_call(
         signatures,
         training,
         grad,
-        _autocast(tensors[0].device.type if tensors else "cpu"),
+        autocast_state(),
+        settings(),
         ambient_state,
     )
     return key, tensors
@@ -114,31 +119,23 @@ def _flat_structure(count: int, names: tuple[str, ...]) -> TreeSpec:
     return tree_flatten(((TENSOR,) * count, dict.fromkeys(names, TENSOR)))[1]
 
 
-def _autocast(device: str) -> tuple[bool, torch.dtype | None]:
-    enabled = torch.is_autocast_enabled(device)
-    return enabled, torch.get_autocast_dtype(device) if enabled else None
-
-
-def autocast_as(key: CallKey) -> AbstractContextManager:
-    """Return a context with the autocast state of the call."""
-    return _autocast_in(_device_of(key), *key.autocast)
-
-
-def no_autocast(key: CallKey) -> AbstractContextManager:
-    """Return a context without autocast, for a backward: each operation runs in the dtype of its forward."""
-    return _autocast_in(_device_of(key), False, None)
-
-
 @contextmanager
-def _autocast_in(device: str, enabled: bool, dtype: torch.dtype | None) -> Iterator[None]:
-    """Set autocast for a capture, with a fresh cast cache: casts must not leak between graphs and other code.
+def modes_as(state: Autocast, wanted: Settings) -> Iterator[None]:
+    """Set autocast and PyTorch's settings for a capture, with a fresh cast cache.
 
-    If autocast is off and stays off, change nothing: torch.compile guards on the cache setting too and would recompile.
+    Casts must not leak between graphs and other code. Where autocast is off and stays off, change nothing:
+    torch.compile guards on the cache setting too and would recompile. Raises CaptureRefused for settings that can't be
+    set and restored.
     """
-    if not enabled and not torch.is_autocast_enabled(device):
-        yield
-        return
-    with torch.autocast(device, dtype=dtype, enabled=enabled):
+    with ExitStack() as stack:
+        stack.enter_context(recreated(wanted))
+        now = autocast_state()
+        for device, dtype, current in zip(AUTOCAST_DEVICES, state, now, strict=True):
+            if dtype is not None or current is not None:
+                stack.enter_context(torch.autocast(device, dtype=dtype or current, enabled=dtype is not None))
+        if not any(state) and not any(now):
+            yield
+            return
         torch.clear_autocast_cache()
         try:
             yield
@@ -146,8 +143,23 @@ def _autocast_in(device: str, enabled: bool, dtype: torch.dtype | None) -> Itera
             torch.clear_autocast_cache()
 
 
-def _device_of(key: CallKey) -> str:
-    return key.tensors[0][3].type if key.tensors else "cpu"
+@dataclass(frozen=True)
+class BackwardKey:
+    """Everything about a backward that a capture bakes in.
+
+    - `strides` of the gradient of each differentiable output; None for an output that no loss used.
+    - `autocast` and `settings`, as in CallKey, when the backward runs.
+    """
+
+    strides: tuple[tuple[int, ...] | None, ...]
+    autocast: Autocast
+    settings: Settings
+
+    @classmethod
+    def of(cls, grads: Sequence[Tensor | None]) -> BackwardKey:
+        """Return the key of a backward with these gradients that runs now."""
+        strides = tuple([None if grad is None else grad.stride() for grad in grads])
+        return cls(strides, autocast_state(), settings())
 
 
 class Expected:
@@ -160,7 +172,7 @@ class Expected:
         self._is_flat = key.structure == _flat_structure(len(args), tuple(kwargs))
         self._count, self._names = len(args), tuple(kwargs)
         self._training, self._autocast, self._ambient_state = key.training, key.autocast, key.ambient_state
-        self._device = _device_of(key)
+        self._settings = key.settings
         self._only_tensors = all(value is TENSOR for value in key.values) and not kwargs
         self._signatures = key.tensors
         self._values = list(zip(key.values, key.types, strict=True))
@@ -179,9 +191,7 @@ class Expected:
             or ambient_state != self._ambient_state
         ):
             return None
-        if torch.is_autocast_enabled(self._device) != self._autocast[0] or (
-            self._autocast[0] and torch.get_autocast_dtype(self._device) != self._autocast[1]
-        ):
+        if autocast_state() != self._autocast or settings() != self._settings:
             return None
         tensors = args if self._only_tensors and not kwargs else self._match_leaves(args, kwargs)
         if tensors is None:
@@ -218,25 +228,6 @@ def unflatten_call(key: CallKey, tensors: Sequence[Tensor]) -> tuple[tuple, dict
     return tree_unflatten(leaves, key.structure)
 
 
-@dataclass(frozen=True, eq=False)
-class IdentityKey:
-    """Key component that compares by identity. Bound methods match if their owner and function match.
-
-    It keeps its object alive, so the address is never reused by another object.
-    """
-
-    value: Any
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, IdentityKey):
-            return NotImplemented
-        bound = isinstance(self.value, types.MethodType)
-        return self.value is other.value or bound and self.value == other.value
-
-    def __hash__(self) -> int:
-        return hash(type(self.value))
-
-
 @dataclass(frozen=True)
 class Result:
     """Structure and leaves of a return value; TENSOR replaces each tensor."""
@@ -266,7 +257,7 @@ def load(statics: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     """Copy tensors into static tensors, except those that already alias them."""
     for static, tensor in zip(statics, tensors, strict=True):
         if lacks_memory(static) or static.data_ptr() != tensor.data_ptr():
-            static.data.copy_(tensor)
+            copy_into(static, tensor)
 
 
 def is_sparse(tensor: Tensor) -> bool:
@@ -281,7 +272,7 @@ def is_lazy(tensor: Tensor) -> bool:
 
 def input_refusal(tensors: Sequence[Tensor], device: torch.device) -> str:
     """Return why a graph can't take these inputs, as a metrics reason, or an empty string if it can."""
-    if any(map(lacks_memory, tensors)):
+    if any(map(lacks_memory, tensors)) or any(map(overlaps, tensors)):
         return NO_MEMORY
     return ELSEWHERE if any_on_other_device(tensors, device) else ""
 

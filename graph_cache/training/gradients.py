@@ -6,6 +6,7 @@ gradient that is still referenced.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,18 +23,21 @@ class UncopiedGradients:
     """Static gradients that are returned without a copy.
 
     Before each replay, the use counts of their storages show whether one is still referenced (gradient accumulation, a
-    hook that kept one). If so, they are saved, and restored after the new ones are copied out.
+    hook that kept one, a job that holds the storage itself). If so, they are saved, and restored after the new ones are
+    copied out.
     """
 
     def __init__(self, grads: Sequence[Tensor]):
         self._grads = list(grads)
         self._copies = Copies(grads)
-        self._storages = [grad.untyped_storage()._cdata for grad in self._grads]
+        # A storage has one Python object, which counts as one user however often it is referenced.
+        self._objects = [grad.untyped_storage() for grad in self._grads]
+        self._storages = [storage._cdata for storage in self._objects]
         self._baseline: list[int] | None = None
 
     def save(self) -> list[Tensor | None] | None:
         """Return copies of the gradients if one is still referenced, else None. Call before a replay."""
-        users = list(map(storage_users, self._storages))
+        users = [*map(storage_users, self._storages), *map(sys.getrefcount, self._objects)]
         if users == self._baseline:
             return None
         if self._baseline is None:  # nothing is referenced before the first replay
@@ -162,12 +166,6 @@ class Copies:
         if self._grads:
             torch._foreach_copy_([copies[index] for index in self._indices], self._grads)
         return copies
-
-
-def reachable_leaves(output: Tensor, leaves: Sequence[Tensor]) -> set[int]:
-    """Return the indices of the leaves that an output's autograd history reaches."""
-    indices = {id(leaf): index for index, leaf in enumerate(leaves)}
-    return {indices[id(leaf)] for leaf in leaves_of([output]) if id(leaf) in indices}
 
 
 def leaves_of(outputs: Sequence[Tensor]) -> list[Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,20 +17,31 @@ from torch import Tensor, nn
 from graph_cache.audit import storage_of
 from graph_cache.backends.base import Memory
 from graph_cache.errors import CaptureRefused
+from graph_cache.host_state import objects_with_tensors
+from graph_cache.namespaces import Namespace
 from graph_cache.runner import GraphRunner
+from graph_cache.torch_settings import NO_AUTOCAST
 from graph_cache.training.attached import AttachedModule, is_data_parallel
-from graph_cache.training.call import CallKey, Result, autocast_as, is_sparse, lacks_memory, no_autocast, unflatten_call
+from graph_cache.training.call import (
+    BackwardKey,
+    CallKey,
+    Result,
+    is_sparse,
+    lacks_memory,
+    modes_as,
+    unflatten_call,
+)
 from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.gradients import (
     Copies,
     GradientMemory,
     UncopiedGradients,
     leaves_of,
-    reachable_leaves,
     storage_users,
 )
-from graph_cache.training.host_state import objects_with_tensors
+from graph_cache.training.layout import copy_into, copy_of, distinct
 from graph_cache.training.parameter_aliases import ADDED, MainGrads, ParameterAliases, trainable
+from graph_cache.training.reasons import OTHER_BACKWARD
 from graph_cache.training.side_effects import refuse_side_effects
 
 BACKWARD_SEED = 0x5EED  # any seed other than the job's
@@ -43,20 +55,33 @@ class GraphedCall:
     - A capture restores the module's buffers (running statistics) and the parameters' `main_grad`.
     - With `returns_uncopied`, set before the capture of the backward, parameter gradients have memory of their own and
       are returned without a copy; otherwise replays return copies.
+    - `backward` is the key of the recorded backward; None if there was none. A backward with another key (gradients
+      with other strides, other unused outputs, other settings) runs eager, on the tensors that the graph saved.
     """
 
     returns_uncopied = False
     refuse_double_backward: Callable[[], None]  # set after the capture
 
     def __init__(
-        self, owner: AttachedModule, key: CallKey, inputs: Sequence[Tensor], context: CaptureContext, memory: Memory
+        self,
+        owner: AttachedModule,
+        key: CallKey,
+        inputs: Sequence[Tensor],
+        backward: BackwardKey | None,
+        context: CaptureContext,
+        memory: Memory,
     ):
         self.name = owner.name
         self.key = key
+        self._stats = context.stats
+        self._backward_key = backward
         self.inputs = list(inputs)
         self.parameters = trainable(owner.scope)
         # Storages that the forward uses besides its inputs, by address: kept alive, since graphs read them by address.
         self.used: dict[int, torch.UntypedStorage] = {}
+        # Places in Python state in which the forward stores results without history.
+        self.stored: list[tuple[Namespace, Any, Tensor]] = []
+        self.namespaces: list[Namespace] = []  # the Python state that was searched, until the capture is complete
         self.result: Result | None = None
         self.outputs: list[Tensor] = []
         self.differentiable: list[int] = []  # indices of outputs with gradients
@@ -71,13 +96,12 @@ class GraphedCall:
         self._scope, self._aliases = owner.scope, ParameterAliases(owner.scope)
         self._forward, self._recreate_ambient_state = owner.eager, owner.recreate_ambient_state
         self._state = [*owner.scope.buffers(), *context.state.values()]
-        self._ignored = [one for one in (owner.surroundings, owner.carry) if one is not None]
+        self._ignored, self._roots, self._ran = owner.ignored, owner.roots, owner.ran
+        self._registered = tuple(context.generators)
         self._wrappers = sorted({type(module).__name__ for module in owner.submodules if is_data_parallel(module)})
         self._main_grads = list(MainGrads(owner.scope).values())
         # (storage, use count) of outputs while no output is referenced outside.
         self._baseline_users: list[tuple[int, int]] | None = None
-        # For each differentiable output, the indices of inputs and parameters that its history reaches.
-        self._reachable: dict[int, set[int]] = {}
         # Parameters with a main_grad that the backward adds to itself, and the dummy gradients (undefined contents)
         # that it returns for them.
         self._added_to_main_grad: list[nn.Parameter] = []
@@ -128,9 +152,19 @@ class GraphedCall:
         self.undifferentiable = [index for index, output in enumerate(self.outputs) if not output.requires_grad]
         self._replay_forward = self._forward_graph.bare_replay
         self._static_inputs = [(tensor.data_ptr(), tensor.data) for tensor in self.inputs]
-        if len(self.differentiable) > 1:
-            leaves = [*self.inputs, *self._aliases.trainable]
-            self._reachable = {index: reachable_leaves(self.outputs[index], leaves) for index in self.differentiable}
+        if self._backward_key is None or len(self._backward_key.strides) != len(self.differentiable):
+            strides = tuple([torch.ones_like(self.outputs[index]).stride() for index in self.differentiable])
+            self._backward_key = BackwardKey(strides, NO_AUTOCAST, self.key.settings)
+
+    def used_outputs(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Return the index of each output that gets a gradient in the captured backward, and the gradient's strides."""
+        if self._backward_key is None:
+            return []
+        return [
+            (index, strides)
+            for index, strides in zip(self.differentiable, self._backward_key.strides, strict=True)
+            if strides is not None
+        ]
 
     def capture_backward(self, static_grads: Mapping[int, Tensor]) -> None:
         """Capture the backward of the captured forward. Raises CaptureError.
@@ -139,8 +173,8 @@ class GraphedCall:
         such a gradient needs no copy.
         """
         self.grad_outputs = [
-            static_grads[index] if index in static_grads else torch.ones_like(self.outputs[index])
-            for index in self.differentiable
+            static_grads[index] if index in static_grads else _ones(self.outputs[index], strides)
+            for index, strides in self.used_outputs()
         ]
         if self.returns_uncopied:
             self._gradient_memory = GradientMemory(self.parameters)
@@ -166,7 +200,7 @@ class GraphedCall:
         self._replay_backward = self._backward_graph.bare_replay
         self._static_grad_outputs = [
             (index, static.data_ptr(), static)
-            for index, static in zip(self.differentiable, self.grad_outputs, strict=True)
+            for (index, _), static in zip(self.used_outputs(), self.grad_outputs, strict=True)
         ]
 
     def _run_forward(self) -> None:
@@ -178,13 +212,23 @@ class GraphedCall:
         args, kwargs = unflatten_call(self.key, self.inputs)
         with (
             self._recreate_ambient_state(self.key.ambient_state),
-            autocast_as(self.key),
+            modes_as(self.key.autocast, self.key.settings),
             self._aliases,
-            refuse_side_effects(self.name, self._scope, self.inputs, (args, kwargs), self._ignored) as audit,
+            refuse_side_effects(
+                self.name,
+                [*self._roots, ("arguments", (args, kwargs))],
+                self._scope,
+                self.inputs,
+                ignored=self._ignored,
+                ran=self._ran,
+                generators=self._registered,
+            ) as forward,
         ):
             self.result, self.outputs = Result.of(self._forward(*args, **kwargs))
+        self.stored = forward.results
+        self.namespaces = forward.state.namespaces
         inputs = {storage._cdata for tensor in self.inputs if (storage := storage_of(tensor)) is not None}
-        self.used = {address: storage for address, storage in audit.outside.items() if address not in inputs}
+        self.used = {address: storage for address, storage in forward.audit.outside.items() if address not in inputs}
         if kinds := objects_with_tensors(self.result.leaves):
             raise CaptureRefused(
                 f"{self.name} returns tensors inside {', '.join(kinds)}: return them in containers that "
@@ -213,22 +257,13 @@ class GraphedCall:
 
     def _run_backward(self) -> None:
         leaves = self._aliases.trainable
-        wanted = [tensor for tensor in (*self.inputs, *leaves) if tensor.requires_grad]
         self.input_grads = self.parameter_grads = []
         writing = self._gradient_memory.writing_in_place() if self._gradient_memory is not None else nullcontext()
-        with self._refuse_nested_backward(), no_autocast(self.key), writing:
-            grads: list[Tensor | None] = list(
-                torch.autograd.grad(
-                    [self.outputs[index] for index in self.differentiable],
-                    wanted,
-                    self.grad_outputs,
-                    retain_graph=True,
-                    allow_unused=True,  # retain_graph: memory of saved tensors must never be reused by another graph
-                )
-            )
-        input_grads = iter(grads[: len(self.inputs_requiring_grad)])
-        self.input_grads = [next(input_grads) if tensor.requires_grad else None for tensor in self.inputs]
-        del input_grads, grads[: len(self.inputs_requiring_grad)]
+        outputs = [self.outputs[index] for index, _ in self.used_outputs()]
+        assert self._backward_key is not None
+        modes = modes_as(self._backward_key.autocast, self._backward_key.settings)
+        with self._refuse_nested_backward(), modes, writing:
+            self.input_grads, grads = self._differentiate(outputs, self.grad_outputs)
         added = [getattr(leaf, ADDED, False) for leaf in leaves]
         self._added_to_main_grad = [
             parameter for parameter, is_added in zip(self.parameters, added, strict=True) if is_added
@@ -238,6 +273,24 @@ class GraphedCall:
         if self._gradient_memory is not None:
             self.input_grads, grads = self._gradient_memory.assign(self.input_grads, grads)
         self.parameter_grads = grads
+
+    def _differentiate(
+        self, outputs: Sequence[Tensor], grad_outputs: Sequence[Tensor]
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Return the gradients of the inputs and of the parameters, computed by autograd."""
+        wanted = [tensor for tensor in (*self.inputs, *self._aliases.trainable) if tensor.requires_grad]
+        grads: list[Tensor | None] = list(
+            torch.autograd.grad(
+                outputs,
+                wanted,
+                grad_outputs,
+                retain_graph=True,
+                allow_unused=True,  # retain_graph: memory of saved tensors must never be reused by another graph
+            )
+        )
+        input_grads = iter(grads[: len(self.inputs_requiring_grad)])
+        of_inputs = [next(input_grads) if tensor.requires_grad else None for tensor in self.inputs]
+        return of_inputs, grads[len(self.inputs_requiring_grad) :]
 
     @contextmanager
     def _refuse_nested_backward(self) -> Iterator[None]:
@@ -261,11 +314,11 @@ class GraphedCall:
 
     def _forward_statics(self) -> list[Tensor]:
         # `.data`, not `.detach()`: rewinding a warm-up must not bump the version counter of saved tensors.
-        return [tensor.data for tensor in (*self.inputs, *self._state, *self.outputs)]
+        return [distinct(tensor.data) for tensor in (*self.inputs, *self._state, *self.outputs)]
 
     def _backward_statics(self) -> list[Tensor]:
         grads = [grad for grad in (*self.input_grads, *self.parameter_grads) if grad is not None]
-        return [*self._main_grads, *self.grad_outputs, *grads]
+        return [*self._main_grads, *map(distinct, self.grad_outputs), *grads]
 
     # ---- replay ----------------------------------------------------------------------------------------------------
 
@@ -276,14 +329,16 @@ class GraphedCall:
         """
         for (address, static), tensor in zip(self._static_inputs, tensors, strict=False):
             if tensor.data_ptr() != address:
-                static.copy_(tensor)
+                copy_into(static, tensor)
         if self._baseline_users is None:
             self._baseline_users = self._output_storage_users()
         self._replay_forward()
+        for namespace, key, tensor in self.stored:
+            namespace.set(key, copy_of(tensor))
         if self.cloned_outputs:
             return tuple(
                 [
-                    output.detach().clone() if index in self.cloned_outputs else output.detach()
+                    copy_of(output) if index in self.cloned_outputs else output.detach()
                     for index, output in enumerate(self.outputs)
                 ]
             )
@@ -308,31 +363,41 @@ class GraphedCall:
         `grads` holds the gradient of each output, or None. Returned input gradients are static: the next graph in this
         memory may overwrite them. Parameter gradients keep their values while referenced.
         """
+        differentiable = [grads[index] for index in self.differentiable] if self.undifferentiable else grads
+        if BackwardKey.of(differentiable) != self._backward_key:
+            return self._eager_backward(grads)
         saved = self._uncopied_gradients.save() if self._uncopied_gradients is not None else None
-        unused = []
         for index, address, static in self._static_grad_outputs:
             grad = grads[index]
-            if grad is None:
-                unused.append(index)
-                static.zero_()
-            elif grad.data_ptr() != address:
-                static.copy_(grad)
+            if grad.data_ptr() != address:
+                copy_into(static, grad)
         self._replay_backward()
         for parameter in self._added_to_main_grad:
             setattr(parameter, ADDED, True)
         if self._uncopied_gradients is not None and saved is None:
-            results = [None if grad is None else grad.detach() for grad in self._static_grads]
-            return self._drop_unreachable(unused, results) if unused else results
+            return [None if grad is None else grad.detach() for grad in self._static_grads]
         results = [None if grad is None else grad.detach() for grad in self.input_grads]
         results += self._with_dummy_grads(self._copies())
         if saved is not None:
             self._uncopied_gradients.restore(saved)
-        return self._drop_unreachable(unused, results) if unused else results
+        return results
 
-    def _drop_unreachable(self, unused: Sequence[int], results: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Set gradients to None, as in eager, for tensors that only reach outputs without a gradient."""
-        used = set().union(*(self._reachable[index] for index in self.differentiable if index not in unused))
-        return [grad if index in used else None for index, grad in enumerate(results)]
+    def _eager_backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Run the backward eager, on the history of the captured forward, whose saved tensors the replay has filled."""
+        self._stats.fallbacks[self.name, "backward", OTHER_BACKWARD] += 1
+        leaves = self._aliases.trainable
+        for leaf in leaves:
+            if hasattr(leaf, ADDED):
+                setattr(leaf, ADDED, False)
+        used = [index for index in self.differentiable if grads[index] is not None]
+        of_inputs, of_parameters = self._differentiate(
+            [self.outputs[index] for index in used], [grad for grad in grads if grad is not None]
+        )
+        for parameter, leaf in zip(self.parameters, leaves, strict=True):
+            if getattr(leaf, ADDED, False):
+                setattr(parameter, ADDED, True)
+        # Copies: a gradient may be a saved tensor, which the next replay overwrites.
+        return [None if grad is None else copy_of(grad) for grad in (*of_inputs, *of_parameters)]
 
     def _with_dummy_grads(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return parameter gradients, with the backward's dummies for those that were added to a main_grad."""
@@ -348,7 +413,7 @@ class GraphedCall:
         self._forward_graph.close()
         self._backward_graph.close()
         self.inputs = self.outputs = self.grad_outputs = []
-        self.used = {}
+        self.used, self.stored, self.namespaces = {}, [], []
         self.input_grads = self.parameter_grads = self._dummy_grads = self._static_grads = []
         (
             self._static_inputs,
@@ -357,3 +422,10 @@ class GraphedCall:
             self._uncopied_gradients,
             self._copies,
         ) = [], [], None, None, Copies(())
+
+
+def _ones(output: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """Return a gradient of ones for an output, with these strides."""
+    ones = torch.empty_strided(output.shape, strides, dtype=output.dtype, device=output.device)
+    distinct(ones).fill_(1)
+    return ones

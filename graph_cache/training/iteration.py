@@ -21,30 +21,32 @@ from graph_cache.audit import StorageAudit, storage_of
 from graph_cache.backends.base import Backend
 from graph_cache.capture_state import CaptureState, CaptureStatus
 from graph_cache.errors import CaptureError, CaptureRefused
+from graph_cache.host_reads import Reads, ReadTensors, Watch, gradient_hooks_of, hooks_of, iterators_read
+from graph_cache.host_state import ANY_CODE, HostState, objects_with_tensors, reachable
 from graph_cache.keys import CAPTURE_FAILED, STALE
+from graph_cache.namespaces import Namespace
 from graph_cache.pool import GraphPool
+from graph_cache.process_state import ProcessState
 from graph_cache.runner import GraphRunner
 from graph_cache.stats import CacheStats
 from graph_cache.training.call import (
-    ELSEWHERE,
-    NO_MEMORY,
-    OBJECT,
     CallKey,
     Result,
     any_on_other_device,
-    autocast_as,
     flatten_call,
     is_sparse,
     lacks_memory,
     load,
+    modes_as,
     objects_of,
     unflatten_call,
 )
 from graph_cache.training.compiled import is_compiled, reached_from, without_compiling
 from graph_cache.training.gradients import storage_users
-from graph_cache.training.host_state import HostState, Reads, Watch, objects_with_tensors, reachable
+from graph_cache.training.layout import copy_of, overlaps
 from graph_cache.training.optimizers import OptimizerState, observe_steps, settings_of
 from graph_cache.training.parameter_aliases import MainGrads
+from graph_cache.training.reasons import ARGUMENT_GRADIENT, ELSEWHERE, NO_MEMORY, OBJECT
 
 logger = logging.getLogger(__name__)
 
@@ -60,16 +62,36 @@ class _IterationGraph:
     def __init__(self, key: CallKey, tensors: Sequence[Tensor], state: CaptureState):
         self.key = key
         self.state = state
-        self.inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
+        self.inputs = [
+            (tensor.detach().clone() if lacks_memory(tensor) else copy_of(tensor)).requires_grad_(tensor.requires_grad)
+            for tensor in tensors
+        ]
         self.addresses = AddressBook()
         self.extra_state: set[str] = set()  # names of tensors outside modules
         self.result: Result | None = None
         self.outputs: list[Tensor] = []
         self.outside: list[torch.UntypedStorage] = []  # other memory that the graph may read, kept alive
+        # Places in Python state in which the step stores results without history.
+        self.stored: list[tuple[Namespace, Any, Tensor]] = []
         self.last_call = 0
         self.grads_before: list[tuple[Tensor, Tensor]] = []
         self.grads_after: list[tuple[Tensor, Tensor | None]] = []
         self.runner: GraphRunner | None = None
+        self.argument_grads: list[tuple[int, Tensor]] = []  # gradients of arguments, by index
+
+    def pass_gradients(self, tensors: Sequence[Tensor]) -> None:
+        """Give the arguments of a call copies of their gradients, as its backward does in eager."""
+        for index, grad in self.argument_grads:
+            tensors[index].requires_grad_()
+            tensors[index].grad = copy_of(grad)
+        for tensor, static in zip(tensors, self.inputs, strict=True):
+            if static.requires_grad != tensor.requires_grad:
+                tensor.requires_grad_(static.requires_grad)
+
+    def store_results(self) -> None:
+        """Store copies of results where the step stores them."""
+        for namespace, key, tensor in self.stored:
+            namespace.set(key, copy_of(tensor))
 
 
 IterationSignature = tuple[CallKey, tuple[Any, ...]]  # (key of the call, model state)
@@ -123,8 +145,10 @@ class CapturedIteration:
         # Leaf tensors that the step trains and that no module has.
         self._leaves: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self._watch = Watch()
+        self._ran: Reads | None = None  # code that observed calls executed
         self._refusals: list[str] = []  # why the last observed eager call can't be replayed
         self._outside: list[torch.UntypedStorage] = []  # other memory that it used
+        self._read_tensors: Mapping[str, Tensor] = {}  # tensors in Python state with such memory
         self._calls = 0
         # Optimizers that step inside, in order of their first step.
         self._optimizers: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
@@ -134,11 +158,14 @@ class CapturedIteration:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one iteration."""
         key, tensors = flatten_call(args, kwargs, training=True)
-        if any(map(is_sparse, tensors)):
+        if any(is_sparse(tensor) or overlaps(tensor) for tensor in tensors):
             self._stats.fallbacks[self.name, SCOPE, NO_MEMORY] += 1
             return self._eager(args, kwargs)
         if any_on_other_device(tensors, self._pool.backend.device):
             self._stats.fallbacks[self.name, SCOPE, ELSEWHERE] += 1
+            return self._eager(args, kwargs)
+        if any(map(_has_gradient_of_its_own, tensors)):
+            self._stats.fallbacks[self.name, SCOPE, ARGUMENT_GRADIENT] += 1
             return self._eager(args, kwargs)
         self._discover_modules([value for value in key.values if isinstance(value, nn.Module)])
         signature = (key, self._state())
@@ -208,15 +235,15 @@ class CapturedIteration:
             tuple([module.training for module in known]),
             tuple([parameter.requires_grad for parameter in parameters]),
             tuple(grads),
-            self._watch.signature(),
+            (self._watch.signature(), hooks_of(known), gradient_hooks_of(parameters)),
             tuple(map(settings_of, self._optimizers.values())),
         )
 
     def _watch_more(self, signature: IterationSignature) -> None:
         """Count the warm-up of a signature for the same one with the Python state that its eager call has revealed."""
         key, state = signature
-        now = (*state[:3], self._watch.signature(), *state[4:])
-        counts = len(self._known_modules()), len(self._all_parameters()), len(now[3]), len(self._optimizers)
+        now = (*state[:3], (self._watch.signature(), *state[3][1:]), *state[4:])
+        counts = len(self._known_modules()), len(self._all_parameters()), len(now[3][0]), len(self._optimizers)
         if signature in self._states and now != state and counts == _known_counts(now):
             self._states.setdefault((key, now), self._states.pop(signature))
 
@@ -348,15 +375,16 @@ class CapturedIteration:
     @contextmanager
     def _observing(self, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Observe an eager run: register what it uses, and record why a replay could differ from it."""
-        state = HostState(self._host_roots(), libraries=False)
+        state, process = self._whole_state(), ProcessState(self._generators)
         if self._compiled:  # compiled code bypasses the dispatcher, and profiling would compile it anew
             yield
-            changes = state.changes(lambda tensor: True)
-            self._refusals = _describe_changes(changes if self._checks_attributes else [])
+            found = state.changes(lambda tensor: True) if self._checks_attributes else []
+            self._refusals = _describe_changes(found + process.changes())
             return
         reads, audit = Reads(), StorageAudit()
         with reads.observing(), audit:
             yield
+        self._ran = (self._ran or Reads()).merged(reads)
         for module in reads.modules.values():
             self._register_module(module)
         arguments = {storage._cdata for tensor in tensors if (storage := storage_of(tensor)) is not None}
@@ -368,8 +396,17 @@ class CapturedIteration:
         changes = state.changes(
             lambda tensor: (storage := storage_of(tensor)) is None or storage._cdata in audit.outside
         )
-        self._refusals = _describe_changes(changes if self._checks_attributes else [])
-        declared = arguments | self._declared_storages()
+        self._refusals = _describe_changes((changes if self._checks_attributes else []) + process.changes())
+        if iterators := iterators_read(state.namespaces, self._ran.names) if self._checks_attributes else []:
+            self._refusals.append(f"may read the iterator {', '.join(iterators)}, which a replay would not advance")
+        declared = self._declared_storages()
+        for index, tensor in enumerate(tensors):
+            address = None if (storage := storage_of(tensor)) is None else storage._cdata
+            if address in audit.written:
+                self._refusals.append(f"writes to its argument {index} in place: return the result")
+            if address in declared:
+                self._refusals.append(f"takes memory of a module as argument {index}, of which a graph reads a copy")
+        declared |= arguments
         other = [address for address in audit.outside if address not in declared]
         self._outside = [audit.outside[address] for address in other]
         if any(address in audit.computed for address in other):
@@ -380,13 +417,20 @@ class CapturedIteration:
         # Optimizers have settings in the signature of their own.
         if self._watch.signature():  # the first run may create state that later runs only read
             self._watch.exclude(state.changed)
-        self._watch.add(reachable(self._host_roots(), without=(Optimizer,)), reads.names)
+        namespaces = reachable(self._host_roots(), without=(Optimizer,), ran=self._ran)
+        self._watch.add(namespaces, self._ran)
+        self._read_tensors = ReadTensors(namespaces, {address: audit.outside[address] for address in other})
 
     def _host_state(self) -> HostState:
         """Return the current Python state that a step must not change."""
         if self._checks_attributes:
-            return HostState(self._host_roots(), libraries=False)
+            return self._whole_state()
         return HostState([(f"{type(module).__name__}._buffers", module._buffers) for module in self._known_modules()])
+
+    def _whole_state(self) -> HostState:
+        """Return the current Python state that is reachable."""
+        ran = ANY_CODE if self._ran is None else self._ran
+        return HostState(self._host_roots(), libraries=False, ignored=self._generators, ran=ran)
 
     def _host_roots(self) -> list[tuple[str, Any]]:
         """Return the objects from which Python state is searched that the step reads or changes."""
@@ -427,16 +471,19 @@ class CapturedIteration:
         def body() -> None:
             self._refuse(self._refusals)
             static_args, static_kwargs = unflatten_call(key, captured.inputs)
-            host_state = self._host_state()
+            host_state, process = self._host_state(), ProcessState(self._generators)
             try:
-                with torch.set_grad_enabled(key.grad), autocast_as(key):
+                with torch.set_grad_enabled(key.grad), modes_as(key.autocast, key.settings):
                     captured.result, captured.outputs = Result.of(self._step(*static_args, **static_kwargs))
                 if kinds := objects_with_tensors(captured.result.leaves):
                     self._refuse([f"returns tensors inside {', '.join(kinds)}: register the type with pytree"])
-                self._refuse(_describe_changes(host_state.changes(lambda tensor: False)))
+                self._refuse(_describe_changes(host_state.changes(lambda tensor: False) + process.changes()))
             except BaseException:
                 host_state.restore()
                 raise
+            finally:
+                process.restore()
+            captured.stored = host_state.results
 
         runner = GraphRunner(
             body, self._pool, statics=list, generators=self._generators, memory=self._memory, grad=True, checked=False
@@ -452,7 +499,11 @@ class CapturedIteration:
             self._stats.fallbacks[self.name, SCOPE, CAPTURE_FAILED] += 1
             return self._eager(args, kwargs)
         captured.runner = runner
-        captured.grads_after = [(parameter, parameter.grad) for parameter in parameters]
+        captured.argument_grads = [
+            (index, static.grad) for index, static in enumerate(captured.inputs) if static.grad is not None
+        ]
+        known = {id(parameter): parameter for parameter in (*parameters, *self._parameters())}
+        captured.grads_after = [(parameter, parameter.grad) for parameter in known.values()]
         captured.grads_before = before.read()
         for other in self._superseded_by(signature):
             self._drop(other, CaptureStatus.EVICTED)
@@ -463,6 +514,7 @@ class CapturedIteration:
             captured.addresses.watch(OptimizerState(optimizer), prefix=f"{type(optimizer).__name__}.")
         captured.addresses.watch(self._extra_state)
         captured.addresses.watch(_Leaves(self._leaves), prefix="trained ")
+        captured.addresses.watch(self._read_tensors)
         captured.extra_state = set(self._extra_state)
         captured.outside, captured.last_call = self._outside, self._calls
         state.succeed()
@@ -472,6 +524,8 @@ class CapturedIteration:
         self._pool.trim()  # release gradients that the step cleared: graphs can't use cached memory
         if not self._pool.backend.capture_runs:
             runner.replay()
+        captured.pass_gradients(tensors)
+        captured.store_results()
         return captured.result.build([output.detach().clone() for output in captured.outputs])
 
     @torch.no_grad()
@@ -484,11 +538,20 @@ class CapturedIteration:
         self._stats.replays[self.name, SCOPE, "iteration", 1] += 1
         for parameter, grad in captured.grads_after:
             parameter.grad = grad
+        captured.pass_gradients(tensors)
+        captured.store_results()
         return captured.result.build([output.detach().clone() for output in captured.outputs])
 
     def _refuse(self, reasons: Sequence[str]) -> None:
         if reasons:
             raise CaptureRefused(f"{self.name} {'; '.join(reasons)}. A replay would not repeat this")
+
+
+def _has_gradient_of_its_own(tensor: Tensor) -> bool:
+    """Whether the argument has a history or a gradient already, to which a replay could not add as eager does."""
+    if not tensor.is_leaf:
+        return torch.is_grad_enabled()
+    return tensor.grad is not None
 
 
 def _describe_changes(names: Sequence[str]) -> list[str]:
@@ -589,4 +652,4 @@ def _storage(grad: Tensor) -> int:
 
 def _known_counts(state: tuple) -> tuple[int, ...]:
     """Return the numbers of known modules, trainable tensors, watched values and optimizers."""
-    return len(state[0]), len(state[1]), len(state[3]), len(state[4])
+    return len(state[0]), len(state[1]), len(state[3][0]), len(state[4])

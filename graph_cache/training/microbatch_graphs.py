@@ -18,13 +18,15 @@ import torch
 from torch import Tensor
 
 from graph_cache.capture_state import CaptureState
-from graph_cache.errors import CaptureError
+from graph_cache.errors import CaptureError, CaptureRefused
 from graph_cache.training.attached import AttachedModule, ModuleState
-from graph_cache.training.call import CallKey, Expected, is_sparse
+from graph_cache.training.call import BackwardKey, CallKey, Expected, is_sparse
 from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.graphed_call import GraphedCall
+from graph_cache.training.layout import distinct
 from graph_cache.training.parameter_aliases import trainable
 from graph_cache.training.replay_order import ReplayOrder
+from graph_cache.training.shared_inputs import RecordedInputs, SharedInput
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +42,11 @@ Source = tuple[int, int]  # (call index, output index) of an earlier call of the
 class Sample:
     """Inputs of a recorded call: for each tensor a copy, or its source if it is an output of an earlier call."""
 
-    tensors: list[Tensor | None]
+    tensors: list[SharedInput | None]
     sources: list[Source | None]
     expected: Expected
+    backward: BackwardKey | None = None  # of the last recorded backward
+    irreversible: tuple[str, ...] = ()  # what the call changed that a capture could not undo
 
 
 @dataclass
@@ -59,6 +63,7 @@ class CapturedCall:
     expected: Expected
     label: tuple[str, str, str, int]  # labels of the replay counter
     aliased_inputs: list[tuple[int, int]]  # (input index, address) of inputs that alias outputs of earlier pairs
+    shared_inputs: list[tuple[int, SharedInput]]  # (input index, buffer) of inputs that other pairs read too
     is_tensor: bool = False  # the call returns a single tensor
 
     def tensors(self, owner: AttachedModule, args: tuple, kwargs: dict[str, Any]) -> Sequence[Tensor] | None:
@@ -69,14 +74,20 @@ class CapturedCall:
         return tensors if tensors is not None and self.accepts(tensors) else None
 
     def accepts(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether each input that aliases an output of an earlier pair has its address.
+        """Whether each input that aliases an output of an earlier pair has its address, and whether inputs that other
+        pairs share hold what those got.
 
-        Any other tensor would have to be copied there, over an output that a backward may still need.
+        Any other tensor would have to be copied there, over one that a backward may still need.
         """
         for index, address in self.aliased_inputs:
             if tensors[index].data_ptr() != address:
                 return False
-        return True
+        return all([shared.accepts(tensors[index]) for index, shared in self.shared_inputs])
+
+    def remember_inputs(self, tensors: Sequence[Tensor]) -> None:
+        """Record what a replay copies into the inputs that other pairs share."""
+        for index, shared in self.shared_inputs:
+            shared.remember(tensors[index])
 
     def close(self) -> None:
         """Destroy the graphs of the pair."""
@@ -98,6 +109,7 @@ class MicrobatchGraphs:
         self._memory = context.pool.new_memory()
         self._retired = False
         self._samples: list[Sample] = []
+        self._recorded_inputs = RecordedInputs(self.order)
         self._output_sources: dict[int, Source] = {}  # address of a recorded output -> its source
         # Indices of calls with a last forward that will have no backward: its output may still be referenced.
         self.abandoned: set[int] = set()
@@ -153,11 +165,17 @@ class MicrobatchGraphs:
     def record(self, signature: CallSignature, tensors: Sequence[Tensor], args: tuple, kwargs: dict[str, Any]) -> int:
         """Record a call, which runs eager now, and return its index."""
         sources = self.sources(tensors)
+        index = self.order.add(signature)
         copies = [
-            tensor.detach().clone() if source is None else None for tensor, source in zip(tensors, sources, strict=True)
+            self._recorded_inputs.copy(tensor, index) if source is None else None
+            for tensor, source in zip(tensors, sources, strict=True)
         ]
         self._samples.append(Sample(copies, sources, Expected(signature[1], args, kwargs)))
-        return self.order.add(signature)
+        return index
+
+    def refuse(self, index: int, irreversible: Sequence[str]) -> None:
+        """Refuse the capture of a recorded call that advances these iterators."""
+        self._samples[index].irreversible += tuple(irreversible)
 
     def record_outputs(self, index: int, outputs: Sequence[Tensor]) -> None:
         """Record the addresses of a call's outputs, so that calls that take them as inputs are recognized."""
@@ -169,11 +187,17 @@ class MicrobatchGraphs:
             (tensor.data_ptr(), (index, output_index)) for output_index, tensor in enumerate(outputs)
         )
 
+    def record_backward(self, index: int, grads: Sequence[Tensor | None]) -> None:
+        """Record the gradients that a recorded call's backward gets. Unused outputs have None."""
+        if index < len(self._samples):
+            self._samples[index].backward = BackwardKey.of(grads)
+
     # ---- capture ---------------------------------------------------------------------------------------------------
 
     def forget_outputs(self) -> None:
         """Release the outputs of eager calls: a capture doesn't need them."""
         self._live_outputs, self._output_sources = {}, {}
+        self._recorded_inputs.clear()
 
     def capture(self) -> None:
         """Capture the recorded calls. If the capture of a call fails, it gets no pair and runs eager from then on."""
@@ -252,22 +276,35 @@ class MicrobatchGraphs:
 
     def _capture_forward(self, index: int, sample: Sample) -> None:
         owner, key, state = signature = self.order.signature(index)
+        if sample.irreversible:
+            names = ", ".join(dict.fromkeys(sample.irreversible))
+            raise CaptureRefused(
+                f"{owner.name} advances {names}, which a replay would not: pass its values as arguments"
+            )
         inputs: list[Tensor] = []
         aliased_inputs: list[tuple[int, int]] = []
+        shared_inputs: list[tuple[int, SharedInput]] = []
         for recorded, source, tensor_signature in zip(sample.tensors, sample.sources, key.tensors, strict=True):
             producer = self.order.pairs[source[0]] if source is not None and source[0] < index else None
-            static = recorded if producer is None else producer.pair.outputs[source[1]].detach()
+            static = None if recorded is None else recorded.static
+            if producer is not None:
+                static = producer.pair.outputs[source[1]].detach()
             if static is None or (static.shape, static.stride(), static.dtype) != tensor_signature[:3]:
                 # The producer has no graph, or the input was a view of its output.
                 shape, strides, dtype, device, _ = tensor_signature
-                static = torch.empty_strided(shape, strides, dtype=dtype, device=device).zero_()
+                static = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+                distinct(static).zero_()
             elif producer is not None:
                 aliased_inputs.append((len(inputs), static.data_ptr()))
+            elif recorded is not None and len(recorded.indices) > 1:
+                shared_inputs.append((len(inputs), recorded))
             inputs.append(static.requires_grad_(tensor_signature[4]))
-        pair = GraphedCall(owner, key, inputs, self._context, self._memory)
+        pair = GraphedCall(owner, key, inputs, sample.backward, self._context, self._memory)
         rows = key.tensors[0][0][0] if key.tensors and key.tensors[0][0] else 1
         label = (owner.name, SCOPE, "forward", rows)
-        entry = CapturedCall(pair, self._states[signature], owner, state, sample.expected, label, aliased_inputs)
+        entry = CapturedCall(
+            pair, self._states[signature], owner, state, sample.expected, label, aliased_inputs, shared_inputs
+        )
         self.order.pairs[index] = entry
         pair.capture_forward()
         entry.is_tensor = pair.result.is_tensor
@@ -275,7 +312,7 @@ class MicrobatchGraphs:
     def _capture_backward(self, index: int) -> None:
         """Capture a backward. If a single later call took an output, read its gradient where that call leaves it."""
         pair, static_grads = self.order.pairs[index].pair, {}
-        for output_index in pair.differentiable:
+        for output_index, strides in pair.used_outputs():
             consumers = [
                 (consumer, position)
                 for consumer, sample in enumerate(self._samples)
@@ -289,11 +326,7 @@ class MicrobatchGraphs:
                 else None
             )
             output = pair.outputs[output_index]
-            if grad is not None and (grad.shape, grad.stride(), grad.dtype) == (
-                output.shape,
-                output.stride(),
-                output.dtype,
-            ):
+            if grad is not None and (grad.shape, grad.stride(), grad.dtype) == (output.shape, strides, output.dtype):
                 static_grads[output_index] = grad
                 consumer.pair.grads_read_in_place.add(consumers[0][1])
         pair.capture_backward(static_grads)

@@ -20,27 +20,32 @@ from torch.autograd import forward_ad
 
 from graph_cache.capture_state import CaptureState, CaptureStatus
 from graph_cache.errors import CaptureRefused, GraphConfigError
+from graph_cache.host_state import objects_with_tensors
 from graph_cache.keys import CAPTURE_FAILED, STALE, WARMING_UP
+from graph_cache.torch_settings import modes_active
 from graph_cache.training.attached import AttachedModule, Attachment, Watched
 from graph_cache.training.autograd import DOUBLE_BACKWARD, Lease, probe, replay
-from graph_cache.training.call import OBJECT, Result, flatten_call, input_refusal, objects_of
+from graph_cache.training.call import Result, flatten_call, input_refusal, objects_of
 from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.compiled import keeping_history
-from graph_cache.training.host_state import objects_with_tensors
 from graph_cache.training.microbatch_graphs import SCOPE, CallSignature, CapturedCall, MicrobatchGraphs
+from graph_cache.training.reasons import (
+    HOOKS,
+    NO_GRAD,
+    NO_INSTANCE,
+    OBJECT,
+    OTHER_PARAMETERS,
+    SAVED_TENSOR_HOOKS,
+    TRANSFORM,
+    UNSEEN,
+)
 from graph_cache.training.recorded_step import RecordedStep
 
 logger = logging.getLogger(__name__)
 
-UNSEEN = "unseen_signature"
-NO_INSTANCE = "no_free_instance"
-HOOKS = "hooks_inside"
-NO_GRAD = "no_gradient"
-SAVED_TENSOR_HOOKS = "saved_tensor_hooks"
-OTHER_PARAMETERS = "other_parameters"
-TRANSFORM = "transform"
 # Recorded steps with graphs, and call signatures that are counted towards a recording.
 MAX_RECORDED_STEPS, MAX_CALL_SIGNATURES = 64, 4096
+OBSERVED_CALLS = 4  # warm-up calls of a module that are observed, besides recorded ones
 MAX_OBJECTS = 8  # call signatures that differ only in objects among the arguments
 
 _transforms_active = torch._C._are_functorch_transforms_active
@@ -135,7 +140,7 @@ class TrainingGraphs:
         """Intercepted call. Fast path: within a step, a call that matches the next recorded one replays at once."""
         if self._busy:
             return attached.eager(*args, **kwargs)
-        if _transforms_active() or forward_ad._current_level >= 0 or _tracing_state() is not None:
+        if _transforms_active() or forward_ad._current_level >= 0 or _tracing_state() is not None or modes_active():
             return self._eager(attached, args, kwargs, TRANSFORM)
         if _saved_tensor_hooks(True) is not None:  # a checkpoint or offload around this needs eager's saved tensors
             return self._eager(attached, args, kwargs, SAVED_TENSOR_HOOKS)
@@ -157,9 +162,7 @@ class TrainingGraphs:
         attached.refresh()
         if not key.grad or not attached.wants_gradients(tensors):
             return self._eager(attached, args, kwargs, NO_GRAD)
-        step_begins = self.outstanding == 0
-        if step_begins:
-            self._begin_step()
+        step_begins = self.outstanding == 0 and self._begin_step()
         if not attached.has_same_parameters():
             return self._eager(attached, args, kwargs, OTHER_PARAMETERS, track_backward=True)
         if reason := input_refusal(tensors, self.job.pool.backend.device):
@@ -213,9 +216,15 @@ class TrainingGraphs:
                 )
         return self._recording is not None
 
-    def _begin_step(self) -> None:
-        """Between two steps: check what changed or moved, count warm-up, and capture a recorded step."""
+    def _begin_step(self) -> bool:
+        """Between two steps: check what changed or moved, count warm-up, and capture a recorded step.
+
+        Returns False, having done nothing, if plain tensors are in the place of parameters for this call.
+        """
         changed = [attached for attached in self.modules if not attached.has_same_parameters()]
+        if any(attached.has_stand_ins() for attached in changed):
+            self._recording = None  # a capture would read the stand-ins: record again in a later step
+            return False
         if changed:
             for attached in changed:
                 attached.reread_parameters()
@@ -237,6 +246,7 @@ class TrainingGraphs:
         if len(self._states) > MAX_CALL_SIGNATURES:  # shapes that never recur
             for signature in [signature for signature, state in self._states.items() if not state.failed]:
                 del self._states[signature]
+        return True
 
     def _drop_if_moved(self, recorded: RecordedStep) -> bool:
         """Drop these graphs if any state that they read has moved. Return whether they were dropped."""
@@ -305,7 +315,9 @@ class TrainingGraphs:
         doubled: Callable[[], None] = _nothing,
     ) -> Any:
         self.stats.fallbacks[attached.name, "forward", reason] += 1
-        value = self._run_eager(attached, args, kwargs)
+        observes = reason in (WARMING_UP, UNSEEN) and attached.observed_calls < OBSERVED_CALLS
+        with attached.observing() if observes else nullcontext():
+            value = self._run_eager(attached, args, kwargs)
         return self._track_backward(value, doubled) if track_backward else value
 
     def _run_eager(self, attached: AttachedModule, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -335,6 +347,7 @@ class TrainingGraphs:
 
     def _replay(self, graphs: MicrobatchGraphs, index: int, entry: CapturedCall, tensors: Sequence[Tensor]) -> Any:
         entry.owner.before_replay()
+        entry.remember_inputs(tensors)
         graphs.order.await_backward(index)
         lease = Lease(graphs.release, index, graphs.abandon)
         try:
@@ -361,10 +374,13 @@ class TrainingGraphs:
         self.stats.fallbacks[attached.name, "forward", WARMING_UP] += 1
         graphs, index = recorded.record(signature, tensors, args, kwargs)
         try:
-            result, outputs = Result.of(self._run_eager(attached, args, kwargs))
+            with attached.observing() as irreversible:
+                value = self._run_eager(attached, args, kwargs)
+            result, outputs = Result.of(value)
         except BaseException:
             self._recording = None  # record again in the next step: half a step is useless
             raise
+        graphs.refuse(index, irreversible)
         wanted = [output_index for output_index, tensor in enumerate(outputs) if tensor.requires_grad]
         if wanted:
             graphs.order.await_backward(index)
@@ -375,7 +391,14 @@ class TrainingGraphs:
                 self._outstanding -= 1
 
             for output_index, tensor in zip(
-                wanted, probe(Lease(backward_done, index), [outputs[i] for i in wanted], doubled), strict=True
+                wanted,
+                probe(
+                    Lease(backward_done, index),
+                    [outputs[i] for i in wanted],
+                    doubled,
+                    functools.partial(graphs.record_backward, index),
+                ),
+                strict=True,
             ):
                 outputs[output_index] = tensor
         graphs.record_outputs(index, outputs)

@@ -54,7 +54,7 @@ class ParameterAliases:
 
 
 def _alias(parameter: nn.Parameter) -> Tensor:
-    alias = parameter.detach()
+    alias = parameter.data  # with its own version counter: an optimizer's step does not invalidate saved aliases
     if type(parameter) is nn.Parameter:  # compiled code guards on the exact type: another would recompile
         alias = nn.Parameter(alias, requires_grad=parameter.requires_grad)
     vars(alias).update(vars(parameter))
@@ -93,5 +93,5 @@ def _refresh_flat_weights(module: nn.Module) -> None:
     """
     if isinstance(module, nn.RNNBase):
         weights = [getattr(module, name, None) for name in module._flat_weights_names]
-        module._flat_weights = weights
-        module._flat_weight_refs = [None if weight is None else weakref.ref(weight) for weight in weights]
+        module._flat_weights[:] = weights  # the list itself is watched
+        module._flat_weight_refs[:] = [None if weight is None else weakref.ref(weight) for weight in weights]

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from graph_cache.addresses import AddressBook
 from graph_cache.capture_state import CaptureState
+from graph_cache.host_reads import ReadTensors
 from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.compiled import without_compiling
 from graph_cache.training.microbatch_graphs import CallSignature, CapturedCall, MicrobatchGraphs
 from graph_cache.training.parameter_aliases import MainGrads
-from graph_cache.training.side_effects import ReadAttributes
 
 logger = logging.getLogger(__name__)
 
@@ -133,8 +133,12 @@ class RecordedStep:
         for owner in {entry.owner.name: entry.owner for entry in entries}.values():
             self.addresses.watch(owner.scope, prefix=f"{owner.name}.")
             self.addresses.watch(MainGrads(owner.scope), prefix=f"{owner.name}.main_grad of ")
-            used = {address for entry in entries if entry.owner is owner for address in entry.pair.used}
-            self.addresses.watch(ReadAttributes(owner.scope, used), prefix=f"{owner.name}.")
+            pairs = [entry.pair for entry in entries if entry.owner is owner]
+            used = {address for pair in pairs for address in pair.used}
+            namespaces = {id(one.container): one for pair in pairs for one in pair.namespaces}.values()
+            self.addresses.watch(ReadTensors(list(namespaces), used))
+            for pair in pairs:
+                pair.namespaces = []
             if owner.surroundings is not None:
                 self._ambient_checks.append(owner.surroundings.watch(owner.submodules))
         self.addresses.watch(self._context.state)

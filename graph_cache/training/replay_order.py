@@ -32,6 +32,10 @@ class ReplayOrder(Generic[Signature, Pair]):
         """Number of pairs that await their backward."""
         return sum(self._awaiting)
 
+    def awaits(self, index: int) -> bool:
+        """Whether the pair at this index awaits its backward."""
+        return self._awaiting[index]
+
     def knows(self, signature: Signature) -> bool:
         """Whether any pair serves this signature, free or not."""
         return signature in self._indices

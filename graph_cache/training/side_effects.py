@@ -2,44 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from graph_cache.audit import StorageAudit, storage_of
 from graph_cache.errors import CaptureRefused
+from graph_cache.host_reads import iterators_read
+from graph_cache.host_state import HostState, Ran
+from graph_cache.namespaces import Namespace
+from graph_cache.process_state import ProcessState
 from graph_cache.training.compiled import is_compiled
-from graph_cache.training.host_state import HostState
+
+
+class Forward:
+    """What the forward of a capture used and left beside its results.
+
+    Attributes:
+        audit: The storages that it used.
+        results: Places of results without history that it stored: namespace, key and tensor.
+        state: The Python state that was searched.
+    """
+
+    def __init__(self, audit: StorageAudit, state: HostState):
+        self.audit, self.state = audit, state
+
+    @property
+    def results(self) -> list[tuple[Namespace, Any, Tensor]]:
+        return self.state.results
 
 
 @contextmanager
 def refuse_side_effects(
-    name: str, scope: nn.Module, inputs: Sequence[Tensor], arguments: Any, ignored: Sequence[Any] = ()
-) -> Iterator[StorageAudit]:
+    name: str,
+    roots: Sequence[tuple[str, Any]],
+    scope: nn.Module,
+    inputs: Sequence[Tensor],
+    *,
+    ignored: Sequence[Any] = (),
+    ran: Ran | None = None,
+    generators: Sequence[torch.Generator] = (),
+) -> Iterator[Forward]:
     """Check the block, which is the forward of `scope` on `inputs`, for side effects that a replay would skip.
 
     Restores Python state and raises CaptureRefused after the block if the forward
 
-    - changes an attribute, a buffer, a parameter, a list or a dictionary of the modules or the arguments. A result
-      without history may replace a tensor that the forward does not read;
+    - changes Python state that is reachable from `roots`, or state of the process. A result without history may replace
+      a tensor that the forward does not read;
     - writes to an input: the write would change the graph's static input, not the caller's tensor;
     - reads a tensor that a pre-hook computes and stores on the module: a graph would always read the first one.
 
-    Objects in `ignored` may change: their state is recreated in other ways. Yields the audit of the forward. Compiled
-    code bypasses the dispatcher, so the audit stays empty for it.
+    Objects in `ignored` may change: their state is recreated in other ways. `ran` is the code that an earlier call
+    executed; `generators` are advanced by replays. Compiled code bypasses the dispatcher, so the audit stays empty.
     """
     hook_computed = _with_history(scope) if scope._forward_pre_hooks else []
-    state = HostState([(type(scope).__name__, scope), ("arguments", arguments)], ignored=ignored)
+    state = HostState(roots, ignored=(*ignored, *generators), gradients=True, ran=ran)
+    process = ProcessState(generators)
     versions = [None if tensor.is_inference() else tensor._version for tensor in inputs]
     audit, compiled = StorageAudit(), any(map(is_compiled, scope.modules()))
+    if ran is not None and (iterators := iterators_read(state.namespaces, ran.names)):
+        raise CaptureRefused(f"{name} may read the iterator {', '.join(iterators)}, which a replay would not advance")
     try:
         with nullcontext() if compiled else audit:
-            yield audit
-        found = state.changes(lambda tensor: compiled or _was_used(tensor, audit.outside))
+            yield Forward(audit, state)
+        found = state.changes(lambda tensor: compiled or _was_used(tensor, audit.outside)) + process.changes()
     finally:
-        state.restore_changed()
+        state.restore()
+        process.restore()
     reasons = (
         [f"changes {', '.join(found)}: return it, or keep it in a buffer that is written in place"] if found else []
     )
@@ -57,31 +89,6 @@ def _was_used(tensor: Tensor, addresses: Container[int], unknown: bool = True) -
     """Whether the tensor's storage is among these; `unknown` for a tensor without a storage of its own."""
     storage = storage_of(tensor)
     return unknown if storage is None else storage._cdata in addresses
-
-
-class ReadAttributes(Mapping[str, Tensor]):
-    """Tensors in plain attributes of modules that a forward used, by name, looked up on each access."""
-
-    def __init__(self, scope: nn.Module, used: Container[int]):
-        self._places = {
-            f"{path}.{attribute}" if path else attribute: (vars(module), attribute)
-            for path, module in scope.named_modules()
-            for attribute, value in vars(module).items()
-            if isinstance(value, Tensor) and _was_used(value, used, unknown=False)
-        }
-
-    def __getitem__(self, name: str) -> Tensor:
-        attributes, attribute = self._places[name]
-        value = attributes[attribute]
-        if not isinstance(value, Tensor):
-            raise KeyError(name)
-        return value
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
 
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)

@@ -1,0 +1,29 @@
+"""Describe the code that reads a tensor on the host, for the message of a refused capture."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).resolve().parents[1]))
+
+
+def host_read_refusal(what: str) -> str:
+    """Return the message for a host read by `what`: where it is, and what to do instead."""
+    place, optimizer = "", None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if optimizer is None and isinstance(caller, torch.optim.Optimizer):
+            optimizer = type(caller).__name__
+        if not place and not frame.f_code.co_filename.startswith(_LIBRARIES):
+            place = f" at {frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    advice = "Keep it in a tensor, or pass it as a keyword of the graph's key"
+    if optimizer is not None:
+        what = f"{optimizer}.step() ({what})"
+        advice = f"Step {optimizer} outside of the captured function, or on a GPU create it with capturable=True"
+    return f"{what}: the host reads a tensor's values here{place}, and a replay would not read them again. {advice}"

@@ -1,0 +1,80 @@
+"""Decompose composite operations under a dispatch mode as eager does.
+
+Under inference mode a dispatch mode sees composite operations whole, with autograd's dispatch keys excluded. The views
+inside then lose `requires_grad`, by which some composite kernels choose how they compute: `linear` of a transposed
+input folds its batch dimension only for a weight that requires a gradient, and rounds differently.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Self
+
+import torch
+from torch._C import DispatchKey
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Fused operations that call composite ones, which see `requires_grad` in eager.
+FUSED = frozenset(("aten::_native_multi_head_attention", "aten::_transformer_encoder_layer_fwd"))
+_AUTOCAST = {"CPU": DispatchKey.AutocastCPU, "CUDA": DispatchKey.AutocastCUDA}
+
+
+@functools.cache
+def is_composite(func: torch._ops.OpOverload) -> bool:
+    """Return whether eager also runs this operation as other operations."""
+    return _registered(func, "CompositeImplicitAutograd") and not _registered(func, "CPU")
+
+
+class DecomposingMode(TorchDispatchMode):
+    """A dispatch mode that can run a composite operation with the dispatch keys of the code around the mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_decomposing = False
+        self.ran_fused = False  # whether an operation of FUSED ran
+        self._keys = _current_keys()
+
+    def __enter__(self) -> Self:
+        if not self._is_decomposing:
+            self._keys = _current_keys()
+        return super().__enter__()
+
+    def decompose(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run the kernel of a composite operation, with its operations dispatched to this mode one by one."""
+        before = self._is_decomposing, self._keys
+        self._is_decomposing, self._keys = True, self._keys_inside(func)  # also of composite operations inside this one
+        try:
+            with self._guard(func), self:
+                return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+        finally:
+            self._is_decomposing, self._keys = before
+
+    def run(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run an operation that is not composite."""
+        if func._schema.name in FUSED:
+            self.ran_fused = True
+            with torch._C._ForceDispatchKeyGuard(*self._keys):
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _guard(self, func: torch._ops.OpOverload) -> AbstractContextManager:
+        if _registered(func, "ADInplaceOrView"):  # autograd itself makes the results views
+            return nullcontext()
+        return torch._C._ForceDispatchKeyGuard(*self._keys)
+
+    def _keys_inside(self, func: torch._ops.OpOverload) -> tuple[Any, Any]:
+        included, excluded = self._keys
+        for device, key in _AUTOCAST.items():
+            if _registered(func, f"Autocast{device}"):  # its arguments are cast already
+                excluded = excluded.add(key)
+        return included, excluded
+
+
+def _current_keys() -> tuple[Any, Any]:
+    """Return the included and excluded dispatch keys of the calling code."""
+    return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+
+def _registered(func: torch._ops.OpOverload, key: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)

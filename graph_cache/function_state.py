@@ -1,0 +1,126 @@
+"""Python state that a function captured by `GraphCache.graphed` reads and changes.
+
+The first call of each bucket runs eager and is observed. A function that changes Python state is refused. What it reads
+is watched, and a change makes calls run eager.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graph_cache.addresses import AddressBook
+from graph_cache.audit import StorageAudit
+from graph_cache.host_reads import Reads, ReadTensors, Versions, hooks_of, iterators_read
+from graph_cache.host_state import ANY_CODE, HostState, reachable
+from graph_cache.namespaces import Namespace
+from graph_cache.process_state import ProcessState
+from graph_cache.torch_settings import autocast_state, settings
+
+
+class FunctionState:
+    """State that a capture of a function would bake in.
+
+    Args:
+        function: The function.
+        watched: The module, or tensors by name, that it is known to read.
+        addresses: Where tensors are watched that an observed call has read.
+        generators: Generators that replays advance.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        watched: nn.Module | Mapping[str, Tensor] | None,
+        addresses: AddressBook,
+        generators: Sequence[torch.Generator],
+    ):
+        self._roots: list[tuple[str, Any]] = [("function", function)]
+        if isinstance(watched, nn.Module):
+            self._roots.append((type(watched).__name__, watched))
+        self._modules = list(watched.modules()) if isinstance(watched, nn.Module) else []
+        self._addresses = addresses
+        self._generators = tuple(generators)
+        self._ran: Reads | None = None
+        self._versions = Versions()
+        self._outside: dict[int, torch.UntypedStorage] = {}  # memory that graphs read, kept alive
+        self._places = {  # of tensors in `addresses`
+            (id(registry), name)
+            for module in self._modules
+            for registry in (module._parameters, module._buffers)
+            for name in registry
+        }
+
+    def current(self) -> Hashable:
+        """Return the modes of the process and the values that a capture bakes in now."""
+        modes = [module.training for module in self._modules]
+        return autocast_state(), settings(), *modes, hooks_of(self._modules), self._versions.current()
+
+    def observe(self, run: Callable[[], Any], *, keeps: bool) -> tuple[bool, Any, str]:
+        """Run, and return whether its effects were kept, its result, and why it can't be captured (empty if it can).
+
+        All memory, generators and Python state are as before afterwards, except if Python state changed and `keeps`.
+        """
+        with torch.inference_mode():
+            kept, result, reasons, namespaces, audit = self._observe(run, keeps)
+        if reasons:
+            return kept, result, f"{'; '.join(reasons)}: a replay would not repeat this"
+        self._watch_tensors(namespaces, audit)
+        return kept, result, ""
+
+    def _observe(
+        self, run: Callable[[], Any], keeps: bool
+    ) -> tuple[bool, Any, list[str], Sequence[Namespace], StorageAudit]:
+        ran = ANY_CODE if self._ran is None else self._ran
+        state = HostState(self._roots, ignored=self._generators, gradients=True, ran=ran)
+        process = ProcessState(self._generators)
+        generators = {id(one): one for one in (torch.default_generator, *self._generators)}.values()
+        generator_states = [(generator, generator.get_state()) for generator in generators]
+        reads, audit = Reads(), StorageAudit(saves=True)
+        reasons: list[str] = []
+        kept = keeps  # this is the call itself, also if it raises
+        try:
+            with self._versions.extended() as versions:
+                with reads.observing(), audit:
+                    result = run()
+                self._ran = (self._ran or Reads()).merged(reads)
+                found = state.changes(lambda tensor: True) + process.changes()
+                kept = keeps and bool(found)
+                if found:
+                    reasons.append(f"changes {', '.join(found)}")
+                namespaces = reachable(self._roots, ignored=self._generators, ran=self._ran)
+                if iterators := iterators_read(namespaces, self._ran.names):
+                    reasons.append(f"may read the iterator {', '.join(iterators)}")
+                if reads.enters_autocast and audit.ran_fused:
+                    reasons.append("runs a fused attention in an autocast region of its own, which casts inside it")
+                versions.exclude(state.changed, made=False)
+                versions.add(namespaces, self._ran)
+        finally:
+            if not kept:
+                state.restore()
+                process.restore()
+                audit.undo()
+                for generator, before in generator_states:
+                    generator.set_state(before)
+        return kept, result, reasons, namespaces, audit
+
+    def _watch_tensors(self, namespaces: Sequence[Namespace], audit: StorageAudit) -> None:
+        self._outside |= audit.outside
+        found = ReadTensors(namespaces, audit.outside, registries=True, without=self._places)
+        self._places |= found.places
+        self._addresses.watch(found)
+
+    def refused_changes(self, run: Callable[[], None]) -> str:
+        """Run a capture, and return what it changes of Python state, which is restored."""
+        state = HostState(self._roots, ignored=self._generators, gradients=True, ran=self._ran)
+        process = ProcessState(self._generators)
+        try:
+            run()
+            found = state.changes(lambda tensor: True) + process.changes()
+        finally:
+            state.restore()
+            process.restore()
+        return f"changes {', '.join(found)}: a replay would not repeat this" if found else ""

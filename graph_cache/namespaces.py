@@ -1,0 +1,380 @@
+"""Containers of Python values with one interface: read, restore, and name what they hold.
+
+Attributes, globals, closures, lists, dictionaries, slots, class attributes, arrays, generators and iterators.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import io
+import itertools
+import random
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes))
+MAX_ITEMS = 4096  # of larger containers, only the length is compared
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "missing"
+
+
+MISSING = _Missing()
+
+
+@dataclass(eq=False)
+class Namespace:
+    """A container of named values.
+
+    `is_library`: attributes of a module whose library counts and caches in them, and whose adapter recreates what a
+    forward reads.
+    """
+
+    path: str
+    container: Any
+    is_library: bool = False
+
+    named = False
+    """Whether code reads the values by their keys, as names."""
+
+    def read(self) -> dict[Any, Any]:
+        """Return a copy of the values by key."""
+        raise NotImplementedError
+
+    def write(self, values: Mapping[Any, Any]) -> None:
+        """Restore values returned by `read`."""
+        raise NotImplementedError
+
+    def set(self, key: Any, value: Any) -> None:
+        """Set one value."""
+        self.container[key] = value
+
+    def values_by_key(self) -> Any:
+        """Return an object whose items are the current values."""
+        return self.container
+
+    def name_of(self, key: Any) -> str:
+        """Return a value's name for messages."""
+        if self.named:
+            return f"{self.path}.{key}" if self.path else str(key)
+        return f"{self.path}[{key!r}]" if type(key) in PLAIN else f"{self.path}[…]"
+
+
+class Items(Namespace):
+    """Items of a list, a deque or a dictionary."""
+
+    def read(self) -> dict[Any, Any]:
+        if len(self.container) > MAX_ITEMS:
+            return {"length": len(self.container)}
+        if _computes_items(self.container):
+            return {key: dict.__getitem__(self.container, key) for key in self.container}
+        return dict(self.container if isinstance(self.container, dict) else enumerate(self.container))
+
+    def write(self, values: Mapping[Any, Any]) -> None:
+        if set(values) == {"length"}:
+            return
+        self.container.clear()
+        self.container.update(values) if isinstance(self.container, dict) else self.container.extend(values.values())
+
+    def values_by_key(self) -> Any:
+        return _StoredItems(self.container) if _computes_items(self.container) else self.container
+
+
+def _computes_items(container: Any) -> bool:
+    """Whether reading an item runs code of a subclass of dict, which may return a new object each time."""
+    return isinstance(container, dict) and type(container).__getitem__ is not dict.__getitem__
+
+
+class _StoredItems:
+    """The items of a dictionary as they are stored."""
+
+    __slots__ = ("_container",)
+
+    def __init__(self, container: dict[Any, Any]):
+        self._container = container
+
+    def __getitem__(self, key: Any) -> Any:
+        return dict.__getitem__(self._container, key)
+
+
+class Attributes(Namespace):
+    """Attributes of an object."""
+
+    named = True
+
+    def read(self) -> dict[Any, Any]:
+        return dict(self.container)
+
+    def write(self, values: Mapping[Any, Any]) -> None:
+        for name in [name for name in self.container if name not in values]:
+            del self.container[name]
+        self.container.update(values)
+
+
+class Globals(Namespace):
+    """Some globals of a module."""
+
+    named = True
+
+    def __init__(self, path: str, container: dict[str, Any], names: tuple[str, ...]):
+        super().__init__(path, container)
+        self.names = names
+
+    def read(self) -> dict[Any, Any]:
+        return {name: self.container[name] for name in self.names if name in self.container}
+
+    def write(self, values: Mapping[Any, Any]) -> None:
+        for name in self.names:
+            if name not in values:
+                self.container.pop(name, None)
+        self.container.update(values)
+
+
+class Cell(Namespace):
+    """A variable of a closure."""
+
+    def read(self) -> dict[Any, Any]:
+        try:
+            return {0: self.container.cell_contents}
+        except ValueError:  # unbound name
+            return {}
+
+    def write(self, values: Mapping[Any, Any]) -> None:
+        if 0 in values:
+            self.container.cell_contents = values[0]
+
+    def set(self, key: Any, value: Any) -> None:
+        self.container.cell_contents = value
+
+    def name_of(self, key: Any) -> str:
+        return self.path
+
+
+class _Attribute:
+    """Attributes of an object as items."""
+
+    __slots__ = ("_owner",)
+
+    def __init__(self, owner: Any):
+        self._owner = owner
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return getattr(self._owner, name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+
+class Values(Namespace):
+    """Slots of an object."""
+
+    named = True
+
+    def __init__(self, path: str, container: Any, names: tuple[str, ...]):
+        super().__init__(path, container)
+        self.names = names
+
+    def read(self) -> dict[Any, Any]:
+        return {name: getattr(self.container, name) for name in self.names if hasattr(self.container, name)}
+
+    def write(self, values: Mapping[Any, Any]) -> None:
+        for name in self.names:
+            if name in values:
+                setattr(self.container, name, values[name])
+            elif hasattr(self.container, name):
+                delattr(self.container, name)
+
+    def set(self, key: Any, value: Any) -> None:
+        setattr(self.container, key, value)
+
+    def values_by_key(self) -> Any:
+        return _Attribute(self.container)
+
+
+class ClassAttributes(Namespace):
+    """Attributes of a class, its methods included; only those in `only`, if given."""
+
+    named = True
+
+    def __init__(self, path: str, container: type, only: tuple[str, ...] | None = None):
+        super().__init__(path, container)
+        self.only = only
+
+    def read(self) -> dict[Any, Any]:
+        return {
+            name: value
+            for name, value in vars(self.container).items()
+            if (self.only is None or name in self.only)
+            and (name in ("__call__", "__getattr__") or not (name.startswith("__") and name.endswith("__")))
+            and not isinstance(value, (types.MemberDescriptorType, types.GetSetDescriptorType))
+        }
+
+    def write(self, values: Mapping[Any, Any]) -> None:
+        now = self.read()
+        for name in now:
+            if name not in values:
+                delattr(self.container, name)
+        for name, value in values.items():
+            if now.get(name, MISSING) is not value:
+                setattr(self.container, name, value)
+
+    def set(self, key: Any, value: Any) -> None:
+        setattr(self.container, key, value)
+
+    def values_by_key(self) -> Any:
+        return vars(self.container)
+
+
+class _Whole:
+    """The contents of a container as one item."""
+
+    __slots__ = ("_namespace",)
+
+    def __init__(self, namespace: Namespace):
+        self._namespace = namespace
+
+    def __getitem__(self, key: str) -> Any:
+        return self._namespace.read()[key]
+
+
+class Contents(Namespace):
+    """A set, or a buffer of numbers (bytearray, array, NumPy array), compared as a whole."""
+
+    def read(self) -> dict[Any, Any]:
+        container = self.container
+        if isinstance(container, set):
+            return {"contents": frozenset(container)} if len(container) <= MAX_ITEMS else {"length": len(container)}
+        return {"contents": container.tobytes() if hasattr(container, "tobytes") else bytes(container)}
+
+    def write(self, values: Mapping[Any, Any]) -> None:
+        container, contents = self.container, values.get("contents")
+        if isinstance(container, set):
+            if contents is not None:
+                container.clear()
+                container.update(contents)
+        elif isinstance(container, bytearray):
+            container[:] = contents or b""
+        elif isinstance(container, array.array):
+            del container[:]
+            container.frombytes(contents or b"")
+        else:
+            container[...] = _numpy().frombuffer(contents, container.dtype).reshape(container.shape)
+
+    def values_by_key(self) -> Any:
+        return _Whole(self)
+
+    def name_of(self, key: Any) -> str:
+        return self.path
+
+
+class Hidden(Namespace):
+    """State that an object keeps in C: a random generator, a context variable, an iterator."""
+
+    @property
+    def is_restorable(self) -> bool:
+        return not isinstance(self.container, Iterator)
+
+    def read(self) -> dict[Any, Any]:
+        one = self.container
+        if isinstance(one, torch.Generator):
+            return {"state": state_of(one)}
+        if isinstance(one, random.Random):
+            return {"state": one.getstate()}
+        if isinstance(one, ContextVar):
+            return {"value": one.get(MISSING)}
+        if isinstance(one, Iterator):
+            return {"position": position_of(one)}
+        return {"state": repr(one.bit_generator.state)}
+
+    def write(self, values: Mapping[Any, Any]) -> None:
+        one = self.container
+        if isinstance(one, torch.Generator):
+            set_state(one, values["state"])
+        elif isinstance(one, random.Random):
+            one.setstate(values["state"])
+        elif isinstance(one, ContextVar):
+            if values["value"] is not MISSING:
+                one.set(values["value"])
+
+    def values_by_key(self) -> Any:
+        return _Whole(self)
+
+    def name_of(self, key: Any) -> str:
+        return self.path
+
+
+def state_of(generator: torch.Generator) -> bytes:
+    """Return a generator's state, also inside a capture, which sees no read of the host."""
+    with _disable_current_modes():
+        state = generator.get_state()
+        return ctypes.string_at(state.data_ptr(), state.nbytes)
+
+
+def set_state(generator: torch.Generator, state: bytes) -> None:
+    """Set a generator's state, also inside a capture."""
+    with _disable_current_modes():
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+def is_buffer(value: Any) -> bool:
+    """Return whether this is a set, or a mutable buffer of numbers."""
+    return isinstance(value, (set, bytearray, array.array)) or (
+        isinstance(value, _numpy_type("ndarray")) and not value.dtype.hasobject
+    )
+
+
+def is_hidden(value: Any) -> bool:
+    """Return whether this object keeps state in C that `Hidden` reads."""
+    return isinstance(value, (torch.Generator, random.Random, ContextVar, _numpy_type("random.Generator"))) or (
+        isinstance(value, Iterator) and not isinstance(value, io.IOBase)
+    )
+
+
+def position_of(iterator: Iterator[Any]) -> Any:
+    """Return how far an iterator has been read, as a plain value; MISSING if it does not tell."""
+    if isinstance(iterator, types.GeneratorType):
+        frame = iterator.gi_frame
+        if frame is None:
+            return "ended"
+        return frame.f_lasti, *[
+            position_of(value) if isinstance(value, Iterator) else value
+            for value in frame.f_locals.values()
+            if type(value) in PLAIN or isinstance(value, Iterator)
+        ]
+    if isinstance(iterator, (itertools.count, itertools.repeat)):
+        return repr(iterator)
+    remaining = getattr(iterator, "__length_hint__", None)
+    return MISSING if remaining is None else remaining()
+
+
+def slots_of(kind: type) -> tuple[str, ...]:
+    """Return the names in the `__slots__` of a class and its bases."""
+    if kind.__module__ == "builtins":
+        return ()
+    found: list[str] = []
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        found += [slots] if isinstance(slots, str) else slots
+    return tuple([name for name in found if name not in ("__dict__", "__weakref__")])
+
+
+def _numpy() -> Any:
+    return sys.modules["numpy"]
+
+
+def _numpy_type(name: str) -> Any:
+    """Return a type of NumPy, or no type if it was never imported."""
+    module = sys.modules.get("numpy")
+    for part in name.split("."):
+        module = getattr(module, part, None)
+    return () if module is None else module

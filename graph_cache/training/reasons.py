@@ -1,0 +1,38 @@
+"""Reasons for eager calls in training, as they are counted. `docs/training.md` explains each."""
+
+from __future__ import annotations
+
+from graph_cache.keys import CAPTURE_FAILED, EVICTED, NOT_CAPTURED, STALE, WARMING_UP
+
+UNSEEN = "unseen_signature"
+OTHER_PARAMETERS = "other_parameters"
+NO_INSTANCE = "no_free_instance"
+NO_MEMORY = "argument_without_memory"
+ELSEWHERE = "argument_elsewhere"
+OBJECT = "object_argument"
+ARGUMENT_GRADIENT = "argument_gradient"
+NO_GRAD = "no_gradient"
+SAVED_TENSOR_HOOKS = "saved_tensor_hooks"
+TRANSFORM = "transform"
+OTHER_BACKWARD = "other_backward"
+HOOKS = "hooks_inside"
+
+REASONS = (
+    WARMING_UP,
+    UNSEEN,
+    OTHER_PARAMETERS,
+    NO_INSTANCE,
+    NO_MEMORY,
+    ELSEWHERE,
+    OBJECT,
+    ARGUMENT_GRADIENT,
+    NO_GRAD,
+    SAVED_TENSOR_HOOKS,
+    TRANSFORM,
+    OTHER_BACKWARD,
+    HOOKS,
+    STALE,
+    EVICTED,
+    NOT_CAPTURED,
+    CAPTURE_FAILED,
+)
