@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from graph_cache.adapters.transformer_engine.layer import REPLAY_ATTRIBUTE, BackwardHook, Layer, protect_gradient
 from graph_cache.adapters.transformer_engine.maker import CapturePlan, GraphSet, Maker, Precision
-from graph_cache.adapters.transformer_engine.order import GraphSlots, assign_slots
+from graph_cache.adapters.transformer_engine.order import GraphSlots, max_outstanding
 from graph_cache.adapters.transformer_engine.preserved_state import FIRST_MICROBATCH, PreservedState
 from graph_cache.adapters.transformer_engine.samples import CapturedLayer, choose_samples, static_inputs
 from graph_cache.addresses import AddressBook
@@ -31,8 +31,8 @@ from graph_cache.training.autograd import Lease
 from graph_cache.training.call import Result, flatten_call
 from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.compiled import without_compiling
-from graph_cache.training.modules import HOOKS, NO_GRAD, NO_INSTANCE, UNSEEN
 from graph_cache.training.parameter_aliases import ADDED, MainGrads
+from graph_cache.training.reasons import HOOKS, NO_GRAD, NO_INSTANCE, UNSEEN
 
 logger = logging.getLogger(__name__)
 
@@ -82,8 +82,7 @@ class TransformerEngineGraphs:
         self.job = job
         self._maker = maker
         self._order = [int(entry) if entry == int(entry) else entry for entry in order]
-        self._input_slots = assign_slots(order)
-        self._chunks = range(1 + max(chunk for chunk, _, _ in self._input_slots))
+        self._chunks = range(len(max_outstanding(order)))
         self._warmup_rounds = max(1, warmup_rounds)
         self._state = CaptureState(self._warmup_rounds)  # one capture for all layers; warm-up runs are steps
         self._caches_weights = caches_weights
@@ -309,7 +308,7 @@ class TransformerEngineGraphs:
         self.job.pool.trim()  # memory cached by eager steps can't be used by the graphs' pool
         self._busy = True
         try:
-            graph_set, added = self._make_graphs(chunks, modules)
+            graph_set, keywords, added = self._make_graphs(chunks, modules)
         except CaptureError as error:
             logger.error("the capture by Transformer Engine failed, layers will run eagerly: %s", error)
             self._state.fail(error)
@@ -322,7 +321,7 @@ class TransformerEngineGraphs:
             self.job.pool.trim()
             return
         self._capture_seconds = time.perf_counter() - started
-        self._install(graph_set, chunks, added)
+        self._install(graph_set, keywords, chunks, added)
         self.job.stats.observe_capture(self._capture_seconds)
         logger.info(
             "Transformer Engine captured %d pairs of graphs in %.2f s", len(graph_set.calls), self._capture_seconds
@@ -330,8 +329,9 @@ class TransformerEngineGraphs:
 
     def _make_graphs(
         self, chunks: Sequence[Sequence[Layer]], modules: Sequence[CapturedLayer]
-    ) -> tuple[GraphSet, set[int]]:
-        """Capture the plan. Returns the graphs and the ids of parameters whose gradients they add to `main_grad`.
+    ) -> tuple[GraphSet, list[list[str]], set[int]]:
+        """Capture the plan. Returns the graphs, the keywords of each, and the ids of parameters whose gradients they
+        add to `main_grad`.
 
         Raises CaptureError.
         """
@@ -347,7 +347,7 @@ class TransformerEngineGraphs:
             tuple(modules),
             [len(chunk) for chunk in chunks],
             self._order,
-            static_inputs(samples, self._input_slots),
+            static_inputs(samples, self._order),
             tuple(layer.sample.record.precision.enabled for layer in layers),
             precisions[0] if precisions else Precision(),
             self._caches_weights and bool(precisions),
@@ -367,25 +367,21 @@ class TransformerEngineGraphs:
             )
             graph_set = self._maker.make(plan)
         self._replays_cache_weights = plan.caches_weights
-        return graph_set, preserved.added
+        return graph_set, [list(inputs) for inputs in plan.samples], preserved.added
 
-    def _install(self, graph_set: GraphSet, chunks: Sequence[Sequence[Layer]], added: set[int]) -> None:
-        """Serve calls from these graphs from now on."""
+    def _install(
+        self, graph_set: GraphSet, keywords: Sequence[list[str]], chunks: Sequence[Sequence[Layer]], added: set[int]
+    ) -> None:
+        """Serve calls from these graphs from now on. `keywords`: of each graph."""
         self._state.succeed()
         self._graph_set, self._graph_slots = graph_set, GraphSlots(self._order, [len(chunk) for chunk in chunks])
-        slot_of = {(chunk, microbatch): slot for chunk, microbatch, slot in self._input_slots}
         for chunk, layers in enumerate(chunks):
-            microbatches = range(self._graph_slots.microbatches)
             for layer in layers:
-                layer.set_graphs(
-                    [
-                        graph_set.calls[self._graph_slots.index_of(chunk, microbatch, layer.index)]
-                        for microbatch in microbatches
-                    ],
-                    [slot_of[chunk, microbatch] for microbatch in microbatches],
-                    added,
-                    SCOPE,
-                )
+                indices = [
+                    self._graph_slots.index_of(chunk, microbatch, layer.index)
+                    for microbatch in range(self._graph_slots.microbatches)
+                ]
+                layer.set_graphs([(graph_set.calls[index], keywords[index]) for index in indices], added, SCOPE)
                 self._addresses.watch(layer.attached.scope, prefix=f"{layer.name}.")
                 self._addresses.watch(MainGrads(layer.attached.scope), prefix=f"{layer.name}.main_grad of ")
                 self.job.stats.captures[layer.name, SCOPE, "recorded"] += len(layer.graphs)

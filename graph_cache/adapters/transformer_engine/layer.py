@@ -5,7 +5,7 @@ Maps calls to graph inputs and outputs. `GraphSlots` decides which graph may run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from graph_cache.adapters.transformer_engine.maker import Precision
 from graph_cache.adapters.transformer_engine.preserved_state import FIRST_MICROBATCH
-from graph_cache.adapters.transformer_engine.samples import CallLog, CapturedLayer, Sample, input_names
+from graph_cache.adapters.transformer_engine.samples import CallLog, CapturedLayer, Sample
 from graph_cache.errors import GraphError
 from graph_cache.training.attached import FORWARD, AttachedModule, Hook, ModuleState, Part, put_back
 
@@ -66,14 +66,9 @@ class Layer:
         self._alias = CapturedLayer(self.attached, self._call, sample, nondiff_outputs)
         return self._alias
 
-    def set_graphs(
-        self, calls: Sequence[Callable[..., Any]], slots: Sequence[int], added: set[int], scope: str
-    ) -> None:
-        """Set the graphs, one per microbatch. `added`: see PreservedState."""
-        self.graphs = [
-            (call, input_names(self.chunk, self.index, slot, self.sample))
-            for call, slot in zip(calls, slots, strict=True)
-        ]
+    def set_graphs(self, graphs: Iterable[tuple[Callable[..., Any], list[str]]], added: set[int], scope: str) -> None:
+        """Set the graphs and their keywords, one pair per microbatch. `added`: see PreservedState."""
+        self.graphs = list(graphs)
         self.added = [parameter for parameter in self.attached.parameters if id(parameter) in added]
         tensors = self.sample.key.tensors
         self.label = (self.name, scope, "forward", tensors[0][0][0] if tensors and tensors[0][0] else 1)

@@ -1,5 +1,5 @@
 """Parse a pipeline stage's order of forwards and backwards in Transformer Engine's notation, and derive from it the
-static input slots and which graphs may be outstanding together.
+static input buffers and which graphs may be outstanding together.
 
 3 is a forward of the third chunk, -3 its backward, -3.5 the delayed weight gradients (backward_dw) of the preceding
 backward. The backwards of a chunk process microbatches in the order of its forwards. Pure Python.
@@ -7,8 +7,9 @@ backward. The backwards of a chunk process microbatches in the order of its forw
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from enum import Enum
 from math import ceil
 from typing import NamedTuple
@@ -100,29 +101,44 @@ def _check_counts(counts_by_kind: dict[EventKind, defaultdict[int, int]], delaye
 
 def max_outstanding(order: Sequence[float]) -> list[int]:
     """Return for each chunk the maximum number of outstanding microbatches (forward done, backward not finished)."""
-    counts: defaultdict[int, int] = defaultdict(int)
-    for chunk, _, slot in assign_slots(order):
-        counts[chunk] = max(counts[chunk], slot + 1)
-    return [counts[chunk] for chunk in sorted(counts)]
-
-
-def assign_slots(order: Sequence[float]) -> list[tuple[int, int, int]]:
-    """Return (chunk, microbatch, slot) of each forward in order, all from 0. A slot is a chunk's set of static inputs.
-
-    Microbatches share a slot only if they are never outstanding together. Each takes the lowest free slot, so a chunk
-    has as many slots as its maximum of outstanding microbatches.
-    """
-    slots_in_use: defaultdict[int, dict[int, int]] = defaultdict(dict)  # chunk -> slot -> microbatch
-    assigned = []
+    now: defaultdict[int, int] = defaultdict(int)
+    most: defaultdict[int, int] = defaultdict(int)
     for event in parse_order(order):
-        chunk_slots = slots_in_use[event.chunk]
         if event.kind is EventKind.FORWARD:
-            slot = next(slot for slot in range(len(chunk_slots) + 1) if slot not in chunk_slots)
-            chunk_slots[slot] = event.microbatch
-            assigned.append((event.chunk, event.microbatch, slot))
+            now[event.chunk] += 1
+            most[event.chunk] = max(most[event.chunk], now[event.chunk])
         elif event.last:
-            del chunk_slots[next(slot for slot, microbatch in chunk_slots.items() if microbatch == event.microbatch)]
-    return assigned
+            now[event.chunk] -= 1
+    return [most[chunk] for chunk in sorted(most)]
+
+
+def assign_buffers(
+    order: Sequence[float], inputs: Sequence[Sequence[Sequence[Hashable]]]
+) -> dict[tuple[int, int, int], list[int]]:
+    """Assign a static buffer to each input of each graph. Returns (chunk, microbatch, layer) -> buffer numbers.
+
+    `inputs`: the signatures (shape, dtype, …) of the inputs of each layer, by chunk. Graphs of any chunks share a
+    buffer if its signature fits and they are never outstanding together. A forward takes the lowest free buffers, so a
+    signature has as many buffers as inputs that are outstanding at a time, the least possible.
+    """
+    free: defaultdict[Hashable, list[int]] = defaultdict(list)  # heaps of buffers by signature
+    found: dict[tuple[int, int, int], list[int]] = {}
+    count = 0
+    for event in parse_order(order):
+        for layer, signatures in enumerate(inputs[event.chunk]):
+            key = event.chunk, event.microbatch, layer
+            if event.kind is EventKind.FORWARD:
+                found[key] = []
+                for signature in signatures:
+                    if free[signature]:
+                        found[key].append(heapq.heappop(free[signature]))
+                    else:
+                        found[key].append(count)
+                        count += 1
+            elif event.last:
+                for signature, buffer in zip(signatures, found[key], strict=True):
+                    heapq.heappush(free[signature], buffer)
+    return found
 
 
 class GraphSlots:

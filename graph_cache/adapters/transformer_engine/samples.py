@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from graph_cache.adapters.transformer_engine.maker import Precision
+from graph_cache.adapters.transformer_engine.order import assign_buffers
 from graph_cache.errors import CaptureError
 from graph_cache.training.attached import AttachedModule
-from graph_cache.training.call import PLAIN, CallKey, Expected, Result, autocast_as, flatten_call, unflatten_call
+from graph_cache.training.call import PLAIN, CallKey, Expected, Result, flatten_call, modes_as, unflatten_call
 
 # Argument types that may be baked into a graph: they are compared at each call. Other objects may be mutated later.
 CONSTANTS = (*PLAIN, enum.Enum)
@@ -165,36 +166,24 @@ def choose_samples(layers: Sequence[CallLog]) -> list[Sample | None]:
     return samples
 
 
-def input_names(chunk: int, layer: int, slot: int, sample: Sample) -> list[str]:
-    """Return keywords for the per-call tensors of a layer's graphs in one slot.
-
-    Transformer Engine shares static inputs between graphs with equal keywords, shapes and dtypes whose microbatches
-    don't overlap. It ignores strides, requires_grad and existing sharing. Keywords that are unique per slot restrict it
-    to the sharing chosen here.
-    """
-    return [f"chunk{chunk}_layer{layer}_slot{slot}_{index}" for index in sample.per_call]
-
-
-def static_inputs(
-    samples: Sequence[Sequence[Sample]], slots: Sequence[tuple[int, int, int]]
-) -> list[dict[str, Tensor]]:
+def static_inputs(samples: Sequence[Sequence[Sample]], order: Sequence[float]) -> list[dict[str, Tensor]]:
     """Allocate the per-call static inputs of each graph by keyword, in Transformer Engine's order: chunk, microbatch,
     layer.
 
-    `samples`: the layers of each chunk. `slots`: (chunk, microbatch, slot) of each forward. Graphs of the same layer
-    and slot share tensors.
+    `samples`: the layers of each chunk. Graphs that are never outstanding together share tensors of equal signature.
+
+    Transformer Engine itself shares static inputs between graphs with equal keywords, shapes and dtypes whose
+    microbatches don't overlap. It ignores strides, requires_grad, existing sharing, and the order of keywords. Keywords
+    of the position and the buffer restrict it to the sharing chosen here.
     """
-    inputs_by_slot: dict[tuple[int, int, int], dict[str, Tensor]] = {}
+    signatures = [[[sample.key.tensors[index] for index in sample.per_call] for sample in chunk] for chunk in samples]
+    buffers: dict[int, Tensor] = {}
     found = []
-    for chunk, _, slot in sorted(slots):
-        for layer, sample in enumerate(samples[chunk]):
-            key = (chunk, layer, slot)
-            if key not in inputs_by_slot:
-                inputs_by_slot[key] = {
-                    name: _static(sample.key.tensors[index])
-                    for name, index in zip(input_names(*key, sample), sample.per_call, strict=True)
-                }
-            found.append(dict(inputs_by_slot[key]))
+    for (chunk, _, layer), numbers in sorted(assign_buffers(order, signatures).items()):
+        for number, signature in zip(numbers, signatures[chunk][layer], strict=True):
+            if number not in buffers:
+                buffers[number] = _static(signature)
+        found.append({f"input{position}_buffer{number}": buffers[number] for position, number in enumerate(numbers)})
     return found
 
 
@@ -232,7 +221,7 @@ class CapturedLayer(nn.Module):
 
     def forward(self, **per_call: Tensor) -> tuple[Tensor | None, ...]:
         args, kwargs = self.sample.arguments(list(per_call.values()))
-        with autocast_as(self.sample.key):
+        with modes_as(self.sample.key.autocast, self.sample.key.settings):
             return self.flatten_result(self.call(*args, **kwargs))
 
     def flatten_result(self, value: Any) -> tuple[Tensor | None, ...]:
