@@ -18,6 +18,8 @@ with warnings.catch_warnings():
     import megatron.core.pipeline_parallel.schedules
     import megatron.core.transformer.cuda_graphs  # noqa: F401
     from megatron.core import parallel_state
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,6 +32,14 @@ def one_process(request: pytest.FixtureRequest):
     yield
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def experts_on_cpu(monkeypatch: pytest.MonkeyPatch):
+    """Replace the GPU-only calls of megatron-core 0.16: a stream, a device number and Transformer Engine's GEMM."""
+    monkeypatch.setattr(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", "none, as nothing is copied from a GPU")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
 
 
 @pytest.fixture(autouse=True)

@@ -88,7 +88,9 @@ def build(pattern=None, **changes):
             )
         config = TransformerConfig(**values)
         spec = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
         )
         model = GPTModel(
             config,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -29,6 +30,17 @@ FIXED = EXPERTS | {
 """MoE layers with a fixed number of tokens per expert, for any routing. They use LayerNorm: torch's RMSNorm uses its
 input twice, and captured by itself it accumulates gradients in a different order from eager.
 """
+
+
+def loss_sums() -> dict[str, Any]:
+    """Return Megatron's sums of auxiliary losses by name, which clearing removes; `sums_of` returns their tensors."""
+    tracker = getattr(moe_utils, "get_moe_metrics_tracker", None)  # from 0.19 on
+    return tracker().metrics if tracker is not None else moe_utils.get_moe_layer_wise_logging_tracker()
+
+
+def sums_of(sums: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors of `loss_sums`, [layers] each."""
+    return [one["values"] if isinstance(one, dict) else one.values for one in sums.values()]
 
 
 def config(**changes: Any) -> TransformerConfig:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from graph_cache.adapters.megatron.ambient_state import MegatronAmbientState
 from graph_cache.adapters.megatron.config import MegatronGraphConfig
 from graph_cache.adapters.megatron.packed import register_packed_sequences
-from graph_cache.adapters.megatron.parts import layers_of, parts_of
+from graph_cache.adapters.megatron.parts import encoder_parts_of, layers_of, parts_of, section_of
+from graph_cache.adapters.megatron.routing_replay import with_routing_replay
 from graph_cache.adapters.megatron.schedule import delayed_wgrad_in_graphs
 from graph_cache.errors import GraphConfigError
 from graph_cache.training.attached import AmbientState, AttachedModule, Attachment, Hook, Part
@@ -28,26 +29,32 @@ PREPROCESS = "moe_preprocess"
 NEVER_DELAYED = {"moe_router", PREPROCESS}  # parts without delayed weight gradients
 ROUTING_REPLAY_ERROR = (
     "moe_enable_routing_replay=True switches routers between recording and replaying from the host: a graph "
-    "would repeat the mode and routing of its capture. Set it False"
+    "would repeat the mode and routing of its capture. Use cuda_graph_impl='local', which makes them part of a call"
 )
 FP4_MIN_CAPABILITY = (10, 0)  # the compute capability of the first GPUs with fp4
 
 
 def attachment(
-    models: Sequence[nn.Module], config: MegatronGraphConfig, parts: Sequence[Part] | None = None
+    models: Sequence[nn.Module],
+    config: MegatronGraphConfig,
+    parts: Sequence[Part] | None = None,
+    *,
+    encoder: bool = False,
 ) -> Attachment:
     """Check a model or its chunks and describe the capture. `parts`: what to capture (None: by the configuration).
-    Call it after wrapping the model for data parallelism.
+    Call it after wrapping the model for data parallelism. `encoder`: of the vision encoders, else of everything else.
 
     Raises GraphConfigError, saying what to change, for what can't be captured: Megatron's own graphs on the same model,
     RNG states that a graph can't register, hooks inside parts that a replay would skip, full recompute, offloading,
     delayed weight gradients, fp4 without hardware support.
     """
-    settings = {id(layer.module.config): layer.module.config for layer in layers_of(models)}
+    layers = section_of(models, encoder=encoder) if parts is None else layers_of(models)
+    settings = {id(layer.module.config): layer.module.config for layer in layers}
     for one in settings.values():
         check_config(one, config)
     if parts is None:
-        parts = parts_of(models, _capturable(config))
+        parts = (encoder_parts_of if encoder else parts_of)(models, _capturable(config))
+    parts = list(map(with_routing_replay, parts))
     for part in parts:
         _check_hooks(part)
     register_packed_sequences()
@@ -80,6 +87,7 @@ def check_config(model_config: Any, config: MegatronGraphConfig) -> None:
         cuda_graph_impl=config.cuda_graph_impl,
         cuda_graph_scope=None,
         cuda_graph_modules=config.cuda_graph_modules,
+        moe_dropless=config.moe_dropless,
         inference_cuda_graph_scope="none",
         use_cudagraphable_rng=True,
     )  # `generators` checks the tracker itself
@@ -109,8 +117,10 @@ def check_config(model_config: Any, config: MegatronGraphConfig) -> None:
             "overlap_moe_expert_parallel_comm=True calls the parts of a layer and never the layer itself, "
             "so a graph of the whole layer is never replayed: name parts in cuda_graph_modules (attn, moe_router)"
         )
-    if getattr(model_config, "moe_enable_routing_replay", False) and (
-        not config.cuda_graph_modules or {"moe", "moe_router"} & set(config.cuda_graph_modules)
+    if (
+        getattr(model_config, "moe_enable_routing_replay", False)
+        and config.cuda_graph_impl != "local"
+        and (not config.cuda_graph_modules or {"moe", "moe_router"} & set(config.cuda_graph_modules))
     ):
         raise GraphConfigError(ROUTING_REPLAY_ERROR + ", or capture no router (cuda_graph_modules=['attn'])")
     if getattr(model_config, "fp4", None):

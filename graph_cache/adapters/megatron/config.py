@@ -17,7 +17,7 @@ from typing import Any
 from graph_cache.adapters.megatron.refusals import refuse_contradictions
 from graph_cache.config import INFERENCE_SCOPES, GraphConfig
 from graph_cache.errors import GraphConfigError
-from graph_cache.validation import did_you_mean, is_whole_number
+from graph_cache.validation import NamesFields, did_you_mean, is_whole_number
 
 # Megatron's implementations, and the `training_captures` of GraphConfig that each selects.
 TRAINING_CAPTURES_OF = {
@@ -30,7 +30,9 @@ IMPLS = tuple(TRAINING_CAPTURES_OF)
 MODULES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
 RECOMPUTE_GRANULARITIES = ("selective", "full")
 
-# Values of the deprecated cuda_graph_scope that became an impl or an inference scope instead of a module.
+_CALLING_PACKAGES = ("graph_cache.", "engine.")  # whose users see a deprecation warning as their own
+
+# Values of cuda_graph_scope and cuda_graph_modules that became an impl or an inference scope instead of a module.
 _RELOCATED_SCOPES = {
     "full_iteration": "cuda_graph_impl='full_iteration'",
     "full_iteration_inference": "cuda_graph_impl='local' with inference_cuda_graph_scope='block'",
@@ -40,7 +42,7 @@ _MEGATRON_ALIASES = {"te_rng_tracker": "use_te_rng_tracker", "check_for_nan_in_g
 
 
 @dataclass(frozen=True, kw_only=True)
-class MegatronGraphConfig:
+class MegatronGraphConfig(NamesFields):
     """Select which graphs are captured, in Megatron's vocabulary. `graph_config()` returns the core's settings.
 
     Frozen; every field holds its resolved value after construction.
@@ -56,7 +58,7 @@ class MegatronGraphConfig:
 
     Facts about the model and its training loop, by Megatron's names, which determine what is rejected:
       training                    False: only inference is captured, so dropout, recompute and NaN checks have no effect
-      num_moe_experts, moe_layer_freq, moe_pad_expert_input_to_capacity (drop-and-pad)
+      num_moe_experts, moe_layer_freq, is_hybrid_model, moe_pad_expert_input_to_capacity (drop-and-pad), moe_dropless
       recompute_granularity       None, `selective` or `full`
       cpu_offloading, check_for_nan_in_loss_and_grad
       hidden_dropout, attention_dropout   probabilities; use_te_rng_tracker or use_cudagraphable_rng state that every
@@ -65,8 +67,11 @@ class MegatronGraphConfig:
                                   PYTORCH_ALLOC_CONF) and NCCL_GRAPH_REGISTER at construction
 
     Deprecated, each with one DeprecationWarning that names its replacement: enable_cuda_graph, external_cuda_graph,
-    cuda_graph_scope. Raises GraphConfigError for an invalid value, an unsupported combination, and a deprecated input
-    that contradicts a new one.
+    cuda_graph_scope, and the values `full_iteration` and `full_iteration_inference` of cuda_graph_modules. The last one
+    has no effect, as its warning says, without an impl.
+
+    Raises GraphConfigError for an invalid value, an unsupported combination, and a deprecated input that contradicts a
+    new one.
     """
 
     cuda_graph_impl: str = None  # type: ignore[assignment]  # None until resolved, to tell unset from "none"
@@ -77,6 +82,7 @@ class MegatronGraphConfig:
     num_moe_experts: int | None = None
     moe_layer_freq: int | tuple[int, ...] = 1
     moe_pad_expert_input_to_capacity: bool = False
+    is_hybrid_model: bool = False  # its pattern says which layers are MoE layers, not moe_layer_freq
     recompute_granularity: str | None = None
     cpu_offloading: bool = False
     check_for_nan_in_loss_and_grad: bool = False
@@ -86,6 +92,7 @@ class MegatronGraphConfig:
     use_cudagraphable_rng: bool = False
     expandable_segments: bool = None  # type: ignore[assignment]
     nccl_graph_register: bool = None  # type: ignore[assignment]
+    moe_dropless: bool = False  # experts without a fixed capacity compute without counts on the host
     model_facts_known: bool = True  # False: rules about experts are checked once the model is known
     enable_cuda_graph: InitVar[bool | None] = None
     external_cuda_graph: InitVar[bool | None] = None
@@ -130,10 +137,11 @@ class MegatronGraphConfig:
         for name in ("cuda_graph_impl", "cuda_graph_modules", *_DEPRECATED):
             if name in values and _is_megatron_default(name, values[name]):
                 del values[name]
-        if "inference_cuda_graph_scope" in overrides and "cuda_graph_scope" in values:
-            words = _parse_words("cuda_graph_scope", values.pop("cuda_graph_scope"))
-            if rest := [word for word in words if word != "full_iteration_inference"]:
-                values["cuda_graph_scope"] = rest
+        for name in ("cuda_graph_scope", "cuda_graph_modules"):
+            if "inference_cuda_graph_scope" in overrides and name in values:
+                words = _parse_words(name, values.pop(name))
+                if rest := [word for word in words if word != "full_iteration_inference"]:
+                    values[name] = rest
         return cls.from_inputs(**(values | overrides))
 
     def graph_config(self) -> GraphConfig:
@@ -188,6 +196,8 @@ class MegatronGraphConfig:
 _BOOLEANS = (
     "training",
     "moe_pad_expert_input_to_capacity",
+    "moe_dropless",
+    "is_hybrid_model",
     "cpu_offloading",
     "check_for_nan_in_loss_and_grad",
     "use_te_rng_tracker",
@@ -203,7 +213,9 @@ class _Selection:
     def __init__(self, impl: Any, scope: Any, modules: Any):
         self.impl = None if impl is None else _parse_word("cuda_graph_impl", impl, IMPLS)
         self.scope = None if scope is None else _parse_word("inference_cuda_graph_scope", scope, INFERENCE_SCOPES)
-        self.modules = None if modules is None else _modules("cuda_graph_modules", modules)
+        found, self._relocated = ((), []) if modules is None else _split("cuda_graph_modules", modules)
+        # A relocated value alone selects no modules, so it does not contradict a cuda_graph_scope that does.
+        self.modules = None if modules is None or (self._relocated and not found) else found
 
     def apply_deprecated(self, enable: Any, external: Any, scope: Any) -> None:
         for name, flag, impl in (
@@ -219,30 +231,38 @@ class _Selection:
                 self._assign("impl", impl, name)
             elif self.impl == impl:
                 raise GraphConfigError(f"{name}=False contradicts cuda_graph_impl={impl!r}: leave out {name}")
+        if self._relocated:
+            source_text = f"cuda_graph_modules={','.join(self._relocated)}"
+            self._relocate(self._relocated, source_text, [])
         if scope is not None:
-            self._apply_scope(_parse_words("cuda_graph_scope", scope))
+            self._apply_scope(scope)
 
-    def _apply_scope(self, words: tuple[str, ...]) -> None:
-        relocated = [word for word in words if word in _RELOCATED_SCOPES]
-        modules = _modules("cuda_graph_scope", [word for word in words if word not in relocated])
-        replacements = [_RELOCATED_SCOPES[word] for word in relocated]
-        if modules or not relocated:
-            replacements.append(f"cuda_graph_modules={list(modules)}")
-        source_text = f"cuda_graph_scope={','.join(words) or '[]'}"
-        _warn(f"{source_text} is deprecated: use {' and '.join(replacements)}")
-        if len(relocated) == 2:
+    def _apply_scope(self, scope: Any) -> None:
+        modules, relocated = _split("cuda_graph_scope", scope)
+        selects_modules = bool(modules) or not relocated
+        source_text = f"cuda_graph_scope={','.join(_parse_words('cuda_graph_scope', scope)) or '[]'}"
+        self._relocate(relocated, source_text, [f"cuda_graph_modules={list(modules)}"] if selects_modules else [])
+        if selects_modules:
+            self._assign("modules", modules, source_text)
+
+    def _relocate(self, words: list[str], source_text: str, other_replacements: list[str]) -> None:
+        """Apply the deprecated values `words`, and warn with their replacements and `other_replacements`."""
+        replacements = [_RELOCATED_SCOPES[word] for word in words] + other_replacements
+        if len(words) == 2:
             raise GraphConfigError(
                 f"{source_text} selects two implementations: choose {replacements[0]} or {replacements[1]}"
             )
-        if "full_iteration" in relocated:
+        # Without an impl there are no graphs, and Megatron does not turn them on for this value.
+        without_effect = "full_iteration_inference" in words and self.impl in (None, "none")
+        effect = "full_iteration_inference has no effect without cuda_graph_impl='local': " if without_effect else ""
+        _warn(f"{source_text} is deprecated: {effect}use {' and '.join(replacements)}")
+        if "full_iteration" in words:
             # Older versions spell this as the scope `full_iteration` under the impl `local`.
             self.impl = None if self.impl == "local" else self.impl
             self._assign("impl", "full_iteration", source_text)
-        if "full_iteration_inference" in relocated:
+        if "full_iteration_inference" in words and not without_effect:
             self._assign("impl", "local", source_text)
             self._assign("scope", "block", source_text)
-        if modules or not relocated:
-            self._assign("modules", modules, source_text)
 
     def _assign(self, attribute: str, value: Any, source_text: str) -> None:
         setting = {"impl": "cuda_graph_impl", "scope": "inference_cuda_graph_scope", "modules": "cuda_graph_modules"}
@@ -255,8 +275,11 @@ class _Selection:
         setattr(self, attribute, value)
 
 
-def _modules(name: str, value: Any) -> tuple[str, ...]:
-    """Parse module names from a list, a tuple or a comma-separated string: distinct, ordered; `full` alone gives ()."""
+def _split(name: str, value: Any) -> tuple[tuple[str, ...], list[str]]:
+    """Parse module names from a list, a tuple or a comma-separated string: distinct, ordered; `full` alone gives ().
+
+    Returns the names that became an impl or an inference scope separately.
+    """
     words = _parse_words(name, value)
     if "full" in words:
         others = [word for word in words if word != "full"]
@@ -264,13 +287,12 @@ def _modules(name: str, value: Any) -> tuple[str, ...]:
             raise GraphConfigError(
                 f"{name} has 'full', the whole layer, together with {others}: give 'full' alone or only the parts"
             )
-        return ()
+        return (), []
     for word in words:
-        if word in _RELOCATED_SCOPES:
-            raise GraphConfigError(f"{name} has {word!r}, which is not a module: use {_RELOCATED_SCOPES[word]}")
-        if word not in MODULES:
+        if word not in MODULES and word not in _RELOCATED_SCOPES:
             raise GraphConfigError(f"{name} has an unknown module {word!r}{_suggest(word, MODULES)}")
-    return words
+    modules = tuple(word for word in words if word in MODULES)
+    return modules, [word for word in words if word not in modules]
 
 
 def _parse_words(name: str, value: Any) -> tuple[str, ...]:
@@ -333,9 +355,9 @@ def _warn(message: str) -> None:
 
 
 def _depth_outside() -> int:
-    """Return the stack level, seen from `_warn`, of the first caller outside this file and its constructor."""
+    """Return the stack level, seen from `_warn`, of the first caller outside these packages."""
     frame: FrameType | None = sys._getframe(1)
     depth = 1
-    while frame is not None and frame.f_globals.get("__name__") == __name__:
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith(_CALLING_PACKAGES):
         frame, depth = frame.f_back, depth + 1
     return depth

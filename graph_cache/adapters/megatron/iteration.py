@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from graph_cache.adapters.megatron.attachment import ROUTING_REPLAY_ERROR, AuxLosses, register_packed_sequences
 from graph_cache.adapters.megatron.attachment import generators as tracked_generators
 from graph_cache.errors import GraphConfigError, GraphError
+from graph_cache.keys import IdentityKey
 from graph_cache.pool import GraphPool
 from graph_cache.stats import CacheStats
-from graph_cache.training.call import IdentityKey
 from graph_cache.training.iteration import CapturedIteration
 
 SCALARS = (int, float, complex, bool, str, bytes, type(None))
@@ -69,7 +69,8 @@ class FullIteration:
     `forward_only` calls do not touch gradients. Loss scales (`grad_scale_func`) are read at every call and applied as
     tensors in the graph, so they may change. `settings`: objects with Megatron's settings (arguments, configurations)
     to check at construction; those of the models are checked at every call. `generators` are registered with each
-    graph, in addition to those of Megatron's tracker. Not thread-safe.
+    graph, in addition to those of Megatron's tracker. `prepare` gets the model chunks before each call. Not
+    thread-safe.
 
     Raises GraphConfigError for what can't be captured and MicrobatchesRanOut, both before anything runs; GraphError if
     the step consumes a different number of batches than of microbatches.
@@ -85,6 +86,7 @@ class FullIteration:
         warmup_steps: int = 3,
         generators: Sequence[torch.Generator] = (),
         settings: Iterable[Any] = (),
+        prepare: Callable[[Sequence[nn.Module]], None] | None = None,
     ):
         if isinstance(forward_backward_func, FullCudaGraphWrapper):
             raise GraphConfigError(
@@ -100,6 +102,7 @@ class FullIteration:
         self._pool, self._stats = pool, stats
         self._warmup_steps = warmup_steps
         self._generators = tuple(generators)
+        self._prepare = prepare
         self._iteration: CapturedIteration | None = None
 
     def __call__(
@@ -120,6 +123,8 @@ class FullIteration:
         configs = _configs(chunks)
         for one in (*configs, *_wrapped(chunks)):
             check_settings(one)
+        if self._prepare is not None:
+            self._prepare(chunks)
         key = [
             _settings_key(dict(sorted(keywords.items()))),
             *[_settings_key(vars(one), LOSS_SCALES) for one in configs],
@@ -253,10 +258,7 @@ def check_settings(settings: Any) -> None:
             "device-side check after the iteration, or use cuda_graph_impl='local'"
         )
     if given.get("moe_enable_routing_replay"):
-        raise GraphConfigError(
-            ROUTING_REPLAY_ERROR + ", or capture layers without their routers (cuda_graph_impl='local', "
-            "cuda_graph_modules=['attn'])"
-        )
+        raise GraphConfigError(ROUTING_REPLAY_ERROR)
     impl, scope = given.get("cuda_graph_impl"), given.get("cuda_graph_scope") or ()
     is_full_iteration = "full_iteration" in [
         getattr(one, "name", one) for one in ([scope] if isinstance(scope, str) else scope)

@@ -64,6 +64,10 @@ class DispatchState:
     def end(self) -> None:
         self._dispatcher.cuda_dtoh_point = self._original_dtoh_point
 
+    def take(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Return the arguments unchanged."""
+        return args, kwargs
+
     def gather(self, call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         state = vars(self._dispatcher)
         before = {name: state.pop(name) for name in self._names if name in state and name != "cuda_sync_point"}

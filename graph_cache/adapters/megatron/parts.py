@@ -10,9 +10,11 @@ import logging
 from collections.abc import Iterator, Sequence
 
 from megatron.core import parallel_state
+from megatron.core.models.common.vision_module.vision_module import VisionModule
 from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
@@ -34,38 +36,93 @@ def layers_of(models: Sequence[nn.Module]) -> list[Part]:
         for path, module in model.named_modules():
             if isinstance(module, (TransformerLayer, MambaLayer)) and module not in nested:
                 nested.update(module.modules())
-                while path.startswith(WRAPPER_PREFIX):
-                    path = path.removeprefix(WRAPPER_PREFIX)
-                found.append(Part(chunk + path or type(module).__name__, module, chunk=index))
+                name = chunk + _without_wrappers(path)
+                found.append(Part(name or type(module).__name__, module, chunk=index))
     return found
 
 
+def _without_wrappers(path: str) -> str:
+    while path.startswith(WRAPPER_PREFIX):
+        path = path.removeprefix(WRAPPER_PREFIX)
+    return path
+
+
+def encoders_of(models: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the vision encoders: Megatron's VisionModules, and what a multimodal model calls `vision_model`."""
+    found = []
+    for model in models:
+        for module in model.modules():
+            named = getattr(module, "vision_model", None)
+            found += [module] if isinstance(module, VisionModule) else []
+            found += [named] if isinstance(named, nn.Module) else []
+    return list(dict.fromkeys(found))
+
+
+def encoder_blocks(models: Sequence[nn.Module]) -> list[tuple[str, nn.Module, TransformerBlock]]:
+    """Return (name, encoder, block) of each TransformerBlock in a vision encoder, named like layers."""
+    owners = {
+        block: one for one in encoders_of(models) for block in one.modules() if isinstance(block, TransformerBlock)
+    }
+    return [
+        ((f"chunks.{index}." if len(models) > 1 else "") + _without_wrappers(path), owners[module], module)
+        for index, model in enumerate(models)
+        for path, module in model.named_modules()
+        if module in owners and isinstance(module, TransformerBlock)
+    ]
+
+
+def section_of(models: Sequence[nn.Module], *, encoder: bool) -> list[Part]:
+    """Return the whole layers of the vision encoders, or those of everything else."""
+    inside = {module for one in encoders_of(models) for module in one.modules()}
+    return [layer for layer in layers_of(models) if (layer.module in inside) == encoder]
+
+
+def encoder_parts_of(models: Sequence[nn.Module], modules: Sequence[str]) -> list[Part]:
+    """Return the parts of the vision encoders to capture; none on a pipeline stage without an encoder.
+
+    Raises GraphConfigError if a model on one stage has no encoder.
+    """
+    layers = section_of(models, encoder=True)
+    if not layers:
+        if _is_pipeline_stage():
+            return []
+        names = ", ".join(type(model).__name__ for model in models)
+        raise GraphConfigError(
+            f"vision_cuda_graph_impl is set, but {names} has no vision encoder with TransformerLayers: leave it out"
+        )
+    return _named_parts(layers, modules)
+
+
 def parts_of(models: Sequence[nn.Module], modules: Sequence[str]) -> list[Part]:
-    """Return the parts to capture. `modules`: Megatron's module names; empty for whole layers.
+    """Return the parts to capture outside of vision encoders. `modules`: Megatron's names; empty for whole layers.
 
     If `moe_preprocess` can't be captured, it stays eager with a warning. Raises GraphConfigError for models without
     layers and for modules that no layer has, except on a pipeline stage, which may have none.
     """
-    layers = layers_of(models)
+    layers = section_of(models, encoder=False)
     if not layers:
-        if _is_pipeline_stage():
+        if _is_pipeline_stage() or encoders_of(models):
             return []
         names = ", ".join(type(model).__name__ for model in models)
         raise GraphConfigError(
             f"{names}: found no TransformerLayer and no MambaLayer to capture, give attach() a "
             "Megatron-Core model that has some, or name submodules with modules=…"
         )
-    if not modules:
-        return layers
-    found = [
-        part._replace(chunk=layer.chunk) for layer in layers for part in _layer_parts(layer.name, layer.module, modules)
-    ]
+    found = _named_parts(layers, modules)
     if not found and not _is_pipeline_stage():
         raise GraphConfigError(
             f"cuda_graph_modules={','.join(modules)}: none of the {len(layers)} layers has one of "
             f"these ({', '.join(sorted({type(layer.module).__name__ for layer in layers}))})"
         )
     return found
+
+
+def _named_parts(layers: Sequence[Part], modules: Sequence[str]) -> list[Part]:
+    if not modules:
+        return list(layers)
+    return [
+        part._replace(chunk=layer.chunk) for layer in layers for part in _layer_parts(layer.name, layer.module, modules)
+    ]
 
 
 def _is_pipeline_stage() -> bool:

@@ -36,6 +36,12 @@ class GraphSettings(Protocol):
     def moe_pad_expert_input_to_capacity(self) -> bool: ...
 
     @property
+    def is_hybrid_model(self) -> bool: ...
+
+    @property
+    def moe_dropless(self) -> bool: ...
+
+    @property
     def recompute_granularity(self) -> str | None: ...
 
     @property
@@ -101,11 +107,12 @@ def _moe_whole_or_router(config: GraphSettings) -> str | None:
 
 
 def _moe_needs_fixed_shapes(config: GraphSettings) -> str | None:
-    if "moe" not in config.cuda_graph_modules or config.moe_pad_expert_input_to_capacity or not _has_experts(config):
+    fixed = config.moe_pad_expert_input_to_capacity or config.moe_dropless
+    if "moe" not in config.cuda_graph_modules or fixed or not _has_experts(config):
         return None
     return (
         "cuda_graph_modules has 'moe', whose shapes depend on the routing: set moe_pad_expert_input_to_capacity=True "
-        "(drop-and-pad), or capture 'moe_router' instead"
+        "(drop-and-pad), cuda_graph_moe_dropless=True for experts on one device, or capture 'moe_router' instead"
     )
 
 
@@ -118,7 +125,7 @@ def _preprocess_needs_router(config: GraphSettings) -> str | None:
 def _mlp_needs_dense_layers(config: GraphSettings) -> str | None:
     freq = config.moe_layer_freq
     all_moe = _has_experts(config) and (freq == 1 if isinstance(freq, int) else all(freq))
-    if "mlp" not in config.cuda_graph_modules or not all_moe:
+    if "mlp" not in config.cuda_graph_modules or not all_moe or config.is_hybrid_model:
         return None
     return "cuda_graph_modules has 'mlp', but every layer is an MoE layer: use 'moe' or 'moe_router'"
 

@@ -29,7 +29,7 @@ from torch import nn
 from torch.torch_version import TorchVersion
 
 from graph_cache.adapters.megatron.parts import layers_of
-from graph_cache.adapters.transformer_engine.order import assign_slots, max_outstanding, parse_order
+from graph_cache.adapters.transformer_engine.order import max_outstanding, parse_order
 from graph_cache.errors import GraphConfigError
 from graph_cache.training.attached import Part
 from graph_cache.validation import is_whole_number
@@ -41,7 +41,6 @@ __all__ = [
     "order_of",
     "max_outstanding",
     "set_current_microbatch",
-    "assign_slots",
     "warmup_forwards",
     "delayed_wgrad_in_graphs",
 ]

@@ -226,7 +226,7 @@ def test_random_states_on_the_host_are_refused_and_generators_are_registered(tra
     tracker.set_states({"model-parallel-rng": generator})
     with training() as engine:
         engine.attach(gpt())
-        assert generator in engine._modules.job.generators
+        assert generator in engine._modules[0].job.generators
 
 
 def test_dropout_is_checked_at_attach_not_from_settings():
@@ -404,7 +404,6 @@ def test_selective_recompute_is_off_during_capture_and_restored():
         ("delay_wgrad_compute", "use full_iteration"),
         ("fine_grained_activation_offloading", "moves storage"),
         ("overlap_moe_expert_parallel_comm", "name parts in cuda_graph_modules"),
-        ("moe_enable_routing_replay", "capture no router"),
     ],
 )
 def test_settings_unsupported_by_layer_graphs_are_refused(name, message):
@@ -457,4 +456,4 @@ def test_packed_sequences_round_trip_through_pytree():
     values, spec = _pytree.tree_flatten(packed)
     again = _pytree.tree_unflatten(values, spec)
     assert type(again) is PackedSeqParams and again.cu_seqlens_q is packed.cu_seqlens_q
-    assert again.qkv_format == "sbhd" and again.max_seqlen_q == 7 and not hasattr(again, "made_later")
+    assert (again.qkv_format, again.max_seqlen_q, again.made_later) == ("sbhd", 7, None)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from graph_cache.adapters.megatron.attachment import attachment
 from graph_cache.adapters.megatron.config import MegatronGraphConfig as GraphConfig
@@ -15,18 +13,13 @@ from graph_cache.adapters.megatron.moe_dispatch import DISPATCHER_ATTRIBUTES, ea
 from graph_cache.adapters.megatron.parts import parts_of
 from tests.graph_cache.adapters.megatron import loops
 from tests.graph_cache.adapters.megatron.test_attach import assert_same, train, training
-from tests.support.megatron_models import EXPERTS, FIXED, gpt, loss_of, tokens
+from tests.support.megatron_models import EXPERTS, FIXED, gpt, loss_of, loss_sums, sums_of, tokens
 
 BALANCED = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
 ROUTED = ["pre_mlp_layernorm", "moe_router"]
 
 
-@pytest.fixture(autouse=True)
-def on_a_cpu(monkeypatch):
-    """Replace the GPU-only calls of megatron-core 0.16: a stream, a device number and Transformer Engine's GEMM."""
-    monkeypatch.setattr(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", "none, as nothing is copied from a GPU")
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
+pytestmark = pytest.mark.usefixtures("experts_on_cpu")
 
 
 def dispatchers(model):
@@ -141,13 +134,13 @@ def test_experts_attached_alone_never_replay_captured_token_counts():
 def test_full_iteration_recaptures_when_aux_loss_tensors_are_replaced(replaced):
     def before(model, step):
         if step == 0 or (step == 5 and replaced == "sums"):
-            moe_utils.get_moe_layer_wise_logging_tracker().clear()
+            loss_sums().clear()
         if step == 0 or (step == 5 and replaced == "scale"):
             MoEAuxLossAutoScaler.main_loss_backward_scale = torch.tensor([0.5 * (step + 1)])
 
     def steps(run):
         log = loops.train(run, gpt(**FIXED | BALANCED), steps=10, before=before)
-        sums = moe_utils.get_moe_layer_wise_logging_tracker()["load_balancing_loss"]["values"]
+        (sums,) = sums_of(loss_sums())
         return log, sums.clone(), MoEAuxLossAutoScaler.main_loss_backward_scale.clone()
 
     run, stats = loops.graphed()

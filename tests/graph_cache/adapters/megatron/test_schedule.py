@@ -9,7 +9,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from megatron.core import parallel_state
-from megatron.core.transformer.cuda_graphs import is_graph_capturing
+from megatron.core.transformer import cuda_graphs
+from megatron.core.transformer.cuda_graphs import TECudaGraphHelper, is_graph_capturing
 from torch import nn
 
 from engine import Engine, EngineConfig
@@ -17,7 +18,6 @@ from graph_cache.adapters.megatron import schedule
 from graph_cache.adapters.megatron.parts import parts_of
 from graph_cache.adapters.megatron.schedule import (
     Stage,
-    assign_slots,
     check_expert_overlap,
     delayed_wgrad_in_graphs,
     expert_overlap_order,
@@ -29,6 +29,7 @@ from graph_cache.adapters.megatron.schedule import (
     warmup_forwards,
 )
 from graph_cache.adapters.transformer_engine import TransformerEngineGraphs
+from graph_cache.adapters.transformer_engine.order import assign_buffers
 from graph_cache.errors import GraphConfigError
 from graph_cache.training.attached import Part
 from tests.graph_cache.adapters.transformer_engine.static_graphs import StaticMaker
@@ -65,9 +66,15 @@ def test_the_order_of_five_microbatches_in_two_chunks():
     assert order_of(Stage(pipeline_size=2, chunks=2), 5, group_size=3, warmup=5) == FIVE_MICROBATCHES
 
 
-def test_outstanding_and_slots_of_five_microbatches():
+def buffers_of(order, layers_per_chunk=1):
+    """Return (chunk, microbatch, layer) -> buffer for layers with one input, all of one signature."""
+    chunks = [[["hidden"]] * layers_per_chunk] * len(max_outstanding(order))
+    return {key: buffer for key, (buffer,) in assign_buffers(order, chunks).items()}
+
+
+def test_outstanding_and_buffers_of_five_microbatches():
     assert max_outstanding(FIVE_MICROBATCHES) == [5, 3]
-    found = assign_slots(FIVE_MICROBATCHES)
+    found = buffers_of(FIVE_MICROBATCHES)
     assert [(chunk, microbatch) for chunk, microbatch, _ in found] == [
         (0, 0),
         (0, 1),
@@ -80,8 +87,7 @@ def test_outstanding_and_slots_of_five_microbatches():
         (1, 3),
         (1, 4),
     ]
-    assert [slot for chunk, _, slot in found if chunk == 0] == [0, 1, 2, 3, 4]
-    assert [slot for chunk, _, slot in found if chunk == 1] == [0, 1, 2, 0, 1]
+    assert list(found.values()) == [0, 1, 2, 3, 4, 5, 3, 4, 5, 0]
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -103,26 +109,81 @@ def test_without_a_pipeline_one_microbatch_is_captured_for_all():
 
 @settings(max_examples=200, deadline=None)
 @given(microbatches=st.integers(1, 12), chunks=st.integers(1, 4), group=st.integers(1, 6), extra=st.integers(0, 12))
-def test_slots_match_the_peak_and_are_never_shared_by_live_microbatches(microbatches, chunks, group, extra):
+def test_buffers_match_the_peak_and_are_never_shared_by_live_microbatches(microbatches, chunks, group, extra):
     assume(chunks == 1 or group <= microbatches)
     warmup = (chunks - 1) * group + extra  # with fewer, a backward would precede its forward
     order = order_of(Stage(pipeline_size=2, chunks=chunks), microbatches, group, warmup=warmup)
-    peaks, slot_of = max_outstanding(order), {(chunk, one): slot for chunk, one, slot in assign_slots(order)}
-    assert len(slot_of) == chunks * microbatches
+    peaks, buffer_of = max_outstanding(order), {key[:2]: buffer for key, buffer in buffers_of(order).items()}
+    assert len(buffer_of) == chunks * microbatches
     alive: dict[int, list[int]] = {chunk: [] for chunk in range(chunks)}
-    begun, most = [0] * chunks, [0] * chunks
+    begun, most, most_of_all = [0] * chunks, [0] * chunks, 0
     for entry in order:
         chunk = abs(entry) - 1
         if entry > 0:
             alive[chunk].append(begun[chunk])
             begun[chunk] += 1
             most[chunk] = max(most[chunk], len(alive[chunk]))
-            taken = [slot_of[chunk, one] for one in alive[chunk]]
+            taken = [buffer_of[one, microbatch] for one, live in alive.items() for microbatch in live]
             assert len(set(taken)) == len(taken)
+            most_of_all = max(most_of_all, len(taken))
         else:
             alive[chunk].pop(0)
     assert peaks == most
-    assert [len({slot for (one, _), slot in slot_of.items() if one == chunk}) for chunk in range(chunks)] == most
+    assert set(buffer_of.values()) == set(range(most_of_all))
+
+
+class LayerWithStaticInputs:
+    """A layer as Megatron's helper sees it, whose own method allocates on a GPU."""
+
+    def get_layer_static_inputs(self, seq_length, micro_batch_size):
+        return {"hidden_states": torch.empty(seq_length, micro_batch_size, 2)}
+
+
+def megatrons_buffers(order, microbatches, layers_per_chunk):
+    """Return the number of distinct buffers that Megatron's own helper allocates."""
+    chunks = [[LayerWithStaticInputs() for _ in range(layers_per_chunk)] for _ in range(max(order))]
+    helper = SimpleNamespace(
+        num_model_chunks=len(chunks),
+        num_microbatches=microbatches,
+        flattened_callables=[layer for chunk in chunks for layer in chunk],
+        callables_per_chunk=chunks,
+        num_layers_per_chunk=[layers_per_chunk] * len(chunks),
+        chunks_with_decoder=[SimpleNamespace(decoder=SimpleNamespace(layers=chunk)) for chunk in chunks],
+        seq_length=3,
+        micro_batch_size=1,
+        config=None,
+    )
+    arguments, _ = TECudaGraphHelper._get_sample_arguments(helper, order)  # noqa: SLF001
+    return len({id(hidden) for (hidden,) in arguments})
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "chunks"), [(1, 1), *[(pipeline, chunks) for pipeline in range(2, 9) for chunks in range(1, 5)]]
+)
+def test_a_stage_has_as_many_input_buffers_as_under_megatron_for_any_number_of_microbatches(
+    pipeline, chunks, monkeypatch
+):
+    """Over 8 layers, or one per chunk where there are more than 8 chunks."""
+    monkeypatch.setattr(cuda_graphs, "is_te_min_version", lambda version: True)  # not installed without a GPU
+    layers = max(1, 8 // (pipeline * chunks))
+    for rank in range(pipeline):
+        stage = Stage(pipeline, rank, chunks)
+        counts = set()
+        for groups in (2, 3, 5):  # with one group per step a stage may run all forwards first
+            microbatches = groups * pipeline
+            order = order_of(stage, microbatches)
+            ours = len(set(buffers_of(order, layers).values()))
+            assert ours == megatrons_buffers(order, sum(entry == 1 for entry in order), layers)
+            counts.add(ours)
+        assert len(counts) == 1, (rank, counts)
+
+
+def test_fewer_buffers_than_one_set_per_chunk():
+    for pipeline, expected, per_chunk in ((2, [10, 6], [12, 8]), (4, [11, 9, 7, 5], [12, 12, 10, 6])):
+        orders = [order_of(Stage(pipeline, rank, 2), 2 * pipeline) for rank in range(pipeline)]
+        layers = 8 // (2 * pipeline)
+        assert [len(set(buffers_of(order, layers).values())) for order in orders] == expected
+        assert [layers * sum(max_outstanding(order)) for order in orders] == per_chunk
 
 
 def test_a_warm_up_too_short_for_the_chunks_is_refused():
@@ -155,10 +216,10 @@ def test_overlapped_layers_are_chunks_whose_weight_gradients_follow_their_backwa
     assert expert_overlap_order(Stage(), 2, [2], delayed_wgrad_in_graphs=False) == [1, 2, 1, -2, 2, -1, -2, -1]
 
 
-def test_a_slot_is_free_again_only_after_the_weight_gradients():
-    order = [1, -1, 1, -1]
-    assert [slot for *_, slot in assign_slots(order)] == [0, 0]
-    assert [slot for *_, slot in assign_slots([1, -1, -1.5, 1, -1, -1.5])] == [0, 0]
+def test_a_buffer_is_free_again_only_after_the_weight_gradients():
+    assert list(buffers_of([1, -1, 1, -1]).values()) == [0, 0]
+    assert list(buffers_of([1, -1, -1.5, 1, -1, -1.5]).values()) == [0, 0]
+    assert list(buffers_of([1, -1, 2, -1.5, -2]).values()) == [0, 1]
     with_a_forward_between = [1, 1, -1, 1, -1.5, -1, -1.5, -1, -1.5]
     assert max_outstanding(with_a_forward_between) == [3]
 
@@ -169,7 +230,7 @@ def test_overlapped_orders_of_interleaved_stages_are_valid(microbatches, first, 
     stage = Stage(pipeline_size=2, chunks=2)
     order = expert_overlap_order(stage, microbatches, [first, second], delayed_wgrad_in_graphs=delayed, group_size=2)
     assert len(max_outstanding(order)) == first + second
-    assert len(assign_slots(order)) == microbatches * (first + second)
+    assert len(buffers_of(order)) == microbatches * (first + second)
 
 
 def overlapping(**changes):

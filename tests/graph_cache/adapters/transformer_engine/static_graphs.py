@@ -131,7 +131,7 @@ class StaticCall:
                 static.copy_(tensor)  # raises later if an outstanding backward saved it
         # Like a replay, bypass the layer's hooks and intercepted forward.
         call = self.module.call.func
-        layer = getattr(call, "__self__", call)  # a part may be a method of the layer
+        layer = call if isinstance(call, torch.nn.Module) else self.module.scope  # a part may be a method of the layer
         if call is layer:
             call = functools.partial(type(layer).forward, layer)
         args, kwargs = self.module.sample.arguments(list(self.statics.values()))

@@ -248,14 +248,14 @@ def test_static_inputs_are_ordered_by_chunk_microbatch_layer():
     hidden = torch.randn(4, WIDTH, dtype=torch.bfloat16).t().requires_grad_()
     (sample,) = choose_samples([log_of(((hidden,), {"ids": torch.arange(4), "mask": None}))])
     # chunk 0 has two layers, chunk 1 has one; two microbatches of chunk 0 are outstanding at a time, one of chunk 1
-    found = static_inputs([[sample, sample], [sample]], [(0, 0, 0), (0, 1, 1), (1, 0, 0), (1, 1, 0)])
-    assert [list(one)[0] for one in found] == [
-        "chunk0_layer0_slot0_0",
-        "chunk0_layer1_slot0_0",
-        "chunk0_layer0_slot1_0",
-        "chunk0_layer1_slot1_0",
-        "chunk1_layer0_slot0_0",
-        "chunk1_layer0_slot0_0",
+    found = static_inputs([[sample, sample], [sample]], [1, 1, -1, 2, -2, -1, 2, -2])
+    assert [list(one) for one in found] == [
+        ["input0_buffer0", "input1_buffer1"],
+        ["input0_buffer2", "input1_buffer3"],
+        ["input0_buffer4", "input1_buffer5"],
+        ["input0_buffer6", "input1_buffer7"],
+        ["input0_buffer0", "input1_buffer1"],  # chunk 1: the first microbatch of chunk 0 is done
+        ["input0_buffer0", "input1_buffer1"],
     ]
     first, ids = found[0].values()
     assert (first.shape, first.stride(), first.dtype, first.requires_grad) == (
@@ -266,12 +266,18 @@ def test_static_inputs_are_ordered_by_chunk_microbatch_layer():
     )
     assert ids.dtype == torch.int64 and not ids.requires_grad
     addresses = [one[next(iter(one))].data_ptr() for one in found]
-    assert addresses[4] == addresses[5] and len(set(addresses)) == 5
+    assert addresses[0] == addresses[4] == addresses[5] and len(set(addresses)) == 4
+
+
+def test_inputs_of_different_signatures_share_no_memory():
+    rows = [choose_samples([log_of(((torch.ones(count, WIDTH),), {}))])[0] for count in (4, 2)]
+    first, second = static_inputs([[rows[0]], [rows[1]]], [1, -1, 2, -2])
+    assert [one.shape[0] for inputs in (first, second) for one in inputs.values()] == [4, 2]
 
 
 def test_an_expanded_input_gets_its_own_memory():
     (sample,) = choose_samples([log_of(((torch.ones(1, WIDTH).expand(4, WIDTH),), {}))])
-    (one,) = static_inputs([[sample]], [(0, 0, 0)])
+    (one,) = static_inputs([[sample]], [1, -1])
     next(iter(one.values())).copy_(torch.randn(4, WIDTH))  # an expanded tensor could not be copied into
 
 
