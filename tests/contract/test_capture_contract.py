@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -56,10 +58,15 @@ def test_replay_equals_eager_bit_for_bit_with_buckets_interleaved(pool, device):
 def test_replay_runs_none_of_the_models_python(pool, device):
     model, cache, run = graphed_net(pool, device)
     cache.warm()
-    calls = []
-    model.forward = lambda x: calls.append(1)
-    run(x=torch.randn(2, WIDTH, device=device))
-    assert not calls
+    x = torch.randn(2, WIDTH, device=device)
+    run(x=x)
+    codes = []
+    sys.setprofile(lambda frame, event, _: codes.append(frame.f_code))
+    try:
+        run(x=x)
+    finally:
+        sys.setprofile(None)
+    assert codes and type(model).forward.__code__ not in codes
 
 
 def test_results_are_overwritten_by_the_next_run_unless_copied(pool, device):
@@ -104,11 +111,13 @@ def test_memory_follows_the_largest_graph_in_every_warm_up_order(device):
 
 
 def test_largest_bucket_is_captured_first_also_on_a_miss(pool, device):
-    ran = []  # rows of each run of the callable: warm-ups and captures
+    ran = mock.Mock()  # called with the rows of each run of the callable, and whether a capture makes it
     cache = GraphCache(pool=pool)
-    run = cache.graphed("double", lambda x: (ran.append(len(x)), x * 2)[1], INPUT, buckets=(1, 2, 4, 8))
+    run = cache.graphed(
+        "double", lambda x: (ran(len(x), pool.warming or pool.capturing), x * 2)[1], INPUT, buckets=(1, 2, 4, 8)
+    )
     run(x=torch.randn(1, WIDTH, device=device))
-    assert list(dict.fromkeys(ran)) == [8, 1]
+    assert list(dict.fromkeys(call.args[0] for call in ran.mock_calls if call.args[1])) == [8, 1]
     assert {row["bucket"] for row in cache.table() if row["state"] == "captured"} == {8, 1}
 
 
@@ -219,11 +228,11 @@ def test_in_place_updates_keep_every_graph(pool, device):
 @pytest.mark.parametrize("broken", ["item", "nonzero", "exception", "mask"])
 def test_a_failed_capture_leaves_the_process_healthy_and_eager(pool, device, broken):
     model = net(device)
-    seen = []
+    seen = mock.Mock()
 
     def fn(x):
         y = model(x)
-        seen.append((pool.warming, pool.capturing))
+        seen((pool.warming, pool.capturing))
         if broken == "item":
             return y * float(y.sum().item() > 1e9 or 1.0)
         if broken == "nonzero":
@@ -238,8 +247,8 @@ def test_a_failed_capture_leaves_the_process_healthy_and_eager(pool, device, bro
     run = cache.graphed("broken", fn, INPUT, buckets=(4,))
     x = torch.randn(2, WIDTH, device=device)
     assert torch.equal(run(x=x), padded(model, x, 4))
-    assert (False, True) in seen or broken == "exception"
-    assert (True, False) in seen
+    assert mock.call((False, True)) in seen.mock_calls or broken == "exception"
+    assert mock.call((True, False)) in seen.mock_calls
     assert not cache.capturing and not cache.warming
     assert gc.isenabled()
     assert cache.stats.fallbacks == {("broken", "decode", "capture_failed"): 1}

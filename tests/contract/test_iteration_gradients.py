@@ -261,7 +261,7 @@ def test_has_captured_reports_whether_anything_was_captured(pool, device):
         thread = threading.Thread(target=lambda: before.append(has_captured()))
         thread.start()
         thread.join()
-        x.add_(1)
+        x = x + 1
         seen.log.append((*before, has_captured()))
         return x
 

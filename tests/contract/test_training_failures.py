@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 
 import pytest
 import torch
@@ -230,18 +231,19 @@ def test_a_failure_outlives_signatures_that_never_recur(pool, device, monkeypatc
 
 def test_clearing_tries_a_failed_capture_again(pool, device):
     class Reads(nn.Linear):
-        reads = True
+        reads = threading.Event()  # objects of the standard library are not watched
 
         def forward(self, x):
             y = super().forward(x)
-            return y * (2.0 if self.reads and y.sum().item() > 1e9 else 1.0)
+            return y * (2.0 if self.reads.is_set() and y.sum().item() > 1e9 else 1.0)
 
+    Reads.reads.set()
     eager, graphed = twins(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Reads(WIDTH, WIDTH)), device)
     graphs, stats = attached(graphed, ["0", "1"], pool)
     data = batches(5, device, micro=1)
     assert_same(train(graphed, data), train(eager, data))
     assert [row["module"] for row in graphs.table()] == ["0"]
-    graphed[1].reads = False
+    Reads.reads.clear()
     assert_same(train(graphed, data), train(eager, data))
     assert [row["module"] for row in graphs.table()] == ["0"]  # the failure stays until the graphs are cleared
     graphs.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -181,3 +182,28 @@ def test_warming_a_cache_leaves_a_watched_batch_norm_as_it_was(pool, device):
     with torch.no_grad():
         assert torch.equal(run(x=x), eager(x))
     assert all(torch.equal(value, eager.state_dict()[name]) for name, value in graphed.state_dict().items())
+
+
+class Activations(OrderedDict):
+    """Creates a module when an item is read, as the table of activations in transformers does."""
+
+    def __getitem__(self, name):
+        return super().__getitem__(name)()
+
+
+ACTIVATIONS = Activations(gelu=nn.GELU, silu=nn.SiLU)
+
+
+def test_a_dictionary_that_creates_items_when_read_stays_as_it_was(pool, device):
+    class Activated(nn.Linear):
+        def __init__(self):
+            super().__init__(WIDTH, WIDTH)
+            self.table = ACTIVATIONS
+
+        def forward(self, x):
+            return self.table["silu"](super().forward(x)) + ACTIVATIONS["gelu"](x)
+
+    _, stats = both(lambda: nn.Sequential(Activated(), linear()), ["0"], against_input, pool, device)
+    assert stats.replays and not stats.invalidations
+
+    assert [dict.__getitem__(ACTIVATIONS, name) for name in ACTIVATIONS] == [nn.GELU, nn.SiLU]

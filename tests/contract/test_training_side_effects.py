@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.contract.training_models import WIDTH, assert_same, attached, twins
 
@@ -139,6 +140,29 @@ def test_functional_call_parameters_are_never_replaced_by_the_modules_own(pool, 
     _, stats = both(two, [""], loss_of, pool, device)
     assert stats.fallbacks["model", "forward", "other_parameters"] == STEPS
     assert sum(stats.replays.values()) == STEPS - 2
+
+
+@pytest.mark.parametrize("first", range(STEPS))
+def test_a_step_that_begins_with_other_parameters_captures_nothing(pool, device, first):
+    """A recorded step waits for its capture when the call comes, whose tensors have a history of their own."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = linear()
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    def loss_of(model, x, step):
+        if step != first:
+            return model(x).pow(2).mean()
+        halves = {name: 0.5 * parameter for name, parameter in model.named_parameters()}
+        return torch.func.functional_call(model, halves, (x,)).pow(2).mean()
+
+    _, stats = both(lambda: nn.Sequential(Checkpointed()), ["0"], loss_of, pool, device)
+    assert stats.fallbacks["0", "forward", "other_parameters"] == 1 and not stats.invalidations
+    assert sum(stats.replays.values()) > 0
 
 
 def test_an_unresolved_conjugate_is_not_mistaken_for_its_base(pool, device):

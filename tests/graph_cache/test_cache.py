@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from unittest import mock
 
 import pytest
 import torch
@@ -173,7 +174,8 @@ def test_parameters_that_need_gradients_are_replayed_fast():
 
 def test_a_graph_stays_at_the_addresses_it_was_captured_with():
     weight = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
-    cache, run = graphed(lambda x: x * weight)  # nothing is watched, so the move is not detected
+    held = mock.Mock(weight=weight)  # objects of the standard library are not searched, so the move is not noticed
+    cache, run = graphed(lambda x: x * held.weight)
     cache.warm()
     weight.data = torch.full((WIDTH,), 5.0)
     assert run(x=torch.ones(2, WIDTH)).eq(1).all()  # like a CUDA graph, it reads the old memory
@@ -229,11 +231,11 @@ def test_the_call_runs_eager_if_both_replay_programs_are_wrong(monkeypatch):
 
 
 def test_a_callable_that_depends_on_earlier_runs_is_not_captured():
-    state = {"last": torch.zeros(WIDTH)}
+    state = mock.Mock(last=torch.zeros(WIDTH))  # not searched
 
     def fn(x):
-        y = x + state["last"]
-        state["last"] = y[0] + 1
+        y = x + state.last
+        state.last = y[0] + 1
         return y
 
     cache, run = graphed(fn)
@@ -415,3 +417,15 @@ def test_rows_are_checked_once_also_if_the_callable_rejects_the_checks_inputs():
     for _ in range(5):
         assert doubled(x=torch.ones(4, 3)).eq(2).all()
     assert len(calls) == checks + 5
+
+
+def test_inputs_may_be_given_by_position():
+    inputs = {"x": BufferSpec((BATCH, 3), torch.float32), "y": BufferSpec((BATCH,), torch.float32)}
+    _, run = graphed(lambda x, y: x * 2 + y[:, None], inputs=inputs)
+    x, y = torch.randn(3, 3), torch.randn(3)
+    for _ in range(2):
+        assert torch.equal(run(x, y), run(x=x, y=y)) and torch.equal(run(x, y=y), x * 2 + y[:, None])
+    with pytest.raises(SignatureMismatch, match="x by position and by name; its inputs are x, y"):
+        run(x, x=x, y=y)
+    with pytest.raises(SignatureMismatch, match="3 inputs by position"):
+        run(x, y, y)

@@ -142,7 +142,6 @@ def test_config_is_frozen_hashable_and_survives_replace_and_pickle():
         ({"inference_cuda_graph_scope": "blok"}, "did you mean 'block'"),
         ({"cuda_graph_modules": "atn"}, "did you mean 'attn'"),
         ({"cuda_graph_modules": ["attn", 7]}, "type int"),
-        ({"cuda_graph_modules": "full_iteration"}, "use cuda_graph_impl='full_iteration'"),
         ({"cuda_graph_warmup_steps": -1}, "0 or more"),
         ({"cuda_graph_warmup_steps": True}, "0 or more"),
         ({"num_moe_experts": "8"}, "0 or more"),
@@ -260,14 +259,27 @@ def test_te_graphs_read_the_allocators_settings_from_the_environment(monkeypatch
         ({"cuda_graph_scope": "full_iteration"}, _FULL, "cuda_graph_impl='full_iteration'"),
         ({"cuda_graph_scope": ["full_iteration"]} | _LOCAL, _FULL, "cuda_graph_impl='full_iteration'"),
         (
-            {"cuda_graph_scope": "full_iteration_inference"},
+            {"cuda_graph_scope": "full_iteration_inference"} | _LOCAL,
             {"inference_cuda_graph_scope": "block"} | _LOCAL,
             "cuda_graph_impl='local' with inference_cuda_graph_scope='block'",
         ),
         (
-            {"cuda_graph_scope": "attn,full_iteration_inference"},
+            {"cuda_graph_scope": "attn,full_iteration_inference"} | _LOCAL,
             {"inference_cuda_graph_scope": "block", "cuda_graph_modules": "attn"} | _LOCAL,
             "cuda_graph_modules=['attn']",
+        ),
+        ({"cuda_graph_modules": "full_iteration"}, _FULL, "cuda_graph_impl='full_iteration'"),
+        ({"cuda_graph_modules": ["full_iteration"]} | _LOCAL, _FULL, "cuda_graph_impl='full_iteration'"),
+        ({"cuda_graph_modules": "full_iteration"} | _FULL, _FULL, "cuda_graph_impl='full_iteration'"),
+        (
+            {"cuda_graph_modules": "full_iteration_inference"} | _LOCAL,
+            {"inference_cuda_graph_scope": "block"} | _LOCAL,
+            "cuda_graph_impl='local' with inference_cuda_graph_scope='block'",
+        ),
+        (
+            {"cuda_graph_modules": "attn,full_iteration_inference"} | _LOCAL,
+            {"inference_cuda_graph_scope": "block", "cuda_graph_modules": "attn"} | _LOCAL,
+            "inference_cuda_graph_scope='block'",
         ),
     ],
 )
@@ -276,6 +288,35 @@ def test_a_deprecated_input_works_with_one_warning_that_names_the_replacement(ol
     assert config == GraphConfig(**new)
     assert len(messages) == 1
     assert names in messages[0] and "deprecated" in messages[0]
+
+
+@pytest.mark.parametrize("setting", ["cuda_graph_scope", "cuda_graph_modules"])
+@pytest.mark.parametrize("impl", [{}, {"cuda_graph_impl": "none"}], ids=["unset", "none"])
+def test_full_iteration_inference_without_an_impl_has_no_effect_and_warns(setting, impl):
+    config, messages = deprecation(**{setting: "full_iteration_inference"}, **impl)
+    assert config == GraphConfig()
+    assert len(messages) == 1 and "has no effect without cuda_graph_impl='local'" in messages[0]
+    with pytest.warns(DeprecationWarning, match="has no effect"):
+        config = GraphConfig.from_megatron({"cuda_graph_impl": "none", setting: ["full_iteration_inference"]})
+    assert config == GraphConfig()
+
+
+@pytest.mark.parametrize("flag", ["enable_cuda_graph", "external_cuda_graph"])
+def test_full_iteration_inference_sees_the_impl_of_a_deprecated_flag(flag):
+    values = {flag: True, "cuda_graph_modules": "full_iteration_inference"}
+    if flag == "enable_cuda_graph":
+        config, messages = deprecation(**values)
+        assert (config.cuda_graph_impl, config.inference_cuda_graph_scope, len(messages)) == ("local", "block", 2)
+    else:
+        with pytest.warns(DeprecationWarning):
+            refusal(**values)
+
+
+@pytest.mark.parametrize("setting", ["cuda_graph_scope", "cuda_graph_modules"])
+def test_a_migrated_value_of_a_megatron_config_selects_the_same_as_in_megatron(setting):
+    with pytest.warns(DeprecationWarning):
+        config = GraphConfig.from_megatron({"cuda_graph_impl": "none", setting: ["full_iteration"]})
+    assert config == GraphConfig(cuda_graph_impl="full_iteration")
 
 
 def test_two_deprecated_inputs_warn_once_each():
@@ -311,8 +352,16 @@ def test_a_deprecated_input_that_agrees_is_accepted():
         {"cuda_graph_scope": "attn", "cuda_graph_modules": ()},
         {"cuda_graph_scope": "full_iteration", "cuda_graph_impl": "none"},
         {"cuda_graph_scope": "full_iteration", "cuda_graph_impl": "transformer_engine"},
-        {"cuda_graph_scope": "full_iteration_inference", "cuda_graph_impl": "none"},
-        {"cuda_graph_scope": "full_iteration_inference", "inference_cuda_graph_scope": "layer"},
+        {"cuda_graph_scope": "full_iteration_inference", "cuda_graph_impl": "transformer_engine"},
+        {"cuda_graph_scope": "full_iteration_inference", "cuda_graph_impl": "full_iteration"},
+        {"cuda_graph_scope": "full_iteration_inference", "inference_cuda_graph_scope": "layer"} | _LOCAL,
+        {"cuda_graph_modules": "full_iteration_inference", "inference_cuda_graph_scope": "layer"} | _LOCAL,
+        {"cuda_graph_modules": "full_iteration_inference", "cuda_graph_impl": "transformer_engine"},
+        {"cuda_graph_modules": "full_iteration", "cuda_graph_impl": "transformer_engine"},
+        {"cuda_graph_modules": "full_iteration", "inference_cuda_graph_scope": "block"},
+        {"cuda_graph_modules": "full_iteration,full_iteration_inference"},
+        {"cuda_graph_modules": "full_iteration,attn"},
+        {"cuda_graph_modules": "full_iteration,full"},
         {"cuda_graph_scope": "full_iteration,full_iteration_inference"},
         {"cuda_graph_scope": "full_iteration,attn"},
         {"cuda_graph_scope": "full,attn"},
@@ -368,8 +417,9 @@ def test_enable_cuda_graph_with_full_iteration_is_accepted_as_in_megatron():
 @pytest.mark.parametrize(
     ("scope", "modules"), [(["full_iteration_inference"], ()), (["attn", "full_iteration_inference"], ("attn",))]
 )
-def test_an_overridden_inference_scope_is_no_contradiction(scope, modules):
-    source = types.SimpleNamespace(cuda_graph_impl="local", cuda_graph_scope=scope)
+@pytest.mark.parametrize("setting", ["cuda_graph_scope", "cuda_graph_modules"])
+def test_an_overridden_inference_scope_is_no_contradiction(setting, scope, modules):
+    source = types.SimpleNamespace(cuda_graph_impl="local", **{setting: scope})
     config = GraphConfig.from_megatron(source, inference_cuda_graph_scope="none")
     assert (config.inference_cuda_graph_scope, config.cuda_graph_modules) == ("none", modules)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 
 import numpy as np
@@ -120,3 +121,17 @@ def test_other_threads_are_unaffected_and_the_last_recorder_restores_the_methods
     other.join(10)
     assert found == [[1.0], "refused"]
     assert not {"tolist", "numpy"} & set(vars(torch.Tensor))
+
+
+def test_a_refusal_names_the_line_that_reads():
+    with pytest.raises(CaptureRefused, match=rf"at {re.escape(__file__)}:\d+, and a replay"):
+        with refuse_host_reads(lambda tensor: False):
+            float(torch.zeros(1))
+
+
+def test_a_refusal_names_the_optimizer_and_the_way_out():
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.AdamW([weight])
+    weight.grad = torch.ones(2)
+    with pytest.raises(CaptureRefused, match=r"AdamW\.step\(\).*Step AdamW outside of the captured function"):
+        GraphRunner(optimizer.step, GraphPool(backend_for("cpu")), statics=lambda: [weight]).capture()

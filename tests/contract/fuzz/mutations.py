@@ -1,0 +1,30 @@
+"""Checks of the capture core that can be broken on purpose, to show that the fuzzer finds it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+from graph_cache import addresses, function_state, host_reads, host_state
+from graph_cache.training import call, side_effects
+
+MUTATIONS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
+    "addresses": lambda: mock.patch.object(addresses.AddressBook, "unchanged", lambda *args, **kwargs: True),
+    "geometry": lambda: mock.patch.object(addresses, "_GEOMETRY", ()),
+    "python_state": lambda: mock.patch.object(host_state.HostState, "changes", lambda *args: []),
+    "watched_values": lambda: mock.patch.object(host_reads.Watch, "signature", lambda self: ()),
+    "numbers": lambda: mock.patch.object(side_effects, "constant_numbers", lambda module: []),
+    "autocast": lambda: mock.patch.object(call, "autocast_state", lambda: (None, None)),
+    "modes": lambda: mock.patch.object(function_state.FunctionState, "current", lambda self: None),
+}
+
+
+@contextlib.contextmanager
+def mutated(name: str | None) -> Iterator[None]:
+    """Break one check within the block; None breaks none."""
+    if name is None:
+        yield
+        return
+    with MUTATIONS[name]():
+        yield

@@ -1,0 +1,86 @@
+"""Random programs are equal eager and captured, bit for bit, and the fuzzer finds checks that are broken on purpose."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.contract.fuzz.campaign import EQUAL, check, run_campaign
+from tests.contract.fuzz.grammar import APIS, draw_program, parse, short
+from tests.contract.fuzz.mutations import MUTATIONS, mutated
+from tests.contract.fuzz.open_findings import is_open
+
+SEED = 16
+PROGRAMS = 150
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    """Keep refusals out of the log: there are hundreds."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+class DrawnSource:
+    """Choices that hypothesis makes, so that it can shrink a program."""
+
+    def __init__(self, draw):
+        self._draw = draw
+
+    def choice(self, options):
+        return options[self._draw(st.integers(0, len(options) - 1))]
+
+    def chance(self, percent):
+        return self._draw(st.integers(0, 99)) >= 100 - percent
+
+
+@st.composite
+def programs(draw):
+    return draw_program(DrawnSource(draw))
+
+
+def test_programs_are_equal_or_refused_and_enough_of_them_replay(device):
+    tally = run_campaign(range(PROGRAMS), SEED, device, time.monotonic() + 120, max_shrunk=2)
+    assert tally.differing == 0, tally.report()
+    assert tally.lacking() == [], tally.report()
+    assert all(tally.programs[api] for api in APIS) and tally.reasons
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
+@given(programs())
+def test_programs_of_hypothesis_are_equal_or_refused(program):
+    if not is_open(program):
+        verdict = check(program, torch.device("cpu"))
+        assert verdict.kind == EQUAL, f"{verdict.difference}\n{short(program)}"
+
+
+# The others need more programs: `python -m tests.contract.fuzz --mutation NAME`.
+@pytest.mark.parametrize("mutation", ["addresses", "autocast"])
+def test_a_broken_check_is_found(mutation):
+    assert mutation in MUTATIONS
+    with mutated(mutation):
+        for start in range(0, 2000, 20):
+            until = time.monotonic() + 60
+            if run_campaign(range(start, start + 20), SEED, torch.device("cpu"), until, max_shrunk=0).differing:
+                return
+    pytest.fail(f"no program differs without {mutation}")
+
+
+def test_the_command_stops_in_time_and_a_printed_program_runs_again():
+    command = [sys.executable, "-m", "tests.contract.fuzz", "--seed", str(SEED)]
+    done = subprocess.run(
+        [*command, "--programs", "12", "--processes", "2", "--seconds", "60"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "12 programs" in done.stdout
+    one = subprocess.run([*command, "--only", "3"], capture_output=True, text=True)
+    text = one.stdout.splitlines()[0]
+    assert short(parse(text)) == text

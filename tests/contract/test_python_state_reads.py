@@ -1,0 +1,218 @@
+"""Python state that a captured call reads or changes: captured calls equal eager when it changes between two calls."""
+
+from __future__ import annotations
+
+import array
+import contextvars
+import os
+import random
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from graph_cache.buffers import BufferSpec
+from graph_cache.cache import GraphCache
+from graph_cache.stats import CacheStats
+from tests.contract.training_models import WIDTH, attached, iteration_of
+
+VARIABLE = "ENCORE_TEST_SCALE"
+CONTEXT: contextvars.ContextVar[float] = contextvars.ContextVar("scale", default=1.0)
+TABLE = {"scale": 1.0}
+STEPS, CHANGED = 8, 5
+
+
+class Slotted:
+    __slots__ = ("scale",)
+
+    def __init__(self):
+        self.scale = 1.0
+
+
+class Model(nn.Module):
+    level = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList([nn.Tanh()])
+        self.numbers, self.ones = array.array("d", [1.0]), numpy.ones(1)
+        self.slotted, self.chosen, self.name = Slotted(), {1}, "amount"
+        self.amount, self.settings = 1.0, SimpleNamespace(deep=[{"scale": 1.0}])
+
+    @property
+    def doubled(self):
+        return 2 * getattr(self, self.name)
+
+    def forward(self, x):
+        x = self.linear(x)
+        for block in self.blocks:
+            x = block(x)
+        x = x * self.level * self.numbers[0] * float(self.ones[0]) * self.slotted.scale * len(self.chosen)
+        x = x * self.doubled * self.settings.deep[0]["scale"] * TABLE["scale"] * CONTEXT.get()
+        return x * float(os.environ[VARIABLE])
+
+
+def set_array(model):
+    model.numbers[0] = 2.0
+
+
+def set_numpy(model):
+    model.ones[0] = 2.0
+
+
+def set_slot(model):
+    model.slotted.scale = 2.0
+
+
+def set_class_attribute(model):
+    type(model).level = 2.0
+
+
+def shadow_class_attribute(model):
+    model.level = 2.0
+
+
+def patch_forward(model):
+    before = model.linear.forward
+    model.linear.forward = lambda x: 2 * before(x)
+
+
+def patch_class(model):
+    before = type(model).forward
+    type(model).forward = lambda self, x: 2 * before(self, x)
+
+
+CHANGES = {
+    "array": set_array,
+    "numpy": set_numpy,
+    "slot": set_slot,
+    "class attribute": set_class_attribute,
+    "shadowed": shadow_class_attribute,
+    "patched forward": patch_forward,
+    "patched class": patch_class,
+    "set": lambda model: model.chosen.add(2),
+    "behind a name": lambda model: setattr(model, "amount", 2.0),
+    "nested": lambda model: model.settings.deep[0].update(scale=2.0),
+    "global": lambda model: TABLE.update(scale=2.0),
+    "context variable": lambda model: CONTEXT.set(2.0),
+    "environment": lambda model: os.environ.update({VARIABLE: "2.0"}),
+    "appended block": lambda model: model.blocks.append(nn.Sigmoid()),
+}
+
+
+@pytest.fixture(autouse=True)
+def state_outside(monkeypatch):
+    """Restore state outside of modules after each test."""
+    monkeypatch.setenv(VARIABLE, "1.0")
+    monkeypatch.setitem(TABLE, "scale", 1.0)
+    monkeypatch.setattr(Model, "level", 1.0)
+    monkeypatch.setattr(Model, "forward", Model.forward)
+    token = CONTEXT.set(1.0)
+    yield
+    CONTEXT.reset(token)
+
+
+def job(api, change, captures, pool, device, stats):
+    """Return the results of all steps, with a change before the step CHANGED."""
+    torch.manual_seed(0)
+    model, log = Model().to(device), []
+    call = model
+    if captures and api == "module":
+        graphs, found = attached(model, [""], pool)
+        stats.append(found)
+    elif captures and api == "function":
+        model.eval()
+        cache = GraphCache(pool=pool)
+        specs = {"x": BufferSpec(("batch", WIDTH), torch.float32)}
+        call = cache.graphed("model", lambda x: model(x), specs, buckets=(4,), watch=model)
+        stats.append(cache.stats)
+    if api == "iteration":
+
+        def step(x):
+            model.zero_grad()
+            loss = model(x).pow(2).mean()
+            loss.backward()
+            return loss
+
+        call = step
+        if captures:
+            stats.append(CacheStats())
+            call = iteration_of(pool, stats[0], step)
+    for index in range(STEPS):
+        if index == CHANGED:
+            change(model)
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(index)).to(device)
+        with torch.inference_mode(api == "function"):
+            out = call(x)
+        if api == "module":
+            out.pow(2).mean().backward()
+        log.append(out.detach().clone())
+        log += [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        model.zero_grad()
+    if captures and api == "module":
+        graphs.detach()
+    return log
+
+
+@pytest.mark.parametrize("api", ["module", "iteration", "function"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_of_what_is_read_between_two_calls_is_noticed(pool, device, name, api, monkeypatch):
+    stats = []
+    found = job(api, CHANGES[name], True, pool, device, stats)
+    with monkeypatch.context() as undo:
+        undo.setenv(VARIABLE, "1.0")
+        TABLE["scale"], Model.level = 1.0, 1.0
+        CONTEXT.set(1.0)
+        if name == "patched class":
+            Model.forward = ORIGINAL
+        wanted = job(api, CHANGES[name], False, pool, device, [])
+    assert len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+    assert sum(stats[0].replays.values()) >= 1
+
+
+ORIGINAL = Model.forward
+
+
+class Draws(nn.Linear):
+    """Changes state outside of modules in its forward."""
+
+    def __init__(self, how="random"):
+        super().__init__(WIDTH, WIDTH)
+        self.how = how
+        self.numbers = iter([float(index) for index in range(100)])
+        self.generated = (float(index) for index in range(100))
+
+    def forward(self, x):
+        if self.how == "random":
+            scale = random.random()
+        elif self.how == "numpy":
+            scale = float(numpy.random.rand())
+        elif self.how == "iterator":
+            scale = next(self.numbers)
+        elif self.how == "generator":
+            scale = next(self.generated)
+        elif self.how == "environment":
+            os.environ[VARIABLE] = str(float(os.environ[VARIABLE]) + 1)
+            scale = float(os.environ[VARIABLE])
+        else:
+            TABLE["scale"] += 1
+            scale = TABLE["scale"]
+        return super().forward(x) * scale
+
+
+@pytest.mark.parametrize("api", ["module", "iteration", "function"])
+@pytest.mark.parametrize("how", ["random", "numpy", "iterator", "generator", "environment", "global"])
+def test_state_outside_of_modules_that_a_call_changes_keeps_it_eager(pool, device, how, api, monkeypatch):
+    def run(captures):
+        random.seed(1)
+        numpy.random.seed(1)
+        os.environ[VARIABLE], TABLE["scale"] = "1.0", 1.0
+        monkeypatch.setattr(f"{__name__}.Model", lambda: Draws(how))
+        return job(api, lambda model: None, captures, pool, device, stats)
+
+    stats = []
+    found, wanted = run(True), run(False)
+    assert len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+    assert not stats[0].replays and sum(stats[0].failed_captures.values()) >= 1
