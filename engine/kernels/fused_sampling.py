@@ -114,14 +114,12 @@ def sample_slots(
 
 
 def _adjust(slots_of: SlotTensors, logits: Tensor, row_params: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-    """Return logits float32 [b, V] after penalties, logit bias and bans; rows that are not active are undefined.
-
-    A mask of allowed tokens (int32 [b, V / 32], with a flag per row) would be applied last.
-    """
+    """Return logits float32 [b, V] after penalties, masks, logit bias and bans; inactive rows are undefined."""
     (rows, vocab_size), values = logits.shape, slots_of.values
     x = torch.empty(rows, vocab_size, dtype=torch.float32, device=logits.device)
     slot_kernels.penalise_kernel[(triton.cdiv(vocab_size, TILE), rows)](
-        logits, row_params, values, values.view(torch.float64), slots, slots_of.counts, x, logits.stride(0),
+        logits, row_params, values, values.view(torch.float64), slots, slots_of.counts, slots_of.masks, x,
+        logits.stride(0),
         V=vocab_size, TILE=TILE, num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     for kernel, inputs, width in (

@@ -14,9 +14,13 @@ from torch import Tensor
 FULL_TEMPERATURE, TRUNCATED_TEMPERATURE, TOP_K, TOP_P, MIN_P, REPETITION, FREQUENCY, PRESENCE = range(8)
 NUM_FLOATS = 8
 # int64 columns. KEY: mix64(seed). PENALISED and ADJUSTED_ARGMAX are flags: the row has penalties; the row takes the
-# argmax of logits that penalties, bias or bans changed. Bans apply to positions below BANNED_UNTIL.
-KEY, PENALISED, ADJUSTED_ARGMAX, NUM_BIASED, NUM_BANNED, BANNED_UNTIL = range(NUM_FLOATS, NUM_FLOATS + 6)
-NUM_COLUMNS = NUM_FLOATS + 6
+# argmax of logits that penalties, bias, bans or a mask changed. Bans apply to positions below BANNED_UNTIL. CONSTRAINED
+# is a flag: only the tokens of the slot's mask are allowed.
+KEY, PENALISED, ADJUSTED_ARGMAX, NUM_BIASED, NUM_BANNED, BANNED_UNTIL, CONSTRAINED = range(NUM_FLOATS, NUM_FLOATS + 7)
+NUM_COLUMNS = NUM_FLOATS + 7
+
+MASK_BITS = 32
+"""Tokens per word of a mask: bit t % 32 of word t // 32 says whether token t is allowed."""
 
 
 class SlotTensors(NamedTuple):
@@ -26,6 +30,7 @@ class SlotTensors(NamedTuple):
     - bias_ids int32 and bias_values float32 [slots + 1, B]: the first NUM_BIASED entries of a row are in use; the
       others are id 0 and -0.0, which added to a logit changes nothing.
     - banned_ids int32 [slots + 1, M]: the first NUM_BANNED entries are in use; the others repeat the first.
+    - masks int32 [slots + 1, ceil(vocab_size / 32)]: see engine/sampling/token_masks.py; undefined unless CONSTRAINED.
     - counts int32 [slots, vocab_size]: token counts as in engine/sampling/penalties.py; slot s is row s.
     """
 
@@ -33,4 +38,5 @@ class SlotTensors(NamedTuple):
     bias_ids: Tensor
     bias_values: Tensor
     banned_ids: Tensor
+    masks: Tensor
     counts: Tensor

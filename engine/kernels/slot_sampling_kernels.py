@@ -29,7 +29,8 @@ _REPETITION, _FREQUENCY = tl.constexpr(slot_columns.REPETITION), tl.constexpr(sl
 _PRESENCE, _PENALISED = tl.constexpr(slot_columns.PRESENCE), tl.constexpr(slot_columns.PENALISED)
 _ADJUSTED_ARGMAX = tl.constexpr(slot_columns.ADJUSTED_ARGMAX)
 _NUM_BIASED, _NUM_BANNED = tl.constexpr(slot_columns.NUM_BIASED), tl.constexpr(slot_columns.NUM_BANNED)
-_BANNED_UNTIL = tl.constexpr(slot_columns.BANNED_UNTIL)
+_BANNED_UNTIL, _CONSTRAINED = tl.constexpr(slot_columns.BANNED_UNTIL), tl.constexpr(slot_columns.CONSTRAINED)
+_MASK_BITS = tl.constexpr(slot_columns.MASK_BITS)
 
 
 @triton.jit
@@ -76,12 +77,14 @@ def _shift_right(x, BITS: tl.constexpr):
 
 @triton.jit
 def penalise_kernel(
-    logits_ptr, row_params_ptr, values_ptr, floats_ptr, slots_ptr, counts_ptr, out_ptr, logits_stride,
+    logits_ptr, row_params_ptr, values_ptr, floats_ptr, slots_ptr, counts_ptr, masks_ptr, out_ptr, logits_stride,
     V: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of an active row, after penalties if its slot has any, to out float32 [rows, V].
+    """Write a tile of an active row to out float32 [rows, V], after its slot's penalties and mask, if it has any.
 
-    counts int32 [slots, V]: see TokenCounts. Launch without fused multiply-add, which rounds differently from torch.
+    counts int32 [slots, V]: see TokenCounts. masks int32 [slots + 1, ceil(V / 32)]: tokens that a constrained slot does
+    not allow become -inf, which later adjustments don't change. Launch without fused multiply-add, which rounds
+    differently from torch.
     """
     tile = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -98,6 +101,10 @@ def penalise_kernel(
             x = tl.where(counts > 0, repeated, x)
             x -= tl.load(floats + _FREQUENCY).to(tl.float32) * occurrences
             x -= tl.where(occurrences > 0, tl.load(floats + _PRESENCE).to(tl.float32), 0.0)
+        if tl.load(values_ptr + slot * _COLUMNS + _CONSTRAINED) > 0:
+            mask_ptr = masks_ptr + slot * ((V + _MASK_BITS - 1) // _MASK_BITS)
+            words = tl.load(mask_ptr + cols // _MASK_BITS, mask=cols < V, other=0)
+            x = tl.where((words >> (cols % _MASK_BITS)) & 1 != 0, x, float("-inf"))
         tl.store(out_ptr + row * V + cols, x, mask=cols < V)
 
 

@@ -1,8 +1,9 @@
 """Device code of sampling after top-k, top-p and min-p: `sample_truncated` of engine/sampling/ops.py without a sort.
 
-A token's sort key is the integer (bits of -z, id). Ascending keys are the order of `sample_truncated`, and every limit
-is a key, found digit by digit over integers whose sums are exact. So a token depends neither on the batch nor on the
-order in which atomics gather the most likely tokens, the candidates. If the kept tokens may reach beyond a row's
+A token's sort key is the integer (bits of -z, id). Ascending keys are the order of `sample_truncated`. A limit is a
+place in this order: of few candidates (the most likely tokens), each one's place is found by comparing all pairs; of
+more, the limit's key is found digit by digit. All sums are of integers, so they are exact, and a token depends neither
+on the batch nor on the order in which atomics gather the candidates. If the kept tokens may reach beyond a row's
 candidates, a second pass scans the row's logits instead. Launched by fused_sampling.py. Imports triton at the top: for
 CUDA (or Triton's interpreter) only.
 """
@@ -14,14 +15,17 @@ import triton.language as tl
 
 from engine.kernels.sampling_kernels import logits_tile, min_p_weight, row_max, scaled, weights_of
 
-BINS = 64
-"""Bins of a row's coarse histogram of z, each half a unit wide; the last bin holds all the rest."""
+BINS = 256
+"""Bins of a row's coarse histogram of z, each an eighth of a unit wide; the last bin holds all the rest."""
 
 _BINS = tl.constexpr(BINS)
-_NONZERO_BINS = tl.constexpr(56)  # bins that can hold a weight above 0: exp(-28) < 2**-40
+_BIN_WIDTH = tl.constexpr(0.125)
+_NONZERO_BINS = tl.constexpr(224)  # bins that can hold a weight above 0: exp(-28) < 2**-40
 _UNDECIDED = tl.constexpr(-2)  # token of a row whose candidates do not suffice
 _NO_TOKEN = tl.constexpr(2**62)  # sort key of no token: greater than all keys
 _INF_BITS = tl.constexpr(0x7F800000)  # float bits of +inf: -z of z = -inf
+_FEW = tl.constexpr(512)  # candidates whose places are found by comparing all pairs
+_PAIRS = tl.constexpr(16)  # candidates that each one is compared with at a time
 _DIGIT_BITS = tl.constexpr(3)  # bits of a sort key found by one pass over the tokens
 _RADIX = tl.constexpr(8)  # values of one digit
 
@@ -96,7 +100,7 @@ def sample_truncated_kernel(
         if tl.abs(max_logit) == float("inf"):
             tl.store(out_ptr + row, tl.full((), -1, tl.int64))
         else:
-            top_k = tl.load(top_k_ptr + row * param_stride)
+            top_k = tl.load(top_k_ptr + row * param_stride).to(tl.int64)
             top_p = tl.load(top_p_ptr + row * param_stride)
             min_weight = min_p_weight(tl.load(min_p_ptr + row * param_stride))
             u = tl.load(u_ptr + row * param_stride)
@@ -110,13 +114,19 @@ def sample_truncated_kernel(
                     tl.store(out_ptr + row, token)
             else:
                 bins, count = _candidates(bin_count_ptr + row * (_BINS + 1), top_k, MAX_CANDIDATES)
-                token, complete = _sample(
-                    key_ptr + row * MAX_CANDIDATES, count, max_logit, temperature, sums_ptr, top_k, top_p, min_weight,
-                    u, V, TILE, NUM_TILES, TILES_PAD, ID_BITS, False,
-                )  # fmt: skip
+                if count <= _FEW:
+                    token, complete = _sample_of_few(
+                        key_ptr + row * MAX_CANDIDATES, count, sums_ptr, top_k, top_p, min_weight, u,
+                        NUM_TILES, TILES_PAD, ID_BITS,
+                    )  # fmt: skip
+                else:
+                    token, complete = _sample(
+                        key_ptr + row * MAX_CANDIDATES, count, max_logit, temperature, sums_ptr, top_k, top_p,
+                        min_weight, u, V, TILE, NUM_TILES, TILES_PAD, ID_BITS, False,
+                    )  # fmt: skip
                 # All tokens beyond the candidates have weight 0, or min-p drops all of them.
                 complete |= bins == _NONZERO_BINS
-                complete |= (top_k == 0) & (min_weight > weights_of(bins * -0.5))
+                complete |= (top_k == 0) & (min_weight > weights_of(bins * -_BIN_WIDTH))
                 tl.store(out_ptr + row, tl.where(complete, token, _UNDECIDED))
 
 
@@ -134,16 +144,68 @@ def _sample(
         )
         mass = _sum_kept(last_key, 0, source_ptr, count, max_logit, temperature, V, TILE, ID_BITS, ALL_LOGITS)
     else:
-        tiles = tl.arange(0, TILES_PAD)
-        mass = tl.sum(tl.load(sums_ptr + tiles, mask=tiles < NUM_TILES, other=0), 0)
+        mass = _mass(sums_ptr, NUM_TILES, TILES_PAD)
     if top_p < 1:
-        goal = tl.minimum(tl.ceil(top_p * mass.to(tl.float64)).to(tl.int64), mass)
+        goal = _top_p_goal(top_p, mass)
         last_key = _find_key(goal, source_ptr, count, max_logit, temperature, False, V, TILE, ID_BITS, ALL_LOGITS)
     total = _sum_kept(last_key, min_weight, source_ptr, count, max_logit, temperature, V, TILE, ID_BITS, ALL_LOGITS)
-    # As in ops.py: u <= 1 - 2**-53, so the product stays below the total and some token reaches the target.
-    target = (u * total.to(tl.float64)).to(tl.int64)
-    key = _find_key(target + 1, source_ptr, count, max_logit, temperature, False, V, TILE, ID_BITS, ALL_LOGITS)
+    goal = _target(u, total) + 1
+    key = _find_key(goal, source_ptr, count, max_logit, temperature, False, V, TILE, ID_BITS, ALL_LOGITS)
     return key & ((1 << ID_BITS) - 1), (top_k <= count) & ((last_key >> ID_BITS) <= _INF_BITS)
+
+
+@triton.jit
+def _sample_of_few(
+    key_ptr, count, sums_ptr, top_k, top_p, min_weight, u,
+    NUM_TILES: tl.constexpr, TILES_PAD: tl.constexpr, ID_BITS: tl.constexpr,
+):  # fmt: skip
+    """Return what `_sample` returns, for at most _FEW candidates."""
+    at = tl.arange(0, _FEW)
+    keys = tl.load(key_ptr + at, mask=at < count, other=_NO_TOKEN)
+    weights = _weights_of_keys(keys, ID_BITS)
+    place = tl.zeros([_FEW], tl.int32)  # number of more likely candidates
+    mass_before = tl.zeros([_FEW], tl.int64)  # their sum of weights
+    for start in range(0, count, _PAIRS):
+        other_at = start + tl.arange(0, _PAIRS)
+        others = tl.load(key_ptr + other_at, mask=other_at < count, other=_NO_TOKEN)
+        is_before = others[None, :] < keys[:, None]
+        place += tl.sum(is_before.to(tl.int32), 1)
+        mass_before += tl.sum(tl.where(is_before, _weights_of_keys(others, ID_BITS)[None, :], 0), 1)
+    is_kept = (top_k == 0) | (place < top_k)
+    complete = (top_k > 0) & (top_k <= count)
+    if top_p < 1:
+        if top_k > 0:
+            mass = tl.sum(tl.where(is_kept, weights, 0), 0)
+        else:
+            mass = _mass(sums_ptr, NUM_TILES, TILES_PAD)
+        goal = _top_p_goal(top_p, mass)
+        is_kept &= mass_before < goal
+        complete = (top_k <= count) & (tl.sum(weights, 0) >= goal)
+    target = _target(u, tl.sum(tl.where(is_kept & (weights >= min_weight), weights, 0), 0))
+    is_sampled = (mass_before <= target) & (mass_before + weights > target)
+    return tl.sum(tl.where(is_sampled, keys & ((1 << ID_BITS) - 1), 0), 0), complete
+
+
+@triton.jit
+def _mass(sums_ptr, NUM_TILES: tl.constexpr, TILES_PAD: tl.constexpr):
+    """Return the sum of all weights of a row."""
+    tiles = tl.arange(0, TILES_PAD)
+    return tl.sum(tl.load(sums_ptr + tiles, mask=tiles < NUM_TILES, other=0), 0)
+
+
+@triton.jit
+def _top_p_goal(top_p, mass):
+    """Return the sum of weights that top-p keeps at least."""
+    return tl.minimum(tl.ceil(top_p * mass.to(tl.float64)).to(tl.int64), mass)
+
+
+@triton.jit
+def _target(u, total):
+    """Return floor(u * total): the first token whose cumulative weight exceeds it is sampled.
+
+    As in ops.py: u <= 1 - 2**-53, so the product stays below the total and some token exceeds the target.
+    """
+    return (u * total.to(tl.float64)).to(tl.int64)
 
 
 @triton.jit
@@ -197,9 +259,20 @@ def _tokens(
         keys = tl.where(at < count, _sort_keys(z, at, ID_BITS), _NO_TOKEN)
     else:
         keys = tl.load(source_ptr + at, mask=at < count, other=_NO_TOKEN)
-        z_bits = tl.minimum(keys >> ID_BITS, _INF_BITS).to(tl.int32)
-        z = -z_bits.to(tl.float32, bitcast=True)
+        z = _z_of_keys(keys, ID_BITS)
     return keys, weights_of(z)
+
+
+@triton.jit
+def _weights_of_keys(keys, ID_BITS: tl.constexpr):
+    return weights_of(_z_of_keys(keys, ID_BITS))
+
+
+@triton.jit
+def _z_of_keys(keys, ID_BITS: tl.constexpr):
+    """Return z of sort keys; -inf (weight 0) of _NO_TOKEN."""
+    z_bits = tl.minimum(keys >> ID_BITS, _INF_BITS).to(tl.int32)
+    return -z_bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -211,7 +284,7 @@ def _sort_keys(z, ids, ID_BITS: tl.constexpr):
 
 @triton.jit
 def _bin(z):
-    return tl.minimum(z * -2.0, _BINS - 1.0).to(tl.int32)
+    return tl.minimum(z / -_BIN_WIDTH, _BINS - 1.0).to(tl.int32)
 
 
 @triton.jit

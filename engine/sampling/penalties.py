@@ -11,44 +11,22 @@ from engine.utils.async_copy import ids_to
 
 
 class TokenCounts:
-    """Counts [max_num_seqs, vocab_size] on the device, allocated when the first slot is tracked.
+    """`values` int32 [max_num_seqs, vocab_size] on the device.
 
     An entry is twice the token's count in the output, plus 1 if the prompt contains it: one int32 tensor (4 bytes per
     slot and token) holds both. int16 could overflow within a long context.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device):
-        self._shape = (max_num_seqs, vocab_size)
         self._device = device
-        self._counts: Tensor | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of device memory that the counts take; 0 before a slot is tracked."""
-        return 0 if self._counts is None else self._counts.nbytes
-
-    def allocate(self) -> Tensor:
-        """Return the counts int32 [max_num_seqs, vocab_size]; allocate them if no slot was tracked before."""
-        if self._counts is None:
-            self._counts = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
-        return self._counts
+        self.values = torch.zeros(max_num_seqs, vocab_size, dtype=torch.int32, device=device)
 
     def track(self, slot: int, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> None:
         """Reset a slot's counts to these tokens."""
-        row = self.allocate()[slot].zero_()
+        row = self.values[slot].zero_()
         row[ids_to(self._device, prompt_ids)] = 1
         outputs = ids_to(self._device, output_ids)
         row.index_add_(0, outputs, torch.full_like(outputs, 2, dtype=torch.int32))
-
-    def add(self, slots: Tensor, token_ids: Tensor) -> None:
-        """Count one output token per slot; both int64 [b] on the device. A token of -1 (none was chosen) is ignored.
-
-        Runs on the device, so that the next `penalise` can be enqueued before the host has the tokens. A step in flight
-        may still count for a slot whose request has ended; `track`, enqueued later, resets the slot.
-        """
-        if self._counts is None:
-            raise ValueError("no slot is tracked")
-        count_tokens(self._counts, slots, token_ids)
 
     def penalise(
         self, logits: Tensor, slots: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
@@ -58,9 +36,7 @@ class TokenCounts:
         Repetition (prompt and output) divides a positive logit and multiplies a negative one. Frequency (output) is
         subtracted once per occurrence. Presence (output) is subtracted once.
         """
-        if self._counts is None:
-            raise ValueError("no slot is tracked")
-        return penalised_logits(logits, self._counts[slots], repetition, frequency, presence)
+        return penalised_logits(logits, self.values[slots], repetition, frequency, presence)
 
 
 def count_tokens(counts: Tensor, slots: Tensor, token_ids: Tensor) -> None:

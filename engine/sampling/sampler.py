@@ -1,11 +1,11 @@
 """The sampler: applies each slot's sampling parameters to a batch of logits.
 
 Keeps the sampling state of running requests. Order: repetition penalty, frequency and presence penalties, logit bias,
-the min_tokens mask, temperature, top-k, top-p, min-p (Hugging Face's order), all in float32. Temperature and later
-steps are in engine/sampling/selection.py.
+the min_tokens mask, the mask of a grammar, temperature, top-k, top-p, min-p (Hugging Face's order), all in float32.
+Temperature and later steps are in engine/sampling/slot_sampling.py.
 
-`Sampler.sample` does only the work that the batch needs, and uploads it. The engine samples with
-engine/worker/sampling_graphs.py instead: the same tokens from `Sampler.table`, by operations that a graph can contain.
+Tokens are sampled by `Sampler.slot_sampling`, from parameters in device memory and by operations that a graph can
+contain. Log-probabilities are computed by launches after it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,16 +23,17 @@ from engine.errors import RequestError
 from engine.kernels.slot_columns import NUM_FLOATS
 from engine.protocol.request import SamplingParams, TokenLogprob, mix64
 from engine.sampling.logprobs import prompt_logprobs, raw_logprobs
-from engine.sampling.ops import CANDIDATES, HASH_CONSTANTS, uniform
+from engine.sampling.ops import CANDIDATES, HASH_CONSTANTS
 from engine.sampling.penalties import TokenCounts
-from engine.sampling.selection import NUM_COLUMNS, UNIFORM, Pending, SamplingMethod, TokenSelector, put_rows, rows_of
+from engine.sampling.scoring import NUM_COLUMNS, LogprobScorer, Pending, SamplingMethod, put_rows, rows_of
 from engine.sampling.slot_sampling import ANY_NUMBER, TOP_K_ONLY, UNTRUNCATED, sample_slots
 from engine.sampling.slot_table import SlotTable
+from engine.sampling.token_masks import TokenMasks
 from engine.utils.async_copy import ids_to, upload
 
 __all__ = ["SampleResult", "Sampler", "prompt_logprobs"]
 
-# Columns of the row parameters uploaded once per step, after those of the token selector.
+# Columns of the row parameters, after those of the scorer.
 _REPETITION, _FREQUENCY, _PRESENCE = range(NUM_COLUMNS, NUM_COLUMNS + 3)
 
 
@@ -45,11 +47,12 @@ class _Slot:
     min_tokens: int = 0
     banned: Tensor | None = None  # int64 [m] on the host, banned until min_tokens
     bias: tuple[Tensor, Tensor] | None = None  # ids int64 [m] and values float32 [m] on the host
+    constrained: bool = False  # only the tokens of the slot's mask are allowed
 
     @property
     def is_adjusted(self) -> bool:
-        """Whether penalties, bias or the min_tokens mask change the row's logits."""
-        return bool(self.penalised or self.min_tokens or self.bias is not None)
+        """Whether penalties, bias or a mask change the row's logits."""
+        return bool(self.penalised or self.min_tokens or self.bias is not None or self.constrained)
 
     @property
     def is_argmax(self) -> bool:
@@ -61,10 +64,10 @@ _INACTIVE = _Slot()
 
 
 class SampleResult:
-    """Result of `Sampler.sample`.
+    """Sampled tokens, and their log-probabilities.
 
-    token_ids: int64 [b] on the device; 0 for an inactive row. -1 means that the row's logits hold a NaN or +inf, or are
-    all -inf: fail that request, and do not feed the -1 to the model.
+    token_ids: int64 [b] on the device. -1 means that the row's logits hold a NaN or +inf, or are all -inf: fail that
+    request, and do not feed the -1 to the model.
     logprobs: None if no row requested them, else one entry per row (None for a row that did not). The first access
     waits for their copies, which were enqueued with the step.
     """
@@ -90,10 +93,13 @@ class SampleResult:
 class Sampler:
     """Sampling parameters of every slot in [0, max_num_seqs), and sampling for a batch of slots.
 
-    logprobs_mode "processed" gives log-probabilities of the distribution that was sampled from, after penalties, bias,
-    temperature and truncation (greedy rows: temperature 1, no truncation); "raw" those of the model's logits. `fused`:
-    sample rows without log-probabilities with the Triton kernels; by default on a GPU only. `counts`: the token counts
-    that penalties are computed from. Not thread-safe: only the engine loop's thread may use it.
+    - logprobs_mode: "processed" gives log-probabilities of the distribution that was sampled from, after penalties,
+      bias, temperature and truncation (greedy rows: temperature 1, no truncation); "raw" those of the model's logits.
+    - fused: sample with the Triton kernels; by default on a GPU only.
+    - counts: the token counts that penalties are computed from.
+    - masks: the tokens that constrained slots may sample; write them before each step that samples from such a slot.
+
+    Not thread-safe: only the engine loop's thread may use it.
     """
 
     def __init__(
@@ -113,21 +119,22 @@ class Sampler:
         self.device = torch.device(device)
         self._eos_token_ids = tuple(eos_token_ids)
         self._raw = logprobs_mode == "raw"
-        self._selector = TokenSelector(vocab_size, self.device, self._raw, fused)
+        self._scorer = LogprobScorer(vocab_size, self.device)
+        self._kernels = _kernels() if (self.device.type == "cuda" if fused is None else fused) else None
         self.counts = TokenCounts(max_num_seqs, vocab_size, self.device)
         # One extra row: index -1 is the greedy row of inactive entries.
         self._slots = [_INACTIVE] * (max_num_seqs + 1)
         # Slots by what they need, so that a step looks at sets instead of rows.
         self._sampler_slots: set[int] = set()  # more than argmax
         self._sampled: set[int] = set()  # another token than the argmax of unmodified logits
-        self._adjusted: set[int] = set()  # penalties, bias or the min_tokens mask
+        self._adjusted: set[int] = set()  # penalties, bias or a mask
         self._masked: set[int] = set()  # the min_tokens mask
         self._truncated: set[int] = set()  # top-k or top-p
         self._wide: set[int] = set()  # a truncation that may keep more than CANDIDATES tokens
         self._scored: set[int] = set()  # log-probabilities
+        self.masks = TokenMasks(max_num_seqs, vocab_size, self.device)
         self.table = SlotTable(max_num_seqs, vocab_size, len(self._eos_token_ids), self.device)
         self._row_params = torch.zeros(max_num_seqs + 1, NUM_COLUMNS + 3, dtype=torch.float64)
-        self._keys = torch.zeros(max_num_seqs + 1, dtype=torch.int64)
 
     def check(self, params: SamplingParams) -> None:
         """Raise RequestError if `set_slot` would, so that a request is rejected before it gets a slot."""
@@ -150,7 +157,7 @@ class Sampler:
         params.check_vocab(self.vocab_size)
         penalised = params.has_penalties
         banned = self._banned_ids(params)
-        method = self._selector.method_for(params)
+        method = SamplingMethod.of(params, self.vocab_size)
         self._slots[slot] = _Slot(
             method=method,
             penalised=penalised,
@@ -158,13 +165,13 @@ class Sampler:
             min_tokens=params.min_tokens if banned is not None else 0,
             banned=banned,
             bias=_bias_tensors(params.logit_bias) if params.logit_bias else None,
+            constrained=params.is_constrained,
         )
         self._row_params[slot] = torch.tensor(
-            [*self._selector.row_params(params, method), params.repetition_penalty, params.frequency_penalty,
+            [*method.row_params(params), params.repetition_penalty, params.frequency_penalty,
              params.presence_penalty],
             dtype=torch.float64,
         )  # fmt: skip
-        self._keys[slot] = mix64(seed)
         self._classify(slot)
         state = self._slots[slot]
         full, truncated = (0.0, params.temperature) if method.truncated else (params.temperature, 0.0)
@@ -178,6 +185,7 @@ class Sampler:
             bias=state.bias,
             banned=banned,
             banned_until=state.prompt_len + state.min_tokens,
+            constrained=state.constrained,
         )  # fmt: skip
         if penalised:
             self.counts.track(slot, prompt_ids, output_ids)
@@ -208,21 +216,21 @@ class Sampler:
         processors = not self._adjusted.isdisjoint(slots)
         if self._truncated.isdisjoint(slots):
             return {"processors": processors, "limits": UNTRUNCATED}
-        has_wide = self._selector.is_fused or not self._wide.isdisjoint(slots)
+        has_wide = self._kernels is not None or not self._wide.isdisjoint(slots)
         return {"processors": processors, "limits": ANY_NUMBER if has_wide else TOP_K_ONLY}
 
     @property
     def variants(self) -> list[dict[str, Any]]:
         """All keywords that `variant` can return."""
-        limits = (UNTRUNCATED, ANY_NUMBER) if self._selector.is_fused else (UNTRUNCATED, TOP_K_ONLY, ANY_NUMBER)
+        limits = (UNTRUNCATED, ANY_NUMBER) if self._kernels is not None else (UNTRUNCATED, TOP_K_ONLY, ANY_NUMBER)
         return [{"processors": processors, "limits": limit} for processors in (False, True) for limit in limits]
 
     def slot_sampling(self) -> Callable[..., None]:
         """Return `sample_slots` on this sampler's slots: with the Triton kernels, or with torch."""
-        tensors = self.table.tensors(self.counts)
-        if self._selector.is_fused:
-            return partial(self._selector.kernels.sample_slots, tensors, hash_constants=HASH_CONSTANTS)
-        return partial(sample_slots, tensors, chunk_rows=self._selector.chunk_rows)
+        tensors = self.table.tensors(self.counts, self.masks)
+        if self._kernels is not None:
+            return partial(self._kernels.sample_slots, tensors, hash_constants=HASH_CONSTANTS)
+        return partial(sample_slots, tensors, chunk_rows=self._scorer.chunk_rows)
 
     def lift_min_tokens(self, slots: Sequence[int], positions: Sequence[int]) -> None:
         """Lift the min_tokens mask of slots that have enough tokens; argmax may then be enough for them."""
@@ -249,75 +257,46 @@ class Sampler:
         row_params = upload(self._row_params[[slots[i] for i in rows]], self.device)
         penalised = [j for j, state in enumerate(states) if state.penalised]
         tracked = ids_to(self.device, [slots[rows[j]] for j in penalised]) if penalised else None
-        x = self._adjust_logits(rows_of(logits, rows), penalised, tracked, states, row_params)
+        x = self._adjust_logits(rows_of(logits, rows), penalised, tracked, states, row_params, [slots[i] for i in rows])
 
         def complete(token_ids: Tensor) -> list[Pending]:
-            pending = self._selector.score(x, row_params, [state.method for state in states], rows_of(token_ids, rows))
+            pending = self._scorer.score(x, row_params, [state.method for state in states], rows_of(token_ids, rows))
             return [([rows[j] for j in part], logprobs) for part, logprobs in pending]
 
         return complete
-
-    def sample(self, logits: Tensor, slots: Sequence[int] | Tensor, positions: Sequence[int] | Tensor) -> SampleResult:
-        """Choose one token per row, and count it as an output of its slot.
-
-        logits [rows, V] of any float dtype are never written to. Row i belongs to slots[i] (-1: inactive); rows beyond
-        the slots are ignored. positions[i] is the index of the new token in its sequence: the prompt length plus the
-        number of outputs so far. It seeds the random number, so a request gets the same token after a preemption and in
-        any batch. Pass slots and positions from the host: reading them from a device would block.
-
-        Does not wait for the device, except when torch samples with a nucleus that might exceed the ranked tokens (see
-        `sample_truncated`).
-        """
-        slots, positions = _as_list(slots), _as_list(positions)
-        self._check_batch(logits, slots, positions)
-        index = torch.tensor(slots, dtype=torch.int64)
-        row_params = self._row_params[index]
-        row_params[:, UNIFORM] = uniform(self._keys[index], torch.tensor(positions, dtype=torch.int64))
-        row_params = upload(row_params, self.device)
-        states = [self._slots[slot] for slot in slots]
-        self.lift_min_tokens(slots, positions)
-        raw = logits[: len(slots)]
-        penalised = [i for i, state in enumerate(states) if state.penalised]
-        tracked = ids_to(self.device, [slots[i] for i in penalised]) if penalised else None
-        x = self._adjust_logits(raw, penalised, tracked, states, row_params)
-        token_ids, pending = self._selector.select(x, row_params, [state.method for state in states])
-        if tracked is not None:
-            self.counts.add(tracked, rows_of(token_ids, penalised))
-        if self._raw:
-            pending = self._raw_logprobs(raw, token_ids, states)
-        if -1 in slots:
-            token_ids = token_ids.masked_fill(ids_to(self.device, slots) < 0, 0)
-        return SampleResult(token_ids, pending)
-
-    def warm_up(self, logits: Tensor) -> None:
-        """Compile the kernels for logits like these [rows, V], so that no request waits seconds for them."""
-        self._selector.warm_up(logits, self._row_params.shape[1])
 
     def _raw_logprobs(self, raw: Tensor, token_ids: Tensor, states: list[_Slot]) -> list[Pending]:
         top_counts = {i: count for i, state in enumerate(states) if (count := state.method.logprobs) is not None}
         return [
             (rows, raw_logprobs(rows_of(raw, rows), rows_of(token_ids, rows), [top_counts[i] for i in rows]))
-            for rows in self._selector.split(list(top_counts))
+            for rows in self._scorer.split(list(top_counts))
         ]
 
     def _adjust_logits(
-        self, raw: Tensor, penalised: list[int], tracked: Tensor | None, states: list[_Slot], row_params: Tensor
+        self,
+        raw: Tensor,
+        penalised: list[int],
+        tracked: Tensor | None,
+        states: list[_Slot],
+        row_params: Tensor,
+        slots: Sequence[int],
     ) -> Tensor:
-        """Return logits in float32 after penalties, bias and the min_tokens mask, or `raw` if none applies.
+        """Return logits in float32 after penalties, bias and masks, or `raw` if none applies.
 
-        `penalised` are row indices, `tracked` their slots on the device.
+        `penalised` are row indices, `tracked` their slots on the device, `slots` those of all rows.
         """
         biased = {i: state.bias for i, state in enumerate(states) if state.bias is not None}
         banned = {i: state.banned for i, state in enumerate(states) if state.min_tokens and state.banned is not None}
-        if not (penalised or biased or banned):
+        constrained = [i for i, state in enumerate(states) if state.constrained]
+        if not (penalised or biased or banned or constrained):
             return raw
         x = raw.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         if tracked is not None:
-            for chunk, rows in enumerate(self._selector.split(penalised)):
-                start = chunk * self._selector.chunk_rows
-                slots = tracked[start : start + len(rows)]
+            for chunk, rows in enumerate(self._scorer.split(penalised)):
+                start = chunk * self._scorer.chunk_rows
+                counted = tracked[start : start + len(rows)]
                 columns = (_column(row_params, rows, c) for c in (_REPETITION, _FREQUENCY, _PRESENCE))
-                x = put_rows(x, rows, self.counts.penalise(rows_of(x, rows), slots, *columns))
+                x = put_rows(x, rows, self.counts.penalise(rows_of(x, rows), counted, *columns))
         if biased:
             indices = self._flat_indices(list(biased), [ids for ids, _ in biased.values()])
             values = torch.cat([values for _, values in biased.values()])
@@ -325,6 +304,8 @@ class Sampler:
         if banned:
             indices = self._flat_indices(list(banned), list(banned.values()))
             x.view(-1).index_fill_(0, indices, float("-inf"))
+        for rows in self._scorer.split(constrained):
+            x = put_rows(x, rows, self.masks.apply(rows_of(x, rows), [slots[i] for i in rows]))
         return x
 
     def _flat_indices(self, rows: list[int], ids: list[Tensor]) -> Tensor:
@@ -352,14 +333,6 @@ class Sampler:
         if not 0 <= slot < self.max_num_seqs:
             raise ValueError(f"slot {slot} is not in [0, {self.max_num_seqs})")
 
-    def _check_batch(self, logits: Tensor, slots: list[int], positions: list[int]) -> None:
-        if logits.dim() != 2 or logits.shape[0] < len(slots) or logits.shape[1] != self.vocab_size:
-            raise ValueError(f"logits must be [at least {len(slots)}, {self.vocab_size}]; found {list(logits.shape)}")
-        if not all(-1 <= slot < self.max_num_seqs for slot in slots):
-            raise ValueError(f"slots must be in [-1, {self.max_num_seqs}); found {slots}")
-        if len(positions) != len(slots):
-            raise ValueError(f"{len(slots)} slots, but {len(positions)} positions")
-
 
 def _bias_tensors(bias: Mapping[int, float]) -> tuple[Tensor, Tensor]:
     return torch.tensor(list(bias), dtype=torch.int64), torch.tensor(list(bias.values()), dtype=torch.float32)
@@ -370,5 +343,7 @@ def _column(row_params: Tensor, rows: list[int], column: int) -> Tensor:
     return rows_of(row_params, rows)[:, column : column + 1].to(torch.float32)
 
 
-def _as_list(values: Sequence[int] | Tensor) -> list[int]:
-    return values.tolist() if isinstance(values, Tensor) else list(values)
+def _kernels() -> ModuleType:
+    from engine.kernels import fused_sampling  # triton is installed only with CUDA
+
+    return fused_sampling

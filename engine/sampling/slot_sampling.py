@@ -1,7 +1,7 @@
 """Sampling with PyTorch operations from parameters in device memory: fixed shapes, no host reads, so that a graph can
 contain it.
 
-Gives the tokens of `Sampler.sample`. engine/kernels/fused_sampling.py is the same in Triton kernels.
+engine/kernels/fused_sampling.py is the same in Triton kernels.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.kernels.slot_columns import (
     ADJUSTED_ARGMAX,
     BANNED_UNTIL,
+    CONSTRAINED,
     FREQUENCY,
     FULL_TEMPERATURE,
     KEY,
@@ -27,6 +28,7 @@ from engine.kernels.slot_columns import (
 )
 from engine.sampling.ops import CANDIDATES, sample_full, sample_ranked, uniform, weights_of
 from engine.sampling.penalties import count_tokens, penalised_logits
+from engine.sampling.token_masks import unpacked
 
 # How the rows of a batch are truncated: not at all, to at most CANDIDATES tokens by top-k, or to any number of tokens.
 UNTRUNCATED, TOP_K_ONLY, ANY_NUMBER = "none", "top_k", "any"
@@ -51,9 +53,9 @@ def sample_slots(
     stay where argmax is enough. Writes a sampled token to both; for a row without a finite maximum -1 to next_tokens
     and 0, a valid id, to last_tokens.
 
-    `processors`: apply penalties, logit bias and min_tokens bans, and count the sampled tokens. `limits`: UNTRUNCATED,
-    TOP_K_ONLY or ANY_NUMBER, the widest truncation of the rows. ANY_NUMBER sorts the vocabulary, since a fixed shape
-    can't depend on the size of a nucleus. `chunk_rows` bounds the scratch.
+    `processors`: apply penalties, logit bias, min_tokens bans and masks, and count the sampled tokens. `limits`:
+    UNTRUNCATED, TOP_K_ONLY or ANY_NUMBER, the widest truncation of the rows. ANY_NUMBER sorts the vocabulary, since a
+    fixed shape can't depend on the size of a nucleus. `chunk_rows` bounds the scratch.
     """
     for start in range(0, len(slots), chunk_rows):
         rows = slice(start, start + chunk_rows)
@@ -103,10 +105,7 @@ def _sample_chunk(
 
 
 def _adjusted(slots_of: SlotTensors, x: Tensor, slots: Tensor, positions: Tensor, values: Tensor) -> Tensor:
-    """Return x float32 [b, V] after penalties, logit bias and bans, in new memory.
-
-    A mask of allowed tokens (int32 [b, V / 32], with a flag per row in `values`) would be applied last.
-    """
+    """Return x float32 [b, V] after penalties, logit bias, bans and masks, in new memory."""
     repetition, frequency, presence = (
         values.view(torch.float64)[:, column : column + 1].to(torch.float32)
         for column in (REPETITION, FREQUENCY, PRESENCE)
@@ -118,4 +117,6 @@ def _adjusted(slots_of: SlotTensors, x: Tensor, slots: Tensor, positions: Tensor
     x.scatter_add_(1, biased, slots_of.bias_values.index_select(0, slots))
     banned = slots_of.banned_ids.index_select(0, slots).to(torch.int64)
     applies = (values[:, NUM_BANNED] > 0) & (positions < values[:, BANNED_UNTIL])
-    return x.scatter_(1, banned, x.gather(1, banned).masked_fill_(applies.unsqueeze(1), float("-inf")))
+    x.scatter_(1, banned, x.gather(1, banned).masked_fill_(applies.unsqueeze(1), float("-inf")))
+    allowed = unpacked(slots_of.masks.index_select(0, slots))[:, : x.shape[1]]
+    return x.masked_fill_((values[:, CONSTRAINED] > 0).unsqueeze(1) & ~allowed, float("-inf"))

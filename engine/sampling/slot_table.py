@@ -13,6 +13,7 @@ from torch import Tensor
 from engine.kernels.slot_columns import (
     ADJUSTED_ARGMAX,
     BANNED_UNTIL,
+    CONSTRAINED,
     KEY,
     NUM_BANNED,
     NUM_BIASED,
@@ -23,6 +24,7 @@ from engine.kernels.slot_columns import (
 )
 from engine.protocol.sampling_params import MAX_BIASED_TOKENS, MAX_STOP_TOKEN_IDS
 from engine.sampling.penalties import TokenCounts
+from engine.sampling.token_masks import TokenMasks
 from engine.utils.async_copy import upload
 
 
@@ -43,9 +45,11 @@ class SlotTable:
         self._device = device
         self._host = torch.zeros(entries, NUM_COLUMNS, dtype=torch.int64)
 
-    def tensors(self, counts: TokenCounts) -> SlotTensors:
-        """Return the table with the token counts, which are allocated if they are not yet."""
-        return SlotTensors(self.values, self.bias_ids, self.bias_values, self.banned_ids, counts.allocate())
+    def tensors(self, counts: TokenCounts, masks: TokenMasks) -> SlotTensors:
+        """Return the table with the masks and the token counts, which are allocated if they are not yet."""
+        return SlotTensors(
+            self.values, self.bias_ids, self.bias_values, self.banned_ids, masks.masks, counts.values
+        )  # fmt: skip
 
     def set(
         self,
@@ -58,6 +62,7 @@ class SlotTable:
         bias: tuple[Tensor, Tensor] | None,
         banned: Tensor | None,
         banned_until: int,
+        constrained: bool,
     ) -> None:
         """Write a slot's parameters; `floats` are the first NUM_FLOATS columns.
 
@@ -69,6 +74,7 @@ class SlotTable:
         row[:NUM_FLOATS] = torch.tensor(floats, dtype=torch.float64).view(torch.int64)
         row[KEY] = key
         row[PENALISED], row[ADJUSTED_ARGMAX] = int(penalised), int(adjusted_argmax)
+        row[CONSTRAINED] = int(constrained)
         if bias is not None:
             ids, values = bias
             row[NUM_BIASED] = len(ids)

@@ -10,9 +10,7 @@ import torch
 from tests.support.kernels import DEVICE, INTERPRETED  # isort: skip  (before what imports triton)
 
 from engine.kernels.fused_sampling import TILE, sample_rows
-from engine.protocol.request import SamplingParams
 from engine.sampling import ops
-from engine.sampling.sampler import Sampler
 from tests.support.sampling_cases import (
     UNTOUCHED,
     assert_nearly_all_equal,
@@ -186,68 +184,3 @@ def test_params_with_different_strides_are_rejected():
 @pytest.mark.skipif(INTERPRETED, reason="captures a CUDA graph")
 def test_captured_sampling_follows_logits_and_params_changed_between_replays():
     assert_replays_follow(sample_rows, sample, random_logits(16, 151936, torch.bfloat16), params_of)
-
-
-PARAMS = [
-    SamplingParams(),
-    SamplingParams(temperature=0.6, min_p=0.05),
-    SamplingParams(temperature=0.0),
-    SamplingParams(logprobs=2),
-    SamplingParams(top_p=0.9),
-    SamplingParams(temperature=1.5, presence_penalty=1.0, repetition_penalty=1.3, logit_bias={5: 30.0, 6: 30.0}),
-    SamplingParams(temperature=3.0, min_tokens=500, max_tokens=None, stop_token_ids=list(range(90))),
-    SamplingParams(min_p=0.9),
-    SamplingParams(temperature=0.6, top_k=20, top_p=0.95),
-    SamplingParams(temperature=2.0, top_k=5, logit_bias={7: 9.0}),
-    SamplingParams(temperature=5.0, top_p=0.8, min_p=0.1, logprobs=1),
-]
-
-
-def sampler_with(params, rows, vocab_size, *, fused):
-    """A sampler that samples rows without logprobs with the kernels, or with torch."""
-    sampler = Sampler(rows, vocab_size, DEVICE, eos_token_ids=(2,), fused=fused)
-    for slot in range(rows):
-        sampler.set_slot(slot, params[slot % len(params)], slot, [1, 2, 3], [4, 5])
-    return sampler
-
-
-@pytest.mark.parametrize(
-    "params",
-    [PARAMS, PARAMS[:2], PARAMS[5:6], PARAMS[8:10], [PARAMS[0], PARAMS[8]]],
-    ids=["mixed", "whole", "adjusted", "truncated", "whole and truncated"],
-)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_sampler_chooses_the_same_with_and_without_the_kernels(params, dtype):
-    rows, vocab_size = (24 if INTERPRETED else 400), 97
-    logits = random_logits(rows + 2, vocab_size, dtype)
-    logits[1, 3] = NAN
-    before = logits.clone()
-    slots = [-1 if row % 11 == 10 else row for row in range(rows)]
-    found, wanted = (sampler_with(params, rows, vocab_size, fused=fused) for fused in (True, False))
-    found.warm_up(logits)
-    for position in range(5, 9):
-        ours = found.sample(logits, slots, [position] * rows)
-        theirs = wanted.sample(logits, slots, [position] * rows)
-        assert ours.token_ids[1] == -1 and ours.token_ids[10] == 0
-        assert_nearly_all_equal(ours.token_ids, theirs.token_ids)
-        assert ours.logprobs == theirs.logprobs
-    assert logits.nan_to_num().equal(before.nan_to_num())
-
-
-def test_sampler_row_is_sampled_the_same_in_every_batch():
-    rows, vocab_size = 16, 777
-    logits = random_logits(rows, vocab_size, torch.float16)
-    sampler = sampler_with(PARAMS, rows, vocab_size, fused=True)
-    wanted = sampler.sample(logits, range(rows), [5] * rows).token_ids
-    for seed in range(6):
-        slots = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))[: 1 + 3 * seed].tolist()
-        assert sampler.sample(logits[slots], slots, [5] * len(slots)).token_ids.equal(wanted[slots])
-
-
-def test_slot_switches_between_kernels_and_torch_with_its_request():
-    logits = random_logits(1, 50)
-    sampler = sampler_with(PARAMS[:1], 1, 50, fused=True)
-    sampler.set_slot(0, SamplingParams(temperature=0.0), 0, [])
-    assert sampler.sample(logits, [0], [0]).token_ids.equal(logits.argmax(1))
-    sampler.set_slot(0, SamplingParams(temperature=1e-5), 0, [])
-    assert sampler.sample(-logits, [0], [0]).token_ids.equal(logits.argmin(1))

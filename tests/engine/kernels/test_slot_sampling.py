@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -37,13 +38,36 @@ PARAMS = [
     SamplingParams(temperature=0.0, min_tokens=3, max_tokens=None, stop_token_ids=list(range(96))),
     SamplingParams(temperature=2.0, top_k=5, logit_bias={7: 9.0}),
 ]
+GRAMMAR = {"structured_outputs": {"regex": "a"}}  # only the masks below matter here
+CONSTRAINED = [
+    SamplingParams(temperature=0.0, **GRAMMAR),
+    SamplingParams(temperature=5.0, **GRAMMAR),
+    SamplingParams(temperature=1.5, top_p=0.9, **GRAMMAR),
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.5, top_k=5, presence_penalty=1.0, logit_bias={5: 30.0, 6: 30.0}, **GRAMMAR),
+    SamplingParams(temperature=0.7),
+    SamplingParams(min_tokens=500, max_tokens=None, stop_token_ids=list(range(60)), **GRAMMAR),
+    SamplingParams(temperature=0.0, frequency_penalty=0.7, **GRAMMAR),
+]
 
 
 def sampler_with(params, rows, vocab_size, *, fused):
     sampler = Sampler(rows, vocab_size, DEVICE, eos_token_ids=(2,), fused=fused)
     for slot in range(rows):
         sampler.set_slot(slot, params[slot % len(params)], slot, [1, 2, 3], [4, 5])
+    allow(sampler, params, 0)
     return sampler
+
+
+def allow(sampler, params, seed):
+    """Give every slot a random mask, which only those of constrained requests use; return the masks as bool."""
+    shape = (sampler.max_num_seqs, sampler.masks.masks.shape[1] * 32)
+    bits = np.random.default_rng(seed).random(shape) < 0.2
+    bits[:, 64:67] = True  # some token beyond every ban
+    masks = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+    sampler.masks.write(list(range(shape[0])), masks)
+    constrained = [params[slot % len(params)].structured_outputs is not None for slot in range(shape[0])]
+    return torch.from_numpy(bits[:, : sampler.vocab_size] | ~np.array(constrained)[:, None])
 
 
 def step(sampler, logits, slots, positions):
@@ -59,8 +83,8 @@ def step(sampler, logits, slots, positions):
 
 @pytest.mark.parametrize(
     "params",
-    [PARAMS, PARAMS[:3], PARAMS[3:6], PARAMS[6:10]],
-    ids=["mixed", "untruncated", "truncated", "adjusted"],
+    [PARAMS, PARAMS[:3], PARAMS[3:6], PARAMS[6:10], CONSTRAINED],
+    ids=["mixed", "untruncated", "truncated", "adjusted", "constrained"],
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_tokens_and_counts_equal_those_of_torch(params, dtype):
@@ -76,8 +100,29 @@ def test_tokens_and_counts_equal_those_of_torch(params, dtype):
         assert_nearly_all_equal(found, wanted)
         assert_nearly_all_equal(found_last, wanted_last)
         if torch.equal(found, wanted):
-            assert ours.counts.allocate().equal(theirs.counts.allocate())
+            assert ours.counts.values.equal(theirs.counts.values)
     assert logits.nan_to_num().equal(before.nan_to_num())
+
+
+@pytest.mark.parametrize("vocab_size", [97, 128, 5000])
+def test_constrained_rows_sample_allowed_tokens_only_and_others_are_unchanged(vocab_size):
+    logits = random_logits(ROWS, vocab_size, torch.float32)
+    slots = list(range(ROWS))
+    sampler = sampler_with(CONSTRAINED, ROWS, vocab_size, fused=True)
+    free = [params.structured_outputs is None for params in CONSTRAINED]
+    plain = sampler_with([one if is_free else SamplingParams(temperature=0.0) for one, is_free
+                          in zip(CONSTRAINED, free, strict=True)], ROWS, vocab_size, fused=True)  # fmt: skip
+    for position in range(5, 8):
+        allowed = allow(sampler, CONSTRAINED, position)
+        found, _ = step(sampler, logits, slots, [position] * ROWS)
+        without, _ = step(plain, logits, slots, [position] * ROWS)
+        for row, token in enumerate(found.tolist()):
+            if free[row % len(free)]:
+                assert token == without[row]
+            else:
+                assert token >= 0 and allowed[row, token]
+            if CONSTRAINED[row % len(free)] == SamplingParams(temperature=0.0, **GRAMMAR):
+                assert token == logits[row].cpu().masked_fill(~allowed[row], -math.inf).argmax()
 
 
 def test_row_is_sampled_the_same_in_every_batch():

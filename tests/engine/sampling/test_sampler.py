@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from engine.errors import RequestError
 from engine.protocol.request import GOLDEN, SamplingParams, mix64
 from engine.sampling import ops
+from engine.sampling.penalties import count_tokens
 from engine.sampling.sampler import Sampler, prompt_logprobs
+from tests.support.sampling_steps import sample
 
 EOS = 2
 INF = math.inf
@@ -64,7 +66,7 @@ def sampler_with(params, prompt, outputs, vocab_size, seed=0, slot=1, **options)
 
 def sample_one(sampler, logits, position, slot=1):
     """(token, TokenLogprob) of a batch of one row."""
-    result = sampler.sample(torch.as_tensor(logits, dtype=torch.float32)[None], [slot], [position])
+    result = sample(sampler, torch.as_tensor(logits, dtype=torch.float32)[None], [slot], [position])
     return result.token_ids.item(), result.logprobs and result.logprobs[0]
 
 
@@ -105,15 +107,41 @@ def test_distribution_equals_the_reference(logits, fields, prompt, outputs, seed
     assert chosen.rank == 1 + sum(y > x[token] for y in x)
 
 
+def expected_token(distribution, params, u, vocab_size):
+    """The token at `u` of the cumulative distribution: by probability if truncated, else by id. None near a border."""
+    truncated = params.top_p < 1 or 0 < params.top_k < vocab_size
+    order = list(distribution) if truncated else sorted(distribution)
+    cumulative = 0.0
+    for token in order:
+        cumulative += math.exp(distribution[token])
+        if abs(cumulative - u) < 1e-5:
+            return None
+        if cumulative > u:
+            return token
+    return None
+
+
+@settings(max_examples=300, deadline=None)
+@given(some_logits, some_params, some_ids, some_ids, st.integers(-(2**63), 2**63 - 1))
+def test_token_is_the_inverse_of_the_cumulative_distribution(logits, fields, prompt, outputs, seed):
+    params, position = SamplingParams(**fields), len(prompt) + len(outputs)
+    distribution = reference_distribution(logits, params, prompt, outputs)
+    assume(distribution is not None and not params.is_greedy)
+    expected = expected_token(distribution, params, python_uniform(mix64(seed), position), len(logits))
+    assume(expected is not None)
+    sampler = sampler_with(params, prompt, outputs, len(logits), seed)
+    assert sample_one(sampler, logits, position)[0] == expected
+
+
 @settings(max_examples=60, deadline=None)
 @given(some_logits, some_params, some_ids, st.lists(st.integers(0, 7), min_size=1, max_size=6), st.integers(0, 5))
 def test_preempted_request_continues_with_the_same_tokens(logits, fields, prompt, outputs, recounted):
     params = SamplingParams(**fields, logprobs=100)
     whole = sampler_with(params, prompt, outputs, len(logits), seed=5)
     resumed = sampler_with(params, prompt, outputs[:recounted], len(logits), seed=5, slot=3)
-    if resumed.counts.nbytes:
+    if params.has_penalties:
         rest = torch.tensor(outputs[recounted:], dtype=torch.int64)
-        resumed.counts.add(torch.full_like(rest, 3), rest)
+        count_tokens(resumed.counts.values, torch.full_like(rest, 3), rest)
     position = len(prompt) + len(outputs)
     assert sample_one(whole, logits, position) == sample_one(resumed, logits, position, slot=3)
 
@@ -122,9 +150,9 @@ def test_a_reused_slot_keeps_nothing_of_its_last_request():
     logits = torch.zeros(1, 8)
     params = SamplingParams(temperature=0.0, presence_penalty=1.0, logprobs=8)
     sampler = sampler_with(params, [0], [1, 2], 8)
-    sampler.sample(logits, [1], [3])
+    sample(sampler, logits, [1], [3])
     sampler.set_slot(1, params, 0, [0], [])
-    assert len(set(sampler.sample(logits, [1], [1]).logprobs[0].top.values())) == 1
+    assert len(set(sample(sampler, logits, [1], [1]).logprobs[0].top.values())) == 1
 
 
 def test_penalties_count_sampled_tokens_without_the_host():
@@ -134,17 +162,17 @@ def test_penalties_count_sampled_tokens_without_the_host():
     sampler.set_slot(3, penalty, 0, [1])
     sampler.set_slot(0, SamplingParams(temperature=0.0, logprobs=0), 0, [1])
     sampler.set_slot(2, penalty, 0, [1])
-    given = [sampler.sample(logits[[0, 0, 1]], [3, 0, 2], [step + 1] * 3).token_ids.tolist() for step in range(4)]
+    given = [sample(sampler, logits[[0, 0, 1]], [3, 0, 2], [step + 1] * 3).token_ids.tolist() for step in range(4)]
     assert given == [[2, 2, 3], [3, 2, 4], [2, 2, 3], [3, 2, 4]]
     sampler.set_slot(3, penalty, 0, [1], [2, 2])  # recomputed from the host's tokens: nothing else counts
-    assert sampler.sample(logits[:1], [3], [3]).token_ids.tolist() == [3]
+    assert sample(sampler, logits[:1], [3], [3]).token_ids.tolist() == [3]
 
 
 def test_a_row_without_a_token_counts_nothing():
     sampler = Sampler(2, 4)
     sampler.set_slot(0, SamplingParams(temperature=0.0, presence_penalty=2.0, logprobs=4), 0, [1])
-    assert sampler.sample(torch.full((1, 4), float("nan")), [0], [1]).token_ids.tolist() == [-1]
-    assert len(set(sampler.sample(torch.zeros(1, 4), [0], [1]).logprobs[0].top.values())) == 1  # none is penalised
+    assert sample(sampler, torch.full((1, 4), float("nan")), [0], [1]).token_ids.tolist() == [-1]
+    assert len(set(sample(sampler, torch.zeros(1, 4), [0], [1]).logprobs[0].top.values())) == 1  # none is penalised
 
 
 def python_uniform(key, position):
@@ -193,7 +221,7 @@ def test_token_frequencies_follow_the_distribution(fields):
         sampler.set_slot(slot, params, slot, [])
     counts = Counter()
     for position in range(20):
-        counts.update(sampler.sample(torch.tensor([logits] * 1000), range(1000), [position] * 1000).token_ids.tolist())
+        counts.update(sample(sampler, torch.tensor([logits] * 1000), range(1000), [position] * 1000).token_ids.tolist())
     assert set(counts) <= set(expected)
     degrees = len(expected) - 1
     found = chi_square([counts[t] for t in expected], [math.exp(p) * 20000 for p in expected.values()])
@@ -216,7 +244,7 @@ VARIED = [
 
 @pytest.mark.parametrize("chunk", [2**12, 2**26], ids=["many chunks", "one chunk"])
 def test_row_is_sampled_the_same_in_every_batch(monkeypatch, chunk):
-    monkeypatch.setattr("engine.sampling.selection._CHUNK_LOGITS", (chunk, chunk))
+    monkeypatch.setattr("engine.sampling.scoring._CHUNK_LOGITS", (chunk, chunk))
     vocab_size, rows = 3000, len(VARIED)
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(rows, vocab_size, generator=generator) * 2).to(torch.bfloat16)
@@ -227,7 +255,7 @@ def test_row_is_sampled_the_same_in_every_batch(monkeypatch, chunk):
 
     def sampled(slots, padding=0):
         batch = torch.cat([logits[slots], torch.full((padding, vocab_size), 3.0, dtype=torch.bfloat16)])
-        result = sampler.sample(batch, slots, [positions[slot] for slot in slots])
+        result = sample(sampler, batch, slots, [positions[slot] for slot in slots])
         entries = zip(result.token_ids.tolist(), result.logprobs or [None] * len(slots), strict=True)
         return dict(zip(slots, entries, strict=True))
 
@@ -250,7 +278,7 @@ def test_truncation_of_a_large_vocabulary_equals_the_reference(vocab_size, top_p
         sampler = Sampler(64, vocab_size)
         for slot in range(64):
             sampler.set_slot(slot, params, slot, [])
-        for entry in sampler.sample(torch.tensor([logits] * 64), range(64), range(64)).logprobs:
+        for entry in sample(sampler, torch.tensor([logits] * 64), range(64), range(64)).logprobs:
             assert entry.logprob == pytest.approx(expected[entry.token_id], abs=1e-5)
         kept = ops.sample_truncated(*inputs(torch.tensor([logits]), params, 0.5), 0).kept
         assert kept.item() == len(expected)
@@ -308,7 +336,7 @@ def test_narrowest_truncation_is_greedy(fields):
     sampler = Sampler(200, 97)
     for slot in range(200):
         sampler.set_slot(slot, SamplingParams(**fields), slot, [])
-    assert sampler.sample(logits, range(200), [9] * 200).token_ids.equal(logits.argmax(1))
+    assert sample(sampler, logits, range(200), [9] * 200).token_ids.equal(logits.argmax(1))
 
 
 def test_top_k_of_the_vocabulary_or_more_is_off():
@@ -318,7 +346,7 @@ def test_top_k_of_the_vocabulary_or_more_is_off():
         sampler = Sampler(40, 50)
         for slot in range(40):
             sampler.set_slot(slot, SamplingParams(top_k=top_k), slot, [])
-        sampled.append(sampler.sample(logits, range(40), [9] * 40).token_ids.tolist())
+        sampled.append(sample(sampler, logits, range(40), [9] * 40).token_ids.tolist())
     assert sampled == [sampled[0]] * 4
 
 
@@ -328,7 +356,7 @@ def test_token_depends_on_seed_and_position_and_negative_seeds_work():
 
     def sampled_token(seed, position):
         sampler.set_slot(0, SamplingParams(), seed, [])
-        return sampler.sample(logits, [0], [position]).token_ids.item()
+        return sample(sampler, logits, [0], [position]).token_ids.item()
 
     seeds = [0, 1, -1, 2**63 - 1, -(2**63)]
     assert len({sampled_token(seed, 3) for seed in seeds}) == 5
@@ -344,8 +372,8 @@ def test_non_finite_row_is_marked_and_leaves_other_rows_unchanged(bad, fields, m
     for slot in range(3):
         sampler.set_slot(slot, SamplingParams(**fields, logprobs=2), 9, [])
     good = [0.0, 1.0, 0.5]
-    result = sampler.sample(torch.tensor([good, bad, good]), [0, 1, 2], [4, 4, 4])
-    expected = sampler.sample(torch.tensor([good]), [0], [4])
+    result = sample(sampler, torch.tensor([good, bad, good]), [0, 1, 2], [4, 4, 4])
+    expected = sample(sampler, torch.tensor([good]), [0], [4])
     tokens = result.token_ids.tolist()
     assert tokens[1] == -1 and result.logprobs[1] is None
     assert tokens[0] == tokens[2] == expected.token_ids.item()
@@ -358,9 +386,9 @@ def test_inactive_and_padded_rows_are_ignored_and_logits_are_not_written():
     logits = torch.randn(4, 6)
     logits[2:] = math.nan
     before = logits.clone()
-    result = sampler.sample(logits, torch.tensor([1, 2, -1]), torch.tensor([2, 0, 0]))
+    result = sample(sampler, logits, [1, 2, -1], [2, 0, 0])
     assert logits.equal(before) or torch.equal(logits.nan_to_num(), before.nan_to_num())
-    assert result.token_ids.tolist()[1:] == [logits[1].argmax().item(), 0]
+    assert result.token_ids.tolist()[1:] == [logits[1].argmax().item(), -1]
     assert [entry is None for entry in result.logprobs] == [False, True, True]
 
 
@@ -369,12 +397,12 @@ def test_min_tokens_bans_stop_tokens_until_enough_are_generated():
     params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=[3])
     sampler = sampler_with(params, [0, 0, 0], [], 5)
     assert sampler.needs_sampler([1])
-    assert [sampler.sample(logits, [1], [position]).token_ids.item() for position in (3, 4, 5)] == [4, 4, 2]
+    assert [sample(sampler, logits, [1], [position]).token_ids.item() for position in (3, 4, 5)] == [4, 4, 2]
     assert not sampler.needs_sampler([1])
     sampler.set_slot(1, SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=[3], ignore_eos=True), 0, [0])
-    assert sampler.sample(logits, [1], [1]).token_ids.item() == 2
+    assert sample(sampler, logits, [1], [1]).token_ids.item() == 2
     sampler.set_slot(1, params, 0, [0, 0, 0], [4, 4])
-    assert sampler.sample(logits, [1], [5]).token_ids.item() == 2
+    assert sample(sampler, logits, [1], [5]).token_ids.item() == 2
 
 
 @pytest.mark.parametrize(
@@ -397,13 +425,13 @@ def test_logprobs_are_returned_only_for_rows_that_request_them():
     for slot, k in enumerate([None, 0, 2]):
         sampler.set_slot(slot, SamplingParams(temperature=0.0, logprobs=k), 0, [])
     logits = torch.tensor([[1.0, 2.0, 3.0, 3.0, 0.0, -INF]] * 3)
-    none, zero, two = sampler.sample(logits, [0, 1, 2], [0, 0, 0]).logprobs
+    none, zero, two = sample(sampler, logits, [0, 1, 2], [0, 0, 0]).logprobs
     expected = torch.log_softmax(logits[0], 0)
     assert none is None
     assert (zero.token_id, zero.rank, zero.top) == (2, 1, {})
     assert zero.logprob == pytest.approx(expected[2].item(), abs=1e-6)
     assert list(two.top) == [2, 3]
-    assert sampler.sample(logits[:1], [0], [0]).logprobs is None
+    assert sample(sampler, logits[:1], [0], [0]).logprobs is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -411,7 +439,7 @@ def test_raw_logprobs_are_of_the_untouched_logits(dtype):
     params = SamplingParams(seed=3, temperature=0.5, top_k=4, logit_bias={7: 50.0}, presence_penalty=1.0, logprobs=5)
     sampler = sampler_with(params, [1], [2, 3], 40, seed=3, logprobs_mode="raw")
     logits = (torch.randn(1, 40, generator=torch.Generator().manual_seed(5)) * 3).to(dtype)
-    result = sampler.sample(logits, [1], [3])
+    result = sample(sampler, logits, [1], [3])
     expected = torch.log_softmax(logits.float(), 1)[0]
     chosen = result.logprobs[0]
     assert result.token_ids.item() == chosen.token_id == 7
@@ -449,24 +477,11 @@ def test_peaked_distribution_still_ranks_the_alternatives():
     assert entry.logprob == pytest.approx(-110.0) and entry.rank == 5
 
 
-def test_counts_are_allocated_only_when_a_penalty_needs_them():
-    sampler = Sampler(4, 8)
-    sampler.set_slot(0, SamplingParams(top_k=3, logprobs=1, logit_bias={1: 1.0}), 0, [1], [2])
-    sampler.sample(torch.zeros(1, 8), [0], [2])
-    assert sampler.counts.nbytes == 0
-
-
-def test_invalid_slots_and_shapes_are_rejected():
+def test_invalid_slots_and_modes_are_rejected():
     sampler = Sampler(2, 8)
-    logits = torch.zeros(2, 8)
     calls = [
         lambda: sampler.set_slot(2, SamplingParams(), 0, []),
         lambda: sampler.set_slot(-1, SamplingParams(), 0, []),
-        lambda: sampler.sample(logits, [0, 2], [0, 0]),
-        lambda: sampler.sample(logits, [-2, 0], [0, 0]),
-        lambda: sampler.sample(logits, [0, 1], [0]),
-        lambda: sampler.sample(logits[:1], [0, 1], [0, 0]),
-        lambda: sampler.sample(logits[:, :7], [0], [0]),
         lambda: Sampler(1, 8, logprobs_mode="x"),
     ]
     for bad in calls:

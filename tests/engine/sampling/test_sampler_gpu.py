@@ -7,7 +7,9 @@ import torch
 
 from engine.protocol.request import SamplingParams, mix64
 from engine.sampling import ops
+from engine.sampling.penalties import count_tokens
 from engine.sampling.sampler import Sampler
+from tests.support.sampling_steps import sample
 
 pytestmark = pytest.mark.gpu
 
@@ -42,8 +44,8 @@ def test_gpu_uniform_numbers_equal_the_cpu_bit_for_bit():
 def test_gpu_samples_the_same_tokens_as_the_cpu(vocab_size):
     rows = 200
     logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(0)) * 3
-    on_cpu = sampler_with("cpu", rows, vocab_size, PARAMS).sample(logits, range(rows), [5] * rows)
-    on_gpu = sampler_with("cuda", rows, vocab_size, PARAMS).sample(logits.cuda(), range(rows), [5] * rows)
+    on_cpu = sample(sampler_with("cpu", rows, vocab_size, PARAMS), logits, range(rows), [5] * rows)
+    on_gpu = sample(sampler_with("cuda", rows, vocab_size, PARAMS), logits.cuda(), range(rows), [5] * rows)
     # exp differs in its last bit between the two, which changes one token in millions.
     same = [i for i in range(rows) if on_cpu.token_ids[i] == on_gpu.token_ids[i]]
     assert len(same) >= rows - 1
@@ -58,11 +60,11 @@ def test_gpu_samples_the_same_tokens_as_the_cpu(vocab_size):
 def test_gpu_row_is_sampled_the_same_in_every_batch(vocab_size):
     rows = 120
     logits = torch.randn(rows, vocab_size, device="cuda") * 3
-    wanted = sampler_with("cuda", rows, vocab_size, PARAMS).sample(logits, range(rows), [5] * rows)
+    wanted = sample(sampler_with("cuda", rows, vocab_size, PARAMS), logits, range(rows), [5] * rows)
     for seed in range(8):
         sampler = sampler_with("cuda", rows, vocab_size, PARAMS)  # a new sampler: penalties count earlier samples
         slots = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))[: 1 + 17 * seed].tolist()
-        found = sampler.sample(logits[slots], slots, [5] * len(slots))
+        found = sample(sampler, logits[slots], slots, [5] * len(slots))
         assert found.token_ids.equal(wanted.token_ids[slots])
         assert (found.logprobs or [None] * len(slots)) == [wanted.logprobs[i] for i in slots]
 
@@ -75,8 +77,8 @@ def test_gpu_counts_are_the_same_one_by_one_and_all_at_once():
     sampler.set_slot(0, params, 0, [1, 2], outputs)
     sampler.set_slot(1, params, 0, [1, 2], outputs[:2])
     for token in outputs[2:]:
-        sampler.counts.add(*torch.tensor([[1], [token]], device="cuda"))
-    assert sampler.sample(logits, [0], [7]).logprobs == sampler.sample(logits, [1], [7]).logprobs
+        count_tokens(sampler.counts.values, *torch.tensor([[1], [token]], device="cuda"))
+    assert sample(sampler, logits, [0], [7]).logprobs == sample(sampler, logits, [1], [7]).logprobs
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -101,8 +103,8 @@ def test_gpu_samples_the_same_tokens_as_the_cpu_for_every_logits_dtype(fields, d
     params = [SamplingParams(**fields)]
     on_cpu, on_gpu = (sampler_with(device, rows, vocab_size, params) for device in ("cpu", "cuda"))
     positions = range(rows)
-    wanted = on_cpu.sample(logits, range(rows), positions).token_ids
-    found = on_gpu.sample(logits.cuda(), range(rows), positions).token_ids.cpu()
+    wanted = sample(on_cpu, logits, range(rows), positions).token_ids
+    found = sample(on_gpu, logits.cuda(), range(rows), positions).token_ids.cpu()
     assert (found == wanted).sum() >= rows - 1  # exp differs in its last bit between the two
     assert len(set(found.tolist())) > rows / 4
 
@@ -116,11 +118,11 @@ def test_gpu_samples_without_a_copy_of_the_logits(fields, share):
     rows, vocab_size = 64, 151936
     sampler = sampler_with("cuda", rows, vocab_size, [SamplingParams(**fields)])
     logits = torch.randn(rows, vocab_size, device="cuda", dtype=torch.bfloat16)
-    sampler.warm_up(logits)
+    sample(sampler, logits, range(rows), [4] * rows)  # compiles the kernels
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    sampler.sample(logits, range(rows), [5] * rows)
+    sample(sampler, logits, range(rows), [5] * rows)
     assert torch.cuda.max_memory_allocated() - before < logits.nbytes * share
 
 
@@ -130,11 +132,11 @@ def test_gpu_step_is_enqueued_without_waiting_for_the_device():
     params = [p for p in PARAMS if p.logprobs is None or p.top_p == 1.0 or p.top_k]  # else torch reads a flag
     sampler = sampler_with("cuda", rows, vocab_size, params)
     logits = torch.randn(rows, vocab_size, device="cuda")
-    sampler.sample(logits, range(rows), [5] * rows)
+    sample(sampler, logits, range(rows), [5] * rows)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")  # raises at any call that waits
     try:
-        result = sampler.sample(logits, range(rows), [6] * rows)
+        result = sample(sampler, logits, range(rows), [6] * rows)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len(result.logprobs) == rows
@@ -154,7 +156,7 @@ def test_gpu_step_of_256_rows_takes_milliseconds(fields, capsys):
     for position in range(6):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        sampler.sample(logits, range(rows), [position] * rows)
+        sample(sampler, logits, range(rows), [position] * rows)
         torch.cuda.synchronize()
         taken.append(time.perf_counter() - start)
     with capsys.disabled():
