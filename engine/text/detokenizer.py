@@ -6,7 +6,7 @@ Text that was returned is never taken back: incomplete characters and possible s
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from os.path import commonprefix
 from typing import Any, Protocol
 
@@ -33,7 +33,9 @@ _BYTES = _byte_alphabet()
 class Decoder(Protocol):
     """The part of engine.text.tokenizer.Tokenizer that detokenization uses."""
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+    def decode(
+        self, ids: Sequence[int], skip_special_tokens: bool = True, shown: Container[int] = frozenset()
+    ) -> str: ...
 
 
 class Detokenizers:
@@ -41,17 +43,30 @@ class Detokenizers:
 
     def __init__(self, tokenizer: Decoder):
         self._tokenizer = tokenizer
-        backend = getattr(tokenizer, "backend", None)
-        self._pieces: dict[bool, BytePieces] = {}
-        if isinstance(getattr(backend, "decoder", None), decoders.ByteLevel):
-            self._pieces = {skip: BytePieces(tokenizer, backend, skip) for skip in (False, True)}
+        self._backend = getattr(tokenizer, "backend", None)
+        self._markers: frozenset[int] = getattr(tokenizer, "marker_ids", frozenset())
+        self._pieces: dict[tuple[bool, bool], BytePieces] = {}
 
-    def make(self, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> AnyDetokenizer:
-        """Create a sequence's detokenizer. A prompt that ends within a character requires the one based on `decode`."""
-        pieces = self._pieces.get(skip_special_tokens)
+    def make(
+        self, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True, show_markers: bool = False
+    ) -> AnyDetokenizer:
+        """Create a sequence's detokenizer. A prompt that ends within a character requires the one based on `decode`.
+
+        With `show_markers`, special tokens that mark tool calls or reasoning are not skipped.
+        """
+        shown = self._markers if show_markers else frozenset()
+        pieces = self._byte_pieces(skip_special_tokens, shown)
         if pieces is None or pieces.ends_mid_character(prompt_ids):
-            return Detokenizer(self._tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
+            return Detokenizer(self._tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens, shown=shown)
         return ByteDetokenizer(pieces)
+
+    def _byte_pieces(self, skip: bool, shown: frozenset[int]) -> BytePieces | None:
+        if not isinstance(getattr(self._backend, "decoder", None), decoders.ByteLevel):
+            return None
+        key = skip, bool(shown)
+        if key not in self._pieces:
+            self._pieces[key] = BytePieces(self._tokenizer, self._backend, skip, shown)
+        return self._pieces[key]
 
 
 class BytePieces(dict[int, str | bytes]):
@@ -60,12 +75,16 @@ class BytePieces(dict[int, str | bytes]):
     Filled on demand. Decoding any sequence of ids equals concatenating their bytes and decoding these as UTF-8.
     """
 
-    def __init__(self, tokenizer: Decoder, backend: Any, skip_special_tokens: bool):
+    def __init__(
+        self, tokenizer: Decoder, backend: Any, skip_special_tokens: bool, shown: frozenset[int] = frozenset()
+    ):
         super().__init__()
-        self._tokenizer, self._backend, self._skip = tokenizer, backend, skip_special_tokens
+        self._tokenizer, self._backend = tokenizer, backend
+        self._skip, self._shown = skip_special_tokens, shown
 
     def __missing__(self, token_id: int) -> str | bytes:
-        text = self._tokenizer.decode((token_id,), skip_special_tokens=self._skip)
+        skip = self._skip and token_id not in self._shown
+        text = self._tokenizer.decode((token_id,), skip_special_tokens=skip)
         piece: str | bytes = text
         if _REPLACEMENT in text:
             token = self._backend.id_to_token(token_id)
@@ -125,9 +144,16 @@ class Detokenizer:
     characters next to invalid bytes, which a stream can't do afterwards.
     """
 
-    def __init__(self, tokenizer: Decoder, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True):
+    def __init__(
+        self,
+        tokenizer: Decoder,
+        prompt_ids: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        shown: frozenset[int] = frozenset(),
+    ):
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
+        self._skip, self._shown = skip_special_tokens, shown
         self._pending: list[int] = []
         # Tokens already written; they determine the spaces of what follows. The context must start with a whole
         # character, because some tokenizers replace valid bytes next to an incomplete character.
@@ -186,7 +212,11 @@ class Detokenizer:
         return len(self._context_text)
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._skip) if ids else ""
+        if not ids:
+            return ""
+        if self._shown:
+            return self._tokenizer.decode(ids, skip_special_tokens=self._skip, shown=self._shown)
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
 
 
 AnyDetokenizer = ByteDetokenizer | Detokenizer

@@ -56,7 +56,11 @@ class OutputProcessor:
             )
         detokenizer = stops = None
         if self._detokenizers is not None:
-            detokenizer = self._detokenizers.make(prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
+            detokenizer = self._detokenizers.make(
+                prompt_token_ids,
+                skip_special_tokens=params.skip_special_tokens,
+                show_markers=params.show_markers,
+            )
         if params.stop:
             stops = StopStrings(params.stop, include_in_output=params.include_stop_str_in_output)
         self._sequences[child_id] = _Sequence(request_id or child_id, index, params, detokenizer, stops)
@@ -127,7 +131,8 @@ def _text_of(sequence: _Sequence, event: TokenEvent) -> tuple[str, int, str | No
     if detokenizer is None:
         sequence.num_tokens += total
         return "", total, None
-    hide_last = event.finish_reason == "stop" and not sequence.params.include_stop_str_in_output
+    has_stop_token = event.finish_reason == "stop" and not event.grammar_ended
+    hide_last = has_stop_token and not sequence.params.include_stop_str_in_output
     pieces = []
     for count, token_id in enumerate(event.token_ids, start=1):
         sequence.num_tokens += 1

@@ -10,15 +10,19 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import tokenizers
+from jinja2.exceptions import TemplateError
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from engine.checkpoint.gguf_file import GGUFFile
 from engine.checkpoint.source import ModelSource, resolve_model
 from engine.errors import ModelError, RequestError
+from engine.text import request_template, tokenizer_config
+from engine.text.conversation import Conversation, reads
+from engine.text.parsing.selection import MARKERS
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +53,7 @@ class Tokenizer:
         eos_token_ids: Iterable[int] = (),
         bos_token: str | None = None,
         eos_token: str | None = None,
-        chat_template: str | None = None,
+        chat_template: str | Mapping[str, str] | None = None,
         chat: Any = None,
     ):
         self.backend = backend
@@ -57,6 +61,8 @@ class Tokenizer:
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
         self._special = {"bos_token": bos_token, "eos_token": eos_token}
         self._chat_template = chat_template
+        self._marker_ids: frozenset[int] | None = None
+        self._special_ids: frozenset[int] | None = None
         self._chat = chat  # a transformers tokenizer; for GGUF files, created for the first chat
         self._chat_lock = threading.Lock()
 
@@ -88,6 +94,21 @@ class Tokenizer:
         """Whether the model has a chat template."""
         return bool(self._chat_template)
 
+    def chat_template(self, with_tools: bool = False) -> str:
+        """Return the source of the chat template; "" if there is none. Some models have another one for tools."""
+        template = self._chat_template
+        if isinstance(template, Mapping):
+            return template.get("tool_use" if with_tools and "tool_use" in template else "default", "")
+        return template or ""
+
+    @property
+    def marker_ids(self) -> frozenset[int]:
+        """Special tokens that mark tool calls or reasoning. `skip_special_tokens` would remove them from the text."""
+        if self._marker_ids is None:
+            added = self.backend.get_added_tokens_decoder().items()
+            self._marker_ids = frozenset(index for index, token in added if token.special and token.content in MARKERS)
+        return self._marker_ids
+
     def encode(self, text: object, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`. Raises RequestError if it is not a string or has lone surrogates."""
         if not isinstance(text, str):
@@ -98,14 +119,28 @@ class Tokenizer:
             raise RequestError(
                 f"the prompt is not valid Unicode: a lone surrogate at character {error.start}", param="prompt"
             ) from error
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # Unlike `encode`, it releases the GIL: a long text would stall every other thread for a second.
+        return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of `ids`, skipping unknown ids. Raises RequestError for values that can't be ids."""
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True, shown: Container[int] = frozenset()) -> str:
+        """Return the text of `ids`, skipping unknown ids. Special tokens in `shown` are not skipped.
+
+        Raises RequestError for values that can't be ids.
+        """
+        ids = list(ids)
+        if skip_special_tokens and shown and any(index in shown for index in ids):
+            ids = [index for index in ids if index in shown or index not in self._skipped_ids()]
+            skip_special_tokens = False
         try:
-            return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
         except (OverflowError, TypeError) as error:
             raise RequestError(f"can't decode token ids: {error}", param="input_ids") from error
+
+    def _skipped_ids(self) -> frozenset[int]:
+        if self._special_ids is None:
+            added = self.backend.get_added_tokens_decoder().items()
+            self._special_ids = frozenset(index for index, token in added if token.special)
+        return self._special_ids
 
     def convert_ids_to_tokens(self, ids: Iterable[int]) -> list[str | None]:
         """Return the vocabulary entry of each id, None for an unknown id."""
@@ -124,20 +159,67 @@ class Tokenizer:
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
     ) -> str:
         """Return the text that `apply_chat_template` encodes."""
-        from jinja2.exceptions import TemplateError
+        tools = variables.pop("tools", None) or ()
+        return self.render(
+            Conversation(
+                messages=messages, tools=tools, variables=variables, add_generation_prompt=add_generation_prompt
+            )
+        )
 
-        if not self.has_chat_template:
+    def render(self, conversation: Conversation) -> str:
+        """Return the text of a conversation.
+
+        A template that knows no tools gets them as text. Raises RequestError if the model has no template, or naming
+        what the template doesn't read or rejects.
+        """
+        template = conversation.template or self.chat_template(with_tools=bool(conversation.tools))
+        if not template:
             raise RequestError(f"model {self.name} has no chat template; use a plain completion", param="messages")
-        if not messages:
+        if not conversation.messages:
             raise RequestError("messages is empty: give at least one message", param="messages")
+        conversation.check_against(template)
+        takes_tools = reads(template, "tools")
+        options: dict[str, Any] = dict(conversation.variables)
+        options |= {
+            "tools": list(conversation.tools) if takes_tools and conversation.tools else None,
+            "add_generation_prompt": conversation.add_generation_prompt,
+        }
+        if conversation.documents:
+            options["documents"] = list(conversation.documents)
+        if conversation.template is not None:
+            return self._render_own(conversation, takes_tools, options)
         try:
             return self.prepare_chat().apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **variables
+                list(conversation.messages) if takes_tools else conversation.as_text(),
+                tokenize=False,
+                continue_final_message=conversation.continue_final_message,
+                **options,
             )
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise RequestError(
                 f"the model's chat template can't render these messages: {error}", param="messages"
             ) from error
+
+    def _render_own(self, conversation: Conversation, takes_tools: bool, options: dict[str, Any]) -> str:
+        special = {name: value for name, value in self._special.items() if value is not None}
+        messages = list(conversation.messages) if takes_tools else conversation.as_text()
+        try:
+            text = request_template.render(str(conversation.template), special | options | {"messages": messages})
+        except request_template.TemplateFailed as error:
+            raise RequestError(f"chat_template can't render these messages: {error}", param="chat_template") from error
+        if not conversation.continue_final_message:
+            return text
+        final = str(conversation.messages[-1]["content"]).rstrip()
+        at = text.rfind(final)
+        if at < 0:
+            raise RequestError(
+                "continue_final_message: chat_template doesn't write the last message as it is", param="chat_template"
+            )
+        return text[: at + len(final)]
+
+    def description(self) -> dict[str, Any]:
+        """Return the settings of the tokenizer as in tokenizer_config.json, without paths. May take a second."""
+        return tokenizer_config.describe(self.prepare_chat(), self._chat_template)
 
     def prepare_chat(self) -> Any:
         """Create and return the transformers tokenizer for chats. The first call takes about a second."""

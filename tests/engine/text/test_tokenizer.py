@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+import time
 from pathlib import Path
 
 import gguf
@@ -188,3 +190,23 @@ def test_a_folder_with_a_damaged_tokenizer_is_a_model_error(tiny_model: Path, tm
     with pytest.raises(ModelError, match="can't be loaded") as error:
         Tokenizer.try_load(str(folder))
     assert str(folder) in str(error.value)
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(tiny_model: Path) -> None:
+    """`Tokenizer.encode` of the tokenizers library holds the GIL for a second per megabyte."""
+    tokenizer = Tokenizer.load(str(tiny_model))
+    longest, encoded = 0.0, threading.Event()
+
+    def encode() -> None:
+        tokenizer.encode("red fox\n" * 60_000)
+        encoded.set()
+
+    began = last = time.monotonic()
+    thread = threading.Thread(target=encode)
+    thread.start()
+    while not encoded.is_set():
+        time.sleep(0.001)
+        now = time.monotonic()
+        longest, last = max(longest, now - last), now
+    thread.join()
+    assert longest < (last - began) / 2

@@ -1,0 +1,113 @@
+"""A conversation to render with a chat template, and the preparation of its messages and tools."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.errors import RequestError
+
+RESERVED = frozenset(
+    "messages tools documents add_generation_prompt continue_final_message chat_template tokenize return_dict "
+    "return_tensors padding truncation max_length return_assistant_tokens_mask tokenizer_kwargs conversation".split()
+)
+"""Names that chat_template_kwargs can't set: they have fields of their own, or aren't the template's."""
+
+_TOOL_PROMPT = """\
+You may call one or more functions. These are their signatures, as JSON:
+<tools>
+{tools}
+</tools>
+For each function call, write a JSON object with the function's name and arguments between these tags:
+<tool_call>
+{{"name": <function name>, "arguments": <arguments as a JSON object>}}
+</tool_call>"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """Messages and everything else that the text of a prompt depends on.
+
+    Attributes:
+        messages: Messages with role, content (text) and what else the template reads.
+        tools: Tools in OpenAI's format: {"type": "function", "function": {…}}.
+        variables: Further variables of the template, such as enable_thinking.
+        own_fields: Names of variables that are fields of the request; the others are in its chat_template_kwargs.
+        documents: Documents for templates that read them.
+        add_generation_prompt: End the text with the header of the assistant's message.
+        continue_final_message: End the text within the last message, so that the output continues it.
+        template: A template of the request's own.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    own_fields: Container[str] = ()
+    documents: Sequence[Any] = ()
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template: str | None = None
+
+    @property
+    def num_chars(self) -> int:
+        """Number of characters of all strings that the template may read, names of fields included."""
+        total, unseen = 0, [self.messages, self.tools, self.variables, self.documents]
+        while unseen:
+            value = unseen.pop()
+            if isinstance(value, str):
+                total += len(value)
+            elif isinstance(value, Mapping):
+                total += sum(map(len, value))
+                unseen += value.values()
+            elif isinstance(value, (list, tuple)):
+                unseen += value
+        return total
+
+    def check_against(self, template: str) -> None:
+        """Raise RequestError for variables and documents that the template doesn't read.
+
+        A variable that is false or null has no effect then.
+        """
+        for name, value in self.variables.items():
+            if value not in (None, False) and not reads(template, name):
+                param = name if name in self.own_fields else "chat_template_kwargs"
+                raise RequestError(f"the model's chat template doesn't read {name}; remove it", param=param)
+        if self.documents and not reads(template, "documents"):
+            raise RequestError("the model's chat template doesn't read documents; remove them", param="documents")
+
+    def as_text(self) -> list[dict[str, Any]]:
+        """Return messages for a template that knows no tools: tools, calls and their results written as text.
+
+        The format is Hermes'. Results become messages of the user.
+        """
+        messages = [_plain(message) for message in self.messages]
+        if self.tools:
+            functions = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in self.tools)
+            described = _TOOL_PROMPT.format(tools=functions)
+            if messages and messages[0]["role"] == "system":
+                messages[0]["content"] = f"{messages[0]['content']}\n\n{described}"
+            else:
+                messages.insert(0, {"role": "system", "content": described})
+        return messages
+
+
+def reads(template: str, name: str) -> bool:
+    """Whether the source of a chat template mentions a variable."""
+    return re.search(rf"\b{re.escape(name)}\b", template) is not None
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message with its tool calls in its text; the result of a call as a message of the user."""
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    calls = message.get("tool_calls") or ()
+    written = [
+        json.dumps({key: call["function"].get(key) for key in ("name", "arguments")}, ensure_ascii=False)
+        for call in calls
+    ]
+    blocks = [f"<tool_call>\n{call}\n</tool_call>" for call in written]
+    content = "\n".join([*([message["content"]] if message["content"] else []), *blocks])
+    return {**{name: value for name, value in message.items() if name != "tool_calls"}, "content": content}

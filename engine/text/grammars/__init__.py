@@ -1,0 +1,1 @@
+"""Grammars that constrain a request's output: translation, checks in a child process, compilation, token masks."""

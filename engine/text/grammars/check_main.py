@@ -1,0 +1,53 @@
+"""Entry point of the process that checks constraints, which its parent kills if one takes too long.
+
+Imports no torch. A constraint that takes too much memory ends the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+from multiprocessing.connection import Connection
+
+from llguidance import LLTokenizer
+
+from engine.protocol.structured_outputs import StructuredOutputs
+from engine.text.grammars.checks import check
+from engine.text.grammars.vocabulary import VocabularySource
+
+PEAK_BYTES = 512 << 20  # while a constraint is compiled, beyond what the vocabulary takes
+HELD_BYTES = 32 << 20  # by a compiled constraint: every sequence that follows it takes as much
+
+
+def main(pipe: Connection, source: VocabularySource) -> None:
+    """Send None once ready, then answer each StructuredOutputs with what `check` returns. Runs until the pipe ends."""
+    tokenizer = source.load()
+    _limit_memory()
+    pipe.send(None)
+    while True:
+        try:
+            outputs = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(_check(outputs, tokenizer))
+
+
+def _check(outputs: StructuredOutputs, tokenizer: LLTokenizer) -> tuple[str, str]:
+    ctypes.CDLL(None).malloc_trim(0)  # memory that an earlier constraint left free would hide what this one takes
+    before = _memory_bytes(1)
+    matcher, grammar, reason = check(outputs, tokenizer)
+    held = _memory_bytes(1) - before if matcher is not None else 0
+    if held > HELD_BYTES:
+        return "", f": takes {held >> 20} MiB when compiled, and at most {HELD_BYTES >> 20} are allowed; simplify it"
+    return grammar, reason
+
+
+def _limit_memory() -> None:
+    limit = _memory_bytes(0) + PEAK_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _memory_bytes(column: int) -> int:
+    """Return this process's address space (column 0) or resident memory (column 1)."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[column]) * resource.getpagesize()

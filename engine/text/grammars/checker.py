@@ -1,0 +1,69 @@
+"""Check constraints in a child process that is killed if one takes too long or too much memory."""
+
+from __future__ import annotations
+
+import logging
+
+from engine.errors import EngineError
+from engine.protocol.structured_outputs import StructuredOutputs
+from engine.text.grammars.vocabulary import VocabularySource
+from engine.utils.processes.child import ChildProcess
+
+logger = logging.getLogger(__name__)
+
+CHECK_SECONDS = 5.0
+START_SECONDS = 60.0
+
+
+class GrammarChecker:
+    """One checking process, started for the first check and again after one that was killed. Use it in one thread."""
+
+    def __init__(self, source: VocabularySource, seconds: float = CHECK_SECONDS):
+        self._source, self._seconds = source, seconds
+        self._child: ChildProcess | None = None
+
+    def check(self, outputs: StructuredOutputs) -> str:
+        """Return the constraint's grammar for llguidance.
+
+        Raises RequestError if the constraint is invalid, unsupported, too large or too slow, and EngineError if no
+        process starts.
+        """
+        child = self._child or self._start()
+        try:
+            child.pipe.send(outputs)
+            if not child.pipe.poll(self._seconds):
+                self.close()
+                raise outputs.error(f": takes more than {self._seconds:g} s to compile; simplify it")
+            grammar, reason = child.pipe.recv()
+        except (EOFError, OSError) as error:
+            logger.warning("a structured output was refused: %s while compiling it", child.exit_reason())
+            self.close()
+            raise outputs.error(": takes too much memory to compile; simplify it") from error
+        if reason:
+            raise outputs.error(reason)
+        return grammar
+
+    def close(self) -> None:
+        """End the process. A later check starts another."""
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait()
+            self._child.pipe.close()
+            self._child = None
+
+    def _start(self) -> ChildProcess:
+        child = self._child = ChildProcess(
+            "the grammar checker", "engine.text.grammars.check_main:main", self._source
+        )  # named, not imported: this process needs none of its modules
+        try:
+            if not child.pipe.poll(START_SECONDS):
+                raise EngineError(f"the grammar checker did not start within {START_SECONDS:g} s")
+            child.pipe.recv()
+        except (EOFError, OSError) as error:
+            reason = child.exit_reason()
+            self.close()
+            raise EngineError(f"the grammar checker did not start: {reason}") from error
+        except EngineError:
+            self.close()
+            raise
+        return child

@@ -1,0 +1,80 @@
+"""Walk over the subschemas of a JSON schema."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from typing import Any
+
+# Keywords by what they hold: a schema, a list of schemas, or an object of schemas by name.
+_ONE = (
+    "items", "additionalItems", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else",
+    "unevaluatedItems", "unevaluatedProperties",
+)  # fmt: skip
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_OBJECTS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+
+
+def subschemas(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (path, schema) for the schema and all schemas in it that are objects, outer ones first.
+
+    A path is "" for the schema itself, else such as ".properties.name.anyOf[1]".
+    """
+    if not isinstance(schema, dict):
+        return
+    yield path, schema
+    for keyword, value in schema.items():
+        if keyword in _ONE and isinstance(value, dict):
+            yield from subschemas(value, f"{path}.{keyword}")
+        if keyword in _LISTS and isinstance(value, list):
+            for index, one in enumerate(value):
+                yield from subschemas(one, f"{path}.{keyword}[{index}]")
+        if keyword in _OBJECTS and isinstance(value, dict):
+            for name, one in value.items():
+                yield from subschemas(one, f"{path}.{keyword}.{name}")
+
+
+def close_objects(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy in which objects allow no properties beyond those that their schema names.
+
+    Changes schemas of objects that mention neither additionalProperties nor patternProperties.
+    """
+    schema = copy.deepcopy(schema)
+    for _, one in subschemas(schema):
+        is_object = "properties" in one or "object" in (one.get("type"), *_types(one))
+        if is_object and "additionalProperties" not in one and "patternProperties" not in one:
+            one["additionalProperties"] = False
+    return schema
+
+
+def any_of_constants(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy in which `oneOf` is `anyOf` where its alternatives are different constants.
+
+    The two are equal there, and llguidance supports only anyOf. Described enumerations have this form:
+    `"oneOf": [{"const": "a", "title": "…"}, {"const": "b", "title": "…"}]`.
+    """
+    schema = copy.deepcopy(schema)
+    for _, one in list(subschemas(schema)):
+        alternatives = one.get("oneOf")
+        if isinstance(alternatives, list) and "anyOf" not in one and _are_distinct(alternatives):
+            one["anyOf"] = one.pop("oneOf")
+    return schema
+
+
+def _are_distinct(alternatives: list[Any]) -> bool:
+    """Whether each alternative allows only constants that no other one has."""
+    seen: list[str] = []
+    for one in alternatives:
+        if not isinstance(one, dict):
+            return False
+        values = [one["const"]] if "const" in one else one.get("enum")
+        if not isinstance(values, list) or not all(isinstance(value, (str, bool, int)) for value in values):
+            return False  # floats, lists and objects have several texts for one value
+        seen += {json.dumps(value) for value in values}
+    return len(seen) == len(set(seen))
+
+
+def _types(schema: dict[str, Any]) -> list[Any]:
+    found = schema.get("type")
+    return found if isinstance(found, list) else []

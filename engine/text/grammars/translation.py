@@ -1,0 +1,83 @@
+"""Translate a StructuredOutputs to a grammar of llguidance."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from llguidance import LLTokenizer
+
+from engine.protocol.structured_outputs import StructuredOutputs
+from engine.text.grammars.lark import GrammarBuilder, escaped
+from engine.text.grammars.schemas import close_objects
+from engine.text.grammars.structural_tags import tag_rule
+
+_AFTER_REASONING = r"/[ \n]{0,4}/"
+
+
+def translate(outputs: StructuredOutputs, tokenizer: LLTokenizer) -> str:
+    """Return the grammar of a constraint as llguidance's JSON text.
+
+    Raises ValueError with the reason, as text to follow the field's name: a path and ": ", or ": " alone.
+    """
+    builder = GrammarBuilder(tokenizer)
+    start = _EXPRESSIONS[outputs.kind](outputs, builder)
+    reasoning = outputs.reasoning
+    if reasoning is not None:
+        if reasoning.budget is None:
+            before = f"{builder.free_text_until(reasoning.end)} {_AFTER_REASONING}"
+        else:
+            before = f"{builder.tokens_until(reasoning.end, reasoning.budget)} {_AFTER_REASONING}"
+        if not reasoning.is_open:
+            before = f"({builder.text(reasoning.begin)} {before})?"
+        start = f"{before} {start}"
+    return builder.build(start)
+
+
+def _json(outputs: StructuredOutputs, builder: GrammarBuilder) -> str:
+    return _schema(json.loads(outputs.json), outputs, builder)
+
+
+def _json_object(outputs: StructuredOutputs, builder: GrammarBuilder) -> str:
+    return _schema({"type": "object"}, outputs, builder)
+
+
+def _schema(schema: Any, outputs: StructuredOutputs, builder: GrammarBuilder) -> str:
+    if outputs.disable_additional_properties and isinstance(schema, dict):
+        schema = close_objects(schema)
+    options: dict[str, Any] = {}
+    if outputs.disable_any_whitespace:
+        options = {"whitespace_flexible": False, "whitespace_pattern": None}
+    elif outputs.whitespace_pattern is not None:
+        options = {"whitespace_pattern": outputs.whitespace_pattern}
+    return builder.schema(schema, **options)
+
+
+def _regex(outputs: StructuredOutputs, builder: GrammarBuilder) -> str:
+    assert outputs.regex is not None
+    return builder.regex(outputs.regex)
+
+
+def _choice(outputs: StructuredOutputs, builder: GrammarBuilder) -> str:
+    assert outputs.choice is not None
+    return f"/{'|'.join(map(escaped, dict.fromkeys(outputs.choice)))}/"
+
+
+def _grammar(outputs: StructuredOutputs, builder: GrammarBuilder) -> str:
+    assert outputs.grammar is not None
+    return builder.grammar(outputs.grammar)
+
+
+def _structural_tag(outputs: StructuredOutputs, builder: GrammarBuilder) -> str:
+    return tag_rule(builder, json.loads(outputs.structural_tag))
+
+
+_EXPRESSIONS: dict[str, Callable[[StructuredOutputs, GrammarBuilder], str]] = {
+    "json": _json,
+    "json_object": _json_object,
+    "regex": _regex,
+    "choice": _choice,
+    "grammar": _grammar,
+    "structural_tag": _structural_tag,
+}

@@ -1,0 +1,256 @@
+"""Tool calls as structural tags, in each of the formats that the parsers read: what makes calls follow their schemas.
+
+A structural tag is a JSON value with vLLM's and xgrammar's names (engine/text/grammars/structural_tags.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from engine.errors import RequestError
+from engine.protocol.structured_outputs import Reasoning, StructuredOutputs
+from engine.text.parsing.formats import Format
+from engine.text.parsing.tool_use import ToolUse
+from engine.text.parsing.xml_format import resolved, types_of
+
+Tag = dict[str, Any]
+ANY_TEXT: Tag = {"type": "any_text"}
+
+
+def constrained(
+    format_: type[Format] | None, use: ToolUse | None, answer: StructuredOutputs | None, reasoning: Reasoning | None,
+    has_special: Callable[[str], bool],
+) -> StructuredOutputs | None:  # fmt: skip
+    """Return the constraint of a chat output; None if there is nothing to enforce.
+
+    Calls are enforced if they are required or a function is strict. Otherwise the output may be `answer`, or any text,
+    or calls. `has_special` says whether a marker is a special token. Raises RequestError.
+    """
+    if format_ is None or use is None or (answer is None and not use.required and not use.strict):
+        if answer is not None:
+            return _with_reasoning(answer, reasoning)
+        if reasoning is None or reasoning.budget is None:
+            return None
+        tag, field = ANY_TEXT, "thinking_token_budget"
+    else:
+        calls = CallTags(use, has_special)
+        field = "tools"
+        if use.required:
+            tag = calls.only(format_)
+        elif answer is None:
+            tag = calls.within_text(format_)
+        else:
+            tag, field = {"type": "or", "elements": [calls.only(format_), _as_tag(answer)]}, answer.field or "tools"
+    return StructuredOutputs(structural_tag={"format": tag}, reasoning=reasoning, field=field)
+
+
+class CallTags:
+    """The structural tags of one request's calls."""
+
+    def __init__(self, use: ToolUse, has_special: Callable[[str], bool]):
+        self._use, self._has_special = use, has_special
+
+    def only(self, format_: type[Format]) -> Tag:
+        """Return the format of an output that is one call or more."""
+        return _ONLY[format_.name](self)
+
+    def within_text(self, format_: type[Format]) -> Tag:
+        """Return the format of text that may hold calls."""
+        if format_.first_openers:  # the whole output is calls, or text that doesn't begin like them
+            opener = format_.first_openers[0]
+            text: Tag = {"type": "regex", "pattern": rf"[^\s\{opener}](.|\n)*"}
+            return {"type": "or", "elements": [self.only(format_), text, _text("")]}
+        return {
+            "type": "triggered_tags", "triggers": [format_.openers[0]], "tags": _TAGS[format_.name](self),
+            "stop_after_first": self._use.max_calls == 1,
+        }  # fmt: skip
+
+    def _separated(self, tags: list[Tag], separator: str) -> Tag:
+        return {
+            "type": "tags_with_separator", "tags": tags, "separator": separator, "at_least_one": True,
+            "stop_after_first": self._use.max_calls == 1,
+        }  # fmt: skip
+
+    def _value(self, function: str, schema: Mapping[str, Any]) -> Tag:
+        """Return the format of a JSON value: all of its schema is followed if the function is strict."""
+        return {"type": "json_schema", "json_schema": dict(schema), "lenient": function not in self._use.strict}
+
+    def _arguments(self, function: str) -> Tag:
+        schema = self._use.functions[function]
+        return self._value(function, schema if "type" in schema or "$ref" in schema else {"type": "object", **schema})
+
+    def _json_tags(self, before: str, key: str, after: str) -> list[Tag]:
+        return [
+            {
+                "type": "tag", "begin": f'{before}{{"name": {json.dumps(name)}, "{key}": ',
+                "content": self._arguments(name), "end": "}" + after,
+            }
+            for name in self._use.functions
+        ]  # fmt: skip
+
+    def hermes(self) -> list[Tag]:
+        """Return the tags of Hermes' calls."""
+        return self._json_tags("<tool_call>\n", "arguments", "\n</tool_call>")
+
+    def mistral(self) -> list[Tag]:
+        """Return the tags of Mistral's calls: by name in models that know [ARGS], else in lists of one."""
+        if not self._has_special("[ARGS]"):
+            return self._json_tags("[TOOL_CALLS][", "arguments", "]")
+        return [
+            {"type": "tag", "begin": f"[TOOL_CALLS]{name}[ARGS]", "content": self._arguments(name), "end": ""}
+            for name in self._use.functions
+        ]
+
+    def qwen3_coder(self) -> list[Tag]:
+        """Return the tags of Qwen3-Coder's calls. Parameters come in the order of their schema."""
+        return [
+            {
+                "type": "tag", "begin": f"<tool_call>\n<function={name}>\n",
+                "content": {"type": "sequence", "elements": self._parameters(name)},
+                "end": "</function>\n</tool_call>",
+            }
+            for name in self._use.functions
+        ]  # fmt: skip
+
+    def only_hermes(self) -> Tag:
+        """Return the format of an output of Hermes' calls."""
+        return self._separated(self.hermes(), "\n")
+
+    def only_mistral(self) -> Tag:
+        """Return the format of an output of Mistral's calls."""
+        if self._has_special("[ARGS]"):
+            return self._separated(self.mistral(), "")
+        calls = self._separated(self._json_tags("", "arguments", ""), ", ")
+        return _sequence([_text("[TOOL_CALLS]["), calls, _text("]")])
+
+    def only_llama3(self) -> Tag:
+        """Return the format of an output of Llama 3's calls."""
+        return self._separated(self._json_tags("", "parameters", ""), "; ")
+
+    def only_qwen3_coder(self) -> Tag:
+        """Return the format of an output of Qwen3-Coder's calls."""
+        return self._separated(self.qwen3_coder(), "\n")
+
+    def only_pythonic(self) -> Tag:
+        """Return the format of an output that is a list of Python calls."""
+        tags = [
+            {"type": "tag", "begin": f"{name}(", "content": self._keywords(name), "end": ")"}
+            for name in self._use.functions
+        ]
+        return _sequence([_text("["), self._separated(tags, ", "), _text("]")])
+
+    def _parameters(self, function: str) -> list[Tag]:
+        required = _required(self._use.functions[function])
+        elements = [_text("")]
+        for key, schema in _properties(self._use.functions[function]).items():
+            tag = {
+                "type": "tag", "begin": f"<parameter={key}>\n", "content": self._untagged(function, schema),
+                "end": "\n</parameter>\n",
+            }  # fmt: skip
+            elements.append(tag if key in required else {"type": "or", "elements": [tag, _text("")]})
+        return elements
+
+    def _untagged(self, function: str, schema: Mapping[str, Any]) -> Tag:
+        """Return the format of a value between tags: strings are written without quotes."""
+        if types_of(schema) != {"string"}:
+            return self._value(function, schema)
+        choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        if isinstance(choices, list) and choices and all(isinstance(one, str) for one in choices):
+            return {"type": "or", "elements": [_text(one) for one in choices]}
+        low, high = schema.get("minLength", 0), schema.get("maxLength")
+        if isinstance(schema.get("pattern"), str):
+            return {"type": "regex", "pattern": schema["pattern"].removeprefix("^").removesuffix("$")}
+        if low or high is not None:
+            return {"type": "regex", "pattern": f"[^<]{{{low},{'' if high is None else high}}}"}
+        return ANY_TEXT
+
+    def _keywords(self, function: str) -> Tag:
+        """Return the format of keyword arguments: the required ones in order, then the optional ones that are given."""
+        schema = self._use.functions[function]
+        required = _required(schema)
+        written = {
+            key: _sequence([_text(f"{key}="), self._value(function, value)])
+            for key, value in _properties(schema).items()
+        }
+        first = [one for key, one in written.items() if key in required]
+        others = [one for key, one in written.items() if key not in required]
+        if first:
+            elements = [first[0]]
+            for one in first[1:]:
+                elements += [_text(", "), one]
+            return _sequence(elements + [_optional(_sequence([_text(", "), one])) for one in others])
+        starts = [
+            _sequence([one, *(_optional(_sequence([_text(", "), other])) for other in others[place + 1 :])])
+            for place, one in enumerate(others)
+        ]
+        return {"type": "or", "elements": [*starts, _text("")]}
+
+
+def _with_reasoning(answer: StructuredOutputs, reasoning: Reasoning | None) -> StructuredOutputs:
+    return answer if reasoning is None else dataclasses.replace(answer, reasoning=reasoning)
+
+
+def _as_tag(answer: StructuredOutputs) -> Tag:
+    """Return a constraint as a structural tag, to be one of several possible outputs."""
+    if answer.disable_any_whitespace or answer.disable_additional_properties or answer.whitespace_pattern:
+        raise RequestError(
+            "options of structured_outputs can't be combined with tools: remove them", param="structured_outputs"
+        )
+    match answer.kind:
+        case "json":
+            return {"type": "json_schema", "json_schema": json.loads(answer.json)}
+        case "json_object":
+            return {"type": "json_schema", "json_schema": {"type": "object"}}
+        case "regex":
+            return {"type": "regex", "pattern": answer.regex}
+        case "choice":
+            return {"type": "or", "elements": [_text(one) for one in answer.choice or ()]}
+        case "grammar":
+            return {"type": "grammar", "grammar": answer.grammar}
+    tag = json.loads(answer.structural_tag)
+    if "format" not in tag:
+        raise RequestError("a structural tag without format can't be combined with tools", param="structured_outputs")
+    return tag["format"]
+
+
+def _text(value: str) -> Tag:
+    return {"type": "const_string", "value": value}
+
+
+def _sequence(elements: Sequence[Tag]) -> Tag:
+    return {"type": "sequence", "elements": list(elements)}
+
+
+def _optional(tag: Tag) -> Tag:
+    return {"type": "or", "elements": [tag, _text("")]}
+
+
+def _required(schema: Mapping[str, Any]) -> Sequence[Any]:
+    required = schema.get("required")
+    return required if isinstance(required, list) else []
+
+
+def _properties(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return the schemas of an object's properties, with the definitions that they may refer to."""
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    properties = schema.get("properties")
+    if not isinstance(properties, Mapping):
+        return {}
+    return {key: {**resolved(one, schema), **shared} for key, one in properties.items() if isinstance(one, Mapping)}
+
+
+_TAGS: Mapping[str, Callable[[CallTags], list[Tag]]] = {
+    "hermes": CallTags.hermes,
+    "mistral": CallTags.mistral,
+    "qwen3_coder": CallTags.qwen3_coder,
+}
+_ONLY: Mapping[str, Callable[[CallTags], Tag]] = {
+    "hermes": CallTags.only_hermes,
+    "llama3_json": CallTags.only_llama3,
+    "pythonic": CallTags.only_pythonic,
+    "mistral": CallTags.only_mistral,
+    "qwen3_coder": CallTags.only_qwen3_coder,
+}

@@ -1,0 +1,61 @@
+"""The parser of one chat output: reasoning first, then content and tool calls."""
+
+from __future__ import annotations
+
+from engine.text.parsing.parts import Content, Part, Reasoning
+from engine.text.parsing.reasoning import ReasoningSplitter
+from engine.text.parsing.tool_calls import ToolCallParser
+
+
+class ChatParser:
+    """Splits one output, which arrives in pieces, into its parts. Without a splitter and a parser all is content."""
+
+    def __init__(self, reasoning: ReasoningSplitter | None = None, tools: ToolCallParser | None = None):
+        self._reasoning, self._tools = reasoning, tools
+
+    def feed(self, text: str) -> list[Part]:
+        """Return the parts that `text` completes."""
+        parts: list[Part] = self._reasoning.feed(text) if self._reasoning else [Content(text)] if text else []
+        return self._with_calls(parts)
+
+    def finish(self) -> list[Part]:
+        """Return the parts held back at the end of the output."""
+        parts = self._with_calls(self._reasoning.finish()) if self._reasoning else []
+        return parts + (self._tools.finish() if self._tools else [])
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the output so far ends inside the reasoning."""
+        return self._reasoning is not None and self._reasoning.is_reasoning
+
+    @property
+    def found_calls(self) -> bool:
+        """Whether the output has a tool call so far."""
+        return self._tools is not None and self._tools.found_calls
+
+    def _with_calls(self, parts: list[Part]) -> list[Part]:
+        if self._tools is None:
+            return parts
+        found: list[Part] = []
+        for part in parts:
+            found += self._tools.feed(part.text) if isinstance(part, Content) else [part]
+        return found
+
+
+def parse(parser: ChatParser, text: str) -> list[Part]:
+    """Return the parts of a whole output, adjacent text of one kind joined."""
+    return joined([*parser.feed(text), *parser.finish()])
+
+
+def joined(parts: list[Part]) -> list[Part]:
+    """Join adjacent parts of the same kind of text."""
+    found: list[Part] = []
+    for part in parts:
+        last = found[-1] if found else None
+        if isinstance(part, Content) and isinstance(last, Content):
+            found[-1] = Content(last.text + part.text)
+        elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
+            found[-1] = Reasoning(last.text + part.text)
+        else:
+            found.append(part)
+    return found

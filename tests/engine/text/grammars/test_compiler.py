@@ -1,0 +1,122 @@
+"""Compilation in a pool: cache, hostile constraints, and the checking processes."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from engine.errors import RequestError
+from engine.protocol.structured_outputs import StructuredOutputs
+from engine.text.grammars.compiler import GrammarCompiler
+from engine.text.grammars.matcher import MaskFiller, forbid, mask_words
+from engine.utils.processes.child import running_children
+
+HOSTILE = {"type": "integer", "multipleOf": 999_983}  # takes seconds and 400 MB
+
+
+@pytest.fixture(scope="module")
+def compiler(source):
+    one = GrammarCompiler(source, max_workers=2, check_seconds=1.0)
+    yield one
+    one.close()
+
+
+def compiled(compiler, **constraint):
+    return compiler.compile(StructuredOutputs(**constraint)).result(60)
+
+
+def test_a_constraint_is_compiled_once(compiler):
+    first = compiler.compile(StructuredOutputs(regex="abc", field="regex"))
+    assert compiler.compile(StructuredOutputs(regex="abc")) is first
+    assert first.result(60) is not compiled(compiler, regex="abcd")
+
+
+def test_failures_name_the_field_of_each_caller(compiler):
+    for field in ("regex", "structured_outputs.regex"):
+        with pytest.raises(RequestError, match=rf"^{field}: .*unclosed group"):
+            compiled(compiler, regex="a(", field=field)
+
+
+def test_a_hostile_schema_times_out_alone(compiler):
+    hostile = compiler.compile(StructuredOutputs(json=HOSTILE))
+    began = time.monotonic()
+    assert compiled(compiler, regex="[a-c]+")
+    assert not hostile.done() or time.monotonic() - began > 1.0
+    with pytest.raises(RequestError, match=r"structured_outputs\.json: takes "):
+        hostile.result(60)
+    assert compiled(compiler, regex="[a-d]+")
+
+
+def test_a_constraint_that_takes_much_memory_is_refused(source):
+    compiler = GrammarCompiler(source, max_workers=1, check_seconds=60.0)
+    with pytest.raises(RequestError, match=r"takes (too much memory|\d+ MiB)"):
+        compiled(compiler, json=HOSTILE)
+    assert compiled(compiler, regex="a")
+    compiler.close()
+
+
+def test_closing_ends_the_checking_processes(source):
+    compiler = GrammarCompiler(source, max_workers=1)
+    before = len(running_children())
+    assert compiled(compiler, regex="a") and len(running_children()) == before + 1
+    compiler.close()
+    assert len(running_children()) == before
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"regex": "(a{1,1000}){1,1000}"},
+        {"regex": "(" * 5000 + ")" * 5000},
+        {"regex": "|".join(map(str, range(10_000)))},
+        {"grammar": "start: " + "(" * 20_000 + '"a"' + ")" * 20_000},
+        {"grammar": "root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000},
+        {"grammar": 'start: start start | "a" |'},
+        {"json": {"$ref": "#"}},
+        {"json": {"allOf": [{"anyOf": [{"properties": {f"{i}{j}": {}}} for j in range(10)]} for i in range(10)]}},
+        {"json": {"enum": [str(number) * 3 for number in range(5000)]}},
+        {"json": '{"type":"array","items":' * 1000 + "{}" + "}" * 1000},
+        {"json": {"type": "string", "maxLength": 10**9, "pattern": "^(a|b)*c(a|b){30}$"}},
+    ],
+)
+def test_a_large_or_deep_constraint_compiles_or_is_refused_quickly(compiler, constraint):
+    compiled(compiler, regex="ready")
+    began = time.monotonic()
+    try:
+        matcher = compiled(compiler, **constraint)
+    except RequestError as refusal:
+        assert len(str(refusal)) < 600
+    else:
+        assert not matcher.error
+    assert time.monotonic() - began < 10.0
+
+
+def test_masks_are_filled_for_many_matchers_and_copies_are_independent(compiler, vocabulary, source):
+    start = compiled(compiler, regex="(ab|cd)e")
+    a, b, e = (vocabulary.greedy_tokenize(char)[0] for char in "abe")
+    first, second = start.copy(), start.copy()
+    first.accept(a)
+    masks = np.full((3, mask_words(source.size)), -1, dtype=np.int32)
+    MaskFiller(2).fill([first, second], masks)
+    allowed = [set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))) for mask in masks]
+    assert b in allowed[0] and a not in allowed[0]
+    assert a in allowed[1] and b not in allowed[1] and e not in allowed[1]
+    assert (masks[2] == -1).all()
+    forbid(masks[2], [0, 31, 32, 70])
+    bits = np.unpackbits(masks[2].view(np.uint8), bitorder="little")
+    assert set(np.flatnonzero(bits == 0)) == {0, 31, 32, 70}
+
+
+def test_a_matcher_knows_when_its_grammar_is_complete(compiler, vocabulary):
+    fixed, open_ = compiled(compiler, regex="ab").copy(), compiled(compiler, regex="ab*").copy()
+    a, b = (vocabulary.greedy_tokenize(char)[0] for char in "ab")
+    states = []
+    for token in (a, b):
+        for matcher in (fixed, open_):
+            matcher.accept(token)
+            states.append((matcher.may_finish, matcher.is_finished))
+    assert states == [(False, False), (True, False), (True, True), (True, False)]
+    open_.accept(a)
+    assert open_.has_error and "doesn't satisfy the grammar" in open_.error and not open_.is_finished
