@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from engine.errors import ConfigError
 from graph_cache.adapters.megatron.config import MegatronGraphConfig
+from graph_cache.adapters.megatron.vision import DEFAULT_MAX_IMAGES, VisionSettings, vision_settings
+from graph_cache.adapters.megatron.vision import NAMES as VISION_NAMES
 from graph_cache.buckets import Buckets
 from graph_cache.config import GraphConfig
 from graph_cache.errors import GraphConfigError
-from graph_cache.validation import did_you_mean, is_whole_number
+from graph_cache.validation import NamesFields, did_you_mean, is_whole_number
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 CPU_WEIGHT_FORMATS = ("auto", "bf16", "fp32", "int4")
@@ -36,12 +38,13 @@ _POSITIVE_INTEGERS = (
     "num_pages",
     "num_threads",
     "tensor_parallel_size",
+    "cuda_graph_max_packed_seqs",
 )
-_BOOLEANS = ("enable_prefix_caching", "async_scheduling")
+_BOOLEANS = ("enable_prefix_caching", "async_scheduling", "cuda_graph_packed_seq", "cuda_graph_moe_dropless")
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig:
+class EngineConfig(NamesFields):
     """Settings of one engine. Sizes are in tokens, sequences or pages, as named; None selects a default.
 
     - `mode`: "training" makes an engine for a training job (docs/training.md), which uses the graph settings only.
@@ -58,6 +61,14 @@ class EngineConfig:
       graphs).
     - Graph settings use Megatron's names and values. Inference accepts the impls `none` and `local`. The default scope
       is `block` under `local` (Megatron's is `layer`), else `none`.
+    - `cuda_graph_max_packed_seqs`: training only; `attach` pads packed sequences of a Megatron-Core model to this many
+      documents (`encore tune --packed` chooses it). `cuda_graph_packed_seq`: False turns that off; True needs a number.
+    - `cuda_graph_moe_dropless`: training only; dropless experts of a Megatron-Core model on one device use torch's
+      grouped GEMM, with token counts on the device, until detach, so that MoE layers can be captured whole.
+    - `vision_*`: graphs of a vision encoder in training, which `attach` captures beside the language model's. `scope`:
+      `attn`, `mlp`, or empty for whole layers. The maximum length is in patches per microbatch; `vision_token_budgets`
+      gives several, ascending (`graph_cache.tune_token_budgets` chooses them). `vision_max_images`: images, or frames,
+      per microbatch. Larger microbatches run eager.
 
     Raises ConfigError for an invalid value.
     """
@@ -86,6 +97,14 @@ class EngineConfig:
     inference_cuda_graph_scope: str | None = None
     cuda_graph_modules: tuple[str, ...] = ()
     cuda_graph_warmup_steps: int = 3
+    cuda_graph_packed_seq: bool | None = None
+    cuda_graph_max_packed_seqs: int | None = None
+    cuda_graph_moe_dropless: bool = False
+    vision_cuda_graph_impl: str = "none"
+    vision_cuda_graph_scope: tuple[str, ...] = ()
+    max_vision_cuda_graph_seq_length: int | None = None
+    vision_token_budgets: tuple[int, ...] | None = None
+    vision_max_images: int = DEFAULT_MAX_IMAGES
     graph_buckets: tuple[int, ...] | None = None
     warmup: str = "lazy"
     graph_manifest: str | None = None
@@ -135,11 +154,82 @@ class EngineConfig:
                 raise ConfigError(f"graph_buckets={self.graph_buckets!r} must be a list of batch sizes")
             object.__setattr__(self, "graph_buckets", tuple(self.graph_buckets))
             self._check_buckets(self.graph_buckets)
-        impl = self.megatron_graph_config().cuda_graph_impl
+        graphs = self.megatron_graph_config()
+        impl = graphs.cuda_graph_impl
+        for name in ("cuda_graph_impl", "cuda_graph_modules"):  # deprecated values are replaced
+            object.__setattr__(self, name, getattr(graphs, name))
+        self._check_packed()
+        self._check_dropless()
+        self._check_vision()
         if self.mode == "inference" and impl not in ("none", "local"):
             raise ConfigError(
                 f"cuda_graph_impl={impl!r} only captures training, so inference would run without "
                 "graphs: use 'local', or 'none' to run without graphs"
+            )
+
+    @property
+    def packed_documents(self) -> int | None:
+        """The number of documents to pad packed sequences to; None: no padding."""
+        return None if self.cuda_graph_packed_seq is False else self.cuda_graph_max_packed_seqs
+
+    def _check_packed(self) -> None:
+        if self.cuda_graph_packed_seq and self.cuda_graph_max_packed_seqs is None:
+            raise ConfigError(
+                "cuda_graph_packed_seq=True needs cuda_graph_max_packed_seqs, the number of documents to pad to: "
+                "`encore tune --packed FILE` chooses one for your data"
+            )
+        if self.packed_documents is None:
+            return
+        setting = f"cuda_graph_max_packed_seqs={self.cuda_graph_max_packed_seqs}"
+        if self.mode != "training":
+            raise ConfigError(f"{setting} pads training batches: set mode='training', or leave it out")
+        if self.cuda_graph_impl == "full_iteration":
+            raise ConfigError(
+                f"{setting} pads what attach() captures; cuda_graph_impl='full_iteration' captures whole batches: pad "
+                "them in the data loader and leave it out"
+            )
+
+    def _check_dropless(self) -> None:
+        if not self.cuda_graph_moe_dropless:
+            return
+        modules, impls = self.cuda_graph_modules, ("local", "full_iteration")
+        if self.mode != "training" or self.cuda_graph_impl not in impls or (modules and "moe" not in modules):
+            raise ConfigError(
+                "cuda_graph_moe_dropless=True captures whole MoE layers of a training job: set mode='training', "
+                "cuda_graph_impl='local' with cuda_graph_modules=['moe', …] or none (whole layers), or "
+                "cuda_graph_impl='full_iteration'; found "
+                f"mode={self.mode!r}, cuda_graph_impl={self.cuda_graph_impl!r}, cuda_graph_modules={list(modules)}"
+            )
+
+    def vision_settings(self) -> VisionSettings:
+        """Return the settings of a vision encoder's graphs, resolved. Raises GraphConfigError."""
+        return vision_settings(
+            self.vision_cuda_graph_impl,
+            self.vision_cuda_graph_scope,
+            self.max_vision_cuda_graph_seq_length,
+            self.vision_token_budgets,
+            self.vision_max_images,
+            warmup_steps=self.cuda_graph_warmup_steps,
+        )
+
+    def _check_vision(self) -> None:
+        settings = self.vision_settings()
+        impl = settings.graphs.cuda_graph_impl
+        for name, value in (
+            ("vision_cuda_graph_impl", impl),
+            ("vision_cuda_graph_scope", settings.graphs.cuda_graph_modules),
+            ("vision_token_budgets", settings.budgets),
+        ):
+            object.__setattr__(self, name, value)
+        if impl == "none":
+            return
+        setting = f"vision_cuda_graph_impl={impl!r}"
+        if self.mode != "training":
+            raise ConfigError(f"{setting} captures training: set mode='training', or leave it out")
+        if self.cuda_graph_impl == "full_iteration":
+            raise ConfigError(
+                f"{setting} captures the encoder's layers, but cuda_graph_impl='full_iteration' captures the whole "
+                "iteration, the encoder included: leave one of them out"
             )
 
     def _check_tensor_parallel(self) -> None:
@@ -174,6 +264,7 @@ class EngineConfig:
             cuda_graph_modules=self.cuda_graph_modules,
             cuda_graph_warmup_steps=self.cuda_graph_warmup_steps,
             training=training,
+            moe_dropless=self.cuda_graph_moe_dropless,
             model_facts_known=not training,  # `attach` checks them against the model
         )
 
@@ -198,6 +289,10 @@ class EngineConfig:
             "cuda_graph_modules": graphs.cuda_graph_modules,
             "cuda_graph_warmup_steps": graphs.cuda_graph_warmup_steps,
         }
+        if training and graphs.cuda_graph_impl != "full_iteration":
+            values |= _packed_settings(source)
+        if training:
+            values |= {name: value for name in VISION_NAMES if (value := _setting(source, name)) is not None}
         return cls(**(values | overrides))
 
     @classmethod
@@ -208,6 +303,19 @@ class EngineConfig:
             if key not in known:
                 raise ConfigError(f"unknown engine setting {key!r}{did_you_mean(key, known)}")
         return cls(**values)
+
+
+def _packed_settings(source: object) -> dict[str, Any]:
+    """Return the settings of packed sequences in a Megatron configuration, off unless its switch is on."""
+    found = {}
+    for name in ("cuda_graph_packed_seq", "cuda_graph_max_packed_seqs"):
+        found[name] = _setting(source, name)
+    return found if found["cuda_graph_packed_seq"] is not None else {}
+
+
+def _setting(source: object, name: str) -> Any:
+    """Return a setting of a Megatron configuration; None if it is absent."""
+    return source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ Everything runs in the caller's thread: no server, no event loop, no signal hand
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from engine.loader.shared_weights import share_weights
 from engine.protocol.messages import EngineStats, ModelInfo
 from engine.protocol.outputs import RequestOutput
 from engine.protocol.request import EngineRequest, SamplingParams, check_prompt_ids, mix64, split_n
+from engine.text.bad_words import bad_word_ids
 from engine.text.output_processor import OutputProcessor
 from engine.text.tokenizer import Tokenizer
 from engine.training_engine import TrainingEngine
@@ -57,11 +58,10 @@ class Engine:
         has_source = model is None or self.config.model != DEFAULT_MODEL
         source = resolve_model(self.config.model) if has_source else None
         self.tokenizer = Tokenizer.try_load(source) if source else None
-        eos_ids = self.tokenizer.eos_token_ids if self.tokenizer else ()
         self._loop = (
-            build_loop(self.config, source, eos_ids)
+            build_loop(self.config, source, self.tokenizer)
             if model is None
-            else build_megatron_loop(self.config, model, eos_ids, source)
+            else build_megatron_loop(self.config, model, self.tokenizer, source)
         )
         self._numbers = itertools.count()
         self._seeds = itertools.count(1)
@@ -92,17 +92,20 @@ class Engine:
     def generate(
         self,
         prompts: str | Sequence[str] | None = None,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams
+        | Mapping[str, Any]
+        | Sequence[SamplingParams | Mapping[str, Any]]
+        | None = None,
         *,
         prompt_token_ids: Sequence[Sequence[int]] | Sequence[int] | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Generate from prompts given as texts or token ids, and return one output per prompt, in order.
 
-        `sampling_params` is one object for all prompts, or one per prompt. An output has `text`, `token_ids`,
-        `logprobs`, `finish_reason` and `weight_version` of its first sequence, and all sequences in `outputs`. Raises
-        RequestError, before anything runs, if any prompt or parameter is invalid; a request that fails later has
-        finish_reason "error".
+        `sampling_params` is one object, or mapping of its fields, for all prompts, or one per prompt. An output has
+        `text`, `token_ids`, `logprobs`, `finish_reason` and `weight_version` of its first sequence, and all sequences
+        in `outputs`. Raises RequestError, before anything runs, if any prompt or parameter is invalid; a request that
+        fails later has finish_reason "error".
         """
         self._require_open()
         texts, ids = self._prompts(prompts, prompt_token_ids)
@@ -114,13 +117,20 @@ class Engine:
         for text, prompt, wanted in zip(texts, ids, params, strict=True):
             name = f"generate-{next(self._numbers)}"
             outputs[name] = RequestOutput.empty(name, text, prompt, wanted.n)
+            banned = bad_word_ids(self.tokenizer, wanted.bad_words)
             for child in split_n(name, wanted, self._seed(wanted)):
                 processor.add(child.request_id, child.params, prompt, request_id=name, index=child.index)
                 requests.append(
                     EngineRequest(
-                        request_id=child.request_id, prompt_token_ids=prompt, params=child.params, seed=child.seed
+                        request_id=child.request_id,
+                        prompt_token_ids=prompt,
+                        params=child.params,
+                        seed=child.seed,
+                        bad_word_ids=banned,
                     )
                 )
+        for future in [self._loop.constraints.compile(one) for one in params if one.structured_outputs is not None]:
+            future.result()  # an invalid grammar is refused before anything runs
         try:
             for request in requests:
                 self._loop.add(request)
@@ -152,16 +162,22 @@ class Engine:
         """Return the request's seed, or the next of the engine's sequence, which makes offline runs reproducible."""
         return params.seed if params.seed is not None else mix64(self.config.seed + next(self._seeds))
 
-    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: str) -> int:
-        """Write (Hugging Face name, tensor) pairs in place, all or nothing, and return how many were written.
+    def update_weights(
+        self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], *, version: str
+    ) -> int:
+        """Write tensors by Hugging Face names in place, all or nothing, and return how many were written.
 
-        Graphs stay valid; prefix KV of older versions is dropped. On any problem raises WeightUpdateError, which lists
-        all of them, and keeps the old weights.
+        `weights` is a mapping, such as a state_dict, or an iterable of (name, tensor) pairs. Graphs stay valid; prefix
+        KV of older versions is dropped. On any problem raises WeightUpdateError, which lists all of them, and keeps the
+        old weights.
         """
         self._require_open()
-        weights = list(weights)  # the iterator may use the device or wait for another turn, so exhaust it first
+        if not isinstance(weights, Iterable):
+            raise WeightUpdateError(f"weights is a {type(weights).__name__}: give a mapping or (name, tensor) pairs")
+        # The iterator may use the device or wait for another turn, so exhaust it first.
+        pairs = list(weights.items() if isinstance(weights, Mapping) else weights)
         with self.pool.turn():
-            return self._loop.update_weights(weights, version)
+            return self._loop.update_weights(pairs, version)
 
     def share_weights(self, trainer: torch.nn.Module, *, version: str) -> int:
         """Make a trainer's parameters (by Hugging Face names) views of this engine's storage; return their number.
@@ -253,12 +269,21 @@ class Engine:
         return list(texts), [self.tokenizer.encode(text) for text in texts]
 
     def _params(self, given: Any, count: int) -> list[SamplingParams]:
-        if given is None or isinstance(given, SamplingParams):
-            return [given or SamplingParams()] * count
-        params = list(given) if isinstance(given, Sequence) else [given]
-        if len(params) != count or not all(isinstance(one, SamplingParams) for one in params):
+        if given is None or isinstance(given, (SamplingParams, Mapping)):
+            return [_sampling_params(given or {})] * count
+        if not isinstance(given, Sequence) or isinstance(given, str):
             raise RequestError(
-                f"found {len(params)} sampling_params for {count} prompts: give one for all, or one per prompt",
+                f"sampling_params is a {type(given).__name__}: give SamplingParams or a mapping of its fields, one for "
+                "all prompts or one per prompt",
                 param="sampling_params",
             )
-        return params
+        if len(given) != count:
+            raise RequestError(
+                f"found {len(given)} sampling_params for {count} prompts: give one for all, or one per prompt",
+                param="sampling_params",
+            )
+        return [_sampling_params(one) for one in given]
+
+
+def _sampling_params(given: SamplingParams | Mapping[str, Any]) -> SamplingParams:
+    return given if isinstance(given, SamplingParams) else SamplingParams.from_dict(given)

@@ -9,14 +9,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
 from torch import nn
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.recorded_outputs import RecordedOutputs, Recording, is_recording_hook, records_outputs
+from engine.vision.towers import is_transformers
 from graph_cache.adapters import is_megatron
+from graph_cache.adapters.megatron.config import MegatronGraphConfig
+from graph_cache.adapters.megatron.vision import VisionSettings, token_budgets
 from graph_cache.backends import backend_for
 from graph_cache.pool import GraphPool
 from graph_cache.stats import CacheStats
@@ -26,13 +30,23 @@ from graph_cache.training.iteration import CapturedIteration
 from graph_cache.training.modules import TrainingGraphs
 
 if TYPE_CHECKING:
-    from graph_cache.adapters.megatron.iteration import FullIteration  # imports megatron
+    from graph_cache.adapters.megatron.dropless import DroplessExperts  # imports megatron
+    from graph_cache.adapters.megatron.iteration import FullIteration
     from graph_cache.adapters.megatron.packed import PackedDocuments
     from graph_cache.adapters.transformer_engine.graphs import TransformerEngineGraphs  # for its impl only
 
 WHOLE_LAYER = "layer"
 Iteration = TypeVar("Iteration", bound="CapturedIteration | FullIteration")
 INFERENCE_ONLY = ("generate", "update_weights", "share_weights", "weights_changed", "warm")
+
+
+class CallAdapter(Protocol):
+    """Changes how a model's calls compute between `begin` and `end`, eager ones too, so that graphs can serve them."""
+
+    def begin(self) -> None: ...
+
+    def end(self) -> None:
+        """Restore the model."""
 
 
 class TrainingEngine:
@@ -46,9 +60,11 @@ class TrainingEngine:
         self._graph_config = config.graph_config()
         self.stats = CacheStats()
         self._pool = pool
-        self._modules: TrainingGraphs | TransformerEngineGraphs | None = None
-        self._packed: PackedDocuments | None = None
+        self._modules: list[TrainingGraphs | TransformerEngineGraphs] = []  # the language model's, then the encoder's
+        self._adapters: list[CallAdapter] = []
+        self._is_attached = False
         self._iterations: list[CapturedIteration | FullIteration] = []
+        self._replaced_chunks: set[nn.Module] = set()  # of whole iterations
 
     def __enter__(self) -> TrainingEngine:
         return self
@@ -85,46 +101,137 @@ class TrainingEngine:
             modules: Paths of submodules ("layers.3.attn"; "" is the model itself). By default a Megatron-Core model is
                 captured layer by layer, or by the parts of each layer that `cuda_graph_modules` of the configuration
                 lists. Any other model's `cuda_graph_modules()` method maps these names (attn, mlp, …, and "layer" for
-                whole layers) to paths; a model without the method is captured whole.
+                whole layers) to paths. Without the method, a model of transformers is captured layer by layer, and any
+                other model whole.
             generators: Generators to register with every graph, besides the device's default.
             microbatches: Microbatches per step. Required for Transformer Engine's captures with a schedule that has
                 several in flight, as in a pipeline; otherwise they are counted.
             packed_documents: Pad packed sequences of a Megatron-Core model to this many documents, and their max_seqlen
                 to the tokens of the batch, so that all batches have one call signature. Batches with more documents
-                are not padded. None pads nothing.
+                are not padded. None: `cuda_graph_max_packed_seqs` of the configuration, or no padding.
         """
-        if self._graph_config.training_captures not in ("native", "transformer_engine"):
+        vision = self.config.vision_settings()
+        captures_model = self._graph_config.training_captures in ("native", "transformer_engine")
+        captures_encoder = vision.graphs.cuda_graph_impl != "none"
+        if not captures_model and not captures_encoder:
             raise ConfigError(
                 f"attach() captures modules, for cuda_graph_impl='local' or 'transformer_engine'; found "
                 f"{self.config.cuda_graph_impl!r}. Use capture_iteration() for a whole iteration"
             )
-        if self._modules is not None:
+        if self._is_attached:
             raise ConfigError("a model is already attached; call detach() first")
         models = [model] if isinstance(model, nn.Module) else list(model)
-        found = self._attachment(models, modules)
-        packed = None if packed_documents is None else self._packed_documents(models, packed_documents)
-        pool = self._pool_for(self._device_of(models))
-        all_generators = (*generators, *found.generators, *(own for one in models for own in _generators_of(one)))
-        context = CaptureContext(pool, self.stats, self._registered(pool, all_generators), found.state)
-        if self._graph_config.training_captures == "transformer_engine":
-            self._modules = self._transformer_engine_graphs(models, found, context, microbatches)
-        else:
-            graphs = TrainingGraphs(context, warmup_rounds=self._graph_config.warmup_steps)
-            graphs.attach(found)
-            self._modules = graphs
+        sections: list[tuple[Attachment, MegatronGraphConfig]] = []
+        if captures_model:
+            sections.append((self._attachment(models, modules), self.config.megatron_graph_config()))
+        adapters: list[CallAdapter] = []
+        if captures_encoder:
+            sections.append((self._encoder_attachment(models, vision), vision.graphs))
+            adapters += self._padded_images(models, vision)
+        packed = self._packed_documents(models, packed_documents)
         if packed is not None:
-            packed.begin()
-        self._packed = packed
-        return [part.name for part in found.parts]
+            adapters.append(packed)
+        if self.config.cuda_graph_moe_dropless:
+            adapters.append(self._dropless_experts(models))
+        pool = self._pool_for(self._device_of(models))
+        own_generators = [*generators, *(own for one in models for own in _generators_of(one))]
+        try:
+            for found, settings in sections:
+                registered = self._registered(pool, [*own_generators, *found.generators])
+                context = CaptureContext(pool, self.stats, registered, found.state)
+                self._modules.append(self._graphs(models, found, settings, context, microbatches))
+        except BaseException:
+            self.detach()
+            raise
+        for adapter in adapters:
+            adapter.begin()
+        self._adapters += adapters
+        self._is_attached = True
+        return [part.name for found, _ in sections for part in found.parts]
+
+    def _graphs(
+        self,
+        models: Sequence[nn.Module],
+        found: Attachment,
+        settings: MegatronGraphConfig,
+        context: CaptureContext,
+        microbatches: int | None,
+    ) -> TrainingGraphs | TransformerEngineGraphs:
+        """Create the graphs of one section, the language model or the encoder, and intercept its calls."""
+        if settings.cuda_graph_impl == "transformer_engine":
+            return self._transformer_engine_graphs(models, found, settings, context, microbatches)
+        graphs = TrainingGraphs(context, warmup_rounds=settings.cuda_graph_warmup_steps)
+        graphs.attach(found)
+        return graphs
+
+    def _encoder_attachment(self, models: Sequence[nn.Module], vision: VisionSettings) -> Attachment:
+        """Return the layers of the vision encoders to capture; none on a pipeline stage without an encoder."""
+        if any(map(is_megatron, models)):
+            from graph_cache.adapters.megatron.attachment import attachment  # imports megatron, which is installed
+
+            return attachment(models, vision.graphs, encoder=True)
+        if vision.graphs.cuda_graph_impl == "transformer_engine":
+            raise ConfigError(
+                "vision_cuda_graph_impl='transformer_engine' captures Megatron-Core's encoders: use 'local' here"
+            )
+        from engine.vision.towers import layer_parts, towers_of
+
+        parts = [
+            part
+            for model in models
+            for path, tower in towers_of(model)
+            for part in layer_parts(tower, vision.graphs.cuda_graph_modules, path=path)
+        ]
+        if not parts:
+            raise ConfigError(
+                f"vision_cuda_graph_impl={vision.graphs.cuda_graph_impl!r}: {type(models[0]).__name__} has no vision "
+                "tower of transformers: leave it out, or name its layers in attach(model, modules=[…])"
+            )
+        return _attachment_of(models, parts)
+
+    def _padded_images(self, models: Sequence[nn.Module], vision: VisionSettings) -> list[CallAdapter]:
+        """Create the padding of microbatches to token budgets, for the encoders that can be padded."""
+        if any(map(is_megatron, models)):
+            from graph_cache.adapters.megatron.vision_padding import padded_encoders  # imports megatron
+
+            return list(padded_encoders(models, vision, self._count_eager))
+        from engine.vision.image_batches import PaddedImageBatches, takes_images_of_one_size
+        from engine.vision.padding import PaddedImages
+        from engine.vision.towers import is_packed_tower, towers_of
+
+        found: list[CallAdapter] = []
+        for path, tower in (one for model in models for one in towers_of(model)):
+            unpadded = functools.partial(self._count_eager, path or type(tower).__name__)
+            if is_packed_tower(tower):
+                budgets = token_budgets(
+                    vision,
+                    num_position_embeddings=getattr(tower.config, "num_position_embeddings", None),
+                    spatial_merge_size=cast(int, tower.spatial_merge_size),
+                )
+                found.append(PaddedImages(tower, budgets, vision.max_images, unpadded))
+            elif vision.is_explicit and takes_images_of_one_size(tower):
+                budgets = token_budgets(vision, num_position_embeddings=None, spatial_merge_size=None)
+                found.append(PaddedImageBatches(tower, budgets, unpadded))
+        return found
+
+    def _count_eager(self, name: str, reason: str) -> None:
+        """Count a microbatch that was not padded, so that its layers run eager."""
+        self.stats.fallbacks[name, "forward", reason] += 1
 
     def _device_of(self, models: Sequence[nn.Module]) -> torch.device:
         """Return the device of the models' tensors; without any, that of the pool, or the default."""
-        tensors = (tensor for one in models for tensor in (*one.parameters(), *one.buffers()))
+        # Not `one.buffers()`: Megatron's DistributedDataParallel has a list of that name.
+        tensors = (tensor for one in models for _, tensor in (*one.named_parameters(), *one.named_buffers()))
         own = self._pool.backend.device if self._pool is not None else torch.get_default_device()
         return next((tensor.device for tensor in tensors), own)
 
     def _transformer_engine_graphs(
-        self, models: Sequence[nn.Module], found: Attachment, context: CaptureContext, microbatches: int | None
+        self,
+        models: Sequence[nn.Module],
+        found: Attachment,
+        graph_settings: MegatronGraphConfig,
+        context: CaptureContext,
+        microbatches: int | None,
     ) -> TransformerEngineGraphs:
         """Create graphs captured by Transformer Engine, for Megatron-Core models in the order of the pipeline stage."""
         from graph_cache.adapters.transformer_engine.graphs import TransformerEngineGraphs
@@ -139,7 +246,7 @@ class TrainingEngine:
 
             settings = next(one.config for model in models for one in model.modules() if hasattr(one, "config"))
             plan = stage_plan(
-                found.parts, models, settings, self._graph_config.modules, microbatches, installed_version()
+                found.parts, models, settings, graph_settings.cuda_graph_modules, microbatches, installed_version()
             )
             parts, order, holders, caches = plan.parts, plan.order, plan.holders, plan.caches_weights
             during_capture = megatron_capture_flags
@@ -155,22 +262,43 @@ class TrainingEngine:
             context,
             holders=holders,
             fired=found.fired,
-            warmup_rounds=self._graph_config.warmup_steps,
+            warmup_rounds=graph_settings.cuda_graph_warmup_steps,
             caches_weights=caches,
             paused=paused,
         )
 
-    def _packed_documents(self, models: Sequence[nn.Module], documents: int) -> PackedDocuments:
-        """Create the padding of packed sequences for these models."""
+    def _packed_documents(self, models: Sequence[nn.Module], documents: int | None) -> PackedDocuments | None:
+        """Create the padding of packed sequences for these models; None without any."""
+        option, configured = "packed_documents", self.config.packed_documents
+        if documents is None:
+            option, documents = "cuda_graph_max_packed_seqs", configured
+        elif configured is not None and documents != configured:
+            raise ConfigError(
+                f"packed_documents={documents!r} contradicts cuda_graph_max_packed_seqs={configured} of the "
+                "configuration: leave one out"
+            )
+        if documents is None:
+            return None
         unsupported = [type(model).__name__ for model in models if not is_megatron(model)]
         if unsupported:
             raise ConfigError(
-                f"packed_documents={documents!r} pads packed sequences of Megatron-Core models; found "
+                f"{option}={documents!r} pads packed sequences of Megatron-Core models; found "
                 f"{', '.join(unsupported)}: leave it out"
             )
         from graph_cache.adapters.megatron.packed import PackedDocuments  # imports megatron, which is installed
 
-        return PackedDocuments(models, documents)
+        return PackedDocuments(models, documents, option, self._count_eager)
+
+    def _dropless_experts(self, models: Sequence[nn.Module]) -> DroplessExperts:
+        """Create the replacement of the MoE layers' dispatch, with counts on the device."""
+        if not all(map(is_megatron, models)):
+            raise ConfigError(
+                "cuda_graph_moe_dropless=True is for Megatron-Core models: leave it out; models of transformers choose "
+                "with set_experts_implementation('grouped_mm')"
+            )
+        from graph_cache.adapters.megatron.dropless import DroplessExperts  # imports megatron, which is installed
+
+        return DroplessExperts(models)
 
     def _attachment(self, models: Sequence[nn.Module], modules: Iterable[str] | None) -> Attachment:
         """Return the parts of these models to capture, and their generators, state and hooks."""
@@ -179,7 +307,7 @@ class TrainingEngine:
 
             named = None if modules is None else self._named_parts(models, modules)
             return attachment(models, self.config.megatron_graph_config(), named)
-        return Attachment(self._named_parts(models, modules))
+        return _attachment_of(models, self._named_parts(models, modules))
 
     def _named_parts(self, models: Sequence[nn.Module], modules: Iterable[str] | None) -> list[Part]:
         """Return the submodules of one model at the given paths, or at those from its `cuda_graph_modules()`."""
@@ -190,12 +318,31 @@ class TrainingEngine:
                 "attach each chunk with a separate engine"
             )
         (model,), parts = models, []
+        if modules is None and (layers := self._layers_of_transformers(model)) is not None:
+            return layers
         for path in self._paths(model) if modules is None else modules:
             try:
                 parts.append(Part(path or type(model).__name__, model.get_submodule(path)))
             except AttributeError as error:
                 raise ConfigError(f"modules: the model has no submodule {path!r} ({error})") from error
         return parts
+
+    def _layers_of_transformers(self, model: nn.Module) -> list[Part] | None:
+        """Return the layers of a model of transformers, or the parts of them that `cuda_graph_modules` names.
+
+        Layers of vision towers are left out; a section of its own captures them. None: another model, or a tower alone.
+        """
+        wrapped = is_data_parallel(model) and isinstance(getattr(model, "module", None), nn.Module)
+        inner: Any = model.module if wrapped else model
+        if hasattr(inner, "cuda_graph_modules"):
+            return None
+        from engine.vision.towers import layer_parts, towers_of
+
+        towers = [tower for _, tower in towers_of(inner)]
+        is_tower_alone = towers == [inner] and self.config.vision_cuda_graph_impl == "none"
+        if is_tower_alone or not (towers or is_transformers(inner)):
+            return None
+        return layer_parts(inner, self._graph_config.modules, path="module" if wrapped else "", without=towers)
 
     def capture_iteration(
         self,
@@ -224,8 +371,17 @@ class TrainingEngine:
         """
         from graph_cache.adapters.megatron.iteration import FullIteration  # imports megatron, which is installed
 
-        make = functools.partial(FullIteration, settings=settings)
+        prepare = self._replace_experts if self.config.cuda_graph_moe_dropless else None
+        make = functools.partial(FullIteration, settings=settings, prepare=prepare)
         return self._make_iteration(make, forward_backward_func, "capture_forward_backward", device, name, generators)
+
+    def _replace_experts(self, chunks: Sequence[nn.Module]) -> None:
+        """Replace the dispatch of dropless experts in chunks that are seen for the first time, until detach."""
+        if new := [chunk for chunk in chunks if chunk not in self._replaced_chunks]:
+            experts = self._dropless_experts(new)
+            experts.begin()
+            self._adapters.append(experts)
+            self._replaced_chunks.update(new)
 
     def _make_iteration(
         self,
@@ -259,7 +415,7 @@ class TrainingEngine:
         """Return a row per module or iteration: graphs, bytes, replays, failed captures, the last failure, and eager
         calls by reason.
         """
-        holders = [*([self._modules] if self._modules else []), *self._iterations]
+        holders = [*self._modules, *self._iterations]
         rows = [row for holder in holders for row in holder.table()]
         names = {
             labels[0]
@@ -282,21 +438,21 @@ class TrainingEngine:
 
     def clear(self) -> None:
         """Drop all graphs and free their memory. Training can continue; it warms up and captures again."""
-        if self._modules is not None:
-            self._modules.clear()
+        for graphs in self._modules:
+            graphs.clear()
         for iteration in self._iterations:
             iteration.clear()
 
     def detach(self) -> None:
         """Restore the model and drop all graphs."""
         self.clear()
-        if self._modules is not None:
-            self._modules.detach()
-            self._modules = None
-        if self._packed is not None:
-            self._packed.end()
-            self._packed = None
+        for graphs in self._modules:
+            graphs.detach()
+        for adapter in self._adapters:
+            adapter.end()
+        self._modules, self._adapters, self._is_attached = [], [], False
         self._iterations = []
+        self._replaced_chunks.clear()
 
     def _paths(self, model: Any) -> list[str]:
         """Return the paths to capture by default. A data-parallel wrapper stays outside: it reduces in its forward."""
@@ -330,6 +486,14 @@ class TrainingEngine:
         """Return all generators that captured code may use; CUDA registers its default generator with every graph."""
         own = [pool.backend.default_generator] if pool.backend.name == "cpu" else []
         return list({id(generator): generator for generator in (*own, *generators)}.values())
+
+
+def _attachment_of(models: Sequence[nn.Module], parts: Sequence[Part]) -> Attachment:
+    """Return the parts, with the outputs that transformers records inside them if a model is of transformers."""
+    if not records_outputs() or not any(is_transformers(one) for model in models for one in model.modules()):
+        return Attachment(parts)
+    carried = [part._replace(carry=RecordedOutputs()) for part in parts]
+    return Attachment(carried, fired=is_recording_hook, surroundings=Recording())
 
 
 def _generators_of(model: nn.Module) -> list[torch.Generator]:

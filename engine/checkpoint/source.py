@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from engine.checkpoint.default_model import default_gguf
@@ -24,7 +25,10 @@ _ACCEPTED_NAMES = (
 
 @dataclass(frozen=True)
 class ModelSource:
-    """The location of a model's files. `path` is a file for "gguf" and a folder for "hf"; `name` is as requested."""
+    """The location of a model's files: a file for "gguf", a folder for "hf".
+
+    `name` is as requested, but for a .gguf file its name without folder and suffix.
+    """
 
     path: str
     kind: Literal["gguf", "hf"]
@@ -45,7 +49,7 @@ def resolve_model(name: str) -> ModelSource:
         return ModelSource(_require_config(path), "hf", name)
     if os.path.isfile(path):
         if path.lower().endswith(".gguf"):
-            return ModelSource(path, "gguf", name)
+            return ModelSource(path, "gguf", Path(path).stem)
         raise ModelError(f"{name} is a file, but not a .gguf file; {_ACCEPTED_NAMES}")
     if os.path.isabs(path) or name.startswith((".", "~")) or name.lower().endswith(".gguf"):
         raise ModelError(f"no such file or folder: {name}; {_ACCEPTED_NAMES}")

@@ -41,8 +41,10 @@ from engine.protocol.messages import (
 )
 from engine.protocol.outputs import OutputDelta
 from engine.protocol.request import EngineRequest, SamplingParams, TokenEvent, check_prompt_ids, resolve_seed, split_n
+from engine.text.bad_words import bad_word_ids
 from engine.text.output_processor import OutputProcessor
 from engine.text.tokenizer import Tokenizer
+from engine.utils.daemon_thread import in_daemon_thread
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +96,7 @@ class Client(Protocol):
         params: SamplingParams,
         priority: int = 0,
         on_end: Callable[[int], None] | None = None,
+        first_index: int = 0,
     ) -> AsyncGenerator[list[OutputDelta], None]: ...
 
     async def abort(self, request_id: str) -> None: ...
@@ -158,11 +161,10 @@ class EngineClient:
         self._loop = asyncio.get_running_loop()
         self._ready = self._loop.create_future()
         try:
-            source: ModelSource = await asyncio.to_thread(
-                resolve_model, self.config.model
-            )  # downloaded once, before both use it
+            # Downloaded once, before both use it. A stop waits for neither the download nor the tokenizer.
+            source: ModelSource = await in_daemon_thread(resolve_model, self.config.model)
             self._transport.start(self._on_report)
-            self.tokenizer = await asyncio.to_thread(Tokenizer.try_load, source)
+            self.tokenizer = await in_daemon_thread(Tokenizer.try_load, source)
             self._processor = OutputProcessor(self.tokenizer)
             await self._ready
         except BaseException:
@@ -211,17 +213,20 @@ class EngineClient:
         params: SamplingParams,
         priority: int = 0,
         on_end: Callable[[int], None] | None = None,
+        first_index: int = 0,
     ) -> AsyncGenerator[list[OutputDelta], None]:
         """Stream the output of the n sequences of a request until all have ended; `delta.index` names the sequence.
 
         A delta is one step's output for one sequence; each list holds all deltas since the previous list. Closing the
         iterator early aborts all sequences. `on_end(count)` is called when the engine is done with `count` sequences,
-        even if the caller does not read. Raises RequestError for an invalid request, EngineDead if the engine ends,
+        even if the caller does not read. `first_index` is the number of sequences before these in the same request of
+        a client with several prompts. Raises RequestError for an invalid request, EngineDead if the engine ends,
         ReaderTooSlow if unread output exceeds the limit of `engine.client.output_queue`, EngineError if a sequence
         fails.
         """
         self._require_alive()
         ids = self._prompt_ids(prompt, prompt_token_ids)
+        banned = bad_word_ids(self.tokenizer, params.bad_words)
         if request_id in self._queues:
             raise RequestError(f"request id {request_id!r} is in use by a running request", param="request_id")
         # Internal ids are unique: a caller may reuse its id while events of the earlier request are still on their way.
@@ -241,6 +246,8 @@ class EngineClient:
                             params=child.params,
                             priority=priority,
                             seed=child.seed,
+                            bad_word_ids=banned,
+                            index=first_index + child.index,
                         )
                         for child in children
                     ]

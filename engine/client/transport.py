@@ -21,6 +21,7 @@ from engine.client.frames import decode_report, encode_report
 from engine.config import EngineConfig
 from engine.errors import EngineDead, EngineError
 from engine.protocol.messages import Command, Dead, Events, Ready, Report, Snapshot, Stop
+from engine.utils.onednn import limit_onednn_caches
 from engine.utils.openmp import limit_openmp_spinning
 from engine.utils.processes.child import ChildProcess
 from engine.utils.processes.log import log_format, set_up_child_log
@@ -54,7 +55,8 @@ def run_loop(config: EngineConfig, receive: Callable[[float], Command | None], s
 
         source = resolve_model(config.model)
         tokenizer = Tokenizer.try_load(source)
-        loop = build_loop(config, source, tokenizer.eos_token_ids if tokenizer else ())
+        loop = build_loop(config, source, tokenizer)
+        send(Snapshot(loop.stats()))  # before Ready and before the first capture, which is the slowest
         if config.warmup == "full":
             progress_bar = WarmProgress()
 
@@ -62,7 +64,6 @@ def run_loop(config: EngineConfig, receive: Callable[[float], Command | None], s
                 progress_bar(done, total, key)
                 send(Snapshot(loop.stats()))  # shows progress in the health report
 
-            send(Snapshot(loop.stats()))  # the first capture is the slowest
             loop.warm(progress)
     except EngineDead as error:
         # A worker process ended, which a restart may fix: `refused` stays unset.
@@ -233,6 +234,7 @@ def _run_in_child(
 ) -> None:
     """Main function of the engine process. It runs until its parent sends Stop or dies."""
     limit_openmp_spinning()
+    limit_onednn_caches()
     set_up_child_log(formatter, log_level)
     splitter = ReportSplitter() if routed else None
 

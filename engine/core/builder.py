@@ -8,26 +8,43 @@ from engine.checkpoint.source import ModelSource, resolve_model
 from engine.config import EngineConfig
 from engine.core.loop import EngineLoop
 from engine.executor.build import start_executor
+from engine.executor.interface import Executor
 from engine.executor.uniproc import UniprocExecutor
+from engine.text.grammars.compiler import GrammarCompiler
+from engine.text.grammars.vocabulary import VocabularySource
+from engine.text.tokenizer import Tokenizer
 from engine.worker.startup import worker_of_model
 
 
 def build_loop(
-    config: EngineConfig, source: ModelSource | None = None, eos_token_ids: tuple[int, ...] = ()
+    config: EngineConfig, source: ModelSource | None = None, tokenizer: Tokenizer | None = None
 ) -> EngineLoop:
     """Load the model and build its loop; captures nothing yet.
 
-    `eos_token_ids`: the tokenizer's, added to the model's own. Raises ConfigError or ModelError with what to do about
-    it, and EngineDead if a worker process ends during the start.
+    `tokenizer`: its end-of-text ids are added to the model's own, and grammars need it. Raises ConfigError or
+    ModelError with what to do about it, and EngineDead if a worker process ends during the start.
     """
-    return EngineLoop(start_executor(config, source or resolve_model(config.model), eos_token_ids))
+    executor = start_executor(config, source or resolve_model(config.model), _eos(tokenizer))
+    return EngineLoop(executor, _compiler(executor, tokenizer))
 
 
 def build_megatron_loop(
-    config: EngineConfig, model: nn.Module, eos_token_ids: tuple[int, ...] = (), source: ModelSource | None = None
+    config: EngineConfig, model: nn.Module, tokenizer: Tokenizer | None = None, source: ModelSource | None = None
 ) -> EngineLoop:
     """Build a loop around an existing Megatron-Core GPTModel. Copies no weights and captures no graphs.
 
-    See `worker_of_model`. Raises ConfigError or ModelError.
+    See `worker_of_model` and `build_loop`. Raises ConfigError or ModelError.
     """
-    return EngineLoop(UniprocExecutor(worker_of_model(config, model, eos_token_ids, source)))
+    executor = UniprocExecutor(worker_of_model(config, model, _eos(tokenizer), source))
+    return EngineLoop(executor, _compiler(executor, tokenizer))
+
+
+def _eos(tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    return () if tokenizer is None else tokenizer.eos_token_ids
+
+
+def _compiler(executor: Executor, tokenizer: Tokenizer | None) -> GrammarCompiler | None:
+    if tokenizer is None:
+        return None
+    info = executor.worker.info
+    return GrammarCompiler(VocabularySource.of(tokenizer, info.vocab_size, info.eos_token_ids))

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from engine.errors import EngineError
+from engine.core.constraints import Constraints
+from engine.errors import EngineError, RequestError
 from engine.executor.interface import Executor
 from engine.protocol.request import EngineRequest, FinishReason, TokenEvent
 from engine.scheduling.batch import Batch
@@ -25,9 +26,10 @@ NOT_FINITE = (
 class StepFinisher:
     """Applies step results to the scheduler and collects `events` for the loop to return."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor):
+    def __init__(self, scheduler: Scheduler, executor: Executor, constraints: Constraints):
         self.scheduler = scheduler
         self.executor = executor
+        self.constraints = constraints
         self.events: list[TokenEvent] = []
         self.generated_tokens = 0  # tokens appended to requests
         self.draft_tokens = self.accepted_tokens = 0  # drafts proposed, and those that sampling confirmed
@@ -52,12 +54,11 @@ class StepFinisher:
             ],
             verified,
         )
-        bucket, decodes, logprobs = result.graph_bucket, len(batch.decodes), result.logprobs
+        decodes, logprobs = len(batch.decodes), result.logprobs
         for row, ((request, lease), token) in enumerate(zip(sampled, tokens, strict=True)):
             if request.lease != lease:
                 continue
-            if row == decodes:
-                bucket = None
+            bucket = result.graph_bucket if row < decodes else None
             if token < 0:
                 self._fail_row(request, bucket)
                 continue
@@ -107,6 +108,9 @@ class StepFinisher:
         if last in request.end_token_ids and self._can_stop(request):
             event.stop_reason = last if last in request.params.stop_token_ids else None
             self._finish(request, event, "stop")
+        elif self.constraints.advance(request, last):
+            event.grammar_ended = True
+            self._finish(request, event, "stop")
         elif request.max_length <= len(request.token_ids):
             self._finish(request, event, "length")
         else:
@@ -115,6 +119,18 @@ class StepFinisher:
     def _can_stop(self, request: Request) -> bool:
         """Whether the request has more than min_tokens tokens, so that its last token may end it."""
         return request.output_len > request.params.min_tokens or not request.params.min_tokens
+
+    def end_constrained(self, request: Request, error: RequestError | None) -> None:
+        """End a request whose grammar is complete, or with `error` one that no token may follow.
+
+        No page is wrong then, so the state is not FAILED, which would drop the prefix cache.
+        """
+        event = TokenEvent(request_id=request.request_id, grammar_ended=True)
+        if error is None:
+            self._finish(request, event, "stop")
+            return
+        event.finish_reason, event.error, event.refusal = "error", str(error), error
+        self.end(request, RequestState.ABORTED, event)
 
     def _fail_row(self, request: Request, bucket: int | None) -> None:
         """Fail a request whose logits were not finite, and zero the pages that it frees.
@@ -147,9 +163,15 @@ class StepFinisher:
             )
         )
 
+    def drop(self, request_id: str, weight_version: str) -> None:
+        """Emit the last event of a request that was aborted before it was queued."""
+        self.ended["abort"] += 1
+        self.events.append(TokenEvent(request_id=request_id, finish_reason="abort", weight_version=weight_version))
+
     def end(self, request: Request, state: RequestState, event: TokenEvent) -> None:
         """End a live request: emit its final event and free its slot and pages."""
         self._emit(request, event)
+        self.constraints.forget(request.request_id)
         reason = event.finish_reason or state.value
         self.scheduler.finish(request, state, reason)
         self.ended[reason] += 1

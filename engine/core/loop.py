@@ -9,13 +9,14 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
 import torch
 
+from engine.core.constraints import Constraints
 from engine.core.finish import StepFinisher
 from engine.core.operations import Operations
 from engine.errors import EngineDead, EngineError, RequestError
@@ -39,6 +40,8 @@ from engine.scheduling.page_pool import PagePool
 from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.request import Request, RequestState
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from engine.text.grammars.compiler import GrammarCompiler
+from engine.utils.async_copy import upload_buffer
 from engine.worker.async_output import MAX_STEPS_IN_FLIGHT, AsyncStepOutput
 from engine.worker.model_runner import ModelRunner
 from graph_cache.errors import ManifestError
@@ -51,15 +54,17 @@ IDLE_SECONDS = 0.05
 MANIFEST_SECONDS = 30.0
 IDLE_CHECK_SECONDS = 5.0
 MAX_CONSECUTIVE_FAILURES = 3
+COMPILE_SECONDS = 0.01  # to wait for a grammar before commands are received again, if there is nothing else to do
 
 
 class EngineLoop:
     """The scheduler and live requests of one model, whose steps an executor runs.
 
-    Not thread-safe. `serve` runs it until a Stop command.
+    Not thread-safe. `serve` runs it until a Stop command. `compiler`: for the grammars of constrained requests; None
+    refuses them. The loop closes it.
     """
 
-    def __init__(self, executor: Executor):
+    def __init__(self, executor: Executor, compiler: GrammarCompiler | None = None):
         self.executor = executor
         worker = executor.worker
         self.config, self.info = worker.config, worker.info
@@ -83,8 +88,15 @@ class EngineLoop:
             self.prefix_cache,
             weight_version=self.weight_version,
         )
-        self.finisher = StepFinisher(self.scheduler, executor)
         self._eos = frozenset(self.info.eos_token_ids)
+        self.constraints = Constraints(
+            compiler,
+            self.info.vocab_size,
+            config.max_num_seqs,
+            self._eos,
+            lambda rows, words: upload_buffer(rows, words, worker.runner.device),
+        )
+        self.finisher = StepFinisher(self.scheduler, executor, self.constraints)
         self._max_unread_steps = MAX_STEPS_IN_FLIGHT - 1 if config.async_scheduling else 0  # when step() returns
         self._in_flight: deque[tuple[Batch, AsyncStepOutput]] = deque()  # enqueued, not yet read; oldest first
         self._steps = self._failures = 0
@@ -108,11 +120,23 @@ class EngineLoop:
     # ---- requests --------------------------------------------------------------------------------------------------
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request. Raises RequestError for an invalid request, PromptTooLong for one that can never fit."""
+        """Queue a request. Raises RequestError for an invalid request, PromptTooLong for one that can never fit.
+
+        A constrained request waits until its grammar is compiled. If that fails, it gets a final event with
+        finish_reason "error", as it does in `submit`.
+        """
         self._storage_may_have_moved = True
         check_prompt_ids(request.prompt_token_ids, self.info.vocab_size)
         self.runner.sampling.check(request.params)
-        self.scheduler.add(Request(request, self.weight_version, self._eos))
+        if not request.params.is_constrained or self.constraints.begin(request):
+            self._schedule(request)
+
+    def _schedule(self, request: EngineRequest) -> None:
+        try:
+            self.scheduler.add(Request(request, self.weight_version, self._eos))
+        except EngineError:
+            self.constraints.forget(request.request_id)
+            raise
 
     def submit(self, requests: Iterable[EngineRequest]) -> None:
         """Queue requests. A rejected request gets a final event with finish_reason "error"."""
@@ -122,6 +146,17 @@ class EngineLoop:
             except EngineError as error:
                 self.finisher.reject(request, error, self.weight_version)
 
+    def _schedule_compiled(self) -> None:
+        """Queue the requests whose grammar is compiled now. With nothing else to do, wait a little for one."""
+        is_idle = not self.scheduler.has_work and not self._in_flight and not self.finisher.events
+        for request, error in self.constraints.compiled(COMPILE_SECONDS if is_idle else 0.0):
+            try:
+                if error is not None:
+                    raise error
+                self._schedule(request)
+            except EngineError as refusal:
+                self.finisher.reject(request, refusal, self.weight_version)
+
     def abort(self, request_ids: Iterable[str]) -> None:
         """Abort live requests. Unknown ids are ignored, since a request may just have ended."""
         for request_id in request_ids:
@@ -130,6 +165,8 @@ class EngineLoop:
                 self.finisher.end(
                     request, RequestState.ABORTED, TokenEvent(request_id=request_id, finish_reason="abort")
                 )
+            elif self.constraints.forget(request_id):
+                self.finisher.drop(request_id, self.weight_version)
 
     def drop_events(self) -> None:
         """Discard pending events that no caller will read, such as those of requests just aborted."""
@@ -138,7 +175,10 @@ class EngineLoop:
     @property
     def has_work(self) -> bool:
         """Whether there is a live request, a step in flight or a pending event."""
-        return self.scheduler.has_work or bool(self._in_flight) or bool(self.finisher.events)
+        scheduler, constraints = self.scheduler, self.constraints
+        return (
+            scheduler.has_work or bool(self._in_flight) or bool(self.finisher.events) or constraints.num_compiling > 0
+        )
 
     def step(self) -> list[TokenEvent]:
         """Schedule and enqueue one batch, finish older steps, and return all new events.
@@ -150,7 +190,10 @@ class EngineLoop:
             self.executor.call("check_addresses")
             self._storage_may_have_moved = False
         self.drain(self._max_unread_steps)  # a step whose read was interrupted: only the device knows its tokens
+        if self.constraints.num_compiling:
+            self._schedule_compiled()
         batch = self.scheduler.schedule()
+        self.constraints.mark(batch)
         failure = self._execute(batch)
         self.drain(self._max_unread_steps if batch and failure is None else 0)
         if failure is not None:
@@ -168,6 +211,8 @@ class EngineLoop:
             if batch:
                 output = self.executor.submit(batch)
                 self.scheduler.dispatch(batch)
+                if batch.constrained and not self._send_masks(batch):
+                    return None
                 self._in_flight.append((batch, output))
         except EngineDead:
             raise
@@ -179,12 +224,30 @@ class EngineLoop:
             raise
         return None
 
-    def drain(self, behind: int = 0) -> None:
-        """Read and finish steps in flight, oldest first, until at most `behind` are left.
+    def _send_masks(self, batch: Batch) -> bool:
+        """Complete a constrained batch, whose forward graph runs meanwhile: a mask depends on the token before it.
+
+        Reads and finishes the earlier steps first. If one of them failed, drops the batch, recomputes its requests
+        later and returns False.
+        """
+        if not self.drain():
+            self.scheduler.preempt_all()
+            return False
+        leases = dict(batch.sampled)
+        requests = [request for request in batch.constrained if request.lease == leases[request]]
+        masks, ended = self.constraints.masks(requests)
+        self.executor.call("sample", masks)
+        for request, error in ended:  # their rows are stale now
+            self.finisher.end_constrained(request, error)
+        return True
+
+    def drain(self, behind: int = 0) -> bool:
+        """Read and finish steps in flight, oldest first, until at most `behind` are left. Return whether none failed.
 
         Call it before changing the weights or anything else that finishing a step depends on: the tokens in flight
         were computed under the old state.
         """
+        has_succeeded = True
         while len(self._in_flight) > behind:
             batch, output = self._in_flight[0]
             try:
@@ -194,7 +257,9 @@ class EngineLoop:
                 self._failures = 0
             except Exception as error:
                 behind = 0  # the next step's inputs come from the host, which must know every token by then
+                has_succeeded = False
                 self._fail_batch(batch, error)
+        return has_succeeded
 
     def _fail_batch(self, batch: Batch, error: Exception) -> None:
         """Fail the requests of a batch that raised. The error goes to their callers, the log and `stats`.
@@ -298,16 +363,15 @@ class EngineLoop:
     def stats(self) -> EngineStats:
         """Return a snapshot of all counters and gauges."""
         cache, scheduler = self.runner.cache, self.scheduler
-        entries = Counter((row["site"], row["scope"]) for row in cache.table() if row["state"] == "captured")
+        entries = cache.captured_graphs()
         graphs = cache.stats.snapshot() | {
             "entries": list(entries.items()),
             "pool_bytes": cache.pool_bytes,
             "warm_ratio": cache.warm_ratio(),
         }
-        pending = len(cache.pending())
         return EngineStats(
             num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
+            num_waiting=scheduler.num_waiting + self.constraints.num_compiling,
             kv_cache_usage=scheduler.pool.usage,
             prefix_cache_queries=self.prefix_cache.queries if self.prefix_cache else 0,
             prefix_cache_hits=self.prefix_cache.hits if self.prefix_cache else 0,
@@ -322,7 +386,7 @@ class EngineLoop:
             warm={
                 "mode": self.config.warmup,
                 "captured": sum(entries.values()),
-                "pending": pending,
+                "pending": len(cache.pending()),
                 "ratio": cache.warm_ratio(),
             },
             weight_version=self.weight_version,
@@ -362,6 +426,7 @@ class EngineLoop:
 
     def close(self) -> None:
         """Close the workers: drop the graphs and release the model. The loop can't be used afterwards."""
+        self.constraints.close()
         self.executor.close()
 
     # ---- as a service ----------------------------------------------------------------------------------------------
@@ -389,9 +454,7 @@ class EngineLoop:
                         self._handle_command(command, send)
                         command = receive(0.0)
                     if self.has_work:
-                        events = self.step()
-                        if events:
-                            send(Events(events))
+                        self._send_events(self.step(), send)
                         next_report = min(next_report, time.monotonic() + REPORT_SECONDS)
                     captured = self.capture_between_steps()
                 if busy and not self.has_work:
@@ -411,15 +474,25 @@ class EngineLoop:
                     self.drop_events()
                 else:
                     self.abort([request.request_id for request in self.scheduler.requests()])
+                    self.abort(self.constraints.compiling)
                 self.save_manifest()
-                if self.finisher.events:
-                    send(Events(self.finisher.events))
+                self._send_events(self.finisher.events, send)
             except Exception as error:  # scheduler state is broken; the Dead below still ends every request's stream
                 logger.exception("the engine loop could not end its requests")
                 reason = reason or f"{type(error).__name__}: {error}"
             gc.unfreeze()
             send(Dead(reason))
             self.close()
+
+    def _send_events(self, events: list[TokenEvent], send: Callable[[Report], None]) -> None:
+        """Send the events of a step. A snapshot precedes the end of a request: its answer is in the counters then.
+
+        A later one could be late by seconds, because a capture may follow the step.
+        """
+        if any(event.finish_reason is not None for event in events):
+            send(Snapshot(self.stats()))
+        if events:
+            send(Events(events))
 
     def _handle_command(self, command: Command, send: Callable[[Report], None]) -> None:
         if isinstance(command, Submit):

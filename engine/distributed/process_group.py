@@ -17,6 +17,7 @@ from engine.distributed.tensor_parallel import TensorParallel
 logger = logging.getLogger(__name__)
 
 RENDEZVOUS_SECONDS = 300.0  # how much later than another a rank may reach the rendezvous
+COLLECTIVE_SECONDS = 60.0  # how much later than another a rank may reach a collective of gloo
 LEAVE_SECONDS = 2.0  # limit for destroying the group; after it, the group ends with the process
 # All ranks are processes of this host, so only loopback connections are allowed. A lost rank is detected through its
 # pipe; torch's own error handling would abort the process when a communicator breaks.
@@ -39,6 +40,8 @@ def join_ranks(rendezvous: str, rank: int, size: int, device: torch.device) -> T
         # The first collective connects the ranks. That can't be captured, and it takes memory that must be gone
         # before the KV cache is sized.
         dist.all_reduce(torch.ones(1, device=device), group=group)
+    if device.type == "cpu" and group is not None:  # only now: joining may take longer
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=COLLECTIVE_SECONDS), group)  # noqa: SLF001
     return TensorParallel(rank, size, group)
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from engine.errors import EngineDead, WeightUpdateError
 from engine.executor.messages import BuildWorker, Call, SharedTensor, StartRank
 from engine.executor.rank_state import StateTracker
+from engine.executor.reports import describe_error
 from engine.executor.worker_group import POLL_SECONDS, DeviceReady, WeightsLoaded, WorkerGroup, WorkerReady
 from engine.scheduling.batch import Batch
 from engine.utils.processes.log import log_format
@@ -137,7 +138,7 @@ class MultiprocExecutor:
         except EngineDead:
             raise
         except BaseException as error:
-            reason = f"rank 0 failed in {what}: {type(error).__name__}: {error}".rstrip(": ")
+            reason = f"rank 0 failed in {what}: {describe_error(error)}"
             if not isinstance(error, Exception):
                 self._group.fail(reason)
                 raise

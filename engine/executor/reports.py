@@ -12,6 +12,7 @@ from typing import Any
 from engine.errors import EngineError
 
 HEARTBEAT_SECONDS = 1.0
+GLOO_TIMEOUTS = ("Timed out waiting", "Application timeout")  # in the messages of gloo's errors
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,13 @@ class RankFailed:
 
     reason: str
     error: EngineError | None = None
+
+
+def describe_error(error: BaseException) -> str:
+    """Return an error of a step as text. Says so if a collective waited too long for another rank."""
+    if isinstance(error, RuntimeError) and any(text in str(error) for text in GLOO_TIMEOUTS):
+        return f"a collective waited too long for another rank, which hangs ({error})"
+    return f"{type(error).__name__}: {error}".rstrip(": ")
 
 
 class Reports:

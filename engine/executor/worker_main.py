@@ -14,7 +14,8 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import EngineError, WeightUpdateError
-from engine.executor.reports import DeviceReady, RankFailed, Reply, Reports, WeightsLoaded, WorkerReady
+from engine.executor.reports import DeviceReady, RankFailed, Reply, Reports, WeightsLoaded, WorkerReady, describe_error
+from engine.utils.onednn import limit_onednn_caches
 from engine.utils.openmp import limit_openmp_spinning
 from engine.utils.processes.log import set_up_child_log
 
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 def main(pipe: Connection, rendezvous: io.FileIO) -> None:
     """Run until rank 0 stops this worker or dies. `rendezvous` stays open because rank 0 sends its path."""
     limit_openmp_spinning()
+    limit_onednn_caches()
     reports, exit_code = Reports(pipe), 1
     try:
         serve_rank(pipe, reports)
@@ -36,7 +38,7 @@ def main(pipe: Connection, rendezvous: io.FileIO) -> None:
         logger.debug("rank 0 has exited")
     except Exception as error:
         logger.exception("this rank failed")
-        reports.send(RankFailed(f"{type(error).__name__}: {error}", error if isinstance(error, EngineError) else None))
+        reports.send(RankFailed(describe_error(error), error if isinstance(error, EngineError) else None))
     finally:
         logging.shutdown()
         sys.stderr.flush()

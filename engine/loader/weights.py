@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from engine.checkpoint.regular_files import require_regular_file
 from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
 from engine.errors import ModelError, WeightUpdateError
 from engine.layers.weight_slot import Slot, WeightSlot
@@ -68,7 +69,7 @@ def safetensors_files(folder: str | Path) -> list[Path]:
         others = ", ".join(sorted(path.name for path in folder.glob("*.bin"))[:3])
         advice = f"convert {others} to safetensors" if others else "was the download complete?"
         raise ModelError(f"{folder} has no *.safetensors; {advice}")
-    if missing := [path.name for path in files if not path.is_file()]:
+    if missing := [path.name for path in files if not path.exists()]:
         raise ModelError(f"{folder} lacks {', '.join(missing)}, listed in its index; download the model again")
     return files
 
@@ -81,6 +82,7 @@ def iterate_safetensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
 def iterate_shards(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, CPU tensor) of every tensor, mapping one file at a time. Raises ModelError naming the file."""
     for path in files:
+        require_regular_file(path)
         try:
             shard = safe_open(path, framework="pt", device="cpu")
             names = list(shard.keys())

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from engine.checkpoint.regular_files import require_regular_file
 from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
 from engine.errors import ModelError
 from engine.models.config import Family, Fields, ModelConfig, read_model_config
@@ -160,6 +161,7 @@ def config_from_folder(folder: str | Path) -> ModelConfig:
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """Read a JSON object from `path`. Raises ModelError if it can't be read or is not an object."""
+    require_regular_file(path)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

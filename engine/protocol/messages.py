@@ -28,6 +28,10 @@ class ModelInfo:
     weight_version: str
     logprobs_mode: str
     graph_buckets: tuple[int, ...]
+    input_modalities: tuple[str, ...] = ("text",)  # of messages
+    page_size: int  # tokens per KV cache page
+    num_pages: int  # of the KV cache
+    max_num_batched_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,9 @@ class EngineRequest:
     params: SamplingParams
     priority: int = 0  # lower values run first
     arrival_time: float = field(default_factory=time.monotonic)  # seconds, time.monotonic
+    index: int = 0  # number of sequences of the same client request before it; they make way for other requests
     seed: int | None = None  # int64, set at construction: params.seed, else random
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()  # params.bad_words as tokens
 
     def __post_init__(self) -> None:
         if self.params.n != 1:
@@ -76,6 +78,9 @@ class TokenEvent:
     prompt_logprobs: list[TokenLogprob | None] | None = None  # with the first event only; entry 0 is None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token id
+    grammar_ended: bool = (
+        False  # finish_reason is "stop" because a grammar is complete; the last token is no stop token
+    )
     error: str | None = None
     refusal: EngineError | None = None  # why the request was not accepted
     weight_version: str = ""

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import RequestError
-from graph_cache.validation import did_you_mean
+from engine.protocol.structured_outputs import StructuredOutputs
+from graph_cache.validation import NamesFields, did_you_mean
 
 GREEDY_BELOW = 1e-5  # below it, logits / temperature can overflow, and sampling is greedy anyway
 MAX_TOKENS = 2**31 - 1
@@ -22,6 +23,9 @@ MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_BIASED_TOKENS = 4096
 MAX_N = 128
+MAX_ALLOWED_TOKENS = 2**18
+MAX_BAD_WORDS, MAX_BAD_WORD_CHARS = 256, 256
+MAX_SALT_CHARS = 1024
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 _CANONICAL_INT = re.compile(r"0|[1-9][0-9]{0,18}", re.ASCII)
@@ -52,7 +56,7 @@ class LogitBias(Mapping[int, float]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(NamesFields):
     """Sampling and stop parameters of a request; frozen, hashable and validated at construction.
 
     Lists become tuples, top_k -1 becomes 0, and a temperature below 1e-5 becomes 0 (greedy). `check_vocab` checks
@@ -79,6 +83,11 @@ class SamplingParams:
     logprobs: int | None = None  # the top k beside the sampled token; 0: the sampled token only
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    cache_salt: str = ""  # requests share cached prefixes only if theirs is equal
+    show_markers: bool = False  # don't skip special tokens that mark tool calls or reasoning
+    allowed_token_ids: tuple[int, ...] | None = None  # no others are sampled
+    bad_words: tuple[str, ...] = ()  # the last token of one is not sampled after its others
+    structured_outputs: StructuredOutputs | None = None  # a mapping of its fields is accepted too
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -101,15 +110,21 @@ class SamplingParams:
         self._set("logit_bias", _logit_bias(self.logit_bias))
         self._set("stop", _stop_strings(self.stop))
         self._set("stop_token_ids", checked_token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS))
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "show_markers"):
             if not isinstance(getattr(self, name), bool):
                 raise _invalid(name, getattr(self, name), "true or false")
         self._set("n", _integer("n", self.n, 1, MAX_N))
+        self._set("cache_salt", _salt(self.cache_salt))
         if self.seed is not None:
             self._set("seed", _integer("seed", self.seed, INT64_MIN, INT64_MAX))
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 self._set(name, _integer(name, getattr(self, name), 0, MAX_LOGPROBS))
+        if self.allowed_token_ids is not None:
+            self._set("allowed_token_ids", _allowed(self.allowed_token_ids))
+        self._set("bad_words", _bad_words(self.bad_words))
+        if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputs):
+            self._set("structured_outputs", StructuredOutputs.from_dict(self.structured_outputs))
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -120,13 +135,22 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
     @property
+    def is_constrained(self) -> bool:
+        """Whether each step needs a mask of the tokens that may be sampled."""
+        return self.structured_outputs is not None or self.allowed_token_ids is not None or bool(self.bad_words)
+
+    @property
     def is_greedy(self) -> bool:
         """Whether decoding is greedy: the most likely token, no random numbers."""
         return self.temperature == 0.0
 
     def check_vocab(self, vocab_size: int) -> None:
-        """Raise RequestError if logit_bias or stop_token_ids contain a token id of vocab_size or more."""
-        for name, ids in (("logit_bias", self.logit_bias or ()), ("stop_token_ids", self.stop_token_ids)):
+        """Raise RequestError if a field contains a token id of vocab_size or more."""
+        for name, ids in (
+            ("logit_bias", self.logit_bias or ()),
+            ("stop_token_ids", self.stop_token_ids),
+            ("allowed_token_ids", self.allowed_token_ids or ()),
+        ):
             for token_id in ids:
                 if token_id >= vocab_size:
                     raise RequestError(
@@ -205,6 +229,31 @@ def _stop_strings(value: Any) -> tuple[str, ...]:
         if any("\ud800" <= c <= "\udfff" for c in string):
             raise _invalid("stop", string, "text that UTF-8 can encode (a lone surrogate can never be generated)")
     return tuple(strings)
+
+
+def _allowed(value: Any) -> tuple[int, ...]:
+    ids = checked_token_ids("allowed_token_ids", value, MAX_ALLOWED_TOKENS)
+    if not ids:
+        raise RequestError("allowed_token_ids is empty: allow at least one token", param="allowed_token_ids")
+    return ids
+
+
+def _bad_words(value: Any) -> tuple[str, ...]:
+    allowed = f"a list of at most {MAX_BAD_WORDS} strings, each of 1 to {MAX_BAD_WORD_CHARS} characters"
+    if not isinstance(value, (list, tuple)) or len(value) > MAX_BAD_WORDS:
+        raise _invalid("bad_words", value, allowed)
+    for word in value:
+        if not isinstance(word, str) or not 1 <= len(word) <= MAX_BAD_WORD_CHARS or not word.strip():
+            raise _invalid("bad_words", word, allowed + ", not only spaces")
+        if any("\ud800" <= c <= "\udfff" for c in word):
+            raise _invalid("bad_words", word, "text that UTF-8 can encode (a lone surrogate can never be generated)")
+    return tuple(value)
+
+
+def _salt(value: Any) -> str:
+    if not isinstance(value, str) or len(value) > MAX_SALT_CHARS:
+        raise _invalid("cache_salt", value, f"a string of at most {MAX_SALT_CHARS} characters")
+    return value
 
 
 def checked_token_ids(name: str, value: Any, max_length: int) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from engine.scheduling.prefix_cache import PrefixCache, PrefixChain
 from engine.scheduling.request import Request
 
 _MAX_DOUBLINGS = 16
+TURN_SECONDS = 10.0  # each further sequence of a client's request is queued as if it had arrived this much later
 
 
 class SchedulerInvariantError(InvariantError):
@@ -69,7 +70,7 @@ class QueuedRequest:
 
     def __init__(self, request: Request, key: tuple[int, float, int], final_tokens: int, final_pages: int):
         self.request = request
-        self.key = key  # (priority, arrival, order of add): unique; the sort key of both queues
+        self.key = key  # (priority, arrival with turns, order of add): unique; the sort key of both queues
         self.final_tokens = final_tokens  # number of tokens with stored KV when it ends at its maximum length
         self.final_pages = final_pages  # number of pages it holds at most when it ends there
         self.pages_until = 0  # its tables need no change to decode at positions below this
@@ -113,7 +114,7 @@ class Admission:
         """Create the record of a new request, the `order`-th added. Raises PromptTooLong if it can never fit."""
         self._check_fits(request)
         final_tokens = max(request.prompt_len, self.token_limit(request) - 1)
-        key = (request.priority, request.arrival_time, order)
+        key = (request.priority, request.arrival_time + TURN_SECONDS * request.request.index, order)
         return QueuedRequest(request, key, final_tokens, self.groups.decode_pages(final_tokens))
 
     def table_lengths(self, entry: QueuedRequest, computed: int) -> list[int]:
@@ -133,7 +134,8 @@ class Admission:
         if self.prefix_cache is None:
             return [[] for _ in self.groups.windows]
         if entry.chain is None or not self.prefix_cache.is_current(entry.chain):
-            entry.chain = self.prefix_cache.chain(weight_version)
+            salt = entry.request.params.cache_salt
+            entry.chain = self.prefix_cache.chain(f"{weight_version}\0{salt}" if salt else weight_version)
         if entry.request.params.prompt_logprobs is not None:
             return [[] for _ in self.groups.windows]
         return self.prefix_cache.lookup(entry.chain, entry.request.token_ids)

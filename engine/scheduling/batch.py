@@ -63,6 +63,7 @@ class Batch:
     - admitted: requests that got a slot in this step; the slot still holds the previous request's state.
     - preempted: requests that lost slot and pages; all their tokens, outputs included, are recomputed later. Never
       also in `admitted`.
+    - constrained: the requests of `sampled` whose next token a grammar constrains. The engine core sets it.
     """
 
     decodes: list[Request] = field(default_factory=list)
@@ -72,6 +73,7 @@ class Batch:
     verifies: list[VerifyRow] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+    constrained: list[Request] = field(default_factory=list)
     dispatched: bool = False  # set by Scheduler.dispatch and complete, which raise if called twice for a batch
     completed: bool = False
 

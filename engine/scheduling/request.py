@@ -72,7 +72,11 @@ class Request:
         self.generates_tokens = params.max_tokens != 0
         # Drafts are sampled together, so the logits of one must not depend on the tokens sampled before it.
         self.may_have_drafts = (
-            self.generates_tokens and params.logprobs is None and not params.min_tokens and not params.has_penalties
+            self.generates_tokens
+            and params.logprobs is None
+            and not params.min_tokens
+            and not params.has_penalties
+            and not params.is_constrained
         )
         self.prompt_scores: list[TokenLogprob | None] = []  # prompt logprobs of the chunks prefilled so far in this run
         self.first_event_sent = False

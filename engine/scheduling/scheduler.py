@@ -1,7 +1,9 @@
 """The scheduler: choose the requests and tokens of each step, and manage queues, slots and KV pages.
 
-Requests are ordered by (priority, arrival, order of `add`) everywhere. A step takes running decodes first, then
-partially prefilled prompts, then new requests, under one token budget. A request is admitted only with pages for all
+Requests are ordered by (priority, arrival, order of `add`) everywhere; each further sequence of one client's request
+counts as arriving 10 s later, so that a batch makes way for other requests, and leaves them a slot. A step takes
+running decodes first, then partially prefilled prompts, then new requests, under one token budget, of which a short
+new prompt is kept its part. A request is admitted only with pages for all
 its tokens so far (in a cache group with a window: for the largest chunk and the window before it), so a prefill never
 stalls half-way. A request that finds no free page preempts the last request in order, which keeps its place in the
 queue and is recomputed. The first request in order is never preempted for another, so there is always progress. Works
@@ -63,6 +65,7 @@ class Scheduler:
         self._waiting: list[QueuedRequest] = []  # both queues are sorted by key
         self._running: list[QueuedRequest] = []
         self._free_slots = list(range(config.max_num_seqs))  # a heap: low slots first
+        self._kept_slots = min(8, config.max_num_seqs // 16)  # not for further sequences of a client's request
         self._blocked_head: QueuedRequest | None = None  # head that did not fit, until something is released
         self._added = self._last_lease = 0
         self._progress = RequestProgress(pool.page_size, prefix_cache, self._entries)
@@ -186,10 +189,11 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens - len(batch.decodes)
         if self.config.num_speculative_tokens:
             budget = self._add_drafts(batch, budget)
+        kept = self._tokens_kept_for_head(budget)
         for entry in prefilling:
-            if budget == 0 or self._is_full(batch):
+            if budget <= kept or self._is_full(batch):
                 break
-            budget -= _add_chunk(batch, entry.request, budget)
+            budget -= _add_chunk(batch, entry.request, budget - kept)
         self._admit_in_order(batch, budget)
         batch.positions = [request.num_computed for request in batch.decodes]
         batch.leases = [request.lease for request in batch.decodes]
@@ -369,12 +373,21 @@ class Scheduler:
             budget -= remaining if entry.key < head.key or remaining == 1 else 0
         return budget
 
+    def _tokens_kept_for_head(self, budget: int) -> int:
+        """Return how many tokens partially prefilled prompts leave to the next request: a short one does not wait."""
+        if not self._waiting or not self._free_slots or self._waiting[0] is self._blocked_head:
+            return 0
+        length = len(self._waiting[0].request.token_ids)
+        return length if length <= budget // 2 else 0
+
     def _admit_in_order(self, batch: Batch, budget: int) -> None:
         """Admit requests from the head of the queue while budget, slots and pages last, without skipping any."""
         while budget > 0 and self._waiting and self._free_slots and self._waiting[0] is not self._blocked_head:
             if self._is_full(batch):
                 return
             head = self._waiting[0]
+            if head.request.request.index and len(self._free_slots) <= self._kept_slots:
+                return
             if head.request in batch.preempted:  # re-admitting it would take back the pages it just freed
                 return
             matched = self._admission.matched_tables(head, self.weight_version)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +17,11 @@ def ids_to(device: torch.device, values: Sequence) -> Tensor:
 def upload(host: Tensor, device: torch.device) -> Tensor:
     """Copy a host tensor to the device without synchronizing. On a CPU, return the tensor itself."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+def upload_buffer(rows: int, columns: int, device: torch.device) -> np.ndarray:
+    """Return an int32 array [rows, columns] of zeros, from which `upload` copies to the device without another copy."""
+    return torch.zeros(rows, columns, dtype=torch.int32, pin_memory=device.type == "cuda").numpy()
 
 
 class Download:

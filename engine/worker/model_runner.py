@@ -36,6 +36,7 @@ from engine.worker.sizing import WARM_CONTEXT, context_buckets
 from engine.worker.step_input import (
     ChunkInput,
     DecodeInput,
+    MaskInput,
     PrefillInput,
     PromptScoring,
     SlotAssignment,
@@ -146,6 +147,7 @@ class ModelRunner:
         # Results per step in flight: the tokens of its decodes, of its prefills, and of its drafts.
         self.ring = HostRing(self.cache.pool.backend, max_rows, torch.int64, depth=len(Phase) * MAX_STEPS_IN_FLIGHT)
         self._in_flight: list[AsyncStepOutput] = []
+        self._unmasked: tuple[StepInput, AsyncStepOutput] | None = None  # a step whose masks have not arrived
 
     def _fuse(self, dtype: torch.dtype) -> Model | None:
         """Build the model with fused kernels; None if device, dtype, settings or model don't support it.
@@ -208,6 +210,7 @@ class ModelRunner:
             decode=self._prepare_decode(batch) if batch.decodes else None,
             prefill=self._prepare_prefill(batch.prefills) if batch.prefills else None,
             verify=self._prepare_verify(batch.verifies) if batch.verifies else None,
+            is_constrained=bool(batch.constrained),
         )
 
     def _fresh_pages(self, batch: Batch) -> list[int]:
@@ -279,6 +282,9 @@ class ModelRunner:
 
         The decodes run as one padded graph replay, the prefill chunks as another replay or eager together. At most
         MAX_STEPS_IN_FLIGHT steps may be unread, including this one. After an exception, call `reset_after_failure`.
+
+        Of a constrained step, enqueues only the decodes' forward graph, which doesn't depend on the masks: `sample`
+        does the rest. Without it, the next step replaces this one.
         """
         self._in_flight = [output for output in self._in_flight if not output.is_read]
         output = AsyncStepOutput(0 if step.decode is None else len(step.decode.slots))
@@ -291,14 +297,30 @@ class ModelRunner:
                 self.zero_pages(step.fresh_pages)
             if step.decode is not None:
                 self._decode(step.decode, output)
-            if step.prefill is not None:
-                self._prefill(step.prefill, output)
-            if step.verify is not None:
-                self._verify(step.verify, output)
-            # For the next step, while a GPU is busy with this one.
-            self.cache.check_addresses(whole=self.device.type == "cuda", geometry=False)
-        self._in_flight.append(output)
+            self._unmasked = (step, output) if step.is_constrained else None
+            if self._unmasked is None:
+                self._finish_step(step, output)
         return output
+
+    def sample(self, masks: MaskInput) -> None:
+        """Enqueue the rest of the constrained step that was executed last. All earlier steps must have been read."""
+        assert self._unmasked is not None
+        (step, output), self._unmasked = self._unmasked, None
+        with torch.inference_mode():
+            self.sampling.masks.write(masks.slots, masks.masks)
+            self._finish_step(step, output)
+
+    def _finish_step(self, step: StepInput, output: AsyncStepOutput) -> None:
+        """Enqueue what follows the decodes' forward graph: their sampling, the prefill chunks and the drafts."""
+        if step.decode is not None:
+            self._sample_decodes(step.decode, output)
+        if step.prefill is not None:
+            self._prefill(step.prefill, output)
+        if step.verify is not None:
+            self._verify(step.verify, output)
+        # For the next step, while a GPU is busy with this one.
+        self.cache.check_addresses(whole=self.device.type == "cuda", geometry=False)
+        self._in_flight.append(output)
 
     def reset_after_failure(self) -> None:
         """Recover from a failed step: wait for the results of earlier steps, and reset the ring and decode inputs.
@@ -306,6 +328,7 @@ class ModelRunner:
         An unread result would keep its ring entry occupied. How far the failed step came is unknown, so the next step
         takes all inputs from the host.
         """
+        self._unmasked = None
         for output in self._in_flight:
             output.wait()
         self.ring.clear()
@@ -327,7 +350,9 @@ class ModelRunner:
             self.buffers["state"].index_copy_(0, indices, values)
         ran = self.cache.run(self.cache.plan(SITE, rows, **step.variant))
         output.graph_bucket = ran.bucket if ran.is_graph else None
-        tokens = self.buffers["next_tokens"][:rows]
+
+    def _sample_decodes(self, step: DecodeInput, output: AsyncStepOutput) -> None:
+        tokens = self.buffers["next_tokens"][: len(step.slots)]
         if self.sampling.needs_sampler(step.slots):
             # The step advanced the positions: they are those of the tokens to sample.
             state = self.buffers["state"][: 2 * self.config.max_num_seqs].view(2, -1)

@@ -58,7 +58,7 @@ class SamplingStep:
             "last_tokens": (BufferSpec(tuple(last_tokens.shape), torch.int64, pad=None), last_tokens),
         }
         addresses = AddressBook()
-        addresses.watch(sampler.table.tensors(sampler.counts)._asdict(), prefix=f"{SITE}.slots.")
+        addresses.watch(sampler.table.tensors(sampler.counts, sampler.masks)._asdict(), prefix=f"{SITE}.slots.")
         self._site = cache.add_site(
             Site(
                 SITE,

@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import logging
 import os
+import re
 from dataclasses import dataclass
 
 import torch
@@ -302,7 +303,8 @@ def load_manifest(config: EngineConfig, source: ModelSource, weight_format: str)
         return None
     identity = f"{os.path.realpath(source.path)} {weight_format} {config.device} {config.dtype} {config.max_model_len}"
     fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    path = config.graph_manifest or os.path.join(cache_folder(), "manifests", f"{fingerprint}.json")
+    label = re.sub(r"[^\w.-]+", "-", os.path.basename(source.name.rstrip("/")))[:64]
+    path = config.graph_manifest or os.path.join(cache_folder(), "manifests", f"{label}-{fingerprint}.json")
     if os.path.isdir(path):
         raise ModelError(f"graph_manifest={path!r} is a folder; give a file, or 'none'")
     return Manifest.load(path, fingerprint)

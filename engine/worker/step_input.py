@@ -88,10 +88,19 @@ class VerifyInput:
 
 
 @dataclass(frozen=True, slots=True)
+class MaskInput:
+    """The tokens that constrained slots may sample in a step: masks int32 [len(slots), words], see TokenMasks."""
+
+    slots: list[int]
+    masks: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
 class StepInput:
     """One step: slots to assign first, then the decodes, the prefill chunks, and the drafts to verify.
 
-    `fresh_pages`: pages to zero before, see `ModelRunner.prepare`.
+    - fresh_pages: pages to zero before, see `ModelRunner.prepare`.
+    - is_constrained: a MaskInput follows, before any token of the step is sampled.
     """
 
     admitted: list[SlotAssignment] = field(default_factory=list)
@@ -99,3 +108,4 @@ class StepInput:
     decode: DecodeInput | None = None
     prefill: PrefillInput | None = None
     verify: VerifyInput | None = None
+    is_constrained: bool = False

@@ -20,7 +20,7 @@ from engine.models.interface import Model
 from engine.protocol.messages import ModelInfo
 from engine.worker.async_output import AsyncStepOutput
 from engine.worker.model_runner import ModelRunner
-from engine.worker.step_input import StepInput
+from engine.worker.step_input import MaskInput, StepInput
 from graph_cache.keys import GraphKey
 from graph_cache.manifest import Manifest
 
@@ -66,6 +66,9 @@ class Worker:
             weight_version=FIRST_WEIGHT_VERSION,
             logprobs_mode=config.logprobs_mode,
             graph_buckets=self.runner.site.buckets.sizes,
+            page_size=config.page_size,
+            num_pages=config.num_pages,
+            max_num_batched_tokens=config.max_num_batched_tokens,
         )
         self._staged: dict[str, Tensor] = {}
         self._num_weight_updates = 0
@@ -86,6 +89,10 @@ class Worker:
     def execute(self, step: StepInput) -> AsyncStepOutput:
         """Enqueue one step and return without waiting for it. See ModelRunner.execute."""
         return self.runner.execute(step)
+
+    def sample(self, masks: MaskInput) -> None:
+        """Enqueue the rest of a constrained step. See ModelRunner.sample."""
+        self.runner.sample(masks)
 
     def reset_after_failure(self) -> None:
         """Recover from a failed step: the next one takes all inputs from the host."""

@@ -30,3 +30,61 @@ def test_a_value_of_the_wrong_type_is_refused(settings: dict[str, Any], message:
 def test_unset_values_and_lists_are_accepted() -> None:
     config = EngineConfig(async_scheduling=None, gpu_memory_utilization=1, graph_buckets=[1, 2])
     assert config.graph_buckets == (1, 2)
+
+
+@pytest.mark.parametrize("setting", ["cuda_graph_scope", "cuda_graph_modules"])
+def test_full_iteration_inference_turns_no_graphs_on_for_megatrons_impl_none(setting):
+    source = {"cuda_graph_impl": "none", setting: "full_iteration_inference"}
+    with pytest.warns(DeprecationWarning, match="has no effect") as caught:
+        config = EngineConfig.from_megatron(source)
+    assert (config.cuda_graph_impl, config.inference_cuda_graph_scope) == ("none", "none")
+    assert [warning.filename for warning in caught] == [__file__]
+    with pytest.warns(DeprecationWarning, match="inference_cuda_graph_scope='block'"):
+        config = EngineConfig.from_megatron(source | {"cuda_graph_impl": "local"})
+    assert (config.cuda_graph_impl, config.inference_cuda_graph_scope) == ("local", "block")
+
+
+def test_full_iteration_among_the_modules_selects_the_impl():
+    with pytest.warns(DeprecationWarning, match="cuda_graph_impl='full_iteration'") as caught:
+        config = EngineConfig(mode="training", cuda_graph_modules="full_iteration")
+    assert (config.cuda_graph_impl, config.cuda_graph_modules) == ("full_iteration", ())
+    assert len(caught) == 1
+    assert config.graph_config().training_captures == "iteration"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"cuda_graph_packed_seq": True}, "cuda_graph_packed_seq=True needs cuda_graph_max_packed_seqs"),
+        ({"cuda_graph_packed_seq": "yes", "cuda_graph_max_packed_seqs": 4}, "cuda_graph_packed_seq='yes'"),
+        ({"cuda_graph_max_packed_seqs": 0}, "cuda_graph_max_packed_seqs=0"),
+        ({"cuda_graph_max_packed_seqs": 64, "mode": "inference"}, "cuda_graph_max_packed_seqs=64 pads training"),
+        ({"cuda_graph_max_packed_seqs": 64, "cuda_graph_impl": "full_iteration"}, "captures whole batches"),
+    ],
+)
+def test_invalid_options_of_packed_sequences_are_refused(values, message):
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**{"mode": "training"} | values)
+
+
+@pytest.mark.parametrize(
+    ("values", "documents"),
+    [
+        ({}, None),
+        ({"cuda_graph_max_packed_seqs": 64}, 64),
+        ({"cuda_graph_max_packed_seqs": 64, "cuda_graph_packed_seq": True}, 64),
+        ({"cuda_graph_max_packed_seqs": 64, "cuda_graph_packed_seq": False}, None),
+    ],
+)
+def test_packed_sequences_are_padded_unless_the_switch_is_off(values, documents):
+    assert EngineConfig(mode="training", **values).packed_documents == documents
+
+
+def test_megatrons_switch_decides_whether_its_number_counts():
+    arguments = {"cuda_graph_impl": "local", "cuda_graph_max_packed_seqs": 2048}
+    assert EngineConfig.from_megatron(arguments, mode="training").packed_documents is None
+    off = arguments | {"cuda_graph_packed_seq": False}
+    assert EngineConfig.from_megatron(off, mode="training").packed_documents is None
+    on = arguments | {"cuda_graph_packed_seq": True}
+    assert EngineConfig.from_megatron(on, mode="training").packed_documents == 2048
+    assert EngineConfig.from_megatron(on).packed_documents is None

@@ -48,6 +48,22 @@ def test_each_prompt_may_have_its_own_sampling_params(make_engine, reference):
     assert [o.token_ids for o in outputs] == [reference.greedy(p, n) for p, n in zip(PROMPTS[:3], lengths, strict=True)]
 
 
+def test_sampling_params_may_be_mappings(make_engine):
+    engine, fields = make_engine(), {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True}
+    params = SamplingParams(**fields)
+    expected = [output.token_ids for output in engine.generate(prompt_token_ids=PROMPTS[:2], sampling_params=params)]
+    for given in (fields, [fields, params]):
+        outputs = engine.generate(prompt_token_ids=PROMPTS[:2], sampling_params=given)
+        assert [output.token_ids for output in outputs] == expected
+
+
+@pytest.mark.parametrize("made", [SamplingParams, EngineConfig])
+def test_an_unknown_keyword_names_the_nearest_field(made):
+    misspelt, field = {SamplingParams: ("max_token", "max_tokens"), EngineConfig: ("max_num_seq", "max_num_seqs")}[made]
+    with pytest.raises(TypeError, match=f"{made.__name__} has no field '{misspelt}'; did you mean '{field}'"):
+        made(**{misspelt: 3})
+
+
 def test_logprobs_ranks_and_alternatives_match_transformers(make_engine, reference):
     prompt = PROMPTS[0]
     output = make_engine().generate(prompt_token_ids=prompt, sampling_params=greedy(10, logprobs=TOP))[0]
@@ -253,8 +269,11 @@ def test_an_offline_run_without_seeds_is_reproducible(make_engine):
         ({"prompt_token_ids": [[1, 2], [3] * 256]}, "prompt_token_ids"),
         ({"prompt_token_ids": [[1, 2], [3] * 200], "sampling_params": greedy(100)}, "max_tokens"),
         ({"prompt_token_ids": [[1]], "sampling_params": [greedy(), greedy()]}, "sampling_params"),
-        ({"prompt_token_ids": [[1]], "sampling_params": [{"max_tokens": 3}]}, "sampling_params"),
-        ({"prompt_token_ids": [[1]], "sampling_params": {"max_tokens": 3}}, "sampling_params"),
+        ({"prompt_token_ids": [[1]], "sampling_params": [{"max_tokens": -3}]}, "max_tokens"),
+        ({"prompt_token_ids": [[1]], "sampling_params": {"temprature": 0.5}}, "temprature"),
+        ({"prompt_token_ids": [[1]], "sampling_params": [None]}, "sampling_params"),
+        ({"prompt_token_ids": [[1]], "sampling_params": "greedy"}, "sampling_params"),
+        ({"prompt_token_ids": [[1]], "sampling_params": 3}, "sampling_params"),
         ({"prompt_token_ids": [[1]], "sampling_params": greedy(stop_token_ids=(320,))}, "stop_token_ids"),
         ({"prompt_token_ids": [[1]], "sampling_params": greedy(logit_bias={320: 1.0})}, "logit_bias"),
     ],

@@ -74,6 +74,14 @@ def test_the_attn_module_captures_only_attention():
     assert steps(graphed, 2) == steps(eager, 2)
 
 
+def test_a_wrapper_whose_buffers_is_a_list_is_attached():
+    """Megatron's DistributedDataParallel has an attribute of this name."""
+    model, engine = Layered(), training(cuda_graph_modules=("attn",))
+    model.buffers = [torch.zeros(2)]
+    assert engine.attach(model) == ["layers.0.attn", "layers.1.attn"]
+    engine.detach()
+
+
 class Decoder(nn.Module):
     """Layers with two captured submodules each, with dropout; norms and residuals stay eager."""
 

@@ -202,6 +202,7 @@ def test_pins_are_those_of_the_default_model() -> None:
 
 def test_folders_and_files_resolve_to_themselves(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "x.GGUF").write_bytes(b"GGUF")
+    assert resolve_model(str(tmp_path / "x.GGUF")).name == "x"
     assert (resolve_model(str(tiny_model)).kind, resolve_model(str(tiny_model)).path) == ("hf", str(tiny_model))
     assert (resolve_model(str(tmp_path / "x.GGUF")).kind, resolve_model(str(tmp_path / "x.GGUF")).path) == (
         "gguf",

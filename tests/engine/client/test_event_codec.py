@@ -28,6 +28,7 @@ from engine.protocol.request import EngineRequest, SamplingParams, TokenEvent, T
 ODD = {
     "token_ids": [1, 2], "logprobs": [TokenLogprob(1, -1.0, 1)], "prompt_logprobs": [None], "finish_reason": "length",
     "stop_reason": 7, "error": "it failed", "refusal": EngineError("no"), "cached_tokens": 16, "queue_time": 0.0,
+    "grammar_ended": True,
 }  # fmt: skip
 
 

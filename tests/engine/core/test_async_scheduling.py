@@ -23,6 +23,10 @@ SAMPLING_PARAMS = (
     SamplingParams(max_tokens=30, temperature=0.8, top_p=0.9, top_k=40, min_tokens=5, presence_penalty=0.7),
     SamplingParams(max_tokens=45, temperature=3.0, stop_token_ids=tuple(range(100, 160)), min_tokens=3),
     SamplingParams(max_tokens=45, temperature=3.0, stop_token_ids=tuple(range(100, 160)), repetition_penalty=1.3),
+    greedy(30, structured_outputs={"json": {"type": "array", "items": {"enum": ["a", "red"]}, "maxItems": 3}}),
+    SamplingParams(max_tokens=40, temperature=1.5, logprobs=1, structured_outputs={"regex": "[a-z ]{3,25}[.]"}),
+    SamplingParams(max_tokens=40, top_p=0.9, presence_penalty=0.5, min_tokens=4,
+                   structured_outputs={"choice": ["red", "red fox", "blue river under the moon"]}),
 )  # fmt: skip
 
 
@@ -47,6 +51,10 @@ def pair(lively_model, request):
         Engine(EngineConfig(**base, enable_prefix_caching=request.param, async_scheduling=behind))
         for behind in (False, True)
     ]
+    for engine in engines:  # else a request's first step depends on when its grammar is compiled
+        for params in SAMPLING_PARAMS:
+            if params.structured_outputs is not None:
+                engine.loop.constraints.compile(params).result(60)
     yield [engine.loop for engine in engines]
     for engine in engines:
         engine.close()
@@ -152,6 +160,19 @@ def outputs_of(loop, monkeypatch):
     outputs, execute = [], loop.runner.execute
     monkeypatch.setattr(loop.runner, "execute", lambda batch: (outputs.append(execute(batch)), outputs[-1])[1])
     return outputs
+
+
+def test_a_first_token_has_no_bucket_beside_a_prompt_that_was_aborted(async_loop):
+    loop = async_loop()
+    loop.add(request("running", MANY[0], greedy(40)))
+    for _ in range(4):
+        loop.step()
+    for name in ("aborted", "kept"):
+        loop.add(request(name, MANY[1], greedy(2)))
+    loop.step()  # enqueues both prompts
+    loop.abort(["aborted"])
+    events = drain(loop)
+    assert events["kept"][0].graph_bucket is None and events["running"][-1].graph_bucket is not None
 
 
 def test_a_step_is_enqueued_before_the_one_before_it_is_read(async_loop, reference, monkeypatch):

@@ -103,6 +103,29 @@ def test_serving_answers_and_ends_with_one_dead_without_a_reason(make_engine, re
     assert (last.num_running, last.generation_tokens, last.kv_cache_usage) == (0, 9, 0)
 
 
+def test_the_counters_of_a_request_are_sent_before_its_end(make_engine):
+    """Under `background` a capture follows each step, so that a later snapshot could come seconds after the answer."""
+    engine = make_engine(warmup="background", max_num_seqs=8)
+    lengths = {"a": 3, "b": 3, "c": 9}
+    reports = serve(
+        engine.loop,
+        Submit([request(name, PROMPTS[0], greedy(length)) for name, length in lengths.items()]),
+        Submit([request("refused", [10**6], greedy(3))]),
+        None,
+        Submit([request("aborted", PROMPTS[1], greedy(200))]),
+        Abort(["aborted"]),
+    )
+    ended, snapshot = [], None
+    for report in reports:
+        if isinstance(report, Snapshot):
+            snapshot = report.stats
+        elif isinstance(report, Events):
+            ended += [event.request_id for event in report.events if event.finish_reason is not None]
+            assert sum(snapshot.ended.values()) == len(ended)
+            assert snapshot.generation_tokens >= sum(lengths.get(name, 0) for name in ended)
+    assert sorted(ended) == ["a", "aborted", "b", "c", "refused"]
+
+
 @pytest.mark.parametrize("warmup", ["lazy", "background"])
 def test_long_lived_objects_are_frozen_for_the_garbage_collector_while_serving(make_engine, warmup):
     loop = make_engine(warmup=warmup).loop

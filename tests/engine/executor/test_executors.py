@@ -87,7 +87,7 @@ def test_weights_are_replaced_from_tensors_and_from_files(
 ):
     old, new = ([one.greedy(prompt, 20) for prompt in PROMPTS] for one in (reference, other_reference))
     weights = list(iterate_safetensors(other_model))
-    assert engine.update_weights(weights, version="a") == len(weights)
+    assert engine.update_weights(dict(weights), version="a") == len(weights)
     assert generate(engine) == new != old
     assert engine.loop.operations.load_weights(str(lively_model), "b") == len(weights)
     assert generate(engine) == old and engine.weight_version == "b"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from engine import Engine, EngineConfig
+from engine.distributed import process_group
 from engine.errors import EngineDead, WeightUpdateError
 from engine.executor import worker_group
 from engine.executor.messages import Call, SharedTensor
@@ -146,6 +147,27 @@ def test_a_rank_that_hangs_in_a_step_is_killed(config, monkeypatch):
         with pytest.raises(EngineDead, match="rank 1 has not answered for 3 s"):
             generate(engine)
         assert time.monotonic() - began < 10
+
+
+def test_a_collective_that_another_rank_does_not_reach_ends_the_group(config, monkeypatch):
+    """The other rank still sends heartbeats, as one that hangs in a call without the GIL does."""
+    monkeypatch.setattr(process_group, "COLLECTIVE_SECONDS", 2.0)
+    broadcast = WorkerGroup.broadcast
+
+    def lose_step(group: WorkerGroup, message: Any) -> None:
+        if not (isinstance(message, Call) and message.method == "execute"):
+            broadcast(group, message)
+
+    with Engine(config(tensor_parallel_size=2)) as engine:
+        generate(engine)
+        [pid] = engine.loop.executor.pids
+        monkeypatch.setattr(WorkerGroup, "broadcast", lose_step)
+        for _ in range(2):
+            with pytest.raises(
+                EngineDead, match="rank 0 failed in execute: a collective waited too long for another rank"
+            ):
+                generate(engine)
+    assert not Path(f"/proc/{pid}").exists()
 
 
 def test_an_idle_engine_notices_a_lost_rank(engine):

@@ -329,6 +329,21 @@ assert "megatron" not in sys.modules
 """
 
 
+def test_all_ranks_sample_constrained_requests_from_the_same_masks(lively_model):
+    grammars = ({"regex": "[a-z]{9}"}, None, {"choice": ["red fox", "blue"]}, {"json": {"enum": [1, "a", None]}})
+    params = [
+        SamplingParams(max_tokens=20, seed=seed, structured_outputs=one, logprobs=seed % 2 or None)
+        for seed, one in enumerate(grammars)
+    ]
+    outputs = []
+    for ranks in (1, 2):
+        with Engine(engine_config(lively_model, tensor_parallel_size=ranks, async_scheduling=True)) as engine:
+            outputs.append(engine.generate(prompt_token_ids=PROMPTS[:4], sampling_params=params))
+            engine.idle_check()
+    assert [one.token_ids for one in outputs[0]] == [one.token_ids for one in outputs[1]]
+    assert outputs[1][2].text in ("red fox", "blue") and outputs[1][3].text in ("1", '"a"', "null")
+
+
 def test_no_rank_imports_megatron(model_folder, tmp_path):
     """Shadow megatron by a package that can't be imported; the workers inherit the path of rank 0."""
     (tmp_path / "megatron").mkdir()

@@ -21,7 +21,9 @@ def make(pages=64, seqs=8, budget=64, context=256, cached=True, groups=(None,), 
     return Scheduler(config, pool, PrefixCache(pool, groups) if cached else None, **kwargs)
 
 
-def add(scheduler: Scheduler, name: str, prompt: int | list[int], max_tokens=8, priority=0, arrival=0.0, **params):
+def add(
+    scheduler: Scheduler, name: str, prompt: int | list[int], max_tokens=8, priority=0, arrival=0.0, index=0, **params
+):
     """Add a request. A prompt given as a length consists of tokens that no other prompt has."""
     ids = [hash(name) % 10**6 + k for k in range(prompt)] if isinstance(prompt, int) else prompt
     asked = EngineRequest(
@@ -30,6 +32,7 @@ def add(scheduler: Scheduler, name: str, prompt: int | list[int], max_tokens=8, 
         params=SamplingParams(max_tokens=max_tokens, **params),
         priority=priority,
         arrival_time=arrival,
+        index=index,
         seed=0,
     )
     request = Request(asked)

@@ -39,6 +39,42 @@ def test_long_prompt_is_chunked_under_the_budget_and_continues_before_new_prompt
     assert names(batch.decodes) == ["long"] and chunks(batch) == [("next", 4, 2, True)]
 
 
+def test_a_short_prompt_does_not_wait_for_a_long_one():
+    scheduler = make(budget=8)
+    add(scheduler, "long", 20)
+    assert chunks(step(scheduler)) == [("long", 0, 8, False)]
+    add(scheduler, "short", 4, arrival=1.0)
+    assert chunks(step(scheduler)) == [("long", 8, 4, False), ("short", 0, 4, True)]
+    add(scheduler, "medium", 5, arrival=2.0)
+    batch = step(scheduler)
+    assert names(batch.decodes) == ["short"] and chunks(batch) == [("long", 12, 7, False)]
+
+
+def test_further_sequences_of_a_batch_make_way_for_other_requests():
+    scheduler = make(seqs=1)
+    for index in range(4):
+        add(scheduler, f"batch-{index}", 4, max_tokens=1, arrival=0.0, index=index)
+    order = names(step(scheduler).admitted)
+    add(scheduler, "other", 4, max_tokens=1, arrival=5.0)
+    add(scheduler, "late", 4, max_tokens=1, arrival=25.0)
+    while scheduler.has_work:
+        order += names(step(scheduler).admitted)
+    assert order == ["batch-0", "other", "batch-1", "batch-2", "late", "batch-3"]  # none waits for ever
+
+
+def test_a_batch_leaves_a_slot_to_other_requests():
+    scheduler = make(seqs=16, budget=64)
+    for index in range(20):
+        add(scheduler, f"batch-{index}", 1, max_tokens=9, index=index)
+    assert len(step(scheduler).admitted) == 15
+    assert not step(scheduler).admitted
+    add(scheduler, "other", 1, arrival=1.0)
+    assert names(step(scheduler).admitted) == ["other"]
+    while scheduler.has_work:
+        step(scheduler)
+    scheduler.idle_check()
+
+
 def test_decodes_come_first_and_cost_one_token_each():
     scheduler = make(budget=8, seqs=4)
     for name in "abc":

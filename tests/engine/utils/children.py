@@ -53,7 +53,7 @@ def busy(pipe: Connection) -> None:
 def signals(pipe: Connection) -> None:
     """Send the blocked and the ignored stop signals."""
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     pipe.send(([n for n in numbers if n in blocked], [n for n in numbers if signal.getsignal(n) == signal.SIG_IGN]))
     pipe.recv()
 

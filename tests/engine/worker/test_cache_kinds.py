@@ -147,13 +147,15 @@ def test_a_state_of_nan_ends_with_its_request(make, reference):
 def test_new_weights_recompute_running_states(make, reference, tmp_path):
     engine, prompt = make("hybrid"), PROMPTS[2]
     engine.loop.add(request("one", prompt, greedy(20)))
-    before = [token for _ in range(5) for event in engine.loop.step() for token in event.token_ids]
+    found = [token for _ in range(5) for event in engine.loop.step() for token in event.token_ids]
+    read = len(found)
     weights = write_toy(tmp_path / "other", KINDS["hybrid"], seed=1)
     engine.update_weights(list(weights.items()), version="other")
     changed = ToyReference(weights, KINDS["hybrid"])
-    after = tokens(drain(engine.loop)["one"])
-    assert before == reference("hybrid").greedy(prompt, len(before))
-    assert after == changed.greedy([*prompt, *before], 20 - len(before))
+    found += tokens(drain(engine.loop)["one"])
+    # An engine that runs ahead has sampled one more token with the old weights before the update.
+    switched = [n for n in (read, read + 1) if found[n:] == changed.greedy([*prompt, *found[:n]], 20 - n)]
+    assert switched and found[: switched[0]] == reference("hybrid").greedy(prompt, switched[0])
 
 
 def test_prefix_caching_is_off_with_recurrent_layers_and_on_with_latent_ones(make, caplog):

@@ -1,4 +1,4 @@
-"""The captured sampling step: replays give the tokens of `Sampler.sample`, for any parameters, batch and bucket."""
+"""The captured sampling step: replays give the tokens of an eager step, for any parameters, batch and bucket."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from graph_cache.cache import GraphCache
 from graph_cache.config import GraphConfig
 from graph_cache.errors import CaptureError
 from tests.engine.lively import PROMPTS, SAMPLING_VARIANTS, greedy
+from tests.support.sampling_steps import sample
 
 SLOTS, EOS = 8, 2
 LADDER = (1, 2, 4, 6, 8)
@@ -62,15 +63,14 @@ class Rig:
             return self.step.run(slots, positions)
 
     def check(self, logits, slots, positions):
-        """Run a step, and check tokens, next inputs, log-probabilities and counts against `Sampler.sample`."""
+        """Run a step, and check tokens, next inputs, log-probabilities and counts against an eager step."""
         found = self.run(logits, slots, positions)
-        wanted = self.reference.sample(logits, slots, positions)
+        wanted = sample(self.reference, logits, slots, positions)
         assert found.token_ids.equal(wanted.token_ids)
         assert (found.logprobs or [None] * len(slots)) == (wanted.logprobs or [None] * len(slots))
         entries = [slot + 1 for slot in slots]
         assert self.last_tokens[entries].equal(found.token_ids.clamp(min=0)) or -1 in found.token_ids
-        if self.reference.counts.nbytes:
-            assert self.sampler.counts.allocate()[slots].equal(self.reference.counts.allocate()[slots])
+        assert self.sampler.counts.values[slots].equal(self.reference.counts.values[slots])
         return found.token_ids.tolist()
 
     def replays(self):
@@ -145,7 +145,7 @@ VARIED = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_large_vocabulary_in_chunks_of_rows(dtype, monkeypatch):
-    monkeypatch.setattr("engine.sampling.selection._CHUNK_LOGITS", (3 * 30_000, 3 * 30_000))  # 3 rows each
+    monkeypatch.setattr("engine.sampling.scoring._CHUNK_LOGITS", (3 * 30_000, 3 * 30_000))  # 3 rows each
     rig = Rig(30_000, dtype=dtype)
     rig.set_slots(VARIED)
     for seed, slots in enumerate([[0], [0, 2], [5, 1, 0], [0, 1, 2, 3, 4, 5, 6, 7], [4, 3]]):
@@ -179,20 +179,20 @@ def test_greedy_batches_replay_nothing_and_greedy_rows_keep_the_forward_token():
     with torch.inference_mode():
         found = rig.step.run([0, 1, 2], [5, 5, 5]).token_ids
     assert found[0] == rig.last_tokens[1] == SENTINEL
-    assert found[2] == rig.reference.sample(logits[2:], [2], [5]).token_ids[0]
+    assert found[2] == sample(rig.reference, logits[2:], [2], [5]).token_ids[0]
 
 
 def test_padding_and_rows_of_an_earlier_batch_write_nothing():
     rig = Rig(40)
     rig.set_slots([SamplingParams(presence_penalty=1.0)] * SLOTS)
     rig.check(random_logits(8, 40), list(range(8)), [5] * 8)
-    tokens, counts = rig.last_tokens.clone(), rig.sampler.counts.allocate().clone()
+    tokens, counts = rig.last_tokens.clone(), rig.sampler.counts.values.clone()
     rig.logits.fill_(math.nan)
     rig.check(random_logits(3, 40, seed=1), [6, 1, 4], [6, 6, 6])  # in a bucket of 4, after one of 8
     untouched = [slot for slot in range(SLOTS) if slot not in (6, 1, 4)]
     assert rig.last_tokens[0] == 0
     assert rig.last_tokens[[slot + 1 for slot in untouched]].equal(tokens[[slot + 1 for slot in untouched]])
-    assert rig.sampler.counts.allocate()[untouched].equal(counts[untouched])
+    assert rig.sampler.counts.values[untouched].equal(counts[untouched])
 
 
 def test_preempted_request_continues_with_the_same_tokens_in_another_slot_and_batch():
@@ -217,11 +217,11 @@ def test_non_finite_rows_are_marked_and_leave_other_rows_unchanged(bad):
     logits[[1, 2, 3]] = logits[[1, 2, 3]].index_fill(
         1, torch.arange(40) if bad == -math.inf else torch.tensor([9]), bad
     )
-    before = rig.sampler.counts.allocate()[2].clone()
+    before = rig.sampler.counts.values[2].clone()
     found = rig.check(logits, [0, 1, 2, 3, 4], [5] * 5)
     assert found[1:4] == [-1, -1, -1] and min(found[0], found[4]) >= 0
     assert rig.last_tokens[[2, 3]].tolist() == [0, 0] and rig.last_tokens.min() >= 0
-    assert rig.sampler.counts.allocate()[2].equal(before)
+    assert rig.sampler.counts.values[2].equal(before)
 
 
 def test_min_tokens_ends_by_position_and_argmax_is_then_enough():
@@ -271,7 +271,7 @@ def test_a_steady_step_uploads_nothing():
         rig.step.run(slots, [6] * 8)
     assert "aten::lift_fresh" not in steady.names  # what `torch.tensor` of Python values calls
     with Operations() as eager:
-        rig.reference.sample(rig.logits, slots, [6] * 8)
+        sample(rig.reference, rig.logits, slots, [6] * 8)  # which uploads slots and positions
     assert eager.names["aten::lift_fresh"] > 0
 
 
@@ -315,7 +315,7 @@ def test_captures_leave_no_trace():
     rig.set_slots(VARIED)
     rig.forward(random_logits(8, 40), list(range(8)), [5] * 8)
     tensors = [rig.logits, rig.next_tokens, rig.last_tokens, rig.step.slots, rig.step.positions,
-               *rig.sampler.table.tensors(rig.sampler.counts)]  # fmt: skip
+               *rig.sampler.table.tensors(rig.sampler.counts, rig.sampler.masks)]  # fmt: skip
     before = [tensor.clone() for tensor in tensors]
     rig.cache.warm()
     assert rig.cache.stats.captures.total() == 4 * SAMPLING_VARIANTS and rig.cache.warm_ratio() == 1.0
@@ -371,7 +371,7 @@ def test_gpu_replay_equals_eager_sampling(vocab_size):
         slots = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(position))[: 1 + position % 8].tolist()
         logits = random_logits(len(slots), vocab_size, position, torch.bfloat16).cuda()
         found = rig.run(logits, slots, [position] * len(slots)).token_ids
-        wanted = rig.reference.sample(logits, slots, [position] * len(slots)).token_ids
+        wanted = sample(rig.reference, logits, slots, [position] * len(slots)).token_ids
         same, total = same + (found == wanted).sum().item(), total + len(slots)
         for slot, token in zip(slots, found.tolist(), strict=True):
             assert rig.last_tokens[slot + 1] == token

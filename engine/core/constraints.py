@@ -1,0 +1,196 @@
+"""The constraints of live requests, grammars and rules about tokens, and the masks of a step.
+
+A request whose grammar is being compiled waits here, outside the scheduler. Its matcher advances when the host reads
+its tokens, so a preempted request, which gives up tokens in flight, needs no rollback.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+
+import numpy as np
+
+from engine.core.token_rules import TokenRules, all_tokens
+from engine.errors import RequestError
+from engine.protocol.request import EngineRequest, SamplingParams
+from engine.scheduling.batch import Batch
+from engine.scheduling.request import Request
+from engine.text.grammars.compiler import GrammarCompiler
+from engine.text.grammars.matcher import GrammarMatcher, MaskFiller, forbid, mask_words
+from engine.worker.step_input import MaskInput
+
+MAX_THREADS = 8  # that fill masks
+GRAMMAR_DEAD_END = (
+    "the output's grammar allows only tokens that would end the request before min_tokens: lower min_tokens"
+)
+DEAD_END = "allowed_token_ids, bad_words and min_tokens leave no token to sample: allow more"
+
+
+class Constraints:
+    """Matchers of the requests of one loop. Not thread-safe.
+
+    - compiler: None if the model has no tokenizer; constrained requests are refused then.
+    - new_buffer: returns an int32 array [rows, words] that the device can copy from without the host waiting.
+    """
+
+    def __init__(
+        self,
+        compiler: GrammarCompiler | None,
+        vocab_size: int,
+        max_num_seqs: int,
+        eos_token_ids: frozenset[int],
+        new_buffer: Callable[[int, int], np.ndarray],
+    ):
+        self._compiler = compiler
+        self._vocab_size, self._max_rows = vocab_size, max_num_seqs
+        self._eos = eos_token_ids
+        self._new_buffer = new_buffer
+        self._masks: np.ndarray | None = None
+        self._filler: MaskFiller | None = None
+        self._matchers: dict[str, GrammarMatcher] = {}
+        self._rules: dict[str, TokenRules] = {}
+        self._compiling: dict[str, tuple[EngineRequest, Future[GrammarMatcher]]] = {}
+
+    # ---- before the scheduler --------------------------------------------------------------------------------------
+
+    def compile(self, params: SamplingParams) -> Future[GrammarMatcher]:
+        """Return the future of a constrained request's matcher. Raises RequestError if the model has no tokenizer."""
+        assert params.structured_outputs is not None
+        if self._compiler is None:
+            raise params.structured_outputs.error(": needs the model's tokenizer, and this model has none")
+        return self._compiler.compile(params.structured_outputs)
+
+    def begin(self, request: EngineRequest) -> bool:
+        """Start a constrained request. Returns whether it may be scheduled now; else `compiled` returns it later.
+
+        Raises RequestError if its grammar is known to be invalid.
+        """
+        rules = TokenRules.of(request, self._vocab_size)
+        if rules is not None:
+            self._rules[request.request_id] = rules
+        if request.params.structured_outputs is None:
+            return True
+        try:
+            return self._begin_grammar(request)
+        except RequestError:
+            self.forget(request.request_id)
+            raise
+
+    def _begin_grammar(self, request: EngineRequest) -> bool:
+        future = self.compile(request.params)
+        if not future.done():
+            self._compiling[request.request_id] = (request, future)
+            return False
+        self._matchers[request.request_id] = future.result().copy()
+        return True
+
+    def compiled(self, seconds: float = 0.0) -> Iterator[tuple[EngineRequest, RequestError | Exception | None]]:
+        """Yield the waiting requests whose grammar is compiled, or why it is not. Waits up to `seconds` for one."""
+        if seconds:
+            wait([future for _, future in self._compiling.values()], seconds, FIRST_COMPLETED)
+        for request_id, (request, future) in list(self._compiling.items()):
+            if future.done() and request_id in self._compiling:
+                del self._compiling[request_id]
+                error = future.exception()
+                if error is not None and not isinstance(error, Exception):
+                    raise error
+                if error is not None:
+                    self.forget(request_id)
+                else:
+                    self._matchers[request_id] = future.result().copy()
+                yield request, error
+
+    @property
+    def num_compiling(self) -> int:
+        """Number of requests that wait for their grammar."""
+        return len(self._compiling)
+
+    @property
+    def compiling(self) -> list[str]:
+        """The ids of the requests that wait for their grammar."""
+        return list(self._compiling)
+
+    def forget(self, request_id: str) -> bool:
+        """Drop an ended request. Returns whether it was waiting for its grammar."""
+        self._matchers.pop(request_id, None)
+        self._rules.pop(request_id, None)
+        return self._compiling.pop(request_id, None) is not None
+
+    # ---- a step ----------------------------------------------------------------------------------------------------
+
+    def mark(self, batch: Batch) -> None:
+        """Set `batch.constrained`."""
+        if self._matchers or self._rules:
+            ids = self._matchers.keys() | self._rules.keys()
+            batch.constrained = [request for request, _ in batch.sampled if request.request_id in ids]
+
+    def advance(self, request: Request, token_id: int) -> bool:
+        """Advance by a token that was appended. Returns whether the grammar is complete, so that the request ends."""
+        matcher = self._matchers.get(request.request_id)
+        if matcher is None:
+            return False
+        matcher.accept(token_id)
+        return matcher.is_finished
+
+    def masks(self, requests: Sequence[Request]) -> tuple[MaskInput, list[tuple[Request, RequestError | None]]]:
+        """Return the masks of running requests, and the requests that must end instead of being sampled.
+
+        Those come with an error, or None if their grammar is complete. Every token of the requests must be known. The
+        masks are overwritten by the next call.
+        """
+        masks = self._fill(requests)
+        ended: list[tuple[Request, RequestError | None]] = []
+        for request, mask in zip(requests, masks, strict=True):
+            matcher, rules = self._matchers.get(request.request_id), self._rules.get(request.request_id)
+            if matcher is not None and matcher.has_error:
+                ended.append((request, _error(f"the output's grammar can't be followed further: {matcher.error}")))
+                continue
+            if rules is not None:
+                rules.apply(mask, request.token_ids, request.prompt_len)
+            forbidden = self._forbidden(request, matcher is not None)
+            forbid(mask, forbidden)
+            if (forbidden or rules is not None) and not mask.any():
+                ended.append((request, self._dead_end(matcher, rules)))
+        return MaskInput([request.slot for request in requests], masks), ended
+
+    def _fill(self, requests: Sequence[Request]) -> np.ndarray:
+        """Return int32 [len(requests), words]: the masks of the grammars, and of all tokens for the other requests."""
+        buffer = self._buffer()
+        words = mask_words(self._vocab_size)
+        with_grammar = [row for row, request in enumerate(requests) if request.request_id in self._matchers]
+        if with_grammar:
+            if self._filler is None:
+                self._filler = MaskFiller(max(1, min(MAX_THREADS, os.cpu_count() or 1)))
+            self._filler.fill([self._matchers[requests[row].request_id] for row in with_grammar], buffer, with_grammar)
+        others = sorted(set(range(len(requests))).difference(with_grammar))
+        buffer[others, :words] = all_tokens(self._vocab_size)
+        return buffer[: len(requests), :words]
+
+    def _dead_end(self, matcher: GrammarMatcher | None, rules: TokenRules | None) -> RequestError | None:
+        if matcher is not None and matcher.may_finish:
+            return None
+        return _error(GRAMMAR_DEAD_END) if rules is None else _error(DEAD_END, rules.field)
+
+    def _forbidden(self, request: Request, has_grammar: bool) -> frozenset[int]:
+        """Return the tokens that may not end the request now, although its grammar may be complete."""
+        params = request.params
+        if request.output_len < params.min_tokens:
+            return request.end_token_ids
+        return self._eos if params.ignore_eos and has_grammar else frozenset()
+
+    def _buffer(self) -> np.ndarray:
+        if self._masks is None:
+            tokens = self._vocab_size if self._compiler is None else self._compiler.source.size
+            self._masks = self._new_buffer(self._max_rows, mask_words(tokens))
+        return self._masks
+
+    def close(self) -> None:
+        """End the compiler's threads and processes."""
+        if self._compiler is not None:
+            self._compiler.close()
+
+
+def _error(message: str, param: str = "structured_outputs") -> RequestError:
+    return RequestError(message, param=param)
