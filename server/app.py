@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from fastapi.responses import Response
 from prometheus_client import CollectorRegistry
 
 from server.config import ServerConfig
+from server.http.body_budget import BodyBudget
 from server.http.errors import install_error_handlers
 from server.http.keys import KeyMiddleware, Keys
 from server.http.middleware import BodyLimit, CloseWhenDraining, RequestIds
@@ -19,16 +21,22 @@ from server.http.streaming import ClientDisconnected
 from server.observability.metrics import CountResponses, EngineCollector, response_counts
 from server.observability.process_metrics import ProcessesCollector
 from server.observability.shared_counters import SharedCounters
+from server.pages.chat import Assets
 from server.routes import admin as routes_admin
 from server.routes import generate as routes_generate
+from server.routes import messages as routes_messages
 from server.routes import openai as routes_openai
+from server.routes import responses as routes_responses
 from server.routes import server_info as routes_server_info
 from server.routes import status as routes_status
 from server.routes import tokens as routes_tokens
+from server.serving.generation_probe import GenerationProbe
 from server.serving.request_log import RequestLog
+from server.serving.response_store import MEMORY, ResponseStore
 from server.serving.service import Service
-from server.serving.service_metrics import ServiceCollector
+from server.serving.service_metrics import ResponseStoreCollector, ServiceCollector
 from server.serving.status_board import StatusBoard
+from server.serving.vllm_metrics import VllmCollector
 from server.version import version
 
 if TYPE_CHECKING:
@@ -37,28 +45,41 @@ if TYPE_CHECKING:
 
 def create_app(
     client: Client, config: ServerConfig, keys: Keys | None = None, counters: SharedCounters | None = None,
-    start_time: float | None = None,
+    start_time: float | None = None, response_store: str = MEMORY,
 ) -> FastAPI:  # fmt: skip
     """Create an application that starts `client` in its lifespan and closes it on shutdown.
 
     The client starts in the background: until the model is loaded, /ready and inference routes return 503.
     `app.state.service` holds the outcome of the startup. Without `keys`, inference is open and the admin routes are
     off. `counters` are shared by the API workers of one server; default: private counters. `start_time` is the server's
-    start (time.time); default: now.
+    start (time.time); default: now. `response_store` is the path of the file with stored responses that API workers
+    share; default: in memory.
     """
     registry = CollectorRegistry()
     service = Service(client, config, counters, start_time)
     responses = response_counts(service.counters)
+    engine_metrics = EngineCollector(client, lambda: service.started)
     registry.register(service.metrics)
     registry.register(responses)
     registry.register(ServiceCollector(service))
-    registry.register(EngineCollector(client, lambda: service.started))
+    registry.register(engine_metrics)
+    if config.compat == "vllm":
+        registry.register(VllmCollector(service, [service.metrics, engine_metrics]))
+    registry.register(ResponseStoreCollector(lambda: app.state.response_store))
     registry.register(ProcessesCollector(service.counters))
 
     board = StatusBoard(service)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        store = None
+        if config.response_store_entries:
+            store = ResponseStore(
+                response_store, config.response_store_entries, config.response_store_bytes,
+                config.response_store_seconds,
+            )  # fmt: skip
+            store.begin_expiry()
+        app.state.response_store = store
         service.begin()
         board.begin()
         try:
@@ -66,25 +87,40 @@ def create_app(
         finally:
             await board.close()
             await service.close()
+            if store is not None:
+                app.state.response_store = None
+                await store.close()
 
     # FastAPI's documentation pages load scripts from other hosts, so only /openapi.json is served.
     app = FastAPI(
         title="Encore", version=version(), lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False
     )
+    app.state.response_store = None
     app.state.service, app.state.registry, app.state.config = service, registry, config
-    app.state.board = board
+    app.state.board, app.state.large_body = board, asyncio.Lock()
+    app.state.probe = GenerationProbe(service)
     install_error_handlers(app)
     app.add_exception_handler(ClientDisconnected, _client_disconnected)
     # The middleware added last is the outermost: responses to refused bodies carry a request id too.
-    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
+    app.add_middleware(
+        BodyLimit,
+        max_bytes=config.max_body_bytes,
+        max_items=config.max_body_items,
+        budget=BodyBudget(config.total_body_bytes, service.counters),
+        seconds=config.body_seconds,
+    )
     app.add_middleware(KeyMiddleware, keys=keys or Keys())
     app.add_middleware(RequestLog)
     app.add_middleware(RequestIds)
     app.add_middleware(CloseWhenDraining, is_draining=lambda: service.draining)
     app.add_middleware(CountResponses, counter=responses)
     # FastAPI matches routes in this order at every request: put the most frequent first.
-    for routes in (routes_openai, routes_generate, routes_tokens, routes_admin, routes_status, routes_server_info):
+    for routes in (
+        routes_openai, routes_generate, routes_messages, routes_responses, routes_tokens, routes_admin, routes_status,
+        routes_server_info,
+    ):  # fmt: skip
         app.include_router(routes.router)
+    app.mount("/chat", Assets(), name="chat-assets")
     describe(app)
     return app
 

@@ -16,26 +16,40 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from graph_cache.validation import did_you_mean, is_whole_number
+from engine.text.parsing.selection import AUTO, reasoning_format, tool_format
+from graph_cache.validation import NamesFields, did_you_mean, is_whole_number
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 LOG_FORMATS = ("text", "json")
+COMPATS = ("none", "vllm")
 # An API worker streams about 20,000 tokens per second; the other processors are left to the engine and the clients.
 MAX_API_WORKERS, PROCESSORS_PER_API_WORKER = 4, 4
 CGROUP_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # in a container, its own limit
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerConfig:
+class ServerConfig(NamesFields):
     """Settings of one server. Raises ConfigError for an invalid value.
 
     Attributes:
         engine: Settings of the engine.
-        host, port: Address to listen on. Port 0 selects a free port.
+        host, port: Address to listen on. Port 0 selects a free port. A host other than loopback requires API keys.
+        allow_unauthenticated: Whether to listen on such a host without API keys.
         served_model_name: Names that clients may use as "model". The first one is reported in responses. Default: the
             model's own name.
         max_waiting: Maximum number of waiting sequences. Further requests are refused with 429.
         max_body_bytes: Maximum size of a body. A larger one is refused with 413 before it is parsed.
+        max_total_body_bytes: Maximum size of all bodies of an API worker together that arrive or wait to be tokenized,
+            beyond 64 KiB of each. Slow uploads are dropped with 503 to make room. None: 8 times max_body_bytes.
+        max_body_items: Maximum number of commas, colons, quotes and opening brackets in a body of more than 256 KiB.
+            Bounds the time to parse it. Further ones are refused with 413.
+        max_sequences_per_request: Maximum number of prompts times n of one request, which leaves room in the queue.
+        max_prompt_chars: Maximum length of a prompt's text, and of all strings of a conversation together. None: as
+            many characters as the context can hold.
+        max_total_logprob_bytes: Maximum size of the log-probabilities that an API worker holds for its answers. Beyond
+            it, the request with most of them is aborted with 503.
+        body_seconds: A body must arrive within this time, or is refused with 408.
+        template_seconds: A chat template must render a conversation within this time, or the request is refused.
         max_connections: Maximum number of connections. Further ones get 503.
         header_seconds: Timeout for receiving a request's headers.
         write_seconds: A connection whose client reads none of its pending response for this long is closed.
@@ -43,19 +57,37 @@ class ServerConfig:
         drain_seconds: How long running requests may continue after SIGTERM.
         api_key_file, admin_key_file: Files with one accepted key per line. Without API keys inference is open; without
             admin keys the admin routes are off.
+        allow_priority: Whether any client may set `priority`. Otherwise it requires an admin key.
         profile_folder: Folder for the traces of /profile. Profiling is off without it.
         http_workers: Number of API workers, the processes that serve HTTP on the port. None: one per four processors,
             at most 4.
         in_process: Run the engine in the server's process. Only one API worker is possible then.
+        tool_call_parser: Format of the model's tool calls (engine.text.parsing.selection.TOOL_FORMATS); "auto": by the
+            chat template; "none": tool calls stay in the text.
+        reasoning_parser: Format of the model's reasoning, likewise.
+        response_store_entries, response_store_bytes: Maximum number and total size of stored responses of
+            /v1/responses, with their conversations. The oldest are deleted first. 0 entries: store none.
+        response_store_seconds: How long a response is stored.
+        trust_request_chat_template: Accept chat templates in requests. They run sandboxed in a process of their own.
+        compat: "vllm": also export metrics under vLLM's names, and answer /version with the vLLM release that is
+            followed. "none": neither.
         log_level, log_format: Lowest level that is logged; "text" or "json".
     """
 
     engine: EngineConfig = field(default_factory=EngineConfig)
     host: str = "127.0.0.1"
     port: int = 8000
+    allow_unauthenticated: bool = False
     served_model_name: tuple[str, ...] = ()
     max_waiting: int = 1024
     max_body_bytes: int = 8 * 1024 * 1024
+    max_total_body_bytes: int | None = None
+    max_body_items: int = 500_000
+    max_sequences_per_request: int = 256
+    max_prompt_chars: int | None = None
+    max_total_logprob_bytes: int = 384 * 1024 * 1024
+    body_seconds: float = 60.0
+    template_seconds: float = 3.0
     max_connections: int = 4096
     header_seconds: float = 10.0
     write_seconds: float = 60.0
@@ -63,9 +95,17 @@ class ServerConfig:
     drain_seconds: float = 30.0
     api_key_file: str | None = None
     admin_key_file: str | None = None
+    allow_priority: bool = False
     profile_folder: str | None = None
     http_workers: int | None = None
     in_process: bool = False
+    tool_call_parser: str = AUTO
+    reasoning_parser: str = AUTO
+    response_store_entries: int = 1024
+    response_store_bytes: int = 64 * 1024 * 1024
+    response_store_seconds: float = 3600.0
+    trust_request_chat_template: bool = False
+    compat: str = "none"
     log_level: str = "info"
     log_format: str = "text"
 
@@ -80,6 +120,14 @@ class ServerConfig:
         _check_int("port", self.port, 0, 65535)
         _check_int("max_waiting", self.max_waiting, 0, 1_000_000)
         _check_int("max_body_bytes", self.max_body_bytes, 1024, 2**31)
+        _check_int("max_total_body_bytes", self.total_body_bytes, self.max_body_bytes, 2**40)
+        _check_int("max_body_items", self.max_body_items, 1000, 2**31)
+        _check_int("max_sequences_per_request", self.max_sequences_per_request, 1, 1_000_000)
+        if self.max_prompt_chars is not None:
+            _check_int("max_prompt_chars", self.max_prompt_chars, 1, 2**31)
+        _check_int("max_total_logprob_bytes", self.max_total_logprob_bytes, 1024, 2**40)
+        _check_seconds("body_seconds", self.body_seconds, 0.1)
+        _check_seconds("template_seconds", self.template_seconds, 0.01)
         _check_int("max_connections", self.max_connections, 1, 1_000_000)
         if self.http_workers is not None:
             _check_int("http_workers", self.http_workers, 1, 64)
@@ -88,13 +136,23 @@ class ServerConfig:
                     f"http_workers={self.http_workers} is not possible with in_process, which allows one API worker: "
                     "drop one of the two"
                 )
+        _check_int("response_store_entries", self.response_store_entries, 0, 100_000)
+        _check_int("response_store_bytes", self.response_store_bytes, 1024, 2**40)
+        _check_seconds("response_store_seconds", self.response_store_seconds, 1)
         _check_seconds("header_seconds", self.header_seconds, 0.1)
         _check_seconds("write_seconds", self.write_seconds, 0.1)
         _check_seconds("keep_alive_seconds", self.keep_alive_seconds, 0.1)
         _check_seconds("drain_seconds", self.drain_seconds, 0)
-        for name, allowed in (("log_level", LOG_LEVELS), ("log_format", LOG_FORMATS)):
+        tool_format(self.tool_call_parser, None)  # raises for an unknown name
+        reasoning_format(self.reasoning_parser, None)
+        for name, allowed in (("compat", COMPATS), ("log_level", LOG_LEVELS), ("log_format", LOG_FORMATS)):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}")
+
+    @property
+    def total_body_bytes(self) -> int:
+        """Maximum size of all bodies of an API worker together."""
+        return 8 * self.max_body_bytes if self.max_total_body_bytes is None else self.max_total_body_bytes
 
     @property
     def api_workers(self) -> int:

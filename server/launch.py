@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import logging.config
 import os
 import time
 
@@ -18,14 +17,14 @@ from engine.client.transport import Run, run_loop
 from server.app import create_app
 from server.config import ServerConfig
 from server.http.keys import Keys
-from server.observability.logs import log_settings
+from server.observability.logs import flush_log, set_up_logging
 from server.serving.service import Service
 from server.version import version
 from server.workers.http_server import (
     FILES_BESIDE_CONNECTIONS,
     Server,
     freeze_memory,
-    listen,
+    open_listener,
     raise_file_limit,
     url_of,
     uvicorn_config,
@@ -36,21 +35,24 @@ log = logging.getLogger("encore.server")
 
 
 def run(config: ServerConfig, run_engine: Run = run_loop) -> None:
-    """Serve until SIGTERM or SIGINT, drain running requests up to the drain limit, and return.
+    """Serve until SIGTERM, SIGINT or SIGHUP, drain running requests up to the drain limit, and return.
 
     A second signal aborts them. `run_engine` is the main function of the engine process; a benchmark of the HTTP side
     passes its own. Raises ConfigError if the address can't be bound, and the error that the engine's startup failed
     with.
     """
-    logging.config.dictConfig(log_settings(config.log_level, config.log_format))
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(config, run_engine) if config.api_workers == 1 else serve_workers(config, run_engine))
+    set_up_logging(config.log_level, config.log_format)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(config, run_engine) if config.api_workers == 1 else serve_workers(config, run_engine))
+    finally:
+        flush_log()  # before the caller prints an error
 
 
 async def serve(config: ServerConfig, run_engine: Run = run_loop) -> None:
     """Do what `run` does, inside a running event loop, with this process as the only API worker."""
     keys = Keys.take(config, os.environ)
-    listener = listen(config.host, config.port)  # before loading the model, so that a port in use fails at once
+    listener = open_listener(config, keys)  # before loading the model, so that a port in use fails at once
     try:
         raise_file_limit(config.max_connections + FILES_BESIDE_CONNECTIONS)
         client = make_client(config.engine, in_process=config.in_process, run=run_engine)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as distribution_version
 
+VLLM_VERSION = "0.33.0"  # the vLLM release whose API and metrics --compat vllm follows
+
 
 def version() -> str:
     """Return the version of encore-serve, or "unknown" if it is not installed."""

@@ -12,6 +12,7 @@ import json
 import math
 import sys
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -44,6 +45,7 @@ def generate(args: argparse.Namespace) -> int:
 
 async def _print_continuation(config: Any, prompt: str, chat: bool, params: Any) -> None:
     from engine.client.async_client import make_client
+    from engine.text.conversation import Conversation
     from server.serving.tokenization import Tokenization
 
     client = make_client(config, in_process=True)
@@ -51,13 +53,10 @@ async def _print_continuation(config: Any, prompt: str, chat: bool, params: Any)
     try:
         info = client.info()
         tokens = Tokenization(client.tokenizer, info.max_model_len, info.vocab_size)
-        try:
-            if chat:
-                ids = await tokens.chat([{"role": "user", "content": prompt}], add_generation_prompt=True)
-            else:
-                ids = await tokens.encode(prompt, "prompt")
-        finally:
-            tokens.close()
+        if chat:
+            ids = (await tokens.chat(Conversation(messages=[{"role": "user", "content": prompt}]))).ids
+        else:
+            ids = await tokens.encode(prompt, "prompt")
         async for delta in client.generate("generate", prompt=None, prompt_token_ids=ids, params=params):
             print(delta.text_delta, end="", flush=True)
             if delta.finish_reason == "error":
@@ -103,11 +102,20 @@ def graph_table(body: Mapping[str, Any]) -> str:
 
 
 def tune(args: argparse.Namespace) -> int:
-    """Print the buckets with the least padding for observed batch sizes, and the padding of the default ladder."""
+    """Print the buckets with the least padding for observed batch sizes, and the padding of the default ladder.
+
+    With `--packed`, print the maximum number of packed sequences.
+    """
     from graph_cache.buckets import default_ladder
     from graph_cache.tuner import expected_padding
     from graph_cache.tuner import tune as best_buckets
+    from server.cli.tune_packed import tune_packed
 
+    if args.packed is not None:
+        return tune_packed(args, _read(args.packed))
+    if args.eager_cost is not None:
+        raise ConfigError("--eager-cost applies to --packed only: leave it out")
+    args.phase = args.phase or "decode"
     histogram, largest = _observed(args)
     if not histogram:
         raise ConfigError("the source has no observed batch sizes yet: use a server that has served requests")
@@ -138,6 +146,7 @@ def tune(args: argparse.Namespace) -> int:
             "padding_fraction": default / (default + rows),
         },
         "observed_steps": sum(histogram.values()),
+        "largest_batch": max(histogram),
         "max_size": max_size,
     }
     print(json.dumps(report, indent=1) if args.json else _tune_text(report))
@@ -153,9 +162,9 @@ def _tune_text(report: Mapping[str, Any]) -> str:
         )
 
     lines = [
-        f"observed   {report['observed_steps']} steps, batches up to {report['max_size']}",
-        f"best       {report['graphs']} graphs, padding {padding(report)}",
-        f"default    {default['graphs']} graphs, padding {padding(default)}",
+        f"observed   {report['observed_steps']} steps, the largest batch {report['largest_batch']}",
+        f"best       {report['graphs']} buckets up to {report['max_size']}, padding {padding(report)}",
+        f"default    {default['graphs']} buckets, padding {padding(default)}",
     ]
     if report["bytes"] is not None:
         lines.append(f"bytes      {report['bytes']}")
@@ -168,6 +177,7 @@ def _observed(args: argparse.Namespace) -> tuple[dict[int, int], int]:
     from graph_cache.manifest import Manifest, histogram_from_metrics
 
     if args.metrics is not None:
+        args.metrics = _metrics_url(args.metrics) if _is_url(args.metrics) else args.metrics
         text = _read(args.metrics)
         return histogram_from_metrics(text, site=args.site, phase=args.phase), _max_num_seqs(text, args.phase)
     fingerprint = _json(_read(args.manifest), args.manifest).get("fingerprint")
@@ -223,6 +233,11 @@ def interpolated(points: Sequence[tuple[int, int]]) -> Callable[[int], int]:
         return math.ceil(values[-1] * size / sizes[-1])
 
     return bytes_of
+
+
+def _metrics_url(url: str) -> str:
+    """Return the URL of /metrics where only a server is named."""
+    return url.rstrip("/") + "/metrics" if urllib.parse.urlsplit(url).path in ("", "/") else url
 
 
 def _is_url(source: str) -> bool:

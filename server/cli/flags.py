@@ -13,15 +13,24 @@ from typing import Any
 
 from engine import config as engine_config
 from engine.config import EngineConfig
-from server.cli.settings import METAVARS, NOT_OFFERED, PARSERS, read_environment, read_file
-from server.config import LOG_FORMATS, LOG_LEVELS, ServerConfig
+from engine.errors import ConfigError
+from server.cli.settings import METAVARS, NOT_OFFERED, PARSERS, PREFIX, read_environment, read_file
+from server.config import COMPATS, LOG_FORMATS, LOG_LEVELS, ServerConfig
 
 SERVER_HELP = {
-    "host": "host name or IP address to listen on",
+    "host": "host name or IP address to listen on; one that other machines can reach requires API keys",
     "port": "port number; 0 selects a free port",
+    "allow_unauthenticated": "listen on an address that other machines can reach without API keys",
     "served_model_name": "model names used in the API, comma-separated; none: the model's own name",
     "max_waiting": "maximum number of waiting sequences; further requests are refused with 429",
     "max_body_bytes": "maximum size of a request body; larger ones are refused with 413",
+    "max_total_body_bytes": "maximum size of all bodies of an API worker together; none: 8 times --max-body-bytes",
+    "max_body_items": "maximum number of commas, colons, quotes and opening brackets in a body of more than 256 KiB",
+    "max_sequences_per_request": "maximum number of prompts times n of one request",
+    "max_prompt_chars": "maximum length of a prompt or conversation; none: as many characters as the context can hold",
+    "max_total_logprob_bytes": "maximum size of the log-probabilities that an API worker holds for its answers",
+    "body_seconds": "timeout for receiving a request's body",
+    "template_seconds": "how long the chat template may take for one conversation",
     "max_connections": "maximum number of connections; further ones get 503, except for probes",
     "header_seconds": "timeout for receiving a request's headers",
     "write_seconds": "close a connection whose client reads nothing of a pending response for this long",
@@ -29,9 +38,18 @@ SERVER_HELP = {
     "drain_seconds": "how long running requests may continue after SIGTERM",
     "api_key_file": "file with API keys for inference, one per line; ENCORE_API_KEYS adds more. None: no key required",
     "admin_key_file": "file with keys for the admin routes; ENCORE_ADMIN_KEYS adds more. None: admin routes are off",
+    "allow_priority": "let any client set priority; otherwise it requires an admin key",
     "profile_folder": "folder for the traces of POST /profile/stop. None: profiling is off",
     "http_workers": "number of API worker processes; none: one per 4 processors, at most 4",
     "in_process": "run the engine in the server process",
+    "tool_call_parser": "format of tool calls: hermes, llama3_json, pythonic, mistral, qwen3_coder; auto: by the chat "
+    "template; none: off",
+    "reasoning_parser": "format of reasoning: qwen3, deepseek_r1, mistral; auto: by the chat template; none: off",
+    "response_store_entries": "maximum number of stored responses of /v1/responses; 0: store none",
+    "response_store_bytes": "maximum size of all stored responses with their conversations",
+    "response_store_seconds": "how long a response is stored",
+    "trust_request_chat_template": "accept chat templates in requests; they run sandboxed, in a process of their own",
+    "compat": "vllm: metrics under vLLM's names too, and /version answers with the vLLM release that is followed",
     "log_level": "log level",
     "log_format": "log format: lines of text or of JSON",
 }
@@ -70,6 +88,7 @@ CHOICES = {
     "warmup": engine_config.WARMUPS,
     "logprobs_mode": engine_config.LOGPROBS_MODES,
     "kernels": engine_config.KERNELS,
+    "compat": COMPATS,
     "log_level": LOG_LEVELS,
     "log_format": LOG_FORMATS,
 }
@@ -110,12 +129,24 @@ def given(args: argparse.Namespace, config_class: type) -> dict[str, Any]:
 def server_config(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> ServerConfig:
     """Return the ServerConfig. Precedence: flag, environment variable, configuration file, server default.
 
-    Raises ConfigError for invalid values and for unknown names in the file or the environment.
+    Raises ConfigError for invalid values and for unknown names in the file or the environment. Names a value as it was
+    given: ENCORE_PORT=70000, not port=70000.
     """
     path = getattr(args, "config", None) or environ.get("ENCORE_CONFIG")
     from_file = read_file(path) if path else {}
+    from_environment = read_environment(environ)
     flags = given(args, EngineConfig) | given(args, ServerConfig)
-    return ServerConfig.from_dict(SERVING_DEFAULTS | from_file | read_environment(environ) | flags)
+    try:
+        return ServerConfig.from_dict(SERVING_DEFAULTS | from_file | from_environment | flags)
+    except ConfigError as error:
+        name, found, rest = str(error).partition("=")
+        if not found or name not in flags | from_environment | from_file:
+            raise
+        if name in flags:
+            shown = "--" + name.replace("_", "-")
+        else:
+            shown = PREFIX + name.upper() if name in from_environment else f"{path}: {name}"
+        raise ConfigError(f"{shown}={rest}") from error
 
 
 def _default_text(default: Any, config_class: type) -> str:

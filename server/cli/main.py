@@ -7,11 +7,15 @@ is fast.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
+from engine.utils.onednn import limit_onednn_caches
 from engine.utils.openmp import limit_openmp_spinning
+from engine.utils.processes.signals import hold_stop_signals
+from engine.utils.processes.standard_files import open_standard_files
 
 PROG = "encore"
 
@@ -34,26 +38,45 @@ class Command(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status."""
+    open_standard_files()
     limit_openmp_spinning()
+    limit_onednn_caches()
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["bench"]:
-        return _guarded("bench", lambda: _bench(words[1:]))
     chosen = next((word for word in words if word in COMMANDS), None)
-    args = build_parser(chosen).parse_args(words)
+    if chosen == "serve" and argv is None:  # called as a program
+        hold_stop_signals()  # until the server handles them: its imports take a second
+    args, unknown = build_parser(chosen).parse_known_args(words)
+    if unknown:
+        _refuse(args.command, unknown[0])
+    args.words = words
     return _guarded(args.command, lambda: COMMANDS[args.command].run(args))
 
 
 def build_parser(chosen: str | None) -> argparse.ArgumentParser:
     """Return the command line's parser; only the subcommand `chosen` has its arguments."""
-    parser = Parser(prog=PROG, description="Serve a language model from a warm graph cache.", allow_abbrev=False)
+    parser = Parser(
+        prog=PROG,
+        description="Serve a language model from a warm graph cache.",
+        epilog=f"{PROG} COMMAND --help lists the flags of a command.",
+        allow_abbrev=False,
+    )
     parser.add_argument("--version", action=_ShowVersion, help="show the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
     for name, command in COMMANDS.items():
         sub = commands.add_parser(name, help=command.help, description=command.help, allow_abbrev=False)
         if name == chosen:
             command.add_arguments(sub)
-    commands.add_parser("bench", help=_BENCH_HELP)
     return parser
+
+
+def _refuse(command: str, word: str) -> NoReturn:
+    """Print that an argument is unknown, with the nearest flag of the command, and exit with status 2."""
+    from graph_cache.validation import did_you_mean
+
+    parser = Parser(prog=f"{PROG} {command}")
+    COMMANDS[command].add_arguments(parser)
+    flags = re.findall(r"--[\w-]+", parser.format_usage())
+    parser.error(f"unknown argument {word}" + (did_you_mean(word.partition("=")[0], flags) if word[0] == "-" else ""))
 
 
 def _guarded(command: str, run: Callable[[], int]) -> int:
@@ -160,16 +183,29 @@ def _graphs(args: argparse.Namespace) -> int:
 def _tune_arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--manifest", metavar="FILE", help="manifest written by a server")
-    source.add_argument("--metrics", metavar="FILE|URL", help="saved /metrics page, or its URL")
+    source.add_argument("--metrics", metavar="FILE|URL", help="saved /metrics page, or a server's URL")
+    source.add_argument(
+        "--packed", metavar="FILE",
+        help="documents per batch of packed training data: a JSON object to number of batches, or a list",
+    )  # fmt: skip
     parser.add_argument("--site", metavar="NAME", help="count this site only")
-    parser.add_argument("--phase", default="decode", help="count this phase only (default: %(default)s)")
+    parser.add_argument("--phase", help="count this phase only (default: decode)")
     parser.add_argument(
         "--max-size", type=int, metavar="N",
         help="largest batch size, always a bucket (default: the server's max_num_seqs, else the largest observed)",
     )  # fmt: skip
-    parser.add_argument("--max-graphs", type=int, metavar="N", help="maximum number of graphs, including the largest")
+    parser.add_argument(
+        "--max-graphs",
+        type=int,
+        metavar="N",
+        help="maximum number of buckets, including the largest (default: no limit)",
+    )
     parser.add_argument("--max-bytes", type=int, metavar="N", help="maximum total bytes of the graphs; needs --graphs")
     parser.add_argument("--graphs", metavar="FILE|URL", help="saved /graphs response, or its URL, for bytes per graph")
+    parser.add_argument(
+        "--eager-cost", type=float, metavar="N",
+        help="with --packed: time lost by an eager batch, in padding documents (default: 640)",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -179,20 +215,28 @@ def _tune(args: argparse.Namespace) -> int:
     return tune(args)
 
 
-_BENCH_HELP = "measure latency and throughput without a server"
+def _bench_arguments(parser: argparse.ArgumentParser) -> None:
+    from server.cli import bench
+
+    bench.add_arguments(parser)
 
 
-def _bench(words: list[str]) -> int:
-    from engine.bench.command import main as bench_main
+def _bench(args: argparse.Namespace) -> int:
+    from server.cli import bench
 
-    return bench_main(words) or 0
+    return bench.run(args)
 
 
 COMMANDS: dict[str, Command] = {
     "serve": Command("serve a model over HTTP", _serve_arguments, _serve),
     "generate": Command("generate from one prompt and stream the output", _generate_arguments, _generate),
     "graphs": Command("show a running server's graph table", _graphs_arguments, _graphs),
-    "tune": Command("choose the buckets with the least padding for observed traffic", _tune_arguments, _tune),
+    "tune": Command(
+        "choose the buckets with the least padding for observed traffic, or the maximum of packed sequences",
+        _tune_arguments,
+        _tune,
+    ),
+    "bench": Command("measure latency and throughput without a server", _bench_arguments, _bench),
 }
 
 

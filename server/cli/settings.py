@@ -14,6 +14,7 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from graph_cache.adapters.megatron.vision import NAMES as VISION_NAMES
 from graph_cache.validation import did_you_mean
 from server.config import ServerConfig
 
@@ -26,8 +27,10 @@ _KUBERNETES_VALUE = re.compile(r"(tcp|udp|sctp)://")
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
-# Fields without a flag: the nested engine configuration, and the engine's mode, which is always inference.
-NOT_OFFERED = frozenset({"engine", "mode"})
+# Fields without a flag: the nested engine configuration, the engine's mode, which is always inference, and settings of
+# training data.
+TRAINING_ONLY = ("cuda_graph_packed_seq", "cuda_graph_max_packed_seqs", "cuda_graph_moe_dropless", *VISION_NAMES)
+NOT_OFFERED = frozenset({"engine", "mode", *TRAINING_ONLY})
 
 
 def setting_types() -> dict[str, str]:
@@ -91,7 +94,7 @@ def parse(where: str, annotation: str, text: str) -> Any:
     try:
         return PARSERS[annotation](text)
     except ValueError as exc:
-        raise ConfigError(f"{where}={text!r}: must have the form {METAVARS[annotation]}") from exc
+        raise ConfigError(f"{where}={text!r}: must be {_NEEDED[annotation]}") from exc
 
 
 def split(item: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
@@ -139,7 +142,7 @@ def _from_yaml(where: str, annotation: str, value: Any) -> Any:
         or annotation.startswith("bool") != isinstance(value, bool)
     ):
         shown = f"{type(value).__name__} {value!r}"[:80]
-        raise ConfigError(f"{where}: must be {_NEEDED.get(annotation, 'a number')}; found {shown}")
+        raise ConfigError(f"{where}: must be {_NEEDED[annotation]}; found {shown}")
     return value
 
 
@@ -149,6 +152,10 @@ _NEEDED = {
     "str": "a string",
     "str | None": "a string",
     "int": "an integer",
+    "int | None": "an integer",
+    "float": "a number",
+    "tuple[int, ...] | None": "integers separated by commas",
+    "tuple[str, ...]": "words separated by commas",
 }
 
 

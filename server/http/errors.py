@@ -1,7 +1,8 @@
 """Error responses: the table from exceptions to HTTP statuses, and the error body.
 
-Every response of 400 and above is `{"error": {"message", "type", "param", "code"}}`. Routes raise exceptions and never
-build an error response themselves.
+Every response of 400 and above is `{"error": {"message", "type", "param", "code"}}`; that of a path in ANTHROPIC_PATHS
+is `{"type": "error", "error": {"type", "message"}, "request_id"}`. Routes raise exceptions and never build an error
+response themselves.
 """
 
 from __future__ import annotations
@@ -26,10 +27,16 @@ from engine.errors import (
     WeightUpdateError,
 )
 from server.observability.logs import FIELDS
+from server.schemas.field_paths import field_path
 
 log = logging.getLogger("encore.server")
 
 INVALID = "invalid_request_error"
+ANTHROPIC_PATHS = ("/v1/messages", "/v1/messages/")  # the first exactly, the second as a prefix
+_ANTHROPIC_TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
+    413: "request_too_large", 429: "rate_limit_error", 500: "api_error", 503: "overloaded_error",
+}  # fmt: skip
 
 
 class WireError(Exception):
@@ -92,10 +99,24 @@ def body_of(exc: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
     return INTERNAL.status, error_body(message, INTERNAL.type, None, INTERNAL.code), {}
 
 
-def error_response(exc: Exception) -> JSONResponse:
+def is_anthropic(scope: Scope) -> bool:
+    """Return whether a request is for a route of Anthropic's API."""
+    path: str = scope["path"]
+    return path == ANTHROPIC_PATHS[0] or path.startswith(ANTHROPIC_PATHS[1])
+
+
+def in_format_of(scope: Scope, status: int, body: dict[str, Any]) -> dict[str, Any]:
+    """Return an error body in the format of the API that the request is for."""
+    if not is_anthropic(scope):
+        return body
+    error = {"type": _ANTHROPIC_TYPES.get(status, INVALID), "message": body["error"]["message"]}
+    return {"type": "error", "error": error, "request_id": scope.get("state", {}).get("request_id")}
+
+
+def error_response(exc: Exception, scope: Scope) -> JSONResponse:
     """Return the response to an exception."""
     status, body, headers = body_of(exc)
-    return JSONResponse(body, status_code=status, headers=headers)
+    return JSONResponse(in_format_of(scope, status, body), status_code=status, headers=headers)
 
 
 def log_failure(exc: Exception, scope: Scope) -> None:
@@ -114,17 +135,18 @@ def install_error_handlers(app: FastAPI) -> None:
         if isinstance(exc, HTTPException) and exc.status_code in (404, 405):
             what = "unknown route" if exc.status_code == 404 else "method not allowed on this route"
             exc = HTTPException(exc.status_code, f"{what}: {request.method} {request.url.path}", exc.headers)
-        response = error_response(exc)
+        response = error_response(exc, request.scope)
         if response.status_code == INTERNAL.status:
             log_failure(exc, request.scope)
         return response
 
     async def invalid(request: Request, exc: RequestValidationError) -> JSONResponse:
         message, param = _first_error(exc)
-        return JSONResponse(error_body(message, INVALID, param, "invalid_value"), status_code=400)
+        body = error_body(message, INVALID, param, "invalid_value")
+        return JSONResponse(in_format_of(request.scope, 400, body), status_code=400)
 
     async def internal(request: Request, exc: Exception) -> JSONResponse:
-        response = error_response(exc)
+        response = error_response(exc, request.scope)
         request_id = request.scope.get("state", {}).get("request_id")
         if request_id:  # this handler runs outside the middleware that adds the header
             response.headers["X-Request-Id"] = request_id
@@ -153,8 +175,7 @@ def _first_error(exc: RequestValidationError) -> tuple[str, str | None]:
     message = str(error.get("msg", "invalid")).removeprefix("Value error, ")
     if not loc:
         return f"the body must be a JSON object: {message}", None
-    # A union adds the tried type to the path ("stop.list[str].0"): report only the field that the caller sent.
-    return f"{loc[0]}: {message}", loc[0]
+    return f"{field_path(error['loc'][1:])}: {message}", loc[0]
 
 
 def _retry_header(seconds: int | None) -> dict[str, str]:

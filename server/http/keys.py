@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.errors import ConfigError
@@ -20,8 +21,11 @@ from server.http.errors import WireError, error_response
 
 API_KEYS, ADMIN_KEYS = "ENCORE_API_KEYS", "ENCORE_ADMIN_KEYS"
 # Routes for monitoring, load balancers and browsers. All others need an API key if any is configured.
-OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/version", "/graphs", "/openapi.json"})
-ADMIN_PREFIXES = ("/graphs/", "/weights/", "/profile/")
+OPEN_PATHS = frozenset(
+    {"/", "/chat", "/health", "/health_generate", "/load", "/ready", "/metrics", "/version", "/graphs", "/openapi.json"}
+)
+OPEN_PREFIX = "/chat/"  # the files of the chat page
+ADMIN_PREFIXES = ("/graphs/", "/weights/", "/profile/", "/server_info")
 
 
 class Keys:
@@ -50,12 +54,17 @@ class Keys:
             environ.pop(name, None)
         return keys
 
+    @property
+    def guards_inference(self) -> bool:
+        """Whether the inference routes require a key."""
+        return bool(self._inference)
+
     def check(self, path: str, presented: str | None) -> None:
         """Check the `presented` key for `path`.
 
         Raises WireError 401 if the key is missing or not accepted, 403 if the admin routes are off.
         """
-        if path in OPEN_PATHS:
+        if path in OPEN_PATHS or path.startswith(OPEN_PREFIX):
             return
         if path.startswith(ADMIN_PREFIXES):
             if not self._admin:
@@ -69,30 +78,74 @@ class Keys:
         else:
             accepted = self._inference
         if presented is None:
-            raise _refusal("this route requires a key: send Authorization: Bearer KEY")
+            raise _refusal("this route requires a key: send Authorization: Bearer KEY or X-Api-Key: KEY")
         if not _matches(presented, accepted):
             raise _refusal("the key is not accepted")
 
+    def owner(self, presented: str | None) -> str:
+        """Return a digest of an accepted inference key, or "" if inference requires none."""
+        return _digest(presented).hex() if self._inference and presented is not None else ""
+
+    def is_admin(self, presented: str | None) -> bool:
+        """Return whether `presented` is an admin key."""
+        return presented is not None and _matches(presented, self._admin)
+
 
 class KeyMiddleware:
-    """ASGI middleware that refuses requests without an accepted key before their body is read."""
+    """ASGI middleware that refuses requests without an accepted key before their body is read.
+
+    Sets `state["is_admin"]`: whether the request has an admin key, as its key or in X-Admin-Key. Sets `state["owner"]`:
+    who may read what the request stores, a digest of its key; "" if inference requires none.
+    """
 
     def __init__(self, app: ASGIApp, keys: Keys):
         self.app, self.keys = app, keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-            presented = key.strip() if scheme.lower() == "bearer" and key.strip() else None
+            headers = Headers(scope=scope)
+            presented = _presented(headers)
             try:
                 self.keys.check(scope["path"], presented)
             except WireError as refusal:
-                response = error_response(refusal)
+                response = error_response(refusal, scope)
                 if refusal.status == 401:
                     response.headers["WWW-Authenticate"] = "Bearer"
                 await response(scope, receive, send)
                 return
+            scope.setdefault("state", {})["owner"] = self.keys.owner(presented)
+            scope["state"]["is_admin"] = self.keys.is_admin(presented) or self.keys.is_admin(headers.get("x-admin-key"))
         await self.app(scope, receive, send)
+
+
+def _presented(headers: Headers) -> str | None:
+    """Return the key of a request: its bearer token, or X-Api-Key, as Anthropic's clients send it."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    bearer = key.strip() if scheme.lower() == "bearer" else ""
+    return bearer or headers.get("x-api-key", "").strip() or None
+
+
+def check_priority(request: Request, priority: int) -> None:
+    """Raise WireError 403 for a priority other than 0 without an admin key, unless --allow-priority allows it to all.
+
+    Any client could otherwise run before all others.
+    """
+    if priority and not (request.state.is_admin or request.app.state.config.allow_priority):
+        raise WireError(
+            403,
+            f"priority={priority} requires an admin key: send X-Admin-Key: KEY, remove the field, or start the server "
+            "with --allow-priority",
+            type="permission_error", param="priority", code="priority_not_allowed",
+        )  # fmt: skip
+
+
+def check_own_template(request: Request, template: str | None) -> None:
+    """Raise WireError 403 for a chat template in a request, unless the operator allows them."""
+    if template is not None and not request.app.state.config.trust_request_chat_template:
+        raise WireError(
+            403, "chat_template is not allowed: remove it, or start the server with --trust-request-chat-template",
+            type="permission_error", param="chat_template", code="chat_template_not_allowed",
+        )  # fmt: skip
 
 
 def _refusal(message: str) -> WireError:

@@ -14,9 +14,11 @@ from collections.abc import Callable
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.http.errors import WireError, error_response
+from server.http.body_budget import BodyBudget, Upload
+from server.http.errors import WireError, error_response, is_anthropic
 
-BODY_SECONDS = 60.0  # a body must arrive within this time: a stalled upload must not hold its memory
+UNCOUNTED_BYTES = 256 * 1024  # of a body: parsing as many takes up to 10 ms
+_ITEM_BYTES = b',:"[{'
 DISCARD_BYTES = 64 * 1024 * 1024  # read and discarded of a refused body, so that the client receives the error
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 
@@ -39,7 +41,10 @@ class RequestIds:
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else new_request_id()
         scope.setdefault("state", {})["request_id"] = request_id
-        await self.app(scope, receive, _with_header(send, "X-Request-Id", request_id))
+        send = _with_header(send, "X-Request-Id", request_id)
+        if is_anthropic(scope):
+            send = _with_header(send, "request-id", request_id)  # the name that Anthropic's clients read
+        await self.app(scope, receive, send)
 
 
 class CloseWhenDraining:
@@ -68,70 +73,66 @@ def _with_header(send: Send, name: str, value: str) -> Send:
 
 
 class BodyLimit:
-    """Read bodies up to `max_bytes`. Refuses larger ones with 413, and bodies not declared as JSON with 415."""
+    """Read bodies up to `max_bytes` within `seconds`, all of them together within a budget.
 
-    def __init__(self, app: ASGIApp, max_bytes: int):
-        self.app, self.max_bytes = app, max_bytes
+    Refuses a larger body and one of more than `max_items` items with 413, a slow one with 408, one without room with
+    503, and one that is not declared as JSON with 415. The body counts until its route calls
+    `state["upload"].release`, or its request is over.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, max_items: int, budget: BodyBudget, seconds: float):
+        self.app, self.max_bytes, self.max_items = app, max_bytes, max_items
+        self.seconds, self._budget = seconds, budget
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
             await self.app(scope, receive, send)
             return
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                body = await self._read(receive)
-            if body is None:  # the client disconnected while sending
+        with self._budget.upload() as upload:
+            try:
+                body = await self._read(receive, upload)
+                if body is None:  # the client disconnected while sending
+                    return
+                if body:
+                    _check_content_type(Headers(scope=scope))
+                    _check_items(body, self.max_items)
+            except WireError as refusal:
+                upload.release()  # before the rest of the body is discarded
+                if not upload.is_complete:
+                    send = _with_header(_respond_then_discard(receive, send, self.seconds), "Connection", "close")
+                await error_response(refusal, scope)(scope, receive, send)
                 return
-            if body:
-                _check_content_type(Headers(scope=scope))
-        except TimeoutError:
-            slow = WireError(408, f"the body did not arrive within {BODY_SECONDS:.0f} seconds", code="body_timeout")
-            await error_response(slow)(scope, receive, send)
-            return
-        except _BodyTooLarge as refusal:
-            if refusal.is_incomplete:
-                send = _with_header(_respond_then_discard(receive, send), "Connection", "close")
-            await error_response(refusal)(scope, receive, send)
-            return
-        except WireError as refusal:
-            await error_response(refusal)(scope, receive, send)
-            return
-        pending = [body]
+            scope["state"]["upload"] = upload
+            pending = [body]
+            del body
 
-        async def replay() -> Message:
-            if pending:
-                return {"type": "http.request", "body": pending.pop(), "more_body": False}
-            return await receive()
+            async def replay() -> Message:
+                if pending:
+                    return {"type": "http.request", "body": pending.pop(), "more_body": False}
+                return await receive()
 
-        await self.app(scope, replay, send)
+            await self.app(scope, replay, send)
 
-    async def _read(self, receive: Receive) -> bytes | None:
-        """Return the whole body, or None if the client left. Raises _BodyTooLarge as soon as the limit is exceeded."""
-        chunks: list[bytes] = []
-        size = 0
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            chunks.append(message.get("body", b""))
-            size += len(chunks[-1])
-            more = message.get("more_body", False)
-            if size > self.max_bytes:
-                chunks.clear()  # the error keeps this frame while the rest is read
-                raise _BodyTooLarge(self.max_bytes, more)
-            if not more:
-                return b"".join(chunks)
+    async def _read(self, receive: Receive, upload: Upload) -> bytes | None:
+        """Return the whole body, or None if the client left. Raises WireError as soon as a limit is exceeded."""
+        async with upload.arriving(self.seconds):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return None
+                upload.is_complete = not message.get("more_body", False)
+                chunk = message.get("body", b"")
+                if len(upload.content) + len(chunk) > self.max_bytes:
+                    raise WireError(
+                        413, f"the body is larger than the limit of {self.max_bytes} bytes", code="body_too_large"
+                    )
+                upload.add(chunk)
+                if upload.is_complete:
+                    return upload.take()
+        raise AssertionError("unreachable")
 
 
-class _BodyTooLarge(WireError):
-    """A body beyond the limit. `is_incomplete`: its end has not arrived yet."""
-
-    def __init__(self, limit: int, is_incomplete: bool):
-        super().__init__(413, f"the body is larger than the limit of {limit} bytes", code="body_too_large")
-        self.is_incomplete = is_incomplete
-
-
-def _respond_then_discard(receive: Receive, send: Send) -> Send:
+def _respond_then_discard(receive: Receive, send: Send, seconds: float) -> Send:
     """Return a `send` that responds at once and then reads and discards the rest of the request body.
 
     Closing the connection while the client still sends would reset it, and the client might lose the response.
@@ -140,18 +141,18 @@ def _respond_then_discard(receive: Receive, send: Send) -> Send:
     async def send_and_discard(message: Message) -> None:
         if message["type"] == "http.response.body":
             await send({**message, "more_body": True})
-            await _discard(receive)
+            await _discard(receive, seconds)
             message = {"type": "http.response.body", "body": b""}
         await send(message)
 
     return send_and_discard
 
 
-async def _discard(receive: Receive) -> None:
-    """Read and drop the rest of a body, up to BODY_SECONDS and DISCARD_BYTES."""
+async def _discard(receive: Receive, seconds: float) -> None:
+    """Read and drop the rest of a body, for up to `seconds` and DISCARD_BYTES."""
     size = 0
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(BODY_SECONDS):
+        async with asyncio.timeout(seconds):
             while size < DISCARD_BYTES:
                 message = await receive()
                 if not message.get("more_body", False):  # end of the body, or disconnect
@@ -169,3 +170,16 @@ def _check_content_type(headers: Headers) -> None:
     raise WireError(
         415, f"the body's content type is {found}; send Content-Type: application/json", code="unsupported_media_type"
     )
+
+
+def _check_items(content: bytes, limit: int) -> None:
+    """Refuse a body whose parsing would stall the event loop: 8 MB of short items take up to a second."""
+    if len(content) <= UNCOUNTED_BYTES:
+        return
+    items = len(content) - len(content.translate(None, _ITEM_BYTES))
+    if items > limit:
+        raise WireError(
+            413, f"the body has {items} commas, colons, quotes and opening brackets, and at most {limit} are allowed "
+            "(--max-body-items): send several smaller requests",
+            code="too_many_body_items",
+        )  # fmt: skip

@@ -10,29 +10,32 @@ from typing import Any
 from fastapi import FastAPI
 
 from server.http.keys import ADMIN_PREFIXES, OPEN_PATHS
+from server.schemas.anthropic_responses import AnthropicError
 from server.schemas.responses import Answer, ErrorAnswer
 
 Responses = dict[int | str, dict[str, Any]]
 REASONS = {
     400: "Invalid request; `param` names the field",
     401: "The key is missing or not accepted",
-    403: "This route is disabled",
+    403: "This route is disabled, or priority is not allowed",
     404: "Unknown model or route",
-    408: "The body took too long to arrive",
+    408: "The request took too long to arrive",
     413: "The body is larger than the limit",
     415: "The body is not declared as JSON",
     429: "The queue is full; retry after Retry-After seconds",
+    431: "Chunk extensions and trailers of the body are too long",
     500: "The engine failed to process this request",
     503: "Loading, restarting or shutting down; retry after Retry-After seconds",
 }
 
 
-def _refusals(*statuses: int) -> Responses:
-    return {status: {"model": ErrorAnswer, "description": REASONS[status]} for status in statuses}
+def _refusals(*statuses: int | str, model: type[Answer] = ErrorAnswer) -> Responses:
+    return {status: {"model": model, "description": REASONS[int(status)]} for status in statuses}
 
 
-REFUSALS = _refusals(400, 401, 404, 408, 413, 415, 429, 500, 503)
-ADMIN_REFUSALS = _refusals(400, 401, 403, 408, 413, 415, 500, 503)
+REFUSALS = _refusals(400, 401, 403, 404, 408, 413, 415, 429, 431, 500, 503)
+ANTHROPIC_REFUSALS = _refusals(*REFUSALS, model=AnthropicError)
+ADMIN_REFUSALS = _refusals(400, 401, 403, 408, 413, 415, 431, 500, 503)
 NOT_SERVING = _refusals(500, 503)
 
 

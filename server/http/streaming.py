@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 from fastapi import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from server.http.errors import body_of, error_response, log_failure
+from server.http.json_text import Encoded, encoded
 
 T = TypeVar("T")
+WriteEvent = Callable[[Any], str]  # `event` or `large_event`
 
 DONE = b"data: [DONE]\n\n"
+
+
+def named_event(name: str, payload: Any) -> str:
+    """Return a server-sent event with a name and with `payload` as JSON."""
+    return f"event: {name}\n{event(payload)}"
 
 
 class ClientDisconnected(Exception):
@@ -28,17 +35,28 @@ def event(payload: Any) -> str:
     return f"data: {json.dumps(payload, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
+def _failed(exc: Exception) -> bytes:
+    return event(body_of(exc)[1]).encode()
+
+
+def large_event(payload: Any) -> str:
+    """Return the same as `event`, encoded in pieces: a thread that does it leaves the GIL to others in between."""
+    return f"data: {encoded(payload).text.decode()}\n\n"
+
+
 class EventStream(Response):
     """A streaming response that sends the items of `events`. If the client disconnects, `events` is closed at once.
 
     An exception before the first event becomes a normal error response with its status. A later one becomes a final
-    event with the error body, followed by `[DONE]`, which also ends a stream without an error.
+    event: by default the error body. `last` ends the stream, also after an error; by default it is `[DONE]`.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]):
-        self.events = events
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], failed: Callable[[Exception], bytes] = _failed, last: bytes = DONE
+    ):
+        self.events, self._failed, self._last = events, failed, last
         self.status_code = 200
         self.background = None
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
@@ -54,7 +72,7 @@ class EventStream(Response):
                 first = await anext(events, None)
             except Exception as exc:
                 _log_failure(exc, scope)
-                await error_response(exc)(scope, receive, send)
+                await error_response(exc, scope)(scope, receive, send)
                 return
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             try:
@@ -66,8 +84,30 @@ class EventStream(Response):
                 return
             except Exception as exc:
                 _log_failure(exc, scope)
-                await send({"type": "http.response.body", "body": event(body_of(exc)[1]).encode(), "more_body": True})
-            await send({"type": "http.response.body", "body": DONE, "more_body": False})
+                await send({"type": "http.response.body", "body": self._failed(exc), "more_body": True})
+            await send({"type": "http.response.body", "body": self._last, "more_body": False})
+
+
+class JSONAnswer(Response):
+    """A JSON response that computes its content when it is sent, so that the endpoint returns at once.
+
+    If the client disconnects, `work` is cancelled and ClientDisconnected is raised.
+    """
+
+    media_type = "application/json"
+
+    def __init__(self, work: Callable[[], Coroutine[Any, Any, Any]]):
+        self._work = work
+        self.status_code = 200
+        self.background = None
+        self.init_headers()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        content = await until_disconnect(Request(scope, receive), self._work())
+        if isinstance(content, Encoded):
+            await Response(content.text, media_type=self.media_type)(scope, receive, send)
+        else:
+            await JSONResponse(content)(scope, receive, send)
 
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:

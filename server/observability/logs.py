@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import logging
+import logging.config
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    pass
+from engine.utils.stderr_handler import StderrHandler, log_uncaught
 
 FIELDS = "encore"  # attribute of a log record that holds its extra fields
 
@@ -47,6 +47,18 @@ class TextFormatter(logging.Formatter):
         return " ".join([super().formatMessage(record), *(f"{name}={_plain(value)}" for name, value in fields.items())])
 
 
+def set_up_logging(level: str, log_format: str) -> None:
+    """Log to standard error, also warnings and uncaught exceptions. Logging never waits for the reader."""
+    logging.config.dictConfig(log_settings(level, log_format))
+    log_uncaught()
+
+
+def flush_log() -> None:
+    """Write the lines that wait, as far as standard error takes them."""
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+
+
 def log_settings(level: str, log_format: str = "text") -> dict[str, object]:
     """Return settings for logging.config.dictConfig: one line per record, on standard error."""
     ours = {"level": level.upper()}
@@ -54,7 +66,7 @@ def log_settings(level: str, log_format: str = "text") -> dict[str, object]:
         "version": 1,
         "disable_existing_loggers": False,
         "formatters": {"line": {"()": JsonFormatter if log_format == "json" else TextFormatter}},
-        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
+        "handlers": {"stderr": {"()": StderrHandler, "formatter": "line"}},
         "root": {"level": "WARNING", "handlers": ["stderr"]},
         "loggers": dict.fromkeys(("encore", "engine", "graph_cache"), ours),
     }

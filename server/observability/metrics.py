@@ -23,12 +23,16 @@ if TYPE_CHECKING:
 
 FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5)
+COUNT_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
 REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 
 class _Job(Protocol):
     started: float
     params: Any
+
+    @property
+    def prompt_tokens(self) -> int: ...
 
 
 class RequestMetrics:
@@ -63,6 +67,23 @@ class RequestMetrics:
             "Time from a request's arrival at the engine to its first step in seconds.",
             REQUEST_BUCKETS,
         )
+        self.prefill_time = histogram(
+            "request_prefill_time_seconds",
+            "Time from a sequence's first step to its first token in seconds.",
+            REQUEST_BUCKETS,
+        )
+        self.decode_time = histogram(
+            "request_decode_time_seconds", "Time from a sequence's first token to its last in seconds.", REQUEST_BUCKETS
+        )
+        self.inference_time = histogram(
+            "request_inference_time_seconds",
+            "Time from a sequence's first step to its last token in seconds.",
+            REQUEST_BUCKETS,
+        )
+        self.prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens of a request.", COUNT_BUCKETS)
+        self.generation_tokens = histogram(
+            "request_generation_tokens", "Generated tokens of a finished sequence.", COUNT_BUCKETS
+        )
         self.ended = SharedCounter(
             counters, "request_success", "Finished sequences, by finish reason.", ["finished_reason"]
         )
@@ -71,6 +92,7 @@ class RequestMetrics:
 
     def watch(self, job: _Job) -> RequestWatch:
         """Return a RequestWatch for one job."""
+        self.prompt_tokens.observe(job.prompt_tokens)
         return RequestWatch(self, job.started, job.params.n)
 
     def collect(self) -> Iterator[Metric]:
@@ -81,6 +103,11 @@ class RequestMetrics:
             self.per_output_token,
             self.e2e_latency,
             self.queued,
+            self.prefill_time,
+            self.decode_time,
+            self.inference_time,
+            self.prompt_tokens,
+            self.generation_tokens,
             self.ended,
         ):
             yield from one.collect()
@@ -97,6 +124,7 @@ class RequestWatch:
         self._first: dict[int, float] = {}
         self._last: dict[int, float] = {}
         self._tokens: dict[int, int] = {}
+        self._queued: dict[int, float] = {}
         self._unfinished = set(range(sequences))
         self.queue_seconds: float | None = None
         self.first_token_seconds: float | None = None
@@ -109,6 +137,7 @@ class RequestWatch:
         for delta in deltas:
             if delta.queue_time is not None:
                 self._metrics.queued.observe(delta.queue_time)
+                self._queued[delta.index] = delta.queue_time
                 self.queue_seconds = max(self.queue_seconds or 0.0, delta.queue_time)
             count = len(delta.token_ids)
             if count:
@@ -136,6 +165,13 @@ class RequestWatch:
         self._metrics.ended.add(reason)
         self._metrics.e2e_latency.observe(now - self._started)
         tokens = self._tokens.get(index, 0)
+        self._metrics.generation_tokens.observe(tokens)
+        if tokens:
+            prefill = self._first[index] - self._started - self._queued.get(index, 0.0)
+            decode = self._last[index] - self._first[index]
+            self._metrics.prefill_time.observe(prefill)
+            self._metrics.decode_time.observe(decode)
+            self._metrics.inference_time.observe(prefill + decode)
         if tokens > 1:
             self._metrics.per_output_token.observe((now - self._first[index]) / (tokens - 1))
 

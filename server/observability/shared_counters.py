@@ -106,7 +106,10 @@ class SharedCounters:
 
 
 class SharedHistogram:
-    """A histogram of seconds, summed over all API workers. `bounds` are the buckets' upper bounds, infinity last."""
+    """A histogram of seconds or counts, summed over all API workers.
+
+    `bounds` are the buckets' upper bounds, infinity last.
+    """
 
     def __init__(self, counters: SharedCounters, name: str, text: str, bounds: Sequence[float]):
         self._counters, self._name, self._text = counters, name, text
@@ -115,11 +118,11 @@ class SharedHistogram:
         self._indices = [counters.index(one) for one in self._names]
         self._sum = counters.index(f"{name} sum")
 
-    def observe(self, seconds: float) -> None:
-        """Count one duration in seconds."""
+    def observe(self, value: float) -> None:
+        """Count one value."""
         values = self._counters.values
-        values[self._indices[bisect_left(self.bounds, seconds)]] += 1
-        values[self._sum] += seconds
+        values[self._indices[bisect_left(self.bounds, value)]] += 1
+        values[self._sum] += value
 
     def counts(self) -> list[float]:
         """Return the number of observations in each bucket (not cumulative)."""

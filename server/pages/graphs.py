@@ -16,18 +16,20 @@ def render_graphs_page(body: Mapping[str, Any]) -> str:
     """Return the HTML document for the JSON body of GET /graphs."""
     rows = body["graphs"]
     return _PAGE.render(
-        model=body["model"], facts=_facts(rows, body.get("warm", {})), rows=[_shown(row) for row in rows]
+        model=body["model"],
+        facts=_facts(rows, body.get("warm", {}), body["pool_bytes"]),
+        rows=[_shown(row) for row in rows],
     )
 
 
-def _facts(rows: Sequence[Mapping[str, Any]], warm: Mapping[str, Any]) -> dict[str, str]:
+def _facts(rows: Sequence[Mapping[str, Any]], warm: Mapping[str, Any], pool_bytes: int) -> dict[str, str]:
     """Return the summary values above the table: name -> text."""
     captured = sum(row["state"] == "captured" for row in rows)
     facts = {
         "Captured": f"{captured} of {len(rows)}",
         "Replays": f"{sum(row['replays'] for row in rows):,}",
         "Padding": percent(sum(row["padded_rows"] for row in rows), sum(_computed(row) for row in rows)),
-        "Memory": human_bytes(sum(row["bytes"] for row in rows)),
+        "Memory pool": human_bytes(pool_bytes),
     }
     if "mode" in warm:
         facts["Warm-up"] = str(warm["mode"])

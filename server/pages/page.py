@@ -1,5 +1,7 @@
 """Assemble a page from `static/`: one document with inline style and script that loads nothing else.
 
+The chat page is larger and loads its files; see chat.py.
+
 The HTML files are Jinja templates; CSS and JS files are inserted unchanged. The template engine escapes all values. The
 page's Content-Security-Policy allows its own style and script by their hashes and nothing else.
 """
@@ -54,10 +56,7 @@ class Page:
             "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
         )
         self.headers = HEADERS | {"Content-Security-Policy": policy}
-        self._template = _TEMPLATES.get_template(f"{name}.html")
-        # An inline icon saves the browser's request for /favicon.ico.
-        icon = "data:image/svg+xml," + quote(_read("icon.svg").strip())
-        self._inlined = {"style": Markup(style), "script": Markup(script), "icon": icon}
+        self._name, self._inlined = f"{name}.html", {"style": Markup(style), "script": Markup(script)}
 
     def render(self, **values: Any) -> str:
         """Return the HTML document with `values` in it, escaped.
@@ -65,7 +64,14 @@ class Page:
         Raises:
             jinja2.UndefinedError: the template reads a value that is not given.
         """
-        return self._template.render(**values, **self._inlined)
+        return render(self._name, **values, **self._inlined)
+
+
+def render(name: str, **values: Any) -> str:
+    """Return the template `static/NAME` with `values` and the icon in it, escaped."""
+    # An inline icon saves the browser's request for /favicon.ico.
+    icon = "data:image/svg+xml," + quote(_read("icon.svg").strip())
+    return _TEMPLATES.get_template(name).render(**values, icon=icon)
 
 
 def _source(text: str) -> str:

@@ -1,13 +1,13 @@
-"""Admin routes: graphs, weights and profiles of a running server.
+"""Admin routes: graphs, weights, profiles and settings of a running server.
 
-Each route runs an operation in the engine loop, between two steps, and responds when it is done. `http/keys.py` checks
-the admin key.
+Each POST route runs an operation in the engine loop, between two steps, and responds when it is done. `http/keys.py`
+checks the admin key.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 
@@ -15,6 +15,7 @@ from server.http.errors import WireError
 from server.http.openapi import ADMIN_REFUSALS, answered_by
 from server.schemas import responses as answers
 from server.schemas.requests import WeightsBody
+from server.serving.server_details import server_details
 from server.serving.service import Service
 
 router = APIRouter(tags=["admin"], responses=ADMIN_REFUSALS)
@@ -49,6 +50,13 @@ async def update_weights(body: WeightsBody, request: Request) -> dict[str, Any]:
     """
     written = await _ask(request, "operations.load_weights", body.path, body.version)
     return {"updated": written, "weight_version": body.version}
+
+
+@router.get("/server_info", responses=answered_by(answers.ServerInfo))
+async def server_info(request: Request, config_format: Literal["text", "json"] = "text") -> dict[str, Any]:
+    """Return the settings and the state, under the names of vLLM and of SGLang. No value is a key."""
+    service: Service = request.app.state.service
+    return server_details(service, as_text=config_format == "text")
 
 
 @router.post("/profile/start", responses=answered_by(answers.Profiling))

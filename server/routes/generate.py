@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from engine.errors import RequestError
 from engine.protocol.outputs import CompletionOutput
 from engine.protocol.request import TokenLogprob
+from server.http.body_route import BodyRoute
+from server.http.keys import check_priority
 from server.http.openapi import REFUSALS, answered_by
-from server.http.streaming import EventStream, event, merge, until_disconnect
+from server.http.streaming import EventStream, JSONAnswer, WriteEvent, merge
 from server.routes.openai_answers import finite
 from server.schemas.generate import GenerateBody
 from server.schemas.requests import naming
 from server.schemas.responses import Generated
+from server.serving.output_budget import size_of
 from server.serving.service import Job, Service
 from server.serving.tokenization import Tokenization
 
-router = APIRouter(tags=["native"], responses=REFUSALS)
+router = APIRouter(tags=["native"], responses=REFUSALS, route_class=BodyRoute)
 
 
 @router.post("/generate", responses=answered_by(Generated | list[Generated], "text/event-stream"))
@@ -31,6 +35,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
     service: Service = request.app.state.service
     tokens = service.tokens
     body.refuse_unsupported()
+    check_priority(request, body.priority)
     prompts, as_list = body.prompts()
     field = "text" if body.text is not None else "input_ids"
     if not prompts:
@@ -47,6 +52,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
             with naming(body.sent_names(number)):
                 jobs.append(await service.job(public_id, prompt, field, one, body.priority))
         request.state.jobs += jobs  # for the access log
+        request.state.upload.release()
         return jobs
 
     if body.stream:
@@ -59,19 +65,32 @@ async def generate(body: GenerateBody, request: Request) -> Response:
                     async for number, deltas in arrivals:
                         # An event holds the whole output so far: send one per sequence that has new tokens.
                         for index in dict.fromkeys(delta.index for delta in deltas):
-                            answer = _answer(tokens, body, jobs[number], jobs[number].choices[index])
-                            yield event({**answer, "index": firsts[number] + index} if as_list else answer).encode()
+                            job, choice = jobs[number], jobs[number].choices[index]
+                            size = size_of(choice.logprobs) + size_of(job.output.prompt_logprobs)
+                            place = firsts[number] + index if as_list else None
+                            yield await service.write_events(size, partial(_event, tokens, body, job, choice, place))
 
         return EventStream(events())
 
-    async def answers() -> list[dict[str, Any]]:
+    async def answers() -> Any:
         with service.admission(num_sequences) as reservation:
             jobs = await submit()
             await service.finish(jobs, reservation)
-        return [_answer(tokens, body, job, choice) for job in jobs for choice in job.choices]
 
-    found = await until_disconnect(request, answers())
-    return JSONResponse(found if as_list else found[0])
+            def build(part: Callable[[Any], Any]) -> Any:
+                found = [part(_answer(tokens, body, job, choice)) for job in jobs for choice in job.choices]
+                return found if as_list else found[0]
+
+            return await service.write(jobs, build)
+
+    return JSONAnswer(answers)
+
+
+def _event(
+    tokens: Tokenization, body: GenerateBody, job: Job, choice: CompletionOutput, index: int | None, write: WriteEvent
+) -> bytes:
+    answer = _answer(tokens, body, job, choice)
+    return write(answer if index is None else {**answer, "index": index}).encode()
 
 
 def _answer(tokens: Tokenization, body: GenerateBody, job: Job, choice: CompletionOutput) -> dict[str, Any]:

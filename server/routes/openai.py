@@ -5,23 +5,30 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from engine.errors import RequestError
 from engine.protocol.outputs import CompletionOutput
+from server.http.body_route import BodyRoute
+from server.http.keys import check_priority
 from server.http.openapi import REFUSALS, answered_by
-from server.http.streaming import EventStream, event, merge, until_disconnect
+from server.http.streaming import EventStream, JSONAnswer, event, merge
 from server.routes import openai_answers as answers
+from server.routes.chat_outputs import ChatOutputs
+from server.routes.chat_run import ChatRun
 from server.routes.openai_chunks import ChatChunkChoices, ChunkChoices, ChunkWriter, CompletionChunkChoices, Head
 from server.schemas import responses as wire
 from server.schemas.requests import ChatBody, CompletionBody, OpenAISampling, naming
+from server.serving.output_budget import size_of
+from server.serving.request_log import stats
 from server.serving.service import Job, Service
 from server.serving.tokenization import Tokenization
 
-router = APIRouter(prefix="/v1", tags=["openai"], responses=REFUSALS)
+router = APIRouter(prefix="/v1", tags=["openai"], responses=REFUSALS, route_class=BodyRoute)
 
 
 @router.get("/models", responses=answered_by(wire.ModelList))
@@ -48,6 +55,7 @@ def _models(service: Service) -> list[dict[str, Any]]:
         "created": int(service.start_time),
         "owned_by": "encore",
         "max_model_len": info.max_model_len,
+        "input_modalities": list(info.input_modalities),
     }
     return [{"id": name, **fixed} for name in service.model_names()]
 
@@ -58,72 +66,87 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     service: Service = request.app.state.service
     service.check_model(body.model)
     body.refuse_unsupported()
-    params = body.sampling()
+    check_priority(request, body.priority)
+    params, truncation = body.sampling(), body.truncation
     prompts = _prompts(body.prompt)
     head = _head(service, request, body, "cmpl", "text_completion")
 
     async def submit() -> list[Job]:
         with naming(body.sent_names()):
             jobs = [
-                await service.job(head["id"], prompt, "prompt", params, body.priority, body.add_special_tokens)
+                await service.job(
+                    head["id"], prompt, "prompt", params, body.priority, body.add_special_tokens, truncation
+                )
                 for prompt in prompts
             ]
         request.state.jobs += jobs  # for the log
+        request.state.upload.release()
         return jobs
 
     num_sequences = len(prompts) * params.n
     service.check_capacity(len(prompts), "prompt")
     if body.stream:
-        chunk_choices = CompletionChunkChoices(service.tokens, body.echo, body.logprobs)
+        chunk_choices = CompletionChunkChoices(
+            service.tokens, body.echo, body.logprobs, body.return_tokens_as_token_ids, body.return_token_ids
+        )
         return EventStream(_stream(service, num_sequences, submit, head, body, chunk_choices))
 
-    async def answer() -> dict[str, Any]:
+    async def answer() -> Any:
         with service.admission(num_sequences) as reservation:
             jobs = await submit()
             await service.finish(jobs, reservation)
-        choices = [
-            _completion(service.tokens, body, number, job, choice)
-            for number, (job, choice) in enumerate((job, choice) for job in jobs for choice in job.choices)
-        ]
-        return {**head, "choices": choices, "usage": answers.usage(jobs)}
 
-    return JSONResponse(await until_disconnect(request, answer()))
+            def build(part: Callable[[Any], Any]) -> dict[str, Any]:
+                choices = [
+                    part(_completion(service.tokens, body, number, job, choice))
+                    for number, (job, choice) in enumerate(
+                        (job, choice) for job in jobs for choice in _returned(body, job)
+                    )
+                ]
+                extra = {"stats": stats(jobs)} if body.return_stats else {}
+                return {**head, "choices": choices, "usage": answers.usage(jobs), **extra}
+
+            return await service.write(jobs, build)
+
+    return JSONAnswer(answer)
 
 
 @router.post("/chat/completions", responses=answered_by(wire.ChatCompletion, "text/event-stream"))
 async def chat_completions(body: ChatBody, request: Request) -> Response:
     """Generate the next message of a conversation, using the model's chat template."""
     service: Service = request.app.state.service
-    service.check_model(body.model)
-    body.refuse_unsupported()
-    params, messages = body.sampling(), body.conversation()
     head = _head(service, request, body, "chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion")
+    run = ChatRun(service, request, body, head["id"])
+    outputs = ChatOutputs(
+        service.tokens, body.logprobs, body.include_reasoning is not False, body.return_tokens_as_token_ids,
+        body.return_token_ids,
+    )  # fmt: skip
 
     async def submit() -> list[Job]:
-        ids = await service.tokens.chat(messages, body.add_generation_prompt)
-        with naming(body.sent_names()):
-            jobs = [service.tokenized_job(head["id"], None, ids, "messages", params, body.priority)]
-        request.state.jobs += jobs  # for the log
-        return jobs
+        job = await run.submit()
+        outputs.make_parser, outputs.short_ids = run.make_parser, run.short_ids
+        return [job]
 
     if body.stream:
-        return EventStream(
-            _stream(service, params.n, submit, head, body, ChatChunkChoices(service.tokens, body.logprobs))
-        )
+        return EventStream(_stream(service, run.params.n, submit, head, body, ChatChunkChoices(outputs)))
 
-    async def answer() -> dict[str, Any]:
-        with service.admission(params.n) as reservation:
+    async def answer() -> Any:
+        with service.admission(run.params.n) as reservation:
             jobs = await submit()
             await service.finish(jobs, reservation)
-        choices = [
-            answers.chat_choice(
-                choice.index, choice, answers.chat_logprobs(service.tokens, choice.logprobs) if body.logprobs else None
-            )
-            for choice in jobs[0].choices
-        ]
-        return {**head, "choices": choices, "usage": answers.usage(jobs)}
 
-    return JSONResponse(await until_disconnect(request, answer()))
+            def build(part: Callable[[Any], Any]) -> dict[str, Any]:
+                choices = [part(outputs.choice(choice)) for choice in jobs[0].choices]
+                extra: dict[str, Any] = {"stats": stats(jobs)} if body.return_stats else {}
+                if body.return_token_ids:
+                    extra["prompt_token_ids"] = jobs[0].output.prompt_token_ids
+                if body.prompt_logprobs is not None:
+                    extra["prompt_logprobs"] = answers.prompt_logprobs(service.tokens, jobs[0], body.prompt_logprobs)
+                return {**head, "choices": choices, "usage": answers.usage(jobs), **extra}
+
+            return await service.write(jobs, build)
+
+    return JSONAnswer(answer)
 
 
 async def _stream(
@@ -141,20 +164,32 @@ async def _stream(
 
     with service.admission(num_sequences) as reservation:
         jobs: list[Job] = await submit()
-        writer = ChunkWriter(chunk_choices, shared, is_fixed=not (body.include_usage and body.continuous_usage))
+        once = {}
+        if body.return_token_ids and isinstance(body, ChatBody):
+            once = {"prompt_token_ids": jobs[0].output.prompt_token_ids}
+        is_fixed = not (body.include_usage and body.continuous_usage)
+        writer = ChunkWriter(chunk_choices, shared, is_fixed, once)
         async with aclosing(merge([service.run(job, reservation) for job in jobs])) as arrivals:
             async for number, deltas in arrivals:
-                written = writer.of(jobs[number], number * jobs[number].params.n, deltas)
+                job = jobs[number]
+                size = sum(size_of(delta.logprobs) + size_of(delta.prompt_logprobs) for delta in deltas)
+                written = await service.write_events(size, partial(writer.of, job, number * job.params.n, deltas))
                 if written:
                     yield written
+        last: dict[str, Any] = {}
         if body.include_usage:
-            yield event({**head, "choices": [], "usage": answers.usage(jobs)}).encode()
+            last["usage"] = answers.usage(jobs)
+        if body.return_stats:
+            last["stats"] = stats(jobs)
+        if last:
+            yield event({**head, "choices": [], **last}).encode()
 
 
 def _completion(
     tokens: Tokenization, body: CompletionBody, number: int, job: Job, choice: CompletionOutput
 ) -> dict[str, Any]:
-    builder = answers.CompletionLogprobs(tokens, body.logprobs or 0)
+    spelling = answers.Spelling(tokens, body.return_tokens_as_token_ids)
+    builder = answers.CompletionLogprobs(spelling, body.logprobs or 0)
     text, logprobs = choice.text, None
     if body.echo:
         prompt, logprobs = answers.echo(tokens, builder, job)
@@ -162,7 +197,19 @@ def _completion(
     if body.logprobs is not None:
         own = builder.of(choice.token_ids, choice.logprobs or [])
         logprobs = own if logprobs is None else {name: logprobs[name] + own[name] for name in own}
-    return answers.completion_choice(number, text, logprobs, choice)
+    entry = answers.completion_choice(number, text, logprobs, choice)
+    if body.return_token_ids:
+        entry |= {"prompt_token_ids": job.output.prompt_token_ids, "token_ids": choice.token_ids}
+    if body.prompt_logprobs is not None:
+        entry["prompt_logprobs"] = answers.prompt_logprobs(tokens, job, body.prompt_logprobs)
+    return entry
+
+
+def _returned(body: CompletionBody, job: Job) -> list[CompletionOutput]:
+    """Return the choices of the answer: all, or with best_of the n best, best first."""
+    if not body.chooses_best:
+        return job.choices
+    return sorted(job.choices, key=answers.mean_logprob, reverse=True)[: body.n or 1]
 
 
 def _prompts(prompt: Any) -> Sequence[str | list[int]]:

@@ -6,6 +6,7 @@ They are plain dicts built from a job's choices. The tokenizer is used only for 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 from engine.protocol.outputs import CompletionOutput
@@ -35,17 +36,31 @@ def finite(logprob: float) -> float:
     return max(float(logprob), LEAST_LOGPROB)
 
 
+class Spelling:
+    """The text of single tokens in an answer; with `as_ids`, "token_id:5" as in vLLM."""
+
+    def __init__(self, tokens: Tokenization, as_ids: bool | None = False):
+        self._tokens, self._as_ids = tokens, as_ids
+
+    def __call__(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._as_ids else self._tokens.piece(token_id)
+
+    def bytes_of(self, token_id: int) -> list[int]:
+        """Return the UTF-8 bytes of a token's text."""
+        return list(self._tokens.piece(token_id).encode())
+
+
 class CompletionLogprobs:
     """Build the `logprobs` object of one completion choice in pieces. Text offsets continue across pieces."""
 
-    def __init__(self, tokens: Tokenization, wanted: int):
-        self._tokens, self._wanted, self._offset = tokens, wanted, 0
+    def __init__(self, spelling: Spelling, wanted: int):
+        self._spelling, self._wanted, self._offset = spelling, wanted, 0
 
     def of(self, ids: Sequence[int], found: Sequence[TokenLogprob | None]) -> dict[str, Any]:
         """Return the object for a run of tokens. A token without a logprob (a prompt's first) is null."""
         texts, offsets, chosen, top = [], [], [], []
         for token_id, logprob in zip(ids, found, strict=True):
-            text = self._tokens.piece(token_id)
+            text = self._spelling(token_id)
             texts.append(text)
             offsets.append(self._offset)
             self._offset += len(text)
@@ -58,8 +73,8 @@ class CompletionLogprobs:
             return {text: finite(logprob.logprob)}
         # Two tokens may have the same text (for example parts of a character): keep the more likely one.
         best: dict[str, float] = {}
-        for token_id, value in logprob.top.items():
-            name = self._tokens.piece(token_id)
+        for token_id, value in islice(logprob.top.items(), self._wanted):
+            name = self._spelling(token_id)
             best[name] = max(best.get(name, LEAST_LOGPROB), finite(value))
         best.setdefault(text, finite(logprob.logprob))
         return best
@@ -72,18 +87,43 @@ def echo(tokens: Tokenization, builder: CompletionLogprobs, job: Job) -> tuple[s
     return text, None if found is None else builder.of(ids, found)
 
 
-def chat_logprobs(tokens: Tokenization, found: Iterable[TokenLogprob] | None) -> dict[str, Any]:
+def prompt_logprobs(tokens: Tokenization, job: Job, wanted: int) -> list[dict[str, Any] | None]:
+    """Return vLLM's prompt_logprobs: per token, its own logprob and those of the `wanted` most likely, by id."""
+    found: list[dict[str, Any] | None] = []
+    for one in job.output.prompt_logprobs or ():
+        if one is None:
+            found.append(None)
+            continue
+        ranked = {
+            token_id: (value, rank) for rank, (token_id, value) in enumerate(one.top.items(), 1) if rank <= wanted
+        }
+        ranked.setdefault(one.token_id, (one.logprob, one.rank))
+        found.append(
+            {
+                str(token_id): {"logprob": finite(value), "rank": rank, "decoded_token": tokens.piece(token_id)}
+                for token_id, (value, rank) in ranked.items()
+            }
+        )
+    return found
+
+
+def chat_logprobs(spelling: Spelling, found: Iterable[TokenLogprob] | None) -> dict[str, Any]:
     """Return the `logprobs` object of a chat choice."""
 
     def spelled(token_id: int, logprob: float) -> dict[str, Any]:
-        text = tokens.piece(token_id)
-        return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}
+        return {"token": spelling(token_id), "logprob": finite(logprob), "bytes": spelling.bytes_of(token_id)}
 
     content = []
     for one in found or ():
         top = [spelled(token_id, value) for token_id, value in one.top.items()]
         content.append({**spelled(one.token_id, one.logprob), "top_logprobs": top})
     return {"content": content, "refusal": None}
+
+
+def mean_logprob(choice: CompletionOutput) -> float:
+    """Return the mean logprob of a choice's tokens, by which best_of chooses."""
+    found = choice.logprobs or []
+    return sum(one.logprob for one in found) / len(found) if found else float("-inf")
 
 
 def completion_choice(
@@ -96,17 +136,6 @@ def completion_choice(
         "logprobs": logprobs,
         "finish_reason": choice.finish_reason if choice else None,
         "stop_reason": choice.stop_reason if choice else None,
-    }
-
-
-def chat_choice(number: int, choice: CompletionOutput, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-    """Return one entry of a chat completion's choices."""
-    return {
-        "index": number,
-        "message": {"role": "assistant", "content": choice.text, "refusal": None},
-        "logprobs": logprobs,
-        "finish_reason": choice.finish_reason,
-        "stop_reason": choice.stop_reason,
     }
 
 

@@ -11,8 +11,9 @@ from json.encoder import encode_basestring
 from typing import Any, Protocol
 
 from engine.protocol.outputs import OutputDelta
-from server.http.streaming import event
+from server.http.streaming import WriteEvent, event
 from server.routes import openai_answers as answers
+from server.routes.chat_outputs import ChatOutputs, OutputStream
 from server.serving.service import Job
 from server.serving.tokenization import Tokenization
 
@@ -33,14 +34,18 @@ class ChunkChoices(Protocol):
 class ChunkWriter:
     """Write the chunks of one response.
 
-    `shared` returns the fields that each chunk starts with; `is_fixed` promises that they never change.
+    `shared` returns the fields that each chunk starts with; `is_fixed` promises that they never change. The first chunk
+    has the fields `once` too.
     """
 
-    def __init__(self, chunk_choices: ChunkChoices, shared: Callable[[], Head], is_fixed: bool):
+    def __init__(
+        self, chunk_choices: ChunkChoices, shared: Callable[[], Head], is_fixed: bool, once: Head | None = None
+    ):
         self._chunk_choices, self._shared, self._is_fixed = chunk_choices, shared, is_fixed
+        self._once = once or {}
         self._frames: dict[int, tuple[str, str]] = {}  # (before, after) the text, per choice
 
-    def of(self, job: Job, first: int, deltas: Sequence[OutputDelta]) -> bytes:
+    def of(self, job: Job, first: int, deltas: Sequence[OutputDelta], write: WriteEvent = event) -> bytes:
         """Return the events for a job's deltas. Its choices are numbered from `first`. May be empty."""
         written: list[str] = []
         for delta in deltas:
@@ -51,7 +56,8 @@ class ChunkWriter:
                     written += (frame[0], encode_basestring(delta.text_delta), frame[1])
                 continue
             for choice in self._chunk_choices.of(job, number, delta):
-                written.append(event({**self._shared(), "choices": [choice]}))
+                written.append(write({**self._shared(), "choices": [choice], **self._once}))
+                self._once = {}
             if frame is None and self._is_fixed:
                 self._add_frame(number)
         return "".join(written).encode()
@@ -66,45 +72,64 @@ class ChunkWriter:
 class CompletionChunkChoices:
     """Chunk choices of /v1/completions."""
 
-    def __init__(self, tokens: Tokenization, echo: bool | None, logprobs: int | None):
+    def __init__(
+        self, tokens: Tokenization, echo: bool | None, logprobs: int | None, as_ids: bool | None = False,
+        return_ids: bool | None = False,
+    ):  # fmt: skip
         self._tokens, self._echo, self._logprobs = tokens, echo, logprobs
+        self._spelling, self._return_ids = answers.Spelling(tokens, as_ids), return_ids
         self._builders: dict[int, answers.CompletionLogprobs] = {}
 
     def of(self, job: Job, number: int, delta: OutputDelta) -> list[dict[str, Any]]:
         choice, entries = job.choices[delta.index], []
-        if number not in self._builders:
-            builder = self._builders[number] = answers.CompletionLogprobs(self._tokens, self._logprobs or 0)
+        is_first = number not in self._builders
+        if is_first:
+            builder = self._builders[number] = answers.CompletionLogprobs(self._spelling, self._logprobs or 0)
             if self._echo:
                 entries.append(answers.completion_choice(number, *answers.echo(self._tokens, builder, job), None))
         ended, logprobs = delta.finish_reason is not None, None
         if self._logprobs is not None and delta.token_ids:
             logprobs = self._builders[number].of(delta.token_ids, delta.logprobs or [None] * len(delta.token_ids))
-        if delta.text_delta or logprobs or ended:
+        if delta.text_delta or logprobs or ended or self._return_ids:
             entries.append(answers.completion_choice(number, delta.text_delta, logprobs, choice if ended else None))
+            if self._return_ids:
+                entries[-1]["token_ids"] = delta.token_ids
+        if self._return_ids and is_first:
+            entries[0]["prompt_token_ids"] = job.output.prompt_token_ids
         return entries
 
     def text_only(self, number: int, text: str) -> dict[str, Any] | None:
-        return answers.completion_choice(number, text, None, None) if self._logprobs is None else None
+        if self._logprobs is not None or self._return_ids:
+            return None
+        return answers.completion_choice(number, text, None, None)
 
 
 class ChatChunkChoices:
-    """Chunk choices of /v1/chat/completions."""
+    """Chunk choices of /v1/chat/completions: content, reasoning and tool calls, each with its own chunk."""
 
-    def __init__(self, tokens: Tokenization, logprobs: bool | None):
-        self._tokens, self._logprobs = tokens, logprobs
-        self._begun: set[int] = set()
+    def __init__(self, outputs: ChatOutputs):
+        self._outputs = outputs
+        self._streams: dict[int, OutputStream] = {}
 
     def of(self, job: Job, number: int, delta: OutputDelta) -> list[dict[str, Any]]:
         entries = []
-        if number not in self._begun:
-            self._begun.add(number)
+        stream = self._streams.get(number)
+        if stream is None:
+            stream = self._streams[number] = self._outputs.stream()
             entries.append(answers.chat_chunk_choice(number, {"role": "assistant", "content": ""}, None))
-        logprobs = answers.chat_logprobs(self._tokens, delta.logprobs) if self._logprobs and delta.logprobs else None
-        if delta.text_delta or logprobs:
-            entries.append(answers.chat_chunk_choice(number, {"content": delta.text_delta}, logprobs))
+        logprobs = self._outputs.logprobs_of(delta.logprobs) if delta.logprobs else None
+        deltas = stream.deltas(delta.text_delta, delta.finish_reason is not None)
+        return_ids = self._outputs.return_ids and delta.token_ids
+        if (logprobs or return_ids) and not deltas:
+            deltas = [{"content": ""}]  # text is held back or left out, but its tokens are not
+        for place, one in enumerate(deltas):
+            entries.append(answers.chat_chunk_choice(number, one, logprobs if place == 0 else None))
+            if place == 0 and return_ids:
+                entries[-1]["token_ids"] = delta.token_ids
         if delta.finish_reason is not None:
-            entries.append(answers.chat_chunk_choice(number, {}, None, job.choices[delta.index]))
+            entry = answers.chat_chunk_choice(number, {}, None, job.choices[delta.index])
+            entries.append(entry | {"finish_reason": stream.finish_reason(delta.finish_reason)})
         return entries
 
     def text_only(self, number: int, text: str) -> dict[str, Any] | None:
-        return None if self._logprobs else answers.chat_chunk_choice(number, {"content": text}, None)
+        return answers.chat_chunk_choice(number, {"content": text}, None) if self._outputs.is_plain else None

@@ -13,8 +13,9 @@ from server.http.openapi import NOT_SERVING, answered_by, failing
 from server.pages import graphs as graphs_page
 from server.pages import page
 from server.schemas import responses as answers
+from server.serving.generation_probe import GenerationProbe
 from server.serving.service import Service
-from server.version import version
+from server.version import VLLM_VERSION, version
 
 router = APIRouter(tags=["server"])
 
@@ -38,10 +39,26 @@ async def ready(request: Request) -> Response:
     return JSONResponse(body, status_code=503 if reasons else 200, headers=headers)
 
 
+@router.get("/health_generate", responses=answered_by(answers.Health) | NOT_SERVING)
+async def health_generate(request: Request) -> Response:
+    """Liveness of the whole path: 200 if the engine generated a token just now, as in SGLang."""
+    probe: GenerationProbe = request.app.state.probe
+    await probe.check()
+    return JSONResponse({"status": "ok"})
+
+
+@router.get("/load", responses=answered_by(answers.Load))
+async def load(request: Request) -> dict[str, int]:
+    """Return the number of requests that are being processed, as in vLLM."""
+    service: Service = request.app.state.service
+    return {"server_load": service.all_unanswered}
+
+
 @router.get("/version", responses=answered_by(answers.Version))
-async def show_version() -> dict[str, str]:
-    """Return the server's version."""
-    return {"version": version()}
+async def show_version(request: Request) -> dict[str, str]:
+    """Return the server's version; with --compat vllm, that of the vLLM release whose API it follows."""
+    is_vllm = request.app.state.config.compat == "vllm"
+    return {"version": VLLM_VERSION if is_vllm else version()}
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
@@ -56,7 +73,12 @@ async def graphs(request: Request) -> Response:
     service: Service = request.app.state.service
     _ = service.tokens  # raises 503 until the engine has started
     rows: list[dict[str, Any]] = await service.client.graphs()
-    body = {"model": service.model_names()[0], "warm": dict(service.client.health().warm), "graphs": rows}
+    body = {
+        "model": service.model_names()[0],
+        "warm": dict(service.client.health().warm),
+        "pool_bytes": service.client.stats().graphs["pool_bytes"],
+        "graphs": rows,
+    }
     accepted = request.headers.get("accept", "")
     if "text/html" in accepted:
         document = await run_in_threadpool(graphs_page.render_graphs_page, body)

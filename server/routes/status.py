@@ -1,10 +1,11 @@
-"""GET /: the status page, or its values for clients that accept JSON."""
+"""GET /: the status page, or its values for clients that accept JSON. GET /chat: the chat page."""
 
 from __future__ import annotations
 
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
+from server.pages import chat as chat_page
 from server.pages import page
 from server.pages import status as status_page
 from server.serving.status_board import StatusBoard
@@ -20,3 +21,9 @@ async def status(request: Request) -> Response:
         board: StatusBoard = request.app.state.board
         return JSONResponse(await board.snapshot(), headers=page.HEADERS)
     return HTMLResponse(status_page.DOCUMENT, headers=status_page.HEADERS)
+
+
+@router.get("/chat", include_in_schema=False)
+async def chat() -> Response:
+    """Return the chat page, which sends its requests to /v1/chat/completions."""
+    return HTMLResponse(chat_page.DOCUMENT, headers=chat_page.HEADERS)

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, in vLLM's format, with the tokenization of the inference routes."""
+"""POST /tokenize and /detokenize, which tokenize as the inference routes do, and GET /tokenizer_info, as in vLLM."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from engine.errors import RequestError
+from server.http.body_route import BodyRoute
+from server.http.keys import check_own_template
 from server.http.openapi import REFUSALS, answered_by
 from server.schemas import responses as answers
 from server.schemas.requests import DetokenizeBody, TokenizeBody
 from server.serving.service import Service
 
-router = APIRouter(tags=["tokens"], responses=REFUSALS)
+router = APIRouter(tags=["tokens"], responses=REFUSALS, route_class=BodyRoute)
 
 
 @router.post("/tokenize", responses=answered_by(answers.Tokenized))
@@ -28,7 +30,8 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
     if body.prompt is not None:
         ids = await tokens.encode(body.prompt, "prompt", body.add_special_tokens)
     else:
-        ids = await tokens.chat(body.conversation(), body.add_generation_prompt)
+        check_own_template(request, body.chat_template)
+        ids = (await tokens.chat(body.conversation())).ids
     answer: dict[str, Any] = {
         "count": len(ids),
         "max_model_len": service.client.info().max_model_len,
@@ -36,6 +39,13 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
         "token_strs": tokens.entries(ids) if body.return_token_strs else None,
     }
     return JSONResponse(answer)
+
+
+@router.get("/tokenizer_info", responses=answered_by(answers.TokenizerInfo))
+async def tokenizer_info(request: Request) -> Response:
+    """Return the tokenizer's settings, as vLLM does: tokenizer_config.json with the chat template, without paths."""
+    service: Service = request.app.state.service
+    return JSONResponse(await service.tokens.description())
 
 
 @router.post("/detokenize", responses=answered_by(answers.Detokenized))

@@ -1,29 +1,43 @@
-"""Request fields of OpenAI, vLLM and SGLang that this server doesn't implement: one table.
+"""Request fields of OpenAI, Anthropic, vLLM and SGLang that this server doesn't implement: one table.
 
 The table decides which fields are refused and which are accepted without effect. It drives the checks, the schemas of
-/openapi.json and docs/compatibility.md:
-
-    python -m server.schemas.foreign_fields > docs/compatibility.md
+/openapi.json and docs/compatibility.md (scripts/compatibility).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import RequestError
+from graph_cache.validation import did_you_mean
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
 SAMPLING = "sampling_params"  # of /generate
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
+RESPONSES = "/v1/responses"
 STREAM_OPTIONS = "stream_options"  # of the OpenAI routes
-PLACES = (COMPLETIONS, CHAT, STREAM_OPTIONS, GENERATE, SAMPLING, TOKENIZE, DETOKENIZE)
+PLACES = (
+    COMPLETIONS,
+    CHAT,
+    STREAM_OPTIONS,
+    GENERATE,
+    SAMPLING,
+    TOKENIZE,
+    DETOKENIZE,
+    MESSAGES,
+    COUNT_TOKENS,
+    RESPONSES,
+)
+
+MAX_SHOWN_CHARS = 64  # of an unknown field's name, in errors
 
 _OPENAI = (COMPLETIONS, CHAT)
 _INFERENCE = (*_OPENAI, GENERATE)
 _CHATS = (CHAT, TOKENIZE)
+_ANTHROPIC = (MESSAGES, COUNT_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -62,14 +76,14 @@ class Ignored:
 
 TABLE: tuple[Refused | Ignored, ...] = (
     # Constraints on the output.
-    Refused("response_format", _OPENAI, "structured output", ({"type": "text"},)),
-    Refused("structured_outputs guided_json guided_regex guided_choice guided_grammar guided_decoding_backend",
-            _OPENAI, "structured output"),
-    Refused("json_schema regex ebnf structural_tag", (*_INFERENCE, SAMPLING), "structured output"),
+    Refused("guided_json guided_regex guided_choice guided_grammar guided_whitespace_pattern", _OPENAI,
+            "structured output", instead="use structured_outputs"),
+    Ignored("guided_decoding_backend", _OPENAI, "the library that follows a grammar"),
+    Refused("json_schema regex ebnf structural_tag", (GENERATE,), "structured output",
+            instead="send it in sampling_params"),
     Refused("stop_regex", (*_OPENAI, SAMPLING), "stop conditions"),
     Refused("repetition_detection", _OPENAI, "stop conditions"),
-    Refused("allowed_token_ids", _OPENAI, "sampling"),
-    Refused("bad_words logits_processors", _OPENAI, "sampling", ([],)),
+    Refused("logits_processors", _OPENAI, "sampling", ([],)),
     Refused("custom_logit_processor", _INFERENCE, "sampling"),
     Refused("custom_params", (*_OPENAI, SAMPLING), "sampling", ({},)),
     Refused("vllm_xargs", _OPENAI, "sampling", ({},)),
@@ -81,8 +95,6 @@ TABLE: tuple[Refused | Ignored, ...] = (
     Refused("beam_width", (SAMPLING,), "beam search", (1,)),
     Refused("best_of", (CHAT,), "beam search", (1,)),
     # Names of other APIs for parameters that exist.
-    Refused("no_stop_trim", _OPENAI, "stop strings in the text", (False,),
-            instead="use include_stop_str_in_output"),
     Refused("min_new_tokens", _OPENAI, "length", (0,), instead="use min_tokens"),
     Refused("max_new_tokens", _OPENAI, "length", instead="use max_tokens"),
     Refused("max_completion_tokens", (COMPLETIONS,), "length", instead="use max_tokens here"),
@@ -91,32 +103,27 @@ TABLE: tuple[Refused | Ignored, ...] = (
     Refused("suffix", (COMPLETIONS,), "the prompt", ("",)),
     Refused("echo", (CHAT,), "the prompt", (False,)),
     Refused("add_special_tokens", (CHAT,), "the prompt", (False,)),
-    Refused("chat_template", _CHATS, "the prompt"),
-    Refused("chat_template_kwargs", _CHATS, "the prompt", ({},)),
-    Refused("continue_final_message", _CHATS, "the prompt", (False,)),
-    Refused("documents", _CHATS, "the prompt", ([],)),
     Refused("input_ids", (CHAT,), "the prompt", instead="use /v1/completions or /generate for token ids"),
     Refused("task", _CHATS, "the prompt"),
     Refused("prompt_embeds", (COMPLETIONS,), "the prompt"),
     Refused("input_embeds positional_embed_overrides multi_item_delimiter_indices token_indices_to_pool",
             (GENERATE,), "the prompt"),
-    Refused("truncate_prompt_tokens truncation_side", _OPENAI, "the prompt"),
     Refused("session_params", _INFERENCE, "the prompt"),
     # Tools.
-    Refused("tools", (*_OPENAI, TOKENIZE), "tool calls", ([],), unless=("tool_choice", "none")),
-    Refused("tool_choice", (*_OPENAI, TOKENIZE), "tool calls", ("none", "auto")),
-    Refused("functions", _OPENAI, "tool calls", ([],), unless=("function_call", "none")),
-    Refused("function_call", _OPENAI, "tool calls", ("none", "auto")),
+    Refused("tools", (COMPLETIONS,), "tool calls", ([],), unless=("tool_choice", "none"),
+            instead="use /v1/chat/completions"),
+    Refused("tool_choice", (COMPLETIONS,), "tool calls", ("none", "auto"), instead="use /v1/chat/completions"),
+    Ignored("parallel_tool_calls", (COMPLETIONS,), "tool calls, which this route does not make"),
+    Refused("functions", _OPENAI, "tool calls", ([],), unless=("function_call", "none"), instead="use tools"),
+    Refused("function_call", _OPENAI, "tool calls", ("none", "auto"), instead="use tool_choice"),
     Refused("web_search_options", (CHAT,), "tool calls"),
     # Reasoning.
-    Refused("reasoning_effort", _CHATS, "reasoning", ("none",)),
     Refused("thinking", (CHAT,), "reasoning"),
-    Refused("thinking_token_budget", _OPENAI, "reasoning"),
+    Refused("thinking_token_budget", (COMPLETIONS,), "reasoning", instead="use /v1/chat/completions"),
     Refused("max_thinking_tokens", (GENERATE,), "reasoning"),
     Refused("require_reasoning", (GENERATE,), "reasoning", (False,)),
     Refused("verbosity", (CHAT,), "reasoning", ("medium",)),
-    Ignored("include_reasoning separate_reasoning stream_reasoning", (CHAT,),
-            "the text is never split into reasoning and content"),
+    Refused("stream_reasoning", (CHAT,), "reasoning", (True,), instead="use include_reasoning to leave it out"),
     # Other media.
     Refused("audio", (CHAT,), "other media"),
     Refused("modalities", (CHAT,), "other media", (["text"],)),
@@ -135,7 +142,6 @@ TABLE: tuple[Refused | Ignored, ...] = (
     Refused("lora_path", _INFERENCE, "adapters"),
     Refused("lora_id", (GENERATE,), "adapters"),
     # More values in the answer.
-    Refused("prompt_logprobs", _OPENAI, "values in the answer"),
     Refused("logprob_token_ids token_ids_logprob", _INFERENCE, "values in the answer", ([],)),
     Refused("sampling_logprobs_mode", _INFERENCE, "values in the answer"),
     Refused("return_hidden_states return_routed_experts return_indexer_topk return_sampling_mask return_entropy "
@@ -143,7 +149,7 @@ TABLE: tuple[Refused | Ignored, ...] = (
             _INFERENCE, "values in the answer", (False,)),
     Ignored("return_flat_raw_top_logprobs_b64 routed_experts_start_len", _INFERENCE,
             "the form of values that are refused"),
-    Refused("return_token_ids return_tokens_as_token_ids return_token_offsets return_weight_versions "
+    Refused("return_token_offsets return_weight_versions "
             "return_cached_tokens_details return_spec_tokens_details return_mm_kwargs return_prompt_text "
             "return_meta_info return_input_ids_in_sglext return_output_ids_in_sglext", _OPENAI,
             "values in the answer", (False,)),
@@ -151,7 +157,6 @@ TABLE: tuple[Refused | Ignored, ...] = (
     Ignored("mm_payload", _OPENAI, "the form of values that are refused"),
     Refused("moderation", (CHAT,), "values in the answer"),
     # The prefix cache, transfers and placement.
-    Refused("cache_salt extra_key", _INFERENCE, "isolation of the prefix cache"),
     Refused("kv_transfer_params ec_transfer_params", _OPENAI, "transfers between servers", ({},)),
     Refused("bootstrap_host bootstrap_port bootstrap_room", _INFERENCE, "transfers between servers"),
     Refused("bootstrap_pair_key", (GENERATE,), "transfers between servers"),
@@ -164,7 +169,6 @@ TABLE: tuple[Refused | Ignored, ...] = (
     Ignored("user", _OPENAI, "names the end user"),
     Ignored("safety_identifier", (CHAT,), "names the end user"),
     Ignored("metadata store service_tier", (CHAT,), "bookkeeping of OpenAI's platform"),
-    Ignored("parallel_tool_calls", _CHATS, "concerns tools, which are refused"),
     Ignored("request_id", _OPENAI, "the request id: send the header X-Request-Id"),
     Ignored("rid", _OPENAI, "the request id: send the header X-Request-Id"),
     Ignored("session_id", _INFERENCE, "names a session in logs and routers"),
@@ -176,6 +180,36 @@ TABLE: tuple[Refused | Ignored, ...] = (
     Refused("spaces_between_special_tokens", _OPENAI, "detokenization", (True,)),
     Ignored("spaces_between_special_tokens", (SAMPLING,), "detokenization of tokenizers that are not supported"),
     Refused("skip_special_tokens", (DETOKENIZE,), "detokenization", (False,)),
+    # The Responses API.
+    Refused("background", (RESPONSES,), "requests that outlive their connection", (False,)),
+    Refused("background_options", (RESPONSES,), "requests that outlive their connection", ({},)),
+    Refused("conversation", (RESPONSES,), "the prompt", instead="use previous_response_id"),
+    Refused("prompt", (RESPONSES,), "the prompt", instead="use input and instructions"),
+    Refused("context_management", (RESPONSES,), "the prompt", ([],)),
+    Refused("image", (RESPONSES,), "the prompt", ({},)),
+    Refused("truncation", (RESPONSES,), "the prompt", ("disabled",)),
+    Refused("moderation", (RESPONSES,), "values in the answer"),
+    Ignored("max_tool_calls", (RESPONSES,), "tools that OpenAI's servers run"),
+    Ignored("prompt_cache_key prompt_cache_retention prompt_cache_options", (RESPONSES,), "hints for caches"),
+    Ignored("user safety_identifier", (RESPONSES,), "names the end user"),
+    Ignored("service_tier access_programs", (RESPONSES,), "bookkeeping of OpenAI's platform"),
+    # Anthropic's API.
+    Refused("container", (MESSAGES,), "tools of Anthropic's servers"),
+    Refused("mcp_servers", _ANTHROPIC, "tools of Anthropic's servers", ([],)),
+    Refused("context_management", _ANTHROPIC, "the prompt",
+            ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]})),
+    Refused("diagnostics", (MESSAGES,), "values in the answer"),
+    Refused("inference_geo", (MESSAGES,), "where the answer is computed"),
+    Refused("compaction", _ANTHROPIC, "the prompt"),
+    Refused("thread", (MESSAGES,), "the prompt"),
+    Refused("fallbacks", (MESSAGES,), "the model", ([],)),
+    Ignored("betas", _ANTHROPIC, "names of beta features"),
+    Ignored("billing_policy", _ANTHROPIC, "bookkeeping of Anthropic's platform"),
+    Ignored("fallback_credit_token", (MESSAGES,), "bookkeeping of Anthropic's platform"),
+    Ignored("cache_control", _ANTHROPIC, "hints for caches"),
+    Ignored("speed", _ANTHROPIC, "how fast the answer is computed"),
+    Ignored("user_profile_id workspace_id", _ANTHROPIC, "bookkeeping of Anthropic's platform"),
+    Ignored("metadata service_tier", (MESSAGES,), "bookkeeping of Anthropic's platform"),
 )  # fmt: skip
 
 
@@ -203,6 +237,19 @@ def refuse_foreign(place: str, body: Mapping[str, Any], prefix: str = "") -> Non
             entry.check(name, body, prefix)
 
 
+def refuse_unknown(place: str, body: Mapping[str, Any], implemented: Iterable[str]) -> None:
+    """Raise RequestError for the first field that is neither implemented nor in the table, unless it is null.
+
+    A misspelt field would be lost without a word.
+    """
+    for name, value in body.items():
+        if value is not None and name not in FOREIGN_FIELDS[place]:
+            shown = name if len(name) <= MAX_SHOWN_CHARS else f"{name[:MAX_SHOWN_CHARS]}…"
+            prefix = f"{place}." if place == STREAM_OPTIONS else ""
+            hint = did_you_mean(name, implemented) or "; remove it"
+            raise RequestError(f"{prefix}{shown} is not a known field{hint}", param=shown)
+
+
 def json_schemas(place: str) -> dict[str, dict[str, Any]]:
     """Return the JSON schema of each field of the table: any value, or only the values without effect."""
     return {name: _json_schema(entry) for name, entry in FOREIGN_FIELDS[place].items()}
@@ -220,52 +267,3 @@ def _json_schema(entry: Refused | Ignored) -> dict[str, Any]:
 def _is_one_of(value: Any, allowed: Iterable[Any]) -> bool:
     """Return whether a JSON value equals one of `allowed`; unlike `in`, 1 is not True."""
     return any(value == one and (type(value) is bool) == (type(one) is bool) for one in allowed)
-
-
-def document() -> str:
-    """Return docs/compatibility.md."""
-    lines = [
-        "# Fields of other APIs",
-        "",
-        "Request fields of OpenAI, vLLM and SGLang that Encore doesn't implement. "
-        "`python -m server.schemas.foreign_fields` writes this page from the table that the server uses.",
-        "",
-        "## Refused",
-        "",
-        "These would change the answer. They are a 400 that names the field, unless the value is `null` or one without "
-        "effect.",
-        "",
-        "| field | where | concerns | accepted values |",
-        "|---|---|---|---|",
-        *_rows(Refused),
-        "",
-        "## Accepted without effect",
-        "",
-        "These can't change an answer.",
-        "",
-        "| field | where | concerns |",
-        "|---|---|---|",
-        *_rows(Ignored),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _rows(kind: type[Refused] | type[Ignored]) -> list[str]:
-    rows = []
-    for entry in sorted((entry for entry in TABLE if isinstance(entry, kind)), key=lambda entry: entry.names):
-        names = ", ".join(f"`{name}`" for name in entry.names.split())
-        cells = [names, ", ".join(f"`{place}`" for place in entry.places), entry.effect]
-        if isinstance(entry, Refused):
-            cells.append(_accepted(entry))
-        rows.append(f"| {' | '.join(cells)} |")
-    return rows
-
-
-def _accepted(entry: Refused) -> str:
-    values = ", ".join(f"`{json.dumps(value)}`" for value in entry.neutral)
-    extra = [f"any if `{entry.unless[0]}` is `{json.dumps(entry.unless[1])}`"] if entry.unless else []
-    return "; ".join([*([values] if values else []), *extra, *([entry.instead] if entry.instead else [])])
-
-
-if __name__ == "__main__":
-    print(document(), end="")

@@ -9,13 +9,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from engine.errors import RequestError
 from engine.protocol.request import SamplingParams
-from engine.protocol.sampling_params import MAX_LOGPROBS
+from engine.protocol.sampling_params import MAX_LOGPROBS, MAX_SALT_CHARS
+from server.schemas.constraints import FIELD_SCHEMAS, SGLANG_NAMES, constraint
 from server.schemas.foreign_fields import FOREIGN_FIELDS, GENERATE, SAMPLING, json_schemas, refuse_foreign
-from server.schemas.requests import RANGES, InputIds, Priority, Texts, Wire, is_objects, naming
+from server.schemas.requests import (
+    MAX_ID_CHARS,
+    RANGES,
+    InputIds,
+    Priority,
+    Salt,
+    Texts,
+    Wire,
+    is_objects,
+    naming,
+    salt_of,
+)
 
 _SGLANG_NAMES = {
     "max_new_tokens": "max_tokens",
@@ -28,17 +40,21 @@ _SGLANG_NAMES = {
 def _sampling_schema() -> dict[str, Any]:
     numbers = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
     whole = ("top_k", "max_tokens", "min_tokens", "n", "seed", "logprobs")
-    flags = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "no_stop_trim")
+    flags = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "show_markers", "no_stop_trim")
     known = {name: {"type": "number", **RANGES[name]} for name in numbers}
     known |= {name: {"type": "integer", **RANGES[name]} for name in whole}
     known |= {name: {"type": "boolean"} for name in flags}
     text = {"type": "string", "minLength": 1, "maxLength": RANGES["stop"]["maxLength"]}
     known["stop"] = {"anyOf": [text, {"type": "array", "items": text, "maxItems": RANGES["stop"]["maxItems"]}]}
     known["stop_token_ids"] = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+    known["allowed_token_ids"] = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+    known["bad_words"] = {"type": "array", "items": {"type": "string", "minLength": 1}}
     known["logit_bias"] = {"type": "object", **RANGES["logit_bias"]}
     known["prompt_logprobs"] = known["logprobs"]
+    known["cache_salt"] = {"type": "string", "maxLength": MAX_SALT_CHARS}
     known |= {alias: known[name] for alias, name in _SGLANG_NAMES.items()}
     nullable = {name: {"anyOf": [schema, {"type": "null"}]} for name, schema in known.items()} | json_schemas(SAMPLING)
+    nullable |= {name: FIELD_SCHEMAS[name] for name in ("structured_outputs", *SGLANG_NAMES)}
     one = {"type": "object", "properties": nullable, "additionalProperties": False}
     return {"anyOf": [one, {"type": "array", "items": one}, {"type": "null"}]}
 
@@ -47,6 +63,17 @@ def _sampling(value: Any) -> Any:
     if value is None or isinstance(value, dict) or is_objects(value):
         return value
     raise ValueError("Input should be a valid dictionary")
+
+
+_ID = {"type": "string", "maxLength": MAX_ID_CHARS}
+_IDS = {"anyOf": [_ID, {"type": "array", "items": _ID}, {"type": "null"}]}
+
+
+def _check_id_length(value: Any) -> Any:
+    longest = max(map(len, [value] if isinstance(value, str) else value or [""]), default=0)
+    if longest > MAX_ID_CHARS:
+        raise ValueError(f"an id has {longest} characters; at most {MAX_ID_CHARS} are allowed")
+    return value
 
 
 Sampling = Annotated[Any, BeforeValidator(_sampling), WithJsonSchema(_sampling_schema())]
@@ -60,12 +87,14 @@ class GenerateBody(Wire):
     text: Texts = None
     input_ids: InputIds = None
     sampling_params: Sampling = None
-    rid: Texts = None
+    rid: Annotated[Texts, AfterValidator(_check_id_length), WithJsonSchema(_IDS)] = None
     stream: bool = False
     return_logprob: bool = False
     logprob_start_len: int | None = None
     top_logprobs_num: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
     return_text_in_logprobs: bool = False
+    cache_salt: Salt = None
+    extra_key: Salt = None
     priority: Priority = 0
 
     def prompts(self) -> tuple[list[str | list[int]], bool]:
@@ -82,7 +111,9 @@ class GenerateBody(Wire):
         given = self.sampling_params or {}
         if isinstance(given, dict):
             with naming(self.sent_names(0)):
-                return [self._params(given)] * count
+                shared = self._params(given)
+            _drop_ignored(given)
+            return [shared] * count
         if len(given) != count:
             raise RequestError(
                 f"sampling_params has {len(given)} entries for {count} prompts; provide one for all or one per prompt",
@@ -92,6 +123,7 @@ class GenerateBody(Wire):
         for number, each in enumerate(given):
             with naming(self.sent_names(number)):
                 params.append(self._params(each))
+            _drop_ignored(each)
         return params
 
     def sent_names(self, number: int) -> dict[str, str]:
@@ -114,9 +146,9 @@ class GenerateBody(Wire):
 
     def _params(self, given: Mapping[str, Any]) -> SamplingParams:
         refuse_foreign(SAMPLING, given, "sampling_params.")
-        values: dict[str, Any] = {"max_tokens": 128}
+        values: dict[str, Any] = {"max_tokens": 128, "cache_salt": salt_of(self.cache_salt, self.extra_key)}
         for name, value in given.items():
-            if name in FOREIGN_FIELDS[SAMPLING]:
+            if name in FOREIGN_FIELDS[SAMPLING] or name in SGLANG_NAMES:
                 continue
             ours = _SGLANG_NAMES.get(name, name)
             if ours != name and value is not None and given.get(ours) is not None:
@@ -129,4 +161,11 @@ class GenerateBody(Wire):
             values["logprobs"] = self.top_logprobs_num
             if self.logprob_start_len is not None and self.logprob_start_len >= 0:
                 values["prompt_logprobs"] = self.top_logprobs_num
-        return SamplingParams.from_dict(values)
+        constraints = {name: given.get(name) for name in ("structured_outputs", *SGLANG_NAMES)}
+        return SamplingParams.from_dict(values | {"structured_outputs": constraint(constraints)})
+
+
+def _drop_ignored(given: dict[str, Any]) -> None:
+    """Drop the parameters without effect: they may be megabytes, and the body lives as long as its request."""
+    for name in FOREIGN_FIELDS[SAMPLING]:
+        given.pop(name, None)

@@ -7,11 +7,12 @@ refused (foreign_fields.py).
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
@@ -20,14 +21,21 @@ from engine.protocol.request import SamplingParams
 from engine.protocol.sampling_params import (
     INT64_MAX,
     INT64_MIN,
+    MAX_ALLOWED_TOKENS,
+    MAX_BAD_WORDS,
     MAX_BIASED_TOKENS,
     MAX_LOGPROBS,
     MAX_N,
+    MAX_SALT_CHARS,
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     MAX_TOKENS,
 )
+from engine.text.conversation import RESERVED, Conversation
+from engine.text.parsing.tool_use import ToolUse
+from server.schemas.constraints import FIELD_SCHEMAS, constraint
+from server.schemas.descriptions import describe_fields
 from server.schemas.foreign_fields import (
     CHAT,
     COMPLETIONS,
@@ -36,7 +44,10 @@ from server.schemas.foreign_fields import (
     TOKENIZE,
     json_schemas,
     refuse_foreign,
+    refuse_unknown,
 )
+from server.schemas.tools import TOOL_CHOICE_SCHEMA, TOOLS_SCHEMA, checked_tools, tool_use
+from server.schemas.truncation import Truncation
 
 _TEXT = {"type": "string"}
 _NULL = {"type": "null"}
@@ -124,7 +135,10 @@ Content = Annotated[Any, BeforeValidator(_content), WithJsonSchema(_TEXT_OR_PART
 Text = Annotated[str, AfterValidator(_encodable)]
 # An 8 MB body has millions of items. Only the first error is reported; building one per item would take 5 GB.
 FAIL_FAST = Field(fail_fast=True)
+Salt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS // 2 - 8), AfterValidator(_encodable)] | None
+Role = Annotated[str, Field(max_length=64), AfterValidator(_encodable)]
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+MAX_ID_CHARS = 128  # of a request id, which is repeated in each event of a stream
 
 
 # Ranges for /openapi.json. SamplingParams checks them.
@@ -147,6 +161,8 @@ RANGES: Mapping[str, dict[str, Any]] = {
     "n": {"minimum": 1, "maximum": MAX_N},
     "seed": {"minimum": INT64_MIN, "maximum": INT64_MAX},
     "logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
+    "allowed_token_ids": {"minItems": 1, "maxItems": MAX_ALLOWED_TOKENS},
+    "bad_words": {"maxItems": MAX_BAD_WORDS},
 }  # fmt: skip
 
 
@@ -155,7 +171,14 @@ def _optional(name: str) -> Any:
     return Field(default=None, json_schema_extra=dict(RANGES[name]))
 
 
-def _add_foreign_fields(schema: dict[str, Any], model: type[Any]) -> None:
+def _constraint_field(name: str) -> Any:
+    """Return an optional field that constrains the output; server/schemas/constraints.py checks it."""
+    return Field(default=None, json_schema_extra=lambda schema: schema.update(FIELD_SCHEMAS[name]))
+
+
+def _complete_schema(schema: dict[str, Any], model: type[Any]) -> None:
+    """Add the descriptions of the fields, and the fields of other APIs."""
+    describe_fields(schema.get("properties", {}), model.__name__)
     if model.place is not None:
         schema.setdefault("properties", {}).update(json_schemas(model.place))
 
@@ -172,15 +195,21 @@ class Wire(BaseModel):
         allow_inf_nan=False,
         hide_input_in_errors=True,
         protected_namespaces=(),
-        json_schema_extra=_add_foreign_fields,
+        json_schema_extra=_complete_schema,
     )
 
     place: ClassVar[str | None] = None
 
     def refuse_unsupported(self) -> None:
-        """Raise RequestError if a field of another API has a value that would change the output."""
+        """Raise RequestError for an unknown field, and for one of another API that would change the output.
+
+        Drops the fields that have no effect: they may be megabytes, and the body lives as long as its request.
+        """
         if self.place is not None:
-            refuse_foreign(self.place, self.model_extra or {})
+            extra = self.model_extra or {}
+            refuse_foreign(self.place, extra)
+            refuse_unknown(self.place, extra, type(self).model_fields)
+            extra.clear()
 
 
 @contextmanager
@@ -194,6 +223,13 @@ def naming(names: Mapping[str, str]) -> Iterator[None]:
         ours = "|".join(map(re.escape, names))
         message = re.sub(rf"(?<![\w'\"])(?:{ours})(?![\w'\"])", lambda found: names[found[0]], str(error))
         raise type(error)(message, param=names.get(error.param or "", error.param)) from error
+
+
+def salt_of(cache_salt: str | None, extra_key: str | None) -> str:
+    """Return the salt of the prefix cache for vLLM's and SGLang's fields; "" without either."""
+    if not cache_salt or not extra_key:
+        return cache_salt or extra_key or ""
+    return f"{len(cache_salt)} {cache_salt}{extra_key}"
 
 
 class StreamOptions(Wire):
@@ -221,6 +257,8 @@ class OpenAISampling(Wire):
     stop_token_ids: Annotated[list[int], FAIL_FAST] | None = _optional("stop_token_ids")
     max_tokens: int | None = _optional("max_tokens")
     min_tokens: int | None = _optional("min_tokens")
+    allowed_token_ids: Annotated[list[int], FAIL_FAST] | None = _optional("allowed_token_ids")
+    bad_words: Annotated[list[Text], FAIL_FAST] | None = _optional("bad_words")
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -229,6 +267,21 @@ class OpenAISampling(Wire):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Priority = 0
+    response_format: Any = _constraint_field("response_format")
+    structured_outputs: Any = _constraint_field("structured_outputs")
+    json_schema: Any = _constraint_field("json_schema")
+    regex: Any = _constraint_field("regex")
+    ebnf: Any = _constraint_field("ebnf")
+    structural_tag: Any = _constraint_field("structural_tag")
+    cache_salt: Salt = None
+    extra_key: Salt = None
+    no_stop_trim: bool | None = None
+    prompt_logprobs: int | None = _optional("logprobs")
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    return_stats: bool | None = None
 
     def sent_names(self) -> dict[str, str]:
         """Map names of sampling parameters to the names under which this body has them, where they differ."""
@@ -237,8 +290,30 @@ class OpenAISampling(Wire):
     def _params(self, **overrides: Any) -> SamplingParams:
         names = SHARED_SAMPLING_FIELDS
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        given["structured_outputs"] = constraint({name: getattr(self, name) for name in FIELD_SCHEMAS})
+        given["cache_salt"] = salt_of(self.cache_salt, self.extra_key)
+        if self.prompt_logprobs is not None:
+            if self.stream:
+                raise RequestError("prompt_logprobs is not available with stream=true", param="prompt_logprobs")
+            echoed = overrides.get("prompt_logprobs") or 0
+            overrides["prompt_logprobs"] = max(self.prompt_logprobs, echoed if self.prompt_logprobs >= 0 else -1)
+        if self.no_stop_trim is not None:
+            if self.include_stop_str_in_output not in (None, self.no_stop_trim):
+                raise RequestError(
+                    "no_stop_trim and include_stop_str_in_output differ: send only one", param="no_stop_trim"
+                )
+            given["include_stop_str_in_output"] = self.no_stop_trim
         with naming(self.sent_names()):
             return SamplingParams.from_dict(given | overrides)
+
+    @property
+    def truncation(self) -> Truncation | None:
+        """How to shorten a prompt that is too long; None if it is refused."""
+        if self.truncate_prompt_tokens is None:
+            if self.truncation_side is not None:
+                raise RequestError("truncation_side requires truncate_prompt_tokens", param="truncation_side")
+            return None
+        return Truncation(self.truncate_prompt_tokens, self.truncation_side == "right")
 
     @property
     def include_usage(self) -> bool:
@@ -254,6 +329,8 @@ class OpenAISampling(Wire):
     def refuse_unsupported(self) -> None:
         """Raise RequestError for unsupported fields and for stream_options without stream=true."""
         super().refuse_unsupported()
+        if self.stream_options is not None:
+            self.stream_options.refuse_unsupported()
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options requires stream=true", param="stream_options")
 
@@ -261,7 +338,7 @@ class OpenAISampling(Wire):
 SHARED_SAMPLING_FIELDS = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
     "logit_bias", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "include_stop_str_in_output",
-    "skip_special_tokens", "n", "seed",
+    "skip_special_tokens", "n", "seed", "allowed_token_ids", "bad_words",
 )  # fmt: skip
 
 
@@ -273,58 +350,165 @@ class CompletionBody(OpenAISampling):
     prompt: Prompt
     echo: bool | None = None
     logprobs: int | None = _optional("logprobs")
-    best_of: int | None = Field(default=None, description="must equal n")
+    best_of: int | None = Field(default=None, json_schema_extra=dict(RANGES["n"]))
     add_special_tokens: bool = True
 
     def sampling(self) -> SamplingParams:
         """Return the sampling parameters. max_tokens defaults to 16, as in OpenAI's API."""
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise RequestError("best_of other than n is not supported; remove it", param="best_of")
         overrides: dict[str, Any] = {"logprobs": self.logprobs}
+        if self.chooses_best:
+            assert self.best_of is not None
+            if self.best_of < (self.n or 1):
+                raise RequestError(f"best_of={self.best_of} is less than n={self.n}: raise it", param="best_of")
+            if self.stream:
+                raise RequestError("best_of other than n is not available with stream=true", param="best_of")
+            overrides |= {"n": self.best_of, "logprobs": self.logprobs or 0}
         if self.max_tokens is not None:
             overrides["max_tokens"] = self.max_tokens
         if self.echo and self.logprobs is not None:
             overrides["prompt_logprobs"] = self.logprobs
         return self._params(**overrides)
 
+    @property
+    def chooses_best(self) -> bool:
+        """Whether more sequences are generated than returned."""
+        return self.best_of is not None and self.best_of != (self.n or 1)
+
+    def sent_names(self) -> dict[str, str]:
+        return {"n": "best_of"} if self.chooses_best else {}
+
 
 class Message(Wire):
     """One message of a conversation. `content` is text, or a list of text parts, which are joined by newlines."""
 
-    role: Text
+    role: Role
     content: Content = None
 
     def plain(self, index: int) -> dict[str, Any]:
-        """Return the message for a chat template, with its content as one string."""
-        fields = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
-        return {**fields, "role": self.role, "content": self._text(index)}
+        """Return the message for a chat template: its content as one string, arguments of tool calls as objects.
 
-    def _text(self, index: int) -> str:
+        Templates know the role "developer" as "system", and the reasoning as `reasoning_content`.
+        """
+        place = f"messages[{index}]"
+        fields = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+        if "function_call" in fields:
+            raise RequestError(f"{place}.function_call is not supported; use tool_calls", param="messages")
+        if fields.get("tool_calls"):
+            fields["tool_calls"] = _tool_calls(f"{place}.tool_calls", fields["tool_calls"])
+        if "reasoning" in fields:
+            fields.setdefault("reasoning_content", fields["reasoning"])
+        role = "system" if self.role == "developer" else self.role
+        return {**fields, "role": role, "content": self._text(place)}
+
+    def _text(self, place: str) -> str:
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
         texts = []
         for part in self.content:
-            part_type, text = part.get("type"), part.get("text")
-            if part_type != "text" or not isinstance(text, str):
+            part_type = part.get("type")
+            text = part.get(part_type) if part_type in ("text", "refusal") else None
+            if not isinstance(text, str):
                 raise RequestError(
-                    f"messages[{index}].content has a part of type {str(part_type)[:40]!r}; only text is supported",
+                    f"{place}.content has a part of type {str(part_type)[:40]!r}; only text is supported",
                     param="messages",
                 )
             texts.append(text)
         return "\n".join(texts)
 
 
+def _tool_calls(place: str, calls: Any) -> list[dict[str, Any]]:
+    """Return tool calls for a chat template: arguments that are a JSON object as text become an object."""
+    if not is_objects(calls):
+        raise RequestError(f"{place} must be a list of tool calls", param="messages")
+    found = []
+    for number, call in enumerate(calls):
+        function = call.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RequestError(f"{place}[{number}].function must be an object with a name", param="messages")
+        found.append({**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}})
+    return found
+
+
+def _arguments(arguments: Any) -> Any:
+    if arguments is None or arguments == "":
+        return {}
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):  # a call that was cut off: the template gets its text
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
 Messages = Annotated[list[Message], Field(max_length=10_000, fail_fast=True, json_schema_extra={"minItems": 1})]
+Tools = Annotated[Any, WithJsonSchema(TOOLS_SCHEMA)]
+ToolChoice = Annotated[Any, WithJsonSchema(TOOL_CHOICE_SCHEMA)]
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
-def conversation(messages: list[Message]) -> list[dict[str, Any]]:
-    """Return messages for a chat template. Raises RequestError for an empty list and for parts that aren't text."""
-    if not messages:
-        raise RequestError("messages is empty: provide at least one message", param="messages")
-    return [message.plain(index) for index, message in enumerate(messages)]
+class ConversationFields(Wire):
+    """Fields that the text of a conversation depends on."""
+
+    tools: Tools = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template: Text | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: Literal[EFFORTS] | None = None  # type: ignore[valid-type]
+    documents: Annotated[list[dict[str, Any]], FAIL_FAST] | None = None
+
+    def tool_use(self) -> ToolUse | None:
+        """Return how the output may use tools. Raises RequestError."""
+        return tool_use(checked_tools(self.tools), self.tool_choice, self.parallel_tool_calls)
+
+    def conversation_of(self, messages: list[Message]) -> Conversation:
+        """Return what the chat template renders. Raises RequestError for invalid messages and combinations."""
+        if not messages:
+            raise RequestError("messages is empty: provide at least one message", param="messages")
+        continues = self.continue_final_message
+        if continues and self.add_generation_prompt:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt exclude each other: drop one",
+                param="continue_final_message",
+            )
+        plain = [message.plain(index) for index, message in enumerate(messages)]
+        if continues and not plain[-1]["content"].strip():
+            raise RequestError(
+                "continue_final_message: the last message has no text to continue", param="continue_final_message"
+            )
+        self.tool_use()
+        return Conversation(
+            messages=plain,
+            tools=[] if self.tool_choice == "none" else self.tools or [],
+            variables=self._variables(),
+            own_fields=self.model_fields_set,
+            documents=self.documents or [],
+            add_generation_prompt=not continues and self.add_generation_prompt is not False,
+            continue_final_message=continues,
+            template=self.chat_template,
+        )
+
+    def _variables(self) -> dict[str, Any]:
+        variables = dict(self.chat_template_kwargs or {})
+        for name in variables:
+            if name in RESERVED or not name.isidentifier():
+                raise RequestError(f"chat_template_kwargs can't set {name[:80]!r}", param="chat_template_kwargs")
+        own: dict[str, Any] = {"enable_thinking": self.enable_thinking}
+        if self.reasoning_effort == "none":
+            own = {"enable_thinking": False} | {name: value for name, value in own.items() if value is not None}
+        else:
+            own["reasoning_effort"] = self.reasoning_effort
+        for name, value in own.items():
+            if value is not None and variables.setdefault(name, value) != value:
+                raise RequestError(f"{name} and chat_template_kwargs.{name} differ: send only one", param=name)
+        return variables
 
 
-class ChatBody(OpenAISampling):
+class ChatBody(ConversationFields, OpenAISampling):
     """Body of POST /v1/chat/completions."""
 
     place = CHAT
@@ -333,7 +517,9 @@ class ChatBody(OpenAISampling):
     max_completion_tokens: int | None = _optional("max_tokens")
     logprobs: bool | None = None
     top_logprobs: int | None = _optional("logprobs")
-    add_generation_prompt: bool = True
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
 
     def sampling(self) -> SamplingParams:
         """Return the sampling parameters. Without a maximum, the output is limited by the context length."""
@@ -346,12 +532,18 @@ class ChatBody(OpenAISampling):
         names = {"logprobs": "top_logprobs"}
         return names if self.max_completion_tokens is None else names | {"max_tokens": "max_completion_tokens"}
 
-    def conversation(self) -> list[dict[str, Any]]:
-        """Return the messages for a chat template."""
-        return conversation(self.messages)
+    def conversation(self) -> Conversation:
+        """Return what the chat template renders."""
+        return self.conversation_of(self.messages)
 
 
-class TokenizeBody(Wire):
+_OF_CONVERSATIONS = (
+    "tools", "documents", "chat_template", "chat_template_kwargs", "continue_final_message", "enable_thinking",
+    "reasoning_effort",
+)  # fmt: skip
+
+
+class TokenizeBody(ConversationFields):
     """Body of POST /tokenize: a prompt, or a conversation."""
 
     place = TOKENIZE
@@ -360,12 +552,16 @@ class TokenizeBody(Wire):
     prompt: Text | None = None
     messages: Messages | None = None
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
     return_token_strs: bool = False
 
     def refuse_unsupported(self) -> None:
         """Raise RequestError for fields that a chat request refuses, which would change the ids."""
         super().refuse_unsupported()
+        self.tool_use()  # a mistake in the tools is one, whatever they are used for
+        for name in _OF_CONVERSATIONS if self.messages is None else ():
+            is_unused = name == "tools" and self.tool_choice == "none"
+            if getattr(self, name) not in (None, False, [], {}) and not is_unused:
+                raise RequestError(f"{name} has no effect on a prompt: send messages, or remove it", param=name)
         if self.messages is not None and self.add_special_tokens and "add_special_tokens" in self.model_fields_set:
             raise RequestError(
                 "add_special_tokens is not supported with messages: the chat template writes the special tokens; "
@@ -373,9 +569,9 @@ class TokenizeBody(Wire):
                 param="add_special_tokens",
             )
 
-    def conversation(self) -> list[dict[str, Any]]:
-        """Return the messages for a chat template."""
-        return conversation(self.messages or [])
+    def conversation(self) -> Conversation:
+        """Return what the chat template renders."""
+        return self.conversation_of(self.messages or [])
 
 
 class DetokenizeBody(Wire):

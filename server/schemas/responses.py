@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 FinishReason = Literal["stop", "length", "abort"]
+ChatFinishReason = Literal["stop", "length", "abort", "tool_calls"]
 StopReason = int | str | None
 
 
@@ -49,6 +50,14 @@ class Usage(Answer):
     prompt_tokens_details: CachedTokens
 
 
+class Stats(Answer):
+    """How a request ran, with `return_stats`. `graph_buckets` counts tokens by decode graph, or "eager"."""
+
+    queue_seconds: float | None
+    first_token_seconds: float | None
+    graph_buckets: dict[str, int]
+
+
 class CompletionLogprobs(Answer):
     """Parallel lists with one entry per token. The first token of an echoed prompt has no logprob."""
 
@@ -56,6 +65,17 @@ class CompletionLogprobs(Answer):
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class RankedLogprob(Answer):
+    """A token's logprob and rank, 1 for the most likely."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, RankedLogprob] | None]
 
 
 class CompletionChoice(Answer):
@@ -66,6 +86,9 @@ class CompletionChoice(Answer):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: StopReason
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Completion(Answer):
@@ -77,6 +100,7 @@ class Completion(Answer):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
+    stats: Stats | None = None
 
 
 class TokenScore(Answer):
@@ -100,12 +124,36 @@ class ChatLogprobs(Answer):
     refusal: None
 
 
+class CalledFunction(Answer):
+    """A function's name, and its arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Answer):
+    """A tool call."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class ToolCallDelta(ToolCall):
+    """A tool call in a chunk, with its place among the choice's calls."""
+
+    index: int
+
+
 class ChatMessage(Answer):
-    """The model's message."""
+    """The model's message. `reasoning` and `reasoning_content` are the same text under both names in use."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(Answer):
@@ -114,8 +162,9 @@ class ChatChoice(Answer):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
     stop_reason: StopReason
+    token_ids: list[int] | None = None
 
 
 class ChatCompletion(Answer):
@@ -127,13 +176,19 @@ class ChatCompletion(Answer):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    stats: Stats | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class ChatDelta(Answer):
-    """The change in a chunk: the role first, then content."""
+    """The change in a chunk: the role first, then reasoning, content or tool calls."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(Answer):
@@ -142,8 +197,9 @@ class ChatChunkChoice(Answer):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
     stop_reason: StopReason
+    token_ids: list[int] | None = None
 
 
 class ChatChunk(Answer):
@@ -155,16 +211,19 @@ class ChatChunk(Answer):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
+    stats: Stats | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class Model(Answer):
-    """A name under which the model is served."""
+    """A name under which the model is served, its context length, and what messages may contain."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     max_model_len: int
+    input_modalities: list[str]
 
 
 class ModelList(Answer):
@@ -219,6 +278,17 @@ class Tokenized(Answer):
     token_strs: list[str] | None
 
 
+class TokenizerInfo(Answer):
+    """Response of /tokenizer_info: the settings of tokenizer_config.json."""
+
+    model_config = ConfigDict(extra="allow")
+
+    tokenizer_class: str
+    vocab_size: int
+    chat_template: str | dict[str, str] | None = None
+    added_tokens_decoder: dict[str, dict[str, Any]]
+
+
 class Detokenized(Answer):
     """Response of /detokenize."""
 
@@ -229,6 +299,37 @@ class Health(Answer):
     """Liveness. "dead" comes with status 503."""
 
     status: Literal["ok", "dead"]
+
+
+class Load(Answer):
+    """Response of /load: requests without a complete response, of all API workers."""
+
+    server_load: int
+
+
+class ServerInfo(Answer):
+    """Response of /server_info: vLLM's three sections, then SGLang's names. `vllm_config` is text by default."""
+
+    vllm_config: str | dict[str, Any]
+    vllm_env: dict[str, str]
+    system_env: dict[str, str]
+    version: str
+    model_path: str
+    served_model_name: str
+    device: str
+    dtype: str
+    tp_size: int
+    context_length: int
+    page_size: int
+    max_total_num_tokens: int
+    max_running_requests: int
+    max_prefill_tokens: int
+    mem_fraction_static: float | None
+    random_seed: int | None
+    weight_version: str
+    tool_call_parser: str
+    reasoning_parser: str
+    internal_states: list[dict[str, Any]]
 
 
 class Version(Answer):
@@ -246,10 +347,14 @@ class Ready(Answer):
 
 
 class Graphs(Answer):
-    """The graph table: one row per wanted, captured or failed graph."""
+    """The graph table: one row per wanted, captured or failed graph.
+
+    Graphs share one memory pool of `pool_bytes`; the sum of the rows' bytes exceeds it.
+    """
 
     model: str
     warm: dict[str, Any]
+    pool_bytes: int
     graphs: list[dict[str, Any]]
 
 

@@ -75,15 +75,22 @@ def summary(jobs: Sequence[Job]) -> dict[str, Any]:
     """Summarize a request's jobs: tokens, times in seconds, finish reasons, and tokens by graph bucket."""
     if not jobs:
         return {}
-    watches = [job.watch for job in jobs if job.watch is not None]
-    firsts = [watch.first_token_seconds for watch in watches if watch.first_token_seconds is not None]
-    queued = [watch.queue_seconds for watch in watches if watch.queue_seconds is not None]
-    buckets: Counter[int | None] = sum((watch.buckets for watch in watches), Counter())
     return {
         "prompt_tokens": sum(job.prompt_tokens for job in jobs),
         "cached_tokens": sum(job.output.cached_tokens for job in jobs),
         "completion_tokens": sum(len(choice.token_ids) for job in jobs for choice in job.choices),
         "finish_reasons": dict(Counter(choice.finish_reason or "abort" for job in jobs for choice in job.choices)),
+        **stats(jobs),
+    }
+
+
+def stats(jobs: Sequence[Job]) -> dict[str, Any]:
+    """Return times in seconds (None before the first token) and the number of tokens by graph bucket, or "eager"."""
+    watches = [job.watch for job in jobs if job.watch is not None]
+    firsts = [watch.first_token_seconds for watch in watches if watch.first_token_seconds is not None]
+    queued = [watch.queue_seconds for watch in watches if watch.queue_seconds is not None]
+    buckets: Counter[int | None] = sum((watch.buckets for watch in watches), Counter())
+    return {
         "queue_seconds": round(max(queued), 6) if queued else None,
         "first_token_seconds": round(min(firsts), 6) if firsts else None,
         "graph_buckets": {"eager" if bucket is None else str(bucket): count for bucket, count in buckets.items()},

@@ -11,24 +11,32 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import EngineDead, EngineError, PromptTooLong, QueueFull, RequestError
 from engine.protocol.outputs import CompletionOutput, OutputDelta, RequestOutput
 from engine.protocol.request import SamplingParams
+from engine.text.parsing.tool_use import ToolUse
 from server.config import ServerConfig
 from server.http.connections import ACCEPTING
 from server.http.errors import WireError
+from server.http.json_text import encoded
+from server.http.streaming import WriteEvent, event, large_event
 from server.observability.metrics import RequestMetrics, RequestWatch
 from server.observability.shared_counters import SharedCounters
+from server.schemas.truncation import Truncation
+from server.serving.chat_formats import ChatFormats
+from server.serving.output_budget import OutputBudget, Share, size_of
 from server.serving.tokenization import Tokenization
 
 if TYPE_CHECKING:
     from engine.client.async_client import Client
 
 
-# Gauges of an API worker: its sequences in flight; 1 once it can serve requests.
-IN_FLIGHT, STARTED = "in_flight", "started"
+# Gauges of an API worker: its sequences in flight; its requests without a complete response; 1 once it can serve.
+IN_FLIGHT, UNANSWERED, STARTED = "in_flight", "unanswered", "started"
+INLINE_LOGPROB_BYTES = 256 * 1024  # of an answer that is written on the event loop, in some milliseconds
+YIELD_CHARS = 8192  # of prompts between two turns of other tasks: tokenizing them takes some milliseconds
 
 
 @dataclass(kw_only=True)
@@ -61,6 +69,9 @@ class Reservation:
 
     def __init__(self, service: Service, sequences: int):
         self._service, self._held = service, sequences
+        self.engine_ids: set[str] = set()  # of the request's running jobs
+        self.started = 0  # sequences of the request that were sent to the engine
+        self.logprobs = Share(self._abort)
         service.add_in_flight(sequences)
 
     def release(self, sequences: int) -> None:
@@ -72,6 +83,11 @@ class Reservation:
     def release_all(self) -> None:
         """Release everything that is still held: the request is over."""
         self.release(self._held)
+        self._service.outputs.release(self.logprobs)
+
+    def _abort(self) -> None:
+        for engine_id in self.engine_ids:
+            self._service.abort_soon(engine_id)
 
 
 class Service:
@@ -100,11 +116,16 @@ class Service:
         self.start_time = time.time() if start_time is None else start_time
         self._closed = False
         self._tokens: Tokenization | None = None
+        self.chat_formats: ChatFormats  # set before `tokens`
         self.in_flight = 0  # sequences of this API worker that hold queue capacity
         self.unanswered = 0  # admitted requests of this API worker without a complete response
         self._in_flight = self.counters.gauge_index(IN_FLIGHT)
+        self._unanswered = self.counters.gauge_index(UNANSWERED)
         self._started = self.counters.gauge_index(STARTED)
         self._numbers = itertools.count()
+        self.outputs = OutputBudget(config.max_total_logprob_bytes)
+        self._aborts: set[asyncio.Task[None]] = set()
+        self._unyielded = 0  # characters and token ids of prompts since the event loop last ran other tasks
 
     def begin(self) -> None:
         """Start the client in a task, so that health and readiness probes are answered while the model loads."""
@@ -114,7 +135,16 @@ class Service:
         try:
             await self.client.start()
             info = self.client.info()
-            tokens = Tokenization(self.client.tokenizer, info.max_model_len, info.vocab_size)
+            self.chat_formats = ChatFormats(
+                self.client.tokenizer, self.config.tool_call_parser, self.config.reasoning_parser
+            )
+            tokens = Tokenization(
+                self.client.tokenizer,
+                info.max_model_len,
+                info.vocab_size,
+                self.config.template_seconds,
+                self.config.max_prompt_chars,
+            )
             if self.before_ready is not None:
                 self.before_ready()
             self._tokens, self.counters.values[self._started] = tokens, 1.0
@@ -160,6 +190,15 @@ class Service:
             )  # fmt: skip
         return self._tokens
 
+    def chat_formats_of(self, use: ToolUse | None) -> ChatFormats:
+        """Return the model's formats, for an output that may use tools in this way.
+
+        Raises WireError 503 until the model is loaded, RequestError if its tool calls can't be parsed.
+        """
+        _ = self.tokens
+        self.chat_formats.check(use)
+        return self.chat_formats
+
     def reasons_not_ready(self) -> list[str]:
         """Return why the server is not ready; an empty list if it is."""
         if self.draining:
@@ -192,7 +231,7 @@ class Service:
 
         Use it to refuse a huge batch before anything is allocated per prompt. `param` names the field of the prompts.
         """
-        self._check_serving()
+        self.check_serving()
         self._check_max_sequences(sequences, param)
         self._check_capacity(self.all_in_flight, sequences)
 
@@ -208,16 +247,16 @@ class Service:
             RequestError: they exceed the limit; names `param`.
             WireError, EngineDead: the server is loading, draining, or its engine is dead.
         """
-        self._check_serving()
+        self.check_serving()
         self._check_max_sequences(sequences, param)
         # Reserve before checking: of two workers that admit at the same time, at least one sees the other.
         reservation = Reservation(self, sequences)
-        self.unanswered += 1
+        self._add_unanswered(1)
         try:
             self._check_capacity(self.all_in_flight - sequences, sequences)
             yield reservation
         finally:
-            self.unanswered -= 1
+            self._add_unanswered(-1)
             reservation.release_all()
 
     @property
@@ -225,7 +264,8 @@ class Service:
         """Maximum number of sequences that run or wait."""
         return self.client.info().max_num_seqs + self.config.max_waiting
 
-    def _check_serving(self) -> None:
+    def check_serving(self) -> None:
+        """Raise WireError 503 while loading or draining, EngineDead while there is no engine."""
         _ = self.tokens
         if self.draining:
             raise WireError(
@@ -236,6 +276,13 @@ class Service:
             raise EngineDead(f"the engine is not available: {health.reason}")
 
     def _check_max_sequences(self, sequences: int, param: str) -> None:
+        limit = self.config.max_sequences_per_request
+        if sequences > limit:
+            raise RequestError(
+                f"{param}: the request asks for {sequences} sequences, and at most {limit} are allowed "
+                "(--max-sequences-per-request): send several requests",
+                param,
+            )
         if sequences > self._capacity:
             raise RequestError(
                 f"{param}: the request asks for {sequences} sequences, but at most {self._capacity} can run and wait",
@@ -259,6 +306,15 @@ class Service:
         """Sequences in flight of all API workers."""
         return int(self.counters.total_gauge(IN_FLIGHT))
 
+    @property
+    def all_unanswered(self) -> int:
+        """Admitted requests of all API workers without a complete response."""
+        return int(self.counters.total_gauge(UNANSWERED))
+
+    def _add_unanswered(self, requests: int) -> None:
+        self.unanswered += requests
+        self.counters.values[self._unanswered] = self.unanswered
+
     def add_in_flight(self, sequences: int) -> None:
         """Count this many more sequences of this API worker as in flight; fewer if negative."""
         self.in_flight += sequences
@@ -266,24 +322,36 @@ class Service:
 
     async def job(
         self, public_id: str, prompt: str | list[int], param: str, params: SamplingParams, priority: int,
-        add_special_tokens: bool = True,
+        add_special_tokens: bool = True, truncation: Truncation | None = None,
     ) -> Job:  # fmt: skip
         """Tokenize a prompt and return its job. `param` is the name of its field for errors.
 
         Raises RequestError, PromptTooLong.
         """
+        await self._yield_after(len(prompt))
         if isinstance(prompt, str):
             ids = await self.tokens.encode(prompt, param, add_special_tokens)
-            return self.tokenized_job(public_id, prompt, ids, param, params, priority)
-        return self.tokenized_job(public_id, None, prompt, param, params, priority)
+            return self.tokenized_job(public_id, prompt, ids, param, params, priority, truncation)
+        return self.tokenized_job(public_id, None, prompt, param, params, priority, truncation)
+
+    async def _yield_after(self, size: int) -> None:
+        """Let other tasks run if the prompts of this size and before it have taken some milliseconds."""
+        self._unyielded += size
+        if self._unyielded > YIELD_CHARS:
+            self._unyielded = 0
+            await asyncio.sleep(0)
 
     def tokenized_job(
-        self, public_id: str, prompt: str | None, ids: list[int], param: str, params: SamplingParams, priority: int
-    ) -> Job:
-        """Return the job of a tokenized prompt.
+        self, public_id: str, prompt: str | None, ids: list[int], param: str, params: SamplingParams, priority: int,
+        truncation: Truncation | None = None,
+    ) -> Job:  # fmt: skip
+        """Return the job of a tokenized prompt, shortened by `truncation`.
 
         Checks here what the engine would refuse later, so that the error names the field `param`.
         """
+        if truncation is not None:
+            kept = truncation.apply(ids, self.client.info().max_model_len, params.max_tokens)
+            ids, prompt = kept, prompt if len(kept) == len(ids) else None
         info = self.client.info()
         params.check_vocab(info.vocab_size)
         self.tokens.check(ids, param)
@@ -303,9 +371,13 @@ class Service:
         Closing the iterator aborts the engine request. Capacity is released as the engine ends the job's sequences.
         Raises EngineError if a sequence failed in the engine.
         """
+        if reservation.logprobs.error is not None:
+            raise reservation.logprobs.error
         watch = job.watch = self.metrics.watch(job)
         # Clients may send the same id several times at once, so the engine gets a unique one.
         engine_id = f"{job.public_id}:{next(self._numbers)}"
+        first_index = reservation.started
+        reservation.started += job.params.n
         arrivals = self.client.stream(
             engine_id,
             prompt=None,
@@ -313,10 +385,13 @@ class Service:
             params=job.params,
             priority=job.priority,
             on_end=reservation.release,
+            first_index=first_index,
         )
+        reservation.engine_ids.add(engine_id)
         try:
             async with aclosing(arrivals):
                 async for deltas in arrivals:
+                    self.outputs.add(reservation.logprobs, deltas)
                     for delta in deltas:
                         if delta.finish_reason == "error":
                             raise EngineError(f"the engine failed to process request {job.public_id}: {delta.error}")
@@ -327,7 +402,32 @@ class Service:
             watch.close(failed=True)
             raise
         finally:
+            reservation.engine_ids.discard(engine_id)
             watch.close()
+
+    def abort_soon(self, engine_id: str) -> None:
+        """Abort a running job in the engine; its stream ends with finish_reason "abort"."""
+        task = asyncio.create_task(self.client.abort(engine_id))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    async def write(self, jobs: list[Job], build: Callable[[Callable[[Any], Any]], Any]) -> Any:
+        """Return the JSON answer that `build` returns; Encoded by a thread if it has many log-probabilities.
+
+        `build(part)` passes each choice to `part`, which may encode it, so that not all are in memory as objects.
+        """
+        outputs = [job.output for job in jobs]
+        size = sum(size_of(one.prompt_logprobs) for one in outputs)
+        size += sum(size_of(choice.logprobs) for one in outputs for choice in one.outputs)
+        if size <= INLINE_LOGPROB_BYTES:
+            return build(lambda value: value)
+        return await self.tokens.in_thread(lambda: encoded(build(encoded)))
+
+    async def write_events(self, size: int, write: Callable[[WriteEvent], bytes]) -> bytes:
+        """Return events of a stream with `size` bytes of log-probabilities; written by a thread if they are many."""
+        if size <= INLINE_LOGPROB_BYTES:
+            return write(event)
+        return await self.tokens.in_thread(lambda: write(large_event))
 
     async def finish(self, jobs: list[Job], reservation: Reservation) -> None:
         """Run jobs concurrently until all have finished. If one fails, cancel the others."""

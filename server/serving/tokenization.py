@@ -1,41 +1,61 @@
 """Tokenization for the routes: prompts, chat templates, detokenization, and the text of single tokens.
 
-Long texts are encoded in a thread, so that they don't block the event loop and every stream.
+Templates and long texts run in threads, so that they don't block the event loop and every stream.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
 from engine.errors import PromptTooLong, RequestError
+from engine.text.conversation import Conversation
 from engine.text.tokenizer import Tokenizer
+from server.serving.text_threads import Lane, TextThreads, lane_of
+
+T = TypeVar("T")
 
 INLINE_CHARS = 4096  # up to this length, encoding takes a few milliseconds: not worth a thread
 
 
-class Tokenization:
-    """Asynchronous access to one model's tokenizer. `close` ends its thread.
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A rendered conversation: its text and token ids."""
 
-    With `tokenizer=None` token ids are accepted and text is refused.
+    text: str
+    ids: list[int]
+
+
+class Tokenization:
+    """Asynchronous access to one model's tokenizer. Create it inside an event loop.
+
+    With `tokenizer=None` token ids are accepted and text is refused. Rendering a chat template may take
+    `template_seconds`. A prompt or conversation may have `max_chars` characters; None: as many as the context can hold.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, max_model_len: int, vocab_size: int):
+    def __init__(
+        self, tokenizer: Tokenizer | None, max_model_len: int, vocab_size: int, template_seconds: float = 3.0,
+        max_chars: int | None = None,
+    ):  # fmt: skip
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._pieces: dict[int, str] = {}
         longest = max(map(len, tokenizer.backend.get_vocab())) if tokenizer is not None else 1
-        self._max_chars = max_model_len * max(longest, 16)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+        self._context_chars = max_model_len * max(longest, 16)
+        self._max_chars = max_chars
+        self._template_seconds = template_seconds
+        self._threads = TextThreads()
+        self._preparation: asyncio.Task[Any] | None = None
         if tokenizer is not None and tokenizer.has_chat_template:
-            self._thread.submit(tokenizer.prepare_chat)
+            self._preparation = asyncio.create_task(self._threads.run(tokenizer.prepare_chat, Lane.LARGE))
 
     def close(self) -> None:
-        """End the thread after the text that it is encoding."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        """End the requests whose text is being rendered or encoded with WireError 503."""
+        self._threads.close()
 
     async def encode(self, text: str, param: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a prompt. Raises RequestError if the model has no tokenizer, or PromptTooLong."""
@@ -43,14 +63,47 @@ class Tokenization:
         self._refuse_oversized(len(text), param)
         if len(text) <= INLINE_CHARS:
             return tokenizer.encode(text, add_special_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, tokenizer.encode, text, add_special_tokens)
+        return await self._threads.run(partial(tokenizer.encode, text, add_special_tokens), lane_of(len(text)))
 
-    async def chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> list[int]:
-        """Apply the chat template and return the token ids. Raises RequestError if the template fails."""
-        apply = self._require_tokenizer("messages").apply_chat_template
-        self._refuse_oversized(sum(len(message.get("content") or "") for message in messages), "messages")
-        return await asyncio.get_running_loop().run_in_executor(self._thread, apply, messages, add_generation_prompt)
+    async def chat(self, conversation: Conversation) -> ChatPrompt:
+        """Apply the chat template and encode its text. Raises RequestError if the template fails or takes too long."""
+        tokenizer = self._require_tokenizer("messages")
+        chars = conversation.num_chars
+        self._refuse_oversized(chars, "messages")
+        render = partial(tokenizer.render, conversation)
+        if conversation.template is None:
+            text = await self._render(render, chars)
+        else:  # runs in a process with a time limit of its own, for which no other conversation waits
+            text = await self._threads.run(render, Lane.PROCESS)
+        self._refuse_oversized(len(text), "messages")
+        try:
+            ids = await self._threads.run(partial(tokenizer.encode, text, False), lane_of(len(text)))
+        except RequestError as error:
+            raise RequestError(
+                "the conversation contains a lone surrogate, which is not valid Unicode", "messages"
+            ) from error
+        return ChatPrompt(text, ids)
+
+    async def _render(self, render: Callable[[], str], chars: int) -> str:
+        if self._preparation is not None:
+            await asyncio.shield(self._preparation)  # its seconds don't count
+        try:
+            return await self._threads.run(render, lane_of(chars), self._template_seconds)
+        except TimeoutError as error:
+            raise RequestError(
+                f"the chat template takes longer than {self._template_seconds:g} seconds for these messages "
+                "(--template-seconds): send fewer",
+                param="messages",
+            ) from error
+        except (ArithmeticError, LookupError, MemoryError, RecursionError) as error:
+            raise RequestError(
+                f"the model's chat template can't render these messages: {type(error).__name__}: {error}",
+                param="messages",
+            ) from error
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Run work on a large answer in a thread."""
+        return await self._threads.run(work, Lane.ANSWER)
 
     def check(self, ids: Sequence[int], param: str) -> None:
         """Check token ids of a prompt.
@@ -74,6 +127,10 @@ class Tokenization:
                 f"{param} has a token id {shown_text}; ids from 0 to {self._vocab_size - 1} exist", param=param
             )
 
+    async def description(self) -> dict[str, Any]:
+        """Return the tokenizer's settings. Raises RequestError if the model has none."""
+        return await self._threads.run(self._require_tokenizer("model").description, Lane.LARGE)
+
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, including special tokens; "" for a model without a tokenizer."""
         return "" if self._tokenizer is None else self._tokenizer.decode(ids, skip_special_tokens=False)
@@ -91,7 +148,13 @@ class Tokenization:
 
     def _refuse_oversized(self, chars: int, param: str) -> None:
         """Refuse text that can't fit even if every token were the vocabulary's longest: encoding it takes seconds."""
-        if chars > self._max_chars:
+        if self._max_chars is not None and chars > self._max_chars:
+            raise PromptTooLong(
+                f"{param} has {chars} characters, and at most {self._max_chars} are allowed (--max-prompt-chars): "
+                "shorten it",
+                param=param,
+            )
+        if chars > self._context_chars:
             raise PromptTooLong(
                 f"{param} has {chars} characters, and a context of {self._max_model_len} tokens can't hold them: "
                 "shorten it",

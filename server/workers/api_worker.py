@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import io
 import logging
-import logging.config
 import mmap
 import socket
 import time
@@ -25,7 +24,7 @@ from server.app import create_app
 from server.config import ServerConfig
 from server.http.connections import OpenConnections
 from server.http.keys import Keys
-from server.observability.logs import log_settings
+from server.observability.logs import set_up_logging
 from server.observability.shared_counters import SharedCounters
 from server.serving.service import Service
 from server.workers.http_server import Server, SharedAcceptor, freeze_memory, uvicorn_config
@@ -43,7 +42,7 @@ class WorkerSettings:
     `number` is unique to the process; `row` is its row of shared counters, which it takes over from its predecessor.
     `is_replacement`: the server serves already, so accept no connection before this worker can serve too.
     `start_time`: the server's start (time.time). `engine`: this worker's end of its pipe to the EngineRouter. `memory`:
-    the file of the shared counters.
+    the file of the shared counters. `response_store`: the path of the shared store of responses.
     """
 
     config: ServerConfig
@@ -55,11 +54,12 @@ class WorkerSettings:
     keys: Keys
     engine: Connection
     memory: io.FileIO
+    response_store: str
 
 
 def main(commands: Connection, settings: WorkerSettings) -> None:
     """Serve until the main process sends DRAIN or STOP through `commands`."""
-    logging.config.dictConfig(log_settings(settings.config.log_level, settings.config.log_format))
+    set_up_logging(settings.config.log_level, settings.config.log_format)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(commands, settings))
 
@@ -67,7 +67,14 @@ def main(commands: Connection, settings: WorkerSettings) -> None:
 async def _serve(commands: Connection, settings: WorkerSettings) -> None:
     counters = SharedCounters(mmap.mmap(settings.memory.fileno(), 0), settings.row)
     client = EngineClient(settings.config.engine, RouterTransport(settings.engine), client=settings.number)
-    app = create_app(client, settings.config, keys=settings.keys, counters=counters, start_time=settings.start_time)
+    app = create_app(
+        client,
+        settings.config,
+        keys=settings.keys,
+        counters=counters,
+        start_time=settings.start_time,
+        response_store=settings.response_store,
+    )
     connections = OpenConnections(counters)
     service: Service = app.state.service
     may_accept = asyncio.Event() if settings.is_replacement else None

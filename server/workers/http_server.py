@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import errno
 import gc
+import ipaddress
 import logging
 import math
 import resource
@@ -21,9 +22,10 @@ from typing import Any
 import uvicorn
 
 from engine.errors import ConfigError
-from engine.utils.processes.signals import STOP_SIGNALS
+from engine.utils.processes.signals import handle_stop_signals
 from server.config import ServerConfig
 from server.http.connections import OpenConnections, limited_protocol
+from server.http.keys import API_KEYS, Keys
 from server.serving.service import Service
 
 log = logging.getLogger("encore.server")
@@ -74,6 +76,32 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def open_listener(config: ServerConfig, keys: Keys) -> socket.socket:
+    """Return a socket bound to the configured address. It does not listen yet, so no client can connect.
+
+    Raises ConfigError if binding fails, and if the address is not loopback while inference requires no key, unless
+    `allow_unauthenticated` is set. The bound address is checked, not the setting, which may be a host name.
+    """
+    listener = listen(config.host, config.port)
+    if not keys.guards_inference and not is_loopback(bound := listener.getsockname()[0]):
+        if not config.allow_unauthenticated:
+            listener.close()
+            shown = config.host if config.host == bound else f"{config.host} ({bound})"
+            raise ConfigError(
+                f"--host {shown} can be reached from other machines, and no API keys are set: set {API_KEYS} or "
+                "--api-key-file, or listen on 127.0.0.1, or pass --allow-unauthenticated to serve without keys"
+            )
+        log.warning("inference on %s is open to anyone who reaches the port: no API keys are set", url_of(listener))
+    return listener
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether only this machine reaches the IP address. False for 0.0.0.0 and ::, which include all others."""
+    found = ipaddress.ip_address(address)
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return (mapped or found).is_loopback
+
+
 def url_of(listener: socket.socket) -> str:
     """Return the listener's address as a URL."""
     host, port = listener.getsockname()[:2]
@@ -113,16 +141,13 @@ class Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Handle the stop signals while serving. One of several API workers keeps ignoring them."""
-        loop, numbers = asyncio.get_running_loop(), STOP_SIGNALS if self._acceptor is None else ()
-        for number in numbers:
-            loop.add_signal_handler(number, self.handle_exit, number, None)
-        try:
+        if self._acceptor is not None:
             yield
-        finally:
-            for number in numbers:
-                loop.remove_signal_handler(number)
+        else:
+            with handle_stop_signals(asyncio.get_running_loop(), self.handle_exit):
+                yield
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+    def handle_exit(self, sig: int, frame: FrameType | None = None) -> None:
         """Drain at the first signal; abort running requests at the second."""
         log.info("%s: %s", signal.Signals(sig).name, "draining" if self._drain_task is None else "stopping at once")
         self.request_shutdown(force=self._drain_task is not None)

@@ -22,10 +22,11 @@ from engine.client.transport import ProcessTransport, Run, run_loop
 from engine.errors import EngineDead
 from engine.protocol.messages import Dead, Ready, Report
 from engine.utils.processes.child import ChildProcess, anonymous_file
-from engine.utils.processes.signals import STOP_SIGNALS
+from engine.utils.processes.signals import handle_stop_signals
 from server.config import ServerConfig
 from server.http.keys import Keys
 from server.observability.shared_counters import ROW_DOUBLES, SharedCounters
+from server.serving.response_store import MEMORY
 from server.serving.service import STARTED
 from server.version import version
 from server.workers import api_worker
@@ -33,10 +34,11 @@ from server.workers.http_server import (
     DRAIN_RESPONSE_SECONDS,
     FILES_BESIDE_CONNECTIONS,
     backlog,
-    listen,
+    open_listener,
     raise_file_limit,
     url_of,
 )
+from server.workers.store_folder import StoreFolder
 
 log = logging.getLogger("encore.server")
 WATCH_SECONDS = 0.1
@@ -46,7 +48,7 @@ GRACE_SECONDS = DRAIN_RESPONSE_SECONDS + 10  # after the drain limit, before a w
 async def serve_workers(config: ServerConfig, run_engine: Run = run_loop) -> None:
     """Serve with `config.api_workers` API workers until a stop signal. Returns and raises as `launch.run` does."""
     keys = Keys.take(config, os.environ)
-    listener = listen(config.host, config.port)
+    listener = open_listener(config, keys)
     try:
         listener.listen(backlog(config))
         listener.setblocking(False)
@@ -60,14 +62,8 @@ async def serve_workers(config: ServerConfig, run_engine: Run = run_loop) -> Non
             config.api_workers,
         )
         api_workers = WorkerManager(config, listener, keys, run_engine)
-        loop = asyncio.get_running_loop()
-        for number in STOP_SIGNALS:
-            loop.add_signal_handler(number, api_workers.on_signal, number)
-        try:
+        with handle_stop_signals(asyncio.get_running_loop(), api_workers.on_signal):
             await api_workers.serve()
-        finally:
-            for number in STOP_SIGNALS:
-                loop.remove_signal_handler(number)
     finally:
         listener.close()
 
@@ -105,6 +101,7 @@ class WorkerManager:
         self._counters = SharedCounters(mmap.mmap(self._memory.fileno(), 0))
         self._slots = [_WorkerSlot(row) for row in range(config.api_workers)]
         self._router = EngineRouter(Supervisor(lambda: ProcessTransport(config.engine, routed=True, run=run_engine)))
+        self._store_folder = StoreFolder() if config.response_store_entries else None
         self._next_number = 0
         self._replacement_times: list[float] = []  # time.monotonic
         self._start_time = time.time()
@@ -136,6 +133,8 @@ class WorkerManager:
                     slot.process.wait()
             await asyncio.to_thread(self._router.stop, STOP_SECONDS)
             self._memory.close()
+            if self._store_folder is not None:
+                self._store_folder.close()
         if self._failure is not None:
             raise self._failure
 
@@ -200,6 +199,7 @@ class WorkerManager:
                     keys=self._keys,
                     engine=engine,
                     memory=self._memory,
+                    response_store=MEMORY if self._store_folder is None else self._store_folder.file,
                 )
                 slot.process = ChildProcess(f"API worker {slot.number}", api_worker.main, settings)
         except OSError as error:  # too many processes or open files; the other workers keep serving

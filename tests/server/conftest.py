@@ -21,8 +21,8 @@ from engine.config import EngineConfig
 from server.app import create_app
 from server.config import ServerConfig
 from server.http.keys import Keys
-from server.launch import listen, uvicorn_config
 from server.serving.service import Service
+from server.workers.http_server import listen, uvicorn_config
 
 
 @dataclass

@@ -206,7 +206,7 @@ function show(now) {
   const sum = name => g.buckets.reduce((n, one) => n + one[name], 0);
   const captured = sum("captured"), wanted = sum("wanted");
   gauge("hits", g.hit_rate, wanted ? captured + " of " + wanted + " graphs captured" : "no graphs");
-  gauge("padding", g.padding, bytes(g.pool_bytes) + " graph memory", true);
+  gauge("padding", g.padding, bytes(g.pool_bytes) + " memory pool", true);
   buckets(g.buckets);
   const facts = [["Output tokens", short(e.output_tokens)], ["Prompt tokens", short(e.prompt_tokens)],
     ["Warm-up", (e.warm.mode || "–") + (e.warm.pending ? ", " + e.warm.pending + " to go" : "")],

@@ -84,18 +84,18 @@ def test_running_without_graphs_needs_one_flag_only():
     [
         (("serve", "--port", "many"), "--port"),
         (("serve", "--port", "70000"), "port"),
-        (("serve", "--max-num-seqs", "0"), "max_num_seqs"),
-        (("serve", "--max-num-seqs", "-3"), "max_num_seqs"),
+        (("serve", "--max-num-seqs", "0"), "--max-num-seqs"),
+        (("serve", "--max-num-seqs", "-3"), "--max-num-seqs"),
         (("serve", "--graph-buckets", "1,x"), "--graph-buckets"),
-        (("serve", "--graph-buckets", "0"), "graph_buckets=0"),
-        (("serve", "--graph-buckets=-1,2"), "graph_buckets=-1,2"),
-        (("serve", "--graph-buckets", "2,2"), "graph_buckets=2,2"),
-        (("serve", "--graph-buckets", ","), "graph_buckets="),
+        (("serve", "--graph-buckets", "0"), "--graph-buckets=0"),
+        (("serve", "--graph-buckets=-1,2"), "--graph-buckets=-1,2"),
+        (("serve", "--graph-buckets", "2,2"), "--graph-buckets=2,2"),
+        (("serve", "--graph-buckets", ","), "--graph-buckets="),
         (("serve", "--graph-buckets", "1,8", "--max-num-seqs", "4"), "raise max_num_seqs to 8 or drop them"),
         (("serve", "--warmup", "warm"), "--warmup"),
-        (("serve", "--max-body-bytes", "1"), "max_body_bytes"),
-        (("serve", "--drain-seconds", "nan"), "drain_seconds"),
-        (("serve", "--gpu-memory-utilization", "7"), "gpu_memory_utilization"),
+        (("serve", "--max-body-bytes", "1"), "--max-body-bytes"),
+        (("serve", "--drain-seconds", "nan"), "--drain-seconds"),
+        (("serve", "--gpu-memory-utilization", "7"), "--gpu-memory-utilization"),
         (("serve", "--prot", "1"), "--prot"),
         (("serve", "--cuda-graph-impl", "none", "--inference-cuda-graph-scope", "block"), "inference_cuda_graph_scope"),
         (("serve", "--cuda-graph-impl", "transformer_engine"), "use 'local', or 'none'"),
@@ -186,6 +186,7 @@ def test_tune_from_a_manifest_beats_the_default_ladder(capsys, manifest):
     assert report["default_ladder"]["graphs"] > 3
     code, out, _ = status(capsys, "tune", "--manifest", str(manifest))
     assert code == 0 and "--graph-buckets 1,3,5,6,33" in out
+    assert "1000 steps, the largest batch 33" in out and "5 buckets up to 33" in out
 
 
 def test_tune_accepts_a_larger_maximum_and_refuses_a_smaller_one(capsys, manifest):
@@ -195,13 +196,62 @@ def test_tune_accepts_a_larger_maximum_and_refuses_a_smaller_one(capsys, manifes
     assert code == 2 and "33" in err and len(err.splitlines()) == 1
 
 
+def test_tune_packed_from_an_object_and_from_a_list(capsys, tmp_path):
+    numbers = [3] * 50 + [9] * 45 + [300] * 5
+    (tmp_path / "list.json").write_text(json.dumps(numbers))
+    (tmp_path / "object.json").write_text('{"3": 50, "300": 5, "9": 45}')
+    reports = []
+    for name in ("list.json", "object.json"):
+        code, out, err = status(
+            capsys, "tune", "--packed", str(tmp_path / name), "--eager-cost", "100", "--json"
+        )  # fmt: skip
+        assert (code, err) == (0, "")
+        reports.append(json.loads(out))
+    assert reports[0] == reports[1]
+    assert reports[0]["cuda_graph_max_packed_seqs"] == 9 and reports[0]["coverage"] == 0.95
+    assert reports[0]["expected_cost"] == pytest.approx((50 * 6 + 5 * 100) / 100)
+    assert reports[0]["alternatives"][-1]["max_packed_seqs"] == 300
+    code, out, _ = status(capsys, "tune", "--packed", str(tmp_path / "list.json"), "--eager-cost", "100")
+    assert code == 0 and "cuda_graph_max_packed_seqs=9" in out and "95.0% of batches" in out
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "named"),
+    [
+        ("{", (), "not valid JSON"),
+        ("7", (), "a list with one number per batch"),
+        ("[]", (), "no batches"),
+        ("[3, 0]", (), "0 documents"),
+        ("[3, [4]]", (), "[4] documents"),
+        ("[3, true]", (), "True documents"),
+        ('{"x": 2}', (), "'x'"),
+        ('{"3": 2, "03": 2}', (), "'03' twice"),
+        ('{"3": {"4": 1}}', (), "batches"),
+        ('{"3": -2}', (), "-2 batches"),
+        ("[3]", ("--eager-cost", "nan"), "eager_cost"),
+        ("[3]", ("--max-graphs", "2"), "--max-graphs"),
+        ("[3]", ("--phase", "decode"), "--phase"),
+    ],
+)
+def test_tune_packed_names_what_is_invalid(capsys, tmp_path, text, words, named):
+    (tmp_path / "documents.json").write_text(text)
+    code, out, err = status(capsys, "tune", "--packed", str(tmp_path / "documents.json"), *words)
+    assert (code, out) == (2, "") and len(err.splitlines()) == 1 and named in err
+
+
+def test_eager_cost_is_refused_without_packed(capsys, manifest):
+    code, _, err = status(capsys, "tune", "--manifest", str(manifest), "--eager-cost", "3")
+    assert code == 2 and "--packed only" in err
+
+
 def test_tune_from_a_live_server_within_a_budget_of_bytes(capsys, server):
     # One request with three sequences: they join the batch together. Three requests might arrive one by one.
     server.answer("/v1/completions", {"prompt": "red", "n": 3, "max_tokens": 8, "ignore_eos": True})
     server.wait_idle()
-    code, out, _ = status(capsys, "tune", "--metrics", server.url + "/metrics", "--max-bytes", str(2**40), "--json")
-    report = json.loads(out)
-    assert code == 0 and report["max_size"] == 8 and report["bytes"] > 0
+    for url in (server.url, server.url + "/", server.url + "/metrics"):
+        code, out, _ = status(capsys, "tune", "--metrics", url, "--max-bytes", str(2**40), "--json")
+        report = json.loads(out)
+        assert code == 0 and report["max_size"] == 8 and report["bytes"] > 0
     code, _, err = status(capsys, "tune", "--metrics", server.url + "/metrics", "--max-bytes", "1")
     assert code == 2 and "bytes" in err
 

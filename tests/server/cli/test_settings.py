@@ -89,6 +89,19 @@ def test_an_invalid_file_is_refused_with_the_setting_named(write, text, named):
         built("--config", write(text))
 
 
+def test_a_value_out_of_range_is_named_as_it_was_given(write):
+    path = write("port: 70000\n")
+    for words, environ, named in (
+        (("--config", path), {}, f"{path}: port=70000: must be"),
+        (("--config", path), {"ENCORE_PORT": "80000"}, "ENCORE_PORT=80000: must be"),
+        (("--config", path, "--port", "90000"), {"ENCORE_PORT": "80000"}, "--port=90000: must be"),
+        (("--drain-seconds", "-1"), {}, "--drain-seconds=-1.0: must be"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            built(*words, **environ)
+        assert str(caught.value).startswith(named)
+
+
 def test_a_missing_file_is_one_line_and_status_2(capsys):
     assert cli.main(["serve", "--config", "/no/such/file.yaml"]) == 2
     shown = capsys.readouterr().err
@@ -112,7 +125,9 @@ def test_environment_values_have_their_types():
         ("ENCORE_QUUX", "1", "ENCORE_QUUX"),
         ("ENCORE_PORT", "many", "ENCORE_PORT='many'"),
         ("ENCORE_IN_PROCESS", "perhaps", "true or false"),
-        ("ENCORE_WARMUP", "warm", "warmup"),
+        ("ENCORE_WARMUP", "warm", "^ENCORE_WARMUP='warm'"),
+        ("ENCORE_PORT", "70000", "^ENCORE_PORT=70000: "),
+        ("ENCORE_MAX_NUM_SEQS", "0", "^ENCORE_MAX_NUM_SEQS=0"),
     ],
 )
 def test_an_invalid_environment_is_refused(variable, value, named):

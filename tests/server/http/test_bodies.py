@@ -103,7 +103,8 @@ def test_a_text_just_under_the_limit_is_refused_for_its_length_without_stopping_
     assert "characters" in error["message"]  # refused before it was tokenised, which takes ten seconds
 
 
-def test_a_million_ids_with_one_wrong_are_refused_with_a_short_message(server):
+def test_a_million_ids_with_one_wrong_are_refused_with_a_short_message(start_server):
+    server = start_server(max_body_items=2_000_000)
     body = json.dumps({"prompt": [1] * 1_000_000 + ["x"]})
     error = error_of(server.http.post("/v1/completions", content=body, headers=JSON), 400)
     assert error["param"] == "prompt" and len(error["message"]) < 300
@@ -162,20 +163,41 @@ def test_a_message_with_thousands_of_wrong_items_builds_few_errors(name, count):
     ("path", "before", "item", "after", "message"),
     [
         ("/v1/chat/completions", '{"messages": [{"role": "user", "content": [', "1", "]}]}",
-         "messages: Input should be a valid string"),
+         "messages[0].content: Input should be a valid string"),
         ("/v1/chat/completions", '{"messages": [], "stop": [', "1", "]}", "stop: Input should be a valid string"),
         ("/v1/completions", '{"prompt": "a", "stop_token_ids": [', '"a"', "]}",
-         "stop_token_ids: Input should be a valid integer"),
+         "stop_token_ids[0]: Input should be a valid integer"),
         ("/generate", '{"text": "a", "sampling_params": [', "[]", "]}",
          "sampling_params: Input should be a valid dictionary"),
     ],
 )  # fmt: skip
-def test_8_mb_of_wrong_items_are_refused_fast_with_the_first_error(server, path, before, item, after, message):
+def test_8_mb_of_wrong_items_are_refused_fast_with_the_first_error(start_server, path, before, item, after, message):
+    server = start_server(max_body_items=10**8)
     count = (ServerConfig().max_body_bytes - len(before + after)) // (len(item) + 1)
     content = before + ",".join([item] * count) + after
     start = time.monotonic()
     assert error_of(server.http.post(path, content=content, headers=JSON), 400)["message"] == message
     assert time.monotonic() - start < 10  # it took 17 s to 100 s, and 6 GB
+
+
+ITEMS = {
+    "numbers": "1,",
+    "texts": '"",',
+    "lists": "[],",
+    "objects": "{},",
+    "members": '{"":0},',
+}
+
+
+@pytest.mark.parametrize("item", ITEMS.values(), ids=ITEMS)
+def test_a_body_of_too_many_items_is_a_413_before_it_is_parsed(server, item):
+    """Parsing 8 MB of short items stalls every stream for up to a second."""
+    limit = ServerConfig().max_body_items
+    many = item * ((limit - 20) // sum(item.count(one) for one in ',:"[{'))
+    error = error_of(server.http.post("/generate", content='{"text": "a", "x": [' + many, headers=JSON), 400)
+    assert "not valid JSON" in error["message"]  # as many items are parsed, and the body has no end
+    over = error_of(server.http.post("/generate", content='{"text": "a", "x": [' + many + item * 20, headers=JSON), 413)
+    assert over["code"] == "too_many_body_items" and "--max-body-items" in over["message"]
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])

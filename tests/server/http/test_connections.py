@@ -184,7 +184,7 @@ def test_long_chunk_extensions_and_trailers_are_a_431(server, begun, piece):
 
 
 def test_a_body_in_small_chunks_with_extensions_and_trailers_is_read(server):
-    body = json.dumps({"prompt": "red", "max_tokens": 1, "ignored": "x" * 30_000}).encode()
+    body = json.dumps({"prompt": "red", "max_tokens": 1, "user": "x" * 30_000}).encode()
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body)  # five bytes of framing for each
     with connect(server) as connection:
         connection.sendall(b"POST /v1/completions" + CHUNKED.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
@@ -198,7 +198,7 @@ def test_a_body_in_small_chunks_with_extensions_and_trailers_is_read(server):
 
 
 def test_a_long_body_is_not_a_long_header(server):
-    body = json.dumps({"prompt": "red", "max_tokens": 1, "ignored": "x" * 500_000}).encode()
+    body = json.dumps({"prompt": "red", "max_tokens": 1, "user": "x" * 500_000}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
     with connect(server) as connection:
         status, _, answer = answer_to(connection, head + b"Content-Length: %d\r\n\r\n" % len(body) + body)

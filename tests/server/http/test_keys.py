@@ -16,9 +16,12 @@ from tests.server.http.test_bodies import error_of
 ONE, OTHER, ADMIN = "sk-one-qzvxa", "sk-other-qzvxb", "admin-qzvxc"
 COMPLETION = {"prompt": "red", "max_tokens": 1}
 INFERENCE = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/tiny", "/generate", "/tokenize",
-             "/detokenize", "/v1/nothing")  # fmt: skip
+             "/detokenize", "/tokenizer_info", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses",
+             "/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items",
+             "/v1/responses/{response_id}/cancel",
+             "/v1/nothing")  # fmt: skip
 CONTROL = ("/graphs/warm", "/graphs/invalidate", "/graphs/recapture", "/weights/update", "/profile/start",
-           "/profile/stop")  # fmt: skip
+           "/profile/stop", "/server_info")  # fmt: skip
 
 
 def bearer(key):
@@ -145,3 +148,10 @@ def test_no_key_is_shown_anywhere(guarded, caplog):
     text = "\n".join([*shown, caplog.text, *(str(vars(record)) for record in caplog.records)])
     assert "/v1/completions" in text
     assert "qzvx" not in text
+
+
+def test_a_key_may_be_sent_as_anthropics_clients_do(guarded):
+    assert guarded.post("/v1/completions", COMPLETION, headers={"X-Api-Key": OTHER}).status_code == 200
+    assert guarded.post("/v1/completions", COMPLETION, headers={"X-Api-Key": "sk-none"}).status_code == 401
+    both = {"X-Api-Key": ONE, "Authorization": "Bearer sk-none"}
+    assert guarded.post("/v1/completions", COMPLETION, headers=both).status_code == 401

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from server.http.openapi import ADMIN_REFUSALS, REFUSALS
@@ -62,6 +64,19 @@ def test_each_route_documents_its_errors_and_no_422(schema):
     assert "HTTPValidationError" not in schema["components"]["schemas"]
 
 
+def test_statuses_that_a_connection_sends_before_any_route_are_documented(schema, start_server):
+    host, port = start_server(header_seconds=0.3, wait_ready=False).url.removeprefix("http://").split(":")
+    start = b"POST /v1/completions HTTP/1.1\r\n"
+    trailers = b"Host: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nA: " + b"b" * 300_000
+    for status, request in ((400, b"no HTTP\r\n\r\n"), (408, start), (431, start + trailers)):
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(request)
+            assert connection.recv(65536).startswith(b"HTTP/1.1 %d " % status)
+        for path, operations in schema["paths"].items():
+            for operation in operations.values():
+                assert not operation.get("security") or str(status) in operation["responses"], path
+
+
 def test_ranges_of_the_schema_are_those_that_are_checked(schema):
     """Each bound of the schema is accepted, and one step beyond it is refused."""
     from engine.errors import RequestError
@@ -81,3 +96,16 @@ def test_ranges_of_the_schema_are_those_that_are_checked(schema):
             with pytest.raises(RequestError) as caught:
                 SamplingParams(**{"max_tokens": None, name: bounds[key] + beyond})
             assert caught.value.param == name
+
+
+def test_descriptions_of_request_fields_are_in_the_schema(schema):
+    from server.schemas.descriptions import COMMON, OF_BODY
+
+    bodies = {name: one["properties"] for name, one in schema["components"]["schemas"].items() if "properties" in one}
+    used = {name for fields in bodies.values() for name in fields}
+    assert set(COMMON) <= used, "described, but no field of a request"
+    for body, descriptions in OF_BODY.items():
+        for name, text in descriptions.items():
+            assert bodies[body][name]["description"] == text
+    for name in ("temperature", "max_tokens", "stream", "n", "seed", "stop"):
+        assert bodies["ChatBody"][name]["description"] == COMMON[name]

@@ -82,7 +82,7 @@ class Connection:
         self.sent.append(message)
 
     async def answer(self, events):
-        scope = {"type": "http", "method": "POST", "headers": []}
+        scope = {"type": "http", "method": "POST", "path": "/x", "headers": []}
         await asyncio.wait_for(EventStream(events)(scope, self.receive, self.send), 5)
         return b"".join(message.get("body", b"") for message in self.sent)
 

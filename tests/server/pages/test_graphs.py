@@ -15,12 +15,22 @@ ROW = {
 
 
 def page(*rows, **body):
-    return render_graphs_page({"model": "tiny", "warm": {"ratio": 0.5}, "graphs": list(rows)} | body)
+    return render_graphs_page(
+        {"model": "tiny", "warm": {"ratio": 0.5}, "pool_bytes": 3 * 2**20, "graphs": list(rows)} | body
+    )
 
 
 def test_numbers_of_a_row_and_totals():
     shown = page(ROW, ROW | {"bucket": 16, "state": "not_captured", "replays": 0, "padded_rows": 0, "bytes": 0})
-    for text in ("25.0%", "5.0 MiB", "0.125 s", "1 of 2", "not captured", "<dt>Warm</dt><dd>50.0%</dd>"):
+    for text in (
+        "25.0%",
+        "5.0 MiB",
+        "<dt>Memory pool</dt><dd>3.0 MiB</dd>",
+        "0.125 s",
+        "1 of 2",
+        "not captured",
+        "<dt>Warm</dt><dd>50.0%</dd>",
+    ):
         assert text in shown
     assert '<rect width="25"' in shown
 
@@ -34,7 +44,7 @@ def test_every_value_is_escaped():
 
 def test_the_page_is_self_contained_and_refreshes_itself():
     shown = page(ROW)
-    assert not re.search(r"src\s*=|href\s*=(?!\"data:)|url\(|@import|['\"]//|https?://", shown)
+    assert not re.search(r"src\s*=|href\s*=(?!\"(?:data:|chat\"|\./\"))|url\(|@import|['\"]//|https?://", shown)
     assert "setInterval" in shown and 'http-equiv="refresh"' in shown
     assert "prefers-color-scheme: dark" in shown and "width=device-width" in shown
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -134,3 +135,36 @@ def test_profiles_are_off_without_a_folder(start_server, tmp_path):
     for path in ("/profile/start", "/profile/stop"):
         refused = server.http.post(path, headers={"Authorization": f"Bearer {KEY}"})
         assert error_of(refused, 403)["code"] == "profile_disabled"
+
+
+def _fifo(folder: Path) -> Path:
+    os.mkfifo(folder / "weights.safetensors")
+    return folder / "weights.safetensors"
+
+
+def _link_to_fifo(folder: Path) -> Path:
+    (folder / "link.safetensors").symlink_to(_fifo(folder))
+    return folder / "link.safetensors"
+
+
+def _folder_with_fifo(folder: Path) -> Path:
+    return _fifo(folder).parent
+
+
+def _fifo_as_index(folder: Path) -> Path:
+    os.mkfifo(folder / "model.safetensors.index.json")
+    return folder
+
+
+def _device(folder: Path) -> Path:
+    return Path("/dev/zero")
+
+
+@pytest.mark.parametrize("make", [_fifo, _link_to_fifo, _folder_with_fifo, _fifo_as_index, _device])
+def test_a_fifo_or_a_device_as_weights_is_refused_and_blocks_nothing(server, tmp_path, make):
+    expected, path = generated(server)["text"], make(tmp_path)
+    refused = server.post("/weights/update", {"path": str(path), "version": "never"}, timeout=10)
+    error = error_of(refused, 400)
+    assert error["code"] == "weight_update_refused"
+    assert ("a character device" if make is _device else "a FIFO") in error["message"]
+    assert generated(server)["text"] == expected

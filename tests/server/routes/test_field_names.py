@@ -60,3 +60,19 @@ def test_both_fields_of_a_contradiction_are_named_as_sent(server):
     assert error["message"] == (
         "min_new_tokens=5 exceeds max_new_tokens=3: lower min_new_tokens or raise max_new_tokens"
     )
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "place"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}, {}]}, "messages[1].role"),
+        ("/v1/chat/completions", {"messages": [{"role": 5, "content": "a"}]}, "messages[0].role"),
+        ("/v1/completions", {"prompt": "a", "stop_token_ids": [1, "b"]}, "stop_token_ids[1]"),
+        ("/v1/completions", {"prompt": "a", "stop": [1]}, "stop"),
+        ("/v1/messages", {"model": "tiny", "max_tokens": 1, "messages": [{"role": "x", "content": "a"}]},
+         "messages[0].role"),
+    ],
+)  # fmt: skip
+def test_an_error_within_a_list_names_its_place(server, path, fields, place):
+    response = server.post(path, fields)
+    assert response.status_code == 400 and response.json()["error"]["message"].startswith(f"{place}: "), response.text

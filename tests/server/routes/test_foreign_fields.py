@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import inspect
 import json
+from importlib.machinery import SourceFileLoader
+from importlib.metadata import version
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 
 import pytest
 
+from server.schemas.anthropic import CountTokensBody, MessagesBody
 from server.schemas.foreign_fields import (
     CHAT,
     COMPLETIONS,
+    COUNT_TOKENS,
     DETOKENIZE,
     FOREIGN_FIELDS,
     GENERATE,
+    MESSAGES,
+    RESPONSES,
     SAMPLING,
     STREAM_OPTIONS,
     TOKENIZE,
     Ignored,
     Refused,
-    document,
 )
 from server.schemas.generate import GenerateBody
+from server.schemas.openai_responses import ResponsesBody
 from server.schemas.requests import ChatBody, CompletionBody, DetokenizeBody, StreamOptions, TokenizeBody
 
 BODIES = {
@@ -30,11 +37,16 @@ BODIES = {
     GENERATE: {"text": "red", "sampling_params": {"max_new_tokens": 3, "temperature": 0}},
     TOKENIZE: {"messages": [{"role": "user", "content": "red"}]},
     DETOKENIZE: {"tokens": [5, 6]},
+    MESSAGES: {"model": "tiny", "messages": [{"role": "user", "content": "red"}], "max_tokens": 3, "temperature": 0},
+    RESPONSES: {"input": "red", "max_output_tokens": 3, "temperature": 0},
+    COUNT_TOKENS: {"model": "tiny", "messages": [{"role": "user", "content": "red"}]},
 }
 MODELS = {
     COMPLETIONS: CompletionBody, CHAT: ChatBody, GENERATE: GenerateBody, TOKENIZE: TokenizeBody,
     DETOKENIZE: DetokenizeBody, STREAM_OPTIONS: StreamOptions,
+    RESPONSES: ResponsesBody, MESSAGES: MessagesBody, COUNT_TOKENS: CountTokensBody,
 }  # fmt: skip
+ROOT = Path(__file__).parents[3]
 # Names of every request field of each API, by place, read from its source at the version in the file.
 FIELDS = json.loads(Path(__file__).with_name("request_fields.json").read_text())
 OTHERS = [(api, place) for api, places in FIELDS.items() for place in places if place != "version"]
@@ -61,12 +73,27 @@ def openai_fields():
     from openai.types import completion_create_params as completion
     from openai.types.chat import chat_completion_stream_options_param as stream_options
     from openai.types.chat import completion_create_params as chat
+    from openai.types.responses import response_create_params as responses
 
     names = lambda *types: {name for one in types for name in inspect.get_annotations(one)}  # noqa: E731
     return {
         COMPLETIONS: names(completion.CompletionCreateParamsBase, completion.CompletionCreateParamsStreaming),
         CHAT: names(chat.CompletionCreateParamsBase, chat.CompletionCreateParamsStreaming),
+        RESPONSES: names(responses.ResponseCreateParamsBase, responses.ResponseCreateParamsStreaming),
         STREAM_OPTIONS: names(stream_options.ChatCompletionStreamOptionsParam),
+    }
+
+
+def anthropic_fields():
+    from anthropic.types import message_count_tokens_params as count
+    from anthropic.types import message_create_params as create
+    from anthropic.types.beta import message_count_tokens_params as beta_count
+    from anthropic.types.beta import message_create_params as beta_create
+
+    names = lambda *types: {name for one in types for name in inspect.get_annotations(one)}  # noqa: E731
+    return {
+        MESSAGES: names(create.MessageCreateParamsBase, beta_create.MessageCreateParamsBase) | {"stream"},
+        COUNT_TOKENS: names(count.MessageCountTokensParams, beta_count.MessageCountTokensParams),
     }
 
 
@@ -80,6 +107,12 @@ def test_every_field_of_openai_is_implemented_refused_or_listed_as_without_effec
     assert {place: unaccounted(place, names) for place, names in found.items()} == dict.fromkeys(found, [])
 
 
+def test_every_field_of_anthropic_is_implemented_refused_or_listed_as_without_effect():
+    found = anthropic_fields()
+    assert {"max_tokens", "container"} <= found[MESSAGES] and {"system", "tools"} <= found[COUNT_TOKENS]
+    assert {place: unaccounted(place, names) for place, names in found.items()} == dict.fromkeys(found, [])
+
+
 @pytest.mark.parametrize(("api", "place"), [one for one in OTHERS if one[1] != SAMPLING])
 def test_every_field_of_vllm_and_sglang_is_implemented_refused_or_listed_as_without_effect(api, place):
     assert FIELDS[api]["version"] and len(FIELDS[api][place]) >= 2
@@ -89,7 +122,8 @@ def test_every_field_of_vllm_and_sglang_is_implemented_refused_or_listed_as_with
 def test_every_sampling_parameter_of_sglang_is_implemented_refused_or_listed_as_without_effect(server):
     """Here unknown names are refused too."""
     for name in FIELDS["SGLang"][SAMPLING]:
-        response = server.post(*sent(SAMPLING, name, VALUE))
+        value = 7 if name == "json_schema" else VALUE  # a schema may have keywords that say nothing
+        response = server.post(*sent(SAMPLING, name, value))
         if isinstance(FOREIGN_FIELDS[SAMPLING].get(name), Ignored):
             assert response.status_code == 200, name
         else:
@@ -107,7 +141,7 @@ def test_a_field_that_would_change_the_answer_is_refused_by_name(server, place, 
     response = server.post(route, body)
     assert response.status_code == 400, response.text
     error = response.json()["error"]
-    assert error["param"] == name and f"{name} is not supported" in error["message"]
+    assert error.get("param", name) == name and f"{name} is not supported" in error["message"]
     for neutral in (None, *FOREIGN_FIELDS[place][name].neutral):
         route, body = sent(place, name, neutral)
         response = server.post(route, body)
@@ -129,7 +163,24 @@ def text_of(answer):
     if "choices" in answer:
         choice = answer["choices"][0]
         return choice.get("text") or choice["message"]
-    return answer.get("text") or answer["tokens"]
+    if "output" in answer:
+        return [item["content"] for item in answer["output"]]
+    return next(answer[name] for name in ("tokens", "content", "input_tokens", "text") if name in answer)
+
+
+@pytest.mark.parametrize("place", MODELS)
+def test_an_unknown_field_is_refused_with_the_nearest_name(server, place):
+    nearest = next(name for name in ("temperature", "include_usage", "prompt", "messages", "tokens")
+                   if name in MODELS[place].model_fields or (place == GENERATE and name == "tokens"))  # fmt: skip
+    misspelt = "texts" if place == GENERATE else f"{nearest[:-1]}z"
+    hint = "text" if place == GENERATE else nearest
+    response = server.post(*sent(place, misspelt, 1))
+    assert response.status_code == 400, response.text
+    message = response.json()["error"]["message"]
+    assert f"{misspelt} is not a known field; did you mean '{hint}'?" in message
+    assert server.post(*sent(place, misspelt, None)).status_code == 200
+    response = server.post(*sent(place, "z" * 10_000, 1))
+    assert response.status_code == 400 and len(response.text) < 500 and "remove it" in response.text
 
 
 def test_booleans_are_no_numbers_in_neutral_values(server):
@@ -142,17 +193,21 @@ def test_booleans_are_no_numbers_in_neutral_values(server):
 def test_tools_with_tool_choice_none_are_served_as_if_none_were_listed(server, place):
     plain, tools = server.answer(place, BODIES[place]), {"tools": [TOOL]}
     found = server.answer(place, BODIES[place] | tools | {"tool_choice": "none", "parallel_tool_calls": True})
-    assert text_of(found) == text_of(plain) and found.get("usage") == plain.get("usage")
+    counts = [{k: v for k, v in one.get("usage", {}).items() if k != "prompt_tokens_details"} for one in (plain, found)]
+    assert text_of(found) == text_of(plain) and counts[0] == counts[1]
+
+
+def test_completions_refuse_tools(server):
     for choice in (None, "auto", "required", {"type": "function", "function": {"name": "f"}}):
-        response = server.post(place, BODIES[place] | tools | {"tool_choice": choice})
+        response = server.post(COMPLETIONS, BODIES[COMPLETIONS] | {"tools": [TOOL], "tool_choice": choice})
         assert response.status_code == 400 and response.json()["error"]["param"] in ("tools", "tool_choice")
 
 
 def test_the_refusal_of_another_name_says_which_name_to_use(server):
     response = server.post(COMPLETIONS, BODIES[COMPLETIONS] | {"max_new_tokens": 5})
     assert response.json()["error"]["message"] == "max_new_tokens is not supported; use max_tokens"
-    response = server.post(GENERATE, BODIES[GENERATE] | {"sampling_params": {"regex": "a+"}})
-    assert response.json()["error"]["message"] == "sampling_params.regex is not supported; remove it"
+    response = server.post(GENERATE, BODIES[GENERATE] | {"sampling_params": {"stop_regex": "a+"}})
+    assert response.json()["error"]["message"] == "sampling_params.stop_regex is not supported; remove it"
 
 
 def test_the_schema_lists_the_fields(server):
@@ -162,9 +217,37 @@ def test_the_schema_lists_the_fields(server):
         assert set(FOREIGN_FIELDS[place]) <= set(properties)
     assert schemas["ChatBody"]["properties"]["echo"]["enum"] == [None, False]
     one = schemas["GenerateBody"]["properties"]["sampling_params"]["anyOf"][0]
-    assert one["properties"]["regex"]["enum"] == [None]
+    assert one["properties"]["custom_params"]["enum"] == [None, {}]
 
 
-def test_the_documentation_is_the_table():
-    path = Path(__file__).parents[3] / "docs" / "compatibility.md"
-    assert path.read_text() == document(), "run: python -m server.schemas.foreign_fields > docs/compatibility.md"
+@pytest.fixture(scope="module")
+def page():
+    """scripts/compatibility as a module."""
+    loader = SourceFileLoader("compatibility", str(ROOT / "scripts" / "compatibility"))
+    module = module_from_spec(spec_from_loader(loader.name, loader))
+    loader.exec_module(module)
+    return module
+
+
+def test_the_documentation_lists_every_field_and_what_happens(page):
+    assert page.PAGE.read_text() == page.document(), "run: .venv/bin/python scripts/compatibility"
+    assert list(page.APIS) == list(FIELDS)
+    for api, places in page.APIS.items():
+        assert {*places, "version"} == set(FIELDS[api])
+
+
+@pytest.mark.parametrize(("api", "place"), OTHERS)
+def test_the_fields_documented_as_served_are_those_of_the_schemas(page, api, place):
+    served = {name for name in FIELDS[api][place] if page.what_happens(place, name)[0] == "served"}
+    if place == SAMPLING:
+        schema = GenerateBody.model_json_schema()["properties"]["sampling_params"]["anyOf"][0]["properties"]
+        assert served == set(FIELDS[api][place]) & (schema.keys() - FOREIGN_FIELDS[place].keys())
+    else:
+        assert served == set(FIELDS[api][place]) & set(MODELS[place].model_fields)
+
+
+def test_the_listed_fields_are_those_of_the_installed_clients():
+    """A newer client may have more, which the tests above report."""
+    for api, found in (("OpenAI", openai_fields()), ("Anthropic", anthropic_fields())):
+        for place, names in found.items():
+            assert set(FIELDS[api][place]) <= names or FIELDS[api]["version"] != version(api.lower())

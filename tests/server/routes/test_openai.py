@@ -208,7 +208,7 @@ def test_unknown_model_is_a_404(server, path):
         ({"logprobs": True}, "logprobs"),
         ({"stream": 1}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"best_of": 4}, "best_of"),
+        ({"best_of": 0}, "best_of"),
         ({"suffix": "end"}, "suffix"),
         ({"max_completion_tokens": 4}, "max_completion_tokens"),
         ({"tools": [{"type": "function"}]}, "tools"),
@@ -241,7 +241,7 @@ def test_max_completion_tokens_on_a_completion_is_refused_with_a_hint(server):
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": 3}, "logprobs"),
         ({"tools": [{"type": "function"}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
     ],
 )
 def test_bad_chat_is_a_400_that_names_the_field(server, options, param):

@@ -28,6 +28,13 @@ def test_ready_reports_warm_up_progress(server):
     assert {"mode", "captured", "pending", "ratio"} <= set(body["warm"])
 
 
+def test_the_first_ready_answer_reports_the_warm_up(start_server):
+    server = start_server(wait_ready=False, warmup="lazy")
+    while (ready := server.http.get("/ready")).status_code == 503:
+        pass
+    assert ready.json()["warm"]["mode"] == "lazy"
+
+
 def test_a_full_warm_up_shows_its_progress_before_it_is_ready(start_server):
     server = start_server(wait_ready=False, warmup="full", max_num_seqs=32, graph_buckets=tuple(range(1, 33)))
     seen, told = [], {}

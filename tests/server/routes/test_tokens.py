@@ -41,11 +41,9 @@ MESSAGES = [{"role": "user", "content": "red"}, {"role": "assistant", "content":
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("continue_final_message", True),
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("tool_choice", "required"),
-        ("chat_template", "{{ messages }}"),
-        ("chat_template_kwargs", {"enable_thinking": False}),
+        ("tools", [{"type": "function"}]),
+        ("chat_template_kwargs", {"enable_thinking": True}),
         ("documents", [{"text": "a"}]),
         ("add_special_tokens", True),
     ],
@@ -54,6 +52,23 @@ def test_tokenize_refuses_what_a_chat_refuses(server, field, value):
     for route, options in (("/tokenize", {}), ("/v1/chat/completions", {"max_tokens": 1})):
         response = server.post(route, {"messages": MESSAGES, field: value, **options})
         assert error_of(response, 400)["param"] == field
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("tools", [{"type": "function"}]),
+        ("documents", [{"text": "a"}]),
+        ("continue_final_message", True),
+        ("chat_template_kwargs", {"enable_thinking": True}),
+        ("reasoning_effort", "low"),
+    ],
+)
+def test_fields_of_conversations_are_refused_with_a_prompt(server, field, value):
+    assert error_of(server.post("/tokenize", {"prompt": "red", field: value}), 400)["param"] == field
+    assert server.post("/tokenize", {"prompt": "red", field: None} if field != "continue_final_message" else
+                       {"prompt": "red", field: False}).status_code == 200  # fmt: skip
 
 
 def test_add_special_tokens_is_for_prompts(server):

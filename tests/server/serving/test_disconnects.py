@@ -101,7 +101,8 @@ def test_more_prompts_than_can_ever_wait_are_a_400_that_names_their_field(start_
     )
 
 
-def test_a_million_prompts_with_parameters_each_are_refused_early(server):
+def test_a_million_prompts_with_parameters_each_are_refused_early(start_server):
+    server = start_server(max_body_items=10**8)
     count = 1_100_000
     texts, params = ",".join(['""'] * count), ",".join(["{}"] * count)
     body = f'{{"text": [{texts}], "sampling_params": [{params}]}}'

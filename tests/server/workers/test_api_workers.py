@@ -225,6 +225,22 @@ def test_the_queue_is_bounded_over_all_workers_and_sigterm_drains_them(tiny_mode
     assert "Traceback" not in (tmp_path / "server.log").read_text()
 
 
+def test_every_worker_reads_the_responses_that_any_has_stored(server):
+    wait_ready(server)
+    url, previous = server.url + "/v1/responses", None
+    for text in ("red", "blue", "green", "grey"):  # each on a connection of its own, so that both workers get some
+        body = {"input": text, "max_output_tokens": 2, "previous_response_id": previous}
+        answer = httpx.post(url, json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        previous = answer.json()["id"]
+    items = [httpx.get(f"{url}/{previous}/input_items?order=asc").json()["data"] for _ in range(6)]
+    texts = [item["content"][0]["text"] for item in items[0] if item["role"] == "user"]
+    assert texts == ["red", "blue", "green", "grey"] and all(one == items[0] for one in items)
+    assert {server.metric("stored_responses") for _ in range(6)} == {4.0}
+    assert httpx.delete(f"{url}/{previous}").json()["deleted"]
+    assert {httpx.get(f"{url}/{previous}").status_code for _ in range(6)} == {404}
+
+
 def test_a_replacement_worker_keeps_the_keys_and_is_retried_until_it_can_serve(tiny_model, tmp_path):
     model, keys = tmp_path / "model", tmp_path / "keys"
     shutil.copytree(tiny_model, model)

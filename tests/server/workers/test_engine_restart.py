@@ -15,7 +15,7 @@ SHORT = {"text": "red", "sampling_params": {"max_new_tokens": 4, "ignore_eos": T
 
 
 def kill_engine() -> None:
-    [engine] = running_children()
+    [engine] = [child for child in running_children() if child.name == "the engine process"]
     engine.kill()
 
 

@@ -60,14 +60,18 @@ def start() -> Iterator[Serve]:
         process.communicate()
 
 
-def test_sigterm_lets_a_stream_finish_and_exits_with_0(start: Serve, tiny_model: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_all_processes_lets_a_stream_finish_and_exits_with_0(
+    start: Serve, tiny_model: Path, number: signal.Signals
+) -> None:
     process, url = started(start, tiny_model)
     engine = children(process.pid)
     body = {"text": "red", "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}, "stream": True}
     with httpx.stream("POST", url + "/generate", json=body, timeout=60) as response:
         events = response.iter_lines()
         next(events)
-        process.send_signal(signal.SIGTERM)
+        for pid in (*engine, process.pid):
+            os.kill(pid, number)
         rest = [line for line in events if line]
     assert rest[-1] == "data: [DONE]" and '"type":"length"' in rest[-2]
     _, log = process.communicate(timeout=30)
@@ -155,6 +159,93 @@ def test_sigint_while_loading_exits_with_0_and_leaves_no_process(start: Serve, t
     assert_gone(engine)
 
 
+@pytest.mark.parametrize(("number", "workers"), [(signal.SIGTERM, "1"), (signal.SIGHUP, "1"), (signal.SIGINT, "2")])
+def test_a_signal_during_the_imports_exits_with_0(start: Serve, tiny_model: Path, number: signal.Signals, workers: str):
+    process = start(*COMMON, "--model", str(tiny_model), "--http-workers", workers)
+    wait(lambda: number in blocked_signals(process.pid), "the first line of the program")
+    process.send_signal(number)
+    _, log = process.communicate(timeout=30)
+    assert process.returncode == 0, log
+    assert "draining" in log and "Traceback" not in log
+
+
+def test_sigterm_during_a_download_that_hangs_exits_with_0(start: Serve, tmp_path: Path, monkeypatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as hub:  # accepts connections and never answers
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.getsockname()[1]}")
+        monkeypatch.setenv("HF_HOME", str(tmp_path))
+        process = start("--model", "someone/something", "--port", "0")
+        hub.settimeout(20)
+        connection, _ = hub.accept()
+        process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        _, log = process.communicate(timeout=30)
+        connection.close()
+    assert process.returncode == 0, log
+    assert time.monotonic() - began < 5 and "Traceback" not in log
+
+
+def test_a_server_without_standard_files_serves_and_nohup_makes_it_ignore_sighup(tiny_model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        port = str(one.getsockname()[1])
+    command = [sys.executable, "-m", "server.cli", "serve", "--model", str(tiny_model), "--num-threads", "1",
+               "--graph-manifest", "none", "--warmup", "lazy", "--port", port]  # fmt: skip
+    shell = ["sh", "-c", 'trap "" HUP; exec "$@" <&- >&- 2>&-', "sh"]
+    with subprocess.Popen([*shell, *command], env=os.environ | {"OMP_NUM_THREADS": "1"}) as process:
+        try:
+            wait(lambda: process.poll() is not None or is_ready(port), "readiness")
+            process.send_signal(signal.SIGHUP)
+            body = {"prompt": "red", "max_tokens": 3}
+            assert httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=30).status_code == 200
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+
+
+def test_a_full_pipe_as_standard_error_stops_no_process(tiny_model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        port = str(one.getsockname()[1])
+    command = [sys.executable, "-m", "server.cli", "serve", "--model", str(tiny_model), "--num-threads", "1",
+               "--tensor-parallel-size", "2", "--graph-manifest", "none", "--log-level", "debug",
+               "--port", port]  # fmt: skip
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writing, b"\n")
+    os.set_blocking(writing, True)
+    with subprocess.Popen(command, stderr=writing, env=os.environ | {"OMP_NUM_THREADS": "1"}) as process:
+        try:
+            wait(lambda: process.poll() is not None or is_ready(port), "readiness")
+            for path in ("/v1/completions", "/v1/nothing"):
+                httpx.post(f"http://127.0.0.1:{port}{path}", json={"prompt": "red", "max_tokens": 3}, timeout=30)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+    os.close(writing)
+    os.close(reading)
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_kill_while_a_hung_engine_starts_ends_the_engine_and_its_ranks(start: Serve, tiny_model: Path, ranks: str):
+    flags = ("--tensor-parallel-size", ranks, "--warmup", "full", "--max-num-seqs", "64")
+    process = start(*COMMON, "--model", str(tiny_model), *flags)
+    url = re.search(r"http://127\.0\.0\.1:\d+", process.stderr.readline()).group()
+    wait(lambda: children(process.pid), "the engine")
+    [engine] = children(process.pid)
+    if ranks == "1":
+        wait(lambda: "graphs are being captured" in httpx.get(url + "/ready").text, "the warm-up")
+    else:
+        # A child unblocks the signals once the kernel is to end it with its parent.
+        wait(lambda: [pid for pid in children(engine) if signal.SIGTERM not in blocked_signals(pid)], "the other rank")
+    pids = [engine, *children(engine)]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    process.kill()
+    assert_gone(pids)
+
+
 async def test_a_port_in_use_fails_before_the_model_is_loaded(tiny_model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -192,6 +283,26 @@ def children(pid: int) -> list[int]:
         with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
             found += map(int, (task / "children").read_text().split())
     return found
+
+
+def blocked_signals(pid: int) -> set[int]:
+    """Return the signals that the main thread blocks."""
+    [line] = re.findall(r"^SigBlk:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return {number for number in range(1, 65) if int(line, 16) >> (number - 1) & 1}
+
+
+def is_ready(port: str) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/ready").is_success
+    except httpx.TransportError:
+        return False
+
+
+def wait(condition: Callable[[], object], what: str, seconds: float = 120.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"{what} did not come within {seconds} s"
+        time.sleep(0.01)
 
 
 def assert_gone(pids: list[int]) -> None:

@@ -1,0 +1,62 @@
+"""A route that keeps neither the bytes nor the JSON of a body while its request runs."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import Request
+from fastapi.routing import APIRoute
+from starlette.responses import Response
+
+LARGE_BYTES = 256 * 1024  # parsing takes up to 10 ms
+
+
+class BodyRoute(APIRoute):
+    """A FastAPI route whose requests forget their body once it is parsed.
+
+    Starlette caches both until the response is complete: 8 MB and their JSON objects for each waiting request. The
+    endpoint must return a response that does the work when it is sent (`EventStream`, `JSONAnswer`), since FastAPI
+    holds the JSON until the endpoint returns.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return FastAPI's handler, called with a request that caches nothing."""
+        handle = super().get_route_handler()
+
+        async def handle_uncached(request: Request) -> Response:
+            return await handle(_UncachedRequest(request.scope, request.receive))
+
+        return handle_uncached
+
+
+class _UncachedRequest(Request):
+    _unparsed: bytes = b""
+
+    async def body(self) -> bytes:
+        self._unparsed = b"".join([chunk async for chunk in self.stream()])
+        return self._unparsed
+
+    async def json(self) -> Any:
+        """Parse what `body` read; once."""
+        content, self._unparsed = self._unparsed, b""
+        if len(content) <= LARGE_BYTES:
+            return json.loads(content)
+        # One at a time: between two of them the event loop does the other work that is due.
+        async with self.app.state.large_body:
+            await asyncio.sleep(0)
+            return _parsed(content)
+
+
+def _parsed(content: bytes) -> Any:
+    """Parse JSON without garbage collections, which take 1 s for 8 MB of lists and find nothing."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return json.loads(content)
+    finally:
+        if was_enabled:
+            gc.enable()

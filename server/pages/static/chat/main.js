@@ -1,0 +1,98 @@
+import { Connection } from "./connection.js";
+import { Conversation } from "./conversation.js";
+import { byId, element } from "./dom.js";
+import { Exchange } from "./exchange.js";
+import { Images } from "./images.js";
+import { Panel } from "./panel.js";
+import { showProbabilities } from "./popup.js";
+import { EXAMPLE_SCHEMA, EXAMPLE_TOOLS } from "./request.js";
+import { Settings } from "./settings.js";
+import { resultForm } from "./tool_results.js";
+
+const prompt = byId("prompt");
+const COPIED_MILLISECONDS = 1500;
+
+const settings = new Settings(byId("form"));
+const panel = new Panel();
+const images = new Images();
+const conversation = new Conversation();
+const connection = new Connection(settings, {
+  onModel: model => images.setRefusal(
+    model.input_modalities.includes("image") ? null : `${model.id} takes text only, no images.`),
+  onKeyNeeded: message => panel.reveal(settings.showError("key", message)),
+});
+const exchange = new Exchange({ settings, connection, conversation, panel });
+
+/** Ask for an answer after `change` to the conversation, which is not made if a setting can't be sent. */
+async function ask(change) {
+  const makeBody = exchange.prepare();
+  if (exchange.isRunning || !makeBody) return;
+  change();
+  const { answer, view } = await exchange.run(makeBody);
+  conversation.keepAtEnd(() => {
+    view.finish(answer, buttons(answer));
+    if (answer.calls.length && !answer.error) {
+      view.body.append(resultForm(answer.calls, results => ask(() => conversation.addResults(results))));
+    }
+  });
+}
+
+function send() {
+  const text = prompt.value.trim();
+  if (!text) return;
+  ask(() => {
+    conversation.dropFailed();
+    conversation.addUser(text, images.take());
+    prompt.value = "";
+    byId("notice").textContent = "";
+  });
+}
+
+function buttons(answer) {
+  const retry = element("button", { type: "button", class: "retry", click: () => ask(() => conversation.dropAnswer()) }, "Retry");
+  return answer.content && navigator.clipboard ? [copyButton(answer.content), retry] : [retry];  // needs TLS or localhost
+}
+
+function copyButton(text) {
+  const button = element("button", { type: "button" }, "Copy");
+  button.addEventListener("click", async () => {
+    await navigator.clipboard.writeText(text);
+    button.textContent = "Copied";
+    setTimeout(() => { button.textContent = "Copy"; }, COPIED_MILLISECONDS);
+  });
+  return button;
+}
+
+byId("composer").addEventListener("submit", event => {
+  event.preventDefault();
+  send();
+});
+prompt.addEventListener("keydown", event => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  send();
+});
+byId("stop").addEventListener("click", () => {
+  exchange.stop();
+  prompt.focus();
+});
+document.addEventListener("keydown", event => {
+  if (event.key === "Escape") exchange.stop();
+});
+byId("new").addEventListener("click", () => {
+  exchange.stop();
+  conversation.clear();
+  prompt.focus();
+});
+for (const example of document.querySelectorAll("#examples button")) {
+  example.addEventListener("click", () => {
+    prompt.value = example.textContent;
+    send();
+  });
+}
+byId("reset").addEventListener("click", () => settings.reset());
+byId("example-tools").addEventListener("click", () => settings.fill("tools", EXAMPLE_TOOLS));
+byId("example-schema").addEventListener("click", () => settings.fill("response_format", EXAMPLE_SCHEMA));
+
+showProbabilities(byId("scroller"));
+connection.connect();

@@ -1,0 +1,58 @@
+"""One chat request on its way through the engine. Each route for chats translates its own format to and from it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from fastapi import Request
+
+from server.http.keys import check_own_template, check_priority
+from server.schemas.requests import ChatBody, naming
+from server.serving.chat_formats import MakeParser
+from server.serving.service import Job, Service
+
+
+class ChatRun:
+    """The checks of a chat request, made at construction, and its job, made by `submit`.
+
+    `make_parser` and `short_ids` are set by `submit`: how to parse each output (None: all text is content), and whether
+    the model's template takes call ids of nine letters and digits only. `stops_at_context`: shorten `max_tokens` to
+    what the context holds after the prompt, instead of refusing it. Raises RequestError, WireError.
+    """
+
+    def __init__(
+        self, service: Service, request: Request, body: ChatBody, public_id: str, stops_at_context: bool = False
+    ):
+        service.check_model(body.model)
+        body.refuse_unsupported()
+        check_priority(request, body.priority)
+        check_own_template(request, body.chat_template)
+        self._service, self._request, self._body = service, request, body
+        self._public_id, self._stops_at_context = public_id, stops_at_context
+        self.params, self.conversation, self._use = body.sampling(), body.conversation(), body.tool_use()
+        self._truncation = body.truncation
+        self._formats = service.chat_formats_of(self._use)
+        self.make_parser: MakeParser | None = None
+        self.short_ids = False
+
+    async def submit(self) -> Job:
+        """Render and tokenize the prompt and return the job. Call it inside the request's admission."""
+        body, service = self._body, self._service
+        prompt = await service.tokens.chat(self.conversation)
+        plan = self._formats.plan(
+            prompt.text, self.conversation, self._use, self.params.structured_outputs, body.thinking_token_budget,
+            body.separate_reasoning is not False,
+        )  # fmt: skip
+        self.make_parser = plan.make_parser
+        self.short_ids = self._formats.tools is not None and self._formats.tools.short_ids
+        params = dataclasses.replace(self.params, structured_outputs=plan.constraint, show_markers=True)
+        room = service.client.info().max_model_len - len(prompt.ids)
+        if self._stops_at_context and params.max_tokens is not None and 0 < room < params.max_tokens:
+            params = dataclasses.replace(params, max_tokens=room)
+        with naming(body.sent_names()):
+            job = service.tokenized_job(
+                self._public_id, None, prompt.ids, "messages", params, body.priority, self._truncation
+            )
+        self._request.state.jobs.append(job)  # for the log
+        self._request.state.upload.release()
+        return job

@@ -1,0 +1,138 @@
+"""Anthropic's Messages API: /v1/messages and /v1/messages/count_tokens, served as chats."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from engine.text.parsing.chat import ChatParser, joined
+from engine.text.parsing.parts import Part
+from server.http.body_route import BodyRoute
+from server.http.errors import body_of, in_format_of
+from server.http.openapi import ANTHROPIC_REFUSALS, answered_by
+from server.http.streaming import EventStream, JSONAnswer, named_event
+from server.routes.chat_run import ChatRun
+from server.routes.message_outputs import Event, MessageEvents, stopped, usage
+from server.schemas import anthropic_responses as wire
+from server.schemas.anthropic import SENT_NAMES, CountTokensBody, MessagesBody
+from server.schemas.translation import translated_errors
+from server.serving.service import Job, Service
+
+router = APIRouter(prefix="/v1", tags=["anthropic"], responses=ANTHROPIC_REFUSALS, route_class=BodyRoute)
+PING_SECONDS = 10.0  # without an event, while a tool call or its markers arrive
+
+
+@router.post("/messages", responses=answered_by(wire.Message, "text/event-stream"))
+async def messages(body: MessagesBody, request: Request) -> Response:
+    """Generate the next message of a conversation, in the format of Anthropic's Messages API."""
+    run = _MessageRun(request, body)
+    if body.stream:
+
+        def failed(exc: Exception) -> bytes:
+            status, found, _ = body_of(exc)
+            return _written([in_format_of(request.scope, status, found)])
+
+        return EventStream(run.stream(), failed, last=b"")
+    return JSONAnswer(run.answer)
+
+
+@router.post("/messages/count_tokens", responses=answered_by(wire.TokenCount))
+async def count_tokens(body: CountTokensBody, request: Request) -> Response:
+    """Return the number of tokens of a message request's prompt."""
+    service: Service = request.app.state.service
+    chat, places = body.chat(*_model_of(service, bool(body.tools)))
+    service.check_model(chat.model)
+
+    async def answer() -> dict[str, int]:
+        with translated_errors(SENT_NAMES, places):
+            prompt = await service.tokens.chat(chat.conversation())
+        request.state.upload.release()
+        return {"input_tokens": len(prompt.ids)}
+
+    return JSONAnswer(answer)
+
+
+class _MessageRun:
+    """One message request: its chat, and its answer as events or as a whole."""
+
+    def __init__(self, request: Request, body: MessagesBody):
+        self._service: Service = request.app.state.service
+        chat, self._places = body.chat(*_model_of(self._service, bool(body.tools)))
+        self._max_tokens = body.max_tokens
+        self._id = f"msg_{request.state.request_id}"
+        self._model = body.model
+        with translated_errors(SENT_NAMES, self._places):
+            self._run = ChatRun(self._service, request, chat, self._id, stops_at_context=True)
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """Yield the events of the answer."""
+        last_event = 0.0
+        async with aclosing(self._events()) as events:
+            async for found in events:
+                now = time.monotonic()
+                if found:
+                    last_event = now
+                    yield _written(found)
+                elif now - last_event > PING_SECONDS:
+                    last_event = now
+                    yield _written([{"type": "ping"}])
+
+    async def answer(self) -> dict[str, Any]:
+        """Return the whole message."""
+        message: dict[str, Any] = {}
+        async with aclosing(self._events()) as events:
+            async for found in events:
+                for event in found:
+                    if event["type"] == "message_start":
+                        message = event["message"]
+                    elif event["type"] == "message_delta":
+                        message |= {**event["delta"], "content": self._output.content, "usage": event["usage"]}
+        return message
+
+    async def _events(self) -> AsyncGenerator[list[Event], None]:
+        """Yield the events of each piece of the output, in the order of Anthropic's streams; [] if there are none."""
+        with translated_errors(SENT_NAMES, self._places), self._service.admission(1) as reservation:
+            job = await self._run.submit()
+            parser = self._run.make_parser() if self._run.make_parser is not None else ChatParser()
+            self._output = MessageEvents(self._run.short_ids)
+            start: list[Event] | None = None
+            async with aclosing(self._service.run(job, reservation)) as arrivals:
+                async for deltas in arrivals:
+                    parts: list[Part] = [part for delta in deltas for part in parser.feed(delta.text_delta)]
+                    if job.choices[0].finish_reason is not None:
+                        parts += parser.finish()
+                    found = self._output.add(joined(parts))
+                    if start is None:
+                        start = [self._start(job), {"type": "ping"}]
+                        found = start + found
+                    yield found
+            ends = stopped(job, parser.found_calls, self._max_tokens)
+            yield [
+                *self._output.end(),
+                {"type": "message_delta", "delta": ends, "usage": usage(job)},
+                {"type": "message_stop"},
+            ]
+
+    def _start(self, job: Job) -> Event:
+        message: dict[str, Any] = {
+            "id": self._id, "type": "message", "role": "assistant", "model": self._model, "content": [],
+            "stop_reason": None, "stop_sequence": None, "usage": usage(job),
+        }  # fmt: skip
+        return {"type": "message_start", "message": message}
+
+
+def _model_of(service: Service, has_tools: bool) -> tuple[str, bool]:
+    """Return the model's chat template, and whether its reasoning has a known format. Raises WireError 503."""
+    _ = service.tokens
+    tokenizer = service.client.tokenizer
+    template = "" if tokenizer is None else tokenizer.chat_template(with_tools=has_tools)
+    return template, service.chat_formats.reasoning is not None
+
+
+def _written(events: list[Event]) -> bytes:
+    return "".join(named_event(event["type"], event) for event in events).encode()

@@ -1,0 +1,112 @@
+"""What each request field does, for /openapi.json and the reference pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_SAMPLING = {
+    "model": "a served name; default: the served model",
+    "temperature": "divides the logits; 0 is greedy",
+    "top_p": "sample from the most likely tokens with this total probability",
+    "top_k": "sample from this many most likely tokens; 0 and -1: all",
+    "min_p": "drop tokens less likely than this share of the most likely one",
+    "repetition_penalty": "divides the scores of tokens of prompt and output",
+    "frequency_penalty": "subtracted from a token's logit for each time it was generated",
+    "presence_penalty": "subtracted once from the logits of generated tokens",
+    "logit_bias": "added to the logits, by token id; -100 to 100",
+    "stop": "strings that end the text; removed from it",
+    "stop_token_ids": "tokens that end the text",
+    "max_tokens": "maximum number of generated tokens",
+    "min_tokens": "nothing ends the text before this many tokens",
+    "ignore_eos": "generate beyond the end-of-text token",
+    "include_stop_str_in_output": "keep the stop string in the text",
+    "no_stop_trim": "SGLang's name of include_stop_str_in_output",
+    "skip_special_tokens": "leave special tokens out of the text",
+    "n": "number of sequences per prompt",
+    "seed": "of the random numbers; default: random",
+    "stream": "answer as server-sent events",
+    "stream_options": "options of a stream",
+    "priority": "lower values run first",
+    "response_format": "OpenAI's constraint: json_object or json_schema",
+    "structured_outputs": "vLLM's constraint: json, regex, choice, grammar or structural_tag",
+    "json_schema": "the output matches this JSON schema",
+    "regex": "the output matches this regular expression",
+    "ebnf": "the output follows this grammar",
+    "structural_tag": "tags whose content is constrained",
+    "cache_salt": "share cached prefixes only with requests of the same salt",
+    "extra_key": "SGLang's name of cache_salt",
+    "prompt_logprobs": "logprobs of the prompt's tokens and of this many most likely ones",
+    "truncate_prompt_tokens": "keep this many tokens of the prompt; -1: what fits the context",
+    "truncation_side": "side of the prompt that is cut off",
+    "return_token_ids": "token ids of prompt and output in the answer",
+    "return_tokens_as_token_ids": "write tokens of logprobs as token_id:5",
+    "return_stats": "times and graph buckets in the answer",
+}
+_CONVERSATION = {
+    "messages": "the conversation, for the model's chat template",
+    "role": "system, developer, user, assistant or tool",
+    "content": "text, or a list of parts",
+    "tools": "functions that the model may call",
+    "tool_choice": "none, auto, required, or a named function; default: auto if there are tools",
+    "parallel_tool_calls": "false: at most one call",
+    "add_generation_prompt": "end the prompt where the model's message begins",
+    "continue_final_message": "end the prompt within the last message, which the answer continues",
+    "chat_template": "replaces the model's template, if the server allows it",
+    "chat_template_kwargs": "variables of the chat template",
+    "enable_thinking": "variable of the chat template: reason before the answer",
+    "reasoning_effort": "variable of the chat template; none: no reasoning",
+    "documents": "variable of the chat template",
+}
+_TOKENIZE = {
+    "tokens": "token ids",
+    "add_special_tokens": "add the special tokens of the tokenizer",
+    "return_token_strs": "vocabulary entries in the answer",
+}
+
+# Fields that mean the same in every body.
+COMMON = _SAMPLING | _CONVERSATION | _TOKENIZE
+
+# Body -> fields of that body only, or with another meaning there.
+OF_BODY = {
+    "CompletionBody": {
+        "prompt": "a text, token ids, or a list of either",
+        "echo": "begin the text with the prompt",
+        "logprobs": "logprobs of the tokens and of this many most likely ones",
+        "best_of": "generate this many sequences and return the best n",
+    },
+    "ChatBody": {
+        "max_completion_tokens": "maximum number of generated tokens; precedes max_tokens",
+        "logprobs": "logprobs of the tokens in the answer",
+        "top_logprobs": "with logprobs: the most likely tokens to list",
+        "include_reasoning": "false: leave the reasoning out of the answer",
+        "separate_reasoning": "false: leave the reasoning in the content",
+        "thinking_token_budget": "maximum number of tokens of reasoning",
+    },
+    "GenerateBody": {
+        "text": "a prompt or a list of prompts",
+        "input_ids": "token ids of a prompt, or a list of such lists",
+        "sampling_params": "for all prompts, or a list with one per prompt",
+        "rid": "request id, or a list with one per prompt",
+        "return_logprob": "logprobs in the answer",
+        "logprob_start_len": "first position with logprobs; -1: only the output",
+        "top_logprobs_num": "number of most likely tokens to list",
+        "return_text_in_logprobs": "texts of the tokens beside their ids",
+    },
+    "StreamOptions": {
+        "include_usage": "usage in a last chunk",
+        "continuous_usage_stats": "usage so far in every chunk",
+    },
+    "TokenizeBody": {"prompt": "a text"},
+    "WeightsBody": {
+        "path": "a safetensors file or folder on the server's host",
+        "version": "name of the new weights",
+    },
+}  # fmt: skip
+
+
+def describe_fields(properties: dict[str, Any], body: str) -> None:
+    """Add descriptions to the fields of a body's JSON schema."""
+    known = COMMON | OF_BODY.get(body, {})
+    for name, schema in properties.items():
+        if name in known:
+            schema["description"] = known[name]

@@ -1,0 +1,65 @@
+"""A limit on the log-probabilities that all running requests of an API worker hold together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from engine.client.output_queue import LOGPROB_BYTES
+from engine.protocol.outputs import OutputDelta
+from engine.protocol.request import TokenLogprob
+from server.http.errors import WireError
+
+TOKEN_BYTES = 300  # of one token's log-probabilities without alternatives
+
+
+class Share:
+    """The part of the budget that one request holds. `abort` is called if the request has to give way."""
+
+    def __init__(self, abort: Callable[[], None]):
+        self.abort = abort
+        self.held = 0
+        self.error: WireError | None = None  # set when it has to give way
+
+
+class OutputBudget:
+    """Bytes of log-probabilities that wait for the end of their answers: `max_bytes` in all.
+
+    If more arrive, the request that holds most is aborted with 503, so that one request can't fail the others.
+    """
+
+    def __init__(self, max_bytes: int):
+        self.max_bytes = max_bytes
+        self.used = 0
+        self._shares: set[Share] = set()
+
+    def add(self, share: Share, deltas: Iterable[OutputDelta]) -> None:
+        """Count the log-probabilities of deltas. Raises WireError 503 if this request has to give way."""
+        count = sum(size_of(delta.logprobs) + size_of(delta.prompt_logprobs) for delta in deltas)
+        if count:
+            share.held += count
+            self.used += count
+            self._shares.add(share)
+        while self.used > self.max_bytes and self._shares:
+            self._drop(max(self._shares, key=lambda one: one.held))
+        if share.error is not None:
+            raise share.error
+
+    def release(self, share: Share) -> None:
+        """Stop counting what a request holds. A second call does nothing."""
+        self.used -= share.held
+        share.held = 0
+        self._shares.discard(share)
+
+    def _drop(self, share: Share) -> None:
+        self.release(share)
+        share.error = WireError(
+            503, f"the log-probabilities of all running requests reached the limit of {self.max_bytes} bytes "
+            "(--max-total-logprob-bytes), and this request has most of them: ask for fewer, or for fewer prompts",
+            type="service_unavailable_error", code="too_many_logprobs",
+        )  # fmt: skip
+        share.abort()
+
+
+def size_of(logprobs: Iterable[TokenLogprob | None] | None) -> int:
+    """Return an estimate of the bytes of log-probabilities in memory."""
+    return sum(TOKEN_BYTES + LOGPROB_BYTES * len(one.top) for one in logprobs or () if one is not None)

@@ -1,0 +1,134 @@
+"""The limit of all request bodies together: stalled uploads hold no memory and stop nobody."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+
+from tests.server.http.test_bodies import JSON, error_of
+
+MIB = 2**20
+SMALL = {"text": "red", "sampling_params": {"max_new_tokens": 1}}
+
+
+def upload(server, size, sent, stack):
+    """Open a connection that sends `sent` of a body of `size` bytes."""
+    host, port = server.url.removeprefix("http://").split(":")
+    connection = stack.enter_context(socket.create_connection((host, int(port)), timeout=20))
+    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {size}\r\n\r\n"
+    connection.sendall(head.encode() + b"a" * sent)
+    return connection
+
+
+def padded(size):
+    """A good body of `size` bytes."""
+    content = json.dumps(SMALL)
+    return content + " " * (size - len(content))
+
+
+def held(server):
+    return server.metric("encore_request_body_bytes")
+
+
+def whole_answer(connection):
+    text = ""
+    while not text.endswith("}}"):
+        text += connection.recv(65536).decode()
+    return text
+
+
+def answered(connection):
+    """Read one response and return its status and error code, or None if none has begun."""
+    connection.settimeout(0.05)
+    try:
+        text = whole_answer(connection)
+    except TimeoutError:
+        return None
+    head, _, body = text.partition("\r\n\r\n")
+    assert "retry-after: 1" in head.lower() and "connection: close" in head.lower()
+    return int(head.split()[1]), json.loads(body)["error"]["code"]
+
+
+@pytest.fixture
+def server(start_server):
+    return start_server(max_body_bytes=MIB, max_total_body_bytes=4 * MIB)
+
+
+def test_stalled_uploads_give_way_to_good_requests_and_to_nobody_else(server):
+    with ExitStack() as stack:
+        stalled = [upload(server, MIB, MIB - 1000, stack) for _ in range(4)]  # 3.75 MiB count
+        time.sleep(0.3)
+        assert server.answer("/generate", SMALL)  # small ones don't count
+        full = error_of(server.http.post("/generate", content=padded(MIB), headers=JSON), 503)  # all are too young
+        assert full["code"] == "too_many_body_bytes" and "--max-total-body-bytes" in full["message"]
+        assert [answered(connection) for connection in stalled] == [None] * 4
+        time.sleep(1)
+        began = time.monotonic()
+        for _ in range(5):
+            assert server.http.post("/generate", content=padded(MIB), headers=JSON).status_code == 200
+        assert time.monotonic() - began < 5
+        found = [answered(connection) for connection in stalled]
+        assert found.count((503, "too_many_body_bytes")) == 1 and found.count(None) == 3  # one made room for all five
+    server.wait_idle()
+
+
+def test_the_slowest_upload_gives_way(server):
+    with ExitStack() as stack:
+        slow = [upload(server, MIB, 200_000, stack)]
+        fast = [upload(server, MIB, MIB - 1000, stack) for _ in range(4)]
+        time.sleep(1.2)
+        assert server.http.post("/generate", content=padded(MIB // 2), headers=JSON).status_code == 200
+        assert answered(slow[0]) == (503, "too_many_body_bytes")
+        assert sum(answered(connection) is not None for connection in fast) <= 1
+
+
+def test_a_hundred_unfinished_uploads_hold_no_more_than_the_limit(server):
+    """Each of them had 60 s to hold 8 MiB."""
+    with ExitStack() as stack:
+        for _ in range(2):
+            for _ in range(50):
+                upload(server, MIB, MIB - 1000, stack)
+            time.sleep(1.1)
+        assert 0 < held(server) <= 4 * MIB
+        assert server.answer("/generate", SMALL)
+    server.wait(lambda: held(server) == 0, "the release")
+
+
+def test_a_body_is_released_when_it_is_tokenized_not_when_it_is_answered(start_server):
+    server = start_server(max_body_bytes=MIB, max_total_body_bytes=2 * MIB, max_model_len=4096)
+    endless = json.dumps({"text": "red", "session_id": "x" * 900_000, "stream": True,
+                          "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}})  # fmt: skip
+    with ExitStack() as stack:
+        for _ in range(6):
+            response = stack.enter_context(
+                server.http.stream("POST", "/generate", content=endless, headers=JSON, timeout=30)
+            )
+            assert response.status_code == 200
+        assert held(server) == 0
+
+
+def test_many_uploads_at_once_are_answered_or_refused_and_leave_nothing(server):
+    ready = threading.Barrier(12)
+
+    def send(_):
+        ready.wait()
+        return server.http.post("/generate", content=padded(MIB), headers=JSON).status_code
+
+    with ThreadPoolExecutor(12) as pool:
+        statuses = list(pool.map(send, range(12)))
+    assert set(statuses) <= {200, 503} and 200 in statuses
+    assert held(server) == 0
+
+
+def test_a_body_must_arrive_in_time(start_server):
+    server = start_server(body_seconds=0.5)
+    with ExitStack() as stack:
+        connection = upload(server, 1000, 10, stack)
+        answer = connection.makefile("rb").read().decode()  # the server closes the connection
+        assert answer.startswith("HTTP/1.1 408 ") and "body_timeout" in answer and "--body-seconds" in answer

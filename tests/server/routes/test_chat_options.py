@@ -1,0 +1,124 @@
+"""What the prompt of a chat is made of: tools, template variables, own templates, the message to continue."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from engine.text.conversation import Conversation
+
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "red"}]
+TOOL = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {"type": "object"}}}
+
+
+def prompt_of(server, **fields):
+    """Return the prompt of a conversation as text, the same for /tokenize and for a chat."""
+    body = {"messages": MESSAGES, **fields}
+    ids = server.answer("/tokenize", body)["tokens"]
+    usage = server.answer(CHAT, body | {"max_tokens": 1})["usage"]
+    assert usage["prompt_tokens"] == len(ids)
+    return server.service.client.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+@pytest.fixture(scope="module")
+def long(long_server):
+    return long_server
+
+
+def test_a_template_without_tools_gets_them_in_the_system_message(long):
+    text = prompt_of(long, messages=[{"role": "developer", "content": "Be kind."}, *MESSAGES], tools=[TOOL])
+    assert text.startswith("<|im_start|>system\nBe kind.\n\nYou may call") and '"name": "look"' in text
+    assert prompt_of(long, tools=[TOOL]).startswith("<|im_start|>system\nYou may call")
+    assert "look" not in prompt_of(long, tools=[TOOL], tool_choice="none")
+
+
+def test_calls_and_results_of_a_conversation_are_in_the_prompt(long):
+    call = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"at": "sky"}'}}
+    messages = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "blue"}]},
+    ]
+    text = prompt_of(long, messages=messages)
+    assert '<tool_call>\n{"name": "look", "arguments": {"at": "sky"}}\n</tool_call>' in text
+    assert "<tool_response>\nblue\n</tool_response>" in text
+
+
+def test_the_final_message_is_continued(server):
+    messages = [*MESSAGES, {"role": "assistant", "content": "the sky is"}]
+    text = prompt_of(server, messages=messages, continue_final_message=True)
+    assert text.endswith("<|im_start|>assistant\nthe sky is")
+    assert prompt_of(server, messages=messages, add_generation_prompt=False).endswith("the sky is<|im_end|>\n")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "needle"),
+    [
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "exclude"),
+        ({"continue_final_message": True, "messages": [{"role": "assistant"}]}, "continue_final_message", "no text"),
+        ({"enable_thinking": True}, "enable_thinking", "doesn't read"),
+        ({"reasoning_effort": "high"}, "reasoning_effort", "doesn't read"),
+        ({"chat_template_kwargs": {"verbose": 1}}, "chat_template_kwargs", "doesn't read verbose"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "can't set"),
+        ({"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}}, "enable_thinking", "differ"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "tools[0].type"),
+        ({"tools": [TOOL, {"type": "function", "function": {"name": "a b"}}]}, "tools", "tools[1].function.name"),
+        ({"tools": [TOOL, TOOL]}, "tools", "twice"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": "{}"}}]}, "tools", "parameters"),
+        ({"tools": "look"}, "tools", "list"),
+        ({"tool_choice": "required"}, "tool_choice", "tools is empty"),
+        ({"tool_choice": "sometimes"}, "tool_choice", "auto"),
+        ({"tool_choice": {"type": "custom"}}, "tool_choice", "custom"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "not among"),
+        ({"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages",
+         "messages[1].tool_calls[0].function"),
+        ({"messages": [{"role": "assistant", "function_call": {"name": "f"}}]}, "messages", "use tool_calls"),
+    ],
+)  # fmt: skip
+def test_invalid_options_are_named(server, fields, param, needle):
+    response = server.post(CHAT, {"messages": MESSAGES, "max_tokens": 1} | fields)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == param and needle in error["message"], error
+
+
+def test_options_without_an_effect_are_accepted(server):
+    plain = prompt_of(server)
+    for fields in ({"enable_thinking": False}, {"chat_template_kwargs": {"enable_thinking": False}}, {"tools": []},
+                   {"reasoning_effort": "none"}, {"tool_choice": "auto"}, {"documents": []}):  # fmt: skip
+        assert prompt_of(server, **fields) == plain, fields
+
+
+def test_a_lone_surrogate_in_a_tool_is_an_error(server):
+    tool = {"type": "function", "function": {"name": "f", "description": "\\ud800"}}
+    body = json.dumps({"messages": MESSAGES, "tools": [tool]}).replace("\\\\ud800", "\\ud800")
+    response = server.http.post(CHAT, content=body, headers={"Content-Type": "application/json"})
+    assert response.status_code == 400 and response.json()["error"]["param"] == "messages"
+
+
+def test_own_templates_need_the_operators_consent(server, start_server):
+    own = {
+        "messages": MESSAGES,
+        "chat_template": "{% for m in messages %}[{{ m.content }}]{% endfor %}",
+        "max_tokens": 1,
+    }
+    refused = server.post(CHAT, own)
+    assert refused.status_code == 403 and refused.json()["error"]["param"] == "chat_template"
+    handle = start_server(trust_request_chat_template=True)
+    assert prompt_of(handle, chat_template=own["chat_template"]) == "[red]"
+    for template, needle in (
+        ("{{ 'x' * 10**10 }}", "exceed"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "exceed"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{% nonsense %}", "nonsense"),
+        ("{{ raise_exception('no') }}", "no"),
+    ):
+        error = handle.post(CHAT, own | {"chat_template": template}).json()["error"]
+        assert error["param"] == "chat_template" and needle in error["message"].lower(), error
+
+
+def test_a_conversation_of_a_template_with_tools_keeps_its_messages():
+    messages = [{"role": "user", "content": "x"}]
+    assert Conversation(messages=messages).as_text() == messages

@@ -1,0 +1,108 @@
+"""The store of responses: its limits, its owners, and a file that two processes share."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from engine.errors import RequestError
+from server.http.errors import WireError
+from server.serving.response_store import MEMORY, ResponseStore
+
+ITEMS = [{"type": "message", "id": "msg_1", "role": "user", "content": "x" * 100}]
+RESPONSE = {"id": "resp_1", "output": [{"type": "message", "id": "msg_2"}]}
+
+
+@pytest.fixture
+async def make_store():
+    made = []
+
+    def make(path=MEMORY, entries=10, size=10_000, seconds=60.0):
+        made.append(ResponseStore(path, entries, size, seconds))
+        return made[-1]
+
+    yield make
+    for store in made:
+        await store.close()
+
+
+async def add(store, name, owner="me", items=ITEMS, response=RESPONSE):
+    return await store.begin(name, owner, items) and await store.finish(name, response)
+
+
+async def held(store, names, owner="me"):
+    return [name for name in names if await store.response(name, owner) is not None]
+
+
+async def test_an_entry_is_readable_once_it_is_complete(make_store):
+    store = make_store()
+    assert await store.begin("a", "me", ITEMS)
+    assert await store.conversation("a", "me") is None and not await store.delete("a", "me")
+    assert await store.finish("a", RESPONSE)
+    assert json.loads(await store.response("a", "me")) == RESPONSE and await store.items("a", "me") == ITEMS
+    assert await store.conversation("a", "me") == [*ITEMS, *RESPONSE["output"]]
+    assert await held(store, ["a"], "another") == [] and not await store.delete("a", "another")
+    assert await store.delete("a", "me") and store.usage() == (0, 0)
+
+
+async def test_the_oldest_entries_make_room(make_store):
+    store = make_store(entries=3)
+    for name in "abcde":
+        assert await add(store, name)
+    assert await held(store, "abcde") == ["c", "d", "e"]
+    store = make_store(size=2000, entries=100)
+    names = [f"{number}" for number in range(20)]
+    for name in names:
+        assert await add(store, name)
+        assert store.usage()[1] <= 2000
+    left = await held(store, names)
+    assert left == names[-len(left) :] and 1 < len(left) < 20
+
+
+async def test_an_owner_makes_room_for_itself(make_store):
+    store = make_store(entries=4)
+    assert await add(store, "small", "another")
+    for number in range(20):
+        assert await add(store, f"big{number}")
+    assert await held(store, ["small"], "another") == ["small"]
+
+
+async def test_what_is_too_large_is_not_stored(make_store):
+    store = make_store(size=8000)
+    assert not await store.begin("a", "me", [{"text": "x" * 1000}]) and store.usage() == (0, 0)
+    assert await store.begin("b", "me", ITEMS) and not await store.finish("b", {"output": ["x" * 990]})
+    assert store.usage() == (0, 0) and not await store.finish("b", RESPONSE)
+    with pytest.raises(RequestError) as caught:
+        await store.begin("c", "me", [{"text": float("nan")}])
+    assert caught.value.param == "input"
+
+
+async def test_entries_expire(make_store):
+    store = make_store(seconds=0.3)
+    store.begin_expiry()
+    assert await add(store, "a") and await held(store, ["a"]) == ["a"]
+    await asyncio.sleep(0.35)
+    assert await held(store, ["a"]) == []
+    await asyncio.sleep(0.4)
+    assert store.usage() == (0, 0), "deleted without a request"
+
+
+async def test_two_processes_share_a_file(make_store, tmp_path):
+    path = str(tmp_path / "responses.sqlite")
+    one, other = make_store(path), make_store(path)
+    names = [f"{number}" for number in range(10)]
+    stored = await asyncio.gather(*(add((one, other)[int(name) % 2], name) for name in names))
+    assert stored == [True] * 10 and await held(one, names) == names == await held(other, names)
+    one.drop("3")
+    assert await other.response("3", "me") is None
+
+
+async def test_a_closed_store_refuses(make_store):
+    store = make_store()
+    await store.close()
+    store.drop("a")
+    with pytest.raises(WireError) as caught:
+        await add(store, "a")
+    assert caught.value.status == 503
