@@ -1,11 +1,14 @@
-# syntax=docker/dockerfile:1
 # Encore's server. On a CPU:   docker build -t encore .
-# On NVIDIA GPUs:              docker build -t encore:cuda --build-arg ACCELERATOR=cuda \
-#                                  --build-arg BASE=nvidia/cuda:13.0.1-base-ubuntu24.04 .
-# Run:                         docker run --init -p 127.0.0.1:8000:8000 -v encore-cache:/var/cache/encore encore
+# On NVIDIA GPUs:              docker build -t encore:cuda --build-arg ACCELERATOR=cuda --build-arg BASE=$CUDA_BASE .
+#     with CUDA_BASE=nvidia/cuda:13.0.1-base-ubuntu24.04@sha256:f8ef28f579ea42a44b415d2c5d46f788e6a9b395c6c83f2929416e1fc192c143
+# Run:                         docker run --init -p 127.0.0.1:8000:8000 -v encore-cache:/var/cache/encore \
+#                                  -e ENCORE_API_KEYS=KEY encore
+# The server listens on 0.0.0.0 and does not start without API keys. For a port that only this machine can reach, as above,
+# --allow-unauthenticated after the image's name serves without keys.
 # Settings are `encore serve` flags after the image's name, or ENCORE_* variables; the port is the variable ENCORE_PORT
 # only, which the health check reads too. BASE may be any Debian or Ubuntu image whose Python is 3.11 or later.
-ARG BASE=python:3.11-slim-bookworm
+# scripts/pin_images updates the digests of base images, scripts/lock the packages of requirements/.
+ARG BASE=python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b
 
 FROM ${BASE} AS base
 ARG ACCELERATOR=cpu
@@ -19,32 +22,29 @@ RUN packages=""; \
         && rm -rf /var/lib/apt/lists/*; \
     fi
 
-# What changes least comes first: torch, the other dependencies, then Encore as a wheel, which alone is a new layer of the
-# image when only its sources have changed.
+# What changes least comes first: the dependencies, then Encore as a wheel, which alone is a new layer of the image when
+# only its sources have changed. Every package is locked with its hashes, the build backend of the wheel included.
 FROM base AS dependencies
-ARG TORCH=2.13.0
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 WORKDIR /src
 RUN python3 -m venv /opt/encore
 ENV PATH=/opt/encore/bin:$PATH PIP_DISABLE_PIP_VERSION_CHECK=1
-# The default index carries CUDA builds; with TORCH_INDEX empty they are taken for a CPU too.
+COPY requirements requirements
+# The default index has torch with CUDA, TORCH_INDEX the CPU builds that requirements/cpu.txt names. TORCH_INDEX is empty
+# where pip is configured with another source of them.
 RUN --mount=type=cache,target=/root/.cache/pip \
     if [ "$ACCELERATOR" = cpu ] && [ -n "$TORCH_INDEX" ]; then \
-        pip install --index-url "$TORCH_INDEX" "torch==$TORCH"; \
+        pip install --require-hashes --extra-index-url "$TORCH_INDEX" -r requirements/cpu.txt; \
     else \
-        pip install "torch==$TORCH"; \
+        pip install --require-hashes -r "requirements/$ACCELERATOR.txt"; \
     fi
-COPY pyproject.toml ./
-RUN --mount=type=cache,target=/root/.cache/pip \
-    python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' \
-        > requirements.txt \
-    && pip install "torch==$TORCH" -r requirements.txt
 
 FROM dependencies AS wheel
+COPY pyproject.toml ./
 COPY graph_cache graph_cache
 COPY engine engine
 COPY server server
-RUN --mount=type=cache,target=/root/.cache/pip pip wheel --no-deps --wheel-dir /dist .
+RUN pip wheel --no-deps --no-build-isolation --wheel-dir /dist .
 
 FROM base
 RUN groupadd --gid 10001 encore \

@@ -22,7 +22,7 @@ CONTAINER = {
     "env": [
         {"name!": str, "value": str, "valueFrom": {"resourceFieldRef!": {"containerName!": str, "resource!": str}}}
     ],
-    "envFrom": [{"secretRef!": {"name!": str, "optional": bool}}],
+    "envFrom": [{"secretRef!": {"name!": str}}],
     "startupProbe!": PROBE, "readinessProbe!": PROBE, "livenessProbe!": PROBE,
     "lifecycle": {"preStop!": {"exec!": {"command!": [str]}}},
     "resources!": {"requests!": TEXTS, "limits!": TEXTS},
@@ -43,6 +43,11 @@ POD = {
     "containers!": [CONTAINER],
     "volumes": [{"name!": str, "emptyDir!": {"sizeLimit": str}}],
 }  # fmt: skip
+PEER = {
+    "podSelector": {"matchLabels": TEXTS}, "namespaceSelector": LABELS,
+    "ipBlock": {"cidr!": str, "except": [str]},
+}  # fmt: skip
+POLICY_PORTS = [{"port!": (str, int), "protocol!": str}]
 SPECS = {
     ("apps/v1", "Deployment"): {
         "replicas!": int, "selector!": LABELS,
@@ -53,6 +58,10 @@ SPECS = {
         "selector!": TEXTS, "ports!": [{"name!": str, "port!": int, "targetPort!": (str, int)}],
     },
     ("policy/v1", "PodDisruptionBudget"): {"maxUnavailable!": int, "selector!": LABELS},
+    ("networking.k8s.io/v1", "NetworkPolicy"): {
+        "podSelector!": LABELS, "policyTypes!": [str], "ingress!": [{"from!": [PEER], "ports!": POLICY_PORTS}],
+        "egress!": [{"to": [PEER], "ports!": POLICY_PORTS}],
+    },
     ("monitoring.coreos.com/v1", "ServiceMonitor"): {
         "selector!": LABELS, "endpoints!": [{"port!": str, "path!": str, "interval!": str}],
     },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from copy import deepcopy
+from ipaddress import ip_address, ip_network
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from server.cli.settings import NOT_SETTINGS, PREFIX, setting_types
 from tests.deploy.files import DEPLOY, ROOT, load
 from tests.deploy.shapes import faults
 
-OBJECTS = ("deployment", "service", "poddisruptionbudget", "servicemonitor")
+OBJECTS = ("deployment", "service", "poddisruptionbudget", "networkpolicy", "servicemonitor")
 
 
 def deployment() -> Any:
@@ -80,6 +81,30 @@ def test_selectors_and_ports_match() -> None:
     assert service["spec"]["ports"][0]["targetPort"] in {port["name"] for port in container()["ports"]}
     assert monitor["spec"]["endpoints"][0]["port"] in {port["name"] for port in service["spec"]["ports"]}
     assert service["metadata"]["name"] == "encore"  # the job name that rules and dashboard use
+
+
+def test_the_secret_with_the_keys_is_required() -> None:
+    assert container()["envFrom"] == [{"secretRef": {"name": "encore-keys"}}]
+    assert "ENCORE_ALLOW_UNAUTHENTICATED" not in {one["name"] for one in container()["env"]}
+
+
+def test_the_network_policy_opens_the_http_port_to_clients_and_no_private_network_to_the_server() -> None:
+    spec = load("kubernetes/networkpolicy.yaml")["spec"]
+    labels = deployment()["spec"]["template"]["metadata"]["labels"]
+    assert spec["podSelector"]["matchLabels"].items() <= labels.items()
+    assert set(spec["policyTypes"]) == {"Ingress", "Egress"}
+    names = {port["name"] for port in container()["ports"]}
+    assert {port["port"] for rule in spec["ingress"] for port in rule["ports"]} == names
+    assert all(rule["from"] for rule in spec["ingress"])
+    for rule in spec["egress"]:
+        blocks = [ip_network(block["ipBlock"]["cidr"]) for block in rule.get("to", ())]
+        if {port["port"] for port in rule["ports"]} == {53}:
+            continue
+        assert blocks, "a rule without addresses opens every one"
+        closed = [ip_network(text) for peer in rule["to"] for text in peer["ipBlock"]["except"]]
+        for address in ("10.1.2.3", "172.20.0.1", "192.168.1.1", "169.254.169.254", "127.0.0.1", "::1", "fd00::1"):
+            found = ip_address(address)
+            assert any(found in network for network in closed if network.version == found.version), address
 
 
 def test_the_disruption_budget_keeps_one_pod() -> None:
