@@ -36,22 +36,33 @@ def sampler(args: argparse.Namespace, rows: int, fused: bool) -> Sampler:
     return made
 
 
+def sample(state: Sampler, logits: torch.Tensor, position: int) -> torch.Tensor:
+    """Sample a token int64 [rows] for every slot at this position."""
+    rows, device = len(logits), logits.device
+    token_ids, last_tokens = logits.argmax(1), torch.zeros(rows + 1, dtype=torch.int64, device=device)
+    slots = torch.arange(1, rows + 1, device=device)
+    variant = state.variant(range(rows))
+    if variant is not None:
+        positions = torch.full((rows,), position, device=device)
+        state.slot_sampling()(logits, slots, positions, token_ids, last_tokens, **variant)
+    return token_ids
+
+
 def times(state: Sampler, logits: torch.Tensor, position: int) -> tuple[float, float, float]:
     """device_ms (0 without a GPU), call_ms and wall_ms of one call."""
-    call = logits, range(len(logits)), [position] * len(logits)
     device = 0.0
     if logits.is_cuda:
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(20_000_000)  # some 10 ms, in which the host enqueues all of the call
         first.record()
-        state.sample(*call)
+        sample(state, logits, position)
         last.record()
         torch.cuda.synchronize()
         device = first.elapsed_time(last)
     started = time.perf_counter()
-    found = state.sample(*call)
+    found = sample(state, logits, position)
     called = time.perf_counter()
-    found.token_ids.cpu()
+    found.cpu()
     return device, (called - started) * 1e3, (time.perf_counter() - started) * 1e3
 
 
@@ -63,10 +74,7 @@ def measured(args: argparse.Namespace, rows: int) -> dict[str, object]:
         logits[:, : min(100, args.vocab // 2)] += 15
     logits = logits.to(torch.bfloat16)
     states = {"torch": sampler(args, rows, False), "kernels": sampler(args, rows, True)}
-    tokens = [
-        torch.stack([state.sample(logits, range(rows), [position] * rows).token_ids for position in range(5)])
-        for state in states.values()
-    ]
+    tokens = [torch.stack([sample(state, logits, position) for position in range(5)]) for state in states.values()]
     positions = {name: iter(range(args.repeats)) for name in states}
     taken = harness.alternate(
         {name: lambda name=name, state=state: times(state, logits, next(positions[name]))

@@ -51,6 +51,12 @@ def caption(made: Figure, text: str) -> None:
     made.supxlabel("\n".join(textwrap.wrap(text, columns)), x=0.01, ha="left", fontsize=8, color="#444444")
 
 
+def follow_theme(path: Path) -> None:
+    """Let an SVG file turn dark for readers who prefer that."""
+    style, end = "@media (prefers-color-scheme: dark) { svg { filter: invert(.93) hue-rotate(180deg) } }", "</style>"
+    path.write_text(path.read_text("utf-8").replace(end, f"\n{style}\n{end}", 1), "utf-8")
+
+
 def origin(series: Iterable[Series]) -> str:
     """Name the machine of some series, then each run's commit and date with the series that it measured."""
     series = list(series)
@@ -339,6 +345,7 @@ def main(argv: Sequence[str]) -> int:
                 print(f"{name}: left out, {error.filename} does not exist")
                 continue
             made.savefig(args.out / f"{name}.svg", metadata={"Date": None})
+            follow_theme(args.out / f"{name}.svg")
             if args.png:
                 made.savefig(args.out / f"{name}.png", dpi=110)
         print(args.out / f"{name}.svg")

@@ -1,13 +1,18 @@
-"""A sampled decode step beside a greedy one, in turns: what sampling adds to a step of the engine.
+"""A decode step that samples, or follows a JSON schema, beside a greedy one, in turns.
 
     python -m benchmarks step.sampled_decode --shape qwen3-0.6b --batches 1,64,192 --json FILE
+    python -m benchmarks step.sampled_decode --ways greedy,schema,one_schema --batches 64
     python -m benchmarks step.sampled_decode --shape tiny --batches 1,4 --outputs 16,48 --rounds 2
 
 Random weights, 64-token prompts. A step's time is that of a generation of the longer output less that of the shorter
-one, by the difference in tokens. Each way is a set of sampling parameters; all rows of a batch have the same, except
-in `mixed`, where every fourth row is sampled. extra_ms is the median over rounds of a way's step less the first one's.
-`top_p` alone is the kernels' worst case: random weights give a flat distribution, so a nucleus has tens of thousands of
-tokens.
+one, by the difference in tokens. extra_ms is the median over rounds of a way's step less the first one's.
+
+Each way is a set of sampling parameters. All rows of a batch have the same, with two exceptions: in `mixed`, every
+fourth row is sampled, and in `one_schema`, only the first row follows a JSON schema. `top_p` alone is the kernels'
+worst case: random weights give a flat distribution, so a nucleus has tens of thousands of tokens.
+
+The ways `schema`, `one_schema` and `sampled_schema` need a tokenizer; the shape gets a synthetic one of the size of its
+vocabulary. They run only if they are named.
 """
 
 from __future__ import annotations
@@ -22,9 +27,28 @@ from typing import Any
 
 from benchmarks import harness
 from benchmarks.shapes import SHAPES, write_shape
+from benchmarks.vocabulary import write_tokenizer
 
 NEEDS = "CPU or 1 GPU"
 GREEDY: dict[str, Any] = {"temperature": 0.0}
+MAX_ROWS = 1024
+# A list that is longer than any output.
+RECORDS = {
+    "type": "array",
+    "minItems": 1000,
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "minLength": 4, "maxLength": 24},
+            "kind": {"enum": ["integer", "number", "string", "boolean"]},
+            "size": {"type": "integer", "minimum": 0, "maximum": 99999},
+            "tags": {"type": "array", "items": {"type": "string", "maxLength": 12}, "maxItems": 4},
+        },
+        "required": ["name", "kind", "size", "tags"],
+        "additionalProperties": False,
+    },
+}
+SCHEMA: dict[str, Any] = {"structured_outputs": {"json": RECORDS, "disable_any_whitespace": True}}
 WAYS: dict[str, list[dict[str, Any]]] = {
     "greedy": [GREEDY],
     "temperature": [{"temperature": 0.8}],
@@ -32,7 +56,11 @@ WAYS: dict[str, list[dict[str, Any]]] = {
     "top_p": [{"temperature": 0.8, "top_p": 0.95}],
     "penalties": [{"temperature": 0.8, "top_k": 50, "top_p": 0.95, "presence_penalty": 0.5}],
     "mixed": [{"temperature": 0.8, "top_k": 50, "top_p": 0.95}, GREEDY, GREEDY, GREEDY],
+    "schema": [GREEDY | SCHEMA],
+    "one_schema": [GREEDY | SCHEMA, *[GREEDY] * (MAX_ROWS - 1)],
+    "sampled_schema": [{"temperature": 0.8} | SCHEMA],
 }
+CONSTRAINED = {"schema", "one_schema", "sampled_schema"}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,17 +69,20 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--batches", type=harness.counts, default=[1, 64, 192])
     parser.add_argument("--outputs", type=harness.counts, default=[32, 288], help="shorter and longer output length")
     parser.add_argument("--rounds", type=harness.count, default=5)
-    parser.add_argument("--ways", type=harness.names(WAYS), default=list(WAYS))
+    parser.add_argument("--ways", type=harness.names(WAYS), default=[way for way in WAYS if way not in CONSTRAINED])
     args = parser.parse_args(argv)
     if len(args.outputs) != 2 or args.outputs[0] >= args.outputs[1]:
         parser.error("--outputs takes two lengths, the shorter one first")
     from engine import Engine, EngineConfig, SamplingParams
 
     report = harness.Report(__spec__.name, args, argv)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as root:
+        folder = write_shape(args.shape, root)
+        if CONSTRAINED & set(args.ways):
+            write_tokenizer(folder, SHAPES[args.shape]["vocab_size"])
         engine = Engine(
             EngineConfig(
-                model=write_shape(args.shape, folder),
+                model=folder,
                 load_format="dummy",
                 graph_manifest="none",
                 enable_prefix_caching=False,

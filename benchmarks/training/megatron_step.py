@@ -9,26 +9,19 @@ Engine, or without a GPU, the local spec is used and Megatron's ways are left ou
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
-from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
-from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from benchmarks import harness
+from benchmarks.training.megatron_ways import HAVE_TE, OWN_IMPLS, prepare, start_process
 from benchmarks.training.step_timing import COLUMNS, add_arguments, run_ways, timed
 from engine import Engine, EngineConfig
 from graph_cache.adapters.megatron.cpu import keep_rotary_in_place, layer_spec
@@ -37,12 +30,11 @@ NEEDS = "CPU or 1 GPU"
 OURS = ("eager", "layer", "attn_mlp", "iteration")
 WAYS = (*OURS, "transformer_engine", "megatron_local", "megatron_transformer_engine")
 VOCABULARY = 32000
-HAVE_TE = importlib.util.find_spec("transformer_engine") is not None and torch.cuda.is_available()
 
 
 def build(way: str, args: argparse.Namespace) -> GPTModel:
     """The same model each time, captured by Megatron itself where the way says so."""
-    own = {"megatron_local": "local", "megatron_transformer_engine": "transformer_engine"}.get(way, "none")
+    own = OWN_IMPLS.get(way, "none")
     fp8 = {"fp8": "hybrid", "fp8_recipe": {"delayed": "delayed", "current": "tensorwise"}[args.fp8]} if args.fp8 else {}
     config = TransformerConfig(
         num_layers=args.layers,
@@ -80,103 +72,29 @@ def build(way: str, args: argparse.Namespace) -> GPTModel:
 
 def set_up(way: str, batch: int, args: argparse.Namespace) -> tuple[Callable[[int], torch.Tensor], list[Engine]]:
     """A function that runs step number n on data of its own, and what captures it."""
-    dist.init_process_group(
-        "nccl" if torch.cuda.is_available() else "gloo", rank=0, world_size=1, store=dist.HashStore()
-    )
-    parallel_state.initialize_model_parallel()
+    start_process()
     model = build(way, args)
     device = next(model.parameters()).device
-    by_megatron = way.startswith("megatron")
-    if by_megatron:  # its graphs leave gradients in main_grad, and ask for DDP and its number of microbatches
-        init_num_microbatches_calculator(
-            rank=0, rampup_batch_size=None, global_batch_size=batch, micro_batch_size=batch, data_parallel_size=1
-        )
-        side = torch.cuda.Stream()  # as in Megatron's training loop: gradients may not be tied to the default stream
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            model = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
-        torch.cuda.current_stream().wait_stream(side)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=device.type == "cuda")
     generator = torch.Generator().manual_seed(1)
     data = [torch.randint(VOCABULARY, (batch, args.length + 1), generator=generator).to(device) for _ in range(4)]
     positions = torch.arange(args.length, device=device).expand(batch, -1)
-    forward_backward, engines = _forward_backward(way, model, batch, args)
 
-    def forward_step(iterator: Iterator[torch.Tensor], chunk: GPTModel) -> tuple[torch.Tensor, Callable[..., Any]]:
-        tokens = next(iterator)
-        losses = chunk(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
-        return losses, lambda out: (out.float().mean(), {"loss": out.float().mean().detach()})
+    def forward(chunk: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        return chunk(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
 
-    def step(number: int) -> torch.Tensor:
-        if by_megatron:
-            model.zero_grad_buffer()
-        else:
-            optimizer.zero_grad(set_to_none=way != "iteration")
-        getattr(model, "module", model).set_is_first_microbatch()
-        (found,) = forward_backward(
-            forward_step_func=forward_step,
-            data_iterator=iter([data[number % 4]]),
-            model=model,
-            num_microbatches=1,
-            seq_length=args.length,
-            micro_batch_size=batch,
-            forward_only=False,
-        )
-        if by_megatron:
-            for parameter in model.parameters():
-                parameter.grad = parameter.main_grad
-        optimizer.step()
-        if by_megatron:
-            for parameter in model.parameters():
-                parameter.grad = None  # DDP's hooks would add it to itself
-        return found["loss"]
-
-    return step, engines
+    return prepare(way, model, forward, data, settings_of(way), args, batch)
 
 
-def _forward_backward(
-    way: str, model: GPTModel, batch: int, args: argparse.Namespace
-) -> tuple[Callable[..., Any], list[Engine]]:
-    """Megatron's function for one stage, or a graph of it; and what captures inside."""
-    run = forward_backward_no_pipelining if torch.cuda.is_available() else _loop
+def settings_of(way: str) -> EngineConfig | None:
+    """Return the settings of our graphs; None for a way without them."""
     if way == "iteration":
-        engine = Engine(EngineConfig(mode="training", cuda_graph_impl="full_iteration"))
-        return engine.capture_forward_backward(run), [engine]
-    if way in ("layer", "attn_mlp", "transformer_engine"):
-        impl = "transformer_engine" if way == "transformer_engine" else "local"
-        modules = ("attn", "mlp") if way == "attn_mlp" else ()
-        engine = Engine(EngineConfig(mode="training", cuda_graph_impl=impl, cuda_graph_modules=modules))
-        engine.attach(model)
-        return run, [engine]
-    if way == "megatron_transformer_engine":
-        helper = cuda_graphs.TECudaGraphHelper([model], model.config, args.length, batch)
-        steps = iter(range(10**9))
-
-        def captured(**keywords: Any) -> Any:
-            if next(steps) == model.config.cuda_graph_warmup_steps:
-                helper.create_cudagraphs()
-            return run(**keywords)
-
-        return captured, []
-    return run, []
-
-
-def _loop(
-    *,
-    forward_step_func: Callable[..., Any],
-    data_iterator: Iterator[Any],
-    model: GPTModel,
-    num_microbatches: int,
-    **_: Any,
-) -> list[dict[str, torch.Tensor]]:
-    """Megatron's schedules need a GPU; this is what one stage does of them."""
-    found = []
-    for _ in range(num_microbatches):
-        output, loss_func = forward_step_func(data_iterator, model)
-        loss, report = loss_func(output)
-        loss.backward()
-        found.append(report)
-    return found
+        return EngineConfig(mode="training", cuda_graph_impl="full_iteration")
+    if way not in ("layer", "attn_mlp", "transformer_engine"):
+        return None
+    impl = "transformer_engine" if way == "transformer_engine" else "local"
+    return EngineConfig(
+        mode="training", cuda_graph_impl=impl, cuda_graph_modules=("attn", "mlp") if way == "attn_mlp" else ()
+    )
 
 
 def main(argv: Sequence[str]) -> int:

@@ -21,6 +21,8 @@ from engine import Engine
 
 SIZES = {"layers": 24, "width": 1024, "length": 512, "warm": 8, "steps": 16}
 COLUMNS = ("way", "batch", "ms", "times_eager", "synced_ms", "host_ms", "peak_mib", "peak_reserved_mib", "error")
+# With --loss-steps: the largest difference of a loss to eager's, and the ways that had the same losses bit for bit.
+LOSS_COLUMNS = (*COLUMNS[:-1], "replays", "loss_difference", "same_losses_as", "error")
 
 
 def timed(step: Callable[[int], torch.Tensor], engines: Sequence[Engine], warm: int, steps: int) -> dict[str, Any]:
@@ -67,6 +69,31 @@ def timed(step: Callable[[int], torch.Tensor], engines: Sequence[Engine], warm: 
     return found
 
 
+def losses_of(step: Callable[[int], torch.Tensor], steps: int) -> list[float]:
+    """Run the first steps of a training run and return their losses."""
+    return [step(index).item() for index in range(steps)]
+
+
+class LossComparison:
+    """Compares the losses of each row with those of the earlier ways of its batch: `compare` of `run_ways`."""
+
+    def __init__(self) -> None:
+        self._earlier: list[dict[str, Any]] = []
+
+    def __call__(self, row: dict[str, Any], eager: dict[str, Any]) -> None:
+        """Add the largest difference to eager's losses, and the ways that had the same losses bit for bit."""
+        if "losses" not in row:
+            return
+        earlier = [other for other in self._earlier if other["batch"] == row["batch"]]
+        if earlier and "losses" in eager:
+            pairs = zip(row["losses"], eager["losses"], strict=True)
+            row["loss_difference"] = round(max(abs(ours - theirs) for ours, theirs in pairs), 6)
+        same = [other["way"] for other in earlier if other["losses"] == row["losses"]]
+        if same:
+            row["same_losses_as"] = ",".join(same)
+        self._earlier.append(row)
+
+
 def _peaks() -> dict[str, int]:
     """Peaks in MiB. Memory that graphs use between tensors is in the reserved bytes only."""
     if not torch.cuda.is_available():
@@ -78,12 +105,17 @@ def _peaks() -> dict[str, int]:
 
 
 def run_ways(
-    module: str, ways: Sequence[str], args: argparse.Namespace, flags: Sequence[str], report: harness.Report
+    module: str,
+    ways: Sequence[str],
+    args: argparse.Namespace,
+    flags: Sequence[str],
+    report: harness.Report,
+    compare: Callable[[dict[str, Any], dict[str, Any]], None] = lambda row, eager: None,
 ) -> None:
     """Run `python -m module --one --ways W --batches B` for each way and batch; add its figures to the report.
 
     Rows of a batch whose "eager" ran before them also get their ratios to it. A way that fails has its error in place
-    of figures.
+    of figures. `compare(row, eager)` may change a row; `eager` is that of its batch as it was printed, or empty.
     """
     sizes = [f"--{name}={getattr(args, name)}" for name in SIZES]
     for batch in args.batches:
@@ -103,6 +135,7 @@ def run_ways(
                 row |= {
                     f"{name}_over_eager": round(peak / eager[name], 3) for name, peak in row.items() if "peak" in name
                 }
+            compare(row, eager)
             report.add(row)
 
 
