@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.server.conftest import RunningServer, running, tiny_config
 from tests.soak.load import Load
+from tests.soak.serving import serving
 from tests.soak.soak import run
 
 
@@ -31,6 +33,21 @@ def test_server_and_client_state_is_empty_after_load(tiny_model: Path) -> None:
         server.wait(lambda: client.num_pending == 0, "the last streams' ends")
         assert server.service.in_flight == 0 and client.stats().kv_cache_usage == 0
         server.wait(lambda: sum(client.stats().ended.values()) == ended(server) >= 55, "each end to be counted once")
+
+
+def test_prompts_of_many_lengths_do_not_grow_the_engine(tiny_model: Path, tmp_path: Path) -> None:
+    """In bf16 each length compiles kernels: 300 lengths took 600 MiB before their number was limited."""
+    flags = ("--dtype", "bfloat16", "--num-threads", "1", "--warmup", "lazy", "--max-model-len", "512")
+    with serving(tiny_model, tmp_path / "server.log", *flags) as server, httpx.Client(base_url=server.url) as http:
+
+        def memory_after(lengths: range) -> int:
+            for length in lengths:
+                body = {"prompt": [length % 200 + 5] * length, "max_tokens": 1}
+                http.post("/v1/completions", json=body, timeout=30).raise_for_status()
+            return server.memory()["engine"]
+
+        filled = memory_after(range(480, 430, -1))
+        assert memory_after(range(430, 340, -1)) - filled < 60 * 2**20
 
 
 def ended(server: RunningServer) -> int:
