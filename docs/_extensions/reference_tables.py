@@ -1,0 +1,188 @@
+"""Tables of the reference pages, made from the code: settings, metrics, HTTP routes and request fields.
+
+Directives: `settings-table` with `server` or `engine`; `metrics-table`; `routes-table`; `fields-table` with the name of
+a schema in /openapi.json. Metrics and routes are those of a server that runs a tiny model while the site is built.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import logging
+import tempfile
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+
+def settings_rows(kind: str) -> tuple[Sequence[str], list[Sequence[str]]]:
+    """Return head and rows of the settings of `encore serve`: those of the server or of the engine."""
+    from engine.config import EngineConfig
+    from server.cli.flags import ENGINE_HELP, SERVER_HELP, SERVING_DEFAULTS
+    from server.cli.settings import NOT_OFFERED
+    from server.config import ServerConfig
+
+    config_class, helps = {"server": (ServerConfig, SERVER_HELP), "engine": (EngineConfig, ENGINE_HELP)}[kind]
+    rows: list[Sequence[str]] = []
+    for field in dataclasses.fields(config_class):
+        if field.name not in NOT_OFFERED:
+            default = SERVING_DEFAULTS.get(field.name, field.default)
+            rows.append((f"`--{field.name.replace('_', '-')}`", _shown(default), helps[field.name]))
+    return ("flag", "default", "meaning"), rows
+
+
+def _shown(default: Any) -> str:
+    if default is None or default == () or default is dataclasses.MISSING:
+        return ""
+    if isinstance(default, (tuple, list)):
+        return f"`{','.join(map(str, default))}`"
+    return f"`{str(default).lower() if isinstance(default, bool) else default}`"
+
+
+def metrics_rows() -> tuple[Sequence[str], list[Sequence[str]]]:
+    """Return head and rows of the metrics that a server exports."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    rows = []
+    for family in text_string_to_metric_families(_server()[0]):
+        labels = sorted({label for sample in family.samples for label in sample.labels} - {"le"})
+        name = family.name + ("_total" if family.type == "counter" else "")
+        rows.append((f"`{name}`", family.type, ", ".join(f"`{label}`" for label in labels), family.documentation))
+    return ("metric", "type", "labels", "meaning"), sorted(rows)
+
+
+def routes_rows() -> tuple[Sequence[str], list[Sequence[str]]]:
+    """Return head and rows of the HTTP routes."""
+    rows = []
+    for path, methods in _server()[1]["paths"].items():
+        for method, route in methods.items():
+            schemes = {name for one in route.get("security", ()) for name in one}
+            key = "admin key" if "admin_key" in schemes else "API key" if schemes else "none"
+            summary = (route.get("description") or route.get("summary", "")).partition("\n")[0]
+            rows.append((f"`{method.upper()} {path}`", key, summary))
+    return ("route", "key", "purpose"), rows
+
+
+def fields_rows(schema: str) -> tuple[Sequence[str], list[Sequence[str]]]:
+    """Return head and rows of the fields of a schema in /openapi.json."""
+    found = _server()[1]["components"]["schemas"][schema]
+    required = set(found.get("required", ()))
+    rows = []
+    for name, field in found["properties"].items():
+        default = "required" if name in required else _shown(field.get("default"))
+        rows.append((f"`{name}`", _type(field), default, _meaning(field)))
+    return ("field", "type", "default", "meaning"), rows
+
+
+def _meaning(field: dict[str, Any]) -> str:
+    """Return the description of a field and its range."""
+    least = field.get("minimum", field.get("exclusiveMinimum"))
+    most = field.get("maximum")
+    limits = ""
+    if least is not None and most is not None and abs(most) < 2**31 - 1:
+        limits = f"{'above ' if 'exclusiveMinimum' in field else ''}{least:g} to {most:g}"
+    elif least is not None and abs(least) < 2**31 - 1:
+        limits = f"{least:g} and up"
+    return "; ".join(filter(None, (field.get("description", ""), limits)))
+
+
+def _type(field: dict[str, Any]) -> str:
+    if "$ref" in field:
+        return "`" + field["$ref"].rpartition("/")[2] + "`"
+    kinds = field.get("anyOf") or field.get("oneOf")
+    if kinds:
+        return " or ".join(dict.fromkeys(_type(one) for one in kinds if one.get("type") != "null"))
+    if field.get("type") == "array":
+        return "list of " + _type(field.get("items", {}))
+    return str(field.get("type", "any"))
+
+
+@functools.cache
+def _server() -> tuple[str, dict[str, Any]]:
+    """Return the /metrics page and /openapi.json of a server that has answered one request."""
+    logging.disable(logging.WARNING)  # not part of Sphinx's output
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            return asyncio.run(_ask_a_server(folder))
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+async def _ask_a_server(folder: str) -> tuple[str, dict[str, Any]]:
+    import httpx
+
+    from benchmarks.shapes import write_shape
+    from engine.client.async_client import make_client
+    from engine.config import EngineConfig
+    from server.app import create_app
+    from server.config import ServerConfig
+
+    engine = EngineConfig(
+        model=write_shape("tiny", folder), load_format="dummy", device="cpu", max_num_seqs=2, max_model_len=64,
+        warmup="full", graph_manifest="none", num_threads=1,
+    )  # fmt: skip
+    config = ServerConfig(engine=engine, in_process=True)
+    app = create_app(make_client(engine, in_process=True), config)
+    transport = httpx.ASGITransport(app=app)
+    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://docs") as http:
+        while (await http.get("/ready")).status_code != 200:
+            await asyncio.sleep(0.1)
+        answer = await http.post("/v1/completions", json={"prompt": [5, 6, 7], "max_tokens": 4})
+        answer.raise_for_status()
+        return (await http.get("/metrics")).text, (await http.get("/openapi.json")).json()
+
+
+class _TableDirective(SphinxDirective):
+    """Base of the directives: a table from the rows of a function."""
+
+    def table(self, head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[nodes.Node]:
+        def line(cells: Iterable[str]) -> str:
+            return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+        text = [line(head), line("---" for _ in head), *map(line, rows)]
+        return self.parse_text_to_nodes("\n".join(text) + "\n")
+
+
+class SettingsTable(_TableDirective):
+    """`settings-table`: flags with defaults and help texts; the argument is `server` or `engine`."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        return self.table(*settings_rows(self.arguments[0]))
+
+
+class MetricsTable(_TableDirective):
+    """`metrics-table`: the metrics of /metrics."""
+
+    def run(self) -> list[nodes.Node]:
+        return self.table(*metrics_rows())
+
+
+class RoutesTable(_TableDirective):
+    """`routes-table`: the HTTP routes."""
+
+    def run(self) -> list[nodes.Node]:
+        return self.table(*routes_rows())
+
+
+class FieldsTable(_TableDirective):
+    """`fields-table`: the fields of a request schema, whose name is the argument."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        return self.table(*fields_rows(self.arguments[0]))
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Register the directives."""
+    app.add_directive("settings-table", SettingsTable)
+    app.add_directive("metrics-table", MetricsTable)
+    app.add_directive("routes-table", RoutesTable)
+    app.add_directive("fields-table", FieldsTable)
+    return {"parallel_read_safe": True}

@@ -1,0 +1,170 @@
+"""Draw the pictures of README and docs: `python docs/pictures/draw.py` writes the SVG files beside this one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from svg import Canvas
+
+FOLDER = Path(__file__).resolve().parent
+
+
+def request_path() -> Canvas:
+    """One request, from POST to text, through the processes."""
+    c = Canvas(960, 470, "The path of one request")
+    c.box(20, 42, 110, 40, "client")
+    c.group(170, 10, 250, 190, "API worker (server/)")
+    c.box(190, 42, 210, 40, "validate, check limits")
+    c.box(190, 92, 210, 40, "tokenize")
+    c.box(190, 142, 210, 40, "detokenize, stop strings")
+    c.arrow((130, 62), (190, 62))
+    c.text(133, 55, "POST", "small")
+    c.arrow((190, 162), (75, 162), (75, 82), text="events")
+    c.arrow((295, 82), (295, 92))
+    c.group(470, 10, 470, 440, "engine process (engine/)")
+    c.box(500, 42, 410, 56, "schedule", "orange", "requests, tokens and KV pages of this step")
+    c.box(500, 380, 410, 50, "finish", "orange", "append tokens, check stop conditions")
+    c.group(500, 128, 410, 222, "execute, on every GPU")
+    c.box(520, 158, 118, 60, "decode\ngraph", "blue")
+    c.box(646, 158, 118, 60, "prefill\ngraph", "blue")
+    c.box(772, 158, 118, 60, "verify\ngraph", "blue")
+    c.box(520, 262, 370, 40, "sampling graph", "blue")
+    c.text(705, 332, "a graph per bucket, in one memory pool", "small", "middle")
+    for x in (579, 705, 831):
+        c.arrow((x, 218), (x, 262))
+    c.text(713, 245, "logits", "small")
+    c.arrow((705, 98), (705, 158))
+    c.text(713, 118, "batch", "small")
+    c.arrow((705, 350), (705, 380))
+    c.text(713, 370, "tokens", "small")
+    c.arrow((400, 112), (446, 112), (446, 70), (500, 70))
+    c.text(445, 129, "submit", "small", "middle")
+    c.arrow((500, 405), (440, 405), (440, 162), (400, 162))
+    c.text(395, 300, "events", "small")
+    c.text(20, 300, "Decode, prefill and verify rows never share", "small")
+    c.text(20, 318, "a graph. A batch without a captured bucket", "small")
+    c.text(20, 336, "runs eager and is counted with a reason.", "small")
+    return c
+
+
+def memory_pool() -> Canvas:
+    """The pool of all graphs: static buffers, shared intermediates, and what training may not share."""
+    c = Canvas(960, 345, "The memory pool of all graphs")
+    c.group(20, 10, 920, 240, "one memory pool")
+    c.box(40, 44, 200, 166, "static buffers", "orange", "inputs and outputs,\nsized for the largest bucket")
+    for index, (bucket, width) in enumerate(((256, 330), (128, 240), (32, 140), (1, 60))):
+        y = 52 + index * 42
+        c.box(270, y, width, 34, f"bucket {bucket}" if width > 60 else "1", "blue")
+    c.text(270, 236, "intermediates of inference graphs: the same memory, since they never run at once", "small")
+    c.box(650, 52, 270, 60, "forward of microbatch 0", "green", "held until its backward is done")
+    c.box(650, 128, 270, 60, "forward of microbatch 1", "green", "memory of its own while 0 is outstanding")
+    c.box(40, 280, 200, 50, "weights, KV cache", "plain", "outside of the pool")
+    c.arrow((140, 280), (140, 210))
+    c.text(270, 300, "A graph reads weights and KV pages at recorded addresses.", "small")
+    c.text(270, 320, "If one moves, or changes shape, stride or dtype, the graph is stale and never replayed.", "small")
+    return c
+
+
+def capture_and_replay() -> Canvas:
+    """When a bucket is warmed up, captured and replayed, and what a step does without a graph."""
+    c = Canvas(960, 300, "Capture and replay")
+    c.text(20, 52, "start-up", "title")
+    for index, text in enumerate(("warm-up run", "warm-up run", "capture")):
+        c.box(130 + index * 130, 30, 120, 36, text, "orange" if index < 2 else "blue")
+    c.text(530, 52, "for each bucket, the largest first; twice eager, then recorded", "small")
+    c.text(20, 132, "a step", "title")
+    c.box(130, 110, 150, 40, "plan(rows)", "plain")
+    c.box(360, 90, 170, 34, "graph of the bucket", "blue")
+    c.box(360, 140, 170, 34, "eager, with a reason", "orange")
+    c.arrow((280, 125), (360, 107))
+    c.arrow((280, 135), (360, 157))
+    c.box(600, 90, 330, 34, "copy inputs, pad, replay, cut", "blue")
+    c.box(600, 140, 330, 34, "run the same callable, count the reason", "orange")
+    c.arrow((530, 107), (600, 107))
+    c.arrow((530, 157), (600, 157))
+    c.text(20, 236, "later", "title")
+    c.box(130, 214, 290, 36, "a weight moved, or its layout changed", "plain")
+    c.box(480, 214, 110, 36, "invalidate", "orange")
+    c.box(650, 214, 280, 36, "capture again, between steps", "blue")
+    c.arrow((420, 232), (480, 232))
+    c.arrow((590, 232), (650, 232))
+    c.text(130, 280, "In-place weight updates keep every graph.", "small")
+    return c
+
+
+def training_order() -> Canvas:
+    """The order in which a training step's graphs are captured and replayed."""
+    c = Canvas(960, 270, "The graphs of a training step")
+    for row, label in enumerate(("microbatch 0", "microbatch 1")):
+        c.text(20, 62 + row * 70, label, "title")
+    colours = {"F": "blue", "B": "green"}
+
+    def cell(x: float, row: int, text: str) -> None:
+        c.box(x, 36 + row * 70, 58, 42, text, colours[text[0]])
+
+    for index in range(3):
+        cell(140 + index * 62, 0, f"F{index}")
+        cell(340 + index * 62, 1, f"F{index}")
+        cell(540 + index * 62, 0, f"B{2 - index}")
+        cell(740 + index * 62, 1, f"B{2 - index}")
+    c.arrow((140, 180), (940, 180))
+    c.text(140, 202, "time", "small")
+    c.text(
+        20,
+        232,
+        "F and B: forward and backward graph of a layer. Each outstanding microbatch has a pair of its own.",
+        "small",
+    )
+    c.text(
+        20,
+        252,
+        "Graphs are captured in the order in which a recorded step ran them, so that they can share memory.",
+        "small",
+    )
+    return c
+
+
+def topologies() -> Canvas:
+    """How an engine scales: one process, tensor parallelism on a host, several API workers."""
+    c = Canvas(960, 360, "Topologies")
+    c.group(20, 10, 270, 340, "embedded")
+    c.box(50, 50, 210, 50, "your program", "plain")
+    c.box(50, 140, 210, 50, "Engine", "orange", "scheduler and step loop")
+    c.box(50, 230, 210, 50, "GPU 0", "blue")
+    c.arrow((155, 100), (155, 140))
+    c.arrow((155, 190), (155, 230))
+    c.group(310, 10, 630, 340, "server: --http-workers 3 --tensor-parallel-size 2")
+    for index in range(3):
+        c.box(330 + index * 110, 50, 96, 50, "API\nworker", "plain")
+        c.arrow((378 + index * 110, 100), (378 + index * 110, 128), both=True)
+    c.box(330, 128, 316, 46, "main process", "plain", "forwards messages, restarts what dies")
+    c.box(330, 202, 316, 46, "engine process", "orange", "one scheduler for all GPUs")
+    c.arrow((488, 174), (488, 202), both=True)
+    c.box(330, 280, 140, 50, "GPU 0", "blue", "rank 0")
+    c.box(506, 280, 140, 50, "GPU 1", "blue", "rank 1")
+    c.arrow((400, 248), (400, 280))
+    c.arrow((576, 248), (576, 280), text="steps")
+    c.arrow((470, 305), (506, 305), both=True)
+    c.text(670, 80, "HTTP, limits, tokenizer", "small")
+    c.text(670, 310, "a process each; one-shot", "small")
+    c.text(670, 328, "all-reduce over NVLink", "small")
+    return c
+
+
+PICTURES: dict[str, Callable[[], Canvas]] = {
+    "request-path": request_path,
+    "memory-pool": memory_pool,
+    "capture-and-replay": capture_and_replay,
+    "training-order": training_order,
+    "topologies": topologies,
+}
+
+
+def main() -> None:
+    for name, picture in PICTURES.items():
+        (FOLDER / f"{name}.svg").write_text(picture().svg(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""The documentation site builds without a warning and loads nothing from other hosts."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXTERNAL = re.compile(r"""<(?:script|link|img|iframe)\b[^>]*(?:src|href)=["'](?:https?:)?//""")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "-q", "--fail-on-warning", "--keep-going", "-b", "html", "-d"]
+    done = subprocess.run([*command, str(folder / "cache"), "docs", str(folder / "html")], cwd=ROOT,
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return folder / "html"
+
+
+def test_every_page_of_docs_is_on_the_site(site: Path) -> None:
+    pages = {path.relative_to(ROOT / "docs").with_suffix("") for path in (ROOT / "docs").rglob("*.md")}
+    assert {path for path in pages if not (site / path).with_suffix(".html").is_file()} == set()
+
+
+def test_pages_load_nothing_from_other_hosts(site: Path) -> None:
+    loading = {path.name: EXTERNAL.findall(path.read_text("utf-8")) for path in site.rglob("*.html")}
+    assert {name: found for name, found in loading.items() if found} == {}
+
+
+def test_reference_pages_hold_what_the_code_defines(site: Path) -> None:
+    def text(page: str) -> str:
+        return re.sub(r"<[^>]+>", "", (site / f"reference/{page}.html").read_text("utf-8"))
+
+    assert "--max-num-seqs" in text("settings") and "--drain-seconds" in text("settings")
+    assert "encore_graph_replays_total" in text("metrics") and "encore_time_to_first_token_seconds" in text("metrics")
+    assert "POST /v1/chat/completions" in text("http") and "max_new_tokens" in text("http")
+    assert "update_weights" in text("python") and "graphed" in text("python")
