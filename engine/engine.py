@@ -27,6 +27,9 @@ from engine.text.tokenizer import Tokenizer
 from engine.training_engine import TrainingEngine
 from engine.utils.progress import WarmProgress
 from graph_cache.pool import GraphPool
+from graph_cache.validation import names_arguments
+
+_EXAMPLE = "Engine(EngineConfig(model='smollm2-135m-instruct'))"
 
 
 class Engine:
@@ -40,9 +43,14 @@ class Engine:
     then only gives the tokenizer and the size of the unpadded vocabulary.
     """
 
+    @names_arguments
     def __new__(
         cls, config: EngineConfig | None = None, *, pool: GraphPool | None = None, model: torch.nn.Module | None = None
     ) -> Any:
+        if not isinstance(config, EngineConfig | None):
+            raise ConfigError(f"config is a {type(config).__name__}: give an EngineConfig, as in {_EXAMPLE}")
+        if isinstance(model, str):
+            raise ConfigError(f"model is the name {model!r}: give it in the configuration, as in {_EXAMPLE}")
         if config is not None and config.mode == "training":
             if model is not None:
                 raise ConfigError("model is for inference; pass the model to a training engine with attach(model)")
@@ -89,6 +97,7 @@ class Engine:
         """The version name of the current weights."""
         return self._loop.weight_version
 
+    @names_arguments
     def generate(
         self,
         prompts: str | Sequence[str] | None = None,
@@ -162,6 +171,7 @@ class Engine:
         """Return the request's seed, or the next of the engine's sequence, which makes offline runs reproducible."""
         return params.seed if params.seed is not None else mix64(self.config.seed + next(self._seeds))
 
+    @names_arguments
     def update_weights(
         self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], *, version: str
     ) -> int:
@@ -179,6 +189,7 @@ class Engine:
         with self.pool.turn():
             return self._loop.update_weights(pairs, version)
 
+    @names_arguments
     def share_weights(self, trainer: torch.nn.Module, *, version: str) -> int:
         """Make a trainer's parameters (by Hugging Face names) views of this engine's storage; return their number.
 

@@ -28,6 +28,7 @@ from graph_cache.training.attached import Attachment, Part, is_data_parallel
 from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.iteration import CapturedIteration
 from graph_cache.training.modules import TrainingGraphs
+from graph_cache.validation import names_arguments
 
 if TYPE_CHECKING:
     from graph_cache.adapters.megatron.dropless import DroplessExperts  # imports megatron
@@ -85,6 +86,7 @@ class TrainingEngine:
         """The pool for captures; None before the first use."""
         return self._pool
 
+    @names_arguments
     def attach(
         self,
         model: nn.Module | Sequence[nn.Module],
@@ -344,6 +346,7 @@ class TrainingEngine:
             return None
         return layer_parts(inner, self._graph_config.modules, path="module" if wrapped else "", without=towers)
 
+    @names_arguments
     def capture_iteration(
         self,
         step: Callable[..., Any],
@@ -355,6 +358,7 @@ class TrainingEngine:
         """Capture all of `step(*args, **kwargs)`, forward, backward and the rest, in one graph per call signature."""
         return self._make_iteration(CapturedIteration, step, "capture_iteration", device, name, generators)
 
+    @names_arguments
     def capture_forward_backward(
         self,
         forward_backward_func: Callable[..., Any],

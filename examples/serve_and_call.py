@@ -41,7 +41,7 @@ def main(model: str = "smollm2-135m-instruct", port: str = "8123") -> None:
             print(chunk.choices[0].text, end="", flush=True)
         print()
         subprocess.run([*ENCORE, "graphs", "--url", url], check=True)
-        subprocess.run([*ENCORE, "tune", "--metrics", url, "--max-graphs", "3"], check=True)
+        subprocess.run([*ENCORE, "tune", "--metrics", url, "--max-buckets", "3"], check=True)
     finally:
         server.terminate()
         server.wait()

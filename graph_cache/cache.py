@@ -7,6 +7,7 @@ cache; any thread may read its reports. Handles callables and tensors only, not 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -127,6 +128,8 @@ class GraphCache:
         capture_on_miss: bool = True,
         manifest: Manifest | None = None,
     ):
+        if not isinstance(config, GraphConfig | None):
+            raise GraphConfigError(f"config is {config!r}: give a GraphConfig, and the device as device={config!r}")
         self.config = config or GraphConfig()
         self.pool = pool or GraphPool(backend_for(device))
         self.capture_on_miss = capture_on_miss
@@ -565,7 +568,15 @@ class GraphCache:
         for key in self.pending():
             entries.setdefault(key, self._entries.get(key) or CacheEntry(key))
         rows = [entry.row() for entry in entries.values()]
-        return sorted(rows, key=lambda row: (row["site"], row["phase"], row["bucket"], str(row["statics"])))
+        return sorted(rows, key=lambda row: (row["site"], row["phase"], row["bucket"], _sortable(row["statics"])))
+
+
+def _sortable(statics: Mapping[str, Any]) -> list[tuple[str, float, str]]:
+    """Return a variant's values so that they compare: numbers by value, then all others by name."""
+    return [
+        (name, float(value), "") if isinstance(value, int | float) else (name, math.inf, str(value))
+        for name, value in statics.items()
+    ]
 
 
 def _close(runners: Iterable[GraphRunner]) -> None:

@@ -24,14 +24,12 @@ class Tuning:
     sizes                  ascending, the maximum last
     expected_padding_rows  padding rows per step, averaged over the histogram
     padding_fraction       share of the computed rows that are padding, in [0, 1)
-    graphs                 number of buckets
     bytes                  sum of `bytes_of` over the sizes; None without `bytes_of`
     """
 
     sizes: tuple[int, ...]
     expected_padding_rows: float
     padding_fraction: float
-    graphs: int
     bytes: int | None
 
 
@@ -39,7 +37,7 @@ def tune(
     histogram: Mapping[int, int],
     *,
     max_size: int,
-    max_graphs: int | None = None,
+    max_buckets: int | None = None,
     max_bytes: int | None = None,
     bytes_of: Callable[[int], int] | None = None,
 ) -> Tuning:
@@ -47,7 +45,7 @@ def tune(
 
     `histogram` maps a batch size in rows to the number of steps with that size; sizes beyond `max_size` raise
     GraphConfigError. If it is empty, every size of the default ladder counts as equally likely. The budget is a number
-    of graphs, or bytes as the sum of `bytes_of(size)`, or both; without either, as many graphs as the default ladder
+    of buckets, or bytes as the sum of `bytes_of(size)`, or both; without either, as many buckets as the default ladder
     has. `bytes_of(size)` is the whole number of bytes that one more graph of that size costs: in a pool shared by all
     buckets, the graph's own overhead and not its activations. Exact if `bytes_of` does not decrease with size;
     otherwise exact among the observed sizes.
@@ -57,12 +55,12 @@ def tune(
     a budget that cannot hold `max_size`.
     """
     ladder = default_ladder(max_size)
-    _check_budget(max_size, max_graphs, max_bytes, bytes_of)
-    if max_graphs is None and max_bytes is None:
-        max_graphs = len(ladder)
+    _check_budget(max_size, max_buckets, max_bytes, bytes_of)
+    if max_buckets is None and max_bytes is None:
+        max_buckets = len(ladder)
     observed = _validated(histogram, max_size)
     steps = _Steps(observed or dict.fromkeys(ladder, 1), max_size)
-    graphs = min(max_graphs or steps.count, steps.count)
+    graphs = min(max_buckets or steps.count, steps.count)
     if max_bytes is None or bytes_of is None:
         path = _Suffixes(steps, graphs).best_path()
     else:
@@ -76,7 +74,7 @@ def tune(
     sizes = tuple(steps.sizes[index] for index in path)
     padding, fraction = _padding(sizes, observed)
     total = None if bytes_of is None else sum(_price(bytes_of, size) for size in sizes)
-    return Tuning(sizes, padding, fraction, len(sizes), total)
+    return Tuning(sizes, padding, fraction, total)
 
 
 def expected_padding(sizes: Iterable[int], histogram: Mapping[int, int]) -> float:
@@ -344,10 +342,10 @@ def _validated(histogram: Mapping[int, int], max_size: int) -> dict[int, int]:
 
 
 def _check_budget(
-    max_size: int, max_graphs: int | None, max_bytes: int | None, bytes_of: Callable[[int], int] | None
+    max_size: int, max_buckets: int | None, max_bytes: int | None, bytes_of: Callable[[int], int] | None
 ) -> None:
-    if max_graphs is not None and not is_whole_number(max_graphs, 1):
-        raise GraphConfigError(f"max_graphs is {max_graphs!r}: give at least 1, for max_size={max_size} itself")
+    if max_buckets is not None and not is_whole_number(max_buckets, 1):
+        raise GraphConfigError(f"max_buckets is {max_buckets!r}: give at least 1, for max_size={max_size} itself")
     if max_bytes is not None and not is_whole_number(max_bytes, 0):
         raise GraphConfigError(f"max_bytes is {max_bytes!r}: give a whole number of bytes")
     if max_bytes is not None and bytes_of is None:

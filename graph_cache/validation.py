@@ -6,7 +6,10 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, Self, TypeGuard
+from typing import Any, ParamSpec, Self, TypeGuard, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def did_you_mean(word: object, known: Iterable[str], spell: Callable[[str], str] = str) -> str:
@@ -40,3 +43,17 @@ class NamesFields:
 @functools.cache
 def _keywords(cls: type) -> frozenset[str]:
     return frozenset(inspect.signature(cls).parameters)
+
+
+def names_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a public method, so that its TypeError for an unknown keyword names the nearest argument."""
+    known = frozenset(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not kwargs.keys() <= known:
+            unknown = next(name for name in kwargs if name not in known)
+            raise TypeError(f"{function.__qualname__}() has no argument {unknown!r}{did_you_mean(unknown, known)}")
+        return function(*args, **kwargs)
+
+    return checked

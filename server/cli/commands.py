@@ -128,20 +128,18 @@ def tune(args: argparse.Namespace) -> int:
         )
     bytes_of = _bytes_of(args) if args.max_bytes is not None else None
     found = best_buckets(
-        histogram, max_size=max_size, max_graphs=args.max_graphs, max_bytes=args.max_bytes, bytes_of=bytes_of
+        histogram, max_size=max_size, max_buckets=args.max_buckets, max_bytes=args.max_bytes, bytes_of=bytes_of
     )
     ladder = default_ladder(max_size)
     rows = sum(size * count for size, count in histogram.items()) / sum(histogram.values())
     default = expected_padding(ladder, histogram)
     report = {
         "buckets": list(found.sizes),
-        "graphs": found.graphs,
         "expected_padding_rows": found.expected_padding_rows,
         "padding_fraction": found.padding_fraction,
         "bytes": found.bytes,
         "default_ladder": {
             "buckets": list(ladder),
-            "graphs": len(ladder),
             "expected_padding_rows": default,
             "padding_fraction": default / (default + rows),
         },
@@ -163,8 +161,8 @@ def _tune_text(report: Mapping[str, Any]) -> str:
 
     lines = [
         f"observed   {report['observed_steps']} steps, the largest batch {report['largest_batch']}",
-        f"best       {report['graphs']} buckets up to {report['max_size']}, padding {padding(report)}",
-        f"default    {default['graphs']} buckets, padding {padding(default)}",
+        f"best       {len(report['buckets'])} buckets up to {report['max_size']}, padding {padding(report)}",
+        f"default    {len(default['buckets'])} buckets, padding {padding(default)}",
     ]
     if report["bytes"] is not None:
         lines.append(f"bytes      {report['bytes']}")

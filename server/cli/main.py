@@ -195,10 +195,11 @@ def _tune_arguments(parser: argparse.ArgumentParser) -> None:
         help="largest batch size, always a bucket (default: the server's max_num_seqs, else the largest observed)",
     )  # fmt: skip
     parser.add_argument(
-        "--max-graphs",
+        "--max-buckets",
         type=int,
         metavar="N",
-        help="maximum number of buckets, including the largest (default: no limit)",
+        help="maximum number of buckets, including the largest (default: no limit with --max-bytes, else as many as "
+        "the default ladder has)",
     )
     parser.add_argument("--max-bytes", type=int, metavar="N", help="maximum total bytes of the graphs; needs --graphs")
     parser.add_argument("--graphs", metavar="FILE|URL", help="saved /graphs response, or its URL, for bytes per graph")

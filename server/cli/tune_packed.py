@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.errors import ConfigError
 
-NOT_APPLICABLE = ("site", "phase", "max_size", "max_graphs", "max_bytes", "graphs")
+NOT_APPLICABLE = ("site", "phase", "max_size", "max_buckets", "max_bytes", "graphs")
 
 
 def parse_documents(text: str, source: str) -> dict[int, int] | list[Any]:

@@ -339,7 +339,7 @@ class Version(Answer):
 
 
 class Ready(Answer):
-    """Readiness, the reasons if not ready, and the warm-up progress."""
+    """Readiness, the reasons if not ready, and the warm-up progress, which is empty while the model is loaded."""
 
     ready: bool
     reasons: list[str]

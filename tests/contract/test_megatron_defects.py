@@ -171,7 +171,7 @@ def test_9_replays_count_every_layer_that_was_replayed(pool, device):
 def test_10_small_batches_keep_small_buckets():
     histogram = {1: 50, 2: 40, 24: 3, 256: 1}
     assert Buckets(default_ladder(256)).round_up(2) == 2
-    assert {1, 2, 256} <= set(tune(histogram, max_size=256, max_graphs=4).sizes)
+    assert {1, 2, 256} <= set(tune(histogram, max_size=256, max_buckets=4).sizes)
 
 
 def cached_step(device, pages=5, page=4):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine import Engine, EngineConfig, SamplingParams
-from engine.errors import EngineDead, ModelError, PromptTooLong, RequestError
+from engine.errors import ConfigError, EngineDead, ModelError, PromptTooLong, RequestError
 from tests.engine.lively import PROMPTS, greedy
 
 TOP = 3
@@ -62,6 +62,32 @@ def test_an_unknown_keyword_names_the_nearest_field(made):
     misspelt, field = {SamplingParams: ("max_token", "max_tokens"), EngineConfig: ("max_num_seq", "max_num_seqs")}[made]
     with pytest.raises(TypeError, match=f"{made.__name__} has no field '{misspelt}'; did you mean '{field}'"):
         made(**{misspelt: 3})
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda engine: engine.generate("red", sampling_parms={}), "'sampling_parms'; did you mean 'sampling_params'"),
+        (lambda engine: engine.update_weights({}, verison="b"), "'verison'; did you mean 'version'"),
+        (lambda _: Engine(modle=None), "'modle'; did you mean 'model'"),
+    ],
+)
+def test_an_unknown_argument_names_the_nearest_one(make_engine, call, said):
+    with pytest.raises(TypeError, match=said):
+        call(make_engine())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "said"),
+    [
+        (("smollm2-135m-instruct",), {}, "config is a str: give an EngineConfig"),
+        (({"model": "policy"},), {}, "config is a dict: give an EngineConfig"),
+        ((), {"model": "policy"}, "model is the name 'policy': give it in the configuration"),
+    ],
+)
+def test_a_model_name_in_the_wrong_place_is_refused(arguments, keywords, said):
+    with pytest.raises(ConfigError, match=said):
+        Engine(*arguments, **keywords)
 
 
 def test_logprobs_ranks_and_alternatives_match_transformers(make_engine, reference):

@@ -408,3 +408,8 @@ def test_quantised_and_mismatched_models_cannot_share_weights(llama, tmp_path):
     )
     with Engine(quantised) as engine, pytest.raises(WeightUpdateError, match="quantised"):
         engine.share_weights(trainer, version="1")
+
+
+def test_an_unknown_argument_names_the_nearest_one():
+    with training() as engine, pytest.raises(TypeError, match="no argument 'moduls'; did you mean 'modules'"):
+        engine.attach(Layered(), moduls=["layers.0.attn"])

@@ -429,3 +429,17 @@ def test_inputs_may_be_given_by_position():
         run(x, x=x, y=y)
     with pytest.raises(SignatureMismatch, match="3 inputs by position"):
         run(x, y, y)
+
+
+def test_the_table_lists_variants_by_value():
+    cache = GraphCache(capture_on_miss=False)
+    widths = (1024, 256, 512)
+    buffers = StaticBuffers(INPUT, 1, "cpu")
+    variants = [{"context": width} for width in widths]
+    cache.add_site(Site("fn", [lambda x, context: x * context], buffers, Buckets((1,)), variants=variants))
+    assert [row["statics"]["context"] for row in cache.table()] == sorted(widths)
+
+
+def test_a_device_in_place_of_the_configuration_is_refused():
+    with pytest.raises(GraphConfigError, match="give a GraphConfig, and the device as device='cuda'"):
+        GraphCache("cuda")

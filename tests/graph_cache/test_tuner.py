@@ -32,25 +32,25 @@ def test_expected_padding_by_hand():
 
 
 def test_tune_by_hand():
-    tuning = tune({2: 90, 24: 10}, max_size=32, max_graphs=2, bytes_of=lambda size: 100 + size)
+    tuning = tune({2: 90, 24: 10}, max_size=32, max_buckets=2, bytes_of=lambda size: 100 + size)
     assert tuning.sizes == (2, 32)
     assert tuning.expected_padding_rows == 8 * 10 / 100
     assert tuning.padding_fraction == 80 / (90 * 2 + 10 * 32)
-    assert (tuning.graphs, tuning.bytes) == (2, 234)
+    assert (len(tuning.sizes), tuning.bytes) == (2, 234)
 
 
 def test_small_batches_are_not_dropped_first():
     # Dropping small sizes first would pad a batch of 2 to 24.
-    assert 2 in tune({2: 1000, 24: 1, 30: 1}, max_size=32, max_graphs=3).sizes
+    assert 2 in tune({2: 1000, 24: 1, 30: 1}, max_size=32, max_buckets=3).sizes
 
 
 @settings(deadline=None, max_examples=150)
 @given(histograms(9, 9), st.integers(1, 9))
 def test_count_budget_equals_brute_force_over_all_lists(histogram, graphs):
-    tuning = tune(histogram, max_size=9, max_graphs=graphs)
+    tuning = tune(histogram, max_size=9, max_buckets=graphs)
     best = brute_force(range(1, 10), 9, histogram, lambda sizes: len(sizes) <= graphs)
     assert tuning.expected_padding_rows == best == expected_padding(tuning.sizes, histogram)
-    assert tuning.graphs == len(tuning.sizes) <= graphs
+    assert len(tuning.sizes) <= graphs
 
 
 @settings(deadline=None, max_examples=150)
@@ -70,20 +70,20 @@ def test_byte_budget_equals_brute_force_over_all_lists(histogram, increments, sp
 )
 def test_both_budgets_with_any_prices_equal_brute_force_over_observed_sizes(histogram, prices, spare, graphs):
     budget = prices[29] + spare
-    tuning = tune(histogram, max_size=30, max_graphs=graphs, max_bytes=budget, bytes_of=lambda size: prices[size - 1])
+    tuning = tune(histogram, max_size=30, max_buckets=graphs, max_bytes=budget, bytes_of=lambda size: prices[size - 1])
     best = brute_force(
         histogram, 30, histogram,
         lambda sizes: len(sizes) <= graphs and sum(prices[size - 1] for size in sizes) <= budget,
     )  # fmt: skip
     assert tuning.expected_padding_rows == best
-    assert tuning.graphs <= graphs and tuning.bytes <= budget
+    assert len(tuning.sizes) <= graphs and tuning.bytes <= budget
 
 
 def test_a_dominated_label_with_fewer_graphs_is_kept_when_graphs_are_limited():
     # A partial list with more padding and bytes leads to the best result here, because it leaves more graphs.
     histogram = {1: 13, 2: 23, 4: 8, 6: 11, 7: 16}
     prices = {1: 0, 2: 2, 4: 5, 6: 0, 7: 4, 17: 9}
-    tuning = tune(histogram, max_size=17, max_graphs=4, max_bytes=19, bytes_of=prices.__getitem__)
+    tuning = tune(histogram, max_size=17, max_buckets=4, max_bytes=19, bytes_of=prices.__getitem__)
     best = brute_force(
         histogram, 17, histogram, lambda sizes: len(sizes) <= 4 and sum(prices[size] for size in sizes) <= 19
     )
@@ -95,9 +95,9 @@ def test_a_dominated_label_with_fewer_graphs_is_kept_when_graphs_are_limited():
 def test_never_worse_than_the_default_ladder_of_the_same_length(data, max_size):
     histogram = data.draw(histograms(max_size, 60))
     ladder = default_ladder(max_size)
-    tuning = tune(histogram, max_size=max_size, max_graphs=len(ladder))
+    tuning = tune(histogram, max_size=max_size, max_buckets=len(ladder))
     assert tuning.expected_padding_rows <= expected_padding(ladder, histogram)
-    assert tuning.graphs <= len(ladder) and tuning.sizes[-1] == max_size
+    assert len(tuning.sizes) <= len(ladder) and tuning.sizes[-1] == max_size
 
 
 @settings(deadline=None, max_examples=40)
@@ -116,7 +116,7 @@ def test_never_worse_than_the_default_ladder_in_the_same_bytes(data, max_size):
 @settings(deadline=None, max_examples=40)
 @given(histograms(60, 25))
 def test_more_graphs_never_pad_more(histogram):
-    paddings = [tune(histogram, max_size=60, max_graphs=n).expected_padding_rows for n in range(1, 27)]
+    paddings = [tune(histogram, max_size=60, max_buckets=n).expected_padding_rows for n in range(1, 27)]
     assert paddings == sorted(paddings, reverse=True)
     assert paddings[-1] == 0
 
@@ -139,23 +139,23 @@ def test_no_traffic_and_no_budget_is_the_default_ladder():
 
 
 def test_no_traffic_within_a_budget_keeps_the_maximum_and_the_count():
-    tuning = tune({}, max_size=100, max_graphs=5)
-    assert tuning.graphs == 5 and tuning.sizes[-1] == 100
+    tuning = tune({}, max_size=100, max_buckets=5)
+    assert len(tuning.sizes) == 5 and tuning.sizes[-1] == 100
     assert set(tuning.sizes) <= set(default_ladder(100))
 
 
-def test_without_a_budget_as_many_graphs_as_the_ladder_has():
+def test_without_a_budget_as_many_buckets_as_the_ladder_has():
     tuning = tune(dict.fromkeys(range(1, 101), 1), max_size=100)
-    assert tuning.graphs == len(default_ladder(100))
+    assert len(tuning.sizes) == len(default_ladder(100))
 
 
 def test_sizes_counted_zero_times_are_not_captured():
-    assert tune({3: 0, 5: 4, 700: 0}, max_size=8, max_graphs=8).sizes == (5, 8)
+    assert tune({3: 0, 5: 4, 700: 0}, max_size=8, max_buckets=8).sizes == (5, 8)
 
 
 def test_full_size_count_problem_is_exact_in_reasonable_time():
     # Every size once: the best 64 buckets are evenly spaced.
-    tuning = tune(dict.fromkeys(range(1, 513), 1), max_size=512, max_graphs=64)
+    tuning = tune(dict.fromkeys(range(1, 513), 1), max_size=512, max_buckets=64)
     assert tuning.expected_padding_rows == 3.5
 
 
@@ -167,7 +167,7 @@ def test_full_size_count_problem_is_exact_in_reasonable_time():
         ({1.0: 1}, {}, "batch of 1.0 rows"),
         ({1: -2}, {}, "counts -2"),
         ({1: 0.5}, {}, "counts 0.5"),
-        ({1: 1}, {"max_graphs": 0}, "max_graphs is 0"),
+        ({1: 1}, {"max_buckets": 0}, "max_buckets is 0"),
         ({1: 1}, {"max_bytes": 100}, "without bytes_of"),
         ({1: 1}, {"max_bytes": -1, "bytes_of": len}, "max_bytes is -1"),
         ({1: 1}, {"max_bytes": 99, "bytes_of": lambda size: 100}, "max_size=8, which costs 100"),
