@@ -16,6 +16,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
     "reference_tables",
+    "page_details",
 ]
 exclude_patterns = ["_build", "_extensions"]
 html_theme = "furo"
@@ -28,8 +29,11 @@ html_show_copyright = False
 myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist"]
 myst_heading_anchors = 3
 
+default_role = "literal"  # docstrings write `code` with one backquote
+
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
+maximum_signature_line_length = 100  # a longer one has a line for each parameter
 autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
 napoleon_google_docstring = True

@@ -1,14 +1,16 @@
-"""The engine's exception hierarchy.
+"""The engine's exception hierarchy::
 
-EngineError
-├── ConfigError            invalid settings (also ValueError)
-├── ModelError             a model that is missing, unreadable or unsupported
-├── RequestError           an invalid request (also ValueError); .param names the field
-│   └── PromptTooLong      a prompt that can never fit
-├── QueueFull              the request was not accepted: try again later
-├── ReaderTooSlow          the reader of a stream left too much output unread; its sequences were aborted
-├── WeightUpdateError      an update that was rejected as a whole; the old weights stay in use
-└── EngineDead             the engine loop has ended; no request will be answered
+    EngineError
+    ├── ConfigError            invalid settings (also ValueError)
+    ├── ModelError             a model that is missing, unreadable or unsupported
+    ├── RequestError           an invalid request (also ValueError); .param names the field
+    │   └── PromptTooLong      a prompt that can never fit
+    ├── QueueFull              the request was not accepted: try again later
+    ├── ReaderTooSlow          the reader of a stream left too much output unread; its sequences were aborted
+    ├── WeightUpdateError      an update that was rejected as a whole; the old weights stay in use
+    └── EngineDead             the engine loop has ended; no request will be answered
+
+Messages name the field or file at fault.
 """
 
 from __future__ import annotations

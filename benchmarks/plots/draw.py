@@ -53,7 +53,10 @@ def caption(made: Figure, text: str) -> None:
 
 def follow_theme(path: Path) -> None:
     """Let an SVG file turn dark for readers who prefer that."""
-    style, end = "@media (prefers-color-scheme: dark) { svg { filter: invert(.93) hue-rotate(180deg) } }", "</style>"
+    style, end = (
+        "@media (prefers-color-scheme: dark) { svg { filter: invert(.93) hue-rotate(180deg) brightness(1.3) } }",
+        "</style>",
+    )
     path.write_text(path.read_text("utf-8").replace(end, f"\n{style}\n{end}", 1), "utf-8")
 
 
@@ -134,6 +137,36 @@ def decode_latency(folder: Path) -> Figure:
         drawn += [one._replace(label=f"{title} {one.label}") for one in series]
     caption(made, f"512-token prompts, greedy, random weights, bf16. {origin(drawn)}")
     return made
+
+
+def overview(folder: Path) -> Figure:
+    """Draw what the README shows: Encore beside the engines that ran on the same machine, without later runs."""
+    made, panels = figure("Encore beside SGLang and vLLM", 3, 12, 4.4)
+    offline_runs, http_runs = read_runs(folder / "h200-offline.json"), read_runs(folder / "h200-http.json")
+    drawn = []
+    for axes, (shape, title) in zip(panels, SHAPES.items(), strict=False):
+        drawn += _beside(axes, offline(offline_runs, shape, "decode_ms"))
+        axes.set(title=f"Decode step, {title}\n(lower is better)", xlabel="batch size", ylabel="ms per step")
+    drawn += _beside(panels[2], streams(http_runs, lambda row: row["tokens_per_second"]))
+    title = "Streaming over HTTP, Qwen3-0.6B\n(higher is better)"
+    panels[2].set(title=title, xlabel="clients", ylabel="tokens per second")
+    runs = list({one.run.commit: one.run for one in drawn}.values())
+    machines = "; ".join(dict.fromkeys(one.machine for one in runs))
+    commits = ", ".join(one.commit for one in runs)
+    dates = sorted({one.date for one in runs})
+    text = f"512-token prompts, greedy, random weights, bf16. {machines}."
+    caption(made, f"{text} Commits {commits}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}.")
+    return made
+
+
+def _beside(axes: Axes, series: Sequence[Series]) -> list[Series]:
+    """Draw the series of one run, at the sizes that all of them have, and return them."""
+    series = [one for one in series if not one.label.endswith("later run")]
+    sizes = sorted(set.intersection(*(set(one.values) for one in series)))
+    series = [one._replace(values={x: one.values[x] for x in sizes}) for one in series]
+    lines(axes, series)
+    axes.legend()
+    return series
 
 
 def throughput(folder: Path) -> Figure:
@@ -310,6 +343,7 @@ def graph_capture(folder: Path) -> Figure:
 
 
 PLOTS: dict[str, Callable[[Path], Figure]] = {
+    "overview": overview,
     "decode-latency": decode_latency,
     "throughput": throughput,
     "http-streams": http_streams,

@@ -1,7 +1,8 @@
 """Tables of the reference pages, made from the code: settings, metrics, HTTP routes and request fields.
 
 Directives: `settings-table` with `server` or `engine`; `metrics-table`; `routes-table`; `fields-table` with the name of
-a schema in /openapi.json. Metrics and routes are those of a server that runs a tiny model while the site is built.
+a schema in /openapi.json, and that of a field to list the object in it. Metrics and routes are those of a server that
+runs a tiny model while the site is built.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import dataclasses
 import functools
 import logging
+import re
 import tempfile
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -17,6 +19,8 @@ from typing import Any
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
+
+FLAG = re.compile(r"(?<![`\w-])--[a-z][a-z-]+")
 
 
 def settings_rows(kind: str) -> tuple[Sequence[str], list[Sequence[str]]]:
@@ -51,8 +55,9 @@ def metrics_rows() -> tuple[Sequence[str], list[Sequence[str]]]:
     for family in text_string_to_metric_families(_server()[0]):
         labels = sorted({label for sample in family.samples for label in sample.labels} - {"le"})
         name = family.name + ("_total" if family.type == "counter" else "")
-        rows.append((f"`{name}`", family.type, ", ".join(f"`{label}`" for label in labels), family.documentation))
-    return ("metric", "type", "labels", "meaning"), sorted(rows)
+        labelled = f"{name}{{{', '.join(labels)}}}" if labels else name
+        rows.append((f"`{labelled}`", family.type, family.documentation))
+    return ("metric{labels}", "type", "meaning"), sorted(rows)
 
 
 def routes_rows() -> tuple[Sequence[str], list[Sequence[str]]]:
@@ -67,15 +72,27 @@ def routes_rows() -> tuple[Sequence[str], list[Sequence[str]]]:
     return ("route", "key", "purpose"), rows
 
 
-def fields_rows(schema: str) -> tuple[Sequence[str], list[Sequence[str]]]:
-    """Return head and rows of the fields of a schema in /openapi.json."""
-    found = _server()[1]["components"]["schemas"][schema]
+def fields_rows(schema: str, within: str | None = None) -> tuple[Sequence[str], list[Sequence[str]]]:
+    """Return head and rows of the fields of a schema in /openapi.json that a request may use to some effect.
+
+    `within` names a field of the schema: then the fields of the object in it.
+    """
+    schemas = _server()[1]["components"]["schemas"]
+    found = schemas[schema]
+    if within is not None:
+        found = next(one for one in found["properties"][within]["anyOf"] if one["type"] == "object")
     required = set(found.get("required", ()))
     rows = []
     for name, field in found["properties"].items():
+        if not _has_effect(field):
+            continue
         default = "required" if name in required else _shown(field.get("default"))
         rows.append((f"`{name}`", _type(field), default, _meaning(field)))
     return ("field", "type", "default", "meaning"), rows
+
+
+def _has_effect(field: dict[str, Any]) -> bool:
+    return not field.get("description", "").startswith(("not supported: ", "no effect: "))
 
 
 def _meaning(field: dict[str, Any]) -> str:
@@ -141,7 +158,11 @@ class _TableDirective(SphinxDirective):
 
     def table(self, head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[nodes.Node]:
         def line(cells: Iterable[str]) -> str:
-            return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+            return (
+                "| "
+                + " | ".join(FLAG.sub(r"`\g<0>`", cell).replace("|", "\\|").replace("\n", " ") for cell in cells)
+                + " |"
+            )
 
         text = [line(head), line("---" for _ in head), *map(line, rows)]
         return self.parse_text_to_nodes("\n".join(text) + "\n")
@@ -171,12 +192,13 @@ class RoutesTable(_TableDirective):
 
 
 class FieldsTable(_TableDirective):
-    """`fields-table`: the fields of a request schema, whose name is the argument."""
+    """`fields-table`: the fields of a request schema, or of an object in one of its fields."""
 
     required_arguments = 1
+    optional_arguments = 1
 
     def run(self) -> list[nodes.Node]:
-        return self.table(*fields_rows(self.arguments[0]))
+        return self.table(*fields_rows(*self.arguments))
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

@@ -16,6 +16,8 @@ _SAMPLING = {
     "logit_bias": "added to the logits, by token id; -100 to 100",
     "stop": "strings that end the text; removed from it",
     "stop_token_ids": "tokens that end the text",
+    "allowed_token_ids": "no other token is sampled",
+    "bad_words": "words that are not generated",
     "max_tokens": "maximum number of generated tokens",
     "min_tokens": "nothing ends the text before this many tokens",
     "ignore_eos": "generate beyond the end-of-text token",
@@ -56,6 +58,10 @@ _CONVERSATION = {
     "enable_thinking": "variable of the chat template: reason before the answer",
     "reasoning_effort": "variable of the chat template; none: no reasoning",
     "documents": "variable of the chat template",
+    "system": "the system message: a text or text blocks",
+    "thinking": "whether the model reasons before the answer, and for how many tokens",
+    "output_config": "a JSON schema that the answer follows, and the effort of the reasoning",
+    "output_format": "a JSON schema that the answer follows",
 }
 _TOKENIZE = {
     "tokens": "token ids",
@@ -91,6 +97,28 @@ OF_BODY = {
         "logprob_start_len": "first position with logprobs; -1: only the output",
         "top_logprobs_num": "number of most likely tokens to list",
         "return_text_in_logprobs": "texts of the tokens beside their ids",
+    },
+    "SamplingOptions": {
+        "max_new_tokens": "SGLang's name of max_tokens",
+        "min_new_tokens": "SGLang's name of min_tokens",
+        "sampling_seed": "SGLang's name of seed",
+        "logprobs": "logprobs of the tokens and of this many most likely ones",
+        "show_markers": "keep special tokens that mark tools and reasoning in the text",
+    },
+    "ResponsesBody": {
+        "input": "a text, or messages, calls, their results and reasoning",
+        "instructions": "the system message",
+        "previous_response_id": "continue this stored response",
+        "store": "false: don't store the response",
+        "text": "format of the answer: text, json_object or json_schema",
+        "reasoning": "effort, passed to the chat template",
+        "include": "message.output_text.logprobs: logprobs of the text",
+        "max_output_tokens": "maximum number of generated tokens, reasoning included",
+        "top_logprobs": "the most likely tokens to list with each logprob",
+        "metadata": "returned with the response",
+    },
+    "MessagesBody": {
+        "stop_sequences": "strings that end the text; removed from it",
     },
     "StreamOptions": {
         "include_usage": "usage in a last chunk",

@@ -15,6 +15,7 @@ from engine.errors import RequestError
 from engine.protocol.request import SamplingParams
 from engine.protocol.sampling_params import MAX_LOGPROBS, MAX_SALT_CHARS
 from server.schemas.constraints import FIELD_SCHEMAS, SGLANG_NAMES, constraint
+from server.schemas.descriptions import describe_fields
 from server.schemas.foreign_fields import FOREIGN_FIELDS, GENERATE, SAMPLING, json_schemas, refuse_foreign
 from server.schemas.requests import (
     MAX_ID_CHARS,
@@ -54,7 +55,8 @@ def _sampling_schema() -> dict[str, Any]:
     known["cache_salt"] = {"type": "string", "maxLength": MAX_SALT_CHARS}
     known |= {alias: known[name] for alias, name in _SGLANG_NAMES.items()}
     nullable = {name: {"anyOf": [schema, {"type": "null"}]} for name, schema in known.items()} | json_schemas(SAMPLING)
-    nullable |= {name: FIELD_SCHEMAS[name] for name in ("structured_outputs", *SGLANG_NAMES)}
+    nullable |= {name: dict(FIELD_SCHEMAS[name]) for name in ("structured_outputs", *SGLANG_NAMES)}
+    describe_fields(nullable, "SamplingOptions")
     one = {"type": "object", "properties": nullable, "additionalProperties": False}
     return {"anyOf": [one, {"type": "array", "items": one}, {"type": "null"}]}
 

@@ -92,12 +92,13 @@ def document() -> str:
         "With `--compat vllm`, `/metrics` has these families as well, named and labelled (`model_name`, `engine`) as "
         f"in vLLM {VLLM_VERSION}. `python -m server.serving.vllm_metrics` writes this page.",
         "",
-        "| vLLM's name | Encore's name | value |",
-        "|---|---|---|",
-        *(f"| `{THEIRS}{name}` | `{OWN}{name}` | {text} |" for name, text in SHARED_NAMES.items()),
-        f"| `{THEIRS}{CACHE_CONFIG}` | | labels `block_size`, `num_gpu_blocks` and more; the value is 1 |",
+        "| name | value |",
+        "|---|---|",
+        *(f"| `{THEIRS}{name}` | {text} |" for name, text in SHARED_NAMES.items()),
+        f"| `{THEIRS}{CACHE_CONFIG}` | labels `block_size`, `num_gpu_blocks` and more; the value is 1 |",
         "",
-        "Counters end in `_total`; times are histograms in seconds.",
+        "- Counters end in `_total`. Times are histograms in seconds.",
+        f"- Encore's own names begin with `{OWN}` in place of `{THEIRS}`; `{THEIRS}{CACHE_CONFIG}` has none.",
     ]
     return "\n".join(lines) + "\n"
 

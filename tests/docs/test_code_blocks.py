@@ -26,6 +26,7 @@ TESTED_ELSEWHERE = {"docs/adding-a-model.md": "tests/docs/test_adding_a_model.py
 FENCE = re.compile(r"^(?P<above>[^\n]*)\n(?:\n)?```(?P<language>[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 NOT_RUN = re.compile(r"<!-- not run: \S.* -->")
 OTHER_LANGUAGES = {"text", "yaml", "json", "toml"}
+COLUMNS = 88  # of code that a page of the site shows without scrolling, at 1,280 pixels
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 
@@ -76,6 +77,11 @@ def test_every_fence_names_its_language() -> None:
     known = OTHER_LANGUAGES | {"python", "sh"}
     assert [one.name for one in BLOCKS if one.language not in known and not one.language.startswith("{")] == []
     assert sum(page.read_text("utf-8").count("\n```") for page in PAGES) == 2 * len(BLOCKS)
+
+
+def test_no_line_is_wider_than_a_page_of_the_site() -> None:
+    wide = [f"{one.name}: {line}" for one in BLOCKS for line in one.text.splitlines() if len(line) > COLUMNS]
+    assert wide == []
 
 
 @pytest.mark.parametrize("block", [one for one in RUN if one.language == "python"], ids=lambda one: one.name)

@@ -102,6 +102,10 @@ def test_descriptions_of_request_fields_are_in_the_schema(schema):
     from server.schemas.descriptions import COMMON, OF_BODY
 
     bodies = {name: one["properties"] for name, one in schema["components"]["schemas"].items() if "properties" in one}
+    bodies["SamplingOptions"] = bodies["GenerateBody"]["sampling_params"]["anyOf"][0]["properties"]
+    requests = [name for name in bodies if name.endswith(("Body", "Options"))]
+    plain = [(body, name) for body in requests for name, field in bodies[body].items() if "description" not in field]
+    assert plain == [], "fields without a description"
     used = {name for fields in bodies.values() for name in fields}
     assert set(COMMON) <= used, "described, but no field of a request"
     for body, descriptions in OF_BODY.items():

@@ -1,0 +1,47 @@
+"""Details of the pages that neither Sphinx nor the theme has a setting for."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+from sphinx.application import Sphinx
+from sphinx.util.inspect import stringify_signature
+
+TABLE = re.compile(r"<table.*?</table>", re.DOTALL)
+CODE = re.compile(r'<span class="pre">[^<]*</span>')
+LONG = 16  # characters; shorter names fit into any column
+
+
+def breakable_names(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: object) -> None:
+    """Let long names in tables break after an underscore, slash or dot, so that a narrow screen shows them whole."""
+
+    def code(match: re.Match[str]) -> str:
+        text = match[0]
+        return (
+            re.sub(r"(?<=\w)([_/.])(?=\w)", r"\1<wbr>", text)
+            if len(text) > LONG + len('<span class="pre"></span>')
+            else text
+        )
+
+    if "body" in context:
+        context["body"] = TABLE.sub(lambda table: CODE.sub(code, table[0]), context["body"])
+
+
+def show_fields(app: Sphinx, what: str, name: str, obj: Any, options: object, signature: str, returns: str) -> Any:
+    """Show the fields of a settings class, whose `__new__` takes anything in order to name misspelt ones."""
+    from graph_cache.validation import NamesFields
+
+    if what == "class" and issubclass(obj, NamesFields):
+        return stringify_signature(
+            inspect.signature(obj), show_return_annotation=False, unqualified_typehints=True
+        ), None
+    return None
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Connect both to Sphinx."""
+    app.connect("html-page-context", breakable_names)
+    app.connect("autodoc-process-signature", show_fields)
+    return {"parallel_read_safe": True}
