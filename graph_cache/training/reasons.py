@@ -1,4 +1,4 @@
-"""Reasons for eager calls in training, as they are counted. `docs/training.md` explains each."""
+"""Reasons for eager calls in training, as they are counted. `docs/refusals.md` explains each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of refusals in docs/training.md are those of the code."""
+"""The tables of refusals in docs/refusals.md are those of the code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from graph_cache.training.reasons import REASONS
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs/training.md").read_text("utf-8")
+PAGE = (ROOT / "docs/refusals.md").read_text("utf-8")
 SOURCES = [
     *(ROOT / "graph_cache/training").glob("*.py"),
     *(ROOT / "graph_cache/backends").glob("*.py"),
@@ -29,7 +29,7 @@ def first_cells(heading: str) -> list[str]:
 
 
 def test_every_reason_is_explained_and_no_other() -> None:
-    cells = first_cells("The reasons of eager calls:")
+    cells = first_cells("\n## Reasons\n")
     assert sorted(cells) == sorted(REASONS)
 
 
@@ -62,7 +62,7 @@ def refusals() -> Iterator[str]:
 
 
 def test_every_refused_capture_is_explained_and_no_other() -> None:
-    phrases = first_cells("Causes of `capture_failed`. The row's `failure` contains:")
+    phrases = first_cells("\n## Failed captures\n")
     texts = [text for text in refusals() if text.strip(" ;.,") and not text.strip(" ;.").startswith(JOINED)]
     assert len(texts) > 20 and len(phrases) > 20
     unexplained = [text for text in texts if not any(phrase in text for phrase in phrases)]
