@@ -1,14 +1,14 @@
 """The engine's exception hierarchy::
 
     EngineError
-    ├── ConfigError            invalid settings (also ValueError)
-    ├── ModelError             a model that is missing, unreadable or unsupported
-    ├── RequestError           an invalid request (also ValueError); .param names the field
-    │   └── PromptTooLong      a prompt that can never fit
-    ├── QueueFull              the request was not accepted: try again later
-    ├── ReaderTooSlow          the reader of a stream left too much output unread; its sequences were aborted
-    ├── WeightUpdateError      an update that was rejected as a whole; the old weights stay in use
-    └── EngineDead             the engine loop has ended; no request will be answered
+    ├── ConfigError         invalid settings (also ValueError)
+    ├── ModelError          a model that is missing, unreadable or unsupported
+    ├── RequestError        an invalid request (also ValueError)
+    │   └── PromptTooLong   a prompt that can never fit
+    ├── QueueFull           the request was not accepted: try again later
+    ├── ReaderTooSlow       too much unread output; the sequences were aborted
+    ├── WeightUpdateError   a refused update; the old weights stay in use
+    └── EngineDead          the engine loop has ended; no request is answered
 
 Messages name the field or file at fault.
 """

@@ -20,7 +20,7 @@ def breakable_names(app: Sphinx, page: str, template: str, context: dict[str, An
     def code(match: re.Match[str]) -> str:
         text = match[0]
         return (
-            re.sub(r"(?<=\w)([_/.])(?=\w)", r"\1<wbr>", text)
+            re.sub(r"(?<=\w)([_/]|\.(?=\w{5}))(?=\w)", r"\1<wbr>", text)
             if len(text) > LONG + len('<span class="pre"></span>')
             else text
         )
