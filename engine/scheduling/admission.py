@@ -7,7 +7,7 @@ no request.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -20,6 +20,7 @@ from engine.scheduling.request import Request
 
 _MAX_DOUBLINGS = 16
 TURN_SECONDS = 10.0  # each further sequence of a client's request is queued as if it had arrived this much later
+SHORT_OUTPUT_TOKENS = 16  # max_tokens of a short request
 
 
 class SchedulerInvariantError(InvariantError):
@@ -65,11 +66,15 @@ class QueuedRequest:
     """The scheduler's private state of a request, beside the Request that the loop sees."""
 
     __slots__ = (
-        "chain", "drafter", "final_pages", "final_tokens", "key", "pages_until", "preemptions", "registered", "request",
+        "chain", "drafter", "final_pages", "final_tokens", "is_short", "key", "pages_until", "preemptions",
+        "registered", "request",
     )  # fmt: skip
 
-    def __init__(self, request: Request, key: tuple[int, float, int], final_tokens: int, final_pages: int):
+    def __init__(
+        self, request: Request, key: tuple[int, float, int], final_tokens: int, final_pages: int, is_short: bool
+    ):
         self.request = request
+        self.is_short = is_short  # of few prompt and output tokens; see Admission.entry_for
         self.key = key  # (priority, arrival with turns, order of add): unique; the sort key of both queues
         self.final_tokens = final_tokens  # number of tokens with stored KV when it ends at its maximum length
         self.final_pages = final_pages  # number of pages it holds at most when it ends there
@@ -86,6 +91,13 @@ class QueuedRequest:
         held = sum(map(len, request.page_tables)) - sum(request.num_freed)
         return max(0, self.final_pages - held)
 
+    def makes_way_for(self, other: QueuedRequest) -> bool:
+        """Return whether this running request is preempted for `other`: of higher priority, or before it in order if
+        this is a further sequence of a client's request and `other` is not.
+        """
+        is_further = self.request.request.index > 0 and other.request.request.index == 0
+        return self.key[0] > other.key[0] or (is_further and self.key > other.key)
+
 
 class Admission:
     """Admission rules over one page pool and, optionally, its prefix cache."""
@@ -94,6 +106,7 @@ class Admission:
         self.pool = pool
         self.prefix_cache = prefix_cache
         self.max_model_len = config.max_model_len
+        self._short_prompt_cost = config.max_num_batched_tokens // 2
         self.groups = CacheGroups(config.groups, pool.page_size, config.max_num_batched_tokens)
         if prefix_cache is not None and prefix_cache.groups != config.groups:
             raise ConfigError(f"groups={config.groups} differ from the prefix cache's groups={prefix_cache.groups}")
@@ -111,11 +124,17 @@ class Admission:
         return limit if max_tokens is None else min(limit, request.prompt_len + max_tokens)
 
     def entry_for(self, request: Request, order: int) -> QueuedRequest:
-        """Create the record of a new request, the `order`-th added. Raises PromptTooLong if it can never fit."""
+        """Create the record of a new request, the `order`-th added. Raises PromptTooLong if it can never fit.
+
+        It is short if its prompt takes at most half of a step's budget and it asks for at most SHORT_OUTPUT_TOKENS.
+        """
         self._check_fits(request)
+        max_tokens, is_first = request.params.max_tokens, request.request.index == 0
+        is_short = is_first and max_tokens is not None and max_tokens <= SHORT_OUTPUT_TOKENS
+        is_short = is_short and request.prompt_len * request.prompt_token_cost <= self._short_prompt_cost
         final_tokens = max(request.prompt_len, self.token_limit(request) - 1)
         key = (request.priority, request.arrival_time + TURN_SECONDS * request.request.index, order)
-        return QueuedRequest(request, key, final_tokens, self.groups.decode_pages(final_tokens))
+        return QueuedRequest(request, key, final_tokens, self.groups.decode_pages(final_tokens), is_short)
 
     def table_lengths(self, entry: QueuedRequest, computed: int) -> list[int]:
         """Return each group's page table length on admission with `computed` tokens cached.
@@ -164,23 +183,26 @@ class Admission:
         return missing + reserve
 
     def victims(
-        self, entry: QueuedRequest, matched: Sequence[Sequence[int]], running: Sequence[QueuedRequest], slot_free: bool
+        self,
+        entry: QueuedRequest,
+        matched: Sequence[Sequence[int]],
+        running: Sequence[QueuedRequest],
+        candidates: Iterable[QueuedRequest],
+        slot_free: bool,
     ) -> list[QueuedRequest] | None:
-        """Return which of `running` (in order) to preempt for `entry`, or None if preemption can't make it fit.
+        """Return which of `candidates` to preempt for `entry`, or None if preemption can't make it fit.
 
-        Selects only requests of strictly lower priority, last in order first, and no more than needed. The reserve
-        counts only requests ahead of `entry`, because those behind it can't preempt it.
+        Selects no more than needed, in the order given. The reserve counts only requests of `running` (in order) ahead
+        of `entry`, because those behind it can't preempt it.
         """
         ahead = list(takewhile(lambda other: other.key < entry.key, running))
         missing = self.shortfall(entry, matched, ahead)
         selected: list[QueuedRequest] = []
         released: Counter[int] = Counter()  # references that `selected` drop; the last one frees a page
         kept = {page for table in matched for page in table}
-        for other in reversed(running):
+        for other in candidates:
             if missing <= 0 and (slot_free or selected):
                 break
-            if other.key[0] <= entry.key[0]:
-                return None
             selected.append(other)
             pages = other.request.held_pages()
             released.update(pages)

@@ -52,6 +52,8 @@ class Request:
     - lease: a new number, from a counter that increments, each time the request gets a slot; 0 without a slot. Batches
       record it, so that a result of an earlier run of the request is recognised as stale and dropped.
     - max_length: number of tokens at which the request ends; set by Scheduler.add.
+    - prompt_token_cost: how much of a step's token budget a prompt token takes; 2 with prompt_logprobs, which need the
+      logits of the whole vocabulary after each token.
     """
 
     def __init__(self, request: EngineRequest, weight_version: str = "", eos_token_ids: Set[int] = frozenset()):
@@ -70,6 +72,7 @@ class Request:
         self.max_length = 0
         self.end_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
         self.generates_tokens = params.max_tokens != 0
+        self.prompt_token_cost = 1 if params.prompt_logprobs is None else 2
         # Drafts are sampled together, so the logits of one must not depend on the tokens sampled before it.
         self.may_have_drafts = (
             self.generates_tokens

@@ -1,13 +1,20 @@
 """The scheduler: choose the requests and tokens of each step, and manage queues, slots and KV pages.
 
 Requests are ordered by (priority, arrival, order of `add`) everywhere; each further sequence of one client's request
-counts as arriving 10 s later, so that a batch makes way for other requests, and leaves them a slot. A step takes
-running decodes first, then partially prefilled prompts, then new requests, under one token budget, of which a short
-new prompt is kept its part. A request is admitted only with pages for all
-its tokens so far (in a cache group with a window: for the largest chunk and the window before it), so a prefill never
-stalls half-way. A request that finds no free page preempts the last request in order, which keeps its place in the
-queue and is recomputed. The first request in order is never preempted for another, so there is always progress. Works
-on plain integers, no tensors. Not thread-safe: the engine loop's thread owns it.
+counts as arriving 10 s later. A step takes running decodes first, then partially prefilled prompts, then new requests,
+under one token budget, of which a new prompt that takes at most half is kept its part.
+
+A large request does not hold up others. Its further sequences are preempted for requests before them in order. Short
+requests, of few prompt and output tokens, run ahead of the order in up to 1/16 of the slots, one of which they may take
+from the last running request; meanwhile other prompts get a quarter of the budget. Prompt tokens with log-probabilities
+count twice in the budget.
+
+A request is admitted only with pages for all its tokens so far (in a cache group with a window: for the largest chunk
+and the window before it), so a prefill never stalls half-way. A request that finds no free page preempts the last
+request in order, which keeps its place in the queue and is recomputed. The first request in order is never preempted
+for another, so there is always progress.
+
+Works on plain integers, no tensors. Not thread-safe: the engine loop's thread owns it.
 """
 
 from __future__ import annotations
@@ -15,8 +22,9 @@ from __future__ import annotations
 import time
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
+from itertools import islice
 from operator import attrgetter
 
 from engine.errors import RequestError
@@ -62,10 +70,13 @@ class Scheduler:
         self._groups = self._admission.groups
         self._one_page_each = [1] * len(config.groups)
         self._entries: dict[str, QueuedRequest] = {}
-        self._waiting: list[QueuedRequest] = []  # both queues are sorted by key
+        self._waiting: list[QueuedRequest] = []  # all queues are sorted by key
+        self._waiting_short: list[QueuedRequest] = []  # those of `_waiting` that are short
         self._running: list[QueuedRequest] = []
+        self._num_short_running = 0
         self._free_slots = list(range(config.max_num_seqs))  # a heap: low slots first
-        self._kept_slots = min(8, config.max_num_seqs // 16)  # not for further sequences of a client's request
+        # Short requests that run ahead of the order, at most. A single slot is never taken from the request in it.
+        self._short_slots = max(1, min(8, config.max_num_seqs // 16)) if config.max_num_seqs > 1 else 0
         self._blocked_head: QueuedRequest | None = None  # head that did not fit, until something is released
         self._added = self._last_lease = 0
         self._progress = RequestProgress(pool.page_size, prefix_cache, self._entries)
@@ -116,7 +127,7 @@ class Scheduler:
         self._added += 1
         request.max_length = self.token_limit(request)
         self._entries[request.request_id] = entry
-        insort(self._waiting, entry, key=_ORDER_KEY)
+        self._enqueue(entry)
 
     def abort(self, request_id: str) -> bool:
         """Abort a live request; returns False if there is none with this id.
@@ -148,9 +159,11 @@ class Scheduler:
         request.state = state
         if running and state is RequestState.FAILED and self.prefix_cache is not None:
             self.prefix_cache.reset()
-        _remove_from_queue(self._running if running else self._waiting, entry)
         if running:
+            _remove_from_queue(self._running, entry)
             self._release(entry)
+        else:
+            self._dequeue(entry)
         del self._entries[request.request_id]
         self.ended[reason if reason is not None else state.value] += 1
 
@@ -183,14 +196,16 @@ class Scheduler:
         that is, if the loop failed to end it.
         """
         batch = Batch()
-        if self._waiting and self._running and self._waiting[0].key[0] < self._running[-1].key[0]:
+        if self._waiting and self._running:
             self._admit_urgent(batch)
-        prefilling = self._schedule_decodes(batch)
+            self._admit_short(batch)
+        prefilling = sorted(self._schedule_decodes(batch), key=lambda entry: not entry.is_short)
         budget = self.config.max_num_batched_tokens - len(batch.decodes)
         if self.config.num_speculative_tokens:
             budget = self._add_drafts(batch, budget)
         kept = self._tokens_kept_for_head(budget)
         for entry in prefilling:
+            budget = self._budget_for(entry, budget)
             if budget <= kept or self._is_full(batch):
                 break
             budget -= _add_chunk(batch, entry.request, budget - kept)
@@ -351,34 +366,83 @@ class Scheduler:
                 request.num_freed[group] = stop
 
     def _admit_urgent(self, batch: Batch) -> None:
-        """Admit requests of higher priority than a running one, preempting it if slots or pages are short."""
+        """Admit requests for which running ones make way, and preempt those if slots or pages are short."""
         while self._waiting and self._running:
             head, last = self._waiting[0], self._running[-1]
-            if head is self._blocked_head or head.key[0] >= last.key[0] or self._budget_left_for(head) <= 0:
+            if head is self._blocked_head or not last.makes_way_for(head) or self._budget_left_for(head) <= 0:
                 return
-            matched = self._admission.matched_tables(head, self.weight_version)
-            victims = self._admission.victims(head, matched, self._running, bool(self._free_slots))
-            if victims is None:
+            candidates = [other for other in reversed(self._running) if other.makes_way_for(head)]
+            if not self._admit_with_preemption(head, candidates, batch):
                 self._blocked_head = head
                 return
-            for victim in victims:
-                self._preempt(victim, batch)
-            self._admit(head, matched, batch)
+
+    def _admit_short(self, batch: Batch) -> None:
+        """Admit short requests ahead of the order, while fewer than their share of the slots run.
+
+        Without a free slot, each takes that of the last running request that is not short. Requests of a higher
+        priority, and a head that lacks pages, are not overtaken.
+        """
+        if not self._waiting_short:
+            return
+        room = self._short_slots - self._num_short_running
+        room = min(room, self.config.max_num_batched_tokens - len(self._running))  # each decode takes a token
+        while room > 0 and self._waiting_short and not self._head_lacks_pages():
+            entry = self._waiting_short[0]
+            if entry.key[0] > self._waiting[0].key[0] or entry.request in batch.preempted:
+                return
+            others = (
+                other
+                for other in self._running[:0:-1]
+                if not other.is_short and other.key[0] >= entry.key[0] and other.request not in batch.admitted
+            )
+            if not self._admit_with_preemption(entry, islice(others, 1), batch):
+                return
+            room -= 1
+
+    def _head_lacks_pages(self) -> bool:
+        """Return whether pages, not slots, keep the head of the queue waiting."""
+        head = self._waiting[0]
+        if self._free_slots and head is not self._blocked_head:
+            matched = self._admission.matched_tables(head, self.weight_version)
+            if self._admission.shortfall(head, matched, self._running) > 0:
+                self._blocked_head = head
+        return head is self._blocked_head
+
+    def _admit_with_preemption(self, entry: QueuedRequest, candidates: Iterable[QueuedRequest], batch: Batch) -> bool:
+        """Admit a waiting request, preempting some of `candidates` if needed. Returns False if it can't be admitted."""
+        matched = self._admission.matched_tables(entry, self.weight_version)
+        victims = self._admission.victims(entry, matched, self._running, candidates, bool(self._free_slots))
+        if victims is None:
+            return False
+        lacks_pages = bool(self._free_slots)
+        for victim in victims:
+            self._preempt(victim, batch, lacks_pages)
+        self._admit(entry, matched, batch)
+        return True
 
     def _budget_left_for(self, head: QueuedRequest) -> int:
         """Return the token budget left for `head` if it were admitted. Without any, preempting for it is useless."""
         budget = self.config.max_num_batched_tokens
         for entry in self._running:
-            remaining = entry.request.length - entry.request.num_computed
-            budget -= remaining if entry.key < head.key or remaining == 1 else 0
+            request = entry.request
+            remaining = request.length - request.num_computed
+            if entry.key < head.key or remaining == 1:
+                budget -= 1 if remaining == 1 else remaining * request.prompt_token_cost
         return budget
 
+    def _budget_for(self, entry: QueuedRequest, budget: int) -> int:
+        """Return the budget left for this prompt and those after it: less if a short request waits for the step."""
+        if entry.is_short or not self._num_short_running:
+            return budget
+        return min(budget, max(1, self.config.max_num_batched_tokens // 4))
+
     def _tokens_kept_for_head(self, budget: int) -> int:
-        """Return how many tokens partially prefilled prompts leave to the next request: a short one does not wait."""
+        """Return how much of the budget partially prefilled prompts leave to the next one, if half is enough for it."""
         if not self._waiting or not self._free_slots or self._waiting[0] is self._blocked_head:
             return 0
-        length = len(self._waiting[0].request.token_ids)
-        return length if length <= budget // 2 else 0
+        request = self._waiting[0].request
+        cost = len(request.token_ids) * request.prompt_token_cost
+        return cost if cost <= budget // 2 else 0
 
     def _admit_in_order(self, batch: Batch, budget: int) -> None:
         """Admit requests from the head of the queue while budget, slots and pages last, without skipping any."""
@@ -386,8 +450,6 @@ class Scheduler:
             if self._is_full(batch):
                 return
             head = self._waiting[0]
-            if head.request.request.index and len(self._free_slots) <= self._kept_slots:
-                return
             if head.request in batch.preempted:  # re-admitting it would take back the pages it just freed
                 return
             matched = self._admission.matched_tables(head, self.weight_version)
@@ -397,6 +459,7 @@ class Scheduler:
                 self._blocked_head = head
                 return
             self._admit(head, matched, batch)
+            budget = self._budget_for(head, budget)
             if len(head.request.token_ids) - head.request.num_computed == 1:
                 batch.decodes.append(head.request)
                 budget -= 1
@@ -409,7 +472,7 @@ class Scheduler:
         return limit is not None and len(batch.prefills) >= limit
 
     def _admit(self, entry: QueuedRequest, matched: list[list[int]], batch: Batch) -> None:
-        """Move the head of the waiting queue to the running one, with a slot, a new lease and pages for its tokens."""
+        """Move a waiting request to the running queue, with a slot, a new lease and pages for its tokens."""
         request, pool = entry.request, self.pool
         num_matched = len(matched[0]) if matched else 0
         computed = num_matched * pool.page_size
@@ -417,12 +480,13 @@ class Scheduler:
             self.prefix_cache.acquire(matched)  # before `allocate`, which could evict them
         lengths = self._admission.table_lengths(entry, computed)
         fresh = [pool.allocate(length - num_matched) for length in lengths]
-        del self._waiting[0]
+        self._dequeue(entry)
         insort(self._running, entry, key=_ORDER_KEY)
         request.state = RequestState.RUNNING
         request.page_tables = [found + new for found, new in zip(matched, fresh, strict=True)]
         request.num_freed = self._groups.first_needed(computed)
         request.slot = heappop(self._free_slots)
+        self._num_short_running += entry.is_short
         self._last_lease += 1
         request.lease = self._last_lease
         request.num_computed = computed
@@ -438,10 +502,10 @@ class Scheduler:
                 self.prefix_cache.record_lookup(len(request.token_ids), request.num_computed)
         batch.admitted.append(request)
 
-    def _preempt(self, entry: QueuedRequest, batch: Batch) -> None:
-        """Preempt a running request to free its slot and pages, and count that for its next admission."""
+    def _preempt(self, entry: QueuedRequest, batch: Batch, lacks_pages: bool = True) -> None:
+        """Preempt a running request to free its slot and pages. For want of pages, its next admission reserves more."""
         self._requeue(entry)
-        entry.preemptions += 1
+        entry.preemptions += lacks_pages
         batch.preempted.append(entry.request)
 
     def _requeue(self, entry: QueuedRequest) -> None:
@@ -450,7 +514,17 @@ class Scheduler:
         _remove_from_queue(self._running, entry)
         self._release(entry)
         self.num_preemptions += 1
+        self._enqueue(entry)
+
+    def _enqueue(self, entry: QueuedRequest) -> None:
         insort(self._waiting, entry, key=_ORDER_KEY)
+        if entry.is_short:
+            insort(self._waiting_short, entry, key=_ORDER_KEY)
+
+    def _dequeue(self, entry: QueuedRequest) -> None:
+        _remove_from_queue(self._waiting, entry)
+        if entry.is_short:
+            _remove_from_queue(self._waiting_short, entry)
 
     def _release(self, entry: QueuedRequest) -> None:
         """Free a request's slot and pages; nothing else frees them.
@@ -460,6 +534,7 @@ class Scheduler:
         request = entry.request
         self.pool.free(request.held_pages())
         heappush(self._free_slots, request.slot)
+        self._num_short_running -= entry.is_short
         request.page_tables = []
         request.num_freed = []
         request.slot = None  # type: ignore[assignment]  # see Request
@@ -469,11 +544,11 @@ class Scheduler:
 
 
 def _add_chunk(batch: Batch, request: Request, budget: int) -> int:
-    """Add the request's next prefill chunk of at most `budget` tokens; returns its length."""
-    remaining = len(request.token_ids) - request.num_computed
-    length = min(remaining, budget)
+    """Add the request's next prefill chunk, which takes at most `budget` (one token in any case); returns its cost."""
+    remaining, cost = len(request.token_ids) - request.num_computed, request.prompt_token_cost
+    length = min(remaining, max(1, budget // cost))
     batch.prefills.append(PrefillChunk(request, request.num_computed, length, length == remaining, request.lease))
-    return length
+    return length * cost
 
 
 def _remove_from_queue(queue: list[QueuedRequest], entry: QueuedRequest) -> None:

@@ -18,7 +18,7 @@ from engine.models.config import ModelConfig
 
 CPU_MAX_NUM_SEQS, CUDA_MAX_NUM_SEQS, LARGE_CUDA_MAX_NUM_SEQS = 16, 256, 1024
 LARGE_CUDA_BYTES = 70 << 30  # GPUs with at least this much memory run more sequences (H100: 80 GB, H200: 141 GB)
-CPU_BATCHED_TOKENS, CUDA_BATCHED_TOKENS = 512, 8192
+CPU_BATCHED_TOKENS, CUDA_BATCHED_TOKENS = 256, 8192
 CPU_KV_BYTES = 1 << 30
 CPU_KV_SHARE = 0.25  # of the machine's memory, if that is less than CPU_KV_BYTES
 GRAPH_RESERVE_BYTES = 1 << 30  # for graphs and activations beside the KV cache on a GPU

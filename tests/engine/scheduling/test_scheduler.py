@@ -39,15 +39,15 @@ def test_long_prompt_is_chunked_under_the_budget_and_continues_before_new_prompt
     assert names(batch.decodes) == ["long"] and chunks(batch) == [("next", 4, 2, True)]
 
 
-def test_a_short_prompt_does_not_wait_for_a_long_one():
+def test_a_small_prompt_does_not_wait_for_a_large_one():
     scheduler = make(budget=8)
-    add(scheduler, "long", 20)
-    assert chunks(step(scheduler)) == [("long", 0, 8, False)]
-    add(scheduler, "short", 4, arrival=1.0)
-    assert chunks(step(scheduler)) == [("long", 8, 4, False), ("short", 0, 4, True)]
-    add(scheduler, "medium", 5, arrival=2.0)
+    add(scheduler, "large", 20)
+    assert chunks(step(scheduler)) == [("large", 0, 8, False)]
+    add(scheduler, "small", 4, max_tokens=50, arrival=1.0)
+    assert chunks(step(scheduler)) == [("large", 8, 4, False), ("small", 0, 4, True)]
+    add(scheduler, "medium", 5, max_tokens=50, arrival=2.0)
     batch = step(scheduler)
-    assert names(batch.decodes) == ["short"] and chunks(batch) == [("long", 12, 7, False)]
+    assert names(batch.decodes) == ["small"] and chunks(batch) == [("large", 12, 7, False)]
 
 
 def test_further_sequences_of_a_batch_make_way_for_other_requests():
@@ -62,23 +62,122 @@ def test_further_sequences_of_a_batch_make_way_for_other_requests():
     assert order == ["batch-0", "other", "batch-1", "batch-2", "late", "batch-3"]  # none waits for ever
 
 
-def test_a_batch_leaves_a_slot_to_other_requests():
+def test_a_request_takes_the_slot_of_a_further_sequence_of_a_batch():
     scheduler = make(seqs=16, budget=64)
-    for index in range(20):
-        add(scheduler, f"batch-{index}", 1, max_tokens=9, index=index)
-    assert len(step(scheduler).admitted) == 15
-    assert not step(scheduler).admitted
-    add(scheduler, "other", 1, arrival=1.0)
-    assert names(step(scheduler).admitted) == ["other"]
+    batch = [add(scheduler, f"batch-{index}", 1, max_tokens=90, index=index) for index in range(20)]
+    assert len(step(scheduler).admitted) == 16
+    add(scheduler, "other", 30, max_tokens=90, arrival=1.0)
+    done = step(scheduler)
+    assert names(done.admitted) == ["other"] and names(done.preempted) == ["batch-15"]
+    add(scheduler, "late", 30, max_tokens=90, arrival=125.0)  # as old as batch-12 then
+    assert names(step(scheduler).preempted) == ["batch-14"]
+    add(scheduler, "later", 30, max_tokens=90, arrival=145.0)  # later than all that run: none waits for ever
+    done = step(scheduler)
+    assert not done.preempted and not done.admitted
     while scheduler.has_work:
         step(scheduler)
+    assert all(request.output_len == 90 for request in batch)
     scheduler.idle_check()
+
+
+def test_further_sequences_take_no_slot_from_each_other():
+    scheduler = make(seqs=2)
+    for index in range(2):
+        add(scheduler, f"a-{index}", 4, max_tokens=90, index=index)
+    step(scheduler)
+    for index in range(1, 3):
+        add(scheduler, f"b-{index}", 4, max_tokens=90, arrival=-30.0, index=index)
+    assert not step(scheduler).preempted
+
+
+def test_a_short_request_takes_the_slot_of_the_last_long_one():
+    scheduler = make(seqs=4)
+    for name in "abcd":
+        add(scheduler, name, 4, max_tokens=90)
+    step(scheduler)
+    add(scheduler, "next", 4, max_tokens=90, arrival=1.0)
+    for name in ("one", "two"):
+        add(scheduler, name, 4, max_tokens=2, arrival=2.0)
+    order = []
+    for _ in range(5):
+        batch = step(scheduler)
+        order.append((names(batch.preempted), names(batch.admitted)))
+    # One at a time, in the slot of the last request, which then continues before those that arrived after it.
+    assert order == [(["d"], ["one"]), ([], []), ([], ["two"]), ([], []), ([], ["d"])]
+
+
+def test_a_short_request_does_not_take_the_slot_of_one_admitted_in_the_same_step():
+    scheduler = make(seqs=2)
+    add(scheduler, "first", 4, max_tokens=90)
+    add(scheduler, "further", 4, max_tokens=90, index=1)
+    step(scheduler)
+    add(scheduler, "next", 4, max_tokens=90, arrival=1.0)
+    add(scheduler, "short", 4, max_tokens=1, arrival=2.0)
+    batch = step(scheduler)
+    assert names(batch.preempted) == ["further"] and names(batch.admitted) == ["next"]
+    batch = step(scheduler)
+    assert names(batch.preempted) == ["next"] and names(batch.admitted) == ["short"]
+
+
+def test_a_short_request_waits_its_turn_for_a_single_slot():
+    scheduler = make(seqs=1)
+    add(scheduler, "long", 4, max_tokens=90)
+    step(scheduler)
+    add(scheduler, "short", 4, max_tokens=1, arrival=1.0)
+    assert not step(scheduler).preempted
+
+
+@pytest.mark.parametrize("fields", [
+    {"prompt": 33, "max_tokens": 1}, {"prompt": 17, "max_tokens": 1, "prompt_logprobs": 0},
+    {"prompt": 4, "max_tokens": 17}, {"prompt": 4, "max_tokens": None}, {"prompt": 4, "max_tokens": 1, "index": 1},
+    {"prompt": 4, "max_tokens": 1, "priority": 1},
+])  # fmt: skip
+def test_other_requests_keep_the_order(fields):
+    scheduler = make(seqs=4, budget=64)
+    for name in "abcd":
+        add(scheduler, name, 4, max_tokens=90)
+    step(scheduler)
+    add(scheduler, "next", 4, max_tokens=90, arrival=1.0)
+    add(scheduler, "other", arrival=2.0, **fields)
+    batch = step(scheduler)
+    assert not batch.preempted and not batch.admitted
+
+
+def test_a_short_request_does_not_overtake_a_head_that_lacks_pages():
+    scheduler = make(pages=16, seqs=4)
+    add(scheduler, "running", 40, max_tokens=24)
+    step(scheduler)
+    add(scheduler, "big", 40, max_tokens=24, arrival=1.0)
+    add(scheduler, "short", 4, max_tokens=1, arrival=2.0)
+    for _ in range(2):
+        assert not step(scheduler).admitted
+
+
+def test_steps_with_a_short_request_are_short():
+    scheduler = make(budget=16, seqs=4)
+    add(scheduler, "large", 50)
+    step(scheduler)
+    add(scheduler, "short", 8, max_tokens=2, arrival=1.0)
+    assert chunks(step(scheduler)) == [("short", 0, 8, True), ("large", 16, 4, False)]
+    add(scheduler, "next", 50, arrival=2.0)
+    batch = step(scheduler)
+    assert names(batch.decodes) == ["short"] and chunks(batch) == [("large", 20, 4, False)]
+    assert chunks(step(scheduler)) == [("large", 24, 16, False)]
+
+
+def test_prompt_tokens_with_logprobs_count_twice():
+    scheduler = make(budget=9, seqs=4)
+    add(scheduler, "scored", 10, prompt_logprobs=1)
+    assert chunks(step(scheduler)) == [("scored", 0, 4, False)]
+    add(scheduler, "plain", 20, max_tokens=90, arrival=1.0)
+    assert chunks(step(scheduler)) == [("scored", 4, 4, False), ("plain", 0, 1, False)]
+    assert chunks(step(scheduler)) == [("scored", 8, 2, True), ("plain", 1, 5, False)]
 
 
 def test_decodes_come_first_and_cost_one_token_each():
     scheduler = make(budget=8, seqs=4)
     for name in "abc":
-        add(scheduler, name, 2)
+        add(scheduler, name, 2, max_tokens=90)
     step(scheduler)
     add(scheduler, "long", 40)
     batch = step(scheduler)

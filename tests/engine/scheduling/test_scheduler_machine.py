@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.errors import PromptTooLong
 from engine.protocol.request import EngineRequest, SamplingParams
+from engine.scheduling.admission import TURN_SECONDS
 from engine.scheduling.batch import Batch
 from engine.scheduling.page_pool import SCRATCH_PAGE, PagePool
 from engine.scheduling.prefix_cache import PrefixCache
@@ -47,6 +48,12 @@ def tokens_of(batch: Batch) -> int:
     return len(batch.decodes) + sum(chunk.length for chunk in batch.prefills)
 
 
+def cost_of(batch: Batch) -> int:
+    """Return how much of the budget the step takes: prompt tokens with log-probabilities count twice."""
+    scored = [chunk.length for chunk in batch.prefills if chunk.request.params.prompt_logprobs is not None]
+    return tokens_of(batch) + sum(scored)
+
+
 class Simulation:
     """Drives a scheduler like the engine loop, over simulated page contents.
 
@@ -76,7 +83,7 @@ class Simulation:
         self.accepted: list[Request] = []
         self.order: dict[Request, tuple[int, float, int]] = {}
 
-    def add(self, prompt: list[int], priority: int, params: SamplingParams, arrival: float) -> Request:
+    def add(self, prompt: list[int], priority: int, params: SamplingParams, arrival: float, index: int = 0) -> Request:
         number = len(self.accepted)
         engine_request = EngineRequest(
             request_id=f"r{number}",
@@ -84,12 +91,13 @@ class Simulation:
             params=params,
             priority=priority,
             arrival_time=arrival,
+            index=index,
             seed=0,
         )
         request = Request(engine_request)
         self.scheduler.add(request)
         self.accepted.append(request)
-        self.order[request] = (priority, arrival, number)
+        self.order[request] = (priority, arrival + TURN_SECONDS * index, number)
         return request
 
     def step(self, abort_mid_step: Request | None = None, fails: bool = False) -> None:
@@ -176,6 +184,7 @@ class Simulation:
         assert all(request.state is RequestState.RUNNING for request in [*listed, *batch.admitted])
         assert all(request.state is RequestState.PREEMPTED for request in batch.preempted)
         assert len(set(batch.preempted)) == len(batch.preempted)
+        assert not set(batch.preempted) & set(batch.admitted)
         assert all(request.num_computed == request.length - 1 for request in batch.decodes)
         size = self.pool.page_size
         assert all(r.num_computed < len(table) * size for r in batch.decodes for table in r.page_tables)
@@ -192,16 +201,55 @@ class Simulation:
         waiting = sorted((r for r in self.scheduler.requests() if r.slot is None), key=self.order.__getitem__)
         if not waiting:
             return
-        assert all(self.order[request] < self.order[waiting[0]] for request in batch.admitted), "no request overtakes"
+        overtaking = [request for request in batch.admitted if self.order[request] > self.order[waiting[0]]]
+        assert all(self.is_short(r) and r.priority <= waiting[0].priority for r in overtaking), "no other overtakes"
+        assert not overtaking or sum(map(self.is_short, running)) <= self.short_slots
         first = min(running, key=self.order.__getitem__)
         assert first not in batch.preempted
-        idle_budget = tokens_of(batch) < self.scheduler.config.max_num_batched_tokens
+        self.check_fairness(batch, running, waiting)
+        budget = self.scheduler.config.max_num_batched_tokens
+        idle_budget = cost_of(batch) < (budget // 4 if any(map(self.is_short, running)) else budget)
         if idle_budget and waiting[0] not in batch.preempted and len(running) < self.scheduler.config.max_num_seqs:
             # A request is preempted at most num_preemptions times, so with more free pages the head must be admitted.
             share = 1 << min(self.scheduler.num_preemptions, 16)
             need = self.pool.pages_for(len(waiting[0].token_ids) + 1) + (len(running) + 1) * share
             need *= len(self.groups)
             assert need > self.pool.num_free, f"{waiting[0]!r} waits though it would fit"
+
+    @property
+    def short_slots(self) -> int:
+        """How many short requests may overtake others at a time."""
+        seqs = self.scheduler.config.max_num_seqs
+        return 0 if seqs == 1 else max(1, seqs // 16)
+
+    def is_short(self, request: Request) -> bool:
+        """Whether a request asks for little: one sequence of few tokens."""
+        asked, limit = request.params.max_tokens, self.scheduler.config.max_num_batched_tokens
+        cost = request.prompt_len * (1 if request.params.prompt_logprobs is None else 2)
+        return request.request.index == 0 and asked is not None and asked <= 16 and cost <= limit // 2
+
+    def check_fairness(self, batch, running: list[Request], waiting: list[Request]) -> None:
+        """A large request holds up no other one: neither by its further sequences nor, for a short one, by its length.
+
+        Only where pages are plenty, so that slots are what is short.
+        """
+        size, groups = self.pool.page_size, len(self.groups)
+        longest = max(len(request.token_ids) for request in [*waiting, *running])
+        share = 1 << min(self.scheduler.num_preemptions, 16)
+        plenty = groups * (longest // size + 2 + (len(running) + 1) * share)
+        budget = self.scheduler.config.max_num_batched_tokens
+        if self.pool.num_free < plenty or batch.preempted or batch.admitted or cost_of(batch) >= budget:
+            return
+        head = waiting[0]
+        if head.request.index == 0:
+            later = [r for r in running if r.request.index and self.order[r] > self.order[head]]
+            assert not later, f"{head!r} waits for a further sequence"
+        short = [r for r in waiting if self.is_short(r) and r.priority == head.priority]
+        if short and len(running) == self.scheduler.config.max_num_seqs:
+            count = sum(map(self.is_short, running))
+            long = [r for r in running[:] if not self.is_short(r) and r.priority >= short[0].priority]
+            first = min(running, key=self.order.__getitem__)
+            assert count >= self.short_slots or not set(long) - {first}, f"{short[0]!r} waits for a long request"
 
     def drain(self) -> None:
         """Run until all requests have ended, within a step limit that depends only on the live requests."""
@@ -235,10 +283,11 @@ REQUESTS = st.fixed_dictionaries(
     {
         "tail": st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6),
         "shared": st.sampled_from([0, 4, 8, 12]),
-        "priority": st.integers(0, 2),
-        "max_tokens": st.sampled_from([12, 5, 20, 2, 1, 0, None]),
+        "priority": st.sampled_from([1, 1, 1, 0, 2]),
+        "max_tokens": st.sampled_from([24, 12, 5, 30, 2, 1, 0, None]),
         "prompt_logprobs": st.sampled_from([None, None, None, 1]),
         "arrival": st.integers(0, 3),
+        "index": st.sampled_from([0, 0, 1, 2]),
     }
 )
 
@@ -247,11 +296,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Adds, steps, failures, aborts, finishes and new weights in any order, with all invariants checked after each."""
 
     @initialize(
-        num_pages=st.integers(4, 24),
+        num_pages=st.integers(4, 24) | st.just(200),
         page_size=st.sampled_from([1, 2, 4]),
         max_num_seqs=st.integers(1, 5),
-        spare_tokens=st.integers(0, 12),
-        max_model_len=st.integers(12, 40),
+        spare_tokens=st.integers(0, 24),
+        max_model_len=st.integers(12, 60),
         cached=st.booleans(),
         async_scheduling=st.booleans(),
         groups=GROUPS,
@@ -270,7 +319,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for fields in requests:
             self.add_one(**fields)
 
-    def add_one(self, tail, shared, priority, max_tokens, prompt_logprobs, arrival):
+    def add_one(self, tail, shared, priority, max_tokens, prompt_logprobs, arrival, index):
         sim, prompt = self.sim, SHARED[:shared] + tail
         params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs)
         total = len(prompt) + (1 if max_tokens is None else max_tokens)
@@ -280,9 +329,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         fits = total <= config.max_model_len and pages <= sim.pool.capacity
         if not fits:
             with pytest.raises(PromptTooLong):
-                sim.add(prompt, priority, params, float(arrival))
+                sim.add(prompt, priority, params, float(arrival), index)
         elif sim.scheduler.num_waiting < MAX_WAITING:  # as a server bounds the queue
-            sim.add(prompt, priority, params, float(arrival))
+            sim.add(prompt, priority, params, float(arrival), index)
 
     @rule(times=st.integers(1, 8))
     def steps(self, times):
