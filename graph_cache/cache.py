@@ -219,7 +219,7 @@ class GraphCache:
                 tensors = _by_name(name, names, values, tensors)
             first = tensors.get(batched) if batched is not None else None
             rows = first.shape[0] if isinstance(first, torch.Tensor) and first.dim() else sizes.max
-            self.check_addresses()
+            self.check_addresses(site=name)  # other sites check theirs at their own calls
             plan = self.plan(name, rows)
             if plan.key not in site.observed and not site.refusal:
                 site.buffers.check(tensors, rows)
@@ -493,8 +493,10 @@ class GraphCache:
 
     # ---- dropping --------------------------------------------------------------------------------------------------
 
-    def check_addresses(self, *, whole: bool = True, geometry: bool = True) -> list[Moved]:
+    def check_addresses(self, *, site: str | None = None, whole: bool = True, geometry: bool = True) -> list[Moved]:
         """Compare watched tensors with their state at capture, and drop the graphs of every site with a difference.
+
+        With `site`, compare only what that site watches.
 
         Check everything after any event that can move storage. At step boundaries, pass `geometry=False` while the
         device is busy with a step: all addresses, and one of GEOMETRY_PARTS slices of the geometry in turn. Otherwise
@@ -506,11 +508,13 @@ class GraphCache:
         part = None if whole else self._checks % PARTS
         geometry_part = None if geometry else self._checks % GEOMETRY_PARTS
         for book, sites in self._address_books:
+            if site is not None and site not in sites:
+                continue
             if not book.unchanged(part, geometry_part=geometry_part):
                 moved += book.moved()
                 book.accept()
-                for site in sites:
-                    self.invalidate(STALE, site)
+                for reader in sites:
+                    self.invalidate(STALE, reader)
         if moved:
             logger.error(
                 "%d tensors moved under their graphs, which were dropped: %s", len(moved), "; ".join(map(str, moved))

@@ -37,7 +37,7 @@ def test_the_rl_loop_raises_the_reward_and_keeps_every_graph() -> None:
 
 def test_the_capture_core_replays_what_eager_computes() -> None:
     shown = run("examples/capture_core.py")
-    assert shown.count("equal bit for bit: True") == 3
+    assert shown.count("equal bit for bit: True") == 6
 
 
 def test_a_server_is_called_and_its_buckets_are_tuned(tiny_model: Path) -> None:

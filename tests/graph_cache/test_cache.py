@@ -443,3 +443,19 @@ def test_the_table_lists_variants_by_value():
 def test_a_device_in_place_of_the_configuration_is_refused():
     with pytest.raises(GraphConfigError, match="give a GraphConfig, and the device as device='cuda'"):
         GraphCache("cuda")
+
+
+def test_a_call_checks_what_its_own_site_watches_and_leaves_the_rest_to_the_other_sites():
+    cache, weights, runs = GraphCache(), {}, {}
+    for name in ("one", "two"):
+        weights[name] = {"w": torch.full((4,), 2.0)}
+        spec = {"x": BufferSpec(("batch", 4), torch.float32)}
+        runs[name] = cache.graphed(
+            name, lambda x, name=name: x * weights[name]["w"], spec, buckets=(2,), watch=weights[name]
+        )
+    cache.warm()
+    weights["two"]["w"] = torch.full((4,), 3.0)
+    assert torch.equal(runs["one"](torch.ones(2, 4)), torch.full((2, 4), 2.0))
+    assert cache.stats.invalidations.total() == 0 and cache.plan("one", 2).is_graph
+    assert torch.equal(runs["two"](torch.ones(2, 4)), torch.full((2, 4), 3.0))
+    assert cache.stats.invalidations.total() == 1
