@@ -66,7 +66,7 @@ class StorageAudit(DecomposingMode):
             self._observe(tensor)
         if any(map(_is_wrapper, types)):
             return NotImplemented  # a wrapper subclass: its operations on inner tensors are dispatched here next
-        if is_composite(func):
+        if is_composite(func, frozenset({tensor.device.type for tensor in inputs})):
             return self.decompose(func, args, kwargs)
         for tensor in written_tensors(func, args, kwargs):
             self._observe_write(tensor)

@@ -21,9 +21,10 @@ _AUTOCAST = {"CPU": DispatchKey.AutocastCPU, "CUDA": DispatchKey.AutocastCUDA}
 
 
 @functools.cache
-def is_composite(func: torch._ops.OpOverload) -> bool:
-    """Return whether eager also runs this operation as other operations."""
-    return _registered(func, "CompositeImplicitAutograd") and not _registered(func, "CPU")
+def is_composite(func: torch._ops.OpOverload, device_types: frozenset[str]) -> bool:
+    """Return whether eager also runs this operation as other operations, given arguments on these devices."""
+    kernels = [device_type.upper() for device_type in device_types] or ["CPU"]
+    return _registered(func, "CompositeImplicitAutograd") and not any(_registered(func, key) for key in kernels)
 
 
 class DecomposingMode(TorchDispatchMode):

@@ -45,6 +45,7 @@ HOST_READS = {
     "aten::_pack_padded_sequence": 1,
     "aten::_pad_packed_sequence": 1,
 }
+CPU = frozenset(("cpu",))
 COLLECTIVES = ("c10d::", "_c10d_functional::")
 
 
@@ -127,7 +128,7 @@ class TapeRecorder(DecomposingMode):
         kwargs = kwargs or {}
         if any(tensor_type.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for tensor_type in types):
             return NotImplemented  # a wrapper subclass: its operations on inner tensors are dispatched here next
-        if is_composite(func):
+        if is_composite(func, CPU):
             # Under inference mode, composite operations are not decomposed. Decompose them, so that their inner
             # allocations are placed in the arena too. Use the C++ kernel that eager runs: the Python
             # decompositions for compilers round differently.
