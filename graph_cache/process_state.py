@@ -6,6 +6,7 @@ A replay changes none of it, and does not read it either.
 from __future__ import annotations
 
 import contextvars
+import functools
 import os
 import random
 import sys
@@ -19,6 +20,7 @@ from graph_cache.namespaces import set_state, state_of
 from graph_cache.torch_settings import SETTINGS, autocast_state, settings
 
 IGNORED_VARIABLES = frozenset(("decimal_context",))  # made when first read
+LAUNCHER = "triton"  # keeps the allocator of its launches in a context variable
 
 
 class ProcessState:
@@ -91,5 +93,16 @@ def _context_variables() -> dict[contextvars.ContextVar[Any], Any]:
     return {
         variable: value
         for variable, value in contextvars.copy_context().items()
-        if variable.name not in IGNORED_VARIABLES
+        if variable.name not in IGNORED_VARIABLES and not _is_of_the_launcher(variable)
     }
+
+
+@functools.cache
+def _is_of_the_launcher(variable: contextvars.ContextVar[Any]) -> bool:
+    """Whether this is a global of Triton, which no result depends on."""
+    return any(
+        value is variable
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] == LAUNCHER
+        for value in list(vars(module).values())
+    )
