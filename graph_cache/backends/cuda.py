@@ -22,6 +22,7 @@ from graph_cache.reference import Reference
 logger = logging.getLogger(__name__)
 
 # Error texts of the driver and PyTorch for an operation that cannot be captured (a synchronisation, a host read).
+CAPTURE_SEED = 0x5EED_CAB7_0DE5_1234  # that no code sets
 REFUSALS = ("operation not permitted when stream is capturing", "capture", "cudaErrorStreamCapture")
 LEGACY_STREAM_ERROR = "legacy stream depend on a capturing"
 LEGACY_STREAM_REMEDY = (
@@ -182,7 +183,7 @@ class CudaBackend:
     ) -> CudaBackendGraph:
         """Capture `fn` on the capture stream into `memory`."""
         torch.cuda.synchronize(self.device)
-        with self.on_capture_stream():
+        with self.on_capture_stream(), self._refusing_seeds(generators):
             graph = self._begin(memory, generators)
             try:
                 fn()
@@ -197,6 +198,21 @@ class CudaBackend:
                 raise
         torch.cuda.synchronize(self.device)
         return CudaBackendGraph(graph, memory)
+
+    @contextmanager
+    def _refusing_seeds(self, generators: Sequence[torch.Generator]) -> Iterator[None]:
+        """Give all generators a seed of our own within the block, so that PyTorch refuses others in a capture.
+
+        It accepts a seed that a generator has already, and a replay would not begin at that seed again.
+        """
+        states = [(generator, generator.get_state()) for generator in {self.default_generator, *generators}]
+        for generator, _ in states:
+            generator.manual_seed(CAPTURE_SEED)
+        try:
+            yield
+        finally:
+            for generator, state in states:
+                generator.set_state(state)
 
     def _begin(self, memory: CudaMemory, generators: Sequence[torch.Generator]) -> torch.cuda.CUDAGraph:
         """Begin a capture. If the allocator rejects the current pool, as after some failures, use a new one."""

@@ -83,6 +83,27 @@ REFUSED = {
 }
 
 
+class Seeds(nn.Linear):
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x):
+        torch.manual_seed(11)
+        return super().forward(x) + torch.rand_like(x)
+
+
+def test_a_forward_that_seeds_a_generator_runs_eager(pool, device):
+    """A replay continues a generator's numbers. Eager begins them anew, at a seed that the generator may have."""
+    _, stats = both(lambda: nn.Sequential(Seeds(), linear()), ["0"], against_input, pool, device)
+    assert not stats.replays and sum(stats.failed_captures.values()) == 1
+
+
+def test_a_fused_norm_is_the_same_in_an_observed_step(pool, device):
+    """RMSNorm has a kernel of its own on a GPU, and none on a CPU."""
+    _, stats = both(lambda: nn.Sequential(nn.RMSNorm(WIDTH), linear()), ["0"], against_input, pool, device)
+    assert stats.replays
+
+
 def state_of(model):
     found = [value for module in model.modules() for value in (getattr(module, "state", 0), getattr(module, "mean", 0))]
     return [zlib.crc32(repr(found).encode()), *[buffer.clone() for buffer in model.buffers()]]
