@@ -22,7 +22,7 @@ def host_read_refusal(what: str) -> str:
         if not place and not frame.f_code.co_filename.startswith(_LIBRARIES):
             place = f" at {frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
-    advice = "Keep it in a tensor, or pass it as a keyword of the graph's key"
+    advice = "Compute with tensors, or pass the value as an argument that is not a tensor"
     if optimizer is not None:
         what = f"{optimizer}.step() ({what})"
         advice = f"Step {optimizer} outside of the captured function, or on a GPU create it with capturable=True"
