@@ -33,7 +33,7 @@ class OutputQueue:
         """Add a delta and wake the reader. Return False once the unread output exceeds the limit: abort the request."""
         self._unread_bytes += DELTA_BYTES
         if delta.logprobs is not None:
-            self._unread_bytes += LOGPROB_BYTES * sum(len(one.top) for one in delta.logprobs)
+            self._unread_bytes += LOGPROB_BYTES * sum(one.num_alternatives for one in delta.logprobs)
         self.put(delta)
         if delta.finish_reason is not None:
             self.end(1)

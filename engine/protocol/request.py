@@ -60,12 +60,21 @@ class EngineRequest:
 
 @dataclass(slots=True)
 class TokenLogprob:
-    """One token's logprob. `rank` 1 is the most likely token; `top` maps the k best token ids to their logprobs."""
+    """One token's logprob. `rank` 1 is the most likely token; `top` maps the k best token ids to their logprobs.
+
+    `named` maps the ids of `SamplingParams.logprob_token_ids` to theirs: minus infinity if it could not be sampled.
+    """
 
     token_id: int
     logprob: float
     rank: int
     top: dict[int, float] = field(default_factory=dict)
+    named: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def num_alternatives(self) -> int:
+        """The number of log-probabilities beside the token's own."""
+        return len(self.top) + len(self.named)
 
 
 @dataclass(kw_only=True)

@@ -18,6 +18,7 @@ from graph_cache.validation import NamesFields, did_you_mean
 GREEDY_BELOW = 1e-5  # below it, logits / temperature can overflow, and sampling is greedy anyway
 MAX_TOKENS = 2**31 - 1
 MAX_LOGPROBS = 100
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
@@ -81,6 +82,7 @@ class SamplingParams(NamesFields):
     n: int = 1
     seed: int | None = None
     logprobs: int | None = None  # the top k beside the sampled token; 0: the sampled token only
+    logprob_token_ids: tuple[int, ...] = ()  # logprobs of these tokens too, for each token that gets logprobs
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     cache_salt: str = ""  # requests share cached prefixes only if theirs is equal
@@ -120,6 +122,9 @@ class SamplingParams(NamesFields):
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 self._set(name, _integer(name, getattr(self, name), 0, MAX_LOGPROBS))
+        self._set("logprob_token_ids", _distinct("logprob_token_ids", self.logprob_token_ids, MAX_LOGPROB_TOKEN_IDS))
+        if self.logprob_token_ids and self.logprobs is None:
+            self._set("logprobs", 0)
         if self.allowed_token_ids is not None:
             self._set("allowed_token_ids", _allowed(self.allowed_token_ids))
         self._set("bad_words", _bad_words(self.bad_words))
@@ -150,6 +155,7 @@ class SamplingParams(NamesFields):
             ("logit_bias", self.logit_bias or ()),
             ("stop_token_ids", self.stop_token_ids),
             ("allowed_token_ids", self.allowed_token_ids or ()),
+            ("logprob_token_ids", self.logprob_token_ids),
         ):
             for token_id in ids:
                 if token_id >= vocab_size:
@@ -263,6 +269,10 @@ def checked_token_ids(name: str, value: Any, max_length: int) -> tuple[int, ...]
     if set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= INT64_MAX:
         return tuple(value)  # fast path: prompts have thousands of ids, and the engine loop checks them too
     return tuple(_integer(name, token_id, 0, INT64_MAX) for token_id in value)
+
+
+def _distinct(name: str, value: Any, max_length: int) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(checked_token_ids(name, value, max_length)))
 
 
 def _logit_bias(value: Any) -> LogitBias | None:

@@ -16,24 +16,35 @@ from torch import Tensor
 from engine.kernels.sampling_constants import ONE
 from engine.protocol.request import TokenLogprob
 from engine.sampling.ops import ranked, weights_of
-from engine.utils.async_copy import Download
+from engine.utils.async_copy import Download, ids_to
 
 _CHUNK_LOGITS = 2**24  # logits per chunk: bounds the scratch of a long prompt, which would take gigabytes
 
 
 @dataclass(slots=True)
 class DeviceLogprobs:
-    """Log-probabilities being copied to the host: float64 [b, 3 + 2k], see `of`. `read` waits for the copy."""
+    """Log-probabilities being copied to the host: float64 [b, 3 + 2k + m], see `of`. `read` waits for the copy."""
 
     packed: Download
     top_counts: Sequence[int]
+    named: Sequence[Sequence[int]]
 
     @classmethod
-    def of(cls, z: Tensor, token_ids: Tensor, kept: Tensor, total: Tensor, top_counts: Sequence[int]) -> DeviceLogprobs:
+    def of(
+        cls,
+        z: Tensor,
+        token_ids: Tensor,
+        kept: Tensor,
+        total: Tensor,
+        top_counts: Sequence[int],
+        named: Sequence[Sequence[int]],
+        truncated: bool = False,
+    ) -> DeviceLogprobs:
         """Compute log-probabilities of the chosen ids int64 [b] from z float32 [b, V] (row maximum 0).
 
         Each row's distribution has its `kept` int64 [b] most likely tokens; `total` int64 [b] is the sum of their
-        integer weights (engine/sampling/ops.py). Row i gets top_counts[i] alternatives.
+        integer weights (engine/sampling/ops.py). Row i gets top_counts[i] alternatives, and the tokens named[i].
+        `truncated`: some row may keep fewer than V tokens.
         """
         log_total = (total.to(torch.float64) / ONE).log().unsqueeze(1)
         chosen_z = z.gather(1, token_ids.clamp(min=0).unsqueeze(1))
@@ -44,33 +55,46 @@ class DeviceLogprobs:
             ids = ranked(z, k)
             dropped = torch.arange(k, device=z.device) >= kept.unsqueeze(1)
             columns += [(z.gather(1, ids) - log_total).masked_fill(dropped, -math.inf), ids.to(torch.float64)]
-        return cls(Download(torch.cat(columns, dim=1)), top_counts)
+        m = max(map(len, named), default=0)
+        if m:
+            wanted = ids_to(z.device, [[*ids, *[0] * (m - len(ids))] for ids in named])
+            values = z.gather(1, wanted)
+            if truncated:  # the least likely token that is kept ends the order by probability, then by id
+                last = ranked(z, z.shape[1]).gather(1, (kept - 1).unsqueeze(1))
+                least = z.gather(1, last)
+                values = values.masked_fill((values < least) | ((values == least) & (wanted > last)), -math.inf)
+            columns.append(values - log_total)
+        return cls(Download(torch.cat(columns, dim=1)), top_counts, named)
 
     def read(self) -> list[TokenLogprob | None]:
         """Return one TokenLogprob per row, or None if no token could be chosen. Omit alternatives of probability 0."""
         out: list[TokenLogprob | None] = []
         packed = self.packed.read()
-        k = (packed.shape[1] - 3) // 2
-        for top_count, (token_id, logprob, rank, *rest) in zip(self.top_counts, packed.tolist(), strict=True):
+        k = (packed.shape[1] - 3 - max(map(len, self.named), default=0)) // 2
+        wanted = zip(self.top_counts, self.named, strict=True)
+        for (top_count, ids), (token_id, logprob, rank, *rest) in zip(wanted, packed.tolist(), strict=True):
             if token_id < 0:
                 out.append(None)
                 continue
-            pairs = zip(rest[:k], rest[k:], strict=True)
+            pairs = zip(rest[:k], rest[k : 2 * k], strict=True)
             top = {int(i): value for value, i in islice(pairs, top_count) if value > -math.inf}
-            out.append(TokenLogprob(int(token_id), logprob, int(rank), top))
+            named = dict(zip(ids, rest[2 * k :], strict=False))
+            out.append(TokenLogprob(int(token_id), logprob, int(rank), top, named))
         return out
 
 
-def raw_logprobs(logits: Tensor, token_ids: Tensor, top_counts: Sequence[int]) -> DeviceLogprobs:
-    """Compute the log-softmax of unmodified model logits [b, V] of any float dtype."""
+def raw_logprobs(
+    logits: Tensor, token_ids: Tensor, top_counts: Sequence[int], named: Sequence[Sequence[int]]
+) -> DeviceLogprobs:
+    """Compute the log-softmax of unmodified model logits [b, V] of any float dtype. See DeviceLogprobs.of."""
     x = logits.to(torch.float32)
     z = x - x.amax(dim=1, keepdim=True)
     kept = torch.full_like(token_ids, z.shape[1])
-    return DeviceLogprobs.of(z, token_ids, kept, weights_of(z).sum(dim=1), top_counts)
+    return DeviceLogprobs.of(z, token_ids, kept, weights_of(z).sum(dim=1), top_counts, named)
 
 
-def prompt_logprobs(logits: Tensor, targets: Tensor, k: int) -> list[DeviceLogprobs]:
-    """Compute log-probabilities of targets int64 [T] under raw logits [T, V], with k alternatives each.
+def prompt_logprobs(logits: Tensor, targets: Tensor, k: int, named: Sequence[int] = ()) -> list[DeviceLogprobs]:
+    """Compute log-probabilities of targets int64 [T] under raw logits [T, V], with k alternatives and `named` each.
 
     logits[i] is the model's output at the token before targets[i]. Returns chunks, to be read in order.
     """
@@ -78,5 +102,5 @@ def prompt_logprobs(logits: Tensor, targets: Tensor, k: int) -> list[DeviceLogpr
     out: list[DeviceLogprobs] = []
     for start in range(0, len(targets), chunk_rows):
         chunk = targets[start : start + chunk_rows]
-        out.append(raw_logprobs(logits[start : start + chunk_rows], chunk, [k] * len(chunk)))
+        out.append(raw_logprobs(logits[start : start + chunk_rows], chunk, [k] * len(chunk), [named] * len(chunk)))
     return out

@@ -268,7 +268,15 @@ class Sampler:
     def _raw_logprobs(self, raw: Tensor, token_ids: Tensor, states: list[_Slot]) -> list[Pending]:
         top_counts = {i: count for i, state in enumerate(states) if (count := state.method.logprobs) is not None}
         return [
-            (rows, raw_logprobs(rows_of(raw, rows), rows_of(token_ids, rows), [top_counts[i] for i in rows]))
+            (
+                rows,
+                raw_logprobs(
+                    rows_of(raw, rows),
+                    rows_of(token_ids, rows),
+                    [top_counts[i] for i in rows],
+                    [states[i].method.logprob_token_ids for i in rows],
+                ),
+            )
             for rows in self._scorer.split(list(top_counts))
         ]
 

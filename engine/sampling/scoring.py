@@ -37,6 +37,7 @@ class SamplingMethod:
     truncated: bool = False  # by top-k or top-p: sampled in order of probability
     min_p: bool = False
     logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, params: SamplingParams, vocab_size: int) -> SamplingMethod:
@@ -48,6 +49,7 @@ class SamplingMethod:
             truncated=top_k > 0 or params.top_p < 1.0,
             min_p=params.min_p > 0.0,
             logprobs=params.logprobs,
+            logprob_token_ids=params.logprob_token_ids,
         )
 
     @property
@@ -112,7 +114,9 @@ class LogprobScorer:
             distribution = sample_full(weights, min_p if any(method.min_p for method in methods) else None, unused)
         chosen = torch.where(torch.isfinite(best), token_ids, -1)
         counts = [method.logprobs or 0 for method in methods]
-        return DeviceLogprobs.of(z, chosen, distribution.kept, distribution.total, counts)
+        named = [method.logprob_token_ids for method in methods]
+        truncated = any(method.random and (method.truncated or method.min_p) for method in methods)
+        return DeviceLogprobs.of(z, chosen, distribution.kept, distribution.total, counts, named, truncated)
 
 
 def rows_of(x: Tensor, rows: list[int]) -> Tensor:

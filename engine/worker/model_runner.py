@@ -414,14 +414,15 @@ class ModelRunner:
         for start in range(0, len(scoring.targets), PROMPT_LOGPROB_ROWS):
             part = scoring.targets[start : start + PROMPT_LOGPROB_ROWS]
             logits = self.step_model.compute_logits(hidden[start : start + len(part)])
-            scores += prompt_logprobs(logits, ids_to(self.device, part), scoring.top_count)
+            scores += prompt_logprobs(logits, ids_to(self.device, part), scoring.top_count, scoring.named)
 
 
 def chunk_input(chunk: PrefillChunk) -> ChunkInput:
     """Return what the worker needs to know of a chunk."""
-    request, top_count = chunk.request, chunk.request.params.prompt_logprobs
+    request, params = chunk.request, chunk.request.params
     scoring = None
-    if top_count is not None:
+    if params.prompt_logprobs is not None:
         end = min(chunk.start + chunk.length, request.prompt_len - 1)
-        scoring = PromptScoring(request.request_id, request.token_ids[chunk.start + 1 : end + 1], top_count)
+        targets = request.token_ids[chunk.start + 1 : end + 1]
+        scoring = PromptScoring(request.request_id, targets, params.prompt_logprobs, params.logprob_token_ids)
     return ChunkInput(request.slot, chunk.start, chunk.length, chunk.is_last, scoring)

@@ -40,11 +40,15 @@ class DecodeInput:
 
 @dataclass(frozen=True, slots=True)
 class PromptScoring:
-    """Prompt logprobs to compute: of `targets`, the tokens after the chunk's first ones, `top_count` others each."""
+    """Prompt logprobs to compute, of `targets`, the tokens after the chunk's first ones.
+
+    Each comes with those of the `top_count` most likely tokens and of the tokens `named`.
+    """
 
     request_id: str
     targets: list[int]
     top_count: int
+    named: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -109,6 +109,8 @@ def _answer(tokens: Tokenization, body: GenerateBody, job: Job, choice: Completi
         meta["output_token_logprobs"] = [_triple(spelled, one) for one in choice.logprobs or ()]
         if body.top_logprobs_num:
             meta["output_top_logprobs"] = [_top(spelled, one) for one in choice.logprobs or ()]
+        if job.params.logprob_token_ids:
+            meta["output_token_ids_logprobs"] = [_named(spelled, one) for one in choice.logprobs or ()]
         if job.output.prompt_logprobs is not None:
             both = zip(job.output.prompt_token_ids, job.output.prompt_logprobs, strict=True)
             asked = list(both)[max(0, body.logprob_start_len or 0) :]
@@ -118,6 +120,8 @@ def _answer(tokens: Tokenization, body: GenerateBody, job: Job, choice: Completi
             ]
             if body.top_logprobs_num:
                 meta["input_top_logprobs"] = [None if one is None else _top(spelled, one) for _, one in asked]
+            if job.params.logprob_token_ids:
+                meta["input_token_ids_logprobs"] = [None if one is None else _named(spelled, one) for _, one in asked]
     return {"text": choice.text, "output_ids": choice.token_ids, "meta_info": meta}
 
 
@@ -134,6 +138,14 @@ def _triple(tokens: Tokenization | None, one: TokenLogprob) -> list[Any]:
 
 
 def _top(tokens: Tokenization | None, one: TokenLogprob) -> list[list[Any]]:
+    return _triples(tokens, one.top)
+
+
+def _named(tokens: Tokenization | None, one: TokenLogprob) -> list[list[Any]]:
+    return _triples(tokens, one.named)
+
+
+def _triples(tokens: Tokenization | None, logprobs: Mapping[int, float]) -> list[list[Any]]:
     return [
-        [finite(value), token_id, tokens.piece(token_id) if tokens else None] for token_id, value in one.top.items()
+        [finite(value), token_id, tokens.piece(token_id) if tokens else None] for token_id, value in logprobs.items()
     ]

@@ -69,11 +69,9 @@ class CompletionLogprobs:
         return {"tokens": texts, "token_logprobs": chosen, "top_logprobs": top, "text_offset": offsets}
 
     def _top(self, text: str, logprob: TokenLogprob) -> dict[str, float] | None:
-        if self._wanted == 0:
-            return {text: finite(logprob.logprob)}
         # Two tokens may have the same text (for example parts of a character): keep the more likely one.
         best: dict[str, float] = {}
-        for token_id, value in islice(logprob.top.items(), self._wanted):
+        for token_id, value in logprob.named.items() or islice(logprob.top.items(), self._wanted):
             name = self._spelling(token_id)
             best[name] = max(best.get(name, LEAST_LOGPROB), finite(value))
         best.setdefault(text, finite(logprob.logprob))
@@ -115,7 +113,8 @@ def chat_logprobs(spelling: Spelling, found: Iterable[TokenLogprob] | None) -> d
 
     content = []
     for one in found or ():
-        top = [spelled(token_id, value) for token_id, value in one.top.items()]
+        others = {one.token_id: one.logprob} | one.named if one.named else one.top
+        top = [spelled(token_id, value) for token_id, value in others.items()]
         content.append({**spelled(one.token_id, one.logprob), "top_logprobs": top})
     return {"content": content, "refusal": None}
 

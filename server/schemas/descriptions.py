@@ -38,6 +38,7 @@ _SAMPLING = {
     "cache_salt": "share cached prefixes only with requests of the same salt",
     "extra_key": "SGLang's name of cache_salt",
     "prompt_logprobs": "logprobs of the prompt's tokens and of this many most likely ones",
+    "logprob_token_ids": "with logprobs: list these tokens instead of the most likely ones",
     "truncate_prompt_tokens": "keep this many tokens of the prompt; -1: what fits the context",
     "truncation_side": "side of the prompt that is cut off",
     "return_token_ids": "token ids of prompt and output in the answer",
@@ -96,6 +97,7 @@ OF_BODY = {
         "return_logprob": "logprobs in the answer",
         "logprob_start_len": "first position with logprobs; -1: only the output",
         "top_logprobs_num": "number of most likely tokens to list",
+        "token_ids_logprob": "token ids whose logprobs to list, or a list of such lists with one per prompt",
         "return_text_in_logprobs": "texts of the tokens beside their ids",
     },
     "SamplingOptions": {
@@ -103,6 +105,7 @@ OF_BODY = {
         "min_new_tokens": "SGLang's name of min_tokens",
         "sampling_seed": "SGLang's name of seed",
         "logprobs": "logprobs of the tokens and of this many most likely ones",
+        "logprob_token_ids": "with return_logprob: list the logprobs of these tokens too",
         "show_markers": "keep special tokens that mark tools and reasoning in the text",
     },
     "ResponsesBody": {

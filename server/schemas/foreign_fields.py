@@ -142,7 +142,8 @@ TABLE: tuple[Refused | Ignored, ...] = (
     Refused("lora_path", _INFERENCE, "adapters"),
     Refused("lora_id", (GENERATE,), "adapters"),
     # More values in the answer.
-    Refused("logprob_token_ids token_ids_logprob", _INFERENCE, "values in the answer", ([],)),
+    Refused("logprob_token_ids", (GENERATE,), "values in the answer", ([],), instead="use token_ids_logprob"),
+    Refused("token_ids_logprob", _OPENAI, "values in the answer", ([],), instead="use logprob_token_ids"),
     Refused("sampling_logprobs_mode", _INFERENCE, "values in the answer"),
     Refused("return_hidden_states return_routed_experts return_indexer_topk return_sampling_mask return_entropy "
             "return_flat_raw_top_logprobs return_flat_raw_output_top_logprobs return_prompt_token_ids return_bytes",

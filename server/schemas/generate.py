@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from engine.errors import RequestError
 from engine.protocol.request import SamplingParams
-from engine.protocol.sampling_params import MAX_LOGPROBS, MAX_SALT_CHARS
+from engine.protocol.sampling_params import MAX_LOGPROB_TOKEN_IDS, MAX_LOGPROBS, MAX_SALT_CHARS
 from server.schemas.constraints import FIELD_SCHEMAS, SGLANG_NAMES, constraint
 from server.schemas.descriptions import describe_fields
 from server.schemas.foreign_fields import FOREIGN_FIELDS, GENERATE, SAMPLING, json_schemas, refuse_foreign
@@ -49,6 +49,7 @@ def _sampling_schema() -> dict[str, Any]:
     known["stop"] = {"anyOf": [text, {"type": "array", "items": text, "maxItems": RANGES["stop"]["maxItems"]}]}
     known["stop_token_ids"] = {"type": "array", "items": {"type": "integer", "minimum": 0}}
     known["allowed_token_ids"] = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+    known["logprob_token_ids"] = {"type": "array", "items": {"type": "integer", "minimum": 0}}
     known["bad_words"] = {"type": "array", "items": {"type": "string", "minLength": 1}}
     known["logit_bias"] = {"type": "object", **RANGES["logit_bias"]}
     known["prompt_logprobs"] = known["logprobs"]
@@ -78,6 +79,9 @@ def _check_id_length(value: Any) -> Any:
     return value
 
 
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "maxItems": MAX_LOGPROB_TOKEN_IDS}
+_LOGPROB_IDS = {"anyOf": [_TOKEN_IDS, {"type": "array", "items": _TOKEN_IDS}, {"type": "null"}]}
+LogprobIds = Annotated[InputIds, WithJsonSchema(_LOGPROB_IDS)]
 Sampling = Annotated[Any, BeforeValidator(_sampling), WithJsonSchema(_sampling_schema())]
 
 
@@ -94,6 +98,7 @@ class GenerateBody(Wire):
     return_logprob: bool = False
     logprob_start_len: int | None = None
     top_logprobs_num: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
+    token_ids_logprob: LogprobIds = None
     return_text_in_logprobs: bool = False
     cache_salt: Salt = None
     extra_key: Salt = None
@@ -113,18 +118,19 @@ class GenerateBody(Wire):
         given = self.sampling_params or {}
         if isinstance(given, dict):
             with naming(self.sent_names(0)):
-                shared = self._params(given)
+                shared = [self._params(given, ids) for ids in self._logprob_ids(count)]
             _drop_ignored(given)
-            return [shared] * count
+            return shared * (count // len(shared))
         if len(given) != count:
             raise RequestError(
                 f"sampling_params has {len(given)} entries for {count} prompts; provide one for all or one per prompt",
                 param="sampling_params",
             )
         params = []
+        logprob_ids = self._logprob_ids(count)
         for number, each in enumerate(given):
             with naming(self.sent_names(number)):
-                params.append(self._params(each))
+                params.append(self._params(each, logprob_ids[number % len(logprob_ids)]))
             _drop_ignored(each)
         return params
 
@@ -133,7 +139,21 @@ class GenerateBody(Wire):
         given = self.sampling_params or {}
         given = given if isinstance(given, dict) else given[number]
         names = {ours: theirs for theirs, ours in _SGLANG_NAMES.items() if given.get(theirs) is not None}
+        if self.token_ids_logprob:
+            names["logprob_token_ids"] = "token_ids_logprob"
         return names | ({"logprobs": "top_logprobs_num"} if self.return_logprob else {})
+
+    def _logprob_ids(self, count: int) -> list[list[int]]:
+        """Return the ids of token_ids_logprob: one list for all `count` prompts, or one per prompt."""
+        found = self.token_ids_logprob or []
+        if not found or type(found[0]) is int:
+            return [found]
+        if len(found) != count:
+            raise RequestError(
+                f"token_ids_logprob has {len(found)} lists for {count} prompts; provide one for all or one per prompt",
+                param="token_ids_logprob",
+            )
+        return list(found)
 
     def ids(self, count: int, fallback: str) -> list[str]:
         """Return the public id of each prompt: from the client's rid, else from `fallback`."""
@@ -146,7 +166,7 @@ class GenerateBody(Wire):
         base = self.rid or fallback
         return [base] if count == 1 else [f"{base}-{index}" for index in range(count)]
 
-    def _params(self, given: Mapping[str, Any]) -> SamplingParams:
+    def _params(self, given: Mapping[str, Any], logprob_ids: list[int]) -> SamplingParams:
         refuse_foreign(SAMPLING, given, "sampling_params.")
         values: dict[str, Any] = {"max_tokens": 128, "cache_salt": salt_of(self.cache_salt, self.extra_key)}
         for name, value in given.items():
@@ -159,6 +179,10 @@ class GenerateBody(Wire):
                 )
             if value is not None or name in ("max_new_tokens", "max_tokens"):
                 values[ours] = value
+        if logprob_ids:
+            if not self.return_logprob:
+                raise RequestError("token_ids_logprob requires return_logprob=true", param="token_ids_logprob")
+            values["logprob_token_ids"] = logprob_ids
         if self.return_logprob:
             values["logprobs"] = self.top_logprobs_num
             if self.logprob_start_len is not None and self.logprob_start_len >= 0:

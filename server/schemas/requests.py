@@ -24,6 +24,7 @@ from engine.protocol.sampling_params import (
     MAX_ALLOWED_TOKENS,
     MAX_BAD_WORDS,
     MAX_BIASED_TOKENS,
+    MAX_LOGPROB_TOKEN_IDS,
     MAX_LOGPROBS,
     MAX_N,
     MAX_SALT_CHARS,
@@ -161,6 +162,7 @@ RANGES: Mapping[str, dict[str, Any]] = {
     "n": {"minimum": 1, "maximum": MAX_N},
     "seed": {"minimum": INT64_MIN, "maximum": INT64_MAX},
     "logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
+    "logprob_token_ids": {"maxItems": MAX_LOGPROB_TOKEN_IDS},
     "allowed_token_ids": {"minItems": 1, "maxItems": MAX_ALLOWED_TOKENS},
     "bad_words": {"maxItems": MAX_BAD_WORDS},
 }  # fmt: skip
@@ -277,11 +279,17 @@ class OpenAISampling(Wire):
     extra_key: Salt = None
     no_stop_trim: bool | None = None
     prompt_logprobs: int | None = _optional("logprobs")
+    logprob_token_ids: Annotated[list[int], FAIL_FAST] | None = _optional("logprob_token_ids")
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     truncation_side: Literal["left", "right"] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_stats: bool | None = None
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the answer has logprobs of its tokens."""
+        raise NotImplementedError
 
     def sent_names(self) -> dict[str, str]:
         """Map names of sampling parameters to the names under which this body has them, where they differ."""
@@ -290,6 +298,8 @@ class OpenAISampling(Wire):
     def _params(self, **overrides: Any) -> SamplingParams:
         names = SHARED_SAMPLING_FIELDS
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.logprob_token_ids and not self.has_logprobs:
+            raise RequestError("logprob_token_ids requires logprobs", param="logprob_token_ids")
         given["structured_outputs"] = constraint({name: getattr(self, name) for name in FIELD_SCHEMAS})
         given["cache_salt"] = salt_of(self.cache_salt, self.extra_key)
         if self.prompt_logprobs is not None:
@@ -338,7 +348,7 @@ class OpenAISampling(Wire):
 SHARED_SAMPLING_FIELDS = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
     "logit_bias", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "include_stop_str_in_output",
-    "skip_special_tokens", "n", "seed", "allowed_token_ids", "bad_words",
+    "skip_special_tokens", "n", "seed", "allowed_token_ids", "bad_words", "logprob_token_ids",
 )  # fmt: skip
 
 
@@ -368,6 +378,10 @@ class CompletionBody(OpenAISampling):
         if self.echo and self.logprobs is not None:
             overrides["prompt_logprobs"] = self.logprobs
         return self._params(**overrides)
+
+    @property
+    def has_logprobs(self) -> bool:
+        return self.logprobs is not None
 
     @property
     def chooses_best(self) -> bool:
@@ -527,6 +541,10 @@ class ChatBody(ConversationFields, OpenAISampling):
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs requires logprobs=true", param="top_logprobs")
         return self._params(max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+
+    @property
+    def has_logprobs(self) -> bool:
+        return bool(self.logprobs)
 
     def sent_names(self) -> dict[str, str]:
         names = {"logprobs": "top_logprobs"}

@@ -112,7 +112,7 @@ class TokenScore(Answer):
 
 
 class ChosenScore(TokenScore):
-    """The sampled token and the most likely alternatives."""
+    """The sampled token and the most likely alternatives; with `logprob_token_ids` itself and those tokens."""
 
     top_logprobs: list[TokenScore]
 
@@ -256,8 +256,10 @@ class GeneratedMeta(Answer):
     e2e_latency: float
     output_token_logprobs: list[Triple] | None = None
     output_top_logprobs: list[list[Triple]] | None = None
+    output_token_ids_logprobs: list[list[Triple]] | None = None
     input_token_logprobs: list[Triple] | None = None
     input_top_logprobs: list[list[Triple] | None] | None = None
+    input_token_ids_logprobs: list[list[Triple] | None] | None = None
 
 
 class Generated(Answer):

@@ -62,4 +62,4 @@ class OutputBudget:
 
 def size_of(logprobs: Iterable[TokenLogprob | None] | None) -> int:
     """Return an estimate of the bytes of log-probabilities in memory."""
-    return sum(TOKEN_BYTES + LOGPROB_BYTES * len(one.top) for one in logprobs or () if one is not None)
+    return sum(TOKEN_BYTES + LOGPROB_BYTES * one.num_alternatives for one in logprobs or () if one is not None)

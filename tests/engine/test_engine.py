@@ -130,6 +130,35 @@ def test_prompt_logprobs_do_not_depend_on_chunked_prefill(make_engine, reference
     assert engine.stats().steps > sum(map(len, prompts)) / budget
 
 
+@pytest.mark.parametrize(
+    "settings", [{}, {"max_num_batched_tokens": 8}, {"num_pages": 20, "page_size": 4, "max_model_len": 128}], ids=str
+)
+def test_named_tokens_have_the_logprobs_of_transformers(make_engine, reference, settings):
+    ids = [5, 90, 5, 17]
+    engine = make_engine(**settings)
+    params = greedy(30, logprob_token_ids=ids, prompt_logprobs=1, logprobs=1)
+    outputs = engine.generate(prompt_token_ids=PROMPTS, sampling_params=[params, greedy(30), params, params, params])
+    assert outputs[1].logprobs is None
+    for prompt, output in ((p, o) for p, o in zip(PROMPTS, outputs, strict=True) if o is not outputs[1]):
+        assert output.token_ids == reference.greedy(prompt, 30)
+        rows = reference.logprobs([*prompt, *output.token_ids])[:-1]
+        entries = [*output.prompt_logprobs[1:], *output.logprobs]
+        for entry, row in zip(entries, rows, strict=True):
+            assert list(entry.named) == [5, 90, 17] and len(entry.top) == 1
+            assert list(entry.named.values()) == pytest.approx([row[i].item() for i in entry.named], abs=1e-3)
+    assert "page_size" not in settings or engine.stats().num_preemptions > 0
+
+
+def test_named_tokens_come_without_logprobs_and_for_each_of_n_sequences(make_engine):
+    params = SamplingParams(max_tokens=6, n=3, seed=4, ignore_eos=True, logprob_token_ids=[9, 2])
+    [output] = make_engine().generate(prompt_token_ids=PROMPTS[0], sampling_params=params)
+    first = [one.logprobs[0].named for one in output.outputs]
+    assert [list(one) for one in first] == [[9, 2]] * 3 and first[0] == first[1] == first[2]
+    assert all(len(one.logprobs) == 6 and not one.logprobs[0].top for one in output.outputs)
+    with pytest.raises(RequestError, match="logprob_token_ids must be a list of at most 128 token ids"):
+        SamplingParams(logprob_token_ids=list(range(129)))
+
+
 def check_prompt_scores(scores, prompt, reference):
     assert len(scores) == len(prompt) and scores[0] is None
     rows = reference.logprobs(prompt)

@@ -93,13 +93,16 @@ some_ids = st.lists(st.integers(0, 7), max_size=6)
 @settings(max_examples=400, deadline=None)
 @given(some_logits, some_params, some_ids, some_ids, st.integers(-(2**63), 2**63 - 1))
 def test_distribution_equals_the_reference(logits, fields, prompt, outputs, seed):
-    params = SamplingParams(**fields, logprobs=100)
+    ids = list(reversed(range(len(logits))))
+    params = SamplingParams(**fields, logprobs=100, logprob_token_ids=ids)
     expected = reference_distribution(logits, params, prompt, outputs)
     assume(expected is not None)
     sampler = sampler_with(params, prompt, outputs, len(logits), seed)
     token, chosen = sample_one(sampler, logits, len(prompt) + len(outputs))
     assert list(chosen.top) == list(expected)
     assert chosen.top == pytest.approx(expected, abs=2e-4)
+    assert list(chosen.named) == ids and {i: chosen.named[i] for i in chosen.top} == chosen.top
+    assert {chosen.named[i] for i in ids if i not in chosen.top} <= {-INF}
     assert chosen.token_id == token and chosen.logprob == chosen.top[token]
     if params.is_greedy:
         assert token == next(iter(expected))
@@ -432,6 +435,19 @@ def test_logprobs_are_returned_only_for_rows_that_request_them():
     assert zero.logprob == pytest.approx(expected[2].item(), abs=1e-6)
     assert list(two.top) == [2, 3]
     assert sample(sampler, logits[:1], [0], [0]).logprobs is None
+
+
+@pytest.mark.parametrize("mode", ["processed", "raw"])
+def test_named_tokens_have_the_log_softmax_of_their_row(mode):
+    sampler = Sampler(4, 300, logprobs_mode=mode)
+    named = [[7], [299, 0, 5], [], [1, 1, 2]]
+    for slot, ids in enumerate(named):
+        sampler.set_slot(slot, SamplingParams(seed=slot, logprobs=slot, logprob_token_ids=ids), slot, [])
+    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(8)) * 4
+    entries = sample(sampler, logits, range(4), range(4)).logprobs
+    for slot, (entry, row) in enumerate(zip(entries, torch.log_softmax(logits, 1), strict=True)):
+        assert list(entry.named) == list(dict.fromkeys(named[slot])) and len(entry.top) == slot
+        assert list(entry.named.values()) == pytest.approx([row[i].item() for i in entry.named], abs=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

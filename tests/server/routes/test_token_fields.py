@@ -54,6 +54,87 @@ def test_tokens_as_ids(server):
     assert server.events(CHAT, body | {"stream": True})[1]["choices"][0]["logprobs"]["content"] == content[:1]
 
 
+def test_named_tokens_stand_for_the_most_likely_ones(server):
+    ids = [7, 40, 41]
+    fields = {**GREEDY, "n": 2, "return_tokens_as_token_ids": True, "return_token_ids": True}
+    body = {"prompt": TEXT, **fields, "logprobs": 100}
+    whole = server.answer(COMPLETIONS, body)["choices"][0]
+    found = server.answer(COMPLETIONS, body | {"logprobs": 1, "logprob_token_ids": ids})["choices"]
+    assert [one["token_ids"] for one in found] == [whole["token_ids"]] * 2
+    for sampled, top, named in zip(
+        whole["token_ids"], whole["logprobs"]["top_logprobs"], found[1]["logprobs"]["top_logprobs"], strict=True
+    ):
+        assert set(named) == {f"token_id:{i}" for i in (*ids, sampled)}
+        both = [name for name in named if name in top]
+        assert both and [named[name] for name in both] == pytest.approx([top[name] for name in both], abs=1e-4)
+    streamed = server.events(COMPLETIONS, body | {"n": 1, "logprobs": 1, "logprob_token_ids": ids, "stream": True})
+    chunks = [chunk["choices"][0]["logprobs"] for chunk in streamed]
+    tops = [one for chunk in chunks if chunk for one in chunk["top_logprobs"]]
+    for one, other in zip(tops, found[0]["logprobs"]["top_logprobs"], strict=True):
+        assert one == pytest.approx(other, abs=1e-4)  # the second prompt is cached
+
+
+def test_named_tokens_of_a_chat(server):
+    ids = [7, 40, 41]
+    body = {"messages": MESSAGES, **GREEDY, "logprobs": True, "return_tokens_as_token_ids": True}
+    body |= {"logprob_token_ids": ids}
+    answer = server.answer(CHAT, body)
+    wire.ChatCompletion.model_validate(answer, strict=True)
+    content = answer["choices"][0]["logprobs"]["content"]
+    for one in content:
+        named = [entry["token"] for entry in one["top_logprobs"]]
+        assert named == list(dict.fromkeys([one["token"], *(f"token_id:{i}" for i in ids)]))
+        assert one["top_logprobs"][0]["logprob"] == one["logprob"]
+    chunks = [chunk["choices"][0].get("logprobs") for chunk in server.events(CHAT, body | {"stream": True})]
+    streamed = [one["top_logprobs"] for chunk in chunks if chunk for one in chunk["content"]]
+    for one, other in zip(streamed, content, strict=True):
+        assert [entry["token"] for entry in one] == [entry["token"] for entry in other["top_logprobs"]]
+
+
+def test_named_tokens_in_the_format_of_sglang(server):
+    prompts, params = ["red bird", TEXT], {"max_new_tokens": 3, "temperature": 0, "n": 2}
+    body = {"text": prompts, "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
+    shared = server.answer(GENERATE, body | {"token_ids_logprob": [40, 7]})
+    own = server.answer(GENERATE, body | {"token_ids_logprob": [[40, 7], [5]]})
+    for number, (one, other) in enumerate(zip(shared, own, strict=True)):
+        wire.Generated.model_validate(one, strict=True)
+        meta, theirs = one["meta_info"], other["meta_info"]
+        assert len(meta["output_token_ids_logprobs"]) == 3
+        assert all([triple[1] for triple in entry] == [40, 7] for entry in meta["output_token_ids_logprobs"])
+        assert len(meta["input_token_ids_logprobs"]) == meta["prompt_tokens"]
+        assert meta["input_token_ids_logprobs"][0] is None and "output_top_logprobs" not in meta
+        expected = [40, 7] if number < 2 else [5]
+        assert all([triple[1] for triple in entry] == expected for entry in theirs["output_token_ids_logprobs"])
+    last = server.events(GENERATE, body | {"text": TEXT, "token_ids_logprob": [40, 7], "stream": True})[-1]
+    for one, other in zip(
+        last["meta_info"]["output_token_ids_logprobs"], shared[2]["meta_info"]["output_token_ids_logprobs"], strict=True
+    ):
+        assert [triple[0] for triple in one] == pytest.approx([triple[0] for triple in other], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("route", "fields", "param"),
+    [
+        (COMPLETIONS, {"logprob_token_ids": [1]}, "logprob_token_ids"),
+        (CHAT, {"logprob_token_ids": [1]}, "logprob_token_ids"),
+        (COMPLETIONS, {"logprobs": 0, "logprob_token_ids": list(range(129))}, "logprob_token_ids"),
+        (COMPLETIONS, {"logprobs": 0, "logprob_token_ids": [9999]}, "logprob_token_ids"),
+        (CHAT, {"logprobs": True, "logprob_token_ids": [-1]}, "logprob_token_ids"),
+        (GENERATE, {"token_ids_logprob": [1]}, "token_ids_logprob"),
+        (GENERATE, {"return_logprob": True, "token_ids_logprob": [9999]}, "token_ids_logprob"),
+        (GENERATE, {"return_logprob": True, "token_ids_logprob": list(range(129))}, "token_ids_logprob"),
+        (GENERATE, {"return_logprob": True, "token_ids_logprob": [[1], [2]]}, "token_ids_logprob"),
+        (GENERATE, {"return_logprob": True, "token_ids_logprob": ["1"]}, "token_ids_logprob"),
+        (GENERATE, {"logprob_token_ids": [1]}, "logprob_token_ids"),
+        (CHAT, {"token_ids_logprob": [1]}, "token_ids_logprob"),
+    ],
+)
+def test_invalid_named_tokens_are_refused_by_name(server, route, fields, param):
+    bodies = {COMPLETIONS: {"prompt": "red"}, CHAT: {"messages": MESSAGES}, GENERATE: {"text": "red"}}
+    response = server.post(route, bodies[route] | fields)
+    assert response.status_code == 400 and response.json()["error"]["param"] == param, response.text
+
+
 def test_prompt_logprobs_agree_with_echo(server):
     body = {"prompt": TEXT, **GREEDY, "prompt_logprobs": 3}
     found = server.answer(COMPLETIONS, body)["choices"][0]["prompt_logprobs"]
