@@ -49,20 +49,22 @@ def request_path() -> Canvas:
 
 
 def memory_pool() -> Canvas:
-    """The pool of all graphs: static buffers, shared intermediates, and what training may not share."""
-    c = Canvas(960, 345, "The memory pool of all graphs")
+    """The pool of all graphs: shared intermediates, what training may not share, and what graphs read from outside."""
+    c = Canvas(960, 365, "The memory pool of all graphs")
     c.group(20, 10, 920, 240, "one memory pool")
-    c.box(40, 44, 200, 166, "static buffers", "orange", "inputs and outputs,\nsized for the largest bucket")
-    for index, (bucket, width) in enumerate(((256, 330), (128, 240), (32, 140), (1, 60))):
-        y = 52 + index * 42
-        c.box(270, y, width, 34, f"bucket {bucket}" if width > 60 else "1", "blue")
-    c.text(270, 236, "intermediates of inference graphs: the same memory, since they never run at once", "small")
-    c.box(650, 52, 270, 60, "forward of microbatch 0", "green", "held until its backward is done")
-    c.box(650, 128, 270, 60, "forward of microbatch 1", "green", "memory of its own while 0 is outstanding")
-    c.box(40, 280, 200, 50, "weights, KV cache", "plain", "outside of the pool")
-    c.arrow((140, 280), (140, 210))
-    c.text(270, 300, "A graph reads weights and KV pages at recorded addresses.", "small")
-    c.text(270, 320, "If one moves, or changes shape, stride or dtype, the graph is stale and never replayed.", "small")
+    for index, (bucket, width) in enumerate(((256, 500), (128, 350), (32, 200), (1, 60))):
+        y = 44 + index * 42
+        c.box(40, y, width, 34, f"bucket {bucket}" if width > 60 else "1", "blue")
+    c.text(40, 234, "intermediates and results of inference graphs: the same memory, since they never run at once", "small")
+    c.box(620, 44, 300, 60, "forward of microbatch 0", "green", "held until its backward is done")
+    c.box(620, 120, 300, 60, "forward of microbatch 1", "green", "memory of its own while 0 is outstanding")
+    c.box(40, 290, 240, 56, "static inputs", "orange", "sized for the largest bucket")
+    c.box(310, 290, 200, 56, "weights, KV cache", "plain")
+    c.arrow((160, 290), (160, 250))
+    c.arrow((410, 290), (410, 250))
+    c.text(550, 308, "Graphs read these at recorded addresses. If one moves,", "small")
+    c.text(550, 326, "or changes shape, stride or dtype, the graph is stale", "small")
+    c.text(550, 344, "and is never replayed.", "small")
     return c
 
 
@@ -72,7 +74,7 @@ def capture_and_replay() -> Canvas:
     c.text(20, 52, "start-up", "title")
     for index, text in enumerate(("warm-up run", "warm-up run", "capture")):
         c.box(130 + index * 130, 30, 120, 36, text, "orange" if index < 2 else "blue")
-    c.text(530, 52, "for each bucket, the largest first; twice eager, then recorded", "small")
+    c.text(530, 52, "per bucket, the largest first; a CPU needs one warm-up run", "small")
     c.text(20, 132, "a step", "title")
     c.box(130, 110, 150, 40, "plan(rows)", "plain")
     c.box(360, 90, 170, 34, "graph of the bucket", "blue")

@@ -74,12 +74,12 @@ ENGINE_HELP = {
     "cuda_graph_impl": "graph capture implementation; none or local for inference",
     "inference_cuda_graph_scope": "none: no graphs; layer: one graph per layer; block: one graph per step",
     "cuda_graph_modules": "modules covered by training graphs, comma-separated",
-    "cuda_graph_warmup_steps": "warm-up runs before each capture",
+    "cuda_graph_warmup_steps": "eager training steps before a capture; no effect when serving",
     "graph_buckets": "batch sizes to capture, comma-separated; none: a ladder up to max_num_seqs",
     "warmup": "full: capture all graphs before ready; background: while serving; lazy: on first use",
     "graph_manifest": "file that records the graphs that traffic used",
     "logprobs_mode": "logprobs of the distribution that is sampled, or of the model's raw output",
-    "seed": "seed of offline requests without one; a server uses random seeds",
+    "seed": "base seed of offline requests that have none; a server uses random seeds",
 }
 CHOICES = {
     "dtype": engine_config.DTYPES,
