@@ -8,7 +8,7 @@ the address). An AddressBook records addresses and geometry at capture and compa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter, getitem
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 
 _address = torch.Tensor.data_ptr
 _GEOMETRY = (torch.Tensor.size, torch.Tensor.stride, attrgetter("dtype"))
+_TRAINED = attrgetter("requires_grad")
 PARTS = 4  # slices of a partial check
 GEOMETRY_PARTS = 32  # slices of the geometry in a check of all addresses
 
@@ -25,7 +26,7 @@ GEOMETRY_PARTS = 32  # slices of the geometry in a check of all addresses
 class Moved:
     """A watched tensor or submodule that changed: addresses in bytes (`id` for a module), None if it was removed.
 
-    `geometry` describes a tensor that kept its address but changed its shape, strides or dtype.
+    `geometry` describes a tensor that kept its address but changed its shape, strides, dtype or requires_grad.
     """
 
     name: str
@@ -52,13 +53,19 @@ class _WatchedValues:
     def __len__(self) -> int:
         return len(self._owners)
 
-    def add(self, owner: Mapping[str, Any], prefix: str) -> None:
-        for name, value in owner.items():
-            if value is not None:
-                self._names.append(prefix + name)
-                self._owners.append(owner)
-                self._keys.append(name)
-                self._expected.append(self._identity(value))
+    def add(self, owner: Mapping[str, Any], prefix: str, without: Container[tuple[int, Any]] = ()) -> list[Any]:
+        """Watch the values of a mapping, and return them."""
+        found = {
+            name: value
+            for name, value in owner.items()
+            if value is not None and (not without or (id(owner), name) not in without)
+        }
+        for name, value in found.items():
+            self._names.append(prefix + name)
+            self._owners.append(owner)
+            self._keys.append(name)
+            self._expected.append(self._identity(value))
+        return list(found.values())
 
     def unchanged(self, part: int | None) -> bool:
         selected = slice(None) if part is None else slice(part, None, PARTS)
@@ -93,21 +100,26 @@ class _WatchedValues:
 
 
 class _WatchedTensors(_WatchedValues):
-    """Named tensors, known by address and geometry."""
+    """Named tensors, known by address and geometry, and with `trained` by whether they require a gradient."""
 
-    def __init__(self) -> None:
+    def __init__(self, trained: bool = False) -> None:
         super().__init__(_address)
+        self._read = (*_GEOMETRY, _TRAINED) if trained else _GEOMETRY
         self._geometry: list[tuple[Any, ...]] = []
 
-    def add(self, owner: Mapping[str, Any], prefix: str) -> None:
-        super().add(owner, prefix)
-        self._geometry += [_geometry_of(value) for value in owner.values() if value is not None]
+    def _geometry_of(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        return tuple(read(tensor) for read in self._read)
+
+    def add(self, owner: Mapping[str, Any], prefix: str, without: Container[tuple[int, Any]] = ()) -> list[Any]:
+        added = super().add(owner, prefix, without)
+        self._geometry += map(self._geometry_of, added)
+        return added
 
     def same_geometry(self, selected: slice) -> bool:
-        """Return whether shapes, strides and dtypes of the selected tensors are those recorded."""
+        """Return whether shapes, strides, dtypes and flags of the selected tensors are those recorded."""
         try:
             tensors = list(map(getitem, self._owners[selected], self._keys[selected]))
-            current = list(zip(*(map(read, tensors) for read in _GEOMETRY), strict=True))
+            current = list(zip(*(map(read, tensors) for read in self._read), strict=True))
             return current == self._geometry[selected]
         except (KeyError, TypeError):
             return False
@@ -118,21 +130,18 @@ class _WatchedTensors(_WatchedValues):
             now = None if value is None else self._identity(value)
             if now != expected:
                 yield Moved(label, expected, now)
-            elif value is not None and (found := _geometry_of(value)) != self._geometry[index]:
+            elif value is not None and (found := self._geometry_of(value)) != self._geometry[index]:
                 yield Moved(label, expected, now, f"{_describe(self._geometry[index])} -> {_describe(found)}")
 
     def accept(self) -> None:
         super().accept()
-        self._geometry = list(map(_geometry_of, self.values()))
-
-
-def _geometry_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tuple(read(tensor) for read in _GEOMETRY)
+        self._geometry = list(map(self._geometry_of, self.values()))
 
 
 def _describe(geometry: tuple[Any, ...]) -> str:
-    size, stride, dtype = geometry
-    return f"{str(dtype).removeprefix('torch.')} {list(size)} with strides {list(stride)}"
+    size, stride, dtype, *trained = geometry
+    found = f"{str(dtype).removeprefix('torch.')} {list(size)} with strides {list(stride)}"
+    return f"{found}, requires_grad={trained[0]}" if trained else found
 
 
 class AddressBook:
@@ -143,23 +152,36 @@ class AddressBook:
     """
 
     def __init__(self) -> None:
-        self._tensors, self._modules = _WatchedTensors(), _WatchedValues(id)
+        self._tensors, self._trained = _WatchedTensors(), _WatchedTensors(trained=True)
+        self._modules = _WatchedValues(id)
         self._live_modules: list[torch.nn.Module] = []  # strong references, so that no `id` is reused
 
     def __len__(self) -> int:
-        return len(self._tensors)
+        return len(self._tensors) + len(self._trained)
 
-    def watch(self, source: torch.nn.Module | Mapping[str, torch.Tensor], prefix: str = "") -> None:
-        """Add a module's parameters and buffers, or the tensors of a mapping, which is read again at each check."""
+    def watch(
+        self,
+        source: torch.nn.Module | Mapping[str, torch.Tensor],
+        prefix: str = "",
+        *,
+        trained: bool = False,
+        without: Container[tuple[int, Any]] = (),
+    ) -> None:
+        """Add a module's parameters and buffers, or the tensors of a mapping, which is read again at each check.
+
+        With `trained`, a tensor other than a parameter has also changed if it begins or ceases to require a gradient.
+        Buffers in `without`, each (id of the dictionary of buffers, name), are left out.
+        """
+        others = self._trained if trained else self._tensors
         if isinstance(source, torch.nn.Module):
             for path, module in source.named_modules():
                 inside = prefix + (f"{path}." if path else "")
-                for owner in (module._parameters, module._buffers):
-                    self._tensors.add(owner, inside)
+                self._tensors.add(module._parameters, inside)
+                others.add(module._buffers, inside, without)
                 self._modules.add(module._modules, inside)
             self._live_modules = self._modules.values()
         else:
-            self._tensors.add(source, prefix)
+            others.add(source, prefix)
 
     def unchanged(self, part: int | None = None, *, geometry_part: int | None = None) -> bool:
         """Return whether no tensor moved or changed its geometry, and no submodule was replaced.
@@ -172,7 +194,13 @@ class AddressBook:
             geometry = slice(part, None, PARTS)
         elif geometry_part is not None:
             geometry = slice(geometry_part, None, GEOMETRY_PARTS)
-        return self._tensors.unchanged(part) and self._modules.unchanged(part) and self._tensors.same_geometry(geometry)
+        return (
+            self._tensors.unchanged(part)
+            and self._trained.unchanged(part)
+            and self._modules.unchanged(part)
+            and self._tensors.same_geometry(geometry)
+            and self._trained.same_geometry(geometry)
+        )
 
     def has_its_modules(self) -> bool:
         """Return whether every submodule is still present and the same object."""
@@ -180,10 +208,11 @@ class AddressBook:
 
     def moved(self) -> list[Moved]:
         """Return every tensor that moved, changed its geometry or was removed, and every replaced submodule."""
-        return [*self._tensors.moved(), *self._modules.moved()]
+        return [*self._tensors.moved(), *self._trained.moved(), *self._modules.moved()]
 
     def accept(self) -> None:
         """Record the current addresses and geometry as expected, after dropping the graphs that read the old ones."""
         self._tensors.accept()
+        self._trained.accept()
         self._modules.accept()
         self._live_modules = self._modules.values()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from graph_cache.addresses import AddressBook
 from graph_cache.audit import StorageAudit
-from graph_cache.host_reads import Reads, ReadTensors, Versions, hooks_of, iterators_read
+from graph_cache.host_reads import Reads, ReadTensors, Versions, hooks_of, iterators_read, outside_reads
 from graph_cache.host_state import ANY_CODE, HostState, reachable
 from graph_cache.namespaces import Namespace
 from graph_cache.process_state import ProcessState
@@ -45,7 +45,7 @@ class FunctionState:
         self._addresses = addresses
         self._generators = tuple(generators)
         self._ran: Reads | None = None
-        self._versions = Versions()
+        self._versions = Versions(self._modules)
         self._outside: dict[int, torch.UntypedStorage] = {}  # memory that graphs read, kept alive
         self._places = {  # of tensors in `addresses`
             (id(registry), name)
@@ -88,12 +88,14 @@ class FunctionState:
                     result = run()
                 self._ran = (self._ran or Reads()).merged(reads)
                 found = state.changes(lambda tensor: True) + process.changes()
-                kept = keeps and bool(found)
                 if found:
                     reasons.append(f"changes {', '.join(found)}")
-                namespaces = reachable(self._roots, ignored=self._generators, ran=self._ran)
+                names = self._ran.names_to_follow
+                namespaces = reachable(self._roots, ignored=self._generators, ran=self._ran, names=names)
                 if iterators := iterators_read(namespaces, self._ran.names):
                     reasons.append(f"may read the iterator {', '.join(iterators)}")
+                kept = keeps and bool(found or iterators)  # another run would advance them again
+                reasons += outside_reads(self._ran)
                 if reads.enters_autocast and audit.ran_fused:
                     reasons.append("runs a fused attention in an autocast region of its own, which casts inside it")
                 versions.exclude(state.changed, made=False)

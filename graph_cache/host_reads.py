@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
+import dis
+import functools
 import itertools
 import os
 import sys
@@ -25,13 +28,16 @@ from graph_cache.namespaces import (
     Attributes,
     Cell,
     Contents,
+    FunctionParts,
+    Globals,
     Hidden,
     Items,
     Namespace,
     position_of,
 )
 
-MAX_WATCHED_ITEMS = 64  # of larger containers, a change between two calls is not noticed
+MAX_WATCHED_ITEMS = 4096  # of larger containers, only a change of the length is noticed
+MAX_SINGLE_ITEMS = 64  # items of larger containers are watched together
 MAX_WATCHED_BYTES = 4096  # of larger buffers likewise
 MAX_VERSIONS = 64  # values of one Watch that are told apart
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # watched elsewhere, or registries
@@ -43,15 +49,48 @@ GLOBAL_HOOKS = [
     torch_hooks._global_backward_pre_hooks,
 ]
 _ENTER_AUTOCAST = torch.autocast.__enter__.__code__
-_LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(os.__file__))
+_STANDARD = os.path.dirname(os.__file__) + os.sep
+_LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, _STANDARD)
+COMPUTES_NAMES = frozenset(("getattr", "hasattr", "__dict__", "vars", "globals", "attrgetter"))
+READS_ALL_NAMES = COMPUTES_NAMES | {
+    "asdict",
+    "astuple",
+    "fields",
+    "replace",
+    "copy",
+    "deepcopy",
+    "eval",
+    "exec",
+    "locals",
+}
+# Functions in C that read the world outside of the process, as `module.name`; methods of types as `type.name`.
+OUTSIDE = {
+    **{
+        f"time.{name}{suffix}": "the clock"
+        for name in ("time", "perf_counter", "monotonic", "process_time", "thread_time")
+        for suffix in ("", "_ns")
+    },
+    **{f"{kind}.{name}": "the clock" for kind in ("datetime", "date") for name in ("now", "utcnow", "today")},
+    "posix.urandom": "random numbers of the system",
+    **{f"posix.{name}": "the file system" for name in ("stat", "lstat", "listdir", "scandir", "access", "getcwd")},
+    **{f"{module}.open": "a file" for module in ("_io", "io", "posix")},
+}
+INCIDENTAL = ("<frozen importlib", "logging", "warnings", "linecache", "traceback", "inspect", "tokenize")
 
 
 class Reads:
-    """Names that code may read and modules whose methods ran, found by profiling a run."""
+    """Names that code may read and modules whose methods ran, found by profiling a run.
+
+    Attributes:
+        modules: The modules, by id.
+        enters_autocast: Whether the code entered an autocast region.
+        outside: What code outside of installed packages read of the world outside of the process: clocks and files.
+    """
 
     def __init__(self) -> None:
         self.modules: dict[int, nn.Module] = {}
         self.enters_autocast = False
+        self.outside: set[str] = set()
         self._codes: dict[int, types.CodeType] = {}
 
     def __contains__(self, code: object) -> bool:
@@ -61,6 +100,7 @@ class Reads:
         """Return the code of either run."""
         both = Reads()  # without the modules, which it would keep alive
         both._codes = self._codes | other._codes
+        both.outside = self.outside | other.outside
         return both
 
     @property
@@ -69,8 +109,30 @@ class Reads:
         found: set[str] = set()
         for code in self._codes.values():
             found.update(code.co_names, code.co_freevars)
-            found.update(value for value in code.co_consts if type(value) is str and value.isidentifier())
+            for value in code.co_consts:
+                if type(value) is str:
+                    found.update(part for part in value.split(".") if part.isidentifier())
         return found
+
+    @property
+    def parts_of_names(self) -> tuple[str, ...]:
+        """Strings in code that computes names (`getattr(self, f"layer{index}")`): names may begin or end with them."""
+        return tuple(
+            {
+                value
+                for code in self._own_codes()
+                if not COMPUTES_NAMES.isdisjoint(code.co_names)
+                for value in code.co_consts
+                if type(value) is str and value.replace("_", "a").isalnum()
+            }
+        )
+
+    @property
+    def names_to_follow(self) -> set[str] | None:
+        """The names that the code may read; None if it may read all attributes of an object."""
+        if any(not READS_ALL_NAMES.isdisjoint(code.co_names) for code in self._own_codes()):
+            return None
+        return self.names
 
     @property
     def reads_environment(self) -> bool:
@@ -79,6 +141,10 @@ class Reads:
             not {"environ", "getenv"}.isdisjoint(code.co_names) and not code.co_filename.startswith(_LIBRARIES)
             for code in self._codes.values()
         )
+
+    def _own_codes(self) -> list[types.CodeType]:
+        """Return the code outside of installed packages and the standard library."""
+        return [code for code in self._codes.values() if _is_own(code)]
 
     @contextmanager
     def observing(self) -> Iterator[None]:
@@ -91,6 +157,11 @@ class Reads:
             sys.setprofile(before)
 
     def _called(self, frame: types.FrameType, event: str, argument: Any) -> None:
+        if event == "c_call":
+            name = f"{argument.__module__}.{argument.__name__}" if argument.__module__ else argument.__qualname__
+            if name in OUTSIDE and _is_called_by_own_code(frame):
+                self.outside.add(OUTSIDE[name])
+            return
         if event != "call":
             return
         code = frame.f_code
@@ -103,15 +174,35 @@ class Reads:
                 self.enters_autocast |= bool(vars(first).get("_enabled"))
 
 
+def _is_own(code: types.CodeType) -> bool:
+    return not code.co_filename.startswith((*_LIBRARIES, "<frozen")) and "-packages" not in code.co_filename
+
+
+def _is_called_by_own_code(frame: types.FrameType | None) -> bool:
+    """Whether code outside of installed packages calls this, directly or through the standard library."""
+    while frame is not None and frame.f_code.co_filename.startswith((_STANDARD, "<frozen")):
+        if os.path.basename(frame.f_code.co_filename).startswith(INCIDENTAL):
+            return False
+        frame = frame.f_back
+    return frame is not None and _is_own(frame.f_code)
+
+
+def outside_reads(ran: Reads | None) -> list[str]:
+    """Return why a run that read the world outside can't be replayed, as a list of at most one reason."""
+    if ran is None or not ran.outside:
+        return []
+    return [f"reads {', '.join(sorted(ran.outside))}, which a replay would not read again: pass values as arguments"]
+
+
 def iterators_read(namespaces: Sequence[Namespace], names: set[str]) -> list[str]:
     """Return the names of iterators that code may read and that do not tell their position."""
     return [
         namespace.name_of(key)
         for namespace in namespaces
-        if isinstance(namespace, Cell) or namespace.named
+        if isinstance(namespace, (Cell, Items)) or namespace.named
         for key, value in namespace.read().items()
-        if (key in names or isinstance(namespace, Cell))
-        and isinstance(value, Iterator)
+        if isinstance(value, Iterator)
+        and (key in names or type(key) is not str)  # an index, or the variable of a closure
         and position_of(value) is MISSING
     ]
 
@@ -119,15 +210,21 @@ def iterators_read(namespaces: Sequence[Namespace], names: set[str]) -> list[str
 class Watch:
     """The current values of Python state that a run may read. Checked at every call, so it loops in C.
 
-    Tensors are not watched: an AddressBook compares their addresses.
+    Tensors are not watched: an AddressBook compares their addresses. `modules` are those whose modes and hooks are
+    watched elsewhere.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
+        self._modules = {id(one) for module in modules for one in _modes_and_hooks(module)}
         self._owners: list[Any] = []
         self._keys: list[Any] = []
         self._cells: list[types.CellType] = []
-        self._sized: list[Any] = []
+        self._functions: list[types.FunctionType] = []
+        self._sized: dict[int, Any] = {}  # by id of the container, as are the next two
+        self._ordered: dict[int, Any] = {}  # dictionaries of which the keys are watched
+        self._large: dict[int, Any] = {}  # lists and dictionaries of which all items are watched
         self._contents: list[Namespace] = []
+        self._absent: list[tuple[dict[str, Any], str]] = []  # globals that do not exist
         self._containers: list[int] = []  # id of the container of each owner
         self._known: set[tuple[int, Any]] = set()
         self._excluded: set[tuple[int, Any]] = set()
@@ -150,46 +247,92 @@ class Watch:
         self._containers = [self._containers[index] for index in kept]
         self._cells = [cell for cell in self._cells if (id(cell), 0) not in self._excluded]
         changing = {container for container, _ in self._excluded}
-        self._sized = [container for container in self._sized if id(container) not in changing]
+        for containers in (self._sized, self._ordered, self._large):
+            for where in containers.keys() & changing:
+                del containers[where]
+        self._functions = [function for function in self._functions if id(function) not in changing]
         self._contents = [one for one in self._contents if id(one.container) not in changing]
         self._seen, self._sizes = [], []
 
     def add(self, namespaces: Sequence[Namespace], reads: Reads) -> None:
-        """Watch what a run may have read: values by the names in its code, and items of small containers."""
-        names = reads.names | _indirect_names(namespaces, reads.names)
+        """Watch what a run may have read: values by the names in its code, and items of containers."""
+        names, parts = reads.names | _indirect_names(namespaces, reads.names), reads.parts_of_names
         self._environment |= reads.reads_environment
         for namespace in namespaces:
             container, where = namespace.container, id(namespace.container)
             if isinstance(namespace, Cell):
-                if (where, 0) not in self._known | self._excluded:
-                    self._known.add((where, 0))
+                if self._is_new(where, 0):
                     self._cells.append(container)
                 continue
-            if not _is_watched(namespace):
+            if isinstance(namespace, FunctionParts):
+                if self._is_new(where, "__code__"):
+                    self._functions.append(container)
+                continue
+            if not self._is_watched(namespace):
                 continue
             if isinstance(namespace, Contents):
-                if (where, "contents") not in self._known | self._excluded:
-                    self._known.add((where, "contents"))
+                if self._is_new(where, "contents"):
                     self._contents.append(namespace)
                 continue
             if isinstance(namespace, (Items, Attributes)) and (where, MISSING) not in self._known:
                 self._known.add((where, MISSING))
                 if not any(changed == where for changed, _ in self._excluded):
-                    self._sized.append(container)
-            if isinstance(namespace, Items) and namespace.path.endswith(REGISTRIES):
+                    self._add_container(namespace)
+            if isinstance(namespace, Items) and (
+                namespace.path.endswith(REGISTRIES) or len(namespace.keys()) > MAX_SINGLE_ITEMS
+            ):
                 continue
+            if isinstance(namespace, Globals) and namespace.code is not None:
+                for name in _absent_names(namespace.code, container):
+                    if self._is_new(where, name):
+                        self._absent.append((container, name))
             owner = namespace.values_by_key()
             for key, value in namespace.read().items():
-                if (
-                    _reads(namespace, key, value, names)
-                    and (where, key) not in self._known
-                    and (where, key) not in self._excluded
-                ):
-                    self._known.add((where, key))
+                if self._reads(namespace, key, value, names, parts) and self._is_new(where, key):
                     self._owners.append(owner)
                     self._keys.append(key)
                     self._containers.append(where)
         self._seen, self._sizes = [], []
+
+    def _is_new(self, where: int, key: Any) -> bool:
+        """Whether a value is neither watched nor excluded; it is from now on."""
+        if (where, key) in self._known or (where, key) in self._excluded:
+            return False
+        self._known.add((where, key))
+        return True
+
+    def _add_container(self, namespace: Namespace) -> None:
+        """Watch the length of a container; of a small one also the keys, or all items if there are many."""
+        container, where = namespace.container, id(namespace.container)
+        if not isinstance(namespace, Items):
+            self._sized[where] = container
+            return
+        keys = self._sized[where] = namespace.keys()
+        if not namespace.path.endswith(REGISTRIES):
+            if isinstance(container, dict) and len(keys) <= MAX_WATCHED_ITEMS:
+                self._ordered[where] = keys
+            if MAX_SINGLE_ITEMS < len(keys) <= MAX_WATCHED_ITEMS:
+                self._large[where] = dict.values(container) if isinstance(container, dict) else container
+
+    def _is_watched(self, namespace: Namespace) -> bool:
+        """Whether the values of this namespace are watched: small buffers, and all but state that runs advance."""
+        container = namespace.container
+        if namespace.path.rpartition(".")[2] in UNWATCHED:
+            return id(container) not in self._modules and bool(container)
+        if isinstance(namespace, Contents):
+            return len(container) <= (MAX_WATCHED_ITEMS if isinstance(container, set) else MAX_WATCHED_BYTES)
+        if isinstance(namespace, Hidden):
+            return "value" in namespace.read()  # a context variable
+        return True
+
+    def _reads(self, namespace: Namespace, key: Any, value: Any, names: set[str], parts: tuple[str, ...]) -> bool:
+        if namespace.is_library:
+            return type(value) is float
+        if not namespace.named:
+            return True
+        if key in MODULE_ATTRIBUTES:
+            return key == "training" and id(namespace.container) not in self._modules
+        return key in names or bool(parts) and (key.startswith(parts) or key.endswith(parts))
 
     def signature(self) -> tuple[Any, ...]:
         """Return the current values in a form that compares plain values by value and others by identity."""
@@ -198,9 +341,14 @@ class Watch:
         except (KeyError, IndexError):  # removed
             now = [_item(owner, key) for owner, key in zip(self._owners, self._keys, strict=True)]
         now += [_content(cell) for cell in self._cells]
-        sizes: list[Any] = list(map(len, self._sized))
+        now += itertools.chain.from_iterable(map(_function_parts, self._functions))
+        now += itertools.chain.from_iterable(self._ordered.values())
+        now += itertools.chain.from_iterable(self._large.values())
+        sizes: list[Any] = list(map(len, self._sized.values()))
         if self._contents:
             sizes += [namespace.read()["contents"] for namespace in self._contents]
+        if self._absent:
+            sizes += [name in container for container, name in self._absent]
         if (
             len(now) != len(self._seen)
             or not all(map(is_, now, self._seen))
@@ -217,6 +365,34 @@ class Watch:
         return self._signature
 
 
+_function_parts = attrgetter(*FunctionParts.PARTS)
+
+
+def _modes_and_hooks(module: nn.Module) -> Iterator[Any]:
+    """Yield the attributes of a module and its dictionaries of hooks."""
+    yield vars(module)
+    for name in UNWATCHED & vars(module).keys():
+        yield vars(module)[name]
+
+
+@functools.lru_cache(maxsize=8192)
+def _loaded_globals(code: types.CodeType) -> tuple[str, ...]:
+    """Return the names that code loads as globals, or may look up in `globals()`."""
+    loaded = {
+        instruction.argval
+        for instruction in dis.get_instructions(code)
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    }
+    if "globals" in code.co_names:
+        loaded.update(value for value in code.co_consts if type(value) is str and value.isidentifier())
+    return tuple(loaded)
+
+
+def _absent_names(code: types.CodeType, namespace: dict[str, Any]) -> list[str]:
+    """Return the global names that code may read and that do not exist."""
+    return [name for name in _loaded_globals(code) if name not in namespace and not hasattr(builtins, name)]
+
+
 def _indirect_names(namespaces: Sequence[Namespace], names: set[str]) -> set[str]:
     """Return the strings under these names that may be names themselves, as in `getattr(self, self.name)`."""
     return {
@@ -226,26 +402,6 @@ def _indirect_names(namespaces: Sequence[Namespace], names: set[str]) -> set[str
         for key, value in namespace.read().items()
         if key in names and type(value) is str and value.isidentifier()
     }
-
-
-def _is_watched(namespace: Namespace) -> bool:
-    """Whether the values of this namespace are watched: small buffers, and all but state that runs advance."""
-    if namespace.path.rpartition(".")[2] in UNWATCHED:
-        return False
-    if isinstance(namespace, Contents):
-        container = namespace.container
-        return len(container) <= (MAX_WATCHED_ITEMS if isinstance(container, set) else MAX_WATCHED_BYTES)
-    if isinstance(namespace, Hidden):
-        return "value" in namespace.read()  # a context variable
-    return True
-
-
-def _reads(namespace: Namespace, key: Any, value: Any, names: set[str]) -> bool:
-    if namespace.is_library:
-        return type(value) is float
-    if namespace.named:
-        return key in names and key not in MODULE_ATTRIBUTES
-    return not isinstance(namespace, Items) or len(namespace.container) <= MAX_WATCHED_ITEMS
 
 
 def _content(cell: types.CellType) -> Any:
@@ -335,10 +491,13 @@ _gradient_hooks, _accumulation_hooks = attrgetter("_backward_hooks"), attrgetter
 
 
 class Versions:
-    """A number for the current values of a Watch, which stays the same when more values are watched."""
+    """A number for the current values of a Watch, which stays the same when more values are watched.
 
-    def __init__(self) -> None:
-        self._watch = Watch()
+    `modules` are those whose modes and hooks are watched elsewhere.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
+        self._watch = Watch(modules)
         self._numbers: dict[Any, int] = {self._watch.signature(): 0}
         self._next = 0
         self._last: tuple[Any, int] = (None, 0)

@@ -11,8 +11,9 @@ import gc
 import re
 import sys
 import types
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from graph_cache.namespaces import (
     Cell,
     ClassAttributes,
     Contents,
+    FunctionParts,
     Globals,
     Hidden,
     Items,
@@ -38,7 +40,8 @@ from graph_cache.namespaces import (
 MAX_NAMESPACES = 20_000  # of a larger state, the rest is not searched
 DEPTH = 24  # references from a callable to its state: closure, trainer, wrapper, model, registry
 # Packages whose objects are not followed: their state is caches and counters that no result depends on.
-RECORDS = frozenset(("types", "argparse", "collections", "dataclasses"))  # whose objects hold a user's values
+# Whose objects hold a user's values.
+RECORDS = frozenset(("types", "argparse", "collections", "dataclasses", "queue", "weakref", "_thread"))
 SKIPPED = frozenset((*sys.stdlib_module_names, "numpy", "graph_cache", "engine", "_pytest")) - RECORDS
 SKIPPED_PREFIXES = ("torch.distributed", "torch.utils.data", "torch.cuda", "torch._", "torch.profiler")
 NOT_FOLLOWED = (Tensor, tuple, types.BuiltinFunctionType, types.MethodType, functools.partial)
@@ -46,6 +49,7 @@ LIBRARIES = frozenset(("transformer_engine", "megatron"))
 REGISTRIES = ("_parameters", "_buffers", "_modules")
 _REGISTRY = re.compile(r"\._(?:parameters|buffers|modules)\['([^']*)'\]")
 _WRAPPERS = (staticmethod, classmethod, property, functools.cached_property, type(functools.cache(len)))
+PATCHED = frozenset(("torch", "torch.nn", "torch.nn.functional"))  # modules whose functions other code may replace
 _WRAPPED = ("__func__", "fget", "func", "__wrapped__")  # where these keep their function
 
 
@@ -222,11 +226,13 @@ def reachable(
     without: tuple[type, ...] = (),
     ignored: Sequence[Any] = (),
     ran: Ran | None = None,
+    names: Container[Any] | None = None,
 ) -> list[Namespace]:
     """Return the namespaces reachable from these named values, up to DEPTH references, each once.
 
     Objects of the types in `without` and those in `ignored` are not followed. With `ran`, only functions that ran are
-    followed, and methods, class attributes and names of imported modules are searched too.
+    followed, and methods, class attributes and names of imported modules are searched too. With `names`, only these
+    names of objects are followed, and those that Python itself looks up (`__len__`).
     """
     found: list[Namespace] = []
     seen = set(map(id, ignored))
@@ -242,9 +248,13 @@ def reachable(
             for namespace in _namespaces_of(path, value, ran):
                 found.append(namespace)
                 if not isinstance(namespace, (Contents, Hidden)) and not namespace.is_library:
-                    following += [(namespace.name_of(key), item) for key, item in namespace.read().items()]
+                    following += [
+                        (namespace.name_of(key), item)
+                        for key, item in namespace.read().items()
+                        if names is None or not namespace.named or key in names or key in REGISTRIES or key[:2] == "__"
+                    ]
             following += _constants_of(path, value)
-            if ran is not None and not isinstance(value, type):
+            if ran is not None:
                 following += [(kind.__name__, kind) for kind in type(value).__mro__]
         frontier = following
     return found
@@ -255,7 +265,11 @@ def _namespaces_of(path: str, value: Any, ran: Ran | None) -> Iterator[Namespace
         if ran is None or (value.__code__ in ran and not _is_library(value.__module__)):
             for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
                 yield Cell(name, cell)
-            yield Globals("", value.__globals__, tuple(global_names(value.__code__)))
+            yield Globals("", value.__globals__, tuple(global_names(value.__code__)), value.__code__)
+            if imported := tuple(name for name in value.__code__.co_names if name in sys.modules):
+                yield Globals("", sys.modules, imported)
+            yield Attributes(path, value.__dict__)
+            yield FunctionParts(path, value)
     elif isinstance(value, (dict, list, deque)):
         yield Items(path, value)
     elif is_buffer(value):
@@ -263,7 +277,7 @@ def _namespaces_of(path: str, value: Any, ran: Ran | None) -> Iterator[Namespace
     elif is_hidden(value):
         yield Hidden(path, value)
     elif isinstance(value, types.ModuleType):
-        if ran is not None and not _is_library(value.__name__):
+        if ran is not None and (value.__name__ in PATCHED or not _is_library(value.__name__)):
             yield Globals(path, vars(value), tuple(ran.names & vars(value).keys()))
     elif isinstance(value, type):
         if ran is not None and issubclass(value, nn.Module) and value.__module__.startswith("torch.nn."):
@@ -291,11 +305,16 @@ def _attributes_of(path: str, value: Any) -> Iterator[Namespace]:
 def _constants_of(path: str, value: Any) -> list[tuple[str, Any]]:
     """Return the values that an immutable object refers to."""
     if isinstance(value, types.FunctionType):
-        return [(f"a default of {path}", item) for item in value.__defaults__ or ()]
+        defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        return [(f"a default of {path}", item) for item in defaults]
     if isinstance(value, types.MethodType):
         return [(f"{path}.__self__", value.__self__), (path, value.__func__)]
     if isinstance(value, functools.partial):
-        return [(path, value.func), *[(path, item) for item in (*value.args, *value.keywords.values())]]
+        return [(path, value.func), (f"{path}.keywords", value.keywords), *[(path, item) for item in value.args]]
+    if isinstance(value, weakref.ref):
+        return [(path, value())]
+    if isinstance(value, memoryview):
+        return [(path, value.obj)]
     if isinstance(value, tuple):
         return [(f"{path}[{index}]", item) for index, item in enumerate(value)]
     if isinstance(value, types.MappingProxyType):
@@ -309,7 +328,10 @@ def _constants_of(path: str, value: Any) -> list[tuple[str, Any]]:
 def global_names(code: types.CodeType) -> Iterator[str]:
     """Yield the names of globals and attributes in a function and in functions nested in it."""
     yield from code.co_names
+    uses_dictionary = "globals" in code.co_names
     for constant in code.co_consts:
+        if uses_dictionary and type(constant) is str:
+            yield constant
         if isinstance(constant, types.CodeType):  # a nested function or comprehension
             yield from global_names(constant)
 

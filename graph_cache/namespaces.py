@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import array
 import ctypes
+import functools
 import io
 import itertools
+import pickle
 import random
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +24,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes))
+NUMPY_GENERATORS = ("random.Generator", "random.RandomState", "random.BitGenerator")
 MAX_ITEMS = 4096  # of larger containers, only the length is compared
 
 
@@ -74,25 +78,38 @@ class Items(Namespace):
     """Items of a list, a deque or a dictionary."""
 
     def read(self) -> dict[Any, Any]:
-        if len(self.container) > MAX_ITEMS:
-            return {"length": len(self.container)}
+        if len(self.keys()) > MAX_ITEMS:
+            return {"length": len(self.keys())}
         if _computes_items(self.container):
-            return {key: dict.__getitem__(self.container, key) for key in self.container}
+            return dict(dict.items(self.container))
         return dict(self.container if isinstance(self.container, dict) else enumerate(self.container))
 
     def write(self, values: Mapping[Any, Any]) -> None:
         if set(values) == {"length"}:
             return
+        if _computes_items(self.container):
+            dict.clear(self.container)
+            dict.update(self.container, values)
+            return
         self.container.clear()
         self.container.update(values) if isinstance(self.container, dict) else self.container.extend(values.values())
+
+    def keys(self) -> Any:
+        """Return an object that iterates over the stored keys of a dictionary, or the container; it has a length."""
+        return dict.keys(self.container) if _computes_items(self.container) else self.container
 
     def values_by_key(self) -> Any:
         return _StoredItems(self.container) if _computes_items(self.container) else self.container
 
 
 def _computes_items(container: Any) -> bool:
-    """Whether reading an item runs code of a subclass of dict, which may return a new object each time."""
-    return isinstance(container, dict) and type(container).__getitem__ is not dict.__getitem__
+    """Whether reading runs code of a subclass of dict, which may return new objects, or other keys than are stored."""
+    kind = type(container)
+    return isinstance(container, dict) and not (
+        kind.__getitem__ is dict.__getitem__
+        and kind.__iter__ in (dict.__iter__, OrderedDict.__iter__)
+        and kind.__len__ is dict.__len__
+    )
 
 
 class _StoredItems:
@@ -126,9 +143,12 @@ class Globals(Namespace):
 
     named = True
 
-    def __init__(self, path: str, container: dict[str, Any], names: tuple[str, ...]):
+    def __init__(
+        self, path: str, container: dict[str, Any], names: tuple[str, ...], code: types.CodeType | None = None
+    ):
         super().__init__(path, container)
         self.names = names
+        self.code = code  # of the function that names them
 
     def read(self) -> dict[Any, Any]:
         return {name: self.container[name] for name in self.names if name in self.container}
@@ -138,6 +158,28 @@ class Globals(Namespace):
             if name not in values:
                 self.container.pop(name, None)
         self.container.update(values)
+
+
+class FunctionParts(Namespace):
+    """Code and default arguments of a function."""
+
+    PARTS = ("__code__", "__defaults__", "__kwdefaults__")
+
+    def read(self) -> dict[Any, Any]:
+        return {name: getattr(self.container, name) for name in self.PARTS}
+
+    def write(self, values: Mapping[Any, Any]) -> None:
+        for name, value in values.items():
+            self.set(name, value)
+
+    def set(self, key: Any, value: Any) -> None:
+        setattr(self.container, key, value)
+
+    def values_by_key(self) -> Any:
+        return _Attribute(self.container)
+
+    def name_of(self, key: Any) -> str:
+        return f"{self.path}.{key}"
 
 
 class Cell(Namespace):
@@ -294,7 +336,7 @@ class Hidden(Namespace):
             return {"value": one.get(MISSING)}
         if isinstance(one, Iterator):
             return {"position": position_of(one)}
-        return {"state": repr(one.bit_generator.state)}
+        return {"state": pickle.dumps(_numpy_state(one)[0])}
 
     def write(self, values: Mapping[Any, Any]) -> None:
         one = self.container
@@ -305,12 +347,22 @@ class Hidden(Namespace):
         elif isinstance(one, ContextVar):
             if values["value"] is not MISSING:
                 one.set(values["value"])
+        elif not isinstance(one, Iterator):
+            _numpy_state(one)[1](pickle.loads(values["state"]))
 
     def values_by_key(self) -> Any:
         return _Whole(self)
 
     def name_of(self, key: Any) -> str:
         return self.path
+
+
+def _numpy_state(generator: Any) -> tuple[Any, Callable[[Any], None]]:
+    """Return the state of one of NumPy's generators, and the function that sets it."""
+    if isinstance(generator, _numpy_type("random.RandomState")):
+        return generator.get_state(legacy=False), generator.set_state
+    bits = getattr(generator, "bit_generator", generator)
+    return bits.state, functools.partial(setattr, bits, "state")
 
 
 def state_of(generator: torch.Generator) -> bytes:
@@ -335,7 +387,8 @@ def is_buffer(value: Any) -> bool:
 
 def is_hidden(value: Any) -> bool:
     """Return whether this object keeps state in C that `Hidden` reads."""
-    return isinstance(value, (torch.Generator, random.Random, ContextVar, _numpy_type("random.Generator"))) or (
+    numpy = tuple(kind for name in NUMPY_GENERATORS if (kind := _numpy_type(name)))
+    return isinstance(value, (torch.Generator, random.Random, ContextVar, *numpy)) or (
         isinstance(value, Iterator) and not isinstance(value, io.IOBase)
     )
 

@@ -239,7 +239,7 @@ class AttachedModule:
             self.roots.append((part.method, self.original))
         self.ran: Reads | None = None
         self.observed_calls = 0
-        self.versions = Versions()
+        self.versions = Versions(self.submodules)
         # Compiled code would be compiled anew under a profiler. A data-parallel wrapper is never captured.
         self._unobserved = compiled_in_place or any(map(is_compiled, self.submodules))
         self._unobserved |= any(map(is_data_parallel, self.submodules))
@@ -372,7 +372,8 @@ class AttachedModule:
             self.ran = (self.ran or Reads()).merged(reads)
             state.changes(lambda tensor: True)
             versions.exclude(state.changed - state.created, made=bool(state.created))
-            versions.add(reachable(self.roots, ignored=self.ignored, ran=self.ran), self.ran)
+            names = self.ran.names_to_follow
+            versions.add(reachable(self.roots, ignored=self.ignored, ran=self.ran, names=names), self.ran)
 
     def ambient_state(self) -> Hashable:
         """Return the current ambient state of a call."""

@@ -21,7 +21,15 @@ from graph_cache.audit import StorageAudit, storage_of
 from graph_cache.backends.base import Backend
 from graph_cache.capture_state import CaptureState, CaptureStatus
 from graph_cache.errors import CaptureError, CaptureRefused
-from graph_cache.host_reads import Reads, ReadTensors, Watch, gradient_hooks_of, hooks_of, iterators_read
+from graph_cache.host_reads import (
+    Reads,
+    ReadTensors,
+    Watch,
+    gradient_hooks_of,
+    hooks_of,
+    iterators_read,
+    outside_reads,
+)
 from graph_cache.host_state import ANY_CODE, HostState, objects_with_tensors, reachable
 from graph_cache.keys import CAPTURE_FAILED, STALE
 from graph_cache.namespaces import Namespace
@@ -67,6 +75,7 @@ class _IterationGraph:
             for tensor in tensors
         ]
         self.addresses = AddressBook()
+        self.outside_addresses = AddressBook()  # of tensors outside modules
         self.extra_state: set[str] = set()  # names of tensors outside modules
         self.result: Result | None = None
         self.outputs: list[Tensor] = []
@@ -345,9 +354,9 @@ class CapturedIteration:
 
     def _addresses_unchanged(self, captured: _IterationGraph) -> bool:
         """Whether all state that this graph reads is still in place. If not, drop all graphs for recapture."""
-        if captured.addresses.unchanged():
+        if captured.addresses.unchanged() and captured.outside_addresses.unchanged():
             return True
-        moved = captured.addresses.moved()
+        moved = [*captured.addresses.moved(), *captured.outside_addresses.moved()]
         logger.error(
             "%d tensors moved under graphs of %s, which were dropped: %s",
             len(moved),
@@ -356,8 +365,12 @@ class CapturedIteration:
         )
         self._stats.invalidations[STALE] += 1
         self._drop_all(CaptureStatus.STALE)
-        if not captured.addresses.has_its_modules() or set(self._extra_state) != captured.extra_state:
-            # Warm up again: eager calls must register modules and recreate lost state.
+        if (
+            not captured.addresses.has_its_modules()
+            or set(self._extra_state) != captured.extra_state
+            or captured.outside_addresses.moved()
+        ):
+            # Warm up again: eager calls must register modules and trained tensors, and recreate lost state.
             self._forget([signature for signature, state in self._states.items() if not state.failed])
         return False
 
@@ -399,6 +412,7 @@ class CapturedIteration:
         self._refusals = _describe_changes((changes if self._checks_attributes else []) + process.changes())
         if iterators := iterators_read(state.namespaces, self._ran.names) if self._checks_attributes else []:
             self._refusals.append(f"may read the iterator {', '.join(iterators)}, which a replay would not advance")
+        self._refusals += outside_reads(self._ran)
         declared = self._declared_storages()
         for index, tensor in enumerate(tensors):
             address = None if (storage := storage_of(tensor)) is None else storage._cdata
@@ -417,9 +431,11 @@ class CapturedIteration:
         # Optimizers have settings in the signature of their own.
         if self._watch.signature():  # the first run may create state that later runs only read
             self._watch.exclude(state.changed)
-        namespaces = reachable(self._host_roots(), without=(Optimizer,), ran=self._ran)
+        names = self._ran.names_to_follow
+        namespaces = reachable(self._host_roots(), without=(Optimizer,), ran=self._ran, names=names)
         self._watch.add(namespaces, self._ran)
-        self._read_tensors = ReadTensors(namespaces, {address: audit.outside[address] for address in other})
+        gradients = {storage._cdata for grad in self._gradients() if (storage := storage_of(grad)) is not None}
+        self._read_tensors = ReadTensors(namespaces, audit.outside.keys() - arguments - gradients)
 
     def _host_state(self) -> HostState:
         """Return the current Python state that a step must not change."""
@@ -438,12 +454,15 @@ class CapturedIteration:
         optimizers = [(type(optimizer).__name__, optimizer) for optimizer in self._optimizers.values()]
         return [("step", self._step), *modules, *optimizers]
 
+    def _gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self._all_parameters() if parameter.grad is not None]
+
     def _declared_storages(self) -> set[int]:
         """Return the addresses of storages that a graph watches or copies."""
         modules = self._known_modules()
         tensors = [
             *self._all_parameters(),
-            *[parameter.grad for parameter in self._all_parameters()],
+            *self._gradients(),
             *[buffer for module in modules for buffer in module._buffers.values()],
             *[tensor for optimizer in self._optimizers.values() for tensor in OptimizerState(optimizer).values()],
             *[main_grad for root in self._roots for main_grad in MainGrads(root).values()],
@@ -507,14 +526,15 @@ class CapturedIteration:
         captured.grads_before = before.read()
         for other in self._superseded_by(signature):
             self._drop(other, CaptureStatus.EVICTED)
+        stored = {(id(namespace.container), name) for namespace, name, _ in captured.stored}
         for root in self._roots:
-            captured.addresses.watch(root, prefix=f"{type(root).__name__}.")
+            captured.addresses.watch(root, prefix=f"{type(root).__name__}.", trained=True, without=stored)
             captured.addresses.watch(MainGrads(root), prefix=f"{type(root).__name__}.main_grad of ")
         for optimizer in self._optimizers.values():
             captured.addresses.watch(OptimizerState(optimizer), prefix=f"{type(optimizer).__name__}.")
         captured.addresses.watch(self._extra_state)
-        captured.addresses.watch(_Leaves(self._leaves), prefix="trained ")
-        captured.addresses.watch(self._read_tensors)
+        captured.outside_addresses.watch(_Leaves(self._leaves), prefix="trained ")
+        captured.outside_addresses.watch(self._read_tensors, trained=True)
         captured.extra_state = set(self._extra_state)
         captured.outside, captured.last_call = self._outside, self._calls
         state.succeed()

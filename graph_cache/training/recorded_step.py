@@ -131,12 +131,13 @@ class RecordedStep:
                 graphs.capture()
         entries = self.entries()
         for owner in {entry.owner.name: entry.owner for entry in entries}.values():
-            self.addresses.watch(owner.scope, prefix=f"{owner.name}.")
-            self.addresses.watch(MainGrads(owner.scope), prefix=f"{owner.name}.main_grad of ")
             pairs = [entry.pair for entry in entries if entry.owner is owner]
+            stored = {(id(namespace.container), key) for pair in pairs for namespace, key, _ in pair.stored}
+            self.addresses.watch(owner.scope, prefix=f"{owner.name}.", trained=True, without=stored)
+            self.addresses.watch(MainGrads(owner.scope), prefix=f"{owner.name}.main_grad of ")
             used = {address for pair in pairs for address in pair.used}
             namespaces = {id(one.container): one for pair in pairs for one in pair.namespaces}.values()
-            self.addresses.watch(ReadTensors(list(namespaces), used))
+            self.addresses.watch(ReadTensors(list(namespaces), used, without=stored), trained=True)
             for pair in pairs:
                 pair.namespaces = []
             if owner.surroundings is not None:

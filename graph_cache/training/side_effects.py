@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from graph_cache.audit import StorageAudit, storage_of
 from graph_cache.errors import CaptureRefused
-from graph_cache.host_reads import iterators_read
-from graph_cache.host_state import HostState, Ran
+from graph_cache.host_reads import Reads, iterators_read, outside_reads
+from graph_cache.host_state import HostState
 from graph_cache.namespaces import Namespace
 from graph_cache.process_state import ProcessState
 from graph_cache.training.compiled import is_compiled
@@ -43,7 +43,7 @@ def refuse_side_effects(
     inputs: Sequence[Tensor],
     *,
     ignored: Sequence[Any] = (),
-    ran: Ran | None = None,
+    ran: Reads | None = None,
     generators: Sequence[torch.Generator] = (),
 ) -> Iterator[Forward]:
     """Check the block, which is the forward of `scope` on `inputs`, for side effects that a replay would skip.
@@ -65,6 +65,8 @@ def refuse_side_effects(
     audit, compiled = StorageAudit(), any(map(is_compiled, scope.modules()))
     if ran is not None and (iterators := iterators_read(state.namespaces, ran.names)):
         raise CaptureRefused(f"{name} may read the iterator {', '.join(iterators)}, which a replay would not advance")
+    if found := outside_reads(ran):
+        raise CaptureRefused(f"{name} {found[0]}")
     try:
         with nullcontext() if compiled else audit:
             yield Forward(audit, state)

@@ -136,6 +136,32 @@ def test_trained_tensors_and_modules_are_found_without_module_calls(pool, device
     assert sum(stats.invalidations.values()) == (between is move)
 
 
+class BareList(Job):
+    """Trains tensors of a list, one of them from a later step on."""
+
+    def __init__(self, device):
+        self.trained = [nn.Parameter(torch.ones(WIDTH, device=device)), torch.ones(WIDTH, device=device)]
+
+    def loss(self, x):
+        return (x * self.trained[0] * self.trained[1]).pow(2).mean()
+
+
+def replace_leaf(now, index):
+    if index == 6:
+        now.trained[0] = nn.Parameter(now.trained[0].detach() * 3)
+
+
+def train_another(now, index):
+    if index == 6:
+        now.trained[1].requires_grad_()
+
+
+@pytest.mark.parametrize("between", [replace_leaf, train_another])
+def test_another_trained_tensor_without_a_module_is_noticed(pool, device, between):
+    stats = job(BareList, pool, device, between=between)
+    assert sum(stats.replays.values()) >= 2 and sum(stats.invalidations.values()) == 1
+
+
 class ComputedBefore(Job):
     """Uses a tensor that was computed from trainable ones before the step."""
 
@@ -351,6 +377,26 @@ def test_a_result_that_only_the_job_reads_may_replace_an_attribute(pool, device)
     assert job(LastLoss, pool, device).replays
 
 
+class LastMean(Job):
+    """Keeps a result in a buffer that no step reads."""
+
+    def __init__(self, device):
+        super().__init__(device)
+        self.model.register_buffer("mean", torch.zeros(WIDTH, device=device))
+
+    def loss(self, x):
+        self.model.mean = x.mean(0)
+        return super().loss(x)
+
+    def state(self):
+        return [self.model.mean]
+
+
+def test_a_result_may_replace_a_buffer_that_is_not_read(pool, device):
+    stats = job(LastMean, pool, device)
+    assert sum(stats.captures.values()) == 1 and not stats.invalidations
+
+
 # ---- Python state that changes between two calls ---------------------------------------------------------------------
 
 
@@ -389,6 +435,19 @@ def test_python_state_that_a_step_reads_is_part_of_the_signature(pool, device, b
 
 def test_python_state_that_no_step_reads_may_change(pool, device):
     stats = job(Scaled, pool, device, between=lambda now, index: setattr(now, "steps", index))
+    assert sum(stats.captures.values()) == 1 and sum(stats.replays.values()) == STEPS - 4
+
+
+class KeepsLosses(Job):
+    """An owner whose list, which no step reads, grows between two steps."""
+
+    def __init__(self, device):
+        super().__init__(device)
+        self.losses_so_far = []
+
+
+def test_a_list_that_no_step_reads_may_grow(pool, device):
+    stats = job(KeepsLosses, pool, device, between=lambda now, index: now.losses_so_far.append(index))
     assert sum(stats.captures.values()) == 1 and sum(stats.replays.values()) == STEPS - 4
 
 

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import array
 import contextvars
+import functools
+import itertools
 import os
+import pathlib
+import queue
 import random
+import threading
+import time
+import uuid
+import weakref
+from collections import OrderedDict
 from types import SimpleNamespace
 
 import numpy
@@ -175,6 +184,154 @@ def test_a_change_of_what_is_read_between_two_calls_is_noticed(pool, device, nam
 ORIGINAL = Model.forward
 
 
+def attribute_of_function(model):
+    return attribute_of_function.scale
+
+
+def keyword_default(model, *, scale=(1.0,)):
+    return scale[0]
+
+
+class Meta(type):
+    pass
+
+
+class OfMeta(metaclass=Meta):
+    pass
+
+
+class Target:
+    scale = 1.0
+
+
+def absent_global(model):
+    try:
+        return ABSENT  # noqa: F821
+    except NameError:
+        return 1.0
+
+
+TARGET, WEAK = Target(), weakref.WeakValueDictionary()
+WEAK["target"] = TARGET
+
+# How a forward reads a number from `model.place`, what is there first, and the change.
+PLACES = {
+    "order of a dict": (
+        lambda: OrderedDict(a=1.0, b=2.0),
+        lambda model: next(iter(model.place.values())),
+        lambda model: model.place.move_to_end("a"),
+    ),
+    "list of 200": (
+        lambda: [1.0] * 200,
+        lambda model: model.place[150],
+        lambda model: model.place.__setitem__(150, 2.0),
+    ),
+    "dict of 200": (
+        lambda: dict.fromkeys(range(200), 1.0),
+        lambda model: model.place[150],
+        lambda model: model.place.update({150: 2.0}),
+    ),
+    "attribute of a function": (
+        lambda: setattr(attribute_of_function, "scale", 1.0),
+        attribute_of_function,
+        lambda model: setattr(attribute_of_function, "scale", 2.0),
+    ),
+    "default of a keyword": (
+        lambda: setattr(keyword_default, "__kwdefaults__", {"scale": (1.0,)}),
+        keyword_default,
+        lambda model: setattr(keyword_default, "__kwdefaults__", {"scale": (2.0,)}),
+    ),
+    "keywords of a partial": (
+        lambda: functools.partial(lambda scale: scale, scale=1.0),
+        lambda model: model.place(),
+        lambda model: model.place.keywords.update(scale=2.0),
+    ),
+    "metaclass": (
+        lambda: setattr(Meta, "scale", 1.0),
+        lambda model: OfMeta.scale,
+        lambda model: setattr(Meta, "scale", 2.0),
+    ),
+    "thread-local": (
+        threading.local,
+        lambda model: getattr(model.place, "scale", 1.0),
+        lambda model: setattr(model.place, "scale", 2.0),
+    ),
+    "weak reference": (
+        lambda: setattr(TARGET, "scale", 1.0) or weakref.ref(TARGET),
+        lambda model: model.place().scale,
+        lambda model: setattr(TARGET, "scale", 2.0),
+    ),
+    "weak dictionary": (
+        lambda: setattr(TARGET, "scale", 1.0),
+        lambda model: WEAK["target"].scale,
+        lambda model: setattr(TARGET, "scale", 2.0),
+    ),
+    "computed name": (
+        lambda: SimpleNamespace(scale_0=1.0, index=0),
+        lambda model: getattr(model.place, f"scale_{model.place.index}"),
+        lambda model: setattr(model.place, "scale_0", 2.0),
+    ),
+    "absent global": (lambda: globals().pop("ABSENT", None), absent_global, lambda model: globals().update(ABSENT=2.0)),
+    "mode of a module in a list": (
+        lambda: [nn.Dropout(0.5)],
+        lambda model: 2.0 if model.place[0].training else 1.0,
+        lambda model: model.place[0].eval(),
+    ),
+    "replaced function of torch": (
+        lambda: setattr(nn.functional, "encore_test", lambda: 1.0),
+        lambda model: nn.functional.encore_test(),
+        lambda model: setattr(nn.functional, "encore_test", lambda: 2.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("api", ["module", "iteration", "function"])
+@pytest.mark.parametrize("name", PLACES)
+def test_a_change_in_any_place_that_is_read_is_noticed(pool, device, name, api, monkeypatch):
+    make, read, change = PLACES[name]
+
+    class Reads(nn.Linear):
+        def __init__(self):
+            super().__init__(WIDTH, WIDTH)
+            self.place = make()
+
+        def forward(self, x):
+            return super().forward(x) * read(self)
+
+    monkeypatch.setattr(f"{__name__}.Model", Reads)
+    stats = []
+    found, wanted = job(api, change, True, pool, device, stats), job(api, change, False, pool, device, [])
+    globals().pop("ABSENT", None)
+    vars(nn.functional).pop("encore_test", None)
+    assert len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+    assert sum(stats[0].replays.values()) >= 1
+
+
+OUTSIDE = {
+    "the clock": lambda: float(time.monotonic() > 0),
+    "random numbers of the system": lambda: float(uuid.uuid4().int > 0),
+    "a file": lambda: float(len(pathlib.Path(__file__).read_text()) > 0),
+    "the file system": lambda: float(os.path.exists(__file__)),
+}
+
+
+@pytest.mark.parametrize("api", ["module", "iteration", "function"])
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_call_that_reads_the_world_outside_runs_eager(pool, device, name, api, monkeypatch):
+    class Reads(nn.Linear):
+        def __init__(self):
+            super().__init__(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return super().forward(x) * OUTSIDE[name]()
+
+    monkeypatch.setattr(f"{__name__}.Model", Reads)
+    stats = []
+    found, wanted = (job(api, lambda model: None, captures, pool, device, stats) for captures in (True, False))
+    assert len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+    assert not stats[0].replays and f"reads {name}" in next(iter(stats[0].failures.values()))
+
+
 class Draws(nn.Linear):
     """Changes state outside of modules in its forward."""
 
@@ -183,12 +340,27 @@ class Draws(nn.Linear):
         self.how = how
         self.numbers = iter([float(index) for index in range(100)])
         self.generated = (float(index) for index in range(100))
+        self.generators = [numpy.random.RandomState(1), numpy.random.default_rng(1), numpy.random.PCG64(1)]
+        self.held = {"iterator": itertools.cycle([1.0, 2.0, 3.0])} if how == "iterator in a dict" else {}
+        self.queue = queue.Queue()
+        for index in range(100):
+            self.queue.put(float(index))
 
     def forward(self, x):
         if self.how == "random":
             scale = random.random()
         elif self.how == "numpy":
             scale = float(numpy.random.rand())
+        elif self.how == "numpy RandomState":
+            scale = self.generators[0].rand()
+        elif self.how == "numpy Generator":
+            scale = self.generators[1].random()
+        elif self.how == "numpy PCG64":
+            scale = float(self.generators[2].random_raw() % 7)
+        elif self.how == "iterator in a dict":
+            scale = next(self.held["iterator"])
+        elif self.how == "queue":
+            scale = self.queue.get()
         elif self.how == "iterator":
             scale = next(self.numbers)
         elif self.how == "generator":
@@ -202,8 +374,12 @@ class Draws(nn.Linear):
         return super().forward(x) * scale
 
 
+DRAWS = ["random", "numpy", "numpy RandomState", "numpy Generator", "numpy PCG64", "iterator", "iterator in a dict"]
+DRAWS += ["queue", "generator", "environment", "global"]
+
+
 @pytest.mark.parametrize("api", ["module", "iteration", "function"])
-@pytest.mark.parametrize("how", ["random", "numpy", "iterator", "generator", "environment", "global"])
+@pytest.mark.parametrize("how", DRAWS)
 def test_state_outside_of_modules_that_a_call_changes_keeps_it_eager(pool, device, how, api, monkeypatch):
     def run(captures):
         random.seed(1)

@@ -171,3 +171,35 @@ def test_trainable_tensors_that_are_neither_parameters_nor_arguments_keep_a_modu
     assert_same(run(graphed, loss_of, device, trained), run(eager, loss_of, device, trained))
     assert sum(stats.failed_captures.values()) == 1 and not stats.replays
     assert "neither its parameters nor arguments" in next(iter(stats.failures.values()))
+
+
+class Masked(nn.Linear):
+    def __init__(self, as_buffer):
+        super().__init__(WIDTH, WIDTH)
+        if as_buffer:
+            self.register_buffer("mask", torch.ones(WIDTH))
+        else:
+            self.mask = torch.ones(WIDTH)
+
+    def _apply(self, fn, recurse=True):
+        if "mask" in vars(self):
+            self.mask = fn(self.mask)
+        return super()._apply(fn, recurse)
+
+    def forward(self, x):
+        return super().forward(x) * self.mask
+
+
+@pytest.mark.parametrize("as_buffer", [False, True], ids=["attribute", "buffer"])
+def test_a_tensor_that_is_trained_from_some_step_on_gets_its_gradient(pool, device, as_buffer):
+    eager, graphed = twins(lambda: Masked(as_buffer), device)
+    _, stats = attached(graphed, [""], pool)
+
+    def loss_of(model, x, step):
+        if step == 4:
+            model.mask.requires_grad_()
+        return model(x).pow(2).mean()
+
+    trained = lambda model: [*model.parameters(), model.mask]  # noqa: E731
+    assert_same(run(graphed, loss_of, device, trained), run(eager, loss_of, device, trained))
+    assert stats.replays and "neither its parameters nor arguments" in next(iter(stats.failures.values()))
