@@ -55,7 +55,8 @@ def memory_pool() -> Canvas:
     for index, (bucket, width) in enumerate(((256, 500), (128, 350), (32, 200), (1, 60))):
         y = 44 + index * 42
         c.box(40, y, width, 34, f"bucket {bucket}" if width > 60 else "1", "blue")
-    c.text(40, 234, "intermediates and results of inference graphs: the same memory, since they never run at once", "small")
+    shared = "intermediates and results of inference graphs: the same memory, since they never run at once"
+    c.text(40, 234, shared, "small")
     c.box(620, 44, 300, 60, "forward of microbatch 0", "green", "held until its backward is done")
     c.box(620, 120, 300, 60, "forward of microbatch 1", "green", "memory of its own while 0 is outstanding")
     c.box(40, 290, 240, 56, "static inputs", "orange", "sized for the largest bucket")
