@@ -25,7 +25,12 @@ TILE = 4096
 CANDIDATES = 4096
 """Most likely tokens gathered per row. If a row needs more, scanning all its logits takes milliseconds; same token."""
 
+GROUPS = 16
+"""Groups of tokens per tile whose maxima bound the candidates of a small top-k."""
+
 _WARPS = 8
+_MANY_ROWS = 32  # rows that fill the GPU with programs of several tiles each
+_TILES_PER_PROGRAM = 4
 # Passes of sample_truncated_kernel: whether it scans all logits or only the candidates, its tile, its warps.
 PASSES = ((False, 1024, 8), (True, 2048, 16))
 
@@ -40,7 +45,7 @@ def sample_rows(
     -inf. Grids depend only on shapes and the host never waits, so the call can be captured.
     """
     _common_stride(temperature=temperature, min_p=min_p, u=u)
-    _sample_full(_launch_tile_max(logits, temperature, tile), temperature, min_p, u, token_ids)
+    _sample_full(_launch_tile_max(logits, temperature, tile, 0), temperature, min_p, u, token_ids)
 
 
 def sample_truncated_rows(
@@ -60,7 +65,7 @@ def sample_truncated_rows(
     """
     columns = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "u": u}
     _common_stride(**columns)
-    _sample_truncated(_launch_tile_max(logits, temperature, tile), columns, token_ids, candidates)
+    _sample_truncated(_launch_tile_max(logits, temperature, tile, GROUPS), columns, token_ids, candidates)
 
 
 def sample_slots(
@@ -91,7 +96,7 @@ def sample_slots(
     column = row_params.unbind(1)
     if processors:
         logits = _adjust(slots_of, logits, row_params, slots, positions)
-    launch = _launch_tile_max(logits, column[slot_kernels.ACTIVE], TILE)
+    launch = _launch_tile_max(logits, column[slot_kernels.ACTIVE], TILE, 0 if limits == "none" else GROUPS)
     min_p, u = column[slot_kernels.MIN_P], column[slot_kernels.UNIFORM]
     _sample_full(launch, column[slot_kernels.FULL], min_p, u, next_tokens)
     if limits != "none":
@@ -133,19 +138,21 @@ def _adjust(slots_of: SlotTensors, logits: Tensor, row_params: Tensor, slots: Te
 class _Launch(NamedTuple):
     """Arguments common to the launches that sample the rows of `logits`, whose rows are dense.
 
-    tile_max float32 [rows, tiles] holds the maximum of each tile; tile_sums is an uninitialised int64 [rows, tiles].
+    tile_max float32 [rows, tiles] holds the maximum of each tile, group_max float32 [rows, tiles * groups] those of
+    its groups; tile_sums is an uninitialised int64 [rows, tiles].
     tile_args describe one tile, row_args the tiles of a row.
     """
 
     logits: Tensor
     tile_max: Tensor
+    group_max: Tensor
     tile_sums: Tensor
     tile_args: dict[str, Any]
     row_args: dict[str, Any]
 
 
 def _sample_full(launch: _Launch, temperature: Tensor, min_p: Tensor, u: Tensor, token_ids: Tensor) -> None:
-    logits, tile_max, tile_sums, tile_args, row_args = launch
+    logits, tile_max, _, tile_sums, tile_args, row_args = launch
     (rows, tiles), strides = tile_max.shape, (logits.stride(0), temperature.stride(0))
     tile_sum_kernel[(tiles, rows)](logits, temperature, min_p, tile_max, tile_sums, *strides, **tile_args, **row_args)
     sample_kernel[(rows,)](
@@ -155,16 +162,21 @@ def _sample_full(launch: _Launch, temperature: Tensor, min_p: Tensor, u: Tensor,
 
 def _sample_truncated(launch: _Launch, columns: dict[str, Tensor], token_ids: Tensor, candidates: int) -> None:
     """Launch the kernels of `sample_truncated_rows`; `columns` are its parameters in order."""
-    logits, tile_max, tile_sums, tile_args, row_args = launch
+    logits, tile_max, group_max, tile_sums, tile_args, row_args = launch
     temperature, top_k = columns["temperature"], columns["top_k"]
     (rows, tiles), strides = tile_max.shape, (logits.stride(0), temperature.stride(0))
     bin_counts = torch.zeros(rows, BINS + 1, dtype=torch.int32, device=logits.device)
     sort_keys = torch.empty(rows, candidates, dtype=torch.int64, device=logits.device)
     limit_args = {"MAX_CANDIDATES": candidates, "ID_BITS": (logits.shape[1] - 1).bit_length()}
-    histogram_kernel[(tiles, rows)](
-        logits, temperature, top_k, tile_max, tile_sums, bin_counts, *strides, **tile_args, **row_args
-    )
-    gather_kernel[(tiles, rows)](
+    groups = group_max.shape[1]
+    # At least one group per thread: see _launch_tile_max.
+    group_args = {"NUM_GROUPS": groups, "GROUPS_PAD": max(triton.next_power_of_2(groups), 32 * tile_args["num_warps"])}
+    grid = (triton.cdiv(tiles, _TILES_PER_PROGRAM) if rows >= _MANY_ROWS else tiles, rows)
+    histogram_kernel[grid](
+        logits, temperature, top_k, tile_max, group_max, tile_sums, bin_counts, *strides,
+        **tile_args, **row_args, **group_args,
+    )  # fmt: skip
+    gather_kernel[grid](
         logits, temperature, top_k, tile_max, bin_counts, sort_keys, *strides, **tile_args, **row_args, **limit_args
     )
     for all_logits, pass_tile, warps in PASSES:
@@ -182,8 +194,11 @@ def _common_stride(**columns: Tensor) -> None:
         raise ValueError(f"{names} must have equal strides; found {sorted(strides)}: give columns of one matrix")
 
 
-def _launch_tile_max(logits: Tensor, active: Tensor, tile: int) -> _Launch:
-    """Launch the first kernel of all samplers, for rows where `active` float64 [rows] is above 0."""
+def _launch_tile_max(logits: Tensor, active: Tensor, tile: int, groups: int) -> _Launch:
+    """Launch the first kernel of all samplers, for rows where `active` float64 [rows] is above 0.
+
+    `groups` is the number of groups per tile; 0 if no row has a top-k.
+    """
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     rows, vocab_size = logits.shape
@@ -191,10 +206,14 @@ def _launch_tile_max(logits: Tensor, active: Tensor, tile: int) -> _Launch:
     # No more threads than logits: tl.histogram may count a value once per thread that holds a copy of it.
     tile_args = {"V": vocab_size, "TILE": tile, "num_warps": max(1, min(_WARPS, tile // 32))}
     tile_max = torch.empty(rows, tiles, dtype=torch.float32, device=logits.device)
-    tile_max_kernel[(tiles, rows)](logits, active, tile_max, logits.stride(0), active.stride(0), **tile_args)
+    group_max = tile_max.new_empty(rows, tiles * groups)
+    tile_max_kernel[(tiles, rows)](
+        logits, active, tile_max, group_max, logits.stride(0), active.stride(0), **tile_args, GROUPS=groups
+    )
     return _Launch(
         logits,
         tile_max,
+        group_max,
         tile_max.new_empty(rows, tiles, dtype=torch.int64),
         tile_args,
         {"NUM_TILES": tiles, "TILES_PAD": triton.next_power_of_2(tiles)},

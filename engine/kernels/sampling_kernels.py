@@ -21,15 +21,26 @@ _HAS_LIBDEVICE = tl.constexpr(not triton.knobs.runtime.interpret)
 
 @triton.jit
 def tile_max_kernel(
-    logits_ptr, temperature_ptr, tile_max_ptr, logits_stride, param_stride, V: tl.constexpr, TILE: tl.constexpr
-):
-    """Write the maximum logit of each tile to tile_max float32 [rows, tiles]; a NaN counts as +inf."""
+    logits_ptr, temperature_ptr, tile_max_ptr, group_max_ptr, logits_stride, param_stride,
+    V: tl.constexpr, TILE: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Write the maximum logit of each tile to tile_max float32 [rows, tiles]; a NaN counts as +inf.
+
+    With GROUPS above 0, also write the maxima of the tile's groups to group_max float32 [rows, tiles * GROUPS]. A group
+    is every GROUPS-th token of the tile, since likely tokens often have neighbouring ids.
+    """
     tile = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     if tl.load(temperature_ptr + row * param_stride) > 0:
         x = logits_tile(logits_ptr + row * logits_stride, tile, V, TILE)
-        tile_max = tl.max(tl.where(x == x, x, float("inf")), 0)
-        tl.store(tile_max_ptr + row * tl.num_programs(0) + tile, tile_max)
+        x = tl.where(x == x, x, float("inf"))
+        at = row * tl.num_programs(0) + tile
+        if GROUPS:
+            group_max = tl.max(tl.reshape(x, [TILE // GROUPS, GROUPS]), 0)
+            tl.store(group_max_ptr + at * GROUPS + tl.arange(0, GROUPS), group_max)
+            tl.store(tile_max_ptr + at, tl.max(group_max, 0))
+        else:
+            tl.store(tile_max_ptr + at, tl.max(x, 0))
 
 
 @triton.jit

@@ -4,8 +4,12 @@ A token's sort key is the integer (bits of -z, id). Ascending keys are the order
 place in this order: of few candidates (the most likely tokens), each one's place is found by comparing all pairs; of
 more, the limit's key is found digit by digit. All sums are of integers, so they are exact, and a token depends neither
 on the batch nor on the order in which atomics gather the candidates. If the kept tokens may reach beyond a row's
-candidates, a second pass scans the row's logits instead. Launched by fused_sampling.py. Imports triton at the top: for
-CUDA (or Triton's interpreter) only.
+candidates, a second pass scans the row's logits instead.
+
+The candidates are the tokens in a row's leading bins of z. With a small top-k, the bins come from maxima of groups of
+tokens: bins that hold the maxima of k groups hold at least k tokens. Otherwise all of the row's tokens are counted.
+
+Launched by fused_sampling.py. Imports triton at the top: for CUDA (or Triton's interpreter) only.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ _NONZERO_BINS = tl.constexpr(224)  # bins that can hold a weight above 0: exp(-2
 _UNDECIDED = tl.constexpr(-2)  # token of a row whose candidates do not suffice
 _NO_TOKEN = tl.constexpr(2**62)  # sort key of no token: greater than all keys
 _INF_BITS = tl.constexpr(0x7F800000)  # float bits of +inf: -z of z = -inf
+_GROUPS_PER_TOP_K = tl.constexpr(4)  # fewer groups than this per token of top-k would give too many candidates
 _FEW = tl.constexpr(512)  # candidates whose places are found by comparing all pairs
 _PAIRS = tl.constexpr(16)  # candidates that each one is compared with at a time
 _DIGIT_BITS = tl.constexpr(3)  # bits of a sort key found by one pass over the tokens
@@ -32,26 +37,37 @@ _RADIX = tl.constexpr(8)  # values of one digit
 
 @triton.jit
 def histogram_kernel(
-    logits_ptr, temperature_ptr, top_k_ptr, tile_max_ptr, tile_sum_ptr, bin_count_ptr, logits_stride, param_stride,
+    logits_ptr, temperature_ptr, top_k_ptr, tile_max_ptr, group_max_ptr, tile_sum_ptr, bin_count_ptr,
+    logits_stride, param_stride,
     V: tl.constexpr, TILE: tl.constexpr, NUM_TILES: tl.constexpr, TILES_PAD: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, GROUPS_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Add the tile's tokens to bin_count int32 [rows, BINS + 1].
+    """Count the groups' maxima, or the tokens, of each bin in bin_count int32 [rows, BINS + 1], which holds zeros.
 
-    Where top_k is 0, also write the tile's sum of weights to tile_sum int64 [rows, NUM_TILES].
+    Where top_k is 0, also write the tiles' sums of weights to tile_sum int64 [rows, NUM_TILES].
     """
-    tile = tl.program_id(0)
+    first_tile = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     temperature = tl.load(temperature_ptr + row * param_stride)
     if temperature > 0:
         max_logit = row_max(tile_max_ptr + row * NUM_TILES, NUM_TILES, TILES_PAD)
         if tl.abs(max_logit) < float("inf"):
-            z = scaled(logits_tile(logits_ptr + row * logits_stride, tile, V, TILE), max_logit, temperature)
-            counts = tl.histogram(_bin(z), _BINS)
-            tl.atomic_add(
-                bin_count_ptr + row * (_BINS + 1) + tl.arange(0, _BINS), counts, mask=counts > 0, sem="relaxed"
-            )
-            if tl.load(top_k_ptr + row * param_stride) == 0:
-                tl.store(tile_sum_ptr + row * NUM_TILES + tile, tl.sum(weights_of(z), 0))
+            top_k = tl.load(top_k_ptr + row * param_stride)
+            counts_ptr = bin_count_ptr + row * (_BINS + 1) + tl.arange(0, _BINS)
+            if (top_k > 0) & (top_k <= NUM_GROUPS // _GROUPS_PER_TOP_K):
+                if first_tile == 0:
+                    groups = tl.arange(0, GROUPS_PAD)
+                    group_max_ptr += row * NUM_GROUPS
+                    maxima = tl.load(group_max_ptr + groups, mask=groups < NUM_GROUPS, other=float("-inf"))
+                    tl.store(counts_ptr, tl.histogram(_bin(scaled(maxima, max_logit, temperature)), _BINS))
+            else:
+                counts = tl.zeros([_BINS], tl.int32)
+                for tile in range(first_tile, NUM_TILES, tl.num_programs(0)):
+                    z = scaled(logits_tile(logits_ptr + row * logits_stride, tile, V, TILE), max_logit, temperature)
+                    counts += tl.histogram(_bin(z), _BINS)
+                    if top_k == 0:
+                        tl.store(tile_sum_ptr + row * NUM_TILES + tile, tl.sum(weights_of(z), 0))
+                tl.atomic_add(counts_ptr, counts, mask=counts > 0, sem="relaxed")
 
 
 @triton.jit
@@ -62,23 +78,27 @@ def gather_kernel(
 ):  # fmt: skip
     """Gather the candidates' sort keys, in any order, into key int64 [rows, MAX_CANDIDATES].
 
-    The last column of bin_count counts the gathered candidates.
+    The last column of bin_count counts the candidates, also those that did not fit.
     """
-    tile = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     temperature = tl.load(temperature_ptr + row * param_stride)
     if temperature > 0:
         max_logit = row_max(tile_max_ptr + row * NUM_TILES, NUM_TILES, TILES_PAD)
         if tl.abs(max_logit) < float("inf"):
             counts_ptr = bin_count_ptr + row * (_BINS + 1)
-            bins, _ = _candidates(counts_ptr, tl.load(top_k_ptr + row * param_stride), MAX_CANDIDATES)
-            # Most tiles have no candidate; their maximum shows it without reading the tile again.
-            if _bin(scaled(tl.load(tile_max_ptr + row * NUM_TILES + tile), max_logit, temperature)) < bins:
-                z = scaled(logits_tile(logits_ptr + row * logits_stride, tile, V, TILE), max_logit, temperature)
-                is_candidate = (_bin(z) < bins).to(tl.int32)
-                start = tl.atomic_add(counts_ptr + _BINS, tl.sum(is_candidate, 0), sem="relaxed")
-                target = key_ptr + row * MAX_CANDIDATES + start + tl.cumsum(is_candidate, 0) - 1
-                tl.store(target, _sort_keys(z, tile * TILE + tl.arange(0, TILE), ID_BITS), mask=is_candidate > 0)
+            bins = _leading_bins(counts_ptr, tl.load(top_k_ptr + row * param_stride), MAX_CANDIDATES)
+            for tile in range(tl.program_id(0), NUM_TILES, tl.num_programs(0)):
+                # Many tiles have no candidate; their maximum shows it without reading the tile again.
+                if _bin(scaled(tl.load(tile_max_ptr + row * NUM_TILES + tile), max_logit, temperature)) < bins:
+                    z = scaled(logits_tile(logits_ptr + row * logits_stride, tile, V, TILE), max_logit, temperature)
+                    is_candidate = _bin(z) < bins
+                    count_ptrs = counts_ptr + _BINS + tl.zeros([TILE], tl.int32)
+                    at = tl.atomic_add(count_ptrs, 1, mask=is_candidate, sem="relaxed")
+                    tl.store(
+                        key_ptr + row * MAX_CANDIDATES + at,
+                        _sort_keys(z, tile * TILE + tl.arange(0, TILE), ID_BITS),
+                        mask=is_candidate & (at < MAX_CANDIDATES),
+                    )
 
 
 @triton.jit
@@ -113,7 +133,10 @@ def sample_truncated_kernel(
                     )  # fmt: skip
                     tl.store(out_ptr + row, token)
             else:
-                bins, count = _candidates(bin_count_ptr + row * (_BINS + 1), top_k, MAX_CANDIDATES)
+                counts_ptr = bin_count_ptr + row * (_BINS + 1)
+                bins = _leading_bins(counts_ptr, top_k, MAX_CANDIDATES)
+                found = tl.load(counts_ptr + _BINS)
+                count = tl.minimum(found, MAX_CANDIDATES)
                 if count <= _FEW:
                     token, complete = _sample_of_few(
                         key_ptr + row * MAX_CANDIDATES, count, sums_ptr, top_k, top_p, min_weight, u,
@@ -127,6 +150,7 @@ def sample_truncated_kernel(
                 # All tokens beyond the candidates have weight 0, or min-p drops all of them.
                 complete |= bins == _NONZERO_BINS
                 complete |= (top_k == 0) & (min_weight > weights_of(bins * -_BIN_WIDTH))
+                complete &= found <= MAX_CANDIDATES
                 tl.store(out_ptr + row, tl.where(complete, token, _UNDECIDED))
 
 
@@ -288,11 +312,11 @@ def _bin(z):
 
 
 @triton.jit
-def _candidates(counts_ptr, top_k, MAX_CANDIDATES: tl.constexpr):
-    """Return how many leading bins, and how many tokens, are a row's candidates: all that fit, or all top-k needs."""
+def _leading_bins(counts_ptr, top_k, MAX_CANDIDATES: tl.constexpr):
+    """Return how many leading bins hold a row's candidates: all bins that fit, or as many as top-k needs."""
     bins = tl.arange(0, _BINS)
     counts = tl.load(counts_ptr + bins)
     cumulative = tl.cumsum(counts, 0)
     needed = tl.where(top_k > 0, top_k, float("inf"))
-    is_candidate = (cumulative <= MAX_CANDIDATES) & (bins < _NONZERO_BINS) & (cumulative - counts < needed)
-    return tl.sum(is_candidate.to(tl.int32), 0), tl.sum(tl.where(is_candidate, counts, 0), 0)
+    is_leading = (cumulative <= MAX_CANDIDATES) & (bins < _NONZERO_BINS) & (cumulative - counts < needed)
+    return tl.sum(is_leading.to(tl.int32), 0)
